@@ -1,0 +1,70 @@
+"""Every error a user of ringserve can meet.
+
+RingserveError
+├── InvalidRequest        a field of the request is wrong: the message names field, value and what is allowed
+├── NotFound              no such conversation, request or turn
+├── Busy                  the conversation has a turn running
+├── CapacityExceeded      no free KV or batch slot now; the same request may succeed later
+├── DeadlineExceeded      the turn's own deadline passed
+├── TurnCancelled         the client, or an Abort, ended the turn
+├── Unavailable           a ring, rank or peer is down or being rebuilt
+│   └── StaleIncarnation  a message was meant for (or came from) an earlier life of a ring
+├── TransferError         a KV transfer broke a rule: unknown, stale, overlapping, incomplete
+├── ReshardError          a reshard plan would not deliver every token, layer and head exactly once
+├── ModelRefused          the model needs something the core does not have, or cannot be loaded
+└── ConfigError           the configuration is wrong: the message names key, value and what is allowed
+
+`services.status` maps each to one gRPC status code.
+"""
+
+
+class RingserveError(Exception):
+    """Base of the tree. The message is one sentence that may be shown to a client."""
+
+
+class InvalidRequest(RingserveError):
+    """A field of the request is wrong."""
+
+
+class NotFound(RingserveError):
+    """No such conversation, request or turn."""
+
+
+class Busy(RingserveError):
+    """The conversation has a turn running."""
+
+
+class CapacityExceeded(RingserveError):
+    """No free KV or batch slot now."""
+
+
+class DeadlineExceeded(RingserveError):
+    """The turn's deadline passed."""
+
+
+class TurnCancelled(RingserveError):
+    """The client, or an Abort, ended the turn."""
+
+
+class Unavailable(RingserveError):
+    """A ring, rank or peer is down or being rebuilt."""
+
+
+class StaleIncarnation(Unavailable):
+    """A message was meant for, or came from, an earlier life of a ring."""
+
+
+class TransferError(RingserveError):
+    """A KV transfer broke a rule."""
+
+
+class ReshardError(RingserveError):
+    """A reshard plan would not deliver everything exactly once."""
+
+
+class ModelRefused(RingserveError):
+    """The model cannot be served."""
+
+
+class ConfigError(RingserveError):
+    """The configuration is wrong."""

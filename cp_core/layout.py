@@ -1,0 +1,207 @@
+"""How the tokens of one sequence lie over the ranks of a ring. Pure Python: leaders and router use it without torch.
+
+Positions are absolute token positions in the sequence. On every rank tokens are *stored* in the order in which they
+arrived, and they always arrive in ascending position: a turn's new tokens follow all cached ones, a decoded token
+follows all others. So a rank's shard is an ascending list of ranges, cutting a sequence short cuts each rank's stored
+order short, and "stored index j of rank r" names one token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from cp_core.errors import ReshardError
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class TokenRange:
+    """Positions [start, stop)."""
+
+    start: int
+    stop: int
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.start <= self.stop, f"range [{self.start}, {self.stop}) is no range"
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def intersect(self, other: TokenRange) -> TokenRange:
+        """The common part; empty (start == stop) where there is none."""
+        start = max(self.start, other.start)
+        return TokenRange(start, max(start, min(self.stop, other.stop)))
+
+
+def coalesce(ranges: Iterable[TokenRange]) -> tuple[TokenRange, ...]:
+    """Join neighbours and drop empties; the order must be ascending already."""
+    joined: list[TokenRange] = []
+    for item in ranges:
+        if not len(item):
+            continue
+        if joined and joined[-1].stop == item.start:
+            joined[-1] = TokenRange(joined[-1].start, item.stop)
+        else:
+            joined.append(item)
+    return tuple(joined)
+
+
+@dataclass(frozen=True, slots=True)
+class ShardMap:
+    """Which positions of one sequence each rank holds, in stored order. `ranks[r]` are the ranges of rank r."""
+
+    ranks: tuple[tuple[TokenRange, ...], ...]
+
+    @classmethod
+    def empty(cls, num_ranks: int) -> ShardMap:
+        return cls(((),) * num_ranks)
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """Tokens on each rank."""
+        return tuple(sum(len(item) for item in ranges) for ranges in self.ranks)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.held)
+
+    def truncate(self, num_tokens: int) -> ShardMap:
+        """Keep positions below `num_tokens`: on every rank this is a prefix of its stored order."""
+        keep = TokenRange(0, num_tokens)
+        return ShardMap(tuple(coalesce(item.intersect(keep) for item in ranges) for ranges in self.ranks))
+
+    def extend(self, later: ShardMap) -> ShardMap:
+        """Append each rank's later ranges to its stored order."""
+        assert later.num_ranks == self.num_ranks, "maps of rings of different size"
+        return ShardMap(tuple(coalesce(old + new) for old, new in zip(self.ranks, later.ranks, strict=True)))
+
+    def check(self, covered: TokenRange) -> None:
+        """Prove that every position of `covered` lies on exactly one rank, and nothing else does.
+
+        Raises ReshardError naming the first position that is missing, doubled, out of order or outside.
+        """
+        for rank, ranges in enumerate(self.ranks):
+            for before, after in zip(ranges, ranges[1:], strict=False):
+                if after.start < before.stop:
+                    raise ReshardError(f"rank {rank} stores position {after.start} after position {before.stop - 1}")
+        position = covered.start
+        for item in sorted(item for ranges in self.ranks for item in ranges if len(item)):
+            if item.start != position:
+                fault = "missing" if item.start > position else "held twice or outside"
+                raise ReshardError(f"position {min(item.start, position)} is {fault} in [{covered.start}, {covered.stop})")
+            position = item.stop
+        if position != covered.stop:
+            raise ReshardError(f"position {min(position, covered.stop)} is missing or outside [{covered.start}, {covered.stop})")
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillLayout:
+    """2N-chunk layout of a step's new tokens (arXiv 2411.01783, 3.5.1).
+
+    The new tokens are cut in 2N chunks whose sizes differ by at most one (the remainder goes to the first chunks).
+    The rank in slot i computes chunks i ("low") and 2N-1-i ("high"), stored in that order. `slots[rank]` is a
+    permutation of 0..N-1: see `balanced_layout` for why it is not the identity.
+    """
+
+    start: int
+    num_tokens: int
+    slots: tuple[int, ...]
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.slots)
+
+    @property
+    def tokens(self) -> TokenRange:
+        return TokenRange(self.start, self.start + self.num_tokens)
+
+    def chunk(self, index: int) -> TokenRange:
+        """Positions of chunk `index` in 0..2N-1."""
+        size, remainder = divmod(self.num_tokens, 2 * self.num_ranks)
+        begin = self.start + index * size + min(index, remainder)
+        return TokenRange(begin, begin + size + (index < remainder))
+
+    def chunk_ids(self, rank: int) -> tuple[int, int]:
+        """(low, high) chunk numbers of a rank."""
+        slot = self.slots[rank]
+        return slot, 2 * self.num_ranks - 1 - slot
+
+    def chunks(self, rank: int) -> tuple[TokenRange, TokenRange]:
+        """(low, high) positions of a rank; either may be empty."""
+        low, high = self.chunk_ids(rank)
+        return self.chunk(low), self.chunk(high)
+
+    def tokens_on(self, rank: int) -> int:
+        return sum(len(item) for item in self.chunks(rank))
+
+    def owner_of(self, position: int) -> tuple[int, int]:
+        """(rank, index among the rank's local new tokens) of a new token."""
+        for rank in range(self.num_ranks):
+            low, high = self.chunks(rank)
+            if low.start <= position < low.stop:
+                return rank, position - low.start
+            if high.start <= position < high.stop:
+                return rank, len(low) + position - high.start
+        raise AssertionError(f"position {position} is not among the new tokens {self.tokens}")
+
+    def shard_map(self) -> ShardMap:
+        return ShardMap(tuple(coalesce(self.chunks(rank)) for rank in range(self.num_ranks)))
+
+
+def balanced_layout(start: int, num_tokens: int, held: Sequence[int]) -> PrefillLayout:
+    """Layout of `num_tokens` new tokens from position `start` for ranks that already hold `held` tokens.
+
+    The fullest slots go to the emptiest ranks: with fixed slots rank 0 would get every turn's remainder, and a
+    conversation of many short turns would lie on it alone.
+    """
+    num_ranks = len(held)
+    identity = PrefillLayout(start, num_tokens, tuple(range(num_ranks)))
+    fullest_slots = sorted(range(num_ranks), key=lambda slot: -identity.tokens_on(slot))
+    emptiest_ranks = sorted(range(num_ranks), key=lambda rank: held[rank])
+    slot_of = dict(zip(emptiest_ranks, fullest_slots, strict=True))
+    return PrefillLayout(start, num_tokens, tuple(slot_of[rank] for rank in range(num_ranks)))
+
+
+def append_owner(held: Sequence[int]) -> int:
+    """The rank that stores the next decoded token: the emptiest, the lowest of equals. Round-robin once even."""
+    return min(range(len(held)), key=lambda rank: (held[rank], rank))
+
+
+def level_counts(held: Sequence[int], num_tokens: int) -> tuple[int, ...]:
+    """How many of `num_tokens` tokens each rank gets if each goes to `append_owner` of the moment (water-filling)."""
+    counts = [0] * len(held)
+    order = sorted(range(len(held)), key=lambda rank: (held[rank], rank))
+    left = num_tokens
+    for filled, following in zip(range(1, len(order) + 1), [*order[1:], None], strict=True):
+        level = held[order[filled - 1]]
+        step = left if following is None else min(left, (held[following] - level) * filled)
+        share, extra = divmod(step, filled)
+        for place, rank in enumerate(sorted(order[:filled])):
+            counts[rank] += share + (place < extra)
+        left -= step
+        if not left:
+            break
+    return tuple(counts)
+
+
+def spread(start: int, num_tokens: int, held: Sequence[int]) -> ShardMap:
+    """Lay positions [start, start + num_tokens) over ranks as one contiguous range each, levelling what they hold."""
+    counts = level_counts(held, num_tokens)
+    bounds = [start, *accumulate(counts, initial=start)][1:]
+    return ShardMap(tuple(coalesce([TokenRange(a, b)]) for a, b in zip(bounds, bounds[1:], strict=False)))
+
+
+def appended(start: int, num_tokens: int, held: Sequence[int]) -> ShardMap:
+    """Where `num_tokens` decoded tokens from position `start` come to lie, one by one, each on `append_owner`."""
+    counts = list(held)
+    ranges: list[list[TokenRange]] = [[] for _ in held]
+    for position in range(start, start + num_tokens):
+        owner = append_owner(counts)
+        counts[owner] += 1
+        ranges[owner].append(TokenRange(position, position + 1))
+    return ShardMap(tuple(coalesce(items) for items in ranges))

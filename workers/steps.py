@@ -1,0 +1,280 @@
+"""Everything a group leader tells a rank, and what a rank answers. Pure data: no torch, so leaders stay small.
+
+Block tables are leader-owned: a rank never allocates. `blocks[i]` holds the tokens with stored index
+[i * block_tokens, (i + 1) * block_tokens) of that rank's shard of the sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import numpy as np
+import numpy.typing as npt
+
+from cp_core.layout import PrefillLayout, TokenRange
+
+TokenIds = npt.NDArray[np.int64]
+
+
+class Algorithm(StrEnum):
+    """How a prefill step attends over the ring."""
+
+    PASS_KV = "pass_kv"
+    PASS_Q = "pass_q"
+
+
+class FinishReason(StrEnum):
+    """Why a sequence left the decode batch."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampling:
+    """How tokens are chosen. temperature 0 is greedy; otherwise softmax(logits / temperature) drawn by `seed`.
+
+    The draw at position p depends only on (seed, p), so it is the same for every ring size and batch.
+    `stop_token_ids` includes the model's end-of-sequence ids unless the caller ignores them.
+    """
+
+    temperature: float = 0.0
+    seed: int = 0
+    max_tokens: int = 16
+    stop_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankSpec:
+    """What a rank needs to start. `num_blocks` blocks of `block_tokens` tokens for every layer."""
+
+    role: str
+    group: str
+    rank: int
+    num_ranks: int
+    incarnation: str
+    model_path: str
+    dtype: str = "float32"
+    device: str = "cpu"
+    attention_backend: str = "auto"
+    num_blocks: int
+    block_tokens: int
+    num_threads: int = 1
+    listen_host: str = "127.0.0.1"
+    max_batch: int = 32
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelInfo:
+    """The shape of a model, as the planner and the KV pool see it. Sizes in elements, bytes where named so."""
+
+    name: str
+    model_type: str
+    dtype: str
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_positions: int
+    num_parameters: int
+    element_bytes: int
+    eos_token_ids: tuple[int, ...]
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """K and V of all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.element_bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankInfo:
+    """A started rank. `kv_endpoint` is HOST:PORT of its KV receiver."""
+
+    rank: int
+    kv_endpoint: str
+    attention_backend: str
+    pid: int
+    model: ModelInfo
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RingSpec:
+    """Where the ranks of one ring meet. Rank 0 opens the store at host:port (port 0: it chooses and reports)."""
+
+    host: str
+    port: int
+    name: str
+    timeout_seconds: float = 60.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RingRates:
+    """What a ring measured of itself at start. FLOP/s per rank, bytes/s per direction, seconds per message."""
+
+    gemm_flops: float
+    attention_flops: float
+    link_bytes_per_second: float
+    link_latency_seconds: float
+
+
+# --- KV transfer -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TransferKey:
+    """Names one attempt of one transfer between the incarnations of two groups. Anything else is stale."""
+
+    transfer_id: str
+    attempt: int
+    source: str
+    destination: str
+
+
+@dataclass(frozen=True, slots=True)
+class KvPiece:
+    """Consecutive tokens that lie at consecutive stored indices of the source rank; KV heads [head_start, head_stop)."""
+
+    tokens: TokenRange
+    source_stored: int
+    head_start: int
+    head_stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class KvPart:
+    """What one source rank sends to one destination rank (endpoint HOST:PORT), the same for every layer."""
+
+    endpoint: str
+    pieces: tuple[KvPiece, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KvSend:
+    """One source rank's share of a transfer. `blocks` is its own block table of the sequence."""
+
+    key: TransferKey
+    blocks: tuple[int, ...]
+    parts: tuple[KvPart, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KvExpect:
+    """One destination rank's share: `ranges` (positions, ascending) go to stored indices from `stored_start` on.
+
+    The rank seals when every (token, layer, head) of it arrived exactly once; an empty share is sealed at once.
+    """
+
+    key: TransferKey
+    ranges: tuple[TokenRange, ...]
+    stored_start: int
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TransferReport:
+    """What one side of a transfer saw. Seconds from the first to the last byte of this rank."""
+
+    payload_bytes: int
+    seconds: float
+
+
+# --- prefill ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SequencePrefill:
+    """One sequence of a prefill step, as one rank gets it: the layout is common, `blocks` and `sends` its own.
+
+    `token_ids` are all new tokens of this step, in order. `cached[r]` is what rank r already holds. `sample` is set
+    on the step that holds the prompt's last token. `sends` leave layer by layer, as soon as a layer's KV is written.
+    """
+
+    sequence_id: str
+    token_ids: TokenIds
+    layout: PrefillLayout
+    cached: tuple[int, ...]
+    blocks: tuple[int, ...]
+    sample: Sampling | None = None
+    sends: tuple[KvSend, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefillStep:
+    """One forward pass of the ring over the new tokens of some sequences."""
+
+    step_id: int
+    algorithm: Algorithm
+    sequences: tuple[SequencePrefill, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefillOutput:
+    """`tokens` holds the sampled token of the sequences whose last position this rank owns."""
+
+    tokens: dict[str, int] = field(default_factory=dict)
+    seconds: float = 0.0
+    wait_seconds: float = 0.0
+
+
+# --- decode ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdmitSequence:
+    """Join the decode batch. `token_id` at `position` is the newest token, its KV not computed yet.
+
+    `held[r]` tokens lie on rank r; `blocks[r]` is rank r's table and has room for `sampling.max_tokens` more.
+    `num_generated` tokens of the turn exist already (the prefill ring's first token counts).
+    """
+
+    sequence_id: str
+    token_id: int
+    position: int
+    held: tuple[int, ...]
+    blocks: tuple[tuple[int, ...], ...]
+    sampling: Sampling
+    num_generated: int = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RemoveSequence:
+    """Leave the decode batch at the next step border; answered by an event with FinishReason.ABORT."""
+
+    sequence_id: str
+
+
+DecodeCommand = AdmitSequence | RemoveSequence
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecodeEvent:
+    """One token, or the end, or both, of a sequence. `kv_tokens` positions have their KV stored after this step."""
+
+    sequence_id: str
+    token_id: int | None
+    finish_reason: FinishReason | None
+    kv_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecodeEvents:
+    """Events from cursor `start` on; ask next from `stop`. Asking again from `start` returns the same events."""
+
+    start: int
+    stop: int
+    events: tuple[DecodeEvent, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankStatus:
+    """Progress, for watchdogs: a step counter and the seconds since it last moved."""
+
+    steps: int
+    seconds_since_step: float
+    running: int
+    open_transfers: int
