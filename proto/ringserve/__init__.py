@@ -1,0 +1,1 @@
+"""Generated stubs of the ringserve contract live in `ringserve.v1`."""
