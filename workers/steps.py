@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cp_core.layout import PrefillLayout, TokenRange
+from cp_core.reshard import KvPiece as KvPiece
 
 TokenIds = npt.NDArray[np.int64]
 
@@ -133,16 +134,6 @@ class TransferKey:
     attempt: int
     source: str
     destination: str
-
-
-@dataclass(frozen=True, slots=True)
-class KvPiece:
-    """Consecutive tokens that lie at consecutive stored indices of the source rank; KV heads [head_start, head_stop)."""
-
-    tokens: TokenRange
-    source_stored: int
-    head_start: int
-    head_stop: int
 
 
 @dataclass(frozen=True, slots=True)
