@@ -1,0 +1,63 @@
+# Every target makes .venv itself, from a clean clone, and does nothing to it while it is up to date.
+#   PYTHON       the interpreter that .venv is made from (3.11 or newer)
+#   TORCH_INDEX  a package index to take torch from, e.g. https://download.pytorch.org/whl/cpu (without it, pip's own)
+
+PYTHON ?= python3
+TORCH_INDEX ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip --disable-pip-version-check
+USER_READY := $(VENV)/ready-user
+DEV_READY := $(VENV)/ready-dev
+BENCHES := $(wildcard bench/*.py)
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format bench proto clean distclean
+.DELETE_ON_ERROR:
+
+help: ## list the targets
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
+
+demo: $(USER_READY) ## serve a long two-turn conversation on this machine and check every token of it
+	$(BIN)/ringserve demo
+
+test: lint ## everything that must hold before a commit: lint, then the tests
+	$(BIN)/pytest
+
+lint: $(DEV_READY) ## style, types, import contracts, stub freshness
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python proto/generate.py --check
+
+format: $(DEV_READY) ## put the source into the one format, and repair what can be repaired
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(DEV_READY) ## run every measurement in bench/
+	@set -e; for bench in $(BENCHES); do echo "== $$bench"; $(BIN)/python $$bench; done
+
+proto: $(DEV_READY) ## generate the stubs of proto/ringserve/v1/*.proto
+	$(BIN)/python proto/generate.py
+
+clean: ## remove caches and build outputs
+	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+distclean: clean ## remove .venv as well
+	rm -rf $(VENV)
+
+# torch goes first and by its exact version: asked for together with the rest, or by a range, pip may take several
+# gigabytes of CUDA packages where a CPU build is at hand.
+$(USER_READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "ringserve needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
+	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet "$$(grep '^torch==' constraints.txt)" -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+	$(PIP) install --quiet -e . -c constraints.txt
+	@touch $@
+
+$(DEV_READY): $(USER_READY)
+	$(PIP) install --quiet -e ".[dev]" -c constraints.txt
+	@touch $@
