@@ -72,8 +72,11 @@ class ShardMap:
 
     def truncate(self, num_tokens: int) -> ShardMap:
         """Keep positions below `num_tokens`: on every rank this is a prefix of its stored order."""
-        keep = TokenRange(0, num_tokens)
-        return ShardMap(tuple(coalesce(item.intersect(keep) for item in ranges) for ranges in self.ranks))
+        return self.within(TokenRange(0, num_tokens))
+
+    def within(self, tokens: TokenRange) -> ShardMap:
+        """Only the positions in `tokens`."""
+        return ShardMap(tuple(coalesce(item.intersect(tokens) for item in ranges) for ranges in self.ranks))
 
     def extend(self, later: ShardMap) -> ShardMap:
         """Append each rank's later ranges to its stored order."""

@@ -1,0 +1,70 @@
+"""Free KV blocks of one rank, kept as intervals so that sequences get runs of adjacent blocks."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable
+
+
+class BlockAllocator:
+    """Hands out block numbers 0..num_blocks-1. Adjacent blocks are attended as one view, so it prefers long runs."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._free: list[tuple[int, int]] = [(0, num_blocks)] if num_blocks else []
+        self.num_free = num_blocks
+
+    def allocate(self, count: int, after: int | None = None) -> list[int]:
+        """`count` blocks; the run that follows block `after` first, else the first run that holds all, else pieces.
+
+        The caller has checked `num_free`; asking for more is a bug.
+        """
+        assert count <= self.num_free, f"asked for {count} blocks of {self.num_free} free"
+        taken: list[int] = []
+        if after is not None:
+            place = bisect_left(self._free, (after + 1, 0))
+            if place < len(self._free) and self._free[place][0] == after + 1:
+                taken += self._take(place, count)
+        while len(taken) < count:
+            missing = count - len(taken)
+            fitting = (place for place, (start, stop) in enumerate(self._free) if stop - start >= missing)
+            place = next(fitting, None)  # type: ignore[assignment]
+            if place is None:
+                place = max(range(len(self._free)), key=lambda index: self._free[index][1] - self._free[index][0])
+            taken += self._take(place, missing)
+        return taken
+
+    def _take(self, place: int, count: int) -> list[int]:
+        start, stop = self._free[place]
+        end = min(stop, start + count)
+        self._free[place : place + 1] = [(end, stop)] if end < stop else []
+        self.num_free -= end - start
+        return list(range(start, end))
+
+    def free(self, blocks: Iterable[int]) -> None:
+        """Give blocks back. Freeing a free or unknown block is a bug and raises AssertionError."""
+        for block in blocks:
+            self._give_back(block)
+
+    def _give_back(self, block: int) -> None:
+        assert 0 <= block < self.num_blocks, f"block {block} does not exist"
+        place = bisect_left(self._free, (block, 0))
+        before = self._free[place - 1] if place else None
+        behind = self._free[place] if place < len(self._free) else None
+        assert not (before and before[1] > block), f"block {block} is free already"
+        assert not (behind and behind[0] == block), f"block {block} is free already"
+        start, stop = block, block + 1
+        if before and before[1] == block:
+            start = before[0]
+            self._free.remove(before)
+        if behind and behind[0] == stop:
+            stop = behind[1]
+            self._free.remove(behind)
+        insort(self._free, (start, stop))
+        self.num_free += 1
+
+    def check_integrity(self, used: Iterable[int]) -> None:
+        """Prove that free and `used` blocks together are each block exactly once."""
+        every = sorted([*used, *(block for start, stop in self._free for block in range(start, stop))])
+        assert every == list(range(self.num_blocks)), "a block is lost or held twice"
+        assert self.num_free == sum(stop - start for start, stop in self._free), "free count is off"

@@ -1,0 +1,92 @@
+"""Feeds the decode loop that runs on a ring's first rank, and reads its tokens.
+
+Admissions and removals take effect at the loop's next step border; tokens come back by a long poll with a cursor, so a
+lost answer is asked for again and no token is seen twice.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from cp_core.errors import RingserveError
+from orchestration.decode_turn import DecodeTurn
+from orchestration.ports import RankPort
+from workers.steps import DecodeEvent, RemoveSequence
+
+POLL_SECONDS = 2.0
+
+
+class DecodeBatch:
+    """The turns that decode, at most `max_batch`, and those that wait for a place, in order of arrival.
+
+    One object a ring incarnation. `on_event` gets every event of a turn that is still in the batch.
+    """
+
+    def __init__(
+        self, lead: RankPort, max_batch: int, timeout: float, on_event: Callable[[DecodeTurn, DecodeEvent], None]
+    ) -> None:
+        self._lead = lead
+        self._max_batch = max_batch
+        self._timeout = timeout
+        self._on_event = on_event
+        self._waiting: deque[DecodeTurn] = deque()
+        self._running: dict[str, DecodeTurn] = {}
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    async def join(self, turn: DecodeTurn) -> None:
+        """Admit the turn, or let it wait for a place."""
+        self._waiting.append(turn)
+        await self._fill()
+
+    async def leave(self, turn: DecodeTurn) -> None:
+        """Take the turn out; returns when the loop no longer writes to its blocks."""
+        if turn in self._waiting:
+            self._waiting.remove(turn)
+            return
+        if turn.turn_id in self._running:
+            await self._lead.submit([RemoveSequence(sequence_id=turn.turn_id)], self._timeout)
+            await turn.left_batch.wait()
+
+    async def _fill(self) -> None:
+        admitted = []
+        while self._waiting and len(self._running) < self._max_batch:
+            turn = self._waiting.popleft()
+            turn.in_batch = True
+            self._running[turn.turn_id] = turn
+            admitted.append(turn.admission())
+        if admitted:
+            await self._lead.submit(admitted, self._timeout)
+
+    async def read(self) -> None:
+        """Read events for as long as the ring lives; raises what ended it."""
+        cursor = 0
+        while True:
+            batch = await self._lead.poll(cursor, POLL_SECONDS, POLL_SECONDS + self._timeout)
+            cursor = batch.stop
+            left = False
+            for event in batch.events:
+                turn = self._running.get(event.sequence_id)
+                if turn is None:
+                    continue
+                if event.finish_reason is not None:
+                    del self._running[event.sequence_id]
+                    turn.left_batch.set()
+                    left = True
+                self._on_event(turn, event)
+            if left:
+                await self._fill()
+
+    def abandon(self, error: RingserveError) -> None:
+        """The ring is gone: nothing of it writes any more."""
+        for turn in self._running.values():
+            turn.left_batch.set()
+        self._running.clear()
+        self._waiting.clear()

@@ -1,0 +1,90 @@
+"""What leaders of prefill and decode rings have in common: the ring, its announcement, background tasks, status."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Coroutine
+
+from cp_core.errors import RingserveError
+from orchestration.ports import RankFactory
+from orchestration.ring import GroupSettings, Ring
+from orchestration.turn import GroupRegistration, GroupStatus
+
+log = logging.getLogger(__name__)
+
+
+class GroupLeader(ABC):
+    """One ring and its place in the service. Subclasses own the turns."""
+
+    def __init__(
+        self,
+        settings: GroupSettings,
+        factory: RankFactory,
+        announce: Callable[[GroupRegistration], Awaitable[None]],
+    ) -> None:
+        self.settings = settings
+        self.endpoint = ""
+        self.ring = Ring(settings, factory, on_ready=self.on_ready, on_lost=self.fail_all)
+        self._announce = announce
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self, endpoint: str) -> None:
+        """Bring the ring up and announce it as reachable at `endpoint` (HOST:PORT)."""
+        self.endpoint = endpoint
+        await self.ring.start()
+
+    async def close(self) -> None:
+        """End background work, kill the ranks. Idempotent."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.ring.close()
+
+    async def on_ready(self) -> None:
+        """The ring serves, for the first time or again."""
+        ring = self.ring
+        registration = GroupRegistration(
+            role=self.settings.role,
+            name=self.settings.name,
+            endpoint=self.endpoint,
+            incarnation=ring.incarnation,
+            num_ranks=self.settings.num_ranks,
+            rates=ring.rates,
+            capacity_tokens=ring.pool.capacity_tokens,
+        )
+        await self._announce(registration)
+
+    @abstractmethod
+    async def fail_all(self, error: RingserveError) -> None:
+        """The ring is lost: end every turn with `error`, without waiting for its ranks."""
+
+    def spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        """Run in the background; the leader keeps the task and logs what it raises."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.error("background work of %s failed", self.settings.name, exc_info=task.exception())
+
+    def status_with(self, *, running: int, waiting: int) -> GroupStatus:
+        ring = self.ring
+        return GroupStatus(
+            role=self.settings.role,
+            name=self.settings.name,
+            endpoint=self.endpoint,
+            incarnation=ring.incarnation,
+            state=ring.state,
+            num_ranks=self.settings.num_ranks,
+            attention_backend=ring.infos[0].attention_backend if ring.infos else "",
+            num_requests_running=running,
+            num_requests_waiting=waiting,
+            kv_usage=ring.pool.usage(),
+            rebuilds=ring.rebuilds,
+            rank_pids=tuple(info.pid for info in ring.infos),
+        )

@@ -1,0 +1,45 @@
+"""The hand-off of a turn from prefill ring to decode ring.
+
+RESERVED ──first frame / admit──> STREAMING ──every token, layer, head once──> SEALED ──first token known──> ADMITTED
+    │                                 │                                          │                             │
+    └─────────────────────────────────┴──────────────> ABORTED <─────────────────┴─────────────────────────────┘
+                                                                                                    ADMITTED ──> DONE
+
+Who owns the decode ring's blocks: the decode leader from RESERVED on, always. Until SEALED the ranks' receivers may
+write to them, in ADMITTED the decode loop may; ABORTED and DONE are reached only after both have let go, so that only
+then the blocks go back to the pool. Until the prefill leader's `finish_sends` returns, its ranks may read their own
+blocks of the sequence, and its pool keeps them pinned.
+"""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+
+ALLOWED = {
+    "RESERVED": {"STREAMING", "SEALED", "ABORTED"},
+    "STREAMING": {"SEALED", "ABORTED"},
+    "SEALED": {"ADMITTED", "DONE", "ABORTED"},
+    "ADMITTED": {"DONE", "ABORTED"},
+    "ABORTED": set(),
+    "DONE": set(),
+}
+
+
+class HandoffState(Enum):
+    """See the module's diagram. A turn whose first token already ends it goes from SEALED to DONE."""
+
+    RESERVED = auto()
+    STREAMING = auto()
+    SEALED = auto()
+    ADMITTED = auto()
+    ABORTED = auto()
+    DONE = auto()
+
+    def to(self, following: HandoffState) -> HandoffState:
+        """The next state; an arrow that the diagram lacks is a bug."""
+        assert following.name in ALLOWED[self.name], f"no hand-off goes from {self.name} to {following.name}"
+        return following
+
+    @property
+    def is_over(self) -> bool:
+        return self in (HandoffState.ABORTED, HandoffState.DONE)

@@ -1,0 +1,165 @@
+"""One turn's way through a prefill ring: pull what is missing, compute the new tokens in chunks, hand the KV over."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Awaitable
+from dataclasses import dataclass
+
+from cp_core.errors import RingserveError, Unavailable
+from cp_core.layout import TokenRange, balanced_layout, spread
+from orchestration.kv_pool import KvPool, SequenceKv
+from orchestration.ports import DecodePort
+from orchestration.reshard_sends import sends_for
+from orchestration.ring import Ring, gather_all, gather_first_error
+from orchestration.turn import PrefillTurn, SendKv
+from workers.steps import KvExpect, PrefillStep, SequencePrefill, TransferKey
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Pulled:
+    """What came back from the decode ring before the turn could compute."""
+
+    payload_bytes: int = 0
+    seconds: float = 0.0
+
+
+class PrefillRun:
+    """One attempt of one turn on one incarnation of a ring. The caller pins `sequence` until `let_go` has returned."""
+
+    def __init__(
+        self, ring: Ring, pool: KvPool, sequence: SequenceKv, incarnation: str, turn: PrefillTurn, decode: DecodePort
+    ) -> None:
+        self._ring = ring
+        self._settings = ring.settings
+        self._ranks = ring.ranks
+        self._pool = pool
+        self._sequence = sequence
+        self._incarnation = incarnation
+        self._turn = turn
+        self._decode = decode
+        self._sending: TransferKey | None = None
+        self.stop_error: RingserveError | None = None
+
+    async def pull(self) -> Pulled:
+        """Fetch cached KV that only the decode ring has: tokens it made, or what was evicted here."""
+        turn, sequence = self._turn, self._sequence
+        held = sequence.shards.held
+        missing = TokenRange(sequence.shards.num_tokens, turn.cached_tokens)
+        if not len(missing):
+            return Pulled()
+        started = time.monotonic()
+        shards = spread(missing.start, len(missing), held)
+        after = sequence.shards.extend(shards)
+        self._pool.make_room(sequence, after.held)
+        key = TransferKey(f"{turn.turn_id}/pull", turn.attempt, turn.destination.incarnation, self._incarnation)
+        control, transfer = self._settings.control_timeout, self._settings.transfer_timeout
+        expects = [
+            KvExpect(key, shards.ranks[rank], held[rank], sequence.table(rank)) for rank in range(len(self._ranks))
+        ]
+        send = SendKv(
+            transfer_id=key.transfer_id,
+            attempt=key.attempt,
+            sequence_id=turn.sequence_id,
+            source_incarnation=key.source,
+            destination_incarnation=key.destination,
+            tokens=missing,
+            shards=shards,
+            kv_endpoints=self._ring.kv_endpoints,
+            deadline_seconds=transfer,
+        )
+        try:
+            await gather_all(port.expect_kv(expect, control) for port, expect in zip(self._ranks, expects, strict=True))
+            sent = await self._decode.send_kv(send)
+            await gather_first_error(port.await_kv(key, transfer) for port in self._ranks)
+        except BaseException:
+            # Also when cancelled: no late byte may land in blocks that are about to be freed.
+            await self._quietly(gather_all(port.drop_kv(key, control) for port in self._ranks))
+            raise
+        sequence.shards = after
+        return Pulled(sent.payload_bytes, time.monotonic() - started)
+
+    async def compute(self) -> tuple[int, float]:
+        """Prefill the new tokens chunk by chunk, their KV leaving layer by layer. Returns (first token, seconds)."""
+        turn, chunk = self._turn, self._settings.chunk_tokens
+        started = time.monotonic()
+        self._sending = TransferKey(turn.turn_id, turn.attempt, self._incarnation, turn.destination.incarnation)
+        tokens: dict[str, int] = {}
+        for begin in range(turn.cached_tokens, len(turn.token_ids), chunk):
+            if self.stop_error is not None:
+                raise self.stop_error
+            self._ring.require_ready(self._incarnation)
+            tokens = await self._step(TokenRange(begin, min(len(turn.token_ids), begin + chunk)), self._sending)
+        return tokens[turn.sequence_id], time.monotonic() - started
+
+    async def _step(self, piece: TokenRange, key: TransferKey) -> dict[str, int]:
+        turn, sequence = self._turn, self._sequence
+        held = sequence.shards.held
+        layout = balanced_layout(piece.start, len(piece), held)
+        after = sequence.shards.extend(layout.shard_map())
+        self._pool.make_room(sequence, after.held)
+        tables = [sequence.table(rank) for rank in range(len(self._ranks))]
+        # The first chunk also carries cached KV that the decode ring no longer has.
+        first = min(piece.start, turn.destination.kept_tokens) if piece.start == turn.cached_tokens else piece.start
+        sends = sends_for(
+            key,
+            after,
+            turn.destination.shards,
+            TokenRange(first, piece.stop),
+            blocks=tables,
+            kv_endpoints=turn.destination.kv_endpoints,
+            num_kv_heads=self._ring.model.num_kv_heads,
+        )
+        is_last = piece.stop == len(turn.token_ids)
+        steps = [
+            PrefillStep(
+                step_id=piece.start,
+                algorithm=turn.algorithm,
+                sequences=(
+                    SequencePrefill(
+                        sequence_id=turn.sequence_id,
+                        token_ids=turn.token_ids[piece.start : piece.stop],
+                        layout=layout,
+                        cached=held,
+                        blocks=table,
+                        sample=turn.sampling if is_last else None,
+                        sends=(send,),
+                    ),
+                ),
+            )
+            for table, send in zip(tables, sends, strict=True)
+        ]
+        timeout = self._settings.step_timeout
+        calls = (port.prefill(step, timeout) for port, step in zip(self._ranks, steps, strict=True))
+        try:
+            outputs = await gather_first_error(calls)
+        except RingserveError as error:
+            # Whatever it was, the other ranks now wait for a message that will not come.
+            self._ring.report_lost(error, self._incarnation)
+            raise Unavailable(f"prefill ring {self._settings.name} failed in a step: {error}") from error
+        sequence.shards = after
+        return {name: token for output in outputs for name, token in output.tokens.items()}
+
+    async def hand_over(self) -> None:
+        """Wait until the decode ring has acknowledged every byte."""
+        key = self._sending
+        assert key is not None, "nothing was computed"
+        await gather_first_error(port.finish_sends(key, self._settings.transfer_timeout) for port in self._ranks)
+        self._sending = None
+
+    async def let_go(self) -> None:
+        """After this no sender of the ring reads the sequence's blocks."""
+        key, self._sending = self._sending, None
+        if key is not None:
+            control = self._settings.control_timeout
+            await self._quietly(gather_all(port.abandon_send(key, control) for port in self._ranks))
+
+    async def _quietly(self, calls: Awaitable[object]) -> None:
+        try:
+            await calls
+        except RingserveError as error:
+            # A rank that cannot be asked is dead, and what is dead neither reads nor writes.
+            log.info("cleaning up turn %s: %s", self._turn.turn_id, error)

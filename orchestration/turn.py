@@ -1,0 +1,262 @@
+"""What the router, the group leaders and the gateway say to each other about one turn. Frozen data, no behaviour."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from cp_core.layout import ShardMap, TokenRange
+from workers.steps import Algorithm, FinishReason, RingRates, Sampling, TokenIds
+
+
+class PromptMode(StrEnum):
+    """How a prompt relates to its conversation's earlier tokens; NEW where there are none."""
+
+    AUTO = "auto"
+    NEW = "new"
+    APPEND = "append"
+    WHOLE_HISTORY = "whole_history"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TurnRequest:
+    """A turn as the gateway hands it in. `conversation_id` empty: nothing is kept after the turn."""
+
+    request_id: str
+    conversation_id: str
+    prompt_mode: PromptMode
+    token_ids: TokenIds
+    sampling: Sampling
+    deadline_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CachedSource:
+    """Where cached tokens come from: "kept_on_prefill" or "pulled_from_decode"."""
+
+    source: str
+    tokens: TokenRange
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """How a turn is computed and why. `alternatives` are (algorithm, predicted seconds)."""
+
+    algorithm: Algorithm
+    reason: str
+    new_tokens: int
+    cached_tokens: int
+    prefill_ring: str
+    decode_ring: str
+    prefill_ranks: int
+    decode_ranks: int
+    cached_sources: tuple[CachedSource, ...]
+    predicted_prefill_seconds: float
+    alternatives: tuple[tuple[str, float], ...]
+    prompt_mode: PromptMode
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BegunTurn:
+    """A planned turn under way: its tokens come from the decode leader at `decode_endpoint`."""
+
+    turn_id: str
+    decode_endpoint: str
+    prompt_tokens: int
+    plan: Plan
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reserve:
+    """Pin a sequence for a turn. `sampling` and `source_incarnation` matter to the decode ring only."""
+
+    turn_id: str
+    attempt: int
+    sequence_id: str
+    match_tokens: int
+    num_tokens: int
+    deadline_seconds: float
+    source_incarnation: str
+    sampling: Sampling
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reservation:
+    """What a ring set aside. `shards` lays tokens [kept_tokens, num_tokens) over its ranks (decode rings only)."""
+
+    incarnation: str
+    kept_tokens: int
+    shards: ShardMap
+    kv_endpoints: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefillTurn:
+    """Run the prefill of a reserved turn; `destination` is the decode ring's reservation."""
+
+    turn_id: str
+    attempt: int
+    sequence_id: str
+    token_ids: TokenIds
+    cached_tokens: int
+    algorithm: Algorithm
+    sampling: Sampling
+    deadline_seconds: float
+    decode_endpoint: str
+    destination: Reservation
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefillReport:
+    """What the prefill ring measured."""
+
+    prefill_seconds: float = 0.0
+    queue_seconds: float = 0.0
+    pulled_bytes: int = 0
+    pull_seconds: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefillDone:
+    """The turn's KV has been handed over; `shards` is where the whole prompt now lies on the prefill ring."""
+
+    report: PrefillReport
+    shards: ShardMap
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Admit:
+    """The first token exists; decoding may begin once the KV is sealed."""
+
+    turn_id: str
+    attempt: int
+    first_token: int
+    report: PrefillReport
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SendKv:
+    """Send kept KV of `tokens` to a prefill ring whose ranks expect it laid out as `shards`."""
+
+    transfer_id: str
+    attempt: int
+    sequence_id: str
+    source_incarnation: str
+    destination_incarnation: str
+    tokens: TokenRange
+    shards: ShardMap
+    kv_endpoints: tuple[str, ...]
+    deadline_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SentKv:
+    """What a pull moved."""
+
+    payload_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokensEvent:
+    """Newly decoded tokens of a turn."""
+
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FinishedEvent:
+    """The turn is over and its KV settled."""
+
+    finish_reason: FinishReason
+    migrated_bytes: int
+    migration_seconds: float
+    handoff_seconds: float
+
+
+TurnEvent = PrefillReport | TokensEvent | FinishedEvent
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TurnOutcome:
+    """What the decode leader tells the router when a turn is over. `kv_tokens` and `shards` are its ring's."""
+
+    turn_id: str
+    ok: bool
+    token_ids: tuple[int, ...] = ()
+    kv_tokens: int = 0
+    shards: ShardMap = field(default_factory=lambda: ShardMap(()))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupRegistration:
+    """A group that is ready to serve. `capacity_tokens` is the KV room of the whole ring."""
+
+    role: str
+    name: str
+    endpoint: str
+    incarnation: str
+    num_ranks: int
+    rates: RingRates
+    capacity_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankKvUsage:
+    """KV blocks of one rank; free + active + kept = total."""
+
+    total_blocks: int
+    free_blocks: int
+    active_blocks: int
+    kept_blocks: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupStatus:
+    """What a group tells operators."""
+
+    role: str
+    name: str
+    endpoint: str
+    incarnation: str
+    state: str
+    num_ranks: int
+    attention_backend: str
+    num_requests_running: int
+    num_requests_waiting: int
+    kv_usage: tuple[RankKvUsage, ...]
+    rebuilds: int
+    rank_pids: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlacementView:
+    """Tokens [0, num_tokens) of a conversation on one ring."""
+
+    role: str
+    group: str
+    incarnation: str
+    num_tokens: int
+    shards: ShardMap
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConversationView:
+    """A conversation as `GetConversation` shows it."""
+
+    conversation_id: str
+    num_tokens: int
+    num_turns: int
+    running_request_id: str
+    epoch: int
+    placements: tuple[PlacementView, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerView:
+    """The whole service as the router sees it."""
+
+    selector: str
+    groups: tuple[GroupStatus, ...]
+    conversations: int
+    running_turns: int
