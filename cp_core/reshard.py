@@ -48,6 +48,11 @@ class ReshardPlan:
 
     routes: tuple[Route, ...]
 
+    @property
+    def pieces(self) -> dict[tuple[int, int], tuple[KvPiece, ...]]:
+        """The same by (source rank, destination rank)."""
+        return {(route.source, route.destination): route.pieces for route in self.routes}
+
     def from_rank(self, source: int) -> tuple[Route, ...]:
         """What one source rank has to send."""
         return tuple(route for route in self.routes if route.source == source)
