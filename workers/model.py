@@ -1,0 +1,69 @@
+"""Loading a Hugging Face model directory with our attention in it. Local files only: nothing is ever downloaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from cp_core.errors import ModelRefused
+from workers import attention_hook
+from workers.attention_hook import AttentionStep
+from workers.model_info import read_model_info
+from workers.steps import ModelInfo
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model in eval mode on its device, and its shape."""
+
+    model: PreTrainedModel
+    body: Module
+    head: Module
+    info: ModelInfo
+
+    def hidden_states(self, token_ids: Tensor, positions: Tensor, step: AttentionStep) -> Tensor:
+        """All layers over packed tokens. token_ids and positions int64[T], T >= 1 -> [T, hidden_size], normed."""
+        states = self.body(
+            input_ids=token_ids.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, ring_step=step
+        ).last_hidden_state
+        assert isinstance(states, Tensor)
+        return states[0]
+
+    def logits(self, hidden_states: Tensor) -> Tensor:
+        """[T, hidden_size] -> [T, vocab_size]."""
+        logits = self.head(hidden_states)
+        assert isinstance(logits, Tensor)
+        return logits
+
+
+def load_model(path: Path, dtype: str, device: str, name: str | None = None) -> LoadedModel:
+    """Load the model in `path` in `dtype` onto `device`.
+
+    Raises ModelRefused, in one sentence, for anything that is missing, unreadable, unsupported or incomplete.
+    """
+    info = read_model_info(path, dtype, name)
+    if not any(path.glob("*.safetensors")):
+        raise ModelRefused(f"{path} has no *.safetensors weights")
+    attention_hook.register()
+    try:
+        # Typed as a model alone; with output_loading_info it is a pair.
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path, dtype=DTYPES[info.dtype], local_files_only=True, trust_remote_code=False, output_loading_info=True
+        )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise ModelRefused(f"{path} cannot be loaded: {error}") from error
+    model, loading = loaded
+    # transformers draws random weights for what is missing and goes on; such a model answers nonsense.
+    if broken := sorted(loading["missing_keys"]) or sorted(map(str, loading["mismatched_keys"])):
+        raise ModelRefused(f"{path} lacks weights for {len(broken)} tensors, the first is {broken[0]}")
+    model.set_attn_implementation(attention_hook.IMPLEMENTATION)
+    model.to(device).eval().requires_grad_(False)
+    return LoadedModel(model, model.base_model, model.get_output_embeddings(), info)
