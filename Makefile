@@ -54,10 +54,10 @@ distclean: clean ## remove .venv as well
 $(USER_READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "ringserve needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
-	$(PIP) install --quiet "$$(grep '^torch==' constraints.txt)" -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
-	$(PIP) install --quiet -e . -c constraints.txt
+	$(PIP) install "$$(grep '^torch==' constraints.txt)" -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+	$(PIP) install -e . -c constraints.txt
 	@touch $@
 
 $(DEV_READY): $(USER_READY)
-	$(PIP) install --quiet -e ".[dev]" -c constraints.txt
+	$(PIP) install -e ".[dev]" -c constraints.txt
 	@touch $@
