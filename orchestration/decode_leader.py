@@ -55,6 +55,7 @@ class DecodeLeader(GroupLeader):
         super().__init__(settings, factory, announce)
         self._router = router
         self._turns: dict[str, DecodeTurn] = {}
+        self._unread: dict[str, DecodeTurn] = {}  # ended before their stream came; for a while
         self._batch: DecodeBatch | None = None
 
     async def on_ready(self) -> None:
@@ -91,8 +92,10 @@ class DecodeLeader(GroupLeader):
         self._turns[request.turn_id] = turn
         try:
             await self._expect(turn)
-        except RingserveError as error:
-            await self._end(turn, error)
+        except RingserveError:
+            del self._turns[request.turn_id]
+            await self._let_go(turn)
+            turn.pool.settle(request.sequence_id, request.turn_id, turn.reservation.kept_tokens)
             raise
         loop = asyncio.get_running_loop()
         expired = DeadlineExceeded(f"the turn did not end within its deadline of {request.deadline_seconds:.1f} s")
@@ -186,7 +189,7 @@ class DecodeLeader(GroupLeader):
 
     async def stream_turn(self, turn_id: str) -> AsyncIterator[TurnEvent]:
         """The turn's events; closing the iterator early aborts the turn. Raises what ended a failed turn."""
-        turn = self._turns.get(turn_id)
+        turn = self._turns.get(turn_id) or self._unread.pop(turn_id, None)
         if turn is None:
             raise NotFound(f"turn {turn_id} is not known on decode ring {self.settings.name}")
         if turn.is_streamed:
@@ -274,11 +277,17 @@ class DecodeLeader(GroupLeader):
         turn.pool.settle(turn.request.sequence_id, turn.turn_id, keep)
         turn.events.put_nowait(how if isinstance(how, RingserveError) else self._finished(turn, how))
         turn.over.set()
+        if not turn.is_streamed:
+            self._unread[turn.turn_id] = turn
+            forget = asyncio.get_running_loop().call_later
+            forget(self.settings.attach_timeout, self._unread.pop, turn.turn_id, None)
 
     async def _let_go(self, turn: DecodeTurn) -> None:
         """After this neither a receiver nor the decode loop writes to the turn's blocks."""
         if turn.sealing is not None:
             turn.sealing.cancel()
+        if not self.ring.is_serving(turn.reservation.incarnation):
+            return  # those ranks are dead
         timeout = self.settings.control_timeout
         try:
             if self._batch is not None:

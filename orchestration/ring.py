@@ -119,6 +119,10 @@ class Ring:
     def model(self) -> ModelInfo:
         return self.infos[0].model
 
+    def is_serving(self, incarnation: str) -> bool:
+        """Whether that incarnation of the ring is the one that serves now."""
+        return self.state is RingState.READY and incarnation == self.incarnation
+
     def require_ready(self, incarnation: str | None = None) -> None:
         """Raise Unavailable unless the ring serves (and, if given, is still that incarnation)."""
         if self.state is not RingState.READY:
