@@ -66,7 +66,7 @@ def select_backend(name: str, device: torch.device | str, dtype: torch.dtype) ->
         fast = [kind for kind in BACKENDS if kind.is_fast and kind.supports(device, dtype)]
         if not fast:
             raise ConfigError(
-                f"attention_backend is 'auto', but no fast backend serves {dtype} on {device}; name 'reference' to use it"
+                f"attention_backend is 'auto', but no fast one serves {dtype} on {device}; name 'reference' to use it"
             )
         return fast[0]()
     for kind in BACKENDS:

@@ -1,0 +1,72 @@
+"""How the ranks of one ring move tensors: what the ring algorithms need, and no more.
+
+All operations start at once and return a `Work`. Between the start and the end of `Work.wait()` a sent tensor may be
+read but not written, and a received one neither. Tensors are contiguous. Both sides know every size beforehand, so
+lengths are exact and a tensor without elements puts nothing on the wire. Messages of a pair of ranks arrive in the
+order in which they were issued; every rank issues its operations in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+class Work(Protocol):
+    """An operation under way."""
+
+    def wait(self, timeout_seconds: float | None = None) -> None:
+        """Return when the tensors may be used again.
+
+        Raises Unavailable when a peer died or closed, or after `timeout_seconds` (None: the transport's timeout).
+        The ring is then broken: its every later operation fails, here and at the peers.
+        """
+        ...
+
+
+@dataclass(slots=True)
+class TransportStats:
+    """What a transport did since it was made."""
+
+    exchanges: int = 0
+    all_to_alls: int = 0
+    gathers: int = 0
+    broadcasts: int = 0
+    bytes_sent: int = 0
+    seconds_waited: float = 0.0
+
+
+class RingTransport(Protocol):
+    """One rank's end of a ring. Used by one thread at a time, except `close`."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def stats(self) -> TransportStats: ...
+
+    def exchange(self, send: torch.Tensor, dst: int, recv: torch.Tensor, src: int) -> Work:
+        """Send `send` to rank `dst` while receiving `recv` from rank `src`."""
+        ...
+
+    def all_to_all(self, send: Sequence[torch.Tensor], recv: Sequence[torch.Tensor]) -> Work:
+        """Send send[r] to, and receive recv[r] from, every rank r. The own part is copied."""
+        ...
+
+    def gather_all(self, send: torch.Tensor, recv: Sequence[torch.Tensor]) -> Work:
+        """Receive into recv[r] the `send` of every rank r. The own part is copied."""
+        ...
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> Work:
+        """Send `tensor` of rank `source` to every other rank, which receives it into its own `tensor`."""
+        ...
+
+    def close(self) -> None:
+        """Leave the ring. Waits of this rank and of its peers raise Unavailable. May be called again."""
+        ...
