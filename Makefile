@@ -29,7 +29,7 @@ lint: $(DEV_READY) ## style, types, import contracts, stub freshness
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/lint-imports
+	$(BIN)/lint-imports --no-logo
 	$(BIN)/python proto/generate.py --check
 
 format: $(DEV_READY) ## put the source into the one format, and repair what can be repaired
