@@ -446,22 +446,22 @@ class AbortTurnRequest(_message.Message):
 
     TURN_ID_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
-    CODE_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
     turn_id: _builtins.str
     message: _builtins.str
     """Shown to the client that waits on the turn's stream."""
-    code: _builtins.int
-    """A gRPC status code for that client."""
+    error: _builtins.str
+    """The error's name in ringserve's error tree, e.g. "TurnCancelled"."""
     def __init__(
         self,
         *,
         turn_id: _builtins.str = ...,
         message: _builtins.str = ...,
-        code: _builtins.int = ...,
+        error: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "message", b"message", "turn_id", b"turn_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "message", b"message", "turn_id", b"turn_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,62 @@
+"""A gRPC server as every process of ringserve runs it: health and reflection included, ports reported clearly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from cp_core.errors import ConfigError
+
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+"""A prompt of a million tokens is about 3 MB; gRPC's own default of 4 MB would be close."""
+
+OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.so_reuseport", 0),  # a port in use must be an error, not a shared port
+)
+
+
+class GrpcServer:
+    """One listening gRPC server. `add` registers a servicer; `service` is its full name for health and reflection."""
+
+    def __init__(self) -> None:
+        self._server = grpc.aio.server(options=OPTIONS)
+        self._health = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        self._services: list[str] = []
+
+    def add(self, service: str, register: Callable[[grpc.aio.Server], None]) -> None:
+        register(self._server)
+        self._services.append(service)
+
+    async def start(self, listen: str) -> str:
+        """Listen on HOST:PORT (port 0: any free one); returns the address really listened on. Raises ConfigError."""
+        names: Sequence[str] = (*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self._server)
+        host, _, wanted = listen.rpartition(":")
+        try:
+            port = self._server.add_insecure_port(listen)
+        except RuntimeError as error:
+            raise ConfigError(f"listen: cannot listen on {listen}; is the port {wanted} in use?") from error
+        await self._server.start()
+        await self.set_serving(True)
+        return f"{host}:{port}"
+
+    async def set_serving(self, is_serving: bool) -> None:
+        """What grpc.health.v1 answers, for the server as a whole and for each of its services."""
+        serving = health_pb2.HealthCheckResponse.SERVING
+        status = serving if is_serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        for service in ("", *self._services):
+            await self._health.set(service, status)
+
+    async def stop(self, grace: float) -> None:
+        """Refuse new calls, give running ones `grace` seconds."""
+        await self.set_serving(False)
+        await self._server.stop(grace)
+
+    async def wait(self) -> None:
+        await self._server.wait_for_termination()

@@ -1,0 +1,193 @@
+"""The control plane's ports over gRPC: how router, leaders and gateway reach each other."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from typing import TypeVar
+
+import grpc
+
+from cp_core.errors import RingserveError
+from orchestration.turn import (
+    Admit,
+    BegunTurn,
+    ConversationView,
+    GroupRegistration,
+    GroupStatus,
+    PrefillDone,
+    PrefillTurn,
+    Reservation,
+    Reserve,
+    SendKv,
+    SentKv,
+    ServerView,
+    TurnEvent,
+    TurnOutcome,
+    TurnRequest,
+)
+from ringserve.v1 import groups_pb2, groups_pb2_grpc, inference_pb2, router_pb2_grpc
+from services.grpc_server import OPTIONS
+from services.status import error_from
+from services.wire import groups as wire_groups
+from services.wire import turns as wire
+from services.wire.layouts import shards_from
+
+T = TypeVar("T")
+
+CONTROL_SECONDS = 30.0
+"""Deadline of a call that should take milliseconds, on a machine whose cores may all be computing."""
+ABORT_SECONDS = 330.0
+"""Deadline of an abort: a prefill step under way is let finish first."""
+
+
+async def _reach(peer: str, call: Awaitable[T]) -> T:
+    try:
+        return await call
+    except grpc.aio.AioRpcError as failure:
+        raise error_from(failure, peer) from None
+
+
+class GrpcPrefill:
+    """`PrefillPort` over a channel."""
+
+    def __init__(self, endpoint: str, channel: grpc.aio.Channel) -> None:
+        self._peer = f"the prefill leader at {endpoint}"
+        self._stub = groups_pb2_grpc.PrefillServiceStub(channel)
+
+    async def reserve(self, request: Reserve) -> Reservation:
+        call = self._stub.Reserve(wire.reserve_to(request), timeout=CONTROL_SECONDS)
+        return wire.reservation_from(await _reach(self._peer, call))
+
+    async def prefill(self, turn: PrefillTurn) -> PrefillDone:
+        call = self._stub.Prefill(wire.prefill_turn_to(turn), timeout=turn.deadline_seconds)
+        answer = await _reach(self._peer, call)
+        return PrefillDone(report=wire.report_from(answer.report), shards=shards_from(answer.shards))
+
+    async def abort_turn(self, turn_id: str, error: RingserveError) -> None:
+        await _reach(self._peer, self._stub.AbortTurn(_abort_request(turn_id, error), timeout=ABORT_SECONDS))
+
+    async def settle(self, sequence_id: str, turn_id: str, keep_tokens: int) -> None:
+        request = groups_pb2.SettleRequest(sequence_id=sequence_id, turn_id=turn_id, keep_tokens=keep_tokens)
+        await _reach(self._peer, self._stub.Settle(request, timeout=ABORT_SECONDS))
+
+    async def get_status(self) -> GroupStatus:
+        call = self._stub.GetStatus(groups_pb2.GetStatusRequest(), timeout=CONTROL_SECONDS)
+        return wire_groups.status_from((await _reach(self._peer, call)).info)
+
+
+class GrpcDecode:
+    """`DecodePort` over a channel."""
+
+    def __init__(self, endpoint: str, channel: grpc.aio.Channel) -> None:
+        self._peer = f"the decode leader at {endpoint}"
+        self._stub = groups_pb2_grpc.DecodeServiceStub(channel)
+
+    async def reserve(self, request: Reserve) -> Reservation:
+        call = self._stub.Reserve(wire.reserve_to(request), timeout=CONTROL_SECONDS)
+        return wire.reservation_from(await _reach(self._peer, call))
+
+    async def admit(self, admit: Admit) -> None:
+        await _reach(self._peer, self._stub.Admit(wire.admit_to(admit), timeout=CONTROL_SECONDS))
+
+    async def stream_turn(self, turn_id: str) -> AsyncIterator[TurnEvent]:
+        """Leaving the iterator cancels the call, and with it the turn."""
+        call = self._stub.StreamTurn(groups_pb2.StreamTurnRequest(turn_id=turn_id))
+        try:
+            async for event in call:
+                yield wire.event_from(event)
+        except grpc.aio.AioRpcError as failure:
+            raise error_from(failure, self._peer) from None
+        finally:
+            call.cancel()
+
+    async def send_kv(self, request: SendKv) -> SentKv:
+        call = self._stub.SendKv(wire.send_kv_to(request), timeout=request.deadline_seconds + CONTROL_SECONDS)
+        answer = await _reach(self._peer, call)
+        return SentKv(payload_bytes=answer.payload_bytes, seconds=answer.seconds)
+
+    async def abort_turn(self, turn_id: str, error: RingserveError) -> None:
+        await _reach(self._peer, self._stub.AbortTurn(_abort_request(turn_id, error), timeout=ABORT_SECONDS))
+
+    async def settle(self, sequence_id: str, turn_id: str, keep_tokens: int) -> None:
+        request = groups_pb2.SettleRequest(sequence_id=sequence_id, turn_id=turn_id, keep_tokens=keep_tokens)
+        await _reach(self._peer, self._stub.Settle(request, timeout=CONTROL_SECONDS))
+
+    async def get_status(self) -> GroupStatus:
+        call = self._stub.GetStatus(groups_pb2.GetStatusRequest(), timeout=CONTROL_SECONDS)
+        return wire_groups.status_from((await _reach(self._peer, call)).info)
+
+
+class GrpcRouter:
+    """`RouterPort` over a channel."""
+
+    def __init__(self, endpoint: str, channel: grpc.aio.Channel) -> None:
+        self._peer = f"the router at {endpoint}"
+        self._stub = router_pb2_grpc.RouterServiceStub(channel)
+
+    async def begin_turn(self, request: TurnRequest) -> BegunTurn:
+        call = self._stub.BeginTurn(wire.turn_request_to(request), timeout=request.deadline_seconds)
+        answer = await _reach(self._peer, call)
+        return BegunTurn(
+            turn_id=answer.turn_id,
+            decode_endpoint=answer.decode_endpoint,
+            prompt_tokens=answer.prompt_tokens,
+            plan=wire.plan_from(answer.plan),
+        )
+
+    async def end_turn(self, outcome: TurnOutcome) -> int:
+        call = self._stub.EndTurn(wire.outcome_to(outcome), timeout=ABORT_SECONDS)
+        return (await _reach(self._peer, call)).keep_tokens
+
+    async def abort_requests(self, request_ids: Sequence[str]) -> tuple[list[str], list[str]]:
+        request = inference_pb2.AbortRequest(request_ids=request_ids)
+        answer = await _reach(self._peer, self._stub.AbortTurns(request, timeout=ABORT_SECONDS))
+        return list(answer.aborted), list(answer.unknown)
+
+    async def get_conversation(self, conversation_id: str) -> ConversationView:
+        request = inference_pb2.GetConversationRequest(conversation_id=conversation_id)
+        answer = await _reach(self._peer, self._stub.GetConversation(request, timeout=CONTROL_SECONDS))
+        return wire_groups.conversation_from(answer)
+
+    async def delete_conversation(self, conversation_id: str) -> None:
+        request = inference_pb2.DeleteConversationRequest(conversation_id=conversation_id)
+        await _reach(self._peer, self._stub.DeleteConversation(request, timeout=CONTROL_SECONDS))
+
+    async def register_group(self, group: GroupRegistration) -> None:
+        call = self._stub.RegisterGroup(wire_groups.registration_to(group), timeout=CONTROL_SECONDS)
+        await _reach(self._peer, call)
+
+    async def get_server_info(self) -> ServerView:
+        call = self._stub.GetServerInfo(inference_pb2.GetServerInfoRequest(), timeout=CONTROL_SECONDS)
+        return wire_groups.server_from(await _reach(self._peer, call))
+
+
+def _abort_request(turn_id: str, error: RingserveError) -> groups_pb2.AbortTurnRequest:
+    return groups_pb2.AbortTurnRequest(turn_id=turn_id, message=str(error), error=type(error).__name__)
+
+
+class GrpcPeers:
+    """`Peers`: one channel an endpoint, made on first use and closed together."""
+
+    def __init__(self) -> None:
+        self._channels: dict[str, grpc.aio.Channel] = {}
+
+    def _channel(self, endpoint: str) -> grpc.aio.Channel:
+        if endpoint not in self._channels:
+            self._channels[endpoint] = grpc.aio.insecure_channel(endpoint, options=OPTIONS)
+        return self._channels[endpoint]
+
+    def prefill(self, endpoint: str) -> GrpcPrefill:
+        return GrpcPrefill(endpoint, self._channel(endpoint))
+
+    def decode(self, endpoint: str) -> GrpcDecode:
+        return GrpcDecode(endpoint, self._channel(endpoint))
+
+    def router(self, endpoint: str) -> GrpcRouter:
+        return GrpcRouter(endpoint, self._channel(endpoint))
+
+    async def close(self) -> None:
+        for channel in self._channels.values():
+            await channel.close()
+        self._channels.clear()
+
+

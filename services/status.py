@@ -1,0 +1,85 @@
+"""The one table from errors to gRPC status codes, and back for calls between our own processes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Awaitable
+from typing import Any, NoReturn, TypeVar
+
+import grpc
+
+from cp_core import errors
+from cp_core.errors import RingserveError, Unavailable
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+ERROR_KEY = "ringserve-error"
+"""Trailing metadata that names the error class, so that a peer raises what was raised."""
+
+CODES: dict[type[RingserveError], grpc.StatusCode] = {
+    errors.InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.NotFound: grpc.StatusCode.NOT_FOUND,
+    errors.Busy: grpc.StatusCode.ABORTED,
+    errors.CapacityExceeded: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
+    errors.TurnCancelled: grpc.StatusCode.CANCELLED,
+    errors.Unavailable: grpc.StatusCode.UNAVAILABLE,
+    errors.StaleIncarnation: grpc.StatusCode.UNAVAILABLE,
+    errors.TransferError: grpc.StatusCode.UNAVAILABLE,
+    errors.ReshardError: grpc.StatusCode.INTERNAL,
+    errors.ModelRefused: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.ConfigError: grpc.StatusCode.FAILED_PRECONDITION,
+}
+
+
+def code_of(error: RingserveError) -> grpc.StatusCode:
+    """The status code of an error."""
+    return next((CODES[kind] for kind in type(error).__mro__ if kind in CODES), grpc.StatusCode.INTERNAL)
+
+
+def error_named(name: str, message: str) -> RingserveError:
+    """An error by its class name; an unknown name becomes Unavailable."""
+    return {kind.__name__: kind for kind in CODES}.get(name, Unavailable)(message)
+
+
+def error_from(failure: grpc.aio.AioRpcError, peer: str) -> RingserveError:
+    """What a failed call to one of our own processes stands for. What gRPC itself reports becomes Unavailable."""
+    for key, value in failure.trailing_metadata() or ():
+        if key == ERROR_KEY:
+            return error_named(str(value), failure.details() or "")
+    if failure.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return Unavailable(f"{peer} did not answer in time")
+    return Unavailable(f"{peer} cannot be reached ({failure.code().name.lower()})")
+
+
+async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: RingserveError) -> NoReturn:
+    await context.abort(code_of(error), str(error), ((ERROR_KEY, type(error).__name__),))
+    raise AssertionError("abort does not return")
+
+
+async def _abort_internal(context: grpc.aio.ServicerContext[Any, Any]) -> NoReturn:
+    log.exception("a request met an internal error")
+    await context.abort(grpc.StatusCode.INTERNAL, "internal error; the server's log has the details")
+    raise AssertionError("abort does not return")
+
+
+async def answer(context: grpc.aio.ServicerContext[Any, Any], call: Awaitable[T]) -> T:
+    """Await a unary handler's work; an error becomes its status, and no stack trace leaves the process."""
+    try:
+        return await call
+    except RingserveError as error:
+        await _abort(context, error)
+    except Exception:  # the last door before the network: logged whole, shown as one sentence
+        await _abort_internal(context)
+
+
+async def answer_stream(context: grpc.aio.ServicerContext[Any, Any], items: AsyncIterator[T]) -> AsyncIterator[T]:
+    """The same for a stream."""
+    try:
+        async for item in items:
+            yield item
+    except RingserveError as error:
+        await _abort(context, error)
+    except Exception:  # as above
+        await _abort_internal(context)

@@ -1,0 +1,150 @@
+"""Registrations, statuses and views on the wire."""
+
+from __future__ import annotations
+
+from orchestration.turn import ConversationView, GroupRegistration, GroupStatus, PlacementView, RankKvUsage, ServerView
+from ringserve.v1 import inference_pb2, router_pb2
+from services.wire.layouts import shards_from, shards_to
+from workers.steps import RingRates
+
+
+def registration_to(group: GroupRegistration) -> router_pb2.RegisterGroupRequest:
+    return router_pb2.RegisterGroupRequest(
+        role=group.role,
+        name=group.name,
+        endpoint=group.endpoint,
+        incarnation=group.incarnation,
+        num_ranks=group.num_ranks,
+        capacity_tokens=group.capacity_tokens,
+        rates=router_pb2.RingRates(
+            gemm_flops=group.rates.gemm_flops,
+            attention_flops=group.rates.attention_flops,
+            link_bytes_per_second=group.rates.link_bytes_per_second,
+            link_latency_seconds=group.rates.link_latency_seconds,
+        ),
+    )
+
+
+def registration_from(message: router_pb2.RegisterGroupRequest) -> GroupRegistration:
+    return GroupRegistration(
+        role=message.role,
+        name=message.name,
+        endpoint=message.endpoint,
+        incarnation=message.incarnation,
+        num_ranks=message.num_ranks,
+        capacity_tokens=message.capacity_tokens,
+        rates=RingRates(
+            gemm_flops=message.rates.gemm_flops,
+            attention_flops=message.rates.attention_flops,
+            link_bytes_per_second=message.rates.link_bytes_per_second,
+            link_latency_seconds=message.rates.link_latency_seconds,
+        ),
+    )
+
+
+def status_to(status: GroupStatus) -> inference_pb2.GroupInfo:
+    return inference_pb2.GroupInfo(
+        role=status.role,
+        name=status.name,
+        endpoint=status.endpoint,
+        incarnation=status.incarnation,
+        state=status.state,
+        num_ranks=status.num_ranks,
+        attention_backend=status.attention_backend,
+        num_requests_running=status.num_requests_running,
+        num_requests_waiting=status.num_requests_waiting,
+        rebuilds=status.rebuilds,
+        rank_pids=status.rank_pids,
+        kv_usage=[
+            inference_pb2.RankKvUsage(
+                total_blocks=rank.total_blocks,
+                free_blocks=rank.free_blocks,
+                active_blocks=rank.active_blocks,
+                kept_blocks=rank.kept_blocks,
+            )
+            for rank in status.kv_usage
+        ],
+    )
+
+
+def status_from(message: inference_pb2.GroupInfo) -> GroupStatus:
+    return GroupStatus(
+        role=message.role,
+        name=message.name,
+        endpoint=message.endpoint,
+        incarnation=message.incarnation,
+        state=message.state,
+        num_ranks=message.num_ranks,
+        attention_backend=message.attention_backend,
+        num_requests_running=message.num_requests_running,
+        num_requests_waiting=message.num_requests_waiting,
+        rebuilds=message.rebuilds,
+        rank_pids=tuple(message.rank_pids),
+        kv_usage=tuple(
+            RankKvUsage(
+                total_blocks=rank.total_blocks,
+                free_blocks=rank.free_blocks,
+                active_blocks=rank.active_blocks,
+                kept_blocks=rank.kept_blocks,
+            )
+            for rank in message.kv_usage
+        ),
+    )
+
+
+def conversation_to(view: ConversationView) -> inference_pb2.GetConversationResponse:
+    return inference_pb2.GetConversationResponse(
+        conversation_id=view.conversation_id,
+        num_tokens=view.num_tokens,
+        num_turns=view.num_turns,
+        running_request_id=view.running_request_id,
+        epoch=view.epoch,
+        placements=[
+            inference_pb2.Placement(
+                role=place.role,
+                group=place.group,
+                incarnation=place.incarnation,
+                num_tokens=place.num_tokens,
+                ranks=shards_to(place.shards),
+            )
+            for place in view.placements
+        ],
+    )
+
+
+def conversation_from(message: inference_pb2.GetConversationResponse) -> ConversationView:
+    return ConversationView(
+        conversation_id=message.conversation_id,
+        num_tokens=message.num_tokens,
+        num_turns=message.num_turns,
+        running_request_id=message.running_request_id,
+        epoch=message.epoch,
+        placements=tuple(
+            PlacementView(
+                role=place.role,
+                group=place.group,
+                incarnation=place.incarnation,
+                num_tokens=place.num_tokens,
+                shards=shards_from(place.ranks),
+            )
+            for place in message.placements
+        ),
+    )
+
+
+def server_to(view: ServerView) -> inference_pb2.GetServerInfoResponse:
+    return inference_pb2.GetServerInfoResponse(
+        selector=view.selector,
+        groups=[status_to(group) for group in view.groups],
+        conversations=view.conversations,
+        running_turns=view.running_turns,
+    )
+
+
+def server_from(message: inference_pb2.GetServerInfoResponse) -> ServerView:
+    return ServerView(
+        selector=message.selector,
+        groups=tuple(status_from(group) for group in message.groups),
+        conversations=message.conversations,
+        running_turns=message.running_turns,
+    )

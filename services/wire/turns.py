@@ -1,0 +1,303 @@
+"""Turns, reservations, plans and events on the wire."""
+
+from __future__ import annotations
+
+from cp_core.layout import TokenRange
+from orchestration.turn import (
+    Admit,
+    CachedSource,
+    FinishedEvent,
+    Plan,
+    PrefillReport,
+    PrefillTurn,
+    PromptMode,
+    Reservation,
+    Reserve,
+    SendKv,
+    TokensEvent,
+    TurnEvent,
+    TurnOutcome,
+    TurnRequest,
+)
+from ringserve.v1 import groups_pb2, inference_pb2, router_pb2
+from services.wire.layouts import shards_from, shards_to, token_array
+from workers.steps import Algorithm, FinishReason, Sampling
+
+PROMPT_MODES = {
+    PromptMode.AUTO: inference_pb2.PROMPT_MODE_UNSPECIFIED,
+    PromptMode.APPEND: inference_pb2.PROMPT_MODE_APPEND,
+    PromptMode.WHOLE_HISTORY: inference_pb2.PROMPT_MODE_WHOLE_HISTORY,
+}
+
+
+def prompt_mode_from(value: int) -> PromptMode | None:
+    """None for a number that the contract does not define."""
+    return next((mode for mode, number in PROMPT_MODES.items() if number == value), None)
+
+
+def sampling_to(sampling: Sampling) -> groups_pb2.Sampling:
+    return groups_pb2.Sampling(
+        temperature=sampling.temperature,
+        seed=sampling.seed,
+        max_tokens=sampling.max_tokens,
+        stop_token_ids=sampling.stop_token_ids,
+    )
+
+
+def sampling_from(message: groups_pb2.Sampling) -> Sampling:
+    return Sampling(
+        temperature=message.temperature,
+        seed=message.seed,
+        max_tokens=message.max_tokens,
+        stop_token_ids=tuple(message.stop_token_ids),
+    )
+
+
+def turn_request_to(request: TurnRequest) -> router_pb2.BeginTurnRequest:
+    return router_pb2.BeginTurnRequest(
+        request_id=request.request_id,
+        conversation_id=request.conversation_id,
+        prompt_mode=PROMPT_MODES[request.prompt_mode],
+        token_ids=request.token_ids.tolist(),
+        sampling=sampling_to(request.sampling),
+        deadline_seconds=request.deadline_seconds,
+    )
+
+
+def turn_request_from(message: router_pb2.BeginTurnRequest) -> TurnRequest:
+    return TurnRequest(
+        request_id=message.request_id,
+        conversation_id=message.conversation_id,
+        prompt_mode=prompt_mode_from(message.prompt_mode) or PromptMode.AUTO,
+        token_ids=token_array(message.token_ids),
+        sampling=sampling_from(message.sampling),
+        deadline_seconds=message.deadline_seconds,
+    )
+
+
+def plan_to(plan: Plan) -> inference_pb2.Plan:
+    return inference_pb2.Plan(
+        algorithm=plan.algorithm,
+        reason=plan.reason,
+        new_tokens=plan.new_tokens,
+        cached_tokens=plan.cached_tokens,
+        prefill_ring=plan.prefill_ring,
+        decode_ring=plan.decode_ring,
+        prefill_ranks=plan.prefill_ranks,
+        decode_ranks=plan.decode_ranks,
+        cached_sources=[
+            inference_pb2.CachedSource(source=item.source, start=item.tokens.start, stop=item.tokens.stop)
+            for item in plan.cached_sources
+        ],
+        predicted_prefill_seconds=plan.predicted_prefill_seconds,
+        alternatives=[
+            inference_pb2.Alternative(algorithm=name, predicted_prefill_seconds=seconds)
+            for name, seconds in plan.alternatives
+        ],
+        prompt_mode=plan.prompt_mode,
+    )
+
+
+def plan_from(message: inference_pb2.Plan) -> Plan:
+    return Plan(
+        algorithm=Algorithm(message.algorithm),
+        reason=message.reason,
+        new_tokens=message.new_tokens,
+        cached_tokens=message.cached_tokens,
+        prefill_ring=message.prefill_ring,
+        decode_ring=message.decode_ring,
+        prefill_ranks=message.prefill_ranks,
+        decode_ranks=message.decode_ranks,
+        cached_sources=tuple(
+            CachedSource(source=item.source, tokens=TokenRange(item.start, item.stop))
+            for item in message.cached_sources
+        ),
+        predicted_prefill_seconds=message.predicted_prefill_seconds,
+        alternatives=tuple((item.algorithm, item.predicted_prefill_seconds) for item in message.alternatives),
+        prompt_mode=PromptMode(message.prompt_mode),
+    )
+
+
+def reserve_to(request: Reserve) -> groups_pb2.ReserveRequest:
+    return groups_pb2.ReserveRequest(
+        turn_id=request.turn_id,
+        attempt=request.attempt,
+        sequence_id=request.sequence_id,
+        match_tokens=request.match_tokens,
+        num_tokens=request.num_tokens,
+        deadline_seconds=request.deadline_seconds,
+        source_incarnation=request.source_incarnation,
+        sampling=sampling_to(request.sampling),
+    )
+
+
+def reserve_from(message: groups_pb2.ReserveRequest) -> Reserve:
+    return Reserve(
+        turn_id=message.turn_id,
+        attempt=message.attempt,
+        sequence_id=message.sequence_id,
+        match_tokens=message.match_tokens,
+        num_tokens=message.num_tokens,
+        deadline_seconds=message.deadline_seconds,
+        source_incarnation=message.source_incarnation,
+        sampling=sampling_from(message.sampling),
+    )
+
+
+def reservation_to(reservation: Reservation) -> groups_pb2.ReserveResponse:
+    return groups_pb2.ReserveResponse(
+        incarnation=reservation.incarnation,
+        kept_tokens=reservation.kept_tokens,
+        shards=shards_to(reservation.shards),
+        kv_endpoints=reservation.kv_endpoints,
+    )
+
+
+def reservation_from(message: groups_pb2.ReserveResponse) -> Reservation:
+    return Reservation(
+        incarnation=message.incarnation,
+        kept_tokens=message.kept_tokens,
+        shards=shards_from(message.shards),
+        kv_endpoints=tuple(message.kv_endpoints),
+    )
+
+
+def prefill_turn_to(turn: PrefillTurn) -> groups_pb2.PrefillRequest:
+    return groups_pb2.PrefillRequest(
+        turn_id=turn.turn_id,
+        attempt=turn.attempt,
+        sequence_id=turn.sequence_id,
+        token_ids=turn.token_ids.tolist(),
+        cached_tokens=turn.cached_tokens,
+        algorithm=turn.algorithm,
+        sampling=sampling_to(turn.sampling),
+        deadline_seconds=turn.deadline_seconds,
+        decode_endpoint=turn.decode_endpoint,
+        destination=reservation_to(turn.destination),
+    )
+
+
+def prefill_turn_from(message: groups_pb2.PrefillRequest) -> PrefillTurn:
+    return PrefillTurn(
+        turn_id=message.turn_id,
+        attempt=message.attempt,
+        sequence_id=message.sequence_id,
+        token_ids=token_array(message.token_ids),
+        cached_tokens=message.cached_tokens,
+        algorithm=Algorithm(message.algorithm),
+        sampling=sampling_from(message.sampling),
+        deadline_seconds=message.deadline_seconds,
+        decode_endpoint=message.decode_endpoint,
+        destination=reservation_from(message.destination),
+    )
+
+
+def report_to(report: PrefillReport) -> groups_pb2.PrefillReport:
+    return groups_pb2.PrefillReport(
+        prefill_seconds=report.prefill_seconds,
+        queue_seconds=report.queue_seconds,
+        pulled_bytes=report.pulled_bytes,
+        pull_seconds=report.pull_seconds,
+    )
+
+
+def report_from(message: groups_pb2.PrefillReport) -> PrefillReport:
+    return PrefillReport(
+        prefill_seconds=message.prefill_seconds,
+        queue_seconds=message.queue_seconds,
+        pulled_bytes=message.pulled_bytes,
+        pull_seconds=message.pull_seconds,
+    )
+
+
+def admit_to(admit: Admit) -> groups_pb2.AdmitRequest:
+    return groups_pb2.AdmitRequest(
+        turn_id=admit.turn_id, attempt=admit.attempt, first_token=admit.first_token, report=report_to(admit.report)
+    )
+
+
+def admit_from(message: groups_pb2.AdmitRequest) -> Admit:
+    return Admit(
+        turn_id=message.turn_id,
+        attempt=message.attempt,
+        first_token=message.first_token,
+        report=report_from(message.report),
+    )
+
+
+def send_kv_to(request: SendKv) -> groups_pb2.SendKvRequest:
+    return groups_pb2.SendKvRequest(
+        transfer_id=request.transfer_id,
+        attempt=request.attempt,
+        sequence_id=request.sequence_id,
+        source_incarnation=request.source_incarnation,
+        destination_incarnation=request.destination_incarnation,
+        tokens=inference_pb2.Range(start=request.tokens.start, stop=request.tokens.stop),
+        shards=shards_to(request.shards),
+        kv_endpoints=request.kv_endpoints,
+        deadline_seconds=request.deadline_seconds,
+    )
+
+
+def send_kv_from(message: groups_pb2.SendKvRequest) -> SendKv:
+    return SendKv(
+        transfer_id=message.transfer_id,
+        attempt=message.attempt,
+        sequence_id=message.sequence_id,
+        source_incarnation=message.source_incarnation,
+        destination_incarnation=message.destination_incarnation,
+        tokens=TokenRange(message.tokens.start, message.tokens.stop),
+        shards=shards_from(message.shards),
+        kv_endpoints=tuple(message.kv_endpoints),
+        deadline_seconds=message.deadline_seconds,
+    )
+
+
+def event_to(event: TurnEvent) -> groups_pb2.TurnEvent:
+    if isinstance(event, PrefillReport):
+        return groups_pb2.TurnEvent(prefilled=report_to(event))
+    if isinstance(event, TokensEvent):
+        return groups_pb2.TurnEvent(tokens=groups_pb2.Tokens(token_ids=event.token_ids))
+    return groups_pb2.TurnEvent(
+        finished=groups_pb2.Finished(
+            finish_reason=event.finish_reason,
+            migrated_bytes=event.migrated_bytes,
+            migration_seconds=event.migration_seconds,
+            handoff_seconds=event.handoff_seconds,
+        )
+    )
+
+
+def event_from(message: groups_pb2.TurnEvent) -> TurnEvent:
+    kind = message.WhichOneof("event")
+    if kind == "prefilled":
+        return report_from(message.prefilled)
+    if kind == "tokens":
+        return TokensEvent(token_ids=tuple(message.tokens.token_ids))
+    finished = message.finished
+    return FinishedEvent(
+        finish_reason=FinishReason(finished.finish_reason),
+        migrated_bytes=finished.migrated_bytes,
+        migration_seconds=finished.migration_seconds,
+        handoff_seconds=finished.handoff_seconds,
+    )
+
+
+def outcome_to(outcome: TurnOutcome) -> router_pb2.EndTurnRequest:
+    return router_pb2.EndTurnRequest(
+        turn_id=outcome.turn_id,
+        ok=outcome.ok,
+        token_ids=outcome.token_ids,
+        kv_tokens=outcome.kv_tokens,
+        shards=shards_to(outcome.shards),
+    )
+
+
+def outcome_from(message: router_pb2.EndTurnRequest) -> TurnOutcome:
+    return TurnOutcome(
+        turn_id=message.turn_id,
+        ok=message.ok,
+        token_ids=tuple(message.token_ids),
+        kv_tokens=message.kv_tokens,
+        shards=shards_from(message.shards),
+    )
