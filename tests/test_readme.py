@@ -11,6 +11,7 @@ import grpc
 import pytest
 
 from ringserve.v1 import inference_pb2
+from services.config import Config, load_config
 
 README = (Path(__file__).resolve().parent.parent / "README.md").read_text()
 
@@ -48,3 +49,10 @@ def test_python_example_of_the_readme_runs_and_prints_plan_text_and_usage(target
         exec(example.replace("127.0.0.1:50051", target), {})
     assert "pass_q because it is the follow-up of tale\nthere was" in printed.getvalue()
     assert "completion_tokens: 32" in printed.getvalue()
+
+
+def test_configuration_shown_in_the_readme_is_the_default(tmp_path: Path) -> None:
+    (example,) = re.findall(r"^```yaml\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+    path = tmp_path / "cluster.yaml"
+    path.write_text(example)
+    assert load_config(path, environment={}) == Config()
