@@ -39,27 +39,31 @@ def merge(parts: Sequence[Partial]) -> Partial:
 
 
 def merge_pair(first: Partial, second: Partial) -> Partial:
-    """Merge two parts: the step of a fold over parts that are not all there at once."""
+    """Merge two parts."""
     return merge((first, second))
 
 
 class Accumulator:
-    """Folds parts of the same rows one by one, holding one fp32 result however many parts there are.
+    """Merges any number of parts of the same rows that come one by one, holding at most `max_pending` of them.
 
-    Within 2e-7 relative of `merge` of all parts at once; the bits may differ.
+    Up to `max_pending` parts the result has the bits of one `merge`; beyond, it is within 2e-7 relative of it.
     """
 
-    def __init__(self) -> None:
-        self._merged: Partial | None = None
+    def __init__(self, max_pending: int = 8) -> None:
+        assert max_pending >= 2, "a merge takes two parts"
+        self._max_pending = max_pending
+        self._pending: list[Partial] = []
 
     def add(self, part: Partial) -> None:
         """Take one more part. Raises FloatingPointError if an lse is NaN."""
-        self._merged = merge((part,)) if self._merged is None else merge_pair(self._merged, part)
+        if len(self._pending) == self._max_pending:
+            self._pending = [merge(self._pending)]
+        self._pending.append(part)
 
     def result(self) -> Partial:
-        """The merge of all parts so far, at least one."""
-        assert self._merged is not None, "nothing to merge"
-        return self._merged
+        """The merge of all parts so far, at least one. Raises FloatingPointError if an lse is NaN."""
+        self._pending = [merge(self._pending)]
+        return self._pending[0]
 
 
 def finished_out(part: Partial) -> torch.Tensor:

@@ -1,0 +1,113 @@
+"""Helpers: sequences cut over the ranks of an in-process ring, prefilled or decoded, and put together again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+
+from cp_core.attention import AttentionBackend
+from cp_core.backends.torch_cpu import TorchCpuFlash
+from cp_core.inprocess import InProcessRing
+from cp_core.layout import PrefillLayout
+from cp_core.prefill import KvRun, PrefillPlan, SequencePlan, ring_prefill
+from cp_core.transport import RingTransport, TransportStats
+from tests.oracles import Tokens
+
+Answer = TypeVar("Answer")
+
+
+def on_every_rank(transports: Sequence[RingTransport], act: Callable[[RingTransport], Answer]) -> list[Answer]:
+    """Run `act` on one thread a rank. The first failure closes the ring, so that no rank waits for a dead one."""
+
+    def guarded(transport: RingTransport) -> Answer:
+        try:
+            return act(transport)
+        except BaseException:
+            for each in transports:
+                each.close()
+            raise
+
+    with ThreadPoolExecutor(len(transports)) as pool:
+        futures = [pool.submit(guarded, transport) for transport in transports]
+        return [future.result(timeout=60) for future in futures]
+
+
+@dataclass(frozen=True)
+class PlacedSequence:
+    """A sequence whose first tokens are cached: position p on rank `cached_owner[p]`, in runs of `run` tokens."""
+
+    tokens: Tokens
+    layout: PrefillLayout
+    cached_owner: tuple[int, ...]
+    run: int = 1 << 30
+
+    @property
+    def plan(self) -> SequencePlan:
+        return SequencePlan(self.layout, tuple(self.cached_owner.count(rank) for rank in range(self.layout.num_ranks)))
+
+    def new_positions(self, rank: int) -> list[int]:
+        return [position for chunk in self.layout.chunks(rank) for position in range(chunk.start, chunk.stop)]
+
+    def cached_runs(self, rank: int) -> list[KvRun]:
+        """Views of one strided cache tensor, so that runs are as little contiguous as a paged cache's."""
+        positions = [p for p, owner in enumerate(self.cached_owner) if owner == rank]
+        cache = torch.stack([self.tokens.k[positions], self.tokens.v[positions]], dim=1)
+        return [
+            KvRun(cache[at : at + self.run, 0], cache[at : at + self.run, 1])
+            for at in range(0, len(positions), self.run)
+        ]
+
+
+@dataclass(frozen=True)
+class PrefillResult:
+    """`outs[i][T_i, H, D]` of each sequence's new tokens in order of position, and each rank's transport counts."""
+
+    outs: list[torch.Tensor]
+    stats: list[TransportStats] = field(default_factory=list)
+
+
+def prefill_on_threads(
+    sequences: Sequence[PlacedSequence],
+    size: int,
+    algorithm: str,
+    scale: float,
+    backend: AttentionBackend | None = None,
+) -> PrefillResult:
+    """`ring_prefill` over an in-process ring of `size` ranks."""
+    plan = PrefillPlan(tuple(sequence.plan for sequence in sequences))
+    ring = InProcessRing(size)
+    shape = sequences[0].tokens if sequences else Tokens(*(torch.zeros(0, 2, 64),) * 3)
+
+    def act(transport: RingTransport) -> torch.Tensor:
+        rank = transport.rank
+
+        def pack(pick: Callable[[Tokens], torch.Tensor]) -> torch.Tensor:
+            rows = [pick(each.tokens)[each.new_positions(rank)] for each in sequences]
+            return torch.cat([pick(shape)[:0], *rows])
+
+        return ring_prefill(
+            pack(lambda tokens: tokens.q),
+            pack(lambda tokens: tokens.k),
+            pack(lambda tokens: tokens.v),
+            [each.cached_runs(rank) for each in sequences],
+            plan,
+            transport,
+            backend or TorchCpuFlash(),
+            scale,
+            algorithm,
+        )
+
+    outs = on_every_rank(ring.transports, act)
+    joined = [torch.full((each.layout.num_tokens, *each.tokens.q.shape[1:]), torch.nan) for each in sequences]
+    for rank, out in enumerate(outs):
+        at = 0
+        for each, whole in zip(sequences, joined, strict=True):
+            positions = torch.tensor(each.new_positions(rank), dtype=torch.long) - each.layout.start
+            whole[positions] = out[at : at + len(positions)].to(whole.dtype)
+            at += len(positions)
+        assert at == out.shape[0]
+    return PrefillResult(joined, [transport.stats for transport in ring.transports])

@@ -1,0 +1,71 @@
+"""What is right, computed in the plainest way in fp64 on one device, for all tests that need to know.
+
+Shapes: T query tokens, S stored tokens, H query heads, K key/value heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from cp_core.attention import Partial
+from cp_core.backends.reference import ReferenceAttention
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """q[S, H, D], k[S, K, D], v[S, K, D] of all tokens of one sequence, in order of position."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+
+
+def random_tokens(
+    num_tokens: int,
+    *,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    head_dim: int = 64,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+) -> Tokens:
+    """Normal q, k and v that depend on nothing but the arguments."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(heads: int) -> torch.Tensor:
+        return torch.randn(num_tokens, heads, head_dim, generator=generator).to(dtype)
+
+    return Tokens(draw(num_heads), draw(num_kv_heads), draw(num_kv_heads))
+
+
+def oracle_partial(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float) -> Partial:
+    """fp64 out[T, H, D] and lse[T, H] of the given, already rounded, inputs."""
+    return ReferenceAttention(torch.float64).partial_attention(q, k, v, causal=causal, scale=scale)
+
+
+def oracle_causal(tokens: Tokens, scale: float) -> torch.Tensor:
+    """fp64 out[S, H, D] of every token over itself and all before it."""
+    return oracle_partial(tokens.q, tokens.k, tokens.v, causal=True, scale=scale).out
+
+
+def single_rank_error(tokens: Tokens, scale: float) -> float:
+    """err1 of the tolerance table: the largest error of fp32 attention computed at once on one rank."""
+    plain = ReferenceAttention(torch.float32).partial_attention(tokens.q, tokens.k, tokens.v, causal=True, scale=scale)
+    return largest(plain.out.double() - oracle_causal(tokens, scale))
+
+
+def fp32_bound(tokens: Tokens, scale: float) -> float:
+    """The tolerance of an fp32 output: 2 * err1 + 2e-7 * max |v|."""
+    return 2 * single_rank_error(tokens, scale) + 2e-7 * largest(tokens.v)
+
+
+def largest(values: torch.Tensor) -> float:
+    """max |x|, 0 of nothing."""
+    return float(values.abs().max()) if values.numel() else 0.0
+
+
+def relative_difference(left: torch.Tensor, right: torch.Tensor) -> float:
+    """max |left - right| / max |right|."""
+    return largest(left.double() - right.double()) / max(largest(right), 1e-30)
