@@ -10,24 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from cp_core.prefill import KvRun
+
 Slots = npt.NDArray[np.int64]
+
+ALL_HEADS = slice(None)
 
 # Up to so many runs one copy each is cheaper than building and following an index of every token.
 MAX_COPIES = 16
-
-
-class KvRun(NamedTuple):
-    """One run of stored tokens: k[S,K,D] and v[S,K,D]."""
-
-    k: Tensor
-    v: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +64,15 @@ def slots_of(blocks: Sequence[int], stored: Slots, block_tokens: int) -> Slots:
     """The slot of each stored index."""
     table = np.asarray(blocks, dtype=np.int64)
     return table[stored // block_tokens] * block_tokens + stored % block_tokens
+
+
+def runs_of(slots: Slots) -> tuple[SlotRun, ...]:
+    """Any slots, in their order, as maximal runs."""
+    if not len(slots):
+        return ()
+    first = np.append(0, np.flatnonzero(np.diff(slots) != 1) + 1)
+    last = np.append(first[1:], len(slots)) - 1
+    return tuple(map(SlotRun, slots[first].tolist(), (slots[last] + 1).tolist()))
 
 
 class KvCache:
@@ -112,6 +117,11 @@ class KvCache:
         self.v_layers = tuple(allocate() for _ in range(num_layers))
 
     @property
+    def dtype_name(self) -> str:
+        """`float32`, `bfloat16`, `float16`: as model configurations spell it."""
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
     def heads(self) -> range:
         """The model's numbers of the KV heads held here."""
         return range(self.head_start, self.head_start + self.num_kv_heads)
@@ -129,38 +139,44 @@ class KvCache:
         """Store k[T,K,D] and v[T,K,D] as stored tokens [stored_start, stored_start + T)."""
         self.write_runs(layer, self.runs(blocks, k.shape[0], first=stored_start), k, v)
 
-    def write_runs(self, layer: int, where: Sequence[SlotRun], k: Tensor, v: Tensor) -> None:
-        """Store k[T,K,D] and v[T,K,D] in runs of T slots in all. Layers of one step share the runs."""
+    def write_runs(
+        self, layer: int, where: Sequence[SlotRun], k: Tensor, v: Tensor, *, heads: slice = ALL_HEADS
+    ) -> None:
+        """Store k[T,K,D] and v[T,K,D] in runs of T slots in all; `heads` are this rank's, from 0. Layers share runs."""
         if len(where) > MAX_COPIES:
-            self.write_slots(layer, self.index(where), k, v)
+            self.write_slots(layer, self.index(where), k, v, heads=heads)
             return
         begin = 0
         for run in where:
             end = begin + len(run)
-            self.k_layers[layer][run.start : run.stop] = k[begin:end]
-            self.v_layers[layer][run.start : run.stop] = v[begin:end]
+            self.k_layers[layer][run.start : run.stop, heads] = k[begin:end]
+            self.v_layers[layer][run.start : run.stop, heads] = v[begin:end]
             begin = end
 
-    def write_slots(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+    def write_slots(self, layer: int, slots: Tensor, k: Tensor, v: Tensor, *, heads: slice = ALL_HEADS) -> None:
         """Store k[T,K,D] and v[T,K,D] in slots[T] (int64, on this device, no two alike): a decode step's new tokens."""
-        self.k_layers[layer].index_copy_(0, slots, k)
-        self.v_layers[layer].index_copy_(0, slots, v)
+        self.k_layers[layer][:, heads].index_copy_(0, slots, k)
+        self.v_layers[layer][:, heads].index_copy_(0, slots, v)
 
-    def read(self, layer: int, blocks: Sequence[int], stored_start: int, count: int) -> tuple[Tensor, Tensor]:
-        """Copies (k[T,K,D], v[T,K,D]) of stored tokens [stored_start, stored_start + count)."""
-        where = self.runs(blocks, count, first=stored_start)
+    def read(self, layer: int, blocks: Sequence[int], stored_start: int, count: int) -> KvRun:
+        """Copies k[T,K,D], v[T,K,D] of stored tokens [stored_start, stored_start + count)."""
+        return self.read_runs(layer, self.runs(blocks, count, first=stored_start))
+
+    def read_runs(self, layer: int, where: Sequence[SlotRun], *, heads: slice = ALL_HEADS) -> KvRun:
+        """Copies k[T,K,D], v[T,K,D] of runs of T slots in all; `heads` are this rank's, from 0."""
+        k, v = self.k_layers[layer][:, heads], self.v_layers[layer][:, heads]
         if len(where) > MAX_COPIES:
             slots = self.index(where)
-            return self.k_layers[layer].index_select(0, slots), self.v_layers[layer].index_select(0, slots)
-        found = self.views(layer, where) or [KvRun(self.k_layers[layer][:0], self.v_layers[layer][:0])]
-        return torch.cat([run.k for run in found]), torch.cat([run.v for run in found])
+            return KvRun(k.index_select(0, slots), v.index_select(0, slots))
+        cuts = [(run.start, run.stop) for run in where] or [(0, 0)]
+        return KvRun(torch.cat([k[a:b] for a, b in cuts]), torch.cat([v[a:b] for a, b in cuts]))
 
     def index(self, where: Sequence[SlotRun]) -> Tensor:
         """Every slot of the runs, in order: int64[T] on this device."""
         return torch.cat([torch.arange(run.start, run.stop, device=self.device) for run in where])
 
     def fence(self) -> torch.Event | None:
-        """A mark behind all the work this thread has queued on the device. None on CPU: there calls return when done."""
+        """A mark behind all work this thread has queued on the device. None on CPU, where calls return when done."""
         if self.device.type != "cuda":
             return None
         event: torch.Event = torch.cuda.current_stream(self.device).record_event()

@@ -70,9 +70,9 @@ def test_what_is_written_in_steps_is_read_back_whole(blocks: tuple[int, ...], st
         cache.write(1, blocks, held, k, v)
         held += count
     k, v = numbered(held)
-    got_k, got_v = cache.read(1, blocks, 0, held)
-    assert torch.equal(got_k, k)
-    assert torch.equal(got_v, v)
+    got = cache.read(1, blocks, 0, held)
+    assert torch.equal(got.k, k)
+    assert torch.equal(got.v, v)
     views = cache.views(1, cache.runs(blocks, held))
     assert torch.equal(torch.cat([k[:0], *(view.k for view in views)]), k)
     assert torch.equal(torch.cat([v[:0], *(view.v for view in views)]), v)
@@ -83,9 +83,9 @@ def test_a_table_of_scattered_blocks_is_written_and_read_through_an_index() -> N
     assert len(cache.runs(blocks, 128)) > MAX_COPIES
     k, v = numbered(128)
     cache.write(0, blocks, 0, k, v)
-    got_k, got_v = cache.read(0, blocks, 0, 128)
-    assert torch.equal(got_k, k)
-    assert torch.equal(got_v, v)
+    got = cache.read(0, blocks, 0, 128)
+    assert torch.equal(got.k, k)
+    assert torch.equal(got.v, v)
 
 
 def test_views_share_memory_with_the_cache() -> None:
@@ -121,9 +121,19 @@ def test_half_precision_is_stored_bit_for_bit(dtype: torch.dtype) -> None:
     cache = small_cache(dtype=dtype)
     k = torch.randn(10, 2, 3).to(dtype)
     cache.write(0, (1, 5, 3), 0, k, -k)
-    got_k, got_v = cache.read(0, (1, 5, 3), 0, 10)
-    assert torch.equal(got_k, k)
-    assert torch.equal(got_v, -k)
+    got = cache.read(0, (1, 5, 3), 0, 10)
+    assert torch.equal(got.k, k)
+    assert torch.equal(got.v, -k)
+
+
+def test_tensor_parallel_heads_are_written_and_read_apart() -> None:
+    cache = small_cache()
+    k, v = numbered(30)
+    for blocks in (tuple(range(8)), tuple(range(0, 64, 2))):
+        cache.write_runs(0, cache.runs(blocks, 30), k[:, :1], v[:, :1], heads=slice(1, 2))
+        assert cache.read(0, blocks, 0, 30).k[:, 0].isnan().all()
+        assert torch.equal(cache.read_runs(0, cache.runs(blocks, 30), heads=slice(1, 2)).v, v[:, :1])
+        cache = small_cache()
 
 
 def test_a_cache_far_larger_than_memory_in_use_costs_only_what_is_written() -> None:

@@ -1,0 +1,118 @@
+"""The source's end of one connection: the caller sends frames, a thread of its own hears the replies."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+
+from cp_core.errors import RingserveError, StaleIncarnation, TransferError, Unavailable
+from workers.kv_transfer.frames import Frame, RefusedFrame, SettledFrame, encode
+from workers.kv_transfer.outgoing import OutgoingTransfer
+from workers.kv_transfer.sockets import parse_endpoint, receive_frame, send_buffers, shut, tune, wait_readable
+from workers.steps import TransferKey
+
+logger = logging.getLogger(__name__)
+
+# How long an idle connection is listened to before looking whether it is broken.
+IDLE_SECONDS = 5.0
+
+
+class DestinationConnection:
+    """One TCP connection to a KV receiver, from construction until `is_broken`.
+
+    One thread at a time may send; `break_off` may be called from any thread. When the connection ends, every transfer
+    that it carried and that is not confirmed fails.
+    """
+
+    def __init__(self, endpoint: str, *, connect_seconds: float, stall_seconds: float) -> None:
+        """Raises TransferError for a malformed endpoint, Unavailable where nobody answers."""
+        self._endpoint = endpoint
+        try:
+            self._connection = socket.create_connection(parse_endpoint(endpoint), timeout=connect_seconds)
+        except OSError as error:
+            raise Unavailable(f"the KV receiver at {endpoint} cannot be reached: {error}") from error
+        tune(self._connection, stall_seconds)
+        self._lock = threading.Lock()
+        self._carried: dict[TransferKey, tuple[OutgoingTransfer, int]] = {}
+        self._is_broken = False
+        self._hearing = threading.Thread(target=self._hear, name=f"kv-replies-{endpoint}", daemon=True)
+        self._hearing.start()
+
+    @property
+    def is_broken(self) -> bool:
+        with self._lock:
+            return self._is_broken
+
+    def carry(self, transfer: OutgoingTransfer) -> bool:
+        """Bind a transfer's fate to this connection. False where the connection is broken already."""
+        with self._lock:
+            if self._is_broken:
+                return False
+            self._carried.setdefault(transfer.key, (transfer, 0))
+            return True
+
+    def send(self, frame: Frame, payload: list[memoryview]) -> None:
+        """Send one frame. Raises Unavailable when the connection breaks or stalls: it is of no use then."""
+        payload_bytes = sum(buffer.nbytes for buffer in payload)
+        with self._lock:
+            if frame.key in self._carried:
+                transfer, before = self._carried[frame.key]
+                self._carried[frame.key] = (transfer, before + payload_bytes)
+        try:
+            send_buffers(self._connection, [memoryview(encode(frame, payload_bytes)), *payload])
+        except OSError as error:
+            self._end(str(error))
+            raise Unavailable(f"the KV receiver at {self._endpoint} is gone: {error}") from error
+
+    def forget(self, transfer: OutgoingTransfer) -> bool:
+        """Unbind a transfer that is given up. Whether it was bound."""
+        with self._lock:
+            return self._carried.pop(transfer.key, None) is not None
+
+    def break_off(self, reason: str) -> None:
+        """End the connection; a `send` in progress returns at once with an error."""
+        self._end(reason)
+
+    def join(self, seconds: float) -> None:
+        self._hearing.join(seconds)
+
+    def _hear(self) -> None:
+        reason = "it was broken off"
+        try:
+            while not self.is_broken:
+                if wait_readable(self._connection, IDLE_SECONDS):
+                    frame, _ = receive_frame(self._connection)
+                    self._take(frame)
+        except (OSError, TransferError) as error:
+            reason = str(error)
+        finally:
+            self._end(reason)
+            self._connection.close()
+
+    def _take(self, frame: Frame) -> None:
+        if not isinstance(frame, SettledFrame | RefusedFrame):
+            raise TransferError(f"a destination sent {type(frame).__name__}")
+        with self._lock:
+            transfer, payload_bytes = self._carried.pop(frame.key, (None, 0))
+        if transfer is None:
+            # Given up here while the reply was on its way.
+            return
+        if isinstance(frame, RefusedFrame):
+            refusal = StaleIncarnation if frame.is_stale else TransferError
+            transfer.fail(refusal(frame.reason))
+        elif frame.payload_bytes != payload_bytes:
+            transfer.fail(TransferError(f"{transfer}: {frame.payload_bytes} of {payload_bytes} bytes arrived"))
+        else:
+            transfer.confirmed(self._endpoint)
+
+    def _end(self, reason: str) -> None:
+        with self._lock:
+            if self._is_broken:
+                return
+            self._is_broken = True
+            carried, self._carried = self._carried, {}
+        shut(self._connection)
+        for transfer, _ in carried.values():
+            error: RingserveError = Unavailable(f"the KV receiver at {self._endpoint} is gone: {reason}")
+            transfer.fail(error)
