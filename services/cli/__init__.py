@@ -1,0 +1,1 @@
+"""The `ringserve` command: one file a subcommand."""

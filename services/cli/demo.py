@@ -1,0 +1,132 @@
+"""`ringserve demo`: start a cluster, play a long two-turn conversation, check every token, stop everything."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+import time
+from types import FrameType
+
+from rich.console import Console
+from rich.table import Table
+
+from services.cli.options import Subcommands
+from services.cli.up import STOP_SIGNALS, StopRequest
+from services.client import Client
+from services.cluster import LocalCluster
+from services.demo import FOLLOW_UP, QUESTION, DemoConversation, DemoTurn, Verdict, check, demo_config, document
+from services.text import TextCodec
+from workers.builtin_model import resolve_model_path
+from workers.model_info import read_model_info
+
+EXAMPLE = """example:
+  ringserve demo
+  ringserve demo --tokens 16000 --max-tokens 128 --json
+"""
+EXIT_INTERRUPTED = 130
+
+
+def add(commands: Subcommands) -> None:
+    parser = commands.add_parser(
+        "demo", help="watch the main job", epilog=EXAMPLE, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--tokens", type=int, default=8192, help="tokens of the document, at least (default: 8192)")
+    parser.add_argument("--max-tokens", type=int, default=64, help="tokens of each answer (default: 64)")
+    parser.add_argument("--json", action="store_true", help="print turns and verdicts as one JSON object")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    console = Console(stderr=options.json)
+    began = time.monotonic()
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        for each in STOP_SIGNALS:  # once: what follows is the clean-up
+            signal.signal(each, signal.SIG_IGN)
+        raise StopRequest
+
+    for number in STOP_SIGNALS:
+        signal.signal(number, interrupt)
+    cluster = None
+    try:
+        config = demo_config()
+        cluster = LocalCluster(config, lambda line: console.print(f"[dim]{time.monotonic() - began:6.1f} s  {line}"))
+        with console.status("starting the cluster"):
+            cluster.start()
+        path = resolve_model_path(config.model.path)
+        turns = _play(console, cluster.gateway_address, TextCodec(path), options)
+        with console.status("checking both answers against transformers on one process"):
+            verdicts = check(turns, path, list(read_model_info(path).eos_token_ids))
+    except StopRequest:
+        console.print("interrupted, stopping")
+        return EXIT_INTERRUPTED
+    finally:
+        if cluster is not None:
+            with console.status("stopping the cluster"):
+                cluster.stop()
+    return _report(console, options, turns, verdicts, time.monotonic() - began)
+
+
+def _play(console: Console, gateway: str, codec: TextCodec, options: argparse.Namespace) -> list[DemoTurn]:
+    turns = []
+    with Client(gateway) as client:
+        conversation = DemoConversation(client, codec, options.max_tokens)
+        texts = (("1: document", document(codec, options.tokens) + QUESTION), ("2: follow-up", FOLLOW_UP))
+        for title, text in texts:
+            waiting = console.status(f"turn {title}, {len(codec.encode(text))} new tokens: prefilling")
+            waiting.start()
+
+            def show(piece: str, waiting: object = waiting) -> None:
+                waiting.stop()  # type: ignore[attr-defined]
+                console.print(piece, end="", markup=False, highlight=False, soft_wrap=True, style="green")
+
+            try:
+                turns.append(conversation.ask(title, text, show))
+            finally:
+                waiting.stop()
+            console.print()
+    return turns
+
+
+def _report(
+    console: Console, options: argparse.Namespace, turns: list[DemoTurn], verdicts: list[Verdict], seconds: float
+) -> int:
+    table = Table("turn", "T", "P", "algorithm", "why", "TTFT s", "TTIT ms", "migrated", "pulled", "KV tokens a rank")
+    for turn in turns:
+        plan, answer = turn.answer["plan"], turn.answer
+        ranks = "; ".join(f"{ring} {'+'.join(map(str, held))}" for ring, held in turn.tokens_per_rank.items())
+        table.add_row(
+            turn.title,
+            str(plan["new_tokens"]),
+            str(plan["cached_tokens"]),
+            plan["algorithm"],
+            plan["reason"],
+            f"{answer['ttft_seconds']:.3f}",
+            f"{1000 * answer['ttit_seconds']:.1f}",
+            f"{plan['migrated_bytes'] / 1e6:.1f} MB",
+            f"{plan['pulled_bytes'] / 1e6:.1f} MB",
+            ranks,
+        )
+    console.print(table)
+    for verdict in verdicts:
+        outcome = "equal, token for token" if verdict.is_equal else f"DIFFERENT: transformers says {verdict.expected}"
+        console.print(f"turn {verdict.title}: {outcome} (closest call {verdict.smallest_lead:.2g} logits)")
+    is_pass_q = turns[-1].answer["plan"]["algorithm"] == "pass_q"
+    if not is_pass_q:
+        console.print("the follow-up was not computed by pass-Q, as it should have been")
+    passed = is_pass_q and all(verdict.is_equal for verdict in verdicts)
+    console.print(f"{'done' if passed else 'FAILED'} in {seconds:.1f} s; nothing is left running")
+    if options.json:
+        report = {
+            "passed": passed,
+            "seconds": seconds,
+            "turns": [{"title": turn.title, **turn.answer, "tokens_per_rank": turn.tokens_per_rank} for turn in turns],
+            "equal_to_transformers": [verdict.is_equal for verdict in verdicts],
+        }
+        json.dump(report, sys.stdout)
+        print()
+    return 0 if passed else 1
+
+

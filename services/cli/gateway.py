@@ -1,0 +1,39 @@
+"""`ringserve gateway`: one more gateway for a cluster whose router is known. Needs no Ray."""
+
+from __future__ import annotations
+
+import argparse
+
+from services.cli.options import Subcommands
+
+EXAMPLE = """example:
+  ringserve gateway --listen 127.0.0.1:50052 --router 127.0.0.1:41000 --model builtin:tiny
+"""
+
+
+def add(commands: Subcommands) -> None:
+    parser = commands.add_parser(
+        "gateway", help="run one more gateway", epilog=EXAMPLE, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--listen", required=True, help="HOST:PORT for clients")
+    parser.add_argument("--metrics", default="", help="HOST:PORT for Prometheus (default: none)")
+    parser.add_argument("--router", required=True, help="HOST:PORT of the router, as 'ringserve status' shows it")
+    parser.add_argument("--model", required=True, help="model directory or builtin:tiny")
+    parser.add_argument("--dtype", default="float32", help="the rings' dtype (default: float32)")
+    parser.add_argument("--max-seconds", type=float, default=600.0, help="longest a turn may take (default: 600)")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    from services.gateway_process import GatewaySettings, run_gateway
+
+    return run_gateway(
+        GatewaySettings(
+            listen=options.listen,
+            metrics=options.metrics,
+            router=options.router,
+            model=options.model,
+            dtype=options.dtype,
+            max_seconds=options.max_seconds,
+        )
+    )

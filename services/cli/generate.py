@@ -1,0 +1,132 @@
+"""`ringserve generate`: one turn."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from cp_core.errors import InvalidRequest
+from ringserve.v1 import inference_pb2
+from services.answer import answer_dict, collect, plan_line
+from services.cli.options import Subcommands, add_target_options, target_of
+from services.client import Client
+
+EXAMPLE = """example:
+  ringserve generate --prompt "Once upon a time" --max-tokens 32
+  ringserve generate --target 127.0.0.1:50051 --prompt-ids turn2.json --conversation c1 --max-tokens 16 --json
+"""
+MODES = {
+    "auto": inference_pb2.PROMPT_MODE_UNSPECIFIED,
+    "append": inference_pb2.PROMPT_MODE_APPEND,
+    "whole-history": inference_pb2.PROMPT_MODE_WHOLE_HISTORY,
+}
+
+
+def add(commands: Subcommands) -> None:
+    parser = commands.add_parser(
+        "generate", help="run one turn", epilog=EXAMPLE, formatter_class=argparse.RawTextHelpFormatter
+    )
+    add_target_options(parser)
+    prompt = parser.add_mutually_exclusive_group(required=True)
+    prompt.add_argument("--prompt", metavar="TEXT", help="the prompt; '-' reads standard input")
+    prompt.add_argument("--prompt-ids", type=Path, metavar="FILE.json", help="the prompt as a JSON list of token ids")
+    prompt.add_argument("--messages", type=Path, metavar="FILE.json", help='chat messages: [{"role":..., "content":...}]')
+    parser.add_argument("--conversation", default="", metavar="ID", help="go on with, or begin, this conversation")
+    parser.add_argument(
+        "--mode", choices=MODES, default="auto", help="is the prompt only what is new, or the whole history? (default: auto)"
+    )
+    add_sampling_options(parser)
+    parser.add_argument("--timeout", type=float, metavar="SECONDS", help="end the turn everywhere after this long")
+    parser.add_argument("--request-id", default="", help="name the request, e.g. to abort it")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
+    parser.set_defaults(run=run)
+
+
+def add_sampling_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--max-tokens", type=int, default=64, metavar="N", help="new tokens at most (default: 64)")
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0 is greedy (default: 0)")
+    parser.add_argument("--seed", type=int, metavar="N", help="same seed, same tokens (default: drawn)")
+    parser.add_argument("--stop-token-ids", type=int, nargs="*", default=[], metavar="ID", help="end after any of these")
+    parser.add_argument("--ignore-eos", action="store_true", help="do not end at the model's end-of-sequence token")
+
+
+def sampling_of(options: argparse.Namespace) -> inference_pb2.SamplingParams:
+    """Raises InvalidRequest for what the contract's types cannot carry."""
+    for name, value in (("max_tokens", options.max_tokens), ("seed", options.seed or 0)):
+        limit = 2**32 if name == "max_tokens" else 2**64
+        if not 0 <= value < limit:
+            raise InvalidRequest(f"--{name.replace('_', '-')}: {value} is out of range; allowed are 0 to {limit - 1}")
+    return inference_pb2.SamplingParams(
+        temperature=options.temperature,
+        max_tokens=options.max_tokens,
+        seed=options.seed,
+        stop_token_ids=check_ids("--stop-token-ids", options.stop_token_ids),
+        ignore_eos=options.ignore_eos,
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    request = inference_pb2.GenerateRequest(
+        request_id=options.request_id,
+        sampling_params=sampling_of(options),
+        conversation_id=options.conversation,
+        prompt_mode=MODES[options.mode],
+    )
+    if options.prompt is not None:
+        request.text = sys.stdin.read() if options.prompt == "-" else options.prompt
+    elif options.prompt_ids is not None:
+        ids = check_ids(str(options.prompt_ids), _read_json(options.prompt_ids))
+        request.tokenized.CopyFrom(inference_pb2.TokenizedInput(input_ids=ids))
+    else:
+        request.chat.CopyFrom(_chat(options.messages))
+    with Client(target_of(options)) as client:
+        show = _nothing if options.json else _show
+        complete = collect(client.generate(request, options.timeout), show)
+    if options.json:
+        print(json.dumps(answer_dict(complete, options.conversation)))
+    else:
+        print()
+        print(plan_line(complete), file=sys.stderr)
+    return 0
+
+
+def _show(text: str) -> None:
+    print(text, end="", flush=True)
+
+
+def _nothing(text: str) -> None:
+    """JSON is printed whole, at the end."""
+
+
+def _read_json(path: Path) -> object:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InvalidRequest(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise InvalidRequest(f"{path} is not valid JSON: {error}") from error
+
+
+def check_ids(name: str, ids: object) -> list[int]:
+    """A list of token ids. Raises InvalidRequest."""
+    if not isinstance(ids, list):
+        raise InvalidRequest(f"{name}: must be a list of token ids, e.g. [1, 2, 3]")
+    for place, token in enumerate(ids):
+        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < 2**32:
+            raise InvalidRequest(f"{name}[{place}]: {token!r} is no token id; allowed are integers from 0")
+    return ids
+
+
+def _chat(path: Path) -> inference_pb2.ChatInput:
+    messages = _read_json(path)
+    fits = isinstance(messages, list) and all(
+        isinstance(item, dict) and isinstance(item.get("role"), str) and isinstance(item.get("content"), str)
+        for item in messages
+    )
+    if not fits or not isinstance(messages, list):
+        raise InvalidRequest(f'{path}: must be a list like [{{"role": "user", "content": "hello"}}]')
+    return inference_pb2.ChatInput(
+        messages=[inference_pb2.ChatMessage(role=item["role"], content=item["content"]) for item in messages]
+    )

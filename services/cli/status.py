@@ -1,0 +1,62 @@
+"""`ringserve status`: what a cluster consists of and how full it is."""
+
+from __future__ import annotations
+
+import argparse
+
+from google.protobuf.json_format import MessageToJson
+from rich.console import Console
+from rich.table import Table
+
+from ringserve.v1 import inference_pb2
+from services.cli.options import Subcommands, add_target_options, target_of
+from services.client import Client
+
+EXAMPLE = """example:
+  ringserve status
+  ringserve status --target 127.0.0.1:50051 --json
+"""
+
+
+def add(commands: Subcommands) -> None:
+    parser = commands.add_parser(
+        "status", help="show rings and KV", epilog=EXAMPLE, formatter_class=argparse.RawTextHelpFormatter
+    )
+    add_target_options(parser)
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    with Client(target_of(options)) as client:
+        info = client.server_info()
+    if options.json:
+        print(
+            MessageToJson(info, preserving_proto_field_name=True, always_print_fields_with_no_presence=True, indent=None)
+        )
+    else:
+        Console().print(_table(info))
+        print(
+            f"version {info.version}, up {info.uptime_seconds:.0f} s, selector {info.selector}, "
+            f"{info.conversations} conversations, {info.running_turns} running turns"
+        )
+    return 0 if info.groups and all(group.state == "ready" for group in info.groups) else 1
+
+
+def _table(info: inference_pb2.GetServerInfoResponse) -> Table:
+    table = Table("ring", "state", "ranks", "running", "waiting", "KV blocks free/active/kept of total, a rank", "rebuilds")
+    for group in info.groups:
+        usage = ", ".join(
+            f"{rank.free_blocks}/{rank.active_blocks}/{rank.kept_blocks} of {rank.total_blocks}"
+            for rank in group.kv_usage
+        )
+        table.add_row(
+            group.name,
+            group.state,
+            str(group.num_ranks),
+            str(group.num_requests_running),
+            str(group.num_requests_waiting),
+            usage,
+            str(group.rebuilds),
+        )
+    return table

@@ -1,0 +1,155 @@
+"""`ringserve up`: run a cluster on this machine until Ctrl-C, SIGTERM or `ringserve down`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from types import FrameType
+
+import psutil
+
+from cp_core.errors import ConfigError, Unavailable
+from services.cli.options import Subcommands, add_config_options, config_of
+from services.cluster import LocalCluster
+from services.logs import set_up_logs
+from services.state import ClusterState, read_state, remove_state, state_directory, write_state
+
+EXAMPLE = """example:
+  ringserve up --config cluster.yaml --detach
+  ringserve up --set prefill.cp=4 --set gateway.listen=127.0.0.1:0 --ready-file ready.json
+"""
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class StopRequest(BaseException):
+    """A signal asked a cluster that is still starting to stop."""
+
+
+def add(commands: Subcommands) -> None:
+    parser = commands.add_parser(
+        "up", help="start a cluster on this machine", epilog=EXAMPLE, formatter_class=argparse.RawTextHelpFormatter
+    )
+    add_config_options(parser)
+    parser.add_argument("--name", default="default", help="name of the cluster for 'down' and 'status' (default: default)")
+    parser.add_argument("--detach", action="store_true", help="return when the cluster serves, and leave it running")
+    parser.add_argument("--ready-file", type=Path, help="write the addresses here, as JSON, when the cluster serves")
+    parser.add_argument("--json", action="store_true", help="print the addresses as JSON")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    config = config_of(options)  # before anything else: a wrong key must not cost half a minute
+    running = read_state(options.name)
+    if running is not None:
+        raise ConfigError(
+            f"--name: a cluster named {options.name!r} runs already (pid {running.pid}, gateway {running.gateway}); "
+            f"choose another name or 'ringserve down --name {options.name}'"
+        )
+    if options.detach:
+        return _detach(options, config.timeouts.start)
+    set_up_logs("up")
+    stopped = threading.Event()
+
+    def ask_to_stop(number: int, frame: FrameType | None) -> None:
+        if stopped.is_set():
+            return
+        stopped.set()
+        raise StopRequest
+
+    for number in STOP_SIGNALS:
+        signal.signal(number, ask_to_stop)
+    cluster = LocalCluster(config, lambda line: print(f"ringserve: {line}", file=sys.stderr, flush=True))
+    try:
+        cluster.start()
+        _announce(options, cluster)
+        cluster.watch(stopped)
+    except StopRequest:
+        print("ringserve: stopping", file=sys.stderr, flush=True)
+    finally:
+        stopped.set()
+        remove_state_of(options.name)
+        cluster.stop()
+    return 0
+
+
+def _announce(options: argparse.Namespace, cluster: LocalCluster) -> None:
+    state = ClusterState(
+        name=options.name,
+        pid=os.getpid(),
+        started=psutil.Process().create_time(),
+        gateway=cluster.gateway_address,
+        metrics=cluster.metrics_address,
+        router=cluster.router_endpoint,
+    )
+    write_state(state)
+    text = json.dumps(
+        {"gateway": state.gateway, "metrics": state.metrics, "router": state.router, "pid": state.pid, "name": state.name}
+    )
+    if options.ready_file is not None:
+        draft = options.ready_file.with_name(options.ready_file.name + ".tmp")
+        draft.write_text(text + "\n", encoding="utf-8")
+        draft.replace(options.ready_file)
+    if options.json:
+        print(text, flush=True)
+    else:
+        print(f"ringserve: ready, gateway at {state.gateway}; stop with Ctrl-C or 'ringserve down'", flush=True)
+
+
+def remove_state_of(name: str) -> None:
+    """Only our own entry: another cluster may have taken the name meanwhile."""
+    state = read_state(name)
+    if state is not None and state.pid == os.getpid():
+        remove_state(name)
+
+
+def _detach(options: argparse.Namespace, start_timeout: float) -> int:
+    """Run the same command in a session of its own, and wait until it serves or ends."""
+    directory = state_directory()
+    directory.mkdir(parents=True, exist_ok=True)
+    log_path = directory / f"{options.name}.log"
+    ready = Path(tempfile.mkdtemp(prefix="ringserve-up-")) / "ready.json"
+    command = [sys.executable, "-m", "services.cli.main", "up", "--name", options.name, "--ready-file", str(ready)]
+    if options.config is not None:
+        command += ["--config", str(options.config.resolve())]
+    for item in options.set or ():
+        command += ["--set", item]
+    with log_path.open("wb") as log:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    deadline = 3 * start_timeout
+    try:
+        while not ready.exists():
+            try:
+                process.wait(0.1)
+            except subprocess.TimeoutExpired:
+                deadline -= 0.1
+                if deadline < 0:
+                    process.terminate()
+                    process.wait(60)
+                    raise Unavailable(f"the cluster did not start in time; its log is {log_path}") from None
+            else:
+                raise Unavailable(f"the cluster did not start: {_last_reason(log_path)} (log: {log_path})")
+        text = ready.read_text(encoding="utf-8")
+    finally:
+        ready.unlink(missing_ok=True)
+        ready.parent.rmdir()
+    if options.ready_file is not None:
+        options.ready_file.write_text(text, encoding="utf-8")
+    state = json.loads(text)
+    message = f"ringserve: ready, gateway at {state['gateway']} (pid {state['pid']}, log {log_path})"
+    print(text.strip() if options.json else message, flush=True)
+    return 0
+
+
+def _last_reason(log_path: Path) -> str:
+    lines = log_path.read_text(encoding="utf-8", errors="replace").splitlines()
+    reasons = [line.removeprefix("ringserve: ") for line in lines if line.startswith("ringserve: ")]
+    return reasons[-1] if reasons else "no reason was given"

@@ -1,0 +1,210 @@
+"""A cluster on this machine: a Ray of our own, the router, the rings, a gateway process. `ringserve up` runs one.
+
+What is started here is ended here, by handle: Ray with its driver, the gateway by its process, whatever happens.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+
+from cp_core.errors import ConfigError, RingserveError, Unavailable
+from orchestration.actors import HostActor
+from services.config import Config
+from services.hosts import LeaderHost, RouterHost
+from workers.builtin_model import resolve_model_path
+from workers.model_info import read_model_info
+
+log = logging.getLogger(__name__)
+
+OBJECT_STORE_BYTES = 80 * 1024 * 1024
+"""The least Ray allows: no tensor ever passes through it."""
+NAMESPACE = "ringserve"
+ROUTER_NAME = "router"
+GATEWAY_STOP_SECONDS = 10.0
+POLL_SECONDS = 0.2
+
+
+class LocalCluster:
+    """`start`, then `watch` until told to stop, then `stop`. `progress` gets one line for each stage."""
+
+    def __init__(self, config: Config, progress: Callable[[str], None] = lambda line: None) -> None:
+        self._config = config
+        self._progress = progress
+        self._temp = Path(tempfile.mkdtemp(prefix="ringserve-"))
+        self._leaders: dict[str, tuple[LeaderHost, Any, Any]] = {}  # name -> (host, actor, its wait_forever)
+        self._router: Any = None
+        self._gateway: subprocess.Popen[bytes] | None = None
+        self.gateway_address = ""
+        self.metrics_address = ""
+        self.router_endpoint = ""
+
+    def start(self) -> None:
+        """Bring everything up; returns when the first request would be served. Raises ConfigError, ModelRefused, ..."""
+        config = self._config
+        path = resolve_model_path(config.model.path)
+        model = read_model_info(path, dtype=config.model.dtype, name=Path(config.model.path).name)
+        for key, address in (("gateway.listen", config.gateway.listen), ("gateway.metrics", config.gateway.metrics)):
+            _check_free(key, address)
+        self._progress("starting Ray")
+        self._start_ray()
+        self._progress("starting the router")
+        self._router = HostActor.options(name=ROUTER_NAME, num_cpus=0).remote(RouterHost(config=config, model=model))
+        self.router_endpoint = self._result(self._router.start.remote())
+        hosts = [
+            LeaderHost(
+                config=config,
+                model_path=str(path),
+                role=role,
+                index=index,
+                router_endpoint=self.router_endpoint,
+            )
+            for role, pool in (("prefill", config.prefill), ("decode", config.decode))
+            for index in range(pool.groups)
+        ]
+        self._progress(f"starting {len(hosts)} rings")
+        started = [(host, self._make_leader(host)) for host in hosts]
+        for host, reference in started:
+            self._result(reference)
+            self._progress(f"ring {host.name} serves")
+        self._start_gateway(path)
+        self._progress(f"gateway serves at {self.gateway_address}")
+
+    def _start_ray(self) -> None:
+        config = self._config
+        needed = sum(pool.groups * pool.cp * pool.threads_per_rank for pool in (config.prefill, config.decode))
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        ray.init(
+            address="local",
+            namespace=NAMESPACE,
+            num_cpus=max(1, needed),
+            include_dashboard=False,
+            object_store_memory=OBJECT_STORE_BYTES,
+            _temp_dir=str(self._temp),
+            _node_ip_address="127.0.0.1",
+            logging_level=logging.WARNING,
+        )
+
+    def _make_leader(self, host: LeaderHost) -> Any:
+        actor = HostActor.options(name=host.name, num_cpus=0).remote(host)
+        self._leaders[host.name] = (host, actor, actor.wait_forever.remote())
+        return actor.start.remote()
+
+    def _result(self, reference: Any) -> Any:
+        timeout = self._config.timeouts.start + self._config.timeouts.control
+        try:
+            return ray.get(reference, timeout=timeout)
+        except GetTimeoutError:
+            raise Unavailable(f"the cluster did not start within {timeout:.0f} s") from None
+        except RayTaskError as error:
+            if isinstance(error.cause, RingserveError):
+                raise error.cause from None
+            raise Unavailable(f"the cluster did not start: {error.cause}") from error
+        except RayError as error:
+            raise Unavailable(f"the cluster did not start: {error}") from error
+
+    def _start_gateway(self, model_path: Path) -> None:
+        config = self._config
+        command = [
+            *(sys.executable, "-m", "services.gateway_process", "--follow-stdin"),
+            *("--listen", self.gateway_address or config.gateway.listen),
+            *("--metrics", self.metrics_address or config.gateway.metrics),
+            *("--router", self.router_endpoint),
+            *("--model", str(model_path)),
+            *("--dtype", config.model.dtype),
+            *("--max-seconds", str(config.gateway.max_seconds)),
+        ]
+        # A session of its own: Ctrl-C reaches this process alone, which then ends the gateway in order.
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+        self._gateway = process
+        assert process.stdout is not None
+        line = _read_line(process, self._config.timeouts.start)
+        if not line:
+            raise ConfigError("the gateway did not start; its reason stands above")
+        addresses = json.loads(line)
+        self.gateway_address, self.metrics_address = addresses["gateway"], addresses["metrics"]
+
+    def watch(self, stopped: threading.Event) -> None:
+        """Until `stopped`: start again a leader or gateway that died. The router's death ends the watch with Unavailable."""
+        router = self._router.wait_forever.remote()
+        while not stopped.wait(POLL_SECONDS):
+            lost = [name for name, (_, _, alive) in self._leaders.items() if _is_done(alive)]
+            for name in lost:
+                log.warning("the leader of ring %s died and is started again", name)
+                self._make_leader(self._leaders[name][0])
+            if _is_done(router):
+                raise Unavailable("the router died; conversations are lost, start the cluster again")
+            gateway = self._gateway
+            if gateway is not None and gateway.poll() is not None:
+                log.warning("the gateway died (exit %s) and is started again", gateway.returncode)
+                self._start_gateway(resolve_model_path(self._config.model.path))
+
+    def stop(self) -> None:
+        """End everything that `start` began. Idempotent; safe after a start that failed half way."""
+        if self._gateway is not None:
+            _end_process(self._gateway)
+            self._gateway = None
+        if ray.is_initialized():
+            self._stop_actors()
+            ray.shutdown()
+        shutil.rmtree(self._temp, ignore_errors=True)
+
+    def _stop_actors(self) -> None:
+        stops = [actor.stop.remote() for _, actor, _ in self._leaders.values()]
+        if self._router is not None:
+            stops.append(self._router.stop.remote())
+        done, late = ray.wait(stops, num_returns=len(stops), timeout=GATEWAY_STOP_SECONDS) if stops else ([], [])
+        if late:
+            log.warning("%d of %d actors did not stop in time and are ended with Ray", len(late), len(done) + len(late))
+
+
+def _is_done(reference: Any) -> bool:
+    return bool(ray.wait([reference], timeout=0)[0])
+
+
+def _check_free(key: str, address: str) -> None:
+    """Say that a port is in use now, and not after half a minute."""
+    if not address:
+        return
+    host, _, port = address.rpartition(":")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host.strip("[]"), int(port)))
+        except OSError as error:
+            raise ConfigError(f"{key}: cannot listen on {address}: {error.strerror}; choose another port") from error
+
+
+def _read_line(process: subprocess.Popen[bytes], timeout: float) -> bytes:
+    """The first line the process prints, or nothing if it ends or `timeout` seconds pass before."""
+    lines: list[bytes] = []
+    assert process.stdout is not None
+    reader = threading.Thread(target=lambda: lines.append(process.stdout.readline()), daemon=True)  # type: ignore[union-attr]
+    reader.start()
+    reader.join(timeout)
+    return lines[0] if lines else b""
+
+
+def _end_process(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(GATEWAY_STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+

@@ -1,0 +1,221 @@
+"""The configuration: one YAML file, one frozen tree, every default here. The environment is read here and nowhere else.
+
+Order of precedence, highest first: `--set section.key=value`, environment `RINGSERVE_SECTION__KEY`, file, default.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import yaml
+
+from cp_core.errors import ConfigError
+
+ENV_PREFIX = "RINGSERVE_"
+SELECTORS = ("auto", "alg1", "alg5", "empirical", "pass_kv", "pass_q")
+DTYPES = ("float32", "bfloat16", "float16")
+DEVICES = ("cpu", "cuda")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """`path` is a Hugging Face model directory, or "builtin:tiny"."""
+
+    path: str = "builtin:tiny"
+    dtype: str = "float32"
+    device: str = "cpu"
+    attention_backend: str = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillConfig:
+    """The prefill pool: `groups` rings of `cp` ranks. `chunk_tokens` is the longest single step."""
+
+    groups: int = 1
+    cp: int = 2
+    tp: int = 1
+    chunk_tokens: int = 4096
+    max_waiting: int = 256
+    threads_per_rank: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeConfig:
+    """The decode pool: `groups` rings of `cp` ranks, each decoding up to `max_batch` turns at once."""
+
+    groups: int = 1
+    cp: int = 2
+    tp: int = 1
+    max_batch: int = 32
+    max_waiting: int = 256
+    threads_per_rank: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class KvCacheConfig:
+    """KV of every rank: `tokens_per_rank` tokens in blocks of `block_tokens`."""
+
+    block_tokens: int = 16
+    tokens_per_rank: int = 65536
+
+    @property
+    def num_blocks(self) -> int:
+        return self.tokens_per_rank // self.block_tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterConfig:
+    """How a turn's algorithm is selected.
+
+    `compute_flops` (C, FLOP/s per rank) and `link_bytes_per_second` (BW) feed Algorithms 1 and 5; 0 takes what the
+    ring measured when it started. alpha, beta, gamma are the empirical selector's constants (natural logarithm).
+    """
+
+    selector: str = "auto"
+    compute_flops: float = 0.0
+    link_bytes_per_second: float = 0.0
+    alpha: float = -1.059
+    beta: float = 1.145
+    gamma: float = 12.112
+    max_conversations: int = 10_000
+    listen: str = "127.0.0.1:0"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatewayConfig:
+    """Where clients call. `metrics` serves Prometheus; empty switches it off. `max_seconds` bounds a turn."""
+
+    listen: str = "127.0.0.1:50051"
+    metrics: str = "127.0.0.1:9464"
+    max_seconds: float = 600.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimeoutConfig:
+    """Deadlines between our own processes, seconds."""
+
+    start: float = 120.0
+    step: float = 300.0
+    control: float = 20.0
+    transfer: float = 60.0
+    stuck: float = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Everything `ringserve up` needs."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    prefill: PrefillConfig = field(default_factory=PrefillConfig)
+    decode: DecodeConfig = field(default_factory=DecodeConfig)
+    kv_cache: KvCacheConfig = field(default_factory=KvCacheConfig)
+    router: RouterConfig = field(default_factory=RouterConfig)
+    gateway: GatewayConfig = field(default_factory=GatewayConfig)
+    timeouts: TimeoutConfig = field(default_factory=TimeoutConfig)
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def load_config(
+    path: Path | None = None, overrides: Mapping[str, str] | None = None, environment: Mapping[str, str] | None = None
+) -> Config:
+    """Read, merge and check. Raises ConfigError naming the key, its value and what is allowed."""
+    values: dict[str, dict[str, Any]] = {}
+    if path is not None:
+        values = _read_file(path)
+    environment = os.environ if environment is None else environment
+    for name, text in environment.items():
+        if name.startswith(ENV_PREFIX) and "__" in name:
+            section, _, key = name[len(ENV_PREFIX) :].lower().partition("__")
+            values.setdefault(section, {})[key] = yaml.safe_load(text)
+    for name, text in (overrides or {}).items():
+        section, dot, key = name.partition(".")
+        if not dot:
+            raise ConfigError(f"{name}: overrides are written section.key=value, e.g. prefill.cp=2")
+        values.setdefault(section, {})[key] = yaml.safe_load(text)
+    return config_from(values)
+
+
+def _read_file(path: Path) -> dict[str, dict[str, Any]]:
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except OSError as error:
+        raise ConfigError(f"config: {path} cannot be read: {error.strerror}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"config: {path} is not valid YAML: {str(error).splitlines()[0]}") from error
+    if not isinstance(content, dict) or not all(isinstance(part, dict) for part in content.values()):
+        raise ConfigError(f"config: {path} must hold sections of keys, e.g. prefill: {{cp: 2}}")
+    return {str(section): dict(part) for section, part in content.items()}
+
+
+def config_from(values: Mapping[str, Mapping[str, Any]]) -> Config:
+    """A checked configuration from plain sections."""
+    sections = get_type_hints(Config)
+    unknown = sorted(set(values) - set(sections))
+    if unknown:
+        raise ConfigError(f"{unknown[0]}: no such section; allowed are {', '.join(sections)}")
+    return Config(**{name: _section(name, sections[name], part) for name, part in values.items()})
+
+
+def _section(name: str, kind: type[Any], values: Mapping[str, Any]) -> Any:
+    types = get_type_hints(kind)
+    allowed = [item.name for item in fields(kind)]
+    for key, value in values.items():
+        if key not in allowed:
+            raise ConfigError(f"{name}.{key}: no such key; allowed are {', '.join(allowed)}")
+        wanted = types[key]
+        fits = isinstance(value, (int, float) if wanted is float else wanted) and not isinstance(value, bool)
+        if not fits:
+            raise ConfigError(f"{name}.{key}: {value!r} is not of type {wanted.__name__}")
+    return kind(**{key: float(value) if types[key] is float else value for key, value in values.items()})
+
+
+def _check(config: Config) -> None:
+    _among("model.dtype", config.model.dtype, DTYPES)
+    _among("model.device", config.model.device, DEVICES)
+    _among("router.selector", config.router.selector, SELECTORS)
+    for name, pool in (("prefill", config.prefill), ("decode", config.decode)):
+        _within(f"{name}.groups", pool.groups, 1, 1024)
+        _within(f"{name}.cp", pool.cp, 1, 64)
+        _within(f"{name}.tp", pool.tp, 1, 1)
+        _within(f"{name}.max_waiting", pool.max_waiting, 1, 1_000_000)
+        _within(f"{name}.threads_per_rank", pool.threads_per_rank, 1, 1024)
+    _within("prefill.chunk_tokens", config.prefill.chunk_tokens, 1, 1 << 24)
+    _within("decode.max_batch", config.decode.max_batch, 1, 4096)
+    _within("kv_cache.block_tokens", config.kv_cache.block_tokens, 1, 4096)
+    _within("kv_cache.tokens_per_rank", config.kv_cache.tokens_per_rank, config.kv_cache.block_tokens, 1 << 30)
+    _within("router.max_conversations", config.router.max_conversations, 1, 1 << 24)
+    for key in ("compute_flops", "link_bytes_per_second"):
+        _within(f"router.{key}", getattr(config.router, key), 0, 1e30)
+    for item in fields(config.timeouts):
+        _within(f"timeouts.{item.name}", getattr(config.timeouts, item.name), 0.1, 86_400)
+    _within("gateway.max_seconds", config.gateway.max_seconds, 0.1, 86_400)
+    _address("gateway.listen", config.gateway.listen)
+    _address("router.listen", config.router.listen)
+    if config.gateway.metrics:
+        _address("gateway.metrics", config.gateway.metrics)
+
+
+def _among(key: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{key}: {value!r} is not allowed; use one of {', '.join(allowed)}")
+
+
+def _within(key: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high:
+        only = f"only {low} is supported" if low == high else f"allowed is {low} to {high}"
+        raise ConfigError(f"{key}: {value} is out of range; {only}")
+
+
+def _address(key: str, value: str) -> None:
+    host, colon, port = value.rpartition(":")
+    if not (host and colon and port.isdigit() and int(port) < 65536):
+        raise ConfigError(f"{key}: {value!r} is no address; write HOST:PORT, e.g. 127.0.0.1:50051")

@@ -1,0 +1,56 @@
+"""DecodeService: the door of a decode ring's leader."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+import grpc
+
+from orchestration.decode_leader import DecodeLeader
+from ringserve.v1 import groups_pb2, groups_pb2_grpc
+from services.status import answer, answer_stream, error_named
+from services.wire import groups as wire_groups
+from services.wire import turns as wire
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class DecodeServicer(groups_pb2_grpc.DecodeServiceServicer):
+    """Each method is one verb of the leader."""
+
+    def __init__(self, leader: DecodeLeader) -> None:
+        self._leader = leader
+
+    async def Reserve(self, request: groups_pb2.ReserveRequest, context: Context) -> groups_pb2.ReserveResponse:
+        return wire.reservation_to(await answer(context, self._leader.reserve(wire.reserve_from(request))))
+
+    async def Admit(self, request: groups_pb2.AdmitRequest, context: Context) -> groups_pb2.AdmitResponse:
+        await answer(context, self._leader.admit(wire.admit_from(request)))
+        return groups_pb2.AdmitResponse()
+
+    async def StreamTurn(
+        self, request: groups_pb2.StreamTurnRequest, context: Context
+    ) -> AsyncIterator[groups_pb2.TurnEvent]:
+        # aclosing: a caller that hangs up cancels us here, and the leader must hear of it now, not at some collection.
+        async with aclosing(self._leader.stream_turn(request.turn_id)) as events:
+            async for event in answer_stream(context, events):
+                yield wire.event_to(event)
+
+    async def SendKv(self, request: groups_pb2.SendKvRequest, context: Context) -> groups_pb2.SendKvResponse:
+        sent = await answer(context, self._leader.send_kv(wire.send_kv_from(request)))
+        return groups_pb2.SendKvResponse(payload_bytes=sent.payload_bytes, seconds=sent.seconds)
+
+    async def AbortTurn(self, request: groups_pb2.AbortTurnRequest, context: Context) -> groups_pb2.AbortTurnResponse:
+        error = error_named(request.error, request.message)
+        await answer(context, self._leader.abort_turn(request.turn_id, error))
+        return groups_pb2.AbortTurnResponse()
+
+    async def Settle(self, request: groups_pb2.SettleRequest, context: Context) -> groups_pb2.SettleResponse:
+        await answer(context, self._leader.settle(request.sequence_id, request.turn_id, request.keep_tokens))
+        return groups_pb2.SettleResponse()
+
+    async def GetStatus(self, request: groups_pb2.GetStatusRequest, context: Context) -> groups_pb2.GroupStatus:
+        status = await answer(context, self._leader.get_status())
+        return groups_pb2.GroupStatus(info=wire_groups.status_to(status))

@@ -1,0 +1,165 @@
+"""The gateway: the public `ringserve.v1.Inference`. Stateless, and no part of Ray: whoever reaches Ray can run code."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import grpc
+
+from cp_core.errors import InvalidRequest, RingserveError
+from orchestration.ports import Peers, RouterPort
+from orchestration.turn import Plan
+from ringserve.v1 import inference_pb2, inference_pb2_grpc
+from services.metrics import GatewayMetrics
+from services.requests import RequestReader
+from services.status import answer, answer_stream, code_of
+from services.text import IncrementalText, TextCodec
+from services.turn_stream import TurnStream
+from services.wire import groups as wire_groups
+from workers.steps import ModelInfo
+
+log = logging.getLogger(__name__)
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+def package_version() -> str:
+    try:
+        return version("ringserve")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+class InferenceServicer(inference_pb2_grpc.InferenceServicer):
+    """The public methods. Tokens come straight from the decode leader of each turn."""
+
+    def __init__(
+        self,
+        model: ModelInfo,
+        model_path: str,
+        codec: TextCodec,
+        reader: RequestReader,
+        router: RouterPort,
+        peers: Peers,
+        metrics: GatewayMetrics,
+    ) -> None:
+        self._model = model
+        self._model_path = model_path
+        self._codec = codec
+        self._reader = reader
+        self._router = router
+        self._peers = peers
+        self._metrics = metrics
+        self._started = time.monotonic()
+        self._aborts: set[asyncio.Task[None]] = set()
+
+    async def Generate(
+        self, request: inference_pb2.GenerateRequest, context: Context
+    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        async for response in answer_stream(context, self._generate(request, context.time_remaining())):
+            yield response
+
+    async def _generate(
+        self, request: inference_pb2.GenerateRequest, seconds_left: float | None
+    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        started, outcome = time.monotonic(), "cancelled"
+        request_id = ""
+        self._metrics.began()
+        try:
+            turn_request = await asyncio.to_thread(self._reader.read, request, seconds_left)
+            request_id = turn_request.request_id
+            begun = await self._router.begin_turn(turn_request)
+            self._note_plan(request_id, begun.prompt_tokens, begun.plan)
+            stream = TurnStream(turn_request, begun, IncrementalText(self._codec), started)
+            yield stream.start()
+            async for response in stream.responses(self._peers.decode(begun.decode_endpoint)):
+                if response.HasField("complete"):
+                    outcome = response.complete.finish_reason
+                    self._metrics.generated(stream.num_tokens, stream.ttft_seconds, stream.ttit_seconds)
+                yield response
+        except RingserveError as error:
+            outcome = code_of(error).name.lower()
+            raise
+        finally:
+            self._metrics.ended(outcome)
+            if outcome == "cancelled" and request_id:
+                self._abort_soon(request_id)
+
+    def _note_plan(self, request_id: str, prompt_tokens: int, plan: Plan) -> None:
+        cached = {source.source: len(source.tokens) for source in plan.cached_sources}
+        self._metrics.planned(plan.algorithm, prompt_tokens, cached)
+        log.info(
+            "request %s: %s, T=%d P=%d on %s -> %s: %s",
+            request_id,
+            plan.algorithm,
+            plan.new_tokens,
+            plan.cached_tokens,
+            plan.prefill_ring,
+            plan.decode_ring,
+            plan.reason,
+        )
+
+    def _abort_soon(self, request_id: str) -> None:
+        """The client hung up, perhaps before its stream had reached the decode ring."""
+        task = asyncio.create_task(self._abort(request_id))
+        self._aborts.add(task)
+        task.add_done_callback(self._aborts.discard)
+
+    async def _abort(self, request_id: str) -> None:
+        try:
+            await self._router.abort_requests([request_id])
+        except RingserveError as error:
+            log.warning("request %s could not be aborted: %s", request_id, error)
+
+    async def Abort(self, request: inference_pb2.AbortRequest, context: Context) -> inference_pb2.AbortResponse:
+        aborted, unknown = await answer(context, self._router.abort_requests(list(request.request_ids)))
+        return inference_pb2.AbortResponse(aborted=aborted, unknown=unknown)
+
+    async def GetModelInfo(
+        self, request: inference_pb2.GetModelInfoRequest, context: Context
+    ) -> inference_pb2.GetModelInfoResponse:
+        model = self._model
+        return inference_pb2.GetModelInfoResponse(
+            model_path=self._model_path,
+            model_type=model.model_type,
+            dtype=model.dtype,
+            num_layers=model.num_layers,
+            hidden_size=model.hidden_size,
+            num_heads=model.num_heads,
+            num_kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            vocab_size=model.vocab_size,
+            max_context_length=model.max_positions,
+            eos_token_ids=model.eos_token_ids,
+            kv_bytes_per_token=model.kv_bytes_per_token,
+            num_parameters=model.num_parameters,
+        )
+
+    async def GetServerInfo(
+        self, request: inference_pb2.GetServerInfoRequest, context: Context
+    ) -> inference_pb2.GetServerInfoResponse:
+        info = wire_groups.server_to(await answer(context, self._router.get_server_info()))
+        info.version = package_version()
+        info.uptime_seconds = time.monotonic() - self._started
+        return info
+
+    async def GetConversation(
+        self, request: inference_pb2.GetConversationRequest, context: Context
+    ) -> inference_pb2.GetConversationResponse:
+        view = await answer(context, self._named(request.conversation_id, self._router.get_conversation))
+        return wire_groups.conversation_to(view)
+
+    async def DeleteConversation(
+        self, request: inference_pb2.DeleteConversationRequest, context: Context
+    ) -> inference_pb2.DeleteConversationResponse:
+        await answer(context, self._named(request.conversation_id, self._router.delete_conversation))
+        return inference_pb2.DeleteConversationResponse()
+
+    async def _named(self, conversation_id: str, call: Any) -> Any:
+        if not conversation_id:
+            raise InvalidRequest("conversation_id: '' is not allowed; name a conversation")
+        return await call(conversation_id)

@@ -1,0 +1,103 @@
+"""The gateway as a process: `python -m services.gateway_process`. Ends on SIGTERM, SIGINT, or when its parent is gone."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from prometheus_client import start_http_server
+
+from cp_core.errors import ConfigError, RingserveError
+from ringserve.v1 import inference_pb2_grpc
+from services.gateway import InferenceServicer
+from services.grpc_server import GrpcServer
+from services.logs import set_up_logs
+from services.metrics import GatewayMetrics
+from services.peers import GrpcPeers
+from services.requests import RequestReader
+from services.text import TextCodec
+from workers.builtin_model import resolve_model_path
+from workers.model_info import read_model_info
+
+STOP_GRACE_SECONDS = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatewaySettings:
+    """What a gateway needs to know. `follow_stdin`: end when standard input closes, i.e. with the parent."""
+
+    listen: str
+    metrics: str
+    router: str
+    model: str
+    dtype: str
+    max_seconds: float
+    follow_stdin: bool = False
+
+
+async def serve(settings: GatewaySettings) -> None:
+    """Serve until told to stop. The first line on standard output is JSON: {"gateway": ..., "metrics": ...}."""
+    path = resolve_model_path(settings.model)
+    model = read_model_info(path, dtype=settings.dtype, name=Path(settings.model).name)
+    codec = TextCodec(path)
+    peers, metrics = GrpcPeers(), GatewayMetrics()
+    reader = RequestReader(model, codec, settings.max_seconds)
+    servicer = InferenceServicer(model, str(path), codec, reader, peers.router(settings.router), peers, metrics)
+    server = GrpcServer()
+    server.add(
+        "ringserve.v1.Inference", lambda target: inference_pb2_grpc.add_InferenceServicer_to_server(servicer, target)
+    )
+    stopped = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopped.set)
+    if settings.follow_stdin:
+        loop.add_reader(sys.stdin.fileno(), lambda: stopped.set() if not sys.stdin.buffer.read1() else None)
+    metrics_address = _serve_metrics(settings.metrics, metrics)
+    address = await server.start(settings.listen)
+    print(json.dumps({"gateway": address, "metrics": metrics_address}), flush=True)
+    await stopped.wait()
+    await server.stop(STOP_GRACE_SECONDS)
+    await peers.close()
+
+
+def _serve_metrics(address: str, metrics: GatewayMetrics) -> str:
+    if not address:
+        return ""
+    host, _, port = address.rpartition(":")
+    try:
+        server, _ = start_http_server(int(port), host, metrics.registry)
+    except OSError as error:
+        raise ConfigError(f"gateway.metrics: cannot listen on {address}: {error.strerror}") from error
+    return f"{host}:{server.server_port}"
+
+
+def run_gateway(settings: GatewaySettings) -> int:
+    """Exit status: 0 after an ordinary end, 1 after one sentence on standard error."""
+    set_up_logs("gateway")
+    try:
+        asyncio.run(serve(settings))
+    except RingserveError as error:
+        print(f"ringserve: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """What a local cluster starts; users have `ringserve gateway`."""
+    parser = argparse.ArgumentParser(prog="python -m services.gateway_process")
+    for option in ("--listen", "--metrics", "--router", "--model", "--dtype"):
+        parser.add_argument(option, required=True)
+    parser.add_argument("--max-seconds", type=float, required=True)
+    parser.add_argument("--follow-stdin", action="store_true")
+    return run_gateway(GatewaySettings(**vars(parser.parse_args(arguments))))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,179 @@
+"""What the actors host: a leader or the router, each with the gRPC server that is its door. Composed here."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from dataclasses import dataclass
+
+from orchestration.actors import RayRanks
+from orchestration.decode_leader import DecodeLeader
+from orchestration.group import GroupLeader
+from orchestration.planner import Planner, PlannerSettings
+from orchestration.prefill_leader import PrefillLeader
+from orchestration.ring import GroupSettings
+from orchestration.router import Router, RouterSettings
+from ringserve.v1 import groups_pb2_grpc, router_pb2_grpc
+from services.config import Config
+from services.decode_server import DecodeServicer
+from services.grpc_server import GrpcServer
+from services.logs import set_up_logs
+from services.peers import GrpcPeers
+from services.prefill_server import PrefillServicer
+from services.router_server import RouterServicer
+from workers.steps import ModelInfo
+
+log = logging.getLogger(__name__)
+
+STOP_GRACE_SECONDS = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterHost:
+    """Builds the router. Picklable: an actor calls it."""
+
+    config: Config
+    model: ModelInfo
+
+    def __call__(self) -> RunningRouter:
+        return RunningRouter(self)
+
+
+class RunningRouter:
+    """The router behind its door."""
+
+    def __init__(self, host: RouterHost) -> None:
+        set_up_logs("router")
+        self._listen = host.config.router.listen
+        self._peers = GrpcPeers()
+        router = host.config.router
+        planner = Planner(
+            host.model,
+            PlannerSettings(
+                selector=router.selector,
+                compute_flops=router.compute_flops,
+                link_bytes_per_second=router.link_bytes_per_second,
+                alpha=router.alpha,
+                beta=router.beta,
+                gamma=router.gamma,
+            ),
+        )
+        settings = RouterSettings(
+            max_conversations=router.max_conversations,
+            control_timeout=host.config.timeouts.control,
+            max_positions=host.model.max_positions,
+        )
+        self._router = Router(settings, planner, self._peers)
+        self._server: GrpcServer | None = None
+
+    async def start(self) -> str:
+        self._server = GrpcServer()
+        servicer = RouterServicer(self._router)
+        self._server.add(
+            "ringserve.v1.RouterService",
+            lambda server: router_pb2_grpc.add_RouterServiceServicer_to_server(servicer, server),
+        )
+        return await self._server.start(self._listen)
+
+    async def stop(self) -> None:
+        if self._server is not None:
+            await self._server.stop(STOP_GRACE_SECONDS)
+        await self._router.close()
+        await self._peers.close()
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeaderHost:
+    """Builds the leader of one ring. Picklable."""
+
+    config: Config
+    model_path: str
+    role: str
+    index: int
+    router_endpoint: str
+    listen_host: str = "127.0.0.1"
+
+    @property
+    def name(self) -> str:
+        return f"{self.role}-{self.index}"
+
+    def __call__(self) -> RunningLeader:
+        return RunningLeader(self)
+
+    def settings(self) -> GroupSettings:
+        config, timeouts = self.config, self.config.timeouts
+        pool = config.prefill if self.role == "prefill" else config.decode
+        return GroupSettings(
+            role=self.role,
+            name=self.name,
+            num_ranks=pool.cp,
+            model_path=self.model_path,
+            dtype=config.model.dtype,
+            device=config.model.device,
+            attention_backend=config.model.attention_backend,
+            num_blocks=config.kv_cache.num_blocks,
+            block_tokens=config.kv_cache.block_tokens,
+            num_threads=pool.threads_per_rank,
+            listen_host=self.listen_host,
+            max_batch=config.decode.max_batch,
+            max_waiting=pool.max_waiting,
+            chunk_tokens=config.prefill.chunk_tokens,
+            start_timeout=timeouts.start,
+            step_timeout=timeouts.step,
+            control_timeout=timeouts.control,
+            transfer_timeout=timeouts.transfer,
+            stuck_timeout=timeouts.stuck,
+        )
+
+
+class RunningLeader:
+    """A leader behind its door, announcing its ring to the router for as long as it serves."""
+
+    def __init__(self, host: LeaderHost) -> None:
+        set_up_logs(host.name)
+        self._host = host
+        self._peers = GrpcPeers()
+        self._server: GrpcServer | None = None
+        self._leader: GroupLeader | None = None
+
+    async def start(self) -> str:
+        """Door first, ring second: the ring is announced by its endpoint when it is ready."""
+        host = self._host
+        server = self._server = GrpcServer()
+        router = self._peers.router(host.router_endpoint)
+        resources = {"CPU": float(host.settings().num_threads)}
+        if host.config.model.device == "cuda":
+            resources["GPU"] = 1.0
+        ranks = RayRanks(host.name, resources)
+        leader: GroupLeader
+        if host.role == "prefill":
+            leader = prefill = PrefillLeader(host.settings(), ranks, self._peers, router.register_group)
+            servicer = PrefillServicer(prefill)
+            server.add(
+                "ringserve.v1.PrefillService",
+                lambda target: groups_pb2_grpc.add_PrefillServiceServicer_to_server(servicer, target),
+            )
+        else:
+            leader = decode = DecodeLeader(host.settings(), ranks, router, router.register_group)
+            decode_servicer = DecodeServicer(decode)
+            server.add(
+                "ringserve.v1.DecodeService",
+                lambda target: groups_pb2_grpc.add_DecodeServiceServicer_to_server(decode_servicer, target),
+            )
+        self._leader = leader
+        endpoint = await server.start(f"{host.listen_host}:0")
+        try:
+            await leader.start(endpoint)
+        except BaseException:
+            await server.stop(0)
+            raise
+        return endpoint
+
+    async def stop(self) -> None:
+        if self._server is not None:
+            await self._server.stop(STOP_GRACE_SECONDS)
+        if self._leader is not None:
+            await self._leader.close()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._peers.close()

@@ -1,0 +1,47 @@
+"""PrefillService: the door of a prefill ring's leader."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+
+from orchestration.ports import PrefillPort
+from orchestration.turn import PrefillTurn
+from ringserve.v1 import groups_pb2, groups_pb2_grpc
+from services.status import answer, error_named
+from services.wire import groups as wire_groups
+from services.wire import turns as wire
+from services.wire.layouts import shards_to
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class PrefillServicer(groups_pb2_grpc.PrefillServiceServicer):
+    """Each method is one verb of the leader."""
+
+    def __init__(self, leader: PrefillPort) -> None:
+        self._leader = leader
+
+    async def Reserve(self, request: groups_pb2.ReserveRequest, context: Context) -> groups_pb2.ReserveResponse:
+        return wire.reservation_to(await answer(context, self._leader.reserve(wire.reserve_from(request))))
+
+    async def Prefill(self, request: groups_pb2.PrefillRequest, context: Context) -> groups_pb2.PrefillResponse:
+        return await answer(context, self._prefill(wire.prefill_turn_from(request)))
+
+    async def _prefill(self, turn: PrefillTurn) -> groups_pb2.PrefillResponse:
+        done = await self._leader.prefill(turn)
+        return groups_pb2.PrefillResponse(report=wire.report_to(done.report), shards=shards_to(done.shards))
+
+    async def AbortTurn(self, request: groups_pb2.AbortTurnRequest, context: Context) -> groups_pb2.AbortTurnResponse:
+        error = error_named(request.error, request.message)
+        await answer(context, self._leader.abort_turn(request.turn_id, error))
+        return groups_pb2.AbortTurnResponse()
+
+    async def Settle(self, request: groups_pb2.SettleRequest, context: Context) -> groups_pb2.SettleResponse:
+        await answer(context, self._leader.settle(request.sequence_id, request.turn_id, request.keep_tokens))
+        return groups_pb2.SettleResponse()
+
+    async def GetStatus(self, request: groups_pb2.GetStatusRequest, context: Context) -> groups_pb2.GroupStatus:
+        status = await answer(context, self._leader.get_status())
+        return groups_pb2.GroupStatus(info=wire_groups.status_to(status))

@@ -1,0 +1,40 @@
+"""Stock transformers on one process: what every answer of ringserve must equal, token for token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """A greedy answer and the smallest lead of its tokens over the runner-up, in logits."""
+
+    token_ids: list[int]
+    smallest_lead: float
+
+
+class StockModel:
+    """A model directory as transformers itself runs it, in float32 on the CPU."""
+
+    def __init__(self, path: Path) -> None:
+        self._model = AutoModelForCausalLM.from_pretrained(str(path), local_files_only=True, dtype=torch.float32).eval()
+
+    @torch.inference_mode()
+    def greedy(self, prompt: Sequence[int], max_tokens: int, stop_token_ids: Sequence[int] = ()) -> Reference:
+        """Prefill `prompt` in one pass, then decode one token at a time with transformers' own cache."""
+        tokens: list[int] = []
+        lead = float("inf")
+        inputs, cache = torch.tensor([list(prompt)]), None
+        while len(tokens) < max_tokens and not (tokens and tokens[-1] in stop_token_ids):
+            output = self._model(inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            cache = output.past_key_values
+            best = torch.topk(output.logits[0, -1], 2)
+            lead = min(lead, float(best.values[0] - best.values[1]))
+            tokens.append(int(best.indices[0]))
+            inputs = torch.tensor([[tokens[-1]]])
+        return Reference(tokens, lead)

@@ -1,0 +1,119 @@
+"""Reads a GenerateRequest: every field is checked here, and an error names field, value and what is allowed."""
+
+from __future__ import annotations
+
+import math
+import secrets
+import uuid
+
+import numpy as np
+
+from cp_core.errors import InvalidRequest
+from orchestration.turn import PromptMode, TurnRequest
+from ringserve.v1 import inference_pb2
+from services.text import TextCodec
+from services.wire.turns import prompt_mode_from
+from workers.steps import ModelInfo, Sampling, TokenIds
+
+DEFAULT_MAX_TOKENS = 16
+MAX_ID_LENGTH = 256
+MAX_TEMPERATURE = 100.0
+MAX_STOP_TOKENS = 256
+ROLES = ("system", "user", "assistant", "tool")
+
+
+class RequestReader:
+    """Knows the model's vocabulary and tokenizer, and the longest a turn may take."""
+
+    def __init__(self, model: ModelInfo, codec: TextCodec, max_seconds: float) -> None:
+        self._model = model
+        self._codec = codec
+        self._max_seconds = max_seconds
+
+    def read(self, request: inference_pb2.GenerateRequest, seconds_left: float | None) -> TurnRequest:
+        """`seconds_left` is the client's own deadline. Raises InvalidRequest."""
+        mode = prompt_mode_from(request.prompt_mode)
+        if mode is None:
+            raise InvalidRequest(f"prompt_mode: {request.prompt_mode} is not one of 0, 1, 2")
+        if request.WhichOneof("input") == "chat":
+            if mode is PromptMode.APPEND:
+                raise InvalidRequest("prompt_mode: chat messages are the whole history; APPEND needs text or token ids")
+            mode = PromptMode.WHOLE_HISTORY
+        deadline = self._max_seconds if seconds_left is None else min(seconds_left, self._max_seconds)
+        return TurnRequest(
+            request_id=_identifier("request_id", request.request_id) or f"req-{uuid.uuid4().hex[:16]}",
+            conversation_id=_identifier("conversation_id", request.conversation_id),
+            prompt_mode=mode,
+            token_ids=self._prompt(request),
+            sampling=self._sampling(request.sampling_params),
+            deadline_seconds=max(deadline, 0.001),
+        )
+
+    def _prompt(self, request: inference_pb2.GenerateRequest) -> TokenIds:
+        kind = request.WhichOneof("input")
+        if kind == "text":
+            ids = self._codec.encode(request.text)
+        elif kind == "chat":
+            ids = self._codec.encode_chat(_messages(request.chat))
+        elif kind == "tokenized":
+            ids = np.fromiter(request.tokenized.input_ids, dtype=np.int64)
+            self._check_vocabulary("input.tokenized.input_ids", ids)
+        else:
+            raise InvalidRequest("input: none given; send text, tokenized or chat")
+        if not len(ids):
+            raise InvalidRequest(f"input.{kind}: the prompt has 0 tokens, at least 1 is needed")
+        return ids
+
+    def _check_vocabulary(self, field: str, ids: TokenIds) -> None:
+        outside = np.flatnonzero(ids >= self._model.vocab_size)
+        if len(outside):
+            place = int(outside[0])
+            raise InvalidRequest(
+                f"{field}[{place}]: token {int(ids[place])} is outside the vocabulary; "
+                f"allowed are 0 to {self._model.vocab_size - 1}"
+            )
+
+    def _sampling(self, params: inference_pb2.SamplingParams) -> Sampling:
+        temperature = params.temperature
+        if not (math.isfinite(temperature) and 0 <= temperature <= MAX_TEMPERATURE):
+            raise InvalidRequest(
+                f"sampling_params.temperature: {temperature} is out of range; allowed are 0 to {MAX_TEMPERATURE:g}"
+            )
+        max_tokens = params.max_tokens if params.HasField("max_tokens") else DEFAULT_MAX_TOKENS
+        if not 1 <= max_tokens <= self._model.max_positions:
+            raise InvalidRequest(
+                f"sampling_params.max_tokens: {max_tokens} is out of range; allowed are 1 to {self._model.max_positions}"
+            )
+        if len(params.stop_token_ids) > MAX_STOP_TOKENS:
+            raise InvalidRequest(
+                f"sampling_params.stop_token_ids: {len(params.stop_token_ids)} are given, at most {MAX_STOP_TOKENS} "
+                f"are allowed"
+            )
+        stops = np.fromiter(params.stop_token_ids, dtype=np.int64)
+        self._check_vocabulary("sampling_params.stop_token_ids", stops)
+        ends = () if params.ignore_eos else self._model.eos_token_ids
+        return Sampling(
+            temperature=temperature,
+            seed=params.seed if params.HasField("seed") else secrets.randbits(63),
+            max_tokens=max_tokens,
+            stop_token_ids=tuple(sorted({*stops.tolist(), *ends})),
+        )
+
+
+def _identifier(field: str, value: str) -> str:
+    if len(value) > MAX_ID_LENGTH:
+        raise InvalidRequest(f"{field}: {len(value)} characters are too many; at most {MAX_ID_LENGTH} are allowed")
+    if not value.isprintable():
+        raise InvalidRequest(f"{field}: {value!r} holds characters that cannot be printed")
+    return value
+
+
+def _messages(chat: inference_pb2.ChatInput) -> list[tuple[str, str]]:
+    if not chat.messages:
+        raise InvalidRequest("input.chat.messages: none given; at least 1 is needed")
+    for place, message in enumerate(chat.messages):
+        if message.role not in ROLES:
+            raise InvalidRequest(
+                f"input.chat.messages[{place}].role: {message.role!r} is not allowed; use one of {', '.join(ROLES)}"
+            )
+    return [(message.role, message.content) for message in chat.messages]

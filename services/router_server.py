@@ -1,0 +1,62 @@
+"""RouterService: the door of the router."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+
+from orchestration.ports import RouterPort
+from ringserve.v1 import inference_pb2, router_pb2, router_pb2_grpc
+from services.status import answer
+from services.wire import groups as wire_groups
+from services.wire import turns as wire
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class RouterServicer(router_pb2_grpc.RouterServiceServicer):
+    """Each method is one verb of the router."""
+
+    def __init__(self, router: RouterPort) -> None:
+        self._router = router
+
+    async def BeginTurn(self, request: router_pb2.BeginTurnRequest, context: Context) -> router_pb2.BeginTurnResponse:
+        turn = await answer(context, self._router.begin_turn(wire.turn_request_from(request)))
+        return router_pb2.BeginTurnResponse(
+            turn_id=turn.turn_id,
+            decode_endpoint=turn.decode_endpoint,
+            prompt_tokens=turn.prompt_tokens,
+            plan=wire.plan_to(turn.plan),
+        )
+
+    async def EndTurn(self, request: router_pb2.EndTurnRequest, context: Context) -> router_pb2.EndTurnResponse:
+        keep = await answer(context, self._router.end_turn(wire.outcome_from(request)))
+        return router_pb2.EndTurnResponse(keep_tokens=keep)
+
+    async def AbortTurns(self, request: inference_pb2.AbortRequest, context: Context) -> inference_pb2.AbortResponse:
+        aborted, unknown = await answer(context, self._router.abort_requests(list(request.request_ids)))
+        return inference_pb2.AbortResponse(aborted=aborted, unknown=unknown)
+
+    async def GetConversation(
+        self, request: inference_pb2.GetConversationRequest, context: Context
+    ) -> inference_pb2.GetConversationResponse:
+        view = await answer(context, self._router.get_conversation(request.conversation_id))
+        return wire_groups.conversation_to(view)
+
+    async def DeleteConversation(
+        self, request: inference_pb2.DeleteConversationRequest, context: Context
+    ) -> inference_pb2.DeleteConversationResponse:
+        await answer(context, self._router.delete_conversation(request.conversation_id))
+        return inference_pb2.DeleteConversationResponse()
+
+    async def RegisterGroup(
+        self, request: router_pb2.RegisterGroupRequest, context: Context
+    ) -> router_pb2.RegisterGroupResponse:
+        await answer(context, self._router.register_group(wire_groups.registration_from(request)))
+        return router_pb2.RegisterGroupResponse()
+
+    async def GetServerInfo(
+        self, request: inference_pb2.GetServerInfoRequest, context: Context
+    ) -> inference_pb2.GetServerInfoResponse:
+        return wire_groups.server_to(await answer(context, self._router.get_server_info()))

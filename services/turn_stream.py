@@ -1,0 +1,111 @@
+"""One Generate call at the gateway: begins the turn, relays its tokens as text, measures what the client sees."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+
+from orchestration.ports import DecodePort
+from orchestration.turn import BegunTurn, FinishedEvent, PrefillReport, TokensEvent, TurnRequest
+from ringserve.v1 import inference_pb2
+from services.text import IncrementalText
+from services.wire.turns import plan_to
+from workers.steps import FinishReason
+
+
+class TurnStream:
+    """Turns the events of a begun turn into responses."""
+
+    def __init__(self, request: TurnRequest, begun: BegunTurn, text: IncrementalText, started: float) -> None:
+        self._request = request
+        self._begun = begun
+        self._text = text
+        self._started = started
+        self._tokens: list[int] = []
+        self._first_at = 0.0
+        self._last_at = 0.0
+        self._plan = plan_to(begun.plan)
+
+    @property
+    def ttft_seconds(self) -> float:
+        return self._first_at - self._started if self._tokens else 0.0
+
+    @property
+    def ttit_seconds(self) -> float:
+        """Mean over the tokens after the first; 0 with fewer than two."""
+        return (self._last_at - self._first_at) / (len(self._tokens) - 1) if len(self._tokens) > 1 else 0.0
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self._tokens)
+
+    def start(self) -> inference_pb2.GenerateResponse:
+        """The response that opens the stream: the plan as decided."""
+        return inference_pb2.GenerateResponse(
+            start=inference_pb2.GenerateStart(
+                request_id=self._request.request_id,
+                conversation_id=self._request.conversation_id,
+                prompt_tokens=self._begun.prompt_tokens,
+                cached_tokens=self._begun.plan.cached_tokens,
+                plan=self._plan,
+            )
+        )
+
+    async def responses(self, decode: DecodePort) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        """Chunks, then the completion. Raises what ended a failed turn."""
+        async with aclosing(decode.stream_turn(self._begun.turn_id)) as events:  # type: ignore[type-var]
+            async for event in events:
+                if isinstance(event, PrefillReport):
+                    self._note_prefill(event)
+                elif isinstance(event, TokensEvent):
+                    yield self._chunk(event)
+                else:
+                    yield self._complete(event)
+                    return
+
+    def _note_prefill(self, report: PrefillReport) -> None:
+        self._plan.prefill_seconds = report.prefill_seconds
+        self._plan.queue_seconds = report.queue_seconds
+        self._plan.pulled_bytes = report.pulled_bytes
+        self._plan.pull_seconds = report.pull_seconds
+
+    def _chunk(self, event: TokensEvent) -> inference_pb2.GenerateResponse:
+        self._last_at = time.monotonic()
+        if not self._tokens:
+            self._first_at = self._last_at
+        self._tokens.extend(event.token_ids)
+        return inference_pb2.GenerateResponse(
+            chunk=inference_pb2.GenerateStreamChunk(
+                token_ids=event.token_ids,
+                text=self._text.push(event.token_ids),
+                prompt_tokens=self._begun.prompt_tokens,
+                completion_tokens=len(self._tokens),
+                cached_tokens=self._begun.plan.cached_tokens,
+            )
+        )
+
+    def _complete(self, event: FinishedEvent) -> inference_pb2.GenerateResponse:
+        self._text.finish()
+        plan = self._plan
+        plan.migrated_bytes = event.migrated_bytes
+        plan.migration_seconds = event.migration_seconds
+        plan.handoff_seconds = event.handoff_seconds
+        is_stopped = event.finish_reason is FinishReason.STOP
+        return inference_pb2.GenerateResponse(
+            complete=inference_pb2.GenerateComplete(
+                output_ids=self._tokens,
+                text=self._text.text,
+                finish_reason=event.finish_reason,
+                matched_stop=self._tokens[-1] if is_stopped else None,
+                usage=inference_pb2.Usage(
+                    prompt_tokens=self._begun.prompt_tokens,
+                    cached_tokens=self._begun.plan.cached_tokens,
+                    completion_tokens=len(self._tokens),
+                ),
+                plan=plan,
+                ttft_seconds=self.ttft_seconds,
+                ttit_seconds=self.ttit_seconds,
+                seed=self._request.sampling.seed,
+            )
+        )
