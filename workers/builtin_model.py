@@ -7,7 +7,6 @@ sensible; they are shaped so that what it says is printable, varied and never en
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -51,16 +50,16 @@ def cache_directory(environment: Mapping[str, str]) -> Path:
 
 def _write_once(target: Path) -> None:
     """Write beside the target, then rename: several processes may do this at once, and one of them wins."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
-        write_tokenizer(draft)
-        write_llama(draft)
-        draft.chmod(0o755)
-        draft.rename(target)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as directory:
+            # Renamed is a directory inside the temporary one: that one is private to the user, and removed in any case.
+            draft = Path(directory) / target.name
+            draft.mkdir()
+            write_tokenizer(draft)
+            write_llama(draft)
+            draft.rename(target)
     except OSError as error:
         # Losing the race leaves a non-empty target, which rename refuses; that one is as good as ours.
         if not (target / "config.json").is_file():
             raise ModelRefused(f"cannot write {PREFIX}{TINY} to {target}: {error}") from error
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)

@@ -21,7 +21,7 @@ NUM_HEADS: Final = 8
 NUM_KV_HEADS: Final = 2
 HEAD_DIM: Final = 64
 MAX_POSITIONS: Final = 131072
-SEED: Final = 4
+SEED: Final = 10
 
 # Hidden dimension 0 is the same positive constant for every token, and no layer adds to it: it serves as a bias.
 BIAS_CONSTANT: Final = 3.0

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.nn import Module
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
 
 from cp_core.errors import ModelRefused
 from workers import attention_hook
@@ -53,17 +55,28 @@ def load_model(path: Path, dtype: str, device: str, name: str | None = None) -> 
     if not any(path.glob("*.safetensors")):
         raise ModelRefused(f"{path} has no *.safetensors weights")
     attention_hook.register()
+    # Ranks log; a bar for each of them would only garble their leader's terminal.
+    disable_progress_bar()
     try:
         # Typed as a model alone; with output_loading_info it is a pair.
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path, dtype=DTYPES[info.dtype], local_files_only=True, trust_remote_code=False, output_loading_info=True
+            path,
+            dtype=DTYPES[info.dtype],
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+            # Into the report and not as an exception: that one does not say which.
+            ignore_mismatched_sizes=True,
         )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ModelRefused(f"{path} cannot be loaded: {error}") from error
     model, loading = loaded
     # transformers draws random weights for what is missing and goes on; such a model answers nonsense.
-    if broken := sorted(loading["missing_keys"]) or sorted(map(str, loading["mismatched_keys"])):
-        raise ModelRefused(f"{path} lacks weights for {len(broken)} tensors, the first is {broken[0]}")
+    if missing := sorted(loading["missing_keys"]):
+        raise ModelRefused(f"{path} lacks weights for {len(missing)} tensors, the first is {missing[0]}")
+    if mismatched := sorted(loading["mismatched_keys"]):
+        name, stored, wanted = mismatched[0]
+        raise ModelRefused(f"{path} has {name} of shape {tuple(stored)} where config.json asks for {tuple(wanted)}")
     model.set_attn_implementation(attention_hook.IMPLEMENTATION)
     model.to(device).eval().requires_grad_(False)
     return LoadedModel(model, model.base_model, model.get_output_embeddings(), info)

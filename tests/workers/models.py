@@ -1,0 +1,87 @@
+"""Tiny random models of every family that is served, and stock transformers as their oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+KINDS = ("llama_gqa", "llama_mha", "qwen2", "qwen3", "mistral")
+VOCAB_SIZE = 300
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 8192,
+    # Weights ten times the usual make attention sharp enough that a wrong or missing key shows in the logits.
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+
+
+def save_model(kind: str, directory: Path) -> Path:
+    """Write a random model of `kind`, always the same one."""
+    torch.manual_seed(7)
+    model: PreTrainedModel
+    match kind:
+        case "llama_gqa":
+            model = LlamaForCausalLM(LlamaConfig(**SHAPE))
+        case "llama_mha":
+            model = LlamaForCausalLM(LlamaConfig(**SHAPE | {"num_key_value_heads": 4}))
+        case "qwen2":
+            model = Qwen2ForCausalLM(Qwen2Config(**{key: value for key, value in SHAPE.items() if key != "head_dim"}))
+        case "qwen3":
+            model = Qwen3ForCausalLM(Qwen3Config(**SHAPE | {"head_dim": 32}))
+        case "mistral":
+            model = MistralForCausalLM(MistralConfig(**SHAPE | {"sliding_window": None}))
+        case _:
+            raise AssertionError(f"no such kind of model: {kind}")
+    model.save_pretrained(directory)
+    return directory
+
+
+class Oracle:
+    """A model as transformers runs it, on one process."""
+
+    def __init__(self, path: Path) -> None:
+        self._model: Any = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
+
+    def logits(self, token_ids: Sequence[int]) -> Tensor:
+        """[T, vocab_size] of all positions."""
+        with torch.inference_mode():
+            logits: Tensor = self._model(torch.tensor([list(token_ids)])).logits[0]
+        return logits
+
+    def greedy(self, token_ids: Sequence[int], num_tokens: int) -> list[int]:
+        """The tokens that follow."""
+        tokens = list(token_ids)
+        for _ in range(num_tokens):
+            tokens.append(int(self.logits(tokens)[-1].argmax()))
+        return tokens[len(token_ids) :]
+
+
+def random_tokens(num_tokens: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    tokens: list[int] = torch.randint(VOCAB_SIZE, (num_tokens,), generator=generator).tolist()
+    return tokens

@@ -1,0 +1,245 @@
+"""Rings whose ranks are threads of the test, with a leader that does no more than hand out blocks."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cp_core.inprocess import InProcessRing
+from cp_core.layout import ShardMap, appended, balanced_layout
+from workers.rank import RankWorker
+from workers.steps import (
+    AdmitSequence,
+    Algorithm,
+    DecodeEvent,
+    KvSend,
+    PrefillOutput,
+    PrefillStep,
+    RankInfo,
+    RankSpec,
+    RemoveSequence,
+    Sampling,
+    SequencePrefill,
+)
+
+T = TypeVar("T")
+
+BLOCK_TOKENS = 4
+WAIT_SECONDS = 60.0
+
+
+@dataclass
+class Conversation:
+    """One sequence on one ring: what is stored where, and every rank's block table."""
+
+    name: str
+    shards: ShardMap
+    blocks: tuple[tuple[int, ...], ...]
+    tokens: list[int] = field(default_factory=list)
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        return self.shards.held
+
+
+@dataclass(frozen=True)
+class Turn:
+    """New tokens for a conversation in one prefill step; `sends[r]` leave rank r as layers are computed."""
+
+    conversation: Conversation
+    token_ids: Sequence[int]
+    sample: Sampling | None = None
+    sends: tuple[tuple[KvSend, ...], ...] = ()
+
+
+class LocalRing:
+    """Started rank workers over an in-process ring. Caches are poisoned; blocks are handed out in random order."""
+
+    def __init__(self, model_path: Path | str, num_ranks: int, *, num_blocks: int = 512, max_batch: int = 8) -> None:
+        self.num_ranks = num_ranks
+        self.workers = [RankWorker() for _ in range(num_ranks)]
+        self._threads = ThreadPoolExecutor(num_ranks, thread_name_prefix="rank")
+        self._free = [random.Random(rank).sample(range(num_blocks), num_blocks) for rank in range(num_ranks)]
+        self._step_id = 0
+        self._decoding: list[Future[None]] = []
+        self._cursor = 0
+        self.transports = InProcessRing(num_ranks, timeout_seconds=WAIT_SECONDS).transports
+
+        def start(worker: RankWorker, rank: int) -> RankInfo:
+            spec = RankSpec(
+                role="test",
+                group="test-0",
+                rank=rank,
+                num_ranks=num_ranks,
+                incarnation=f"test-0@{id(self)}",
+                model_path=str(model_path),
+                num_blocks=num_blocks,
+                block_tokens=BLOCK_TOKENS,
+                max_batch=max_batch,
+            )
+            info = worker.start(spec, poisoned=True)
+            worker.attach(self.transports[rank])
+            return info
+
+        self.infos = [start(worker, rank) for rank, worker in enumerate(self.workers)]
+        self.incarnation = f"test-0@{id(self)}"
+
+    def __enter__(self) -> LocalRing:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with ThreadPoolExecutor(self.num_ranks) as threads:
+            self.together(lambda worker, _: worker.stop(), threads)
+        self._threads.shutdown()
+
+    def together(self, call: Callable[[RankWorker, int], T], threads: ThreadPoolExecutor | None = None) -> list[T]:
+        """Call something on every rank at the same time; raises the first failure."""
+        pool = threads or self._threads
+        futures = [pool.submit(call, worker, rank) for rank, worker in enumerate(self.workers)]
+        return [future.result(WAIT_SECONDS) for future in futures]
+
+    def open(self, name: str, max_tokens: int) -> Conversation:
+        """A conversation with room for `max_tokens` on every rank."""
+        count = -(-max_tokens // BLOCK_TOKENS)
+        blocks = tuple(tuple(free.pop() for _ in range(count)) for free in self._free)
+        return Conversation(name, ShardMap.empty(self.num_ranks), blocks)
+
+    # --- prefill -----------------------------------------------------------------------------------------------------
+
+    def prefill(self, turns: Sequence[Turn], algorithm: Algorithm = Algorithm.PASS_KV) -> dict[str, int]:
+        """One step; the sampled tokens by conversation."""
+        steps = self.steps(turns, algorithm)
+        outputs: list[PrefillOutput] = self.together(lambda worker, rank: worker.prefill(steps[rank]))
+        return {name: token for output in outputs for name, token in output.tokens.items()}
+
+    def prefill_logits(self, turns: Sequence[Turn], algorithm: Algorithm = Algorithm.PASS_KV) -> list[Tensor]:
+        """One step; per turn the logits of its new tokens [T, vocab_size] in the order of their positions."""
+        steps = self.steps(turns, algorithm)
+        outputs: list[Tensor] = self.together(lambda worker, rank: worker.prefill_logits(steps[rank]))
+        gathered = []
+        begins = [0] * self.num_ranks
+        for sequence in steps[0].sequences:
+            layout = sequence.layout
+            logits = torch.full((layout.num_tokens, outputs[0].shape[1]), torch.nan)
+            for rank, output in enumerate(outputs):
+                for chunk in layout.chunks(rank):
+                    end = begins[rank] + len(chunk)
+                    logits[chunk.start - layout.start : chunk.stop - layout.start] = output[begins[rank] : end]
+                    begins[rank] = end
+            gathered.append(logits)
+        return gathered
+
+    def steps(self, turns: Sequence[Turn], algorithm: Algorithm) -> list[PrefillStep]:
+        """The same step as each rank gets it; the conversations are taken to hold the new tokens from here on."""
+        sequences: list[list[SequencePrefill]] = [[] for _ in self.workers]
+        for turn in turns:
+            conversation = turn.conversation
+            held = conversation.held
+            layout = balanced_layout(sum(held), len(turn.token_ids), held)
+            for rank, mine in enumerate(sequences):
+                mine.append(
+                    SequencePrefill(
+                        sequence_id=conversation.name,
+                        token_ids=np.array(turn.token_ids, dtype=np.int64),
+                        layout=layout,
+                        cached=held,
+                        blocks=conversation.blocks[rank],
+                        sample=turn.sample,
+                        sends=turn.sends[rank] if turn.sends else (),
+                    )
+                )
+            conversation.shards = conversation.shards.extend(layout.shard_map())
+            conversation.tokens += turn.token_ids
+        self._step_id += 1
+        return [PrefillStep(step_id=self._step_id, algorithm=algorithm, sequences=tuple(mine)) for mine in sequences]
+
+    # --- decode ------------------------------------------------------------------------------------------------------
+
+    def start_decode(self) -> None:
+        self._decoding = [self._threads.submit(worker.run_decode) for worker in self.workers]
+
+    def admit(
+        self, conversation: Conversation, token_id: int, sampling: Sampling, num_generated: int = 1
+    ) -> AdmitSequence:
+        command = AdmitSequence(
+            sequence_id=conversation.name,
+            token_id=token_id,
+            position=sum(conversation.held),
+            held=conversation.held,
+            blocks=conversation.blocks,
+            sampling=sampling,
+            num_generated=num_generated,
+        )
+        self.workers[0].submit([command])
+        return command
+
+    def remove(self, name: str) -> None:
+        self.workers[0].submit([RemoveSequence(sequence_id=name)])
+
+    def next_events(self) -> tuple[DecodeEvent, ...]:
+        """Wait for events that were not returned before."""
+        answer = self.workers[0].poll(self._cursor, WAIT_SECONDS)
+        assert answer.events, f"no event in {WAIT_SECONDS} s"
+        self._cursor = answer.stop
+        return answer.events
+
+    def events_until_finished(self, names: Sequence[str]) -> dict[str, list[DecodeEvent]]:
+        """All events of these sequences up to their last."""
+        events: dict[str, list[DecodeEvent]] = {name: [] for name in names}
+        left = set(names)
+        while left:
+            for event in self.next_events():
+                events.setdefault(event.sequence_id, []).append(event)
+                if event.finish_reason is not None:
+                    left.discard(event.sequence_id)
+        return events
+
+    def decode(self, conversation: Conversation, token_id: int, sampling: Sampling) -> list[int]:
+        """Decode one conversation to its end: the tokens after `token_id`; it holds their KV but for the last."""
+        self.admit(conversation, token_id, sampling)
+        events = self.events_until_finished([conversation.name])[conversation.name]
+        tokens = [event.token_id for event in events if event.token_id is not None]
+        self.keep(conversation, token_id, tokens, events[-1].kv_tokens)
+        return tokens
+
+    def keep(self, conversation: Conversation, token_id: int, tokens: Sequence[int], kv_tokens: int) -> None:
+        """Note what decoding stored."""
+        start = sum(conversation.held)
+        conversation.shards = conversation.shards.extend(appended(start, kv_tokens - start, conversation.held))
+        conversation.tokens = [*conversation.tokens, token_id, *tokens][:kv_tokens]
+
+    def stop_decode(self) -> None:
+        """End the loop on every rank, so that prefill steps may run again."""
+        self.workers[0]._mailbox.close("the test ended the loop")
+        assert self.decode_ended() == [None] * self.num_ranks
+
+    def decode_ended(self) -> list[BaseException | None]:
+        """Wait for every rank's decode loop; how each ended."""
+        return [future.exception(WAIT_SECONDS) for future in self._decoding]
+
+    def leave(self, rank: int) -> None:
+        """A rank dies: its end of the ring closes."""
+        self.transports[rank].close()
+
+
+def run_in_thread(call: Callable[[], T]) -> Future[T]:
+    """Call something that blocks, beside the test."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future

@@ -1,0 +1,111 @@
+"""The decode batch, kept alike on every rank of a ring: who is in it, which rank stores whose next token, and where.
+
+Every rank derives this from the same headers, so the step path carries nothing but the sampled tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cp_core.layout import append_owner
+from workers.kv_cache import SlotRun, runs
+from workers.steps import AdmitSequence
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """What every rank must know of a sequence that joins. Fields as in AdmitSequence."""
+
+    sequence_id: str
+    token_id: int
+    position: int
+    held: tuple[int, ...]
+    blocks: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, command: AdmitSequence) -> Admission:
+        return cls(command.sequence_id, command.token_id, command.position, command.held, command.blocks)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchChange:
+    """Who leaves and who joins at a step border; leaving comes first."""
+
+    removed: tuple[str, ...] = ()
+    admitted: tuple[Admission, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.removed or self.admitted)
+
+
+@dataclass(slots=True)
+class BatchRow:
+    """A running sequence. `token_id` at `position` is its newest token, whose KV the next step computes.
+
+    `runs` are the slots of this rank's shard in stored order.
+    """
+
+    sequence_id: str
+    token_id: int
+    position: int
+    held: list[int]
+    blocks: tuple[int, ...]
+    runs: list[SlotRun]
+
+
+@dataclass(frozen=True, slots=True)
+class Appended:
+    """Which rows of the batch this rank stores the new KV of, and in which slots."""
+
+    rows: list[int]
+    slots: list[int]
+
+
+class DecodeBatch:
+    """Rows in order of admission."""
+
+    def __init__(self, rank: int, block_tokens: int) -> None:
+        self._rank = rank
+        self._block_tokens = block_tokens
+        self.rows: list[BatchRow] = []
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def advance(self, token_ids: Sequence[int], change: BatchChange) -> None:
+        """Take the tokens sampled from the last step, in the order of its rows, then let rows leave and join."""
+        if token_ids:
+            for row, token_id in zip(self.rows, token_ids, strict=True):
+                row.token_id = token_id
+                row.position += 1
+        if change.removed:
+            self.rows = [row for row in self.rows if row.sequence_id not in change.removed]
+        for admission in change.admitted:
+            blocks, held = admission.blocks[self._rank], list(admission.held)
+            assert sum(held) == admission.position, "tokens before the newest one must all be stored"
+            where = list(runs(blocks, held[self._rank], self._block_tokens))
+            self.rows.append(
+                BatchRow(admission.sequence_id, admission.token_id, admission.position, held, blocks, where)
+            )
+
+    def append(self) -> Appended:
+        """Give every row's newest token to the rank that holds least of the sequence."""
+        appended = Appended([], [])
+        for number, row in enumerate(self.rows):
+            owner = append_owner(row.held)
+            if owner == self._rank:
+                appended.rows.append(number)
+                appended.slots.append(self._take_slot(row))
+            row.held[owner] += 1
+        return appended
+
+    def _take_slot(self, row: BatchRow) -> int:
+        block, offset = divmod(row.held[self._rank], self._block_tokens)
+        assert block < len(row.blocks), f"{row.sequence_id!r} has outgrown its {len(row.blocks)} blocks"
+        slot = row.blocks[block] * self._block_tokens + offset
+        if row.runs and row.runs[-1].stop == slot:
+            row.runs[-1] = SlotRun(row.runs[-1].start, slot + 1)
+        else:
+            row.runs.append(SlotRun(slot, slot + 1))
+        return slot

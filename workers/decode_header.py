@@ -1,0 +1,70 @@
+"""What rank 0 of a decode ring tells the others before each step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+import torch
+
+from cp_core.transport import RingTransport
+from workers.decode_batch import BatchChange
+from workers.step_codec import decode_change, encode_change
+
+LEADER = 0
+HEARTBEAT_SECONDS = 1.0
+# How long a follower believes in a leader it does not hear: many heartbeats, so that a busy machine is no death.
+SILENCE_SECONDS = 15.0
+UNCHANGED = BatchChange()
+
+
+class HeaderKind(IntEnum):
+    """A step border, a sign of life, or the end of the loop."""
+
+    STEP = 0
+    IDLE = 1
+    STOP = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """`token_ids` were sampled from the last step, in the order of its rows; `change` then makes the next batch."""
+
+    kind: HeaderKind
+    token_ids: tuple[int, ...] = ()
+    change: BatchChange = UNCHANGED
+
+
+class HeaderChannel:
+    """Headers as one int64[3 + max_batch] (kind, payload bytes, number of tokens, tokens) and, only where the batch
+    changes, a msgpack payload. The fixed size lets followers wait for the next header without a word about it."""
+
+    def __init__(self, transport: RingTransport, max_batch: int, device: torch.device) -> None:
+        self._transport = transport
+        self._device = device
+        self._size = 3 + max_batch
+
+    def send(self, header: Header) -> None:
+        """Rank 0 only."""
+        if self._transport.size == 1:
+            return
+        payload = encode_change(header.change) if header.change else b""
+        words = [header.kind, len(payload), len(header.token_ids), *header.token_ids]
+        fixed = torch.tensor(words + [0] * (self._size - len(words)), dtype=torch.int64, device=self._device)
+        self._transport.broadcast(fixed, LEADER).wait()
+        if payload:
+            content = torch.from_numpy(np.frombuffer(payload, np.uint8).copy())
+            self._transport.broadcast(content.to(self._device), LEADER).wait()
+
+    def receive(self) -> Header:
+        """Every other rank. Raises Unavailable if nothing comes within SILENCE_SECONDS."""
+        fixed = torch.empty(self._size, dtype=torch.int64, device=self._device)
+        self._transport.broadcast(fixed, LEADER).wait(SILENCE_SECONDS)
+        kind, payload_bytes, num_tokens, *words = fixed.tolist()
+        change = UNCHANGED
+        if payload_bytes:
+            payload = torch.empty(payload_bytes, dtype=torch.uint8, device=self._device)
+            self._transport.broadcast(payload, LEADER).wait(SILENCE_SECONDS)
+            change = decode_change(payload.cpu().numpy().tobytes())
+        return Header(HeaderKind(kind), tuple(words[:num_tokens]), change)

@@ -1,0 +1,146 @@
+"""The decode loop of a ring: rank 0 leads, the others follow its headers.
+
+A step: rank 0 sends a header, every rank computes the batch, rank 0 samples and reports. With an empty batch rank 0
+sends a sign of life about once a second, so that a follower that hears nothing knows that its leader is gone.
+
+B sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from workers.decode_batch import Admission, BatchChange, DecodeBatch
+from workers.decode_header import HEARTBEAT_SECONDS, Header, HeaderChannel, HeaderKind
+from workers.decode_mailbox import DecodeMailbox
+from workers.decode_step import DecodePass
+from workers.model import LoadedModel
+from workers.progress import Progress
+from workers.sampling import choose_token
+from workers.steps import AdmitSequence, DecodeCommand, DecodeEvent, FinishReason, RemoveSequence, Sampling
+
+
+@dataclass(slots=True)
+class Generation:
+    """What rank 0 alone knows of a running sequence."""
+
+    sampling: Sampling
+    num_generated: int
+
+
+class DecodeFollower:
+    """The loop of every rank but the first."""
+
+    def __init__(self, channel: HeaderChannel, batch: DecodeBatch, step: DecodePass, progress: Progress) -> None:
+        self._channel = channel
+        self._batch = batch
+        self._step = step
+        self._progress = progress
+
+    def run(self) -> None:
+        """Until rank 0 says stop. Raises Unavailable if the ring breaks."""
+        while (header := self._channel.receive()).kind is not HeaderKind.STOP:
+            if header.kind is HeaderKind.STEP:
+                self._batch.advance(header.token_ids, header.change)
+            if len(self._batch):
+                self._step.run()
+                self._progress.stepped(len(self._batch))
+            else:
+                self._progress.alive(running=0)
+
+
+class DecodeLeader:
+    """The loop of the first rank: commands come from `mailbox`, events go there."""
+
+    def __init__(
+        self,
+        channel: HeaderChannel,
+        batch: DecodeBatch,
+        step: DecodePass,
+        progress: Progress,
+        model: LoadedModel,
+        mailbox: DecodeMailbox,
+    ) -> None:
+        self._channel = channel
+        self._batch = batch
+        self._step = step
+        self._progress = progress
+        self._model = model
+        self._mailbox = mailbox
+        self._generations: dict[str, Generation] = {}
+        self._sampled: tuple[int, ...] = ()
+        self._finished: list[str] = []
+
+    def run(self) -> None:
+        """Until the mailbox is closed. Raises Unavailable if the ring breaks."""
+        while (header := self._next_header()).kind is not HeaderKind.STOP:
+            self._channel.send(header)
+            if header.kind is HeaderKind.STEP:
+                self._batch.advance(header.token_ids, header.change)
+                self._sampled = ()
+            if len(self._batch):
+                self._commit(self._model.logits(self._step.run()))
+                self._progress.stepped(len(self._batch))
+            else:
+                self._progress.alive(running=0)
+        self._channel.send(header)
+
+    def _next_header(self) -> Header:
+        """Take commands; wait for them only while there is nothing to compute and nobody has to be told of an end."""
+        is_idle = not len(self._batch)
+        commands = self._mailbox.take(HEARTBEAT_SECONDS if is_idle else 0.0)
+        if self._mailbox.is_closed:
+            return Header(HeaderKind.STOP)
+        change = self._change(commands)
+        if is_idle and not change:
+            return Header(HeaderKind.IDLE)
+        return Header(HeaderKind.STEP, self._sampled, change)
+
+    def _change(self, commands: Sequence[DecodeCommand]) -> BatchChange:
+        """The finished leave, commands are followed in their order; whoever is removed is answered by an event."""
+        removed, self._finished = self._finished, []
+        # Each row's newest token was sampled but not computed: the batch itself learns of it with the next header.
+        positions = {row.sequence_id: row.position + 1 for row in self._batch.rows}
+        joining: dict[str, AdmitSequence] = {}
+        aborted: list[DecodeEvent] = []
+        for command in commands:
+            name = command.sequence_id
+            if isinstance(command, AdmitSequence):
+                joining[name] = command
+                self._generations[name] = Generation(command.sampling, command.num_generated)
+            elif isinstance(command, RemoveSequence) and self._generations.pop(name, None) is not None:
+                kv_tokens = joining.pop(name).position if name in joining else positions[name]
+                removed += [name] if name in positions else []
+                aborted.append(_event(name, None, FinishReason.ABORT, kv_tokens))
+        if aborted:
+            self._mailbox.post(aborted)
+        return BatchChange(tuple(removed), tuple(Admission.of(command) for command in joining.values()))
+
+    def _commit(self, logits: Tensor) -> None:
+        """Sample every row of logits[B, vocab_size] and report the tokens and the ends."""
+        sampled, events = [], []
+        for row, row_logits in zip(self._batch.rows, logits, strict=True):
+            generation = self._generations[row.sequence_id]
+            token_id = choose_token(row_logits, generation.sampling, row.position + 1)
+            generation.num_generated += 1
+            reason = _finish_reason(token_id, generation)
+            if reason is not None:
+                self._finished.append(row.sequence_id)
+                del self._generations[row.sequence_id]
+            sampled.append(token_id)
+            events.append(_event(row.sequence_id, token_id, reason, row.position + 1))
+        self._sampled = tuple(sampled)
+        self._mailbox.post(events)
+
+
+def _finish_reason(token_id: int, generation: Generation) -> FinishReason | None:
+    if token_id in generation.sampling.stop_token_ids:
+        return FinishReason.STOP
+    return FinishReason.LENGTH if generation.num_generated >= generation.sampling.max_tokens else None
+
+
+def _event(name: str, token_id: int | None, reason: FinishReason | None, kv_tokens: int) -> DecodeEvent:
+    return DecodeEvent(sequence_id=name, token_id=token_id, finish_reason=reason, kv_tokens=kv_tokens)

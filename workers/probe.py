@@ -1,0 +1,94 @@
+"""What a ring can do, measured on itself at start: the cost model plans with these, not with data sheets."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Final
+
+import torch
+
+from cp_core.attention import AttentionBackend
+from cp_core.transport import RingTransport
+from workers.model import DTYPES
+from workers.steps import ModelInfo, RingRates
+
+SECONDS_PER_RATE: Final = 0.06
+GEMM_TOKENS: Final = 512
+# One chunk's queries against a prefix: far from the ends where overheads or caches rule.
+QUERY_TOKENS: Final = 512
+STORED_TOKENS: Final = 1024
+LINK_BYTES: Final = 4 << 20
+LINK_EXCHANGES: Final = 6
+LATENCY_EXCHANGES: Final = 40
+# A ring of one sends nothing, and a model that divides by its rates must not meet infinity.
+NO_LINK_BYTES_PER_SECOND: Final = 1e15
+
+
+def probe_rates(
+    info: ModelInfo, device: torch.device, backend: AttentionBackend, transport: RingTransport
+) -> RingRates:
+    """Measure this rank and its link to the next one. Collective: every rank calls it at the same time."""
+    gemm = _gemm_flops(info, device)
+    attention = _attention_flops(info, device, backend)
+    if transport.size == 1:
+        bandwidth, latency = NO_LINK_BYTES_PER_SECOND, 0.0
+    else:
+        latency = _exchange_seconds(transport, 8, LATENCY_EXCHANGES, device)
+        bandwidth = LINK_BYTES / max(1e-9, _exchange_seconds(transport, LINK_BYTES, LINK_EXCHANGES, device) - latency)
+    return RingRates(
+        gemm_flops=gemm, attention_flops=attention, link_bytes_per_second=bandwidth, link_latency_seconds=latency
+    )
+
+
+def _gemm_flops(info: ModelInfo, device: torch.device) -> float:
+    """FLOP/s of the model's widest linear layer."""
+    dtype = DTYPES[info.dtype]
+    tokens = torch.ones(GEMM_TOKENS, info.hidden_size, dtype=dtype, device=device)
+    weight = torch.ones(info.intermediate_size, info.hidden_size, dtype=dtype, device=device)
+    seconds = _best_seconds(lambda: torch.nn.functional.linear(tokens, weight), device)
+    return 2.0 * GEMM_TOKENS * info.hidden_size * info.intermediate_size / seconds
+
+
+def _attention_flops(info: ModelInfo, device: torch.device, backend: AttentionBackend) -> float:
+    """FLOP/s of unmasked partial attention: 4 * T * S * H * D operations."""
+    dtype = DTYPES[info.dtype]
+    q = torch.ones(QUERY_TOKENS, info.num_heads, info.head_dim, dtype=dtype, device=device)
+    k = torch.ones(STORED_TOKENS, info.num_kv_heads, info.head_dim, dtype=dtype, device=device)
+    scale = info.head_dim**-0.5
+    seconds = _best_seconds(lambda: backend.partial_attention(q, k, k, causal=False, scale=scale), device)
+    return 4.0 * QUERY_TOKENS * STORED_TOKENS * info.num_heads * info.head_dim / seconds
+
+
+def _exchange_seconds(transport: RingTransport, num_bytes: int, repeats: int, device: torch.device) -> float:
+    """Median time to send `num_bytes` to the next rank while receiving as much from the one before."""
+    send = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    recv = torch.empty_like(send)
+    after, before = (transport.rank + 1) % transport.size, (transport.rank - 1) % transport.size
+    seconds = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        transport.exchange(send, after, recv, before).wait()
+        _finish(device)
+        seconds.append(time.perf_counter() - start)
+    return sorted(seconds)[len(seconds) // 2]
+
+
+def _best_seconds(run: Callable[[], object], device: torch.device) -> float:
+    """Shortest of the runs that fit in SECONDS_PER_RATE: whatever else the machine does only ever adds time."""
+    run()
+    _finish(device)
+    best, deadline = float("inf"), time.perf_counter() + SECONDS_PER_RATE
+    while True:
+        start = time.perf_counter()
+        run()
+        _finish(device)
+        now = time.perf_counter()
+        best = min(best, now - start)
+        if now >= deadline:
+            return best
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

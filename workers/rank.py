@@ -1,0 +1,297 @@
+"""A rank: one model, one share of the KV, one place in a ring. What a group leader calls by name.
+
+Plain and synchronous. `prefill`, `run_decode` and `probe` are collective and belong to one thread at a time, the
+compute thread; the KV methods, `submit`, `poll`, `status` and `stop` may be called from any thread meanwhile.
+
+T this rank's tokens.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from cp_core.attention import AttentionBackend, select_backend
+from cp_core.distributed import connect_ring
+from cp_core.rendezvous import RingStore
+from cp_core.transport import RingTransport
+from workers.builtin_model import resolve_model_path
+from workers.decode_batch import DecodeBatch
+from workers.decode_header import LEADER, HeaderChannel
+from workers.decode_loop import DecodeFollower, DecodeLeader
+from workers.decode_mailbox import DecodeMailbox
+from workers.decode_step import DecodePass
+from workers.kv_cache import KvCache
+from workers.kv_transfer.receiver import KvReceiver
+from workers.kv_transfer.sender import KvSender
+from workers.model import DTYPES, LoadedModel, load_model
+from workers.prefill_step import PrefillPass
+from workers.probe import probe_rates
+from workers.progress import Progress
+from workers.sampling import choose_token
+from workers.steps import (
+    DecodeCommand,
+    DecodeEvents,
+    KvExpect,
+    KvSend,
+    PrefillOutput,
+    PrefillStep,
+    RankInfo,
+    RankSpec,
+    RankStatus,
+    RingRates,
+    RingSpec,
+    TransferKey,
+    TransferReport,
+)
+
+# A decode loop that was asked to end sends its last header within a heartbeat; after this it is ended from outside.
+STOP_SECONDS = 3.0
+
+
+class RankWorker:
+    """`start`, then `join` (or `attach`), then steps, then `stop`."""
+
+    def __init__(self) -> None:
+        self._progress = Progress()
+        self._computing = threading.Lock()
+        self._spec: RankSpec
+        self._model: LoadedModel
+        self._backend: AttentionBackend
+        self._cache: KvCache
+        self._receiver: KvReceiver | None = None
+        self._sender: KvSender | None = None
+        self._mailbox: DecodeMailbox
+        self._store: RingStore | None = None
+        self._transport: RingTransport | None = None
+
+    def start(self, spec: RankSpec, *, poisoned: bool = False) -> RankInfo:
+        """Load the model and open the KV receiver. `poisoned` fills the cache with NaN, for tests.
+
+        Raises ModelRefused, ConfigError (dtype, attention backend), Unavailable (the port cannot be opened).
+        """
+        torch.set_num_threads(spec.num_threads)
+        self._spec = spec
+        self._model = load_model(
+            resolve_model_path(spec.model_path), spec.dtype, spec.device, Path(spec.model_path).name
+        )
+        info = self._model.info
+        self._backend = select_backend(spec.attention_backend, spec.device, DTYPES[info.dtype])
+        self._cache = KvCache(
+            num_layers=info.num_layers,
+            num_blocks=spec.num_blocks,
+            block_tokens=spec.block_tokens,
+            num_kv_heads=info.num_kv_heads,
+            head_dim=info.head_dim,
+            dtype=DTYPES[info.dtype],
+            device=spec.device,
+            poisoned=poisoned,
+        )
+        self._receiver = KvReceiver(self._cache, spec.incarnation, listen_host=spec.listen_host)
+        self._sender = KvSender(self._cache, spec.incarnation)
+        self._mailbox = DecodeMailbox(spec.max_batch)
+        return RankInfo(
+            rank=spec.rank,
+            kv_endpoint=self._receiver.endpoint,
+            attention_backend=self._backend.name,
+            pid=os.getpid(),
+            model=info,
+        )
+
+    def open_store(self, host: str) -> int:
+        """First rank: open the place where the ring will meet. Returns its port. Raises Unavailable."""
+        self._store = RingStore(host)
+        return self._store.port
+
+    def join(self, ring: RingSpec) -> None:
+        """Meet the other ranks; collective. Raises Unavailable if they do not come within the ring's timeout."""
+        spec = self._spec
+        self.attach(
+            connect_ring(
+                ring.host,
+                ring.port,
+                ring.name,
+                spec.rank,
+                spec.num_ranks,
+                ring.timeout_seconds,
+                "nccl" if self._cache.device.type == "cuda" else "gloo",
+                store=self._store,
+                device=self._cache.device,
+            )
+        )
+
+    def attach(self, transport: RingTransport) -> None:
+        """Use a ring that stands already: the in-process one of tests."""
+        assert (transport.rank, transport.size) == (self._spec.rank, self._spec.num_ranks), "a place in another ring"
+        self._transport = transport
+
+    def probe(self) -> RingRates:
+        """Measure this rank and its link; collective, about 0.3 s."""
+        with self._compute() as ring:
+            return probe_rates(self._model.info, self._cache.device, self._backend, ring)
+
+    # --- prefill -----------------------------------------------------------------------------------------------------
+
+    def prefill(self, step: PrefillStep) -> PrefillOutput:
+        """Compute the new tokens of a step, store their KV, sample what is to be sampled here. Collective.
+
+        Raises Unavailable if the ring breaks, TransferError if a hand-off cannot be begun.
+        """
+        self._begin_sends(step)
+        with self._compute() as ring:
+            began, waited = time.perf_counter(), ring.stats.seconds_waited
+            forward, states = self._run_prefill(step, ring)
+            logits = self._model.logits(states[[last.row for last in forward.last_rows]])
+            tokens = {
+                last.sequence_id: choose_token(row, last.sampling, last.position)
+                for last, row in zip(forward.last_rows, logits, strict=True)
+            }
+            self._progress.stepped(running=0)
+            return PrefillOutput(
+                tokens=tokens,
+                seconds=time.perf_counter() - began,
+                wait_seconds=ring.stats.seconds_waited - waited,
+            )
+
+    def prefill_logits(self, step: PrefillStep) -> Tensor:
+        """As `prefill`, but nothing is sampled: logits[T, vocab_size] of all tokens here, low chunk then high chunk of
+        each sequence. For comparisons with other implementations."""
+        self._begin_sends(step)
+        with self._compute() as ring:
+            _, states = self._run_prefill(step, ring)
+            return self._model.logits(states)
+
+    def _begin_sends(self, step: PrefillStep) -> None:
+        """Before the ring computes: a transfer that cannot be begun must fail its step and not the ring."""
+        for sequence in step.sequences:
+            for send in sequence.sends:
+                self._kv_sender.begin(send)
+
+    def _run_prefill(self, step: PrefillStep, ring: RingTransport) -> tuple[PrefillPass, Tensor]:
+        """(the pass, hidden states [T, hidden_size]) of this rank's tokens."""
+        self._progress.alive(running=len(step.sequences))
+        forward = PrefillPass(step, ring, self._cache, self._backend, self._kv_sender.layer_ready)
+        if forward.num_tokens:
+            return forward, self._model.hidden_states(forward.token_ids, forward.positions, forward)
+        return forward, self._attend_without_tokens(forward)
+
+    def _attend_without_tokens(self, forward: PrefillPass) -> Tensor:
+        """Take part in every layer's ring with nothing of one's own: transformers cannot run zero tokens."""
+        info, cache = self._model.info, self._cache
+        q = torch.empty(0, info.num_heads, info.head_dim, dtype=cache.dtype, device=cache.device)
+        kv = torch.empty(0, info.num_kv_heads, info.head_dim, dtype=cache.dtype, device=cache.device)
+        for layer in range(info.num_layers):
+            forward.attend(layer, q, kv, kv, info.head_dim**-0.5)
+        return torch.empty(0, info.hidden_size, dtype=cache.dtype, device=cache.device)
+
+    # --- decode ------------------------------------------------------------------------------------------------------
+
+    def run_decode(self) -> None:
+        """Step the decode batch until `stop`. All ranks of the ring call it; the first leads.
+
+        Raises Unavailable if the ring breaks; then `submit` and `poll` of the first rank raise it as well.
+        """
+        with self._compute() as ring:
+            batch = DecodeBatch(ring.rank, self._spec.block_tokens)
+            step = DecodePass(self._model, ring, self._cache, self._backend, batch)
+            channel = HeaderChannel(ring, self._spec.max_batch, self._cache.device)
+            if ring.rank != LEADER:
+                DecodeFollower(channel, batch, step, self._progress).run()
+                return
+            try:
+                DecodeLeader(channel, batch, step, self._progress, self._model, self._mailbox).run()
+            except Exception as error:
+                self._mailbox.close(f"the decode loop of {self._spec.group} broke: {error}")
+                raise
+
+    def submit(self, commands: Sequence[DecodeCommand]) -> None:
+        """First rank: hand commands to the next step border. Raises Unavailable once the loop has ended."""
+        self._mailbox.submit(commands)
+
+    def poll(self, after: int, timeout: float) -> DecodeEvents:
+        """First rank: events from cursor `after` on, waiting up to `timeout` seconds for the first. May be repeated.
+
+        Raises Unavailable once the loop has ended and all its events were fetched.
+        """
+        return self._mailbox.poll(after, timeout)
+
+    # --- KV transfer -------------------------------------------------------------------------------------------------
+
+    def expect_kv(self, expect: KvExpect) -> None:
+        """Open blocks to a transfer."""
+        self._kv_receiver.expect(expect)
+
+    def await_kv(self, key: TransferKey, timeout: float) -> TransferReport:
+        """Wait until all of it arrived. Raises TransferError, Unavailable."""
+        return self._kv_receiver.wait_sealed(key, timeout)
+
+    def drop_kv(self, key: TransferKey) -> None:
+        """After this returns no byte of the transfer is written any more. May be repeated."""
+        self._kv_receiver.drop(key)
+
+    def send_kv(self, send: KvSend, timeout: float) -> TransferReport:
+        """Send KV that is complete in all layers, and wait until it arrived. Raises TransferError, Unavailable."""
+        return self._kv_sender.send_all(send, timeout)
+
+    def finish_sends(self, key: TransferKey, timeout: float) -> TransferReport:
+        """Wait until all that prefill steps began to send under `key` arrived. Raises TransferError, Unavailable."""
+        return self._kv_sender.finish(key, timeout)
+
+    def abandon_send(self, key: TransferKey) -> None:
+        """After this returns the transfer reads no block any more. May be repeated."""
+        self._kv_sender.abandon(key)
+
+    # --- life --------------------------------------------------------------------------------------------------------
+
+    def status(self) -> RankStatus:
+        return RankStatus(
+            steps=self._progress.steps,
+            seconds_since_step=self._progress.seconds_since_step,
+            running=self._progress.running,
+            open_transfers=self._receiver.num_open if self._receiver else 0,
+        )
+
+    def stop(self) -> None:
+        """End the decode loop, leave the ring, close receiver and sender. May be repeated, and called half started.
+
+        Of a ring all ranks are to be stopped at the same time: the first tells the others that the loop has ended, and
+        one that hears nothing of it in STOP_SECONDS breaks off.
+        """
+        if hasattr(self, "_mailbox"):
+            self._mailbox.close("the ring is being stopped")
+        if self._computing.acquire(timeout=STOP_SECONDS):
+            self._computing.release()
+        for part in (self._transport, self._sender, self._receiver):
+            if part is not None:
+                part.close()
+
+    @contextmanager
+    def _compute(self) -> Iterator[RingTransport]:
+        """Be the compute thread. A rank that fails leaves the ring, so that its peers fail too instead of waiting."""
+        assert self._transport is not None, "the rank has joined no ring"
+        assert self._computing.acquire(blocking=False), "the rank is computing in another thread"
+        try:
+            with torch.inference_mode():
+                yield self._transport
+        except BaseException:
+            self._transport.close()
+            raise
+        finally:
+            self._computing.release()
+
+    @property
+    def _kv_receiver(self) -> KvReceiver:
+        assert self._receiver is not None, "the rank was not started"
+        return self._receiver
+
+    @property
+    def _kv_sender(self) -> KvSender:
+        assert self._sender is not None, "the rank was not started"
+        return self._sender

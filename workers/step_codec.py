@@ -1,0 +1,25 @@
+"""Batch changes on the wire, between the ranks of one ring: msgpack, written and read field by field."""
+
+from __future__ import annotations
+
+import msgpack
+
+from workers.decode_batch import Admission, BatchChange
+
+
+def encode_change(change: BatchChange) -> bytes:
+    admitted = [[item.sequence_id, item.token_id, item.position, item.held, item.blocks] for item in change.admitted]
+    encoded = msgpack.packb([change.removed, admitted])
+    assert isinstance(encoded, bytes)
+    return encoded
+
+
+def decode_change(payload: bytes) -> BatchChange:
+    removed, admitted = msgpack.unpackb(payload, use_list=False)
+    return BatchChange(
+        removed=removed,
+        admitted=tuple(
+            Admission(sequence_id, token_id, position, held, blocks)
+            for sequence_id, token_id, position, held, blocks in admitted
+        ),
+    )
