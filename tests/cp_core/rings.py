@@ -76,10 +76,11 @@ def prefill_on_threads(
     algorithm: str,
     scale: float,
     backend: AttentionBackend | None = None,
+    transports: Sequence[RingTransport] = (),
 ) -> PrefillResult:
-    """`ring_prefill` over an in-process ring of `size` ranks."""
+    """`ring_prefill` over the given ring, or else an in-process one of `size` ranks."""
     plan = PrefillPlan(tuple(sequence.plan for sequence in sequences))
-    ring = InProcessRing(size)
+    transports = transports or InProcessRing(size).transports
     shape = sequences[0].tokens if sequences else Tokens(*(torch.zeros(0, 2, 64),) * 3)
 
     def act(transport: RingTransport) -> torch.Tensor:
@@ -101,7 +102,7 @@ def prefill_on_threads(
             algorithm,
         )
 
-    outs = on_every_rank(ring.transports, act)
+    outs = on_every_rank(transports, act)
     joined = [torch.full((each.layout.num_tokens, *each.tokens.q.shape[1:]), torch.nan) for each in sequences]
     for rank, out in enumerate(outs):
         at = 0
@@ -110,4 +111,4 @@ def prefill_on_threads(
             whole[positions] = out[at : at + len(positions)].to(whole.dtype)
             at += len(positions)
         assert at == out.shape[0]
-    return PrefillResult(joined, [transport.stats for transport in ring.transports])
+    return PrefillResult(joined, [transport.stats for transport in transports])

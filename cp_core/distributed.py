@@ -1,0 +1,158 @@
+"""A ring over torch.distributed, and the joining of one: gloo between CPUs, NCCL between GPUs.
+
+The process group is private to the ring. torch's default group is never touched, so that several rings can live in one
+process and one can be torn down and rebuilt.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+from torch.distributed import ProcessGroupGloo, Work
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from cp_core.errors import ConfigError, Unavailable
+from cp_core.inprocess import InProcessRing
+from cp_core.point_to_point import Message, PointToPointRing
+from cp_core.rendezvous import RingStore, find_store, own_address
+from cp_core.transport import RingTransport
+
+# Messages carry DATA_TAG: gloo keeps those of one tag and pair in order of issue. Nobody ever sends CLOSING_TAG.
+DATA_TAG = 0
+CLOSING_TAG = 1
+
+
+class Group(Protocol):
+    """What of a torch process group, or of a backend such as ProcessGroupGloo, a ring uses."""
+
+    def rank(self) -> int: ...
+    def size(self) -> int: ...
+    def send(self, tensors: list[torch.Tensor], dstRank: int, tag: int, /) -> Work: ...
+    def recv(self, tensors: list[torch.Tensor], srcRank: int, tag: int, /) -> Work: ...
+
+
+class TorchRing(PointToPointRing):
+    """One rank's end of a gloo ring.
+
+    A peer's death closes its sockets, which ends the waits of its neighbours at once; a rank that meets an error closes
+    its own, so the news goes round a ring of any size without waiting for a timeout.
+    """
+
+    def __init__(self, process_group: Group, timeout_seconds: float, store: RingStore | None = None) -> None:
+        """`store` is kept as long as the ring: on rank 0 it serves the others."""
+        super().__init__(process_group.rank(), process_group.size(), timeout_seconds)
+        self._group = process_group
+        self._store = store
+        self._closed_because: str | None = None
+
+    def _start(self, sends: Sequence[Message], recvs: Sequence[Message]) -> Operations:
+        if self._closed_because is not None:
+            raise Unavailable(self._closed_because)
+        started: list[tuple[Work, int]] = []
+        try:
+            # Receives first: a message that finds its receiver ready needs one trip, not three.
+            for message in recvs:
+                started.append((self._group.recv([message.tensor], message.peer, DATA_TAG), message.peer))
+            for message in sends:
+                started.append((self._group.send([message.tensor], message.peer, DATA_TAG), message.peer))
+        except RuntimeError as error:
+            raise self.fail(f"rank {self.rank} lost the ring: {error}") from error
+        return Operations(self, started)
+
+    def fail(self, reason: str) -> Unavailable:
+        """Close the ring and return what to raise."""
+        if self._closed_because is None:
+            self._closed_because = reason
+            self._break_connections()
+        return Unavailable(self._closed_because)
+
+    def close(self) -> None:
+        """See RingTransport."""
+        self.fail(f"rank {self.rank} left the ring of {self.size}")
+
+    def _break_connections(self) -> None:
+        # ProcessGroupGloo.abort() leaves waiting operations waiting. An operation that times out does what we need: it
+        # closes the connections to all ranks, and every waiting operation, here and there, fails at once. On a
+        # connection that is broken already nothing times out, so each peer is tried.
+        for peer in range(self.size):
+            if peer != self.rank:
+                with suppress(RuntimeError):
+                    self._group.recv([torch.empty(1)], peer, CLOSING_TAG).wait(timedelta(milliseconds=1))
+
+
+class Operations:
+    """The operations of one message batch, each with its peer."""
+
+    def __init__(self, ring: TorchRing, started: list[tuple[Work, int]], is_on_stream: bool = False) -> None:
+        self._ring = ring
+        self._started = started
+        self._is_on_stream = is_on_stream
+
+    def wait(self, timeout_seconds: float | None = None) -> None:
+        """See cp_core.transport.Work."""
+        seconds = self._ring.timeout_seconds if timeout_seconds is None else timeout_seconds
+        deadline = time.monotonic() + seconds
+        for work, peer in self._started:
+            try:
+                if self._is_on_stream:
+                    work.wait()
+                else:
+                    work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+            except RuntimeError as error:
+                late = " after its deadline" if time.monotonic() >= deadline else ""
+                raise self._ring.fail(f"rank {self._ring.rank} lost rank {peer}{late}: {error}") from error
+
+
+def connect_ring(
+    host: str,
+    port: int,
+    name: str,
+    rank: int,
+    size: int,
+    timeout_seconds: float,
+    backend: str = "gloo",
+    *,
+    store: RingStore | None = None,
+    device: torch.device | str = "cpu",
+) -> RingTransport:
+    """Join the ring called `name` of `size` ranks; returns when all have joined. The name must be new to the store.
+
+    Rank 0 opens the store at host:port unless it passes `store`, as it must where the port is chosen (port 0) and told
+    to the others first. `timeout_seconds` bounds the joining and every later wait. `backend` is "gloo" or "nccl", the
+    latter with its `device`. Raises Unavailable if the others do not come, ConfigError for another backend.
+    """
+    if backend not in ("gloo", "nccl"):
+        raise ConfigError(f"ring backend is {backend!r}; allowed are gloo, nccl")
+    if size == 1:
+        return InProcessRing(1, timeout_seconds).transports[0]
+    deadline = time.monotonic() + timeout_seconds
+    if rank == 0 and store is None:
+        store = RingStore(host, port, timeout_seconds)
+    found = store.store if store is not None else find_store(host, port, timeout_seconds)
+    prefixed = PrefixStore(name, found)
+    try:
+        if backend == "nccl":
+            from cp_core.nccl import join_nccl
+
+            return join_nccl(prefixed, rank, size, torch.device(device), timeout_seconds, store)
+        address = own_address(host, found.port)
+        return TorchRing(_join_gloo(prefixed, rank, size, address, deadline), timeout_seconds, store)
+    except RuntimeError as error:
+        raise Unavailable(f"rank {rank} cannot join ring {name!r} of {size} at {host}:{port}: {error}") from error
+
+
+def _join_gloo(store: Store, rank: int, size: int, address: str, deadline: float) -> Group:
+    # torch 2.13's stubs know neither the constructor with options nor the options' members.
+    gloo: Any = ProcessGroupGloo
+    options = gloo._Options()
+    options._timeout = timedelta(seconds=max(deadline - time.monotonic(), 0.001))
+    # Connected at once: a ring that cannot form should fail here, not in its first step.
+    options._devices = [gloo.create_device(hostname=address, lazy_init=False)]
+    options._threads = 1
+    group: Group = gloo(store, rank, size, options)
+    return group

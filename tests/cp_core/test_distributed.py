@@ -1,0 +1,234 @@
+"""TorchRing over real gloo on loopback: ranks are threads, and processes where one of them must die."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+
+import pytest
+import torch
+
+from cp_core.backends.torch_cpu import TorchCpuFlash
+from cp_core.decode import sharded_decode
+from cp_core.distributed import connect_ring
+from cp_core.errors import ConfigError, Unavailable
+from cp_core.layout import PrefillLayout
+from cp_core.prefill import KvRun
+from cp_core.rendezvous import RingStore, own_address
+from cp_core.transport import RingTransport
+from tests.cp_core.rings import PlacedSequence, on_every_rank, prefill_on_threads
+from tests.oracles import fp32_bound, largest, oracle_causal, random_tokens
+
+HOST = "127.0.0.1"
+
+
+@contextmanager
+def gloo_ring(size: int, timeout_seconds: float = 20.0, name: str = "ring") -> Iterator[list[RingTransport]]:
+    """A ring of threads of this process."""
+    store = RingStore(HOST, 0, timeout_seconds)
+
+    def join(rank: int) -> RingTransport:
+        kept = store if rank == 0 else None
+        return connect_ring(HOST, store.port, name, rank, size, timeout_seconds, store=kept)
+
+    with ThreadPoolExecutor(size) as pool:
+        transports = [future.result() for future in [pool.submit(join, rank) for rank in range(size)]]
+    try:
+        yield transports
+    finally:
+        for transport in transports:
+            transport.close()
+
+
+def test_a_gloo_ring_moves_messages_like_the_in_process_one() -> None:
+    with gloo_ring(3) as transports:
+
+        def act(transport: RingTransport) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor], torch.Tensor]:
+            rank, size = transport.rank, transport.size
+            from_previous = torch.full((5,), torch.nan)
+            transport.exchange(
+                torch.full((5,), float(rank)), (rank + 1) % size, from_previous, (rank - 1) % size
+            ).wait()
+            # Rank r sends r * 10 + p, r + p times, to rank p: no size repeats, some are empty.
+            sends = [torch.full((rank + peer,), rank * 10.0 + peer) for peer in range(size)]
+            arrived = [torch.full((rank + peer,), torch.nan) for peer in range(size)]
+            transport.all_to_all(sends, arrived).wait()
+            gathered = [torch.full((2,), torch.nan, dtype=torch.bfloat16) for _ in range(size)]
+            transport.gather_all(torch.full((2,), rank + 0.5, dtype=torch.bfloat16), gathered).wait()
+            shared = torch.arange(4.0) if rank == 1 else torch.full((4,), torch.nan)
+            transport.broadcast(shared, source=1).wait()
+            return from_previous, arrived, gathered, shared
+
+        for rank, (from_previous, arrived, gathered, shared) in enumerate(on_every_rank(transports, act)):
+            assert from_previous.tolist() == [float((rank - 1) % 3)] * 5
+            assert [each.tolist() for each in arrived] == [[peer * 10.0 + rank] * (rank + peer) for peer in range(3)]
+            assert [each.tolist() for each in gathered] == [[peer + 0.5] * 2 for peer in range(3)]
+            assert shared.tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_messages_of_a_pair_keep_their_order_when_many_are_under_way() -> None:
+    with gloo_ring(2) as transports:
+
+        def act(transport: RingTransport) -> bool:
+            peer = 1 - transport.rank
+            sent = [torch.full((1 + (index * 7919) % 20000,), float(index)) for index in range(100)]
+            received = [torch.full_like(message, torch.nan) for message in sent]
+            works = [transport.exchange(out, peer, into, peer) for out, into in zip(sent, received, strict=True)]
+            for work in reversed(works):
+                work.wait()
+            return all(torch.equal(out, into) for out, into in zip(sent, received, strict=True))
+
+        assert on_every_rank(transports, act) == [True, True]
+
+
+@pytest.mark.parametrize("algorithm", ["pass_kv", "pass_q"])
+def test_prefill_over_gloo_has_the_bits_of_the_in_process_ring(algorithm: str) -> None:
+    sequence = PlacedSequence(random_tokens(41), PrefillLayout(9, 32, (2, 0, 1)), (0, 2, 2, 1, 0, 0, 2, 2, 2))
+    expected = prefill_on_threads([sequence], 3, algorithm, 0.125)
+    with gloo_ring(3) as transports:
+        result = prefill_on_threads([sequence], 3, algorithm, 0.125, transports=transports)
+    assert torch.equal(result.outs[0], expected.outs[0])
+    assert largest(result.outs[0].double() - oracle_causal(sequence.tokens, 0.125)[9:]) <= fp32_bound(
+        sequence.tokens, 0.125
+    )
+
+
+def test_decode_over_gloo_gives_every_rank_the_same_bits() -> None:
+    tokens = random_tokens(50)
+    with gloo_ring(2) as transports:
+
+        def act(transport: RingTransport) -> torch.Tensor:
+            mine = slice(transport.rank, None, 2)
+            shards = [[KvRun(tokens.k[mine], tokens.v[mine])]]
+            return sharded_decode(tokens.q[-1:], shards, transport, TorchCpuFlash(), 0.125)
+
+        left, right = on_every_rank(transports, act)
+    assert torch.equal(left, right)
+    assert largest(left[0].double() - oracle_causal(tokens, 0.125)[-1]) <= fp32_bound(tokens, 0.125)
+
+
+def test_two_rings_share_a_process_and_a_store() -> None:
+    with gloo_ring(2, name="first") as first, gloo_ring(2, name="second") as second:
+
+        def act(transport: RingTransport) -> float:
+            received = torch.full((1,), torch.nan)
+            peer = 1 - transport.rank
+            transport.exchange(torch.full((1,), float(transport.rank)), peer, received, peer).wait()
+            return float(received)
+
+        assert on_every_rank(first, act) == [1.0, 0.0]
+        first[0].close()
+        assert on_every_rank(second, act) == [1.0, 0.0]
+
+
+def test_closing_one_rank_ends_the_waits_of_all() -> None:
+    with gloo_ring(3) as transports, ThreadPoolExecutor(3) as pool:
+        started = time.monotonic()
+        waits = [
+            pool.submit(transport.broadcast(torch.empty(1), (transport.rank + 1) % 3).wait) for transport in transports
+        ]
+        transports[1].close()
+        for wait in waits:
+            with pytest.raises(Unavailable):
+                wait.result(timeout=10)
+        assert time.monotonic() - started < 5.0
+        with pytest.raises(Unavailable, match="left the ring"):
+            transports[1].broadcast(torch.empty(1), 1)
+
+
+def test_a_wait_ends_at_its_deadline() -> None:
+    with gloo_ring(2) as transports:
+        started = time.monotonic()
+        with pytest.raises(Unavailable, match="rank 0 lost rank 1 after its deadline"):
+            transports[0].broadcast(torch.empty(1), 1).wait(timeout_seconds=0.2)
+        assert 0.2 <= time.monotonic() - started < 3.0
+
+
+def _rank_until_killed(rank: int, port: int, told: Connection) -> None:
+    """Rank 1 and 2 of 3: says when it has joined, then waits for a message that never comes."""
+    ring = connect_ring(HOST, port, "doomed", rank, 3, 60.0)
+    told.send("joined")
+    try:
+        ring.broadcast(torch.empty(1), 0).wait()
+    except Unavailable as error:
+        told.send(str(error))
+    ring.close()
+
+
+def test_the_death_of_a_rank_surfaces_at_once_on_all_others() -> None:
+    context = multiprocessing.get_context("spawn")
+    store = RingStore(HOST)
+    pipes = [context.Pipe() for _ in (1, 2)]
+    processes = [
+        context.Process(target=_rank_until_killed, args=(rank, store.port, pipe[1]), daemon=True)
+        for rank, pipe in zip((1, 2), pipes, strict=True)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        ring = connect_ring(HOST, store.port, "doomed", 0, 3, 60.0, store=store)
+        for ours, _ in pipes:
+            assert ours.poll(30)
+            assert ours.recv() == "joined"
+        work = ring.broadcast(torch.empty(1), 2)
+        victim = processes[1].pid
+        assert victim is not None
+        started = time.monotonic()
+        os.kill(victim, signal.SIGKILL)
+        with pytest.raises(Unavailable, match="rank 0 lost rank 2"):
+            work.wait()
+        # Rank 1 waits for rank 0, which is alive: it hears of the death from rank 0.
+        assert pipes[0][0].poll(5)
+        assert "rank 1 lost rank 0" in pipes[0][0].recv()
+        assert time.monotonic() - started < 5.0
+    finally:
+        for process in processes:
+            process.kill()
+            process.join(10)
+            process.close()
+
+
+def test_joining_fails_when_the_others_do_not_come() -> None:
+    store = RingStore(HOST, 0, timeout_seconds=0.5)
+    with pytest.raises(Unavailable, match=r"rank 0 cannot join ring 'lonely' of 2"):
+        connect_ring(HOST, store.port, "lonely", 0, 2, 0.5, store=store)
+
+
+def test_joining_fails_when_no_store_answers() -> None:
+    with socket.socket() as unused:
+        unused.bind((HOST, 0))
+        port = unused.getsockname()[1]
+        with pytest.raises(Unavailable, match="no ring store answers"):
+            connect_ring(HOST, port, "nowhere", 1, 2, 0.5)
+
+
+def test_a_store_on_a_taken_port_is_refused_with_the_address() -> None:
+    store = RingStore(HOST)
+    with pytest.raises(Unavailable, match=f"cannot listen on {HOST}:{store.port}"):
+        RingStore(HOST, store.port)
+
+
+def test_a_ring_of_one_needs_no_store() -> None:
+    ring = connect_ring(HOST, 1, "solo", 0, 1, 5.0)
+    received = torch.full((3,), torch.nan)
+    ring.exchange(torch.arange(3.0), 0, received, 0).wait()
+    assert received.tolist() == [0.0, 1.0, 2.0]
+
+
+@pytest.mark.parametrize(("backend", "reason"), [("mpi", "allowed are gloo, nccl"), ("nccl", "built without NCCL")])
+def test_a_backend_that_is_not_there_is_refused(backend: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    store = RingStore(HOST)
+    with pytest.raises(ConfigError, match=reason):
+        connect_ring(HOST, store.port, "gpu", 0, 2, 5.0, backend, store=store)
+
+
+def test_the_own_address_towards_loopback_is_loopback() -> None:
+    assert own_address("127.0.0.1", 9) == "127.0.0.1"
