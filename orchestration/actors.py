@@ -197,3 +197,8 @@ class RayRanks:
         if self._group is not None:
             remove_placement_group(self._group)
             self._group = None
+
+
+def host(name: str, compose: Callable[[], Hosted]) -> Any:
+    """A named actor around what `compose` builds. It takes no CPU of its own from the cluster's count."""
+    return HostActor.options(name=name, num_cpus=0).remote(compose)

@@ -27,12 +27,14 @@ class BlockAllocator:
                 taken += self._take(place, count)
         while len(taken) < count:
             missing = count - len(taken)
-            fitting = (place for place, (start, stop) in enumerate(self._free) if stop - start >= missing)
-            place = next(fitting, None)  # type: ignore[assignment]
-            if place is None:
-                place = max(range(len(self._free)), key=lambda index: self._free[index][1] - self._free[index][0])
-            taken += self._take(place, missing)
+            taken += self._take(self._place_for(missing), missing)
         return taken
+
+    def _place_for(self, count: int) -> int:
+        """The first free run that holds `count` blocks, else the longest."""
+        lengths = [stop - start for start, stop in self._free]
+        fitting = (place for place, length in enumerate(lengths) if length >= count)
+        return next(fitting, lengths.index(max(lengths)))
 
     def _take(self, place: int, count: int) -> list[int]:
         start, stop = self._free[place]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 
 from cp_core.errors import (
     Busy,
@@ -61,9 +61,7 @@ class DecodeLeader(GroupLeader):
     async def on_ready(self) -> None:
         """A new incarnation of the ring has an empty batch of its own."""
         incarnation = self.ring.incarnation
-        batch = DecodeBatch(
-            self.ring.ranks[0], self.settings.max_batch, self.settings.control_timeout, self._on_event
-        )
+        batch = DecodeBatch(self.ring.ranks[0], self.settings.max_batch, self.settings.control_timeout, self._on_event)
         self._batch = batch
         self.spawn(self._read(batch, incarnation))
         await super().on_ready()
@@ -130,9 +128,7 @@ class DecodeLeader(GroupLeader):
 
     async def _expect(self, turn: DecodeTurn) -> None:
         held, coming = turn.sequence.shards.held, turn.reservation.shards.ranks
-        expects = [
-            KvExpect(turn.key, coming[rank], held[rank], turn.sequence.table(rank)) for rank in range(len(held))
-        ]
+        expects = [KvExpect(turn.key, coming[rank], held[rank], turn.sequence.table(rank)) for rank in range(len(held))]
         timeout = self.settings.control_timeout
         calls = zip(self.ring.ranks, expects, strict=True)
         await gather_all(port.expect_kv(expect, timeout) for port, expect in calls)
@@ -187,7 +183,7 @@ class DecodeLeader(GroupLeader):
             assert event.finish_reason is not None
             self._end_soon(turn, event.finish_reason)
 
-    async def stream_turn(self, turn_id: str) -> AsyncIterator[TurnEvent]:
+    async def stream_turn(self, turn_id: str) -> AsyncGenerator[TurnEvent, None]:
         """The turn's events; closing the iterator early aborts the turn. Raises what ended a failed turn."""
         turn = self._turns.get(turn_id) or self._unread.pop(turn_id, None)
         if turn is None:
@@ -232,9 +228,7 @@ class DecodeLeader(GroupLeader):
         turn.pulls.add(pull)
         pull.add_done_callback(turn.pulls.discard)
         reports = await asyncio.shield(pull)
-        return SentKv(
-            payload_bytes=sum(report.payload_bytes for report in reports), seconds=time.monotonic() - started
-        )
+        return SentKv(payload_bytes=sum(report.payload_bytes for report in reports), seconds=time.monotonic() - started)
 
     async def abort_turn(self, turn_id: str, error: RingserveError) -> None:
         """End a turn in any state; returns when its blocks are settled. Idempotent."""
@@ -340,5 +334,3 @@ class DecodeLeader(GroupLeader):
         if endings:
             await asyncio.wait(endings, timeout=self.settings.control_timeout)
         await super().close()
-
-

@@ -42,8 +42,8 @@ class GroupRegistry:
     def all(self) -> list[Group]:
         return [*self._groups["prefill"].values(), *self._groups["decode"].values()]
 
-    def of_role(self, role: str) -> list[Group]:
-        return list(self._groups[role].values())
+    def named(self, role: str, name: str) -> Group | None:
+        return self._groups[role].get(name)
 
     def choose(self, role: str, placement: Placement | None) -> Group:
         """The ring that holds the conversation's KV, else the one with the fewest turns. Raises Unavailable."""

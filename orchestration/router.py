@@ -8,18 +8,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections import OrderedDict
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from cp_core.errors import Busy, InvalidRequest, RingserveError, TurnCancelled, Unavailable
-from orchestration.conversations import Conversation, ConversationStore, Placement
+from orchestration.conversations import Conversation, ConversationStore
 from orchestration.groups import Group, GroupRegistry
 from orchestration.planner import Planner
 from orchestration.ports import DecodePort, Peers, PrefillPort
 from orchestration.prompts import common_prefix, resolve_prompt
+from orchestration.running_turn import RunningTurn
 from orchestration.turn import (
     BegunTurn,
     ConversationView,
@@ -28,19 +26,14 @@ from orchestration.turn import (
     Plan,
     PrefillDone,
     PrefillTurn,
-    PromptMode,
-    Reservation,
     Reserve,
     ServerView,
     TurnOutcome,
     TurnRequest,
 )
-from workers.steps import TokenIds
+from orchestration.turn_ends import TurnEnds
 
 log = logging.getLogger(__name__)
-
-MAX_REMEMBERED_ENDS = 4096
-"""Ended turns whose answer is kept, so that telling an end twice is harmless."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,31 +45,6 @@ class RouterSettings:
     max_positions: int
 
 
-@dataclass(slots=True)
-class _Turn:
-    """A turn between `begin_turn` and `end_turn`."""
-
-    turn_id: str
-    request: TurnRequest
-    conversation: Conversation
-    prompt: TokenIds
-    mode: PromptMode
-    prefill: Group
-    decode: Group
-    kept_on_prefill: Reservation | None = None
-    kept_on_decode: Reservation | None = None
-    prefilling: asyncio.Task[PrefillDone] | None = None
-    ending: asyncio.Task[int] | None = None
-
-    @property
-    def is_kept(self) -> bool:
-        return bool(self.request.conversation_id)
-
-    @property
-    def sequence_id(self) -> str:
-        return self.request.conversation_id or self.turn_id
-
-
 class Router:
     """Knows every ring, conversation and running turn. `peers` reaches the leaders."""
 
@@ -86,16 +54,14 @@ class Router:
         self._peers = peers
         self._groups = GroupRegistry()
         self._conversations = ConversationStore(settings.max_conversations)
-        self._turns: dict[str, _Turn] = {}
-        self._turn_of_request: dict[str, str] = {}
-        self._ended: OrderedDict[str, int] = OrderedDict()
+        self._turns = TurnEnds(peers, self._groups, self._conversations, settings.control_timeout)
         self._tasks: set[asyncio.Task[None]] = set()
 
     # --- beginning ---------------------------------------------------------------------------------------------------
 
     async def begin_turn(self, request: TurnRequest) -> BegunTurn:
         """Plan a turn and set it going. Raises InvalidRequest, NotFound, Busy, CapacityExceeded, Unavailable."""
-        if request.request_id in self._turn_of_request:
+        if self._turns.of_request(request.request_id) is not None:
             raise Busy(f"request_id: {request.request_id!r} is running already; choose another")
         conversation = self._open(request)
         try:
@@ -125,19 +91,16 @@ class Router:
             return Conversation("", running_request=request.request_id)
         conversation, dropped = self._conversations.open(request.conversation_id, request.request_id)
         for old in dropped:
-            self._spawn(self._free(old))
+            self._spawn(self._turns.free(old))
         return conversation
 
-    def _admit(self, request: TurnRequest, conversation: Conversation) -> _Turn:
+    def _admit(self, request: TurnRequest, conversation: Conversation) -> RunningTurn:
         prompt, mode = resolve_prompt(conversation.tokens, request.token_ids, request.prompt_mode)
         prefill = self._groups.choose("prefill", conversation.prefill)
         decode = self._groups.choose("decode", conversation.decode)
         self._check_length(len(prompt), request.sampling.max_tokens, prefill, decode)
-        turn = _Turn(f"turn-{uuid.uuid4().hex[:16]}", request, conversation, prompt, mode, prefill, decode)
-        self._turns[turn.turn_id] = turn
-        self._turn_of_request[request.request_id] = turn.turn_id
-        prefill.num_turns += 1
-        decode.num_turns += 1
+        turn = RunningTurn(f"turn-{uuid.uuid4().hex[:16]}", request, conversation, prompt, mode, prefill, decode)
+        self._turns.add(turn)
         return turn
 
     def _check_length(self, prompt: int, answer: int, prefill: Group, decode: Group) -> None:
@@ -153,7 +116,7 @@ class Router:
                 f"and {name} allow at most {limit}"
             )
 
-    async def _reserve(self, turn: _Turn) -> None:
+    async def _reserve(self, turn: RunningTurn) -> None:
         history = turn.conversation.tokens
         match = 0 if history is None else common_prefix(history, turn.prompt)
         # The last prompt token is always computed: its logits give the first new one.
@@ -177,23 +140,23 @@ class Router:
         for answer in answers:
             if isinstance(answer, BaseException):
                 raise answer
-        turn.kept_on_prefill, turn.kept_on_decode = answers  # type: ignore[assignment]
-        if turn.kept_on_prefill.incarnation != request.source_incarnation:  # type: ignore[union-attr]
+        turn.on_prefill, turn.on_decode = answers  # type: ignore[assignment]
+        if turn.on_prefill.incarnation != request.source_incarnation:  # type: ignore[union-attr]
             raise Unavailable(f"ring {turn.prefill.name} was rebuilt just now; retry")
 
-    def _plan(self, turn: _Turn) -> Plan:
-        assert turn.kept_on_prefill and turn.kept_on_decode, "both rings have answered"
+    def _plan(self, turn: RunningTurn) -> Plan:
+        assert turn.on_prefill and turn.on_decode, "both rings have answered"
         return self._planner.plan(
             num_tokens=len(turn.prompt),
-            kept_on_prefill=turn.kept_on_prefill.kept_tokens,
-            kept_on_decode=turn.kept_on_decode.kept_tokens,
+            kept_on_prefill=turn.on_prefill.kept_tokens,
+            kept_on_decode=turn.on_decode.kept_tokens,
             prefill=turn.prefill.registration,
             decode=turn.decode.registration,
             mode=turn.mode,
         )
 
-    async def _prefill(self, turn: _Turn, plan: Plan) -> PrefillDone:
-        assert turn.kept_on_decode, "the decode ring has answered"
+    async def _prefill(self, turn: RunningTurn, plan: Plan) -> PrefillDone:
+        assert turn.on_decode, "the decode ring has answered"
         request = PrefillTurn(
             turn_id=turn.turn_id,
             attempt=1,
@@ -204,11 +167,11 @@ class Router:
             sampling=turn.request.sampling,
             deadline_seconds=turn.request.deadline_seconds,
             decode_endpoint=turn.decode.registration.endpoint,
-            destination=turn.kept_on_decode,
+            destination=turn.on_decode,
         )
         return await self._prefill_port(turn).prefill(request)
 
-    def _prefilled(self, turn: _Turn, task: asyncio.Task[PrefillDone]) -> None:
+    def _prefilled(self, turn: RunningTurn, task: asyncio.Task[PrefillDone]) -> None:
         """A failed prefill ends the turn where its client waits: on the decode ring's stream."""
         error = None if task.cancelled() else task.exception()
         if error is None or turn.ending is not None:
@@ -220,88 +183,14 @@ class Router:
             turn.prefill.is_ready = False
         self._spawn(self._abort_on_decode(turn, error))
 
-    async def _abort_on_decode(self, turn: _Turn, error: RingserveError) -> None:
+    async def _abort_on_decode(self, turn: RunningTurn, error: RingserveError) -> None:
         try:
             await self._decode_port(turn).abort_turn(turn.turn_id, error)
         except RingserveError as failure:
             log.warning("decode ring %s could not be told to end %s: %s", turn.decode.name, turn.turn_id, failure)
             await self.end_turn(TurnOutcome(turn_id=turn.turn_id, ok=False))
 
-    # --- ending ------------------------------------------------------------------------------------------------------
-
-    async def end_turn(self, outcome: TurnOutcome) -> int:
-        """Enter what a turn came to. Returns how many tokens its decode ring should keep. Idempotent."""
-        turn = self._turns.get(outcome.turn_id)
-        if turn is None:
-            return self._ended.get(outcome.turn_id, 0)
-        if turn.ending is None:
-            turn.ending = asyncio.create_task(self._end(turn, outcome))
-        return await asyncio.shield(turn.ending)
-
-    async def _end(self, turn: _Turn, outcome: TurnOutcome) -> int:
-        try:
-            if outcome.ok:
-                keep = await self._finish(turn, outcome)
-            else:
-                keep = await self._roll_back(turn)
-        finally:
-            self._close(turn)
-        self._ended[turn.turn_id] = keep
-        while len(self._ended) > MAX_REMEMBERED_ENDS:
-            self._ended.popitem(last=False)
-        return keep
-
-    async def _finish(self, turn: _Turn, outcome: TurnOutcome) -> int:
-        conversation = turn.conversation
-        assert turn.prefilling and turn.kept_on_prefill and turn.kept_on_decode, "a finished turn was prefilled"
-        done: PrefillDone | None = None
-        try:
-            async with asyncio.timeout(self._settings.control_timeout):
-                done = await asyncio.shield(turn.prefilling)
-        except (RingserveError, TimeoutError) as error:
-            log.warning("prefill ring %s lost the KV of %s: %s", turn.prefill.name, turn.sequence_id, error)
-        keep_on_prefill = len(turn.prompt) if done and turn.is_kept else 0
-        await self._settle_prefill(turn, keep_on_prefill)
-        if not turn.is_kept:
-            return 0
-        await self._leave_other_rings(turn)
-        conversation.tokens = np.concatenate([turn.prompt, np.asarray(outcome.token_ids, dtype=np.int64)])
-        conversation.num_turns += 1
-        conversation.epoch += 1
-        conversation.prefill = (
-            Placement(group=turn.prefill.name, incarnation=turn.kept_on_prefill.incarnation, shards=done.shards)
-            if done
-            else None
-        )
-        conversation.decode = Placement(
-            group=turn.decode.name, incarnation=turn.kept_on_decode.incarnation, shards=outcome.shards
-        )
-        return outcome.kv_tokens
-
-    async def _roll_back(self, turn: _Turn) -> int:
-        """The conversation is as before the turn; of its KV, what agreed with the turn's prompt is still there."""
-        before, conversation = turn.kept_on_prefill, turn.conversation
-        kept_on_prefill = before.kept_tokens if before and turn.is_kept else 0
-        await self._settle_prefill(turn, kept_on_prefill)
-        kept_on_decode = turn.kept_on_decode.kept_tokens if turn.kept_on_decode and turn.is_kept else 0
-        conversation.epoch += 1
-        conversation.prefill = conversation.prefill and conversation.prefill.cut(kept_on_prefill)
-        conversation.decode = conversation.decode and conversation.decode.cut(kept_on_decode)
-        return kept_on_decode
-
-    async def _settle_prefill(self, turn: _Turn, keep_tokens: int) -> None:
-        port = self._prefill_port(turn)
-        try:
-            if turn.prefilling is not None and not turn.prefilling.done():
-                await port.abort_turn(turn.turn_id, TurnCancelled("the turn ended"))
-            await port.settle(turn.sequence_id, turn.turn_id, keep_tokens)
-        except RingserveError as error:
-            log.warning("prefill ring %s could not settle %s: %s", turn.prefill.name, turn.turn_id, error)
-        if turn.prefilling is not None:
-            turn.prefilling.cancel()
-            await asyncio.gather(turn.prefilling, return_exceptions=True)
-
-    async def _give_up(self, turn: _Turn, reason: RingserveError) -> None:
+    async def _give_up(self, turn: RunningTurn, reason: RingserveError) -> None:
         """The turn failed before a client could wait on it."""
         try:
             await self._decode_port(turn).abort_turn(turn.turn_id, reason)
@@ -309,49 +198,25 @@ class Router:
             log.info("decode ring %s could not be told to drop %s: %s", turn.decode.name, turn.turn_id, error)
         await self.end_turn(TurnOutcome(turn_id=turn.turn_id, ok=False))
 
-    def _close(self, turn: _Turn) -> None:
-        self._turns.pop(turn.turn_id, None)
-        self._turn_of_request.pop(turn.request.request_id, None)
-        turn.prefill.num_turns -= 1
-        turn.decode.num_turns -= 1
-        self._conversations.close(turn.conversation)
-
-    async def _leave_other_rings(self, turn: _Turn) -> None:
-        """The conversation has moved; its KV on the rings it came from is of no more use."""
-        old, new = turn.conversation, (turn.prefill.name, turn.decode.name)
-        moved_prefill = old.prefill if old.prefill and old.prefill.group != new[0] else None
-        moved_decode = old.decode if old.decode and old.decode.group != new[1] else None
-        left = Conversation(old.conversation_id, prefill=moved_prefill, decode=moved_decode)
-        await self._free(left)
-
-    async def _free(self, conversation: Conversation) -> None:
-        """Free a conversation's KV wherever it lies."""
-        for role, placement in (("prefill", conversation.prefill), ("decode", conversation.decode)):
-            for group in self._groups.of_role(role):
-                if placement is not None and group.name == placement.group:
-                    endpoint = group.registration.endpoint
-                    port = self._peers.prefill(endpoint) if role == "prefill" else self._peers.decode(endpoint)
-                    try:
-                        await port.settle(conversation.conversation_id, "", 0)
-                    except RingserveError as error:
-                        log.warning("ring %s could not free %s: %s", group.name, conversation.conversation_id, error)
-
     # --- asking ------------------------------------------------------------------------------------------------------
+
+    async def end_turn(self, outcome: TurnOutcome) -> int:
+        """From the decode leader. Returns how many tokens its ring should keep. Idempotent."""
+        return await self._turns.end(outcome)
 
     async def abort_requests(self, request_ids: Sequence[str]) -> tuple[list[str], list[str]]:
         """End running turns by request id. Returns (aborted, unknown)."""
-        known = [name for name in request_ids if name in self._turn_of_request]
-        turns = [self._turns[self._turn_of_request[name]] for name in known]
+        found = {name: self._turns.of_request(name) for name in request_ids}
         error = TurnCancelled("the request was aborted")
-        await asyncio.gather(*(self._abort_on_decode(turn, error) for turn in turns))
-        return known, [name for name in request_ids if name not in known]
+        await asyncio.gather(*(self._abort_on_decode(turn, error) for turn in found.values() if turn is not None))
+        return [name for name, turn in found.items() if turn], [name for name, turn in found.items() if not turn]
 
     async def get_conversation(self, conversation_id: str) -> ConversationView:
         return self._conversations.get(conversation_id).view()
 
     async def delete_conversation(self, conversation_id: str) -> None:
         """Forget a conversation and free its KV. Raises NotFound, Busy."""
-        await self._free(self._conversations.remove(conversation_id))
+        await self._turns.free(self._conversations.remove(conversation_id))
 
     async def register_group(self, group: GroupRegistration) -> None:
         if self._groups.register(group):
@@ -390,10 +255,10 @@ class Router:
 
     # --- helpers -----------------------------------------------------------------------------------------------------
 
-    def _prefill_port(self, turn: _Turn) -> PrefillPort:
+    def _prefill_port(self, turn: RunningTurn) -> PrefillPort:
         return self._peers.prefill(turn.prefill.registration.endpoint)
 
-    def _decode_port(self, turn: _Turn) -> DecodePort:
+    def _decode_port(self, turn: RunningTurn) -> DecodePort:
         return self._peers.decode(turn.decode.registration.endpoint)
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
@@ -406,4 +271,3 @@ class Router:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-

@@ -22,7 +22,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from cp_core.errors import ConfigError, RingserveError, Unavailable
-from orchestration.actors import HostActor
+from orchestration.actors import host as host_actor
 from services.config import Config
 from services.hosts import LeaderHost, RouterHost
 from workers.builtin_model import resolve_model_path
@@ -62,7 +62,7 @@ class LocalCluster:
         self._progress("starting Ray")
         self._start_ray()
         self._progress("starting the router")
-        self._router = HostActor.options(name=ROUTER_NAME, num_cpus=0).remote(RouterHost(config=config, model=model))
+        self._router = host_actor(ROUTER_NAME, RouterHost(config=config, model=model))
         self.router_endpoint = self._result(self._router.start.remote())
         hosts = [
             LeaderHost(
@@ -99,7 +99,7 @@ class LocalCluster:
         )
 
     def _make_leader(self, host: LeaderHost) -> Any:
-        actor = HostActor.options(name=host.name, num_cpus=0).remote(host)
+        actor = host_actor(host.name, host)
         self._leaders[host.name] = (host, actor, actor.wait_forever.remote())
         return actor.start.remote()
 
@@ -138,7 +138,7 @@ class LocalCluster:
         self.gateway_address, self.metrics_address = addresses["gateway"], addresses["metrics"]
 
     def watch(self, stopped: threading.Event) -> None:
-        """Until `stopped`: start again a leader or gateway that died. The router's death ends the watch with Unavailable."""
+        """Until `stopped`: start again a leader or gateway that died. Raises Unavailable when the router died."""
         router = self._router.wait_forever.remote()
         while not stopped.wait(POLL_SECONDS):
             lost = [name for name, (_, _, alive) in self._leaders.items() if _is_done(alive)]
@@ -206,5 +206,3 @@ def _end_process(process: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-
-

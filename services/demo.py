@@ -110,5 +110,3 @@ def check(turns: list[DemoTurn], model_path: Path, stop_token_ids: list[int]) ->
             )
         )
     return verdicts
-
-

@@ -1,4 +1,4 @@
-"""The gateway as a process: `python -m services.gateway_process`. Ends on SIGTERM, SIGINT, or when its parent is gone."""
+"""The gateway as a process of its own. Ends on SIGTERM, on SIGINT, or when its parent is gone."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Sequence
 from typing import TypeVar
 
 import grpc
@@ -89,7 +89,7 @@ class GrpcDecode:
     async def admit(self, admit: Admit) -> None:
         await _reach(self._peer, self._stub.Admit(wire.admit_to(admit), timeout=CONTROL_SECONDS))
 
-    async def stream_turn(self, turn_id: str) -> AsyncIterator[TurnEvent]:
+    async def stream_turn(self, turn_id: str) -> AsyncGenerator[TurnEvent, None]:
         """Leaving the iterator cancels the call, and with it the turn."""
         call = self._stub.StreamTurn(groups_pb2.StreamTurnRequest(turn_id=turn_id))
         try:
@@ -189,5 +189,3 @@ class GrpcPeers:
         for channel in self._channels.values():
             await channel.close()
         self._channels.clear()
-
-

@@ -82,7 +82,8 @@ class RequestReader:
         max_tokens = params.max_tokens if params.HasField("max_tokens") else DEFAULT_MAX_TOKENS
         if not 1 <= max_tokens <= self._model.max_positions:
             raise InvalidRequest(
-                f"sampling_params.max_tokens: {max_tokens} is out of range; allowed are 1 to {self._model.max_positions}"
+                f"sampling_params.max_tokens: {max_tokens} is out of range; "
+                f"allowed are 1 to {self._model.max_positions}"
             )
         if len(params.stop_token_ids) > MAX_STOP_TOKENS:
             raise InvalidRequest(

@@ -1,4 +1,4 @@
-"""Between text and tokens: the model directory's own tokenizer and chat template, and text that grows by whole characters."""
+"""Between text and tokens: the model's own tokenizer and chat template, and text that grows by whole characters."""
 
 from __future__ import annotations
 

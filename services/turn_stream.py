@@ -54,7 +54,7 @@ class TurnStream:
 
     async def responses(self, decode: DecodePort) -> AsyncIterator[inference_pb2.GenerateResponse]:
         """Chunks, then the completion. Raises what ended a failed turn."""
-        async with aclosing(decode.stream_turn(self._begun.turn_id)) as events:  # type: ignore[type-var]
+        async with aclosing(decode.stream_turn(self._begun.turn_id)) as events:
             async for event in events:
                 if isinstance(event, PrefillReport):
                     self._note_prefill(event)

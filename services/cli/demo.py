@@ -128,5 +128,3 @@ def _report(
         json.dump(report, sys.stdout)
         print()
     return 0 if passed else 1
-
-

@@ -32,10 +32,15 @@ def add(commands: Subcommands) -> None:
     prompt = parser.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", metavar="TEXT", help="the prompt; '-' reads standard input")
     prompt.add_argument("--prompt-ids", type=Path, metavar="FILE.json", help="the prompt as a JSON list of token ids")
-    prompt.add_argument("--messages", type=Path, metavar="FILE.json", help='chat messages: [{"role":..., "content":...}]')
+    prompt.add_argument(
+        "--messages", type=Path, metavar="FILE.json", help='chat messages: [{"role":..., "content":...}]'
+    )
     parser.add_argument("--conversation", default="", metavar="ID", help="go on with, or begin, this conversation")
     parser.add_argument(
-        "--mode", choices=MODES, default="auto", help="is the prompt only what is new, or the whole history? (default: auto)"
+        "--mode",
+        choices=MODES,
+        default="auto",
+        help="is the prompt only what is new, or the whole history? (default: auto)",
     )
     add_sampling_options(parser)
     parser.add_argument("--timeout", type=float, metavar="SECONDS", help="end the turn everywhere after this long")
@@ -48,7 +53,9 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-tokens", type=int, default=64, metavar="N", help="new tokens at most (default: 64)")
     parser.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0 is greedy (default: 0)")
     parser.add_argument("--seed", type=int, metavar="N", help="same seed, same tokens (default: drawn)")
-    parser.add_argument("--stop-token-ids", type=int, nargs="*", default=[], metavar="ID", help="end after any of these")
+    parser.add_argument(
+        "--stop-token-ids", type=int, nargs="*", default=[], metavar="ID", help="end after any of these"
+    )
     parser.add_argument("--ignore-eos", action="store_true", help="do not end at the model's end-of-sequence token")
 
 

@@ -32,7 +32,9 @@ def run(options: argparse.Namespace) -> int:
         info = client.server_info()
     if options.json:
         print(
-            MessageToJson(info, preserving_proto_field_name=True, always_print_fields_with_no_presence=True, indent=None)
+            MessageToJson(
+                info, preserving_proto_field_name=True, always_print_fields_with_no_presence=True, indent=None
+            )
         )
     else:
         Console().print(_table(info))
@@ -44,7 +46,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _table(info: inference_pb2.GetServerInfoResponse) -> Table:
-    table = Table("ring", "state", "ranks", "running", "waiting", "KV blocks free/active/kept of total, a rank", "rebuilds")
+    table = Table(
+        "ring", "state", "ranks", "running", "waiting", "KV blocks free/active/kept of total, a rank", "rebuilds"
+    )
     for group in info.groups:
         usage = ", ".join(
             f"{rank.free_blocks}/{rank.active_blocks}/{rank.kept_blocks} of {rank.total_blocks}"

@@ -37,7 +37,9 @@ def add(commands: Subcommands) -> None:
         "up", help="start a cluster on this machine", epilog=EXAMPLE, formatter_class=argparse.RawTextHelpFormatter
     )
     add_config_options(parser)
-    parser.add_argument("--name", default="default", help="name of the cluster for 'down' and 'status' (default: default)")
+    parser.add_argument(
+        "--name", default="default", help="name of the cluster for 'down' and 'status' (default: default)"
+    )
     parser.add_argument("--detach", action="store_true", help="return when the cluster serves, and leave it running")
     parser.add_argument("--ready-file", type=Path, help="write the addresses here, as JSON, when the cluster serves")
     parser.add_argument("--json", action="store_true", help="print the addresses as JSON")
@@ -89,9 +91,8 @@ def _announce(options: argparse.Namespace, cluster: LocalCluster) -> None:
         router=cluster.router_endpoint,
     )
     write_state(state)
-    text = json.dumps(
-        {"gateway": state.gateway, "metrics": state.metrics, "router": state.router, "pid": state.pid, "name": state.name}
-    )
+    shown = ("gateway", "metrics", "router", "pid", "name")
+    text = json.dumps({key: getattr(state, key) for key in shown})
     if options.ready_file is not None:
         draft = options.ready_file.with_name(options.ready_file.name + ".tmp")
         draft.write_text(text + "\n", encoding="utf-8")

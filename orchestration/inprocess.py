@@ -1,0 +1,127 @@
+"""Ranks as threads of one process, behind the same ports as Ray's: for tests, and to read the control plane with a
+debugger. Rings are `cp_core.inprocess` rings; KV still crosses real sockets on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from cp_core.errors import RingserveError, Unavailable
+from cp_core.inprocess import InProcessRing
+from workers.rank import RankWorker
+from workers.steps import (
+    DecodeCommand,
+    DecodeEvents,
+    KvExpect,
+    KvSend,
+    PrefillOutput,
+    PrefillStep,
+    RankInfo,
+    RankSpec,
+    RankStatus,
+    RingRates,
+    RingSpec,
+    TransferKey,
+    TransferReport,
+)
+
+T = TypeVar("T")
+
+RATES = RingRates(gemm_flops=5e10, attention_flops=3e10, link_bytes_per_second=1e9, link_latency_seconds=2e-4)
+"""What threads report as measured: timing them would say nothing and differ from run to run."""
+
+
+class ThreadRank:
+    """`RankPort` on a RankWorker in this process: one thread computes, others answer. `poisoned`: NaN in unused KV."""
+
+    def __init__(self, ring: InProcessRing, rank: int, poisoned: bool) -> None:
+        self.worker = RankWorker()
+        self._ring = ring
+        self._rank = rank
+        self._poisoned = poisoned
+        self._compute = ThreadPoolExecutor(1, f"rank-{rank}")
+        self._others = ThreadPoolExecutor(32, f"rank-{rank}-calls")
+        self._is_dead = False
+
+    async def _run(self, pool: ThreadPoolExecutor, timeout: float | None, call: Callable[[], T]) -> T:
+        if self._is_dead:
+            raise Unavailable(f"rank {self._rank} died")
+        try:
+            return await asyncio.wait_for(asyncio.get_running_loop().run_in_executor(pool, call), timeout)
+        except TimeoutError:
+            raise Unavailable(f"rank {self._rank} did not answer within {timeout} s") from None
+        except RingserveError:
+            raise
+        except Exception as error:  # as over Ray: whatever a rank raises, its ring is lost
+            raise Unavailable(f"rank {self._rank} failed: {type(error).__name__}: {error}") from error
+
+    async def start(self, spec: RankSpec, timeout: float) -> RankInfo:
+        return await self._run(self._others, timeout, lambda: self.worker.start(spec, poisoned=self._poisoned))
+
+    async def open_store(self, host: str, timeout: float) -> int:
+        return 0
+
+    async def join(self, ring: RingSpec, timeout: float) -> None:
+        self.worker.attach(self._ring.transports[self._rank])
+
+    async def probe(self, timeout: float) -> RingRates:
+        return RATES
+
+    async def prefill(self, step: PrefillStep, timeout: float) -> PrefillOutput:
+        return await self._run(self._compute, timeout, lambda: self.worker.prefill(step))
+
+    async def run_decode(self) -> None:
+        await self._run(self._compute, None, self.worker.run_decode)
+
+    async def finish_sends(self, key: TransferKey, timeout: float) -> TransferReport:
+        return await self._run(self._others, timeout + 5, lambda: self.worker.finish_sends(key, timeout))
+
+    async def abandon_send(self, key: TransferKey, timeout: float) -> None:
+        await self._run(self._others, timeout, lambda: self.worker.abandon_send(key))
+
+    async def send_kv(self, send: KvSend, timeout: float) -> TransferReport:
+        return await self._run(self._others, timeout + 5, lambda: self.worker.send_kv(send, timeout))
+
+    async def expect_kv(self, expect: KvExpect, timeout: float) -> None:
+        await self._run(self._others, timeout, lambda: self.worker.expect_kv(expect))
+
+    async def await_kv(self, key: TransferKey, timeout: float) -> TransferReport:
+        return await self._run(self._others, timeout + 5, lambda: self.worker.await_kv(key, timeout))
+
+    async def drop_kv(self, key: TransferKey, timeout: float) -> None:
+        await self._run(self._others, timeout, lambda: self.worker.drop_kv(key))
+
+    async def submit(self, commands: Sequence[DecodeCommand], timeout: float) -> None:
+        await self._run(self._others, timeout, lambda: self.worker.submit(commands))
+
+    async def poll(self, after: int, wait_seconds: float, timeout: float) -> DecodeEvents:
+        return await self._run(self._others, timeout, lambda: self.worker.poll(after, wait_seconds))
+
+    async def status(self, timeout: float) -> RankStatus:
+        return await self._run(self._others, timeout, self.worker.status)
+
+    async def kill(self) -> None:
+        if not self._is_dead:
+            self._is_dead = True
+            await asyncio.get_running_loop().run_in_executor(self._others, self.worker.stop)
+            self._compute.shutdown(wait=False)
+            self._others.shutdown(wait=False)
+
+
+class ThreadRanks:
+    """`RankFactory` of thread ranks. `made` holds those of the latest ring."""
+
+    def __init__(self, *, poisoned: bool = False, ring_timeout: float = 30.0) -> None:
+        self.made: list[ThreadRank] = []
+        self._poisoned = poisoned
+        self._ring_timeout = ring_timeout
+
+    async def create(self, num_ranks: int, timeout: float) -> Sequence[ThreadRank]:
+        ring = InProcessRing(num_ranks, self._ring_timeout)
+        self.made = [ThreadRank(ring, rank, self._poisoned) for rank in range(num_ranks)]
+        return self.made
+
+    async def close(self) -> None:
+        await asyncio.gather(*(rank.kill() for rank in self.made))

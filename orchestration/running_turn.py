@@ -1,0 +1,37 @@
+"""A turn between `begin_turn` and `end_turn`, as the router sees it."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from orchestration.conversations import Conversation
+from orchestration.groups import Group
+from orchestration.turn import PrefillDone, PromptMode, Reservation, TurnRequest
+from workers.steps import TokenIds
+
+
+@dataclass(slots=True)
+class RunningTurn:
+    """`on_prefill` and `on_decode` are the rings' reservations, None until they have answered."""
+
+    turn_id: str
+    request: TurnRequest
+    conversation: Conversation
+    prompt: TokenIds
+    mode: PromptMode
+    prefill: Group
+    decode: Group
+    on_prefill: Reservation | None = None
+    on_decode: Reservation | None = None
+    prefilling: asyncio.Task[PrefillDone] | None = None
+    ending: asyncio.Task[int] | None = None
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the KV outlives the turn."""
+        return bool(self.request.conversation_id)
+
+    @property
+    def sequence_id(self) -> str:
+        return self.request.conversation_id or self.turn_id

@@ -1,0 +1,144 @@
+"""How turns end: entered once, whoever tells it and however often, with both rings told what to keep."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+
+import numpy as np
+
+from cp_core.errors import RingserveError, TurnCancelled
+from orchestration.conversations import Conversation, ConversationStore, Placement
+from orchestration.groups import GroupRegistry
+from orchestration.ports import Peers
+from orchestration.running_turn import RunningTurn
+from orchestration.turn import PrefillDone, TurnOutcome
+
+log = logging.getLogger(__name__)
+
+MAX_REMEMBERED = 4096
+"""Ended turns whose answer is kept, so that telling an end twice is harmless."""
+
+
+class TurnEnds:
+    """The running turns by id and by request, and the way out for each of them."""
+
+    def __init__(
+        self, peers: Peers, groups: GroupRegistry, conversations: ConversationStore, control_timeout: float
+    ) -> None:
+        self._peers = peers
+        self._groups = groups
+        self._conversations = conversations
+        self._control_timeout = control_timeout
+        self._running: dict[str, RunningTurn] = {}
+        self._turn_of_request: dict[str, str] = {}
+        self._ended: OrderedDict[str, int] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def add(self, turn: RunningTurn) -> None:
+        self._running[turn.turn_id] = turn
+        self._turn_of_request[turn.request.request_id] = turn.turn_id
+        turn.prefill.num_turns += 1
+        turn.decode.num_turns += 1
+
+    def of_request(self, request_id: str) -> RunningTurn | None:
+        return self._running.get(self._turn_of_request.get(request_id, ""))
+
+    async def end(self, outcome: TurnOutcome) -> int:
+        """Enter what a turn came to. Returns how many tokens its decode ring should keep. Idempotent."""
+        turn = self._running.get(outcome.turn_id)
+        if turn is None:
+            return self._ended.get(outcome.turn_id, 0)
+        if turn.ending is None:
+            turn.ending = asyncio.create_task(self._end(turn, outcome))
+        return await asyncio.shield(turn.ending)
+
+    async def _end(self, turn: RunningTurn, outcome: TurnOutcome) -> int:
+        keep = 0
+        try:
+            keep = await (self._finish(turn, outcome) if outcome.ok else self._roll_back(turn))
+        finally:
+            self._close(turn, keep)
+        return keep
+
+    async def _finish(self, turn: RunningTurn, outcome: TurnOutcome) -> int:
+        conversation = turn.conversation
+        assert turn.prefilling and turn.on_prefill and turn.on_decode, "a finished turn was prefilled"
+        done: PrefillDone | None = None
+        try:
+            async with asyncio.timeout(self._control_timeout):
+                done = await asyncio.shield(turn.prefilling)
+        except (RingserveError, TimeoutError) as error:
+            log.warning("prefill ring %s lost the KV of %s: %s", turn.prefill.name, turn.sequence_id, error)
+        await self._settle_prefill(turn, len(turn.prompt) if done and turn.is_kept else 0)
+        if not turn.is_kept:
+            return 0
+        await self._leave_other_rings(turn)
+        on_prefill, on_decode = turn.on_prefill.incarnation, turn.on_decode.incarnation
+        conversation.tokens = np.concatenate([turn.prompt, np.asarray(outcome.token_ids, dtype=np.int64)])
+        conversation.num_turns += 1
+        conversation.epoch += 1
+        conversation.prefill = (
+            Placement(group=turn.prefill.name, incarnation=on_prefill, shards=done.shards) if done else None
+        )
+        conversation.decode = Placement(group=turn.decode.name, incarnation=on_decode, shards=outcome.shards)
+        return outcome.kv_tokens
+
+    async def _roll_back(self, turn: RunningTurn) -> int:
+        """The conversation is as before the turn; of its KV, what agreed with the turn's prompt is still there."""
+        conversation = turn.conversation
+        kept_on_prefill = turn.on_prefill.kept_tokens if turn.on_prefill and turn.is_kept else 0
+        kept_on_decode = turn.on_decode.kept_tokens if turn.on_decode and turn.is_kept else 0
+        await self._settle_prefill(turn, kept_on_prefill)
+        conversation.epoch += 1
+        conversation.prefill = conversation.prefill and conversation.prefill.cut(kept_on_prefill)
+        conversation.decode = conversation.decode and conversation.decode.cut(kept_on_decode)
+        return kept_on_decode
+
+    async def _settle_prefill(self, turn: RunningTurn, keep_tokens: int) -> None:
+        port = self._peers.prefill(turn.prefill.registration.endpoint)
+        try:
+            if turn.prefilling is not None and not turn.prefilling.done():
+                await port.abort_turn(turn.turn_id, TurnCancelled("the turn ended"))
+            await port.settle(turn.sequence_id, turn.turn_id, keep_tokens)
+        except RingserveError as error:
+            log.warning("prefill ring %s could not settle %s: %s", turn.prefill.name, turn.turn_id, error)
+        if turn.prefilling is not None:
+            turn.prefilling.cancel()
+            await asyncio.gather(turn.prefilling, return_exceptions=True)
+
+    def _close(self, turn: RunningTurn, keep: int) -> None:
+        del self._running[turn.turn_id]
+        del self._turn_of_request[turn.request.request_id]
+        turn.prefill.num_turns -= 1
+        turn.decode.num_turns -= 1
+        self._conversations.close(turn.conversation)
+        self._ended[turn.turn_id] = keep
+        while len(self._ended) > MAX_REMEMBERED:
+            self._ended.popitem(last=False)
+
+    async def _leave_other_rings(self, turn: RunningTurn) -> None:
+        """Where the conversation has moved, its KV on the rings it came from is of no more use."""
+        old = turn.conversation
+        left = Conversation(
+            old.conversation_id,
+            prefill=old.prefill if old.prefill and old.prefill.group != turn.prefill.name else None,
+            decode=old.decode if old.decode and old.decode.group != turn.decode.name else None,
+        )
+        await self.free(left)
+
+    async def free(self, conversation: Conversation) -> None:
+        """Free an idle conversation's KV wherever it lies. A ring that cannot be told has lost it anyway."""
+        for role, placement in (("prefill", conversation.prefill), ("decode", conversation.decode)):
+            group = self._groups.named(role, placement.group) if placement else None
+            if group is None:
+                continue
+            endpoint = group.registration.endpoint
+            port = self._peers.prefill(endpoint) if role == "prefill" else self._peers.decode(endpoint)
+            try:
+                await port.settle(conversation.conversation_id, "", 0)
+            except RingserveError as error:
+                log.warning("ring %s could not free %s: %s", group.name, conversation.conversation_id, error)

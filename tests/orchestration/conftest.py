@@ -1,0 +1,28 @@
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.workers.models import Oracle, save_model
+
+KINDS = ("llama_gqa", "llama_mha", "qwen3", "mistral")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread_a_rank() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def model_paths(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
+    """A model directory of every kind."""
+    return {kind: save_model(kind, tmp_path_factory.mktemp(kind)) for kind in KINDS}
+
+
+@pytest.fixture(scope="session")
+def oracles(model_paths: Mapping[str, Path]) -> Mapping[str, Oracle]:
+    """Each of the models as transformers runs it."""
+    return {kind: Oracle(path) for kind, path in model_paths.items()}

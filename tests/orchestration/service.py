@@ -1,0 +1,158 @@
+"""A whole service in one process: router, leaders and ranks as they are, with threads for Ray and calls for gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+
+from orchestration.decode_leader import DecodeLeader
+from orchestration.inprocess import ThreadRanks
+from orchestration.planner import Planner, PlannerSettings
+from orchestration.prefill_leader import PrefillLeader
+from orchestration.ring import GroupSettings
+from orchestration.router import Router, RouterSettings
+from orchestration.turn import BegunTurn, FinishedEvent, PrefillReport, PromptMode, TokensEvent, TurnRequest
+from workers.model_info import read_model_info
+from workers.steps import Sampling
+
+BLOCK_TOKENS = 4
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A finished turn."""
+
+    token_ids: list[int]
+    begun: BegunTurn
+    report: PrefillReport
+    finished: FinishedEvent
+
+
+class DirectPeers:
+    """`Peers` by plain reference; an endpoint is the group's name."""
+
+    def __init__(self) -> None:
+        self.leaders: dict[str, PrefillLeader | DecodeLeader] = {}
+
+    def prefill(self, endpoint: str) -> PrefillLeader:
+        leader = self.leaders[endpoint]
+        assert isinstance(leader, PrefillLeader)
+        return leader
+
+    def decode(self, endpoint: str) -> DecodeLeader:
+        leader = self.leaders[endpoint]
+        assert isinstance(leader, DecodeLeader)
+        return leader
+
+
+class Service:
+    """An async context: rings of `num_prefill` and `num_decode` ranks with NaN in every unwritten KV slot."""
+
+    def __init__(
+        self,
+        model_path: Path,
+        num_prefill: int,
+        num_decode: int,
+        *,
+        selector: str = "auto",
+        num_blocks: int = 2048,
+        chunk_tokens: int = 4096,
+        max_batch: int = 8,
+        max_waiting: int = 256,
+    ) -> None:
+        self.model = read_model_info(model_path)
+        self.peers = DirectPeers()
+        self._planner = Planner(self.model, PlannerSettings(selector=selector))
+        router_settings = RouterSettings(max_positions=self.model.max_positions)
+        self.router = Router(router_settings, self._planner, self.peers)
+        self.prefill_ranks = ThreadRanks(poisoned=True)
+        self.decode_ranks = ThreadRanks(poisoned=True)
+
+        def settings(role: str, num_ranks: int) -> GroupSettings:
+            return GroupSettings(
+                role=role,
+                name=f"{role}-0",
+                num_ranks=num_ranks,
+                model_path=str(model_path),
+                num_blocks=num_blocks,
+                block_tokens=BLOCK_TOKENS,
+                chunk_tokens=chunk_tokens,
+                max_batch=max_batch,
+                max_waiting=max_waiting,
+            )
+
+        register = self.router.register_group
+        self.prefill = PrefillLeader(settings("prefill", num_prefill), self.prefill_ranks, self.peers, register)
+        self.decode = DecodeLeader(settings("decode", num_decode), self.decode_ranks, self.router, register)
+        self.peers.leaders = {"prefill-0": self.prefill, "decode-0": self.decode}
+        self._numbers = itertools.count()
+
+    async def __aenter__(self) -> Service:
+        await asyncio.gather(*(leader.start(name) for name, leader in self.peers.leaders.items()))
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await asyncio.gather(*(leader.close() for leader in self.peers.leaders.values()))
+        await self.router.close()
+
+    def select(self, selector: str) -> None:
+        """Choose another selector for the turns that follow."""
+        self._planner.selector = selector
+
+    def request(
+        self,
+        prompt: Sequence[int],
+        *,
+        max_tokens: int = 5,
+        conversation: str = "",
+        mode: PromptMode = PromptMode.WHOLE_HISTORY,
+        temperature: float = 0.0,
+        seed: int = 0,
+        stop_token_ids: tuple[int, ...] = (),
+        deadline: float = 60.0,
+    ) -> TurnRequest:
+        return TurnRequest(
+            request_id=f"request-{next(self._numbers)}",
+            conversation_id=conversation,
+            prompt_mode=mode,
+            token_ids=np.asarray(prompt, dtype=np.int64),
+            sampling=Sampling(
+                temperature=temperature, seed=seed, max_tokens=max_tokens, stop_token_ids=stop_token_ids
+            ),
+            deadline_seconds=deadline,
+        )
+
+    async def answer(self, request: TurnRequest) -> Answer:
+        """Run one turn to its end, as a gateway does."""
+        begun = await self.router.begin_turn(request)
+        tokens: list[int] = []
+        report: PrefillReport | None = None
+        async with aclosing(self.peers.decode(begun.decode_endpoint).stream_turn(begun.turn_id)) as events:
+            async for event in events:
+                if isinstance(event, PrefillReport):
+                    report = event
+                elif isinstance(event, TokensEvent):
+                    tokens.extend(event.token_ids)
+                else:
+                    assert report is not None
+                    return Answer(tokens, begun, report, event)
+        raise AssertionError("the stream ended without a finish")
+
+    def free_blocks(self) -> list[int]:
+        """Free KV blocks of every rank of both rings."""
+        return [
+            rank.free_blocks for leader in (self.prefill, self.decode) for rank in leader.ring.pool.usage()
+        ]
+
+    def check_integrity(self) -> None:
+        for leader in (self.prefill, self.decode):
+            leader.ring.pool.check_integrity()
