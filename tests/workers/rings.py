@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -27,6 +28,7 @@ from workers.steps import (
     RankInfo,
     RankSpec,
     RemoveSequence,
+    RingSpec,
     Sampling,
     SequencePrefill,
 )
@@ -64,8 +66,17 @@ class Turn:
 class LocalRing:
     """Started rank workers over an in-process ring. Caches are poisoned; blocks are handed out in random order."""
 
-    def __init__(self, model_path: Path | str, num_ranks: int, *, num_blocks: int = 512, max_batch: int = 8) -> None:
+    def __init__(
+        self,
+        model_path: Path | str,
+        num_ranks: int,
+        *,
+        num_blocks: int = 512,
+        max_batch: int = 8,
+        is_joined: bool = False,
+    ) -> None:
         self.num_ranks = num_ranks
+        self.incarnation = f"test-0@{id(self)}"
         self.workers = [RankWorker() for _ in range(num_ranks)]
         self._threads = ThreadPoolExecutor(num_ranks, thread_name_prefix="rank")
         self._free = [random.Random(rank).sample(range(num_blocks), num_blocks) for rank in range(num_ranks)]
@@ -80,31 +91,38 @@ class LocalRing:
                 group="test-0",
                 rank=rank,
                 num_ranks=num_ranks,
-                incarnation=f"test-0@{id(self)}",
+                incarnation=self.incarnation,
                 model_path=str(model_path),
                 num_blocks=num_blocks,
                 block_tokens=BLOCK_TOKENS,
                 max_batch=max_batch,
             )
             info = worker.start(spec, poisoned=True)
-            worker.attach(self.transports[rank])
+            if not is_joined:
+                worker.attach(self.transports[rank])
             return info
 
         self.infos = [start(worker, rank) for rank, worker in enumerate(self.workers)]
-        self.incarnation = f"test-0@{id(self)}"
+        if is_joined:
+            port = self.workers[0].open_store("127.0.0.1")
+            meeting = RingSpec(host="127.0.0.1", port=port, name="test", timeout_seconds=WAIT_SECONDS)
+            self.together(lambda worker, _: worker.join(meeting))
 
     def __enter__(self) -> LocalRing:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with ThreadPoolExecutor(self.num_ranks) as threads:
-            self.together(lambda worker, _: worker.stop(), threads)
+        self.beside(lambda worker, _: worker.stop())
         self._threads.shutdown()
 
-    def together(self, call: Callable[[RankWorker, int], T], threads: ThreadPoolExecutor | None = None) -> list[T]:
-        """Call something on every rank at the same time; raises the first failure."""
-        pool = threads or self._threads
-        futures = [pool.submit(call, worker, rank) for rank, worker in enumerate(self.workers)]
+    def together(self, call: Callable[[RankWorker, int], T]) -> list[T]:
+        """Call something on the compute thread of every rank at the same time; raises the first failure."""
+        futures = [self._threads.submit(call, worker, rank) for rank, worker in enumerate(self.workers)]
+        return [future.result(WAIT_SECONDS) for future in futures]
+
+    def beside(self, call: Callable[[RankWorker, int], T]) -> list[T]:
+        """Call something on every rank while the compute threads may be decoding."""
+        futures = [run_in_thread(partial(call, worker, rank)) for rank, worker in enumerate(self.workers)]
         return [future.result(WAIT_SECONDS) for future in futures]
 
     def open(self, name: str, max_tokens: int) -> Conversation:
