@@ -61,7 +61,7 @@ class TorchRing(PointToPointRing):
             for message in sends:
                 started.append((self._group.send([message.tensor], message.peer, DATA_TAG), message.peer))
         except RuntimeError as error:
-            raise self.fail(f"rank {self.rank} lost the ring: {error}") from error
+            raise self.fail(f"rank {self.rank} lost the ring") from error
         return Operations(self, started)
 
     def fail(self, reason: str) -> Unavailable:
@@ -105,7 +105,7 @@ class Operations:
                     work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
             except RuntimeError as error:
                 late = " after its deadline" if time.monotonic() >= deadline else ""
-                raise self._ring.fail(f"rank {self._ring.rank} lost rank {peer}{late}: {error}") from error
+                raise self._ring.fail(f"rank {self._ring.rank} lost rank {peer}{late}") from error
 
 
 def connect_ring(
@@ -143,7 +143,7 @@ def connect_ring(
         address = own_address(host, found.port)
         return TorchRing(_join_gloo(prefixed, rank, size, address, deadline), timeout_seconds, store)
     except RuntimeError as error:
-        raise Unavailable(f"rank {rank} cannot join ring {name!r} of {size} at {host}:{port}: {error}") from error
+        raise Unavailable(f"rank {rank} cannot join ring {name!r} of {size} at {host}:{port}") from error
 
 
 def _join_gloo(store: Store, rank: int, size: int, address: str, deadline: float) -> Group:

@@ -1,0 +1,133 @@
+"""How long a prefill step takes on a ring, predicted from rates measured on that ring. Pure Python, no torch.
+
+T new tokens, P cached ones, N ranks, H query heads, K key/value heads, D head dimension, L layers, e bytes per element.
+
+    seconds = linear(T / N) + L * (N * a + (N - 1) * max(0, x - a) + all_to_all + overhead)
+
+a is the attention of one ring iteration, x the time of its message: what of x exceeds a is exposed. The form is that
+of arXiv 2411.01783, 3.5 and appendix A, to whose published times it was fitted; every rate is the caller's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cp_core.errors import ConfigError
+
+PASS_KV = "pass_kv"
+PASS_Q = "pass_q"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelShape:
+    """The sizes of a model, or of one tensor-parallel share of it. Partials return in fp32 whatever its dtype is; only
+    a comparison with published times of another system sets `partial_bytes`.
+    """
+
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    element_bytes: int
+    partial_bytes: int = 4
+
+    @property
+    def linear_flops_per_token(self) -> int:
+        """Of all layers: the projections of q, k, v and the output, and the three matrices of a gated MLP."""
+        q_and_out = 2 * self.hidden_size * self.num_heads * self.head_dim
+        k_and_v = 2 * self.hidden_size * self.num_kv_heads * self.head_dim
+        mlp = 3 * self.hidden_size * self.intermediate_size
+        return 2 * self.num_layers * (q_and_out + k_and_v + mlp)
+
+    @property
+    def head_flops(self) -> int:
+        """Logits of one token: prefill needs those of the last token alone."""
+        return 2 * self.hidden_size * self.vocab_size
+
+    def attention_flops(self, new_tokens: int, cached_tokens: int) -> int:
+        """Of one layer: each new token over all cached ones, itself and the new ones before it."""
+        pairs = new_tokens * cached_tokens + new_tokens * (new_tokens + 1) // 2
+        return 4 * self.num_heads * self.head_dim * pairs
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rates:
+    """What one rank does: FLOP/s in matrix products and in attention, bytes/s in each direction of a busy link,
+    seconds to start a message, and seconds a layer that nothing else explains.
+    """
+
+    gemm_flops: float
+    attention_flops: float
+    link_bytes_per_second: float
+    link_latency_seconds: float
+    layer_overhead_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("gemm_flops", "attention_flops", "link_bytes_per_second"):
+            if not getattr(self, name) > 0.0:
+                raise ConfigError(f"{name} is {getattr(self, name)}; allowed is any rate above 0")
+        for name in ("link_latency_seconds", "layer_overhead_seconds"):
+            if not getattr(self, name) >= 0.0:
+                raise ConfigError(f"{name} is {getattr(self, name)}; allowed is 0 or more")
+
+    def message_seconds(self, num_bytes: float) -> float:
+        """One message of a ring hop, or the messages of an all-to-all that share a rank's link."""
+        return self.link_latency_seconds + num_bytes / self.link_bytes_per_second if num_bytes else 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefillCost:
+    """Predicted seconds of a step over all layers. `hidden_seconds` of communication pass behind attention."""
+
+    linear_seconds: float
+    attention_seconds: float
+    exposed_seconds: float
+    hidden_seconds: float
+    all_to_all_seconds: float
+    overhead_seconds: float
+
+    @property
+    def total_seconds(self) -> float:
+        return (
+            self.linear_seconds
+            + self.attention_seconds
+            + self.exposed_seconds
+            + self.all_to_all_seconds
+            + self.overhead_seconds
+        )
+
+
+def predict_prefill(
+    model: ModelShape, rates: Rates, num_ranks: int, algorithm: str, new_tokens: int, cached_tokens: int
+) -> PrefillCost:
+    """The cost of T new tokens after P cached ones that lie evenly over the ranks.
+
+    Raises ConfigError if `algorithm` is neither "pass_kv" nor "pass_q".
+    """
+    if algorithm not in (PASS_KV, PASS_Q):
+        raise ConfigError(f"algorithm is {algorithm!r}; allowed are {PASS_KV}, {PASS_Q}")
+    # The fullest rank sets the pace: its chunks hold the remainder.
+    local_tokens = -(-new_tokens // num_ranks)
+    local_stored = -(-(new_tokens + cached_tokens) // num_ranks)
+    hops = num_ranks - 1
+
+    iteration = model.attention_flops(new_tokens, cached_tokens) / num_ranks**2 / rates.attention_flops
+    if algorithm == PASS_KV:
+        hop_bytes = 2 * local_stored * model.num_kv_heads * model.head_dim * model.element_bytes
+        return_bytes = 0
+    else:
+        hop_bytes = local_tokens * model.num_heads * model.head_dim * model.element_bytes
+        return_bytes = hops * local_tokens * model.num_heads * (model.head_dim + 1) * model.partial_bytes
+    message = rates.message_seconds(hop_bytes)
+    exposed = hops * max(0.0, message - iteration)
+    return PrefillCost(
+        linear_seconds=(local_tokens * model.linear_flops_per_token + model.head_flops) / rates.gemm_flops,
+        attention_seconds=model.num_layers * num_ranks * iteration,
+        exposed_seconds=model.num_layers * exposed,
+        hidden_seconds=model.num_layers * (hops * message - exposed),
+        all_to_all_seconds=model.num_layers * rates.message_seconds(return_bytes),
+        overhead_seconds=model.num_layers * rates.layer_overhead_seconds,
+    )
