@@ -4,32 +4,86 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cp_core.cost_model import PASS_KV, PASS_Q, ModelShape, Rates, predict_prefill
 from cp_core.layout import TokenRange
+from cp_core.selector import EmpiricalFit, Turn, select
 from orchestration.turn import CachedSource, GroupRegistration, Plan, PromptMode
-from workers.steps import Algorithm, ModelInfo
+from workers.steps import Algorithm, ModelInfo, RingRates
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannerSettings:
+    """`compute_flops` and `link_bytes_per_second` are C and BW, per rank; 0 takes what the ring measured at its start.
+
+    `fit` holds the constants of the empirical selector, which has no defaults: they belong to one cluster.
+    """
+
     selector: str = "auto"
     compute_flops: float = 0.0
     link_bytes_per_second: float = 0.0
-    alpha: float = -1.059
-    beta: float = 1.145
-    gamma: float = 12.112
+    fit: EmpiricalFit | None = None
 
 
 class Planner:
+    """Plans for one model. `selector` may be changed between turns; allowed are `cp_core.selector.POLICIES`."""
+
     def __init__(self, model: ModelInfo, settings: PlannerSettings) -> None:
         self.selector = settings.selector
+        self._settings = settings
+        self._shape = ModelShape(
+            num_layers=model.num_layers,
+            hidden_size=model.hidden_size,
+            intermediate_size=model.intermediate_size,
+            num_heads=model.num_heads,
+            num_kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            vocab_size=model.vocab_size,
+            element_bytes=model.element_bytes,
+        )
 
-    def plan(self, *, num_tokens: int, kept_on_prefill: int, kept_on_decode: int, prefill: GroupRegistration, decode: GroupRegistration, mode: PromptMode) -> Plan:
+    def plan(
+        self,
+        *,
+        num_tokens: int,
+        kept_on_prefill: int,
+        kept_on_decode: int,
+        prefill: GroupRegistration,
+        decode: GroupRegistration,
+        mode: PromptMode,
+    ) -> Plan:
+        """The plan of a turn of `num_tokens` prompt tokens whose beginnings both rings have kept."""
         cached = max(kept_on_prefill, kept_on_decode)
-        sources = []
-        if kept_on_prefill:
-            sources.append(CachedSource(source="kept_on_prefill", tokens=TokenRange(0, kept_on_prefill)))
-        if cached > kept_on_prefill:
-            sources.append(CachedSource(source="pulled_from_decode", tokens=TokenRange(kept_on_prefill, cached)))
-        new = num_tokens - cached
-        algorithm = Algorithm.PASS_Q if self.selector == "pass_q" or (self.selector == "auto" and new * 4 < num_tokens) else Algorithm.PASS_KV
-        return Plan(algorithm=algorithm, reason="x", new_tokens=new, cached_tokens=cached, prefill_ring=prefill.name, decode_ring=decode.name, prefill_ranks=prefill.num_ranks, decode_ranks=decode.num_ranks, cached_sources=tuple(sources), predicted_prefill_seconds=0.0, alternatives=(), prompt_mode=mode)
+        turn = Turn(new_tokens=num_tokens - cached, cached_tokens=cached, num_ranks=prefill.num_ranks)
+        rates = self._rates(prefill.rates)
+        selection = select(self.selector, turn, self._shape, rates, self._settings.fit)
+        predicted = {name: self._predict(name, turn, rates) for name in (PASS_KV, PASS_Q)}
+        sources = (
+            CachedSource(source="kept_on_prefill", tokens=TokenRange(0, kept_on_prefill)),
+            CachedSource(source="pulled_from_decode", tokens=TokenRange(kept_on_prefill, cached)),
+        )
+        return Plan(
+            algorithm=Algorithm(selection.algorithm),
+            reason=selection.reason,
+            new_tokens=turn.new_tokens,
+            cached_tokens=cached,
+            prefill_ring=prefill.name,
+            decode_ring=decode.name,
+            prefill_ranks=prefill.num_ranks,
+            decode_ranks=decode.num_ranks,
+            cached_sources=tuple(source for source in sources if len(source.tokens)),
+            predicted_prefill_seconds=predicted[selection.algorithm],
+            alternatives=tuple(item for item in predicted.items() if item[0] != selection.algorithm),
+            prompt_mode=mode,
+        )
+
+    def _rates(self, measured: RingRates) -> Rates:
+        return Rates(
+            gemm_flops=measured.gemm_flops,
+            attention_flops=self._settings.compute_flops or measured.attention_flops,
+            link_bytes_per_second=self._settings.link_bytes_per_second or measured.link_bytes_per_second,
+            link_latency_seconds=measured.link_latency_seconds,
+        )
+
+    def _predict(self, algorithm: str, turn: Turn, rates: Rates) -> float:
+        cost = predict_prefill(self._shape, rates, turn.num_ranks, algorithm, turn.new_tokens, turn.cached_tokens)
+        return cost.total_seconds

@@ -14,9 +14,9 @@ from typing import Any, get_type_hints
 import yaml
 
 from cp_core.errors import ConfigError
+from cp_core.selector import POLICIES
 
 ENV_PREFIX = "RINGSERVE_"
-SELECTORS = ("auto", "alg1", "alg5", "empirical", "pass_kv", "pass_q")
 DTYPES = ("float32", "bfloat16", "float16")
 DEVICES = ("cpu", "cuda")
 
@@ -72,15 +72,16 @@ class RouterConfig:
     """How a turn's algorithm is selected.
 
     `compute_flops` (C, FLOP/s per rank) and `link_bytes_per_second` (BW) feed Algorithms 1 and 5; 0 takes what the
-    ring measured when it started. alpha, beta, gamma are the empirical selector's constants (natural logarithm).
+    ring measured when it started. alpha, beta and gamma are the constants of the empirical selector (natural
+    logarithm); they are fitted on one cluster, so there are no defaults that work.
     """
 
     selector: str = "auto"
     compute_flops: float = 0.0
     link_bytes_per_second: float = 0.0
-    alpha: float = -1.059
-    beta: float = 1.145
-    gamma: float = 12.112
+    alpha: float = 0.0
+    beta: float = 0.0
+    gamma: float = 0.0
     max_conversations: int = 10_000
     listen: str = "127.0.0.1:0"
 
@@ -181,7 +182,7 @@ def _section(name: str, kind: type[Any], values: Mapping[str, Any]) -> Any:
 def _check(config: Config) -> None:
     _among("model.dtype", config.model.dtype, DTYPES)
     _among("model.device", config.model.device, DEVICES)
-    _among("router.selector", config.router.selector, SELECTORS)
+    _among("router.selector", config.router.selector, POLICIES)
     for name, pool in (("prefill", config.prefill), ("decode", config.decode)):
         _within(f"{name}.groups", pool.groups, 1, 1024)
         _within(f"{name}.cp", pool.cp, 1, 64)
@@ -193,6 +194,9 @@ def _check(config: Config) -> None:
     _within("kv_cache.block_tokens", config.kv_cache.block_tokens, 1, 4096)
     _within("kv_cache.tokens_per_rank", config.kv_cache.tokens_per_rank, config.kv_cache.block_tokens, 1 << 30)
     _within("router.max_conversations", config.router.max_conversations, 1, 1 << 24)
+    router = config.router
+    if router.selector == "empirical" and router.alpha == router.beta == router.gamma == 0:
+        raise ConfigError("router.selector: 'empirical' needs router.alpha, beta and gamma, fitted on this cluster")
     for key in ("compute_flops", "link_bytes_per_second"):
         _within(f"router.{key}", getattr(config.router, key), 0, 1e30)
     for item in fields(config.timeouts):

@@ -7,6 +7,7 @@ import contextlib
 import logging
 from dataclasses import dataclass
 
+from cp_core.selector import EmpiricalFit
 from orchestration.actors import RayRanks
 from orchestration.decode_leader import DecodeLeader
 from orchestration.group import GroupLeader
@@ -54,9 +55,7 @@ class RunningRouter:
                 selector=router.selector,
                 compute_flops=router.compute_flops,
                 link_bytes_per_second=router.link_bytes_per_second,
-                alpha=router.alpha,
-                beta=router.beta,
-                gamma=router.gamma,
+                fit=EmpiricalFit(alpha=router.alpha, beta=router.beta, gamma=router.gamma),
             ),
         )
         settings = RouterSettings(
