@@ -14,7 +14,7 @@ from cp_core.backends.torch_cpu import TorchCpuFlash
 from cp_core.inprocess import InProcessRing
 from cp_core.layout import PrefillLayout
 from cp_core.prefill import KvRun, PrefillPlan, SequencePlan, ring_prefill
-from cp_core.transport import RingTransport, TransportStats
+from cp_core.transport import RingTransport, TransportStats, Work
 from tests.oracles import Tokens
 
 Answer = TypeVar("Answer")
@@ -34,6 +34,31 @@ def on_every_rank(transports: Sequence[RingTransport], act: Callable[[RingTransp
     with ThreadPoolExecutor(len(transports)) as pool:
         futures = [pool.submit(guarded, transport) for transport in transports]
         return [future.result(timeout=60) for future in futures]
+
+
+class PoisoningTransport:
+    """Fills every tensor that will be received with NaN first: what no message brings would show in the result."""
+
+    def __init__(self, inner: RingTransport) -> None:
+        self._inner = inner
+        self.rank = inner.rank
+        self.size = inner.size
+        self.stats = inner.stats
+
+    def exchange(self, send: torch.Tensor, dst: int, recv: torch.Tensor, src: int) -> Work:
+        return self._inner.exchange(send, dst, recv.fill_(torch.nan), src)
+
+    def all_to_all(self, send: Sequence[torch.Tensor], recv: Sequence[torch.Tensor]) -> Work:
+        return self._inner.all_to_all(send, [each.fill_(torch.nan) for each in recv])
+
+    def gather_all(self, send: torch.Tensor, recv: Sequence[torch.Tensor]) -> Work:
+        return self._inner.gather_all(send, [each if each is send else each.fill_(torch.nan) for each in recv])
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> Work:
+        return self._inner.broadcast(tensor if source == self.rank else tensor.fill_(torch.nan), source)
+
+    def close(self) -> None:
+        self._inner.close()
 
 
 @dataclass(frozen=True)
@@ -80,7 +105,7 @@ def prefill_on_threads(
 ) -> PrefillResult:
     """`ring_prefill` over the given ring, or else an in-process one of `size` ranks."""
     plan = PrefillPlan(tuple(sequence.plan for sequence in sequences))
-    transports = transports or InProcessRing(size).transports
+    transports = [PoisoningTransport(each) for each in transports or InProcessRing(size).transports]
     shape = sequences[0].tokens if sequences else Tokens(*(torch.zeros(0, 2, 64),) * 3)
 
     def act(transport: RingTransport) -> torch.Tensor:
@@ -103,12 +128,15 @@ def prefill_on_threads(
         )
 
     outs = on_every_rank(transports, act)
-    joined = [torch.full((each.layout.num_tokens, *each.tokens.q.shape[1:]), torch.nan) for each in sequences]
+    joined = [
+        torch.full((each.layout.num_tokens, *each.tokens.q.shape[1:]), torch.nan, dtype=each.tokens.q.dtype)
+        for each in sequences
+    ]
     for rank, out in enumerate(outs):
         at = 0
         for each, whole in zip(sequences, joined, strict=True):
             positions = torch.tensor(each.new_positions(rank), dtype=torch.long) - each.layout.start
-            whole[positions] = out[at : at + len(positions)].to(whole.dtype)
+            whole[positions] = out[at : at + len(positions)]
             at += len(positions)
         assert at == out.shape[0]
     return PrefillResult(joined, [transport.stats for transport in transports])
