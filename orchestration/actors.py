@@ -95,7 +95,8 @@ class RayRank:
     async def _call(self, group: str, method: str, timeout: float | None, *arguments: Any) -> Any:
         reference = getattr(self._actor, group).remote(method, *arguments)
         try:
-            return await asyncio.wait_for(asyncio.wrap_future(reference.future()), timeout)
+            async with asyncio.timeout(timeout):  # wait_for of Python 3.11 can swallow a cancellation
+                return await asyncio.wrap_future(reference.future())
         except TimeoutError:
             raise Unavailable(f"{self._name} did not answer {method} within {timeout:.0f} s") from None
         except RayTaskError as error:
@@ -172,7 +173,8 @@ class RayRanks:
         """Raises Unavailable when the cluster has no room for the whole ring."""
         group = self._group = placement_group([dict(self._resources)] * num_ranks, strategy=self._strategy)
         try:
-            await asyncio.wait_for(asyncio.wrap_future(group.ready().future()), timeout)
+            async with asyncio.timeout(timeout):
+                await asyncio.wrap_future(group.ready().future())
         except TimeoutError:
             await self.close()
             raise Unavailable(

@@ -6,13 +6,17 @@ lost answer is asked for again and no token is seen twice.
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from cp_core.errors import RingserveError
 from orchestration.decode_turn import DecodeTurn
 from orchestration.ports import RankPort
-from workers.steps import DecodeEvent, RemoveSequence
+from workers.steps import DecodeCommand, DecodeEvent, RemoveSequence
+
+log = logging.getLogger(__name__)
 
 POLL_SECONDS = 2.0
 
@@ -32,6 +36,8 @@ class DecodeBatch:
         self._on_event = on_event
         self._waiting: deque[DecodeTurn] = deque()
         self._running: dict[str, DecodeTurn] = {}
+        self._submitting = asyncio.Lock()  # fair: commands reach the loop in the order in which they were given
+        self._submissions: set[asyncio.Task[None]] = set()
 
     @property
     def num_running(self) -> int:
@@ -52,18 +58,37 @@ class DecodeBatch:
             self._waiting.remove(turn)
             return
         if turn.turn_id in self._running:
-            await self._lead.submit([RemoveSequence(sequence_id=turn.turn_id)], self._timeout)
+            await self._submit([RemoveSequence(sequence_id=turn.turn_id)])
             await turn.left_batch.wait()
 
     async def _fill(self) -> None:
-        admitted = []
+        admitted: list[DecodeCommand] = []
         while self._waiting and len(self._running) < self._max_batch:
             turn = self._waiting.popleft()
             turn.in_batch = True
             self._running[turn.turn_id] = turn
             admitted.append(turn.admission())
         if admitted:
-            await self._lead.submit(admitted, self._timeout)
+            await self._submit(admitted)
+
+    async def _submit(self, commands: Sequence[DecodeCommand]) -> None:
+        """Hand commands to the loop, in order, and also when the caller is cancelled.
+
+        A removal that overtook its admission would remove nothing, and admissions may be those of other turns.
+        """
+        submission = asyncio.create_task(self._submit_in_order(commands))
+        self._submissions.add(submission)
+        submission.add_done_callback(self._submitted)
+        await asyncio.shield(submission)
+
+    async def _submit_in_order(self, commands: Sequence[DecodeCommand]) -> None:
+        async with self._submitting:
+            await self._lead.submit(commands, self._timeout)
+
+    def _submitted(self, submission: asyncio.Task[None]) -> None:
+        self._submissions.discard(submission)
+        if not submission.cancelled() and submission.exception() is not None:
+            log.warning("commands did not reach the decode loop: %s", submission.exception())
 
     async def read(self) -> None:
         """Read events for as long as the ring lives; raises what ended it."""

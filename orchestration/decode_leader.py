@@ -241,10 +241,13 @@ class DecodeLeader(GroupLeader):
         """Cut an idle sequence to its first `keep_tokens` tokens; 0 frees it."""
         self.ring.pool.settle(sequence_id, turn_id, keep_tokens)
 
+    @property
+    def num_running(self) -> int:
+        """Turns in the decode batch."""
+        return self._batch.num_running if self._batch else 0
+
     async def get_status(self) -> GroupStatus:
-        batch = self._batch
-        running = batch.num_running if batch else 0
-        return self.status_with(running=running, waiting=len(self._turns) - running)
+        return self.status_with(running=self.num_running, waiting=len(self._turns) - self.num_running)
 
     # --- ends --------------------------------------------------------------------------------------------------------
 

@@ -54,7 +54,19 @@ class GroupLeader(ABC):
             rates=ring.rates,
             capacity_tokens=ring.pool.capacity_tokens,
         )
+        self.spawn(self._stay_announced(registration))
         await self._announce(registration)
+
+    async def _stay_announced(self, registration: GroupRegistration) -> None:
+        """Tell the router again and again: it may have been restarted, or have taken one lost call for our end."""
+        while True:
+            await asyncio.sleep(self.settings.announce_interval)
+            if not self.ring.is_serving(registration.incarnation):
+                return
+            try:
+                await self._announce(registration)
+            except RingserveError as error:
+                log.warning("ring %s could not announce itself: %s", self.settings.name, error)
 
     @abstractmethod
     async def fail_all(self, error: RingserveError) -> None:

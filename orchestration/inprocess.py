@@ -49,7 +49,8 @@ class ThreadRank:
         if self._is_dead:
             raise Unavailable(f"rank {self._rank} died")
         try:
-            return await asyncio.wait_for(asyncio.get_running_loop().run_in_executor(pool, call), timeout)
+            async with asyncio.timeout(timeout):  # wait_for of Python 3.11 can swallow a cancellation
+                return await asyncio.get_running_loop().run_in_executor(pool, call)
         except TimeoutError:
             raise Unavailable(f"rank {self._rank} did not answer within {timeout} s") from None
         except RingserveError:

@@ -187,8 +187,12 @@ class PrefillLeader(GroupLeader):
         log.warning("turn %s was never settled by the router; its KV is freed now", request.turn_id)
         self.spawn(self.settle(request.sequence_id, request.turn_id, 0))
 
+    @property
+    def is_computing(self) -> bool:
+        return self._turn_at_work.locked()
+
     async def get_status(self) -> GroupStatus:
-        return self.status_with(running=int(self._turn_at_work.locked()), waiting=self._num_waiting)
+        return self.status_with(running=int(self.is_computing), waiting=self._num_waiting)
 
     async def fail_all(self, error: RingserveError) -> None:
         for turn in self._turns.values():

@@ -26,6 +26,9 @@ from workers.steps import ModelInfo, RankInfo, RankSpec, RingRates, RingSpec
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
+MAX_RETRY_PAUSE = 30.0
+"""Seconds; pauses between attempts to rebuild double up to here."""
+
 
 class RingState(StrEnum):
     """See the module's diagram."""
@@ -61,6 +64,8 @@ class GroupSettings:
     stuck_timeout: float = 60.0
     watch_interval: float = 1.0
     attach_timeout: float = 30.0
+    announce_interval: float = 2.0
+    retry_pause: float = 0.5
 
 
 async def gather_all(calls: Iterable[Awaitable[T]]) -> list[T]:
@@ -131,11 +136,15 @@ class Ring:
             raise Unavailable(f"ring {self.settings.name} was rebuilt during the turn; retry")
 
     async def start(self) -> None:
-        """Make the ranks and wait until they serve. Raises what kept a rank from starting, e.g. ModelRefused."""
+        """Make the ranks and wait until they serve. Raises what kept a rank from starting, e.g. ModelRefused.
+
+        A ring that did not start is closed.
+        """
         try:
             await self._build()
+            await self._on_ready()
         except BaseException:
-            await self._factory.close()
+            await self.close()
             raise
 
     async def _build(self) -> None:
@@ -151,13 +160,14 @@ class Ring:
         )
         await gather_first_error(rank.join(meeting, settings.start_timeout) for rank in ranks)
         rates = await gather_first_error(rank.probe(settings.start_timeout) for rank in ranks)
+        if self.state is RingState.CLOSED:
+            raise Unavailable(f"ring {settings.name} was closed while it started")
         self.ranks, self.infos, self.rates, self.incarnation = ranks, infos, rates[0], incarnation
         self.pool = KvPool(settings.num_ranks, settings.num_blocks, settings.block_tokens)
         self.state = RingState.READY
         self._watch = [asyncio.create_task(self._watch_rank(rank, incarnation)) for rank in ranks]
         if settings.role == "decode":
             self._watch += [asyncio.create_task(self._watch_loop(rank, incarnation)) for rank in ranks]
-        await self._on_ready()
 
     def _spec(self, rank: int, incarnation: str) -> RankSpec:
         settings = self.settings
@@ -214,19 +224,38 @@ class Ring:
         started = time.monotonic()
         await self._end_watch()
         await self._on_lost(Unavailable(f"ring {self.settings.name} lost a rank and is being rebuilt: {error}"))
-        pause = 0.5
+        if not await self._build_until_ready():
+            return
+        self.rebuilds += 1
+        log.info("ring %s rebuilt in %.1f s", self.settings.name, time.monotonic() - started)
+        # A rank may be lost again from here on: that is another rebuild, by another task.
+        try:
+            await self._on_ready()
+        except RingserveError as failure:
+            log.warning("ring %s is rebuilt and could not say so: %s", self.settings.name, failure)
+
+    async def _build_until_ready(self) -> bool:
+        """False where the ring was closed meanwhile."""
+        pause = self.settings.retry_pause
         while self.state is RingState.REBUILDING:
             await gather_all(rank.kill() for rank in self.ranks)
             await self._factory.close()
             try:
                 await self._build()
-            except RingserveError as failure:
-                log.warning("rebuilding ring %s failed, trying again in %.1f s: %s", self.settings.name, pause, failure)
+            except Exception as failure:  # whatever it is: a ring that gave up in silence would never serve again
+                trace = None if isinstance(failure, RingserveError) else failure
+                log.warning(
+                    "rebuilding ring %s failed, trying again in %.1f s: %s",
+                    self.settings.name,
+                    pause,
+                    failure,
+                    exc_info=trace,
+                )
                 await asyncio.sleep(pause)
-                pause = min(2 * pause, 30.0)
+                pause = min(2 * pause, MAX_RETRY_PAUSE)
             else:
-                self.rebuilds += 1
-                log.info("ring %s rebuilt in %.1f s", self.settings.name, time.monotonic() - started)
+                return True
+        return False
 
     async def _end_watch(self) -> None:
         current = asyncio.current_task()

@@ -211,6 +211,11 @@ class Router:
         await asyncio.gather(*(self._abort_on_decode(turn, error) for turn in found.values() if turn is not None))
         return [name for name, turn in found.items() if turn], [name for name, turn in found.items() if not turn]
 
+    @property
+    def num_running(self) -> int:
+        """Turns begun and not ended."""
+        return len(self._turns)
+
     async def get_conversation(self, conversation_id: str) -> ConversationView:
         return self._conversations.get(conversation_id).view()
 
