@@ -54,9 +54,11 @@ def run(options: argparse.Namespace) -> int:
             f"--name: a cluster named {options.name!r} runs already (pid {running.pid}, gateway {running.gateway}); "
             f"choose another name or 'ringserve down --name {options.name}'"
         )
+    if options.ready_file is not None and not options.ready_file.absolute().parent.is_dir():
+        raise ConfigError(f"--ready-file: {options.ready_file} cannot be written, its directory does not exist")
     if options.detach:
         return _detach(options, config.timeouts.start)
-    set_up_logs("up")
+    set_up_logs("up", config.logs.level)
     stopped = threading.Event()
 
     def ask_to_stop(number: int, frame: FrameType | None) -> None:
@@ -139,6 +141,10 @@ def _detach(options: argparse.Namespace, start_timeout: float) -> int:
             else:
                 raise Unavailable(f"the cluster did not start: {_last_reason(log_path)} (log: {log_path})")
         text = ready.read_text(encoding="utf-8")
+    except KeyboardInterrupt:
+        process.terminate()
+        process.wait(60)
+        raise
     finally:
         ready.unlink(missing_ok=True)
         ready.parent.rmdir()
