@@ -14,7 +14,9 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,33 @@ NAMESPACE = "ringserve"
 ROUTER_NAME = "router"
 GATEWAY_STOP_SECONDS = 10.0
 POLL_SECONDS = 0.2
+RESTART_SECONDS = 1.0
+"""Least time between two starts of one leader: one that cannot start must not keep the machine busy with trying."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Leader:
+    """A leader's actor. `serves` answers when its ring serves or has failed to, `lives` only by failing."""
+
+    host: LeaderHost
+    actor: Any
+    serves: Any
+    lives: Any
+    started_at: float
+
+    def failure(self) -> str:
+        """Why it has to be started again, or nothing."""
+        if _is_done(self.lives):
+            return "died"
+        if not _is_done(self.serves):
+            return ""
+        try:
+            ray.get(self.serves)
+        except RayTaskError as error:
+            return f"could not start its ring: {error.cause}"
+        except RayError:
+            return "died"
+        return ""
 
 
 class LocalCluster:
@@ -45,7 +74,8 @@ class LocalCluster:
         self._config = config
         self._progress = progress
         self._temp = Path(tempfile.mkdtemp(prefix="ringserve-"))
-        self._leaders: dict[str, tuple[LeaderHost, Any, Any]] = {}  # name -> (host, actor, its wait_forever)
+        self._leaders: dict[str, _Leader] = {}
+        self._num_leaders_made = 0
         self._router: Any = None
         self._gateway: subprocess.Popen[bytes] | None = None
         self.gateway_address = ""
@@ -76,10 +106,11 @@ class LocalCluster:
             for index in range(pool.groups)
         ]
         self._progress(f"starting {len(hosts)} rings")
-        started = [(host, self._make_leader(host)) for host in hosts]
-        for host, reference in started:
-            self._result(reference)
-            self._progress(f"ring {host.name} serves")
+        for host in hosts:
+            self._make_leader(host)
+        for leader in self._leaders.values():
+            self._result(leader.serves)
+            self._progress(f"ring {leader.host.name} serves")
         self._start_gateway(path)
         self._progress(f"gateway serves at {self.gateway_address}")
 
@@ -98,10 +129,13 @@ class LocalCluster:
             logging_level=logging.WARNING,
         )
 
-    def _make_leader(self, host: LeaderHost) -> Any:
-        actor = host_actor(host.name, host)
-        self._leaders[host.name] = (host, actor, actor.wait_forever.remote())
-        return actor.start.remote()
+    def _make_leader(self, host: LeaderHost) -> None:
+        # Ray frees the name of a dead actor when it likes: the successor gets another.
+        self._num_leaders_made += 1
+        actor = host_actor(f"{host.name}-{self._num_leaders_made}", host)
+        self._leaders[host.name] = _Leader(
+            host, actor, actor.start.remote(), actor.wait_forever.remote(), time.monotonic()
+        )
 
     def _result(self, reference: Any) -> Any:
         timeout = self._config.timeouts.start + self._config.timeouts.control
@@ -126,6 +160,7 @@ class LocalCluster:
             *("--model", str(model_path)),
             *("--dtype", config.model.dtype),
             *("--max-seconds", str(config.gateway.max_seconds)),
+            *("--log-level", config.logs.level),
         ]
         # A session of its own: Ctrl-C reaches this process alone, which then ends the gateway in order.
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
@@ -141,16 +176,21 @@ class LocalCluster:
         """Until `stopped`: start again a leader or gateway that died. Raises Unavailable when the router died."""
         router = self._router.wait_forever.remote()
         while not stopped.wait(POLL_SECONDS):
-            lost = [name for name, (_, _, alive) in self._leaders.items() if _is_done(alive)]
-            for name in lost:
-                log.warning("the leader of ring %s died and is started again", name)
-                self._make_leader(self._leaders[name][0])
+            for leader in list(self._leaders.values()):
+                self._restart_if_lost(leader)
             if _is_done(router):
                 raise Unavailable("the router died; conversations are lost, start the cluster again")
             gateway = self._gateway
             if gateway is not None and gateway.poll() is not None:
                 log.warning("the gateway died (exit %s) and is started again", gateway.returncode)
                 self._start_gateway(resolve_model_path(self._config.model.path))
+
+    def _restart_if_lost(self, leader: _Leader) -> None:
+        reason = leader.failure()
+        if reason and time.monotonic() - leader.started_at > RESTART_SECONDS:
+            log.warning("the leader of ring %s %s; it is started again", leader.host.name, reason)
+            ray.kill(leader.actor)
+            self._make_leader(leader.host)
 
     def stop(self) -> None:
         """End everything that `start` began. Idempotent; safe after a start that failed half way."""
@@ -163,7 +203,7 @@ class LocalCluster:
         shutil.rmtree(self._temp, ignore_errors=True)
 
     def _stop_actors(self) -> None:
-        stops = [actor.stop.remote() for _, actor, _ in self._leaders.values()]
+        stops = [leader.actor.stop.remote() for leader in self._leaders.values()]
         if self._router is not None:
             stops.append(self._router.stop.remote())
         done, late = ray.wait(stops, num_returns=len(stops), timeout=GATEWAY_STOP_SECONDS) if stops else ([], [])
