@@ -26,6 +26,9 @@ from workers.steps import ModelInfo
 log = logging.getLogger(__name__)
 Context = grpc.aio.ServicerContext[Any, Any]
 
+UNSETTLED = ("cancelled", "unavailable")
+"""Outcomes after which the router may still take the turn for running: it is told, once more than needed perhaps."""
+
 
 def package_version() -> str:
     try:
@@ -86,7 +89,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             raise
         finally:
             self._metrics.ended(outcome)
-            if outcome == "cancelled" and request_id:
+            if outcome in UNSETTLED and request_id:
                 self._abort_soon(request_id)
 
     def _note_plan(self, request_id: str, prompt_tokens: int, plan: Plan) -> None:
@@ -104,7 +107,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         )
 
     def _abort_soon(self, request_id: str) -> None:
-        """The client hung up, perhaps before its stream had reached the decode ring."""
+        """The client hung up, perhaps before its stream had reached the decode ring; or that ring's leader died."""
         task = asyncio.create_task(self._abort(request_id))
         self._aborts.add(task)
         task.add_done_callback(self._aborts.discard)
