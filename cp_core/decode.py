@@ -34,22 +34,22 @@ def sharded_decode(
     assert len(shards) == batch, f"{len(shards)} shards for a batch of {batch}"
     if not batch:
         return torch.empty_like(q)
-    local = [_attend_shard(q[row : row + 1], runs, backend, scale) for row, runs in enumerate(shards)]
-    if transport.size == 1:
-        return torch.cat([finished_out(part) for part in local]).to(q.dtype)
     buffers = [PartialBuffer(batch, num_heads, head_dim, q.device) for _ in range(transport.size)]
     own = buffers[transport.rank]
-    own.fill(local)
-    transport.gather_all(own.flat, [buffer.flat for buffer in buffers]).wait()
-    return merge([Partial(buffer.out, buffer.lse) for buffer in buffers]).out.to(q.dtype)
+    own.fill([_attend_shard(q[row : row + 1], runs, backend, scale) for row, runs in enumerate(shards)])
+    if transport.size > 1:
+        transport.gather_all(own.flat, [buffer.flat for buffer in buffers]).wait()
+    return finished_out(merge([Partial(buffer.out, buffer.lse) for buffer in buffers])).to(q.dtype)
 
 
 def _attend_shard(q_1hd: torch.Tensor, runs: Sequence[KvRun], backend: AttentionBackend, scale: float) -> Partial:
-    merged: Accumulator | None = None
-    for run in runs:
-        if run.k.shape[0]:
-            part = backend.partial_attention(q_1hd, run.k, run.v, causal=False, scale=scale)
-            if merged is None:
-                merged = Accumulator()
-            merged.add(part)
-    return empty_partial(q_1hd) if merged is None else merged.result()
+    """The part of one rank. A single run, the common case, is left to the last merge to check."""
+    filled = [run for run in runs if run.k.shape[0]]
+    if len(filled) == 1:
+        return backend.partial_attention(q_1hd, filled[0].k, filled[0].v, causal=False, scale=scale)
+    if not filled:
+        return empty_partial(q_1hd)
+    merged = Accumulator()
+    for run in filled:
+        merged.add(backend.partial_attention(q_1hd, run.k, run.v, causal=False, scale=scale))
+    return merged.result()

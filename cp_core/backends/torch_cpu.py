@@ -42,11 +42,11 @@ class TorchCpuFlash:
             return empty_partial(q)
         # A single query sees a single key whether the call is causal or not; so does folding.
         folded = num_heads != num_kv_heads and num_tokens <= MAX_FOLDED_TOKENS and (not causal or num_tokens == 1)
-        q_bhtd = _fold(q.float(), num_kv_heads) if folded else q.float().transpose(0, 1)[None]
+        q_bhtd = _fold(q.float(), num_kv_heads) if folded else q.float().transpose(0, 1).unsqueeze(0)
         out_bhtd, lse_bht = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q_bhtd,
-            k.float().transpose(0, 1)[None],
-            v.float().transpose(0, 1)[None],
+            k.float().transpose(0, 1).unsqueeze(0),
+            v.float().transpose(0, 1).unsqueeze(0),
             0.0,
             causal and not folded,
             scale=scale,
