@@ -7,7 +7,6 @@ lost answer is asked for again and no token is seen twice.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -15,8 +14,6 @@ from cp_core.errors import RingserveError
 from orchestration.decode_turn import DecodeTurn
 from orchestration.ports import RankPort
 from workers.steps import DecodeCommand, DecodeEvent, RemoveSequence
-
-log = logging.getLogger(__name__)
 
 POLL_SECONDS = 2.0
 
@@ -38,6 +35,7 @@ class DecodeBatch:
         self._running: dict[str, DecodeTurn] = {}
         self._submitting = asyncio.Lock()  # fair: commands reach the loop in the order in which they were given
         self._submissions: set[asyncio.Task[None]] = set()
+        self._failure: BaseException | None = None
 
     @property
     def num_running(self) -> int:
@@ -87,14 +85,19 @@ class DecodeBatch:
 
     def _submitted(self, submission: asyncio.Task[None]) -> None:
         self._submissions.discard(submission)
-        if not submission.cancelled() and submission.exception() is not None:
-            log.warning("commands did not reach the decode loop: %s", submission.exception())
+        if not submission.cancelled():
+            self._failure = self._failure or submission.exception()
 
     async def read(self) -> None:
-        """Read events for as long as the ring lives; raises what ended it."""
+        """Read events for as long as the ring lives; raises what ended it.
+
+        Commands that were lost end it too: who is in the loop's batch is then unknown.
+        """
         cursor = 0
         while True:
             batch = await self._lead.poll(cursor, POLL_SECONDS, POLL_SECONDS + self._timeout)
+            if self._failure is not None:
+                raise self._failure
             cursor = batch.stop
             left = False
             for event in batch.events:

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cp_core.errors import CapacityExceeded
+from cp_core.errors import Busy, CapacityExceeded
 from cp_core.layout import ShardMap
 from orchestration.block_allocator import BlockAllocator
 from orchestration.turn import RankKvUsage
@@ -48,12 +48,19 @@ class KvPool:
         return self._sequences.get(sequence_id)
 
     def pin(self, sequence_id: str, turn_id: str, match_tokens: int) -> SequenceKv:
-        """Take a sequence for a turn, cut to its first `match_tokens` tokens; a new one starts empty."""
+        """Take a sequence for a turn, cut to its first `match_tokens` tokens; a new one starts empty.
+
+        Raises Busy while another turn has it pinned: that turn may have ended already and be about to settle.
+        """
         sequence = self._sequences.get(sequence_id)
         if sequence is None:
             sequence = SequenceKv(sequence_id, ShardMap.empty(self.num_ranks), [[] for _ in range(self.num_ranks)])
             self._sequences[sequence_id] = sequence
-        assert sequence.pinned_by in (None, turn_id), f"{sequence_id} is pinned by {sequence.pinned_by}"
+        if sequence.pinned_by not in (None, turn_id):
+            raise Busy(
+                f"conversation_id: {sequence_id!r} is busy until turn {sequence.pinned_by!r} has settled; "
+                f"retry in a moment"
+            )
         sequence.pinned_by = turn_id
         self._sequences.move_to_end(sequence_id)
         self._cut(sequence, match_tokens)
@@ -86,7 +93,9 @@ class KvPool:
         sequence = self._sequences.get(sequence_id)
         if sequence is None or sequence.pinned_by not in (None, turn_id):
             return
-        sequence.pinned_by = None
+        if sequence.pinned_by is not None:
+            sequence.pinned_by = None
+            self._sequences.move_to_end(sequence_id)  # a long turn was in use until now
         self._cut(sequence, keep_tokens)
         if not sequence.shards.num_tokens:
             self._drop(sequence)

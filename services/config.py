@@ -19,6 +19,7 @@ from cp_core.selector import POLICIES
 ENV_PREFIX = "RINGSERVE_"
 DTYPES = ("float32", "bfloat16", "float16")
 DEVICES = ("cpu", "cuda")
+LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +108,13 @@ class TimeoutConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LogConfig:
+    """What every process writes to standard error: nothing below `level`."""
+
+    level: str = "info"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Config:
     """Everything `ringserve up` needs."""
 
@@ -117,6 +125,7 @@ class Config:
     router: RouterConfig = field(default_factory=RouterConfig)
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
     timeouts: TimeoutConfig = field(default_factory=TimeoutConfig)
+    logs: LogConfig = field(default_factory=LogConfig)
 
     def __post_init__(self) -> None:
         _check(self)
@@ -136,13 +145,24 @@ def load_config(
     for name, text in environment.items():
         if name.startswith(ENV_PREFIX) and "__" in name:
             section, _, key = name[len(ENV_PREFIX) :].lower().partition("__")
-            values.setdefault(section, {})[key] = yaml.safe_load(text)
+            values.setdefault(section, {})[key] = _from_text(section, key, text)
     for name, text in (overrides or {}).items():
         section, dot, key = name.partition(".")
         if not dot:
             raise ConfigError(f"{name}: overrides are written section.key=value, e.g. prefill.cp=2")
-        values.setdefault(section, {})[key] = yaml.safe_load(text)
+        values.setdefault(section, {})[key] = _from_text(section, key, text)
     return config_from(values)
+
+
+def _from_text(section: str, key: str, text: str) -> Any:
+    """A value of the environment or the command line: as it stands where a text is wanted, else read as YAML."""
+    kind = get_type_hints(Config).get(section)
+    if kind is None or get_type_hints(kind).get(key) is str:
+        return text
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{section}.{key}: {text!r} is not a valid value") from error
 
 
 def _read_file(path: Path) -> dict[str, dict[str, Any]]:
@@ -150,11 +170,19 @@ def _read_file(path: Path) -> dict[str, dict[str, Any]]:
         content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except OSError as error:
         raise ConfigError(f"config: {path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"config: {path} is not UTF-8 text") from error
     except yaml.YAMLError as error:
-        raise ConfigError(f"config: {path} is not valid YAML: {str(error).splitlines()[0]}") from error
+        raise ConfigError(f"config: {path} is not valid YAML: {_yaml_fault(error)}") from error
     if not isinstance(content, dict) or not all(isinstance(part, dict) for part in content.values()):
         raise ConfigError(f"config: {path} must hold sections of keys, e.g. prefill: {{cp: 2}}")
     return {str(section): dict(part) for section, part in content.items()}
+
+
+def _yaml_fault(error: yaml.YAMLError) -> str:
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        return f"line {error.problem_mark.line + 1}: {error.problem}"
+    return str(error).splitlines()[0]
 
 
 def config_from(values: Mapping[str, Mapping[str, Any]]) -> Config:
@@ -169,18 +197,28 @@ def config_from(values: Mapping[str, Mapping[str, Any]]) -> Config:
 def _section(name: str, kind: type[Any], values: Mapping[str, Any]) -> Any:
     types = get_type_hints(kind)
     allowed = [item.name for item in fields(kind)]
-    for key, value in values.items():
+    for key in values:
         if key not in allowed:
             raise ConfigError(f"{name}.{key}: no such key; allowed are {', '.join(allowed)}")
-        wanted = types[key]
-        fits = isinstance(value, (int, float) if wanted is float else wanted) and not isinstance(value, bool)
-        if not fits:
-            raise ConfigError(f"{name}.{key}: {value!r} is not of type {wanted.__name__}")
-    return kind(**{key: float(value) if types[key] is float else value for key, value in values.items()})
+    return kind(**{key: _typed(f"{name}.{key}", value, types[key]) for key, value in values.items()})
+
+
+def _typed(name: str, value: Any, wanted: type[Any]) -> Any:
+    if wanted is float and not isinstance(value, bool):
+        try:
+            return float(value)  # also of a text: YAML 1.1 takes 5e14 for one
+        except (TypeError, ValueError, OverflowError):
+            pass
+    elif isinstance(value, wanted) and not isinstance(value, bool):
+        return value
+    raise ConfigError(f"{name}: {value!r} is not of type {wanted.__name__}")
 
 
 def _check(config: Config) -> None:
+    if not config.model.path:
+        raise ConfigError("model.path: '' is not allowed; give a model directory or builtin:tiny")
     _among("model.dtype", config.model.dtype, DTYPES)
+    _among("logs.level", config.logs.level, LOG_LEVELS)
     _among("model.device", config.model.device, DEVICES)
     _among("router.selector", config.router.selector, POLICIES)
     for name, pool in (("prefill", config.prefill), ("decode", config.decode)):
@@ -199,6 +237,8 @@ def _check(config: Config) -> None:
         raise ConfigError("router.selector: 'empirical' needs router.alpha, beta and gamma, fitted on this cluster")
     for key in ("compute_flops", "link_bytes_per_second"):
         _within(f"router.{key}", getattr(config.router, key), 0, 1e30)
+    for key in ("alpha", "beta", "gamma"):
+        _within(f"router.{key}", getattr(config.router, key), -1e6, 1e6)
     for item in fields(config.timeouts):
         _within(f"timeouts.{item.name}", getattr(config.timeouts, item.name), 0.1, 86_400)
     _within("gateway.max_seconds", config.gateway.max_seconds, 0.1, 86_400)
@@ -221,5 +261,5 @@ def _within(key: str, value: float, low: float, high: float) -> None:
 
 def _address(key: str, value: str) -> None:
     host, colon, port = value.rpartition(":")
-    if not (host and colon and port.isdigit() and int(port) < 65536):
+    if not (host and colon and port.isascii() and port.isdigit() and len(port) <= 5 and int(port) < 65536):
         raise ConfigError(f"{key}: {value!r} is no address; write HOST:PORT, e.g. 127.0.0.1:50051")

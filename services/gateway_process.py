@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -38,6 +39,7 @@ class GatewaySettings:
     model: str
     dtype: str
     max_seconds: float
+    log_level: str = "info"
     follow_stdin: bool = False
 
 
@@ -58,7 +60,8 @@ async def serve(settings: GatewaySettings) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopped.set)
     if settings.follow_stdin:
-        loop.add_reader(sys.stdin.fileno(), lambda: stopped.set() if not sys.stdin.buffer.read1() else None)
+        descriptor = sys.stdin.fileno()
+        loop.add_reader(descriptor, lambda: None if os.read(descriptor, 4096) else stopped.set())
     metrics_address = _serve_metrics(settings.metrics, metrics)
     address = await server.start(settings.listen)
     print(json.dumps({"gateway": address, "metrics": metrics_address}), flush=True)
@@ -80,7 +83,7 @@ def _serve_metrics(address: str, metrics: GatewayMetrics) -> str:
 
 def run_gateway(settings: GatewaySettings) -> int:
     """Exit status: 0 after an ordinary end, 1 after one sentence on standard error."""
-    set_up_logs("gateway")
+    set_up_logs("gateway", settings.log_level)
     try:
         asyncio.run(serve(settings))
     except RingserveError as error:
@@ -95,6 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for option in ("--listen", "--metrics", "--router", "--model", "--dtype"):
         parser.add_argument(option, required=True)
     parser.add_argument("--max-seconds", type=float, required=True)
+    parser.add_argument("--log-level", required=True)
     parser.add_argument("--follow-stdin", action="store_true")
     return run_gateway(GatewaySettings(**vars(parser.parse_args(arguments))))
 

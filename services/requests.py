@@ -57,11 +57,12 @@ class RequestReader:
             ids = self._codec.encode_chat(_messages(request.chat))
         elif kind == "tokenized":
             ids = np.fromiter(request.tokenized.input_ids, dtype=np.int64)
-            self._check_vocabulary("input.tokenized.input_ids", ids)
         else:
             raise InvalidRequest("input: none given; send text, tokenized or chat")
         if not len(ids):
             raise InvalidRequest(f"input.{kind}: the prompt has 0 tokens, at least 1 is needed")
+        # Also of a text: a tokenizer may know tokens that the model has no embedding for.
+        self._check_vocabulary("input.tokenized.input_ids" if kind == "tokenized" else f"input.{kind}", ids)
         return ids
 
     def _check_vocabulary(self, field: str, ids: TokenIds) -> None:

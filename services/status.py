@@ -17,6 +17,9 @@ T = TypeVar("T")
 ERROR_KEY = "ringserve-error"
 """Trailing metadata that names the error class, so that a peer raises what was raised."""
 
+MAX_MESSAGE = 600
+"""Characters; each may take up to 12 bytes of the metadata that carries it."""
+
 CODES: dict[type[RingserveError], grpc.StatusCode] = {
     errors.InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
     errors.NotFound: grpc.StatusCode.NOT_FOUND,
@@ -54,8 +57,13 @@ def error_from(failure: grpc.aio.AioRpcError, peer: str) -> RingserveError:
 
 
 async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: RingserveError) -> NoReturn:
-    await context.abort(code_of(error), str(error), ((ERROR_KEY, type(error).__name__),))
+    await context.abort(code_of(error), _shortened(str(error)), ((ERROR_KEY, type(error).__name__),))
     raise AssertionError("abort does not return")
+
+
+def _shortened(message: str) -> str:
+    """A message may quote what a client sent; of trailing metadata over 8 KiB only a refusal would reach the client."""
+    return message if len(message) <= MAX_MESSAGE else message[: MAX_MESSAGE - 4] + " ..."
 
 
 async def _abort_internal(context: grpc.aio.ServicerContext[Any, Any]) -> NoReturn:

@@ -43,7 +43,10 @@ class TextCodec:
         return np.asarray(ids, dtype=np.int64)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+        """Without the clean-up of spaces that some tokenizers ask for: it changes text that was sent already."""
+        return str(
+            self._tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        )
 
 
 class IncrementalText:

@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 
+from cp_core.errors import Unavailable
 from orchestration.ports import DecodePort
 from orchestration.turn import BegunTurn, FinishedEvent, PrefillReport, TokensEvent, TurnRequest
 from ringserve.v1 import inference_pb2
@@ -63,6 +64,7 @@ class TurnStream:
                 else:
                     yield self._complete(event)
                     return
+        raise Unavailable(f"the tokens of turn {self._begun.turn_id} ended before the turn did")
 
     def _note_prefill(self, report: PrefillReport) -> None:
         self._plan.prefill_seconds = report.prefill_seconds
