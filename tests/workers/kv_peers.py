@@ -137,6 +137,8 @@ class HandDestination:
 
     def __init__(self) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0))
+        # Connections inherit it: one that is not read takes little, whatever this machine's defaults are.
+        self.listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
         self.listener.settimeout(WAIT_SECONDS)
         self.endpoint = f"127.0.0.1:{self.listener.getsockname()[1]}"
         self.connection: socket.socket | None = None
@@ -175,8 +177,8 @@ class HandDestination:
 
 
 @contextmanager
-def receiving(cache: KvCache, *, incarnation: str = DESTINATION) -> Iterator[KvReceiver]:
-    receiver = KvReceiver(cache, incarnation)
+def receiving(cache: KvCache, *, port: int = 0) -> Iterator[KvReceiver]:
+    receiver = KvReceiver(cache, DESTINATION, port=port)
     try:
         yield receiver
     finally:
@@ -184,8 +186,8 @@ def receiving(cache: KvCache, *, incarnation: str = DESTINATION) -> Iterator[KvR
 
 
 @contextmanager
-def sending(cache: KvCache, *, incarnation: str = SOURCE) -> Iterator[KvSender]:
-    sender = KvSender(cache, incarnation)
+def sending(cache: KvCache) -> Iterator[KvSender]:
+    sender = KvSender(cache, SOURCE)
     try:
         yield sender
     finally:

@@ -32,7 +32,6 @@ from workers.kv_cache import KvCache
 from workers.kv_transfer import KvReceiver, KvSender
 from workers.steps import KvExpect, KvPart, KvSend, TransferReport
 
-
 NUM_BLOCKS_USED = 40
 
 

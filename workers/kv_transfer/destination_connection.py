@@ -6,7 +6,7 @@ import logging
 import socket
 import threading
 
-from cp_core.errors import RingserveError, StaleIncarnation, TransferError, Unavailable
+from cp_core.errors import StaleIncarnation, TransferError, Unavailable
 from workers.kv_transfer.frames import Frame, RefusedFrame, SettledFrame, encode
 from workers.kv_transfer.outgoing import OutgoingTransfer
 from workers.kv_transfer.sockets import parse_endpoint, receive_frame, send_buffers, shut, tune, wait_readable
@@ -35,19 +35,19 @@ class DestinationConnection:
         tune(self._connection, stall_seconds)
         self._lock = threading.Lock()
         self._carried: dict[TransferKey, tuple[OutgoingTransfer, int]] = {}
-        self._is_broken = False
+        self._end_reason: str | None = None
         self._hearing = threading.Thread(target=self._hear, name=f"kv-replies-{endpoint}", daemon=True)
         self._hearing.start()
 
     @property
     def is_broken(self) -> bool:
         with self._lock:
-            return self._is_broken
+            return self._end_reason is not None
 
     def carry(self, transfer: OutgoingTransfer) -> bool:
         """Bind a transfer's fate to this connection. False where the connection is broken already."""
         with self._lock:
-            if self._is_broken:
+            if self._end_reason is not None:
                 return False
             self._carried.setdefault(transfer.key, (transfer, 0))
             return True
@@ -62,8 +62,7 @@ class DestinationConnection:
         try:
             send_buffers(self._connection, [memoryview(encode(frame, payload_bytes)), *payload])
         except OSError as error:
-            self._end(str(error))
-            raise Unavailable(f"the KV receiver at {self._endpoint} is gone: {error}") from error
+            raise self._end(str(error)) from error
 
     def forget(self, transfer: OutgoingTransfer) -> bool:
         """Unbind a transfer that is given up. Whether it was bound."""
@@ -106,13 +105,14 @@ class DestinationConnection:
         else:
             transfer.confirmed(self._endpoint)
 
-    def _end(self, reason: str) -> None:
+    def _end(self, reason: str) -> Unavailable:
+        """End the connection once; returns why it ended, which need not be this reason."""
         with self._lock:
-            if self._is_broken:
-                return
-            self._is_broken = True
+            if self._end_reason is None:
+                self._end_reason = reason
             carried, self._carried = self._carried, {}
+            error = Unavailable(f"the KV receiver at {self._endpoint} is gone: {self._end_reason}")
         shut(self._connection)
         for transfer, _ in carried.values():
-            error: RingserveError = Unavailable(f"the KV receiver at {self._endpoint} is gone: {reason}")
             transfer.fail(error)
+        return error
