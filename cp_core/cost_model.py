@@ -2,10 +2,12 @@
 
 T new tokens, P cached ones, N ranks, H query heads, K key/value heads, D head dimension, L layers, e bytes per element.
 
-    seconds = linear(T / N) + L * (N * a + (N - 1) * max(0, x - a) + all_to_all + overhead)
+    seconds = linear(T / N) + L * (N * a + (N - 1) * (x - o * min(x, a)) + all_to_all + overhead)
 
-a is the attention of one ring iteration, x the time of its message: what of x exceeds a is exposed. The form is that
-of arXiv 2411.01783, 3.5 and appendix A, to whose published times it was fitted; every rate is the caller's.
+a is the attention of one ring iteration, x the time of its message, o how much of the shorter of the two passes behind
+the longer: with o = 1 what of x exceeds a is exposed, as in arXiv 2411.01783, 3.5 and appendix A, to whose published
+times the form was fitted; where the processor that attends also moves the messages, o is less. Every rate is the
+caller's.
 """
 
 from __future__ import annotations
@@ -56,7 +58,8 @@ class ModelShape:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rates:
     """What one rank does: FLOP/s in matrix products and in attention, bytes/s in each direction of a busy link,
-    seconds to start a message, and seconds a layer that nothing else explains.
+    seconds to start a message, seconds a layer that nothing else explains, and the share of communication that can
+    pass behind attention (0 to 1).
     """
 
     gemm_flops: float
@@ -64,6 +67,7 @@ class Rates:
     link_bytes_per_second: float
     link_latency_seconds: float
     layer_overhead_seconds: float = 0.0
+    overlap: float = 1.0
 
     def __post_init__(self) -> None:
         for name in ("gemm_flops", "attention_flops", "link_bytes_per_second"):
@@ -72,6 +76,9 @@ class Rates:
         for name in ("link_latency_seconds", "layer_overhead_seconds"):
             if not getattr(self, name) >= 0.0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; allowed is 0 or more")
+
+        if not 0.0 <= self.overlap <= 1.0:
+            raise ConfigError(f"overlap is {self.overlap}; allowed are 0 to 1")
 
     def message_seconds(self, num_bytes: float) -> float:
         """One message of a ring hop, or the messages of an all-to-all that share a rank's link."""
@@ -122,7 +129,7 @@ def predict_prefill(
         hop_bytes = local_tokens * model.num_heads * model.head_dim * model.element_bytes
         return_bytes = hops * local_tokens * model.num_heads * (model.head_dim + 1) * model.partial_bytes
     message = rates.message_seconds(hop_bytes)
-    exposed = hops * max(0.0, message - iteration)
+    exposed = hops * (message - rates.overlap * min(message, iteration))
     return PrefillCost(
         linear_seconds=(local_tokens * model.linear_flops_per_token + model.head_flops) / rates.gemm_flops,
         attention_seconds=model.num_layers * num_ranks * iteration,

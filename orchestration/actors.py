@@ -7,13 +7,20 @@ own). Ranks belong to the leader that made them and die with it.
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    get_placement_group,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cp_core.errors import RingserveError, Unavailable
@@ -40,6 +47,9 @@ class Hosted(Protocol):
     async def start(self) -> str:
         """Serve; returns the endpoint HOST:PORT."""
 
+    async def measure(self) -> None:
+        """Measure itself, once all that share the machine have started."""
+
     async def stop(self) -> None:
         """Stop serving and free everything. Idempotent."""
 
@@ -53,6 +63,9 @@ class HostActor:
 
     async def start(self) -> str:
         return await self._hosted.start()
+
+    async def measure(self) -> None:
+        await self._hosted.measure()
 
     async def stop(self) -> None:
         await self._hosted.stop()
@@ -171,7 +184,10 @@ class RayRanks:
 
     async def create(self, num_ranks: int, timeout: float) -> Sequence[RayRank]:
         """Raises Unavailable when the cluster has no room for the whole ring."""
-        group = self._group = placement_group([dict(self._resources)] * num_ranks, strategy=self._strategy)
+        self._remove_left_behind()
+        name = f"{self._name}.{uuid.uuid4().hex}"
+        bundles = [dict(self._resources)] * num_ranks
+        group = self._group = placement_group(bundles, strategy=self._strategy, name=name)
         try:
             async with asyncio.timeout(timeout):
                 await asyncio.wrap_future(group.ready().future())
@@ -185,6 +201,12 @@ class RayRanks:
             await self.close()
             raise Unavailable(f"the placement group of ring {self._name} failed: {error}") from error
         return [self._rank(group, index) for index in range(num_ranks)]
+
+    def _remove_left_behind(self) -> None:
+        """Free the places of a leader of this ring that died: Ray keeps them for as long as the cluster lives."""
+        for group in placement_group_table().values():
+            if group["name"].startswith(f"{self._name}.") and group["state"] != "REMOVED":
+                remove_placement_group(get_placement_group(group["name"]))
 
     def _rank(self, group: PlacementGroup, index: int) -> RayRank:
         place = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=index)

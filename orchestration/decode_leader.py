@@ -41,6 +41,9 @@ from workers.steps import DecodeEvent, FinishReason, KvExpect, TransferKey
 
 log = logging.getLogger(__name__)
 
+CAUSE_SECONDS = 1.0
+"""How long a failed hand-off waits to be told why it failed."""
+
 
 class DecodeLeader(GroupLeader):
     """Owns one decode ring. Every turn ends once, through `_end`: finished, failed, cancelled or expired."""
@@ -139,6 +142,8 @@ class DecodeLeader(GroupLeader):
         try:
             reports = await gather_first_error(port.await_kv(turn.key, timeout) for port in self.ring.ranks)
         except RingserveError as error:
+            # A sender seldom gives up without a cause: the router, which learns it now, has the first word.
+            await asyncio.sleep(CAUSE_SECONDS)
             self._end_soon(turn, Unavailable(f"the KV hand-off to ring {self.settings.name} failed: {error}"))
             return
         turn.state = turn.state.to(HandoffState.SEALED)

@@ -35,6 +35,9 @@ class GroupLeader(ABC):
         self.endpoint = endpoint
         await self.ring.start()
 
+    async def measure(self) -> None:
+        """Measure the ring's rates again, now that nothing else starts on its machine. Rings that decode do not."""
+
     async def close(self) -> None:
         """End background work, kill the ranks. Idempotent."""
         for task in self._tasks:
@@ -44,6 +47,11 @@ class GroupLeader(ABC):
 
     async def on_ready(self) -> None:
         """The ring serves, for the first time or again."""
+        self.spawn(self._stay_announced(self.ring.incarnation))
+        await self.announce()
+
+    async def announce(self) -> None:
+        """Tell the router what the ring is and does."""
         ring = self.ring
         registration = GroupRegistration(
             role=self.settings.role,
@@ -54,17 +62,16 @@ class GroupLeader(ABC):
             rates=ring.rates,
             capacity_tokens=ring.pool.capacity_tokens,
         )
-        self.spawn(self._stay_announced(registration))
         await self._announce(registration)
 
-    async def _stay_announced(self, registration: GroupRegistration) -> None:
+    async def _stay_announced(self, incarnation: str) -> None:
         """Tell the router again and again: it may have been restarted, or have taken one lost call for our end."""
         while True:
             await asyncio.sleep(self.settings.announce_interval)
-            if not self.ring.is_serving(registration.incarnation):
+            if not self.ring.is_serving(incarnation):
                 return
             try:
-                await self._announce(registration)
+                await self.announce()
             except RingserveError as error:
                 log.warning("ring %s could not announce itself: %s", self.settings.name, error)
 

@@ -82,6 +82,7 @@ class Planner:
             attention_flops=self._settings.compute_flops or measured.attention_flops,
             link_bytes_per_second=self._settings.link_bytes_per_second or measured.link_bytes_per_second,
             link_latency_seconds=measured.link_latency_seconds,
+            overlap=measured.overlap,
         )
 
     def _predict(self, algorithm: str, turn: Turn, rates: Rates) -> float:

@@ -187,6 +187,12 @@ class PrefillLeader(GroupLeader):
         log.warning("turn %s was never settled by the router; its KV is freed now", request.turn_id)
         self.spawn(self.settle(request.sequence_id, request.turn_id, 0))
 
+    async def measure(self) -> None:
+        """Between two turns."""
+        async with self._turn_at_work:
+            await self.ring.measure()
+        await self.announce()
+
     @property
     def is_computing(self) -> bool:
         return self._turn_at_work.locked()

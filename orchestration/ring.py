@@ -169,6 +169,12 @@ class Ring:
         if settings.role == "decode":
             self._watch += [asyncio.create_task(self._watch_loop(rank, incarnation)) for rank in ranks]
 
+    async def measure(self) -> None:
+        """Let the ranks measure their rates again. The caller sees to it that they do nothing else meanwhile."""
+        self.require_ready()
+        timeout = self.settings.start_timeout
+        self.rates = (await gather_first_error(rank.probe(timeout) for rank in self.ranks))[0]
+
     def _spec(self, rank: int, incarnation: str) -> RankSpec:
         settings = self.settings
         return RankSpec(

@@ -105,14 +105,18 @@ class LocalCluster:
             for role, pool in (("prefill", config.prefill), ("decode", config.decode))
             for index in range(pool.groups)
         ]
-        self._progress(f"starting {len(hosts)} rings")
+        self._progress(f"starting {len(hosts)} rings and a gateway")
+        self._start_gateway(path)
         for host in hosts:
             self._make_leader(host)
         for leader in self._leaders.values():
             self._result(leader.serves)
             self._progress(f"ring {leader.host.name} serves")
-        self._start_gateway(path)
+        self._await_gateway()
         self._progress(f"gateway serves at {self.gateway_address}")
+        for leader in self._leaders.values():
+            # Not while the others start: rates measured on a busy machine would mislead the plans.
+            self._result(leader.actor.measure.remote())
 
     def _start_ray(self) -> None:
         config = self._config
@@ -163,10 +167,11 @@ class LocalCluster:
             *("--log-level", config.logs.level),
         ]
         # A session of its own: Ctrl-C reaches this process alone, which then ends the gateway in order.
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
-        self._gateway = process
-        assert process.stdout is not None
-        line = _read_line(process, self._config.timeouts.start)
+        self._gateway = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+
+    def _await_gateway(self) -> None:
+        assert self._gateway is not None, "no gateway was started"
+        line = _read_line(self._gateway, self._config.timeouts.start)
         if not line:
             raise ConfigError("the gateway did not start; its reason stands above")
         addresses = json.loads(line)
@@ -184,6 +189,7 @@ class LocalCluster:
             if gateway is not None and gateway.poll() is not None:
                 log.warning("the gateway died (exit %s) and is started again", gateway.returncode)
                 self._start_gateway(resolve_model_path(self._config.model.path))
+                self._await_gateway()
 
     def _restart_if_lost(self, leader: _Leader) -> None:
         reason = leader.failure()

@@ -12,7 +12,7 @@ from cp_core.errors import RingserveError
 from ringserve.v1 import inference_pb2
 from services.answer import answer_dict, collect
 from services.client import Client
-from services.config import Config, DecodeConfig, GatewayConfig, KvCacheConfig, PrefillConfig
+from services.config import Config, DecodeConfig, GatewayConfig, KvCacheConfig, LogConfig, PrefillConfig
 from services.text import TextCodec
 
 CONVERSATION = "demo"
@@ -37,15 +37,17 @@ def demo_config() -> Config:
         decode=DecodeConfig(cp=2, max_batch=8),
         kv_cache=KvCacheConfig(tokens_per_rank=16384),
         gateway=GatewayConfig(listen="127.0.0.1:0", metrics="127.0.0.1:0"),
+        logs=LogConfig(level="warning"),
     )
 
 
 def document(codec: TextCodec, num_tokens: int) -> str:
     """Real text of at least `num_tokens` tokens: Python's own reference, which every Python carries."""
     text = ""
-    for name in sorted(topics):
-        text += topics[name]
-        if len(codec.encode(text)) >= num_tokens:
+    for line in "".join(topics[name] for name in sorted(topics)).splitlines(keepends=True):
+        text += line
+        # A token is at most a few characters and at least one byte: count only when it can be enough.
+        if len(text.encode()) >= num_tokens and len(codec.encode(text)) >= num_tokens:
             return text
     raise RingserveError(f"Python's topics have fewer than {num_tokens} tokens")
 

@@ -45,7 +45,7 @@ class RunningRouter:
     """The router behind its door."""
 
     def __init__(self, host: RouterHost) -> None:
-        set_up_logs("router")
+        set_up_logs("router", host.config.logs.level)
         self._listen = host.config.router.listen
         self._peers = GrpcPeers()
         router = host.config.router
@@ -74,6 +74,9 @@ class RunningRouter:
             lambda server: router_pb2_grpc.add_RouterServiceServicer_to_server(servicer, server),
         )
         return await self._server.start(self._listen)
+
+    async def measure(self) -> None:
+        """A router has nothing to measure."""
 
     async def stop(self) -> None:
         if self._server is not None:
@@ -130,7 +133,7 @@ class RunningLeader:
     """A leader behind its door, announcing its ring to the router for as long as it serves."""
 
     def __init__(self, host: LeaderHost) -> None:
-        set_up_logs(host.name)
+        set_up_logs(host.name, host.config.logs.level)
         self._host = host
         self._peers = GrpcPeers()
         self._server: GrpcServer | None = None
@@ -168,6 +171,10 @@ class RunningLeader:
             await server.stop(0)
             raise
         return endpoint
+
+    async def measure(self) -> None:
+        assert self._leader is not None, "the leader has not started"
+        await self._leader.measure()
 
     async def stop(self) -> None:
         if self._server is not None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,7 @@ class StockModel:
     """A model directory as transformers itself runs it, in float32 on the CPU."""
 
     def __init__(self, path: Path) -> None:
+        disable_progress_bar()
         self._model = AutoModelForCausalLM.from_pretrained(str(path), local_files_only=True, dtype=torch.float32).eval()
 
     @torch.inference_mode()

@@ -21,6 +21,8 @@ STORED_TOKENS: Final = 1024
 LINK_BYTES: Final = 4 << 20
 LINK_EXCHANGES: Final = 6
 LATENCY_EXCHANGES: Final = 40
+OVERLAP_EXCHANGES: Final = 5
+MOST_OVERLAP_BYTES: Final = 64 << 20
 # A ring of one sends nothing, and a model that divides by its rates must not meet infinity.
 NO_LINK_BYTES_PER_SECOND: Final = 1e15
 
@@ -30,14 +32,21 @@ def probe_rates(
 ) -> RingRates:
     """Measure this rank and its link to the next one. Collective: every rank calls it at the same time."""
     gemm = _gemm_flops(info, device)
-    attention = _attention_flops(info, device, backend)
+    attend = _attention(info, device, backend)
+    attention_seconds = _best_seconds(attend, device)
+    attention = 4.0 * QUERY_TOKENS * STORED_TOKENS * info.num_heads * info.head_dim / attention_seconds
     if transport.size == 1:
-        bandwidth, latency = NO_LINK_BYTES_PER_SECOND, 0.0
+        bandwidth, latency, overlap = NO_LINK_BYTES_PER_SECOND, 0.0, 1.0
     else:
         latency = _exchange_seconds(transport, 8, LATENCY_EXCHANGES, device)
         bandwidth = LINK_BYTES / max(1e-9, _exchange_seconds(transport, LINK_BYTES, LINK_EXCHANGES, device) - latency)
+        overlap = _overlap(transport, attend, int(bandwidth * attention_seconds), device)
     return RingRates(
-        gemm_flops=gemm, attention_flops=attention, link_bytes_per_second=bandwidth, link_latency_seconds=latency
+        gemm_flops=gemm,
+        attention_flops=attention,
+        link_bytes_per_second=bandwidth,
+        link_latency_seconds=latency,
+        overlap=overlap,
     )
 
 
@@ -50,25 +59,58 @@ def _gemm_flops(info: ModelInfo, device: torch.device) -> float:
     return 2.0 * GEMM_TOKENS * info.hidden_size * info.intermediate_size / seconds
 
 
-def _attention_flops(info: ModelInfo, device: torch.device, backend: AttentionBackend) -> float:
-    """FLOP/s of unmasked partial attention: 4 * T * S * H * D operations."""
+def _attention(info: ModelInfo, device: torch.device, backend: AttentionBackend) -> Callable[[], object]:
+    """Unmasked partial attention: 4 * T * S * H * D operations."""
     dtype = DTYPES[info.dtype]
     q = torch.ones(QUERY_TOKENS, info.num_heads, info.head_dim, dtype=dtype, device=device)
     k = torch.ones(STORED_TOKENS, info.num_kv_heads, info.head_dim, dtype=dtype, device=device)
     scale = info.head_dim**-0.5
-    seconds = _best_seconds(lambda: backend.partial_attention(q, k, k, causal=False, scale=scale), device)
-    return 4.0 * QUERY_TOKENS * STORED_TOKENS * info.num_heads * info.head_dim / seconds
+    return lambda: backend.partial_attention(q, k, k, causal=False, scale=scale)
 
 
-def _exchange_seconds(transport: RingTransport, num_bytes: int, repeats: int, device: torch.device) -> float:
-    """Median time to send `num_bytes` to the next rank while receiving as much from the one before."""
+def _overlap(transport: RingTransport, attend: Callable[[], object], num_bytes: int, device: torch.device) -> float:
+    """How much of the shorter of two works, a message and attention of about its length, vanishes behind the other.
+
+    0 where the cores that attend must move the message as well, 1 where something else moves it. Every rank sends as
+    much as the slowest of them can hide.
+    """
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(transport.size)]
+    own = torch.tensor([max(1, min(num_bytes, MOST_OVERLAP_BYTES))], device=device)
+    transport.gather_all(own, sizes).wait()
+    common = min(int(size) for size in sizes)
+    message = _exchange_seconds(transport, common, OVERLAP_EXCHANGES, device)
+    alone = _median_seconds(attend, OVERLAP_EXCHANGES, device)
+    both = _exchange_seconds(transport, common, OVERLAP_EXCHANGES, device, meanwhile=attend)
+    return min(1.0, max(0.0, (message + alone - both) / min(message, alone)))
+
+
+def _median_seconds(run: Callable[[], object], repeats: int, device: torch.device) -> float:
+    seconds = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        run()
+        _finish(device)
+        seconds.append(time.perf_counter() - start)
+    return sorted(seconds)[repeats // 2]
+
+
+def _exchange_seconds(
+    transport: RingTransport,
+    num_bytes: int,
+    repeats: int,
+    device: torch.device,
+    meanwhile: Callable[[], object] = lambda: None,
+) -> float:
+    """Median time to send `num_bytes` to the next rank while receiving as much from the one before, and computing."""
     send = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     recv = torch.empty_like(send)
     after, before = (transport.rank + 1) % transport.size, (transport.rank - 1) % transport.size
     seconds = []
     for _ in range(repeats):
         start = time.perf_counter()
-        transport.exchange(send, after, recv, before).wait()
+        under_way = transport.exchange(send, after, recv, before)
+        meanwhile()
+        under_way.wait()
         _finish(device)
         seconds.append(time.perf_counter() - start)
     return sorted(seconds)[len(seconds) // 2]

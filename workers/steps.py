@@ -115,12 +115,16 @@ class RingSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RingRates:
-    """What a ring measured of itself at start. FLOP/s per rank, bytes/s per direction, seconds per message."""
+    """What a ring measured of itself. FLOP/s per rank, bytes/s per direction, seconds per message.
+
+    `overlap` is the share of communication that passes behind attention, 0 to 1.
+    """
 
     gemm_flops: float
     attention_flops: float
     link_bytes_per_second: float
     link_latency_seconds: float
+    overlap: float = 1.0
 
 
 # --- KV transfer -----------------------------------------------------------------------------------------------------

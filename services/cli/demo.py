@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from types import FrameType
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -93,23 +94,7 @@ def _play(console: Console, gateway: str, codec: TextCodec, options: argparse.Na
 def _report(
     console: Console, options: argparse.Namespace, turns: list[DemoTurn], verdicts: list[Verdict], seconds: float
 ) -> int:
-    table = Table("turn", "T", "P", "algorithm", "why", "TTFT s", "TTIT ms", "migrated", "pulled", "KV tokens a rank")
-    for turn in turns:
-        plan, answer = turn.answer["plan"], turn.answer
-        ranks = "; ".join(f"{ring} {'+'.join(map(str, held))}" for ring, held in turn.tokens_per_rank.items())
-        table.add_row(
-            turn.title,
-            str(plan["new_tokens"]),
-            str(plan["cached_tokens"]),
-            plan["algorithm"],
-            plan["reason"],
-            f"{answer['ttft_seconds']:.3f}",
-            f"{1000 * answer['ttit_seconds']:.1f}",
-            f"{plan['migrated_bytes'] / 1e6:.1f} MB",
-            f"{plan['pulled_bytes'] / 1e6:.1f} MB",
-            ranks,
-        )
-    console.print(table)
+    console.print(_table(turns))
     for verdict in verdicts:
         outcome = "equal, token for token" if verdict.is_equal else f"DIFFERENT: transformers says {verdict.expected}"
         console.print(f"turn {verdict.title}: {outcome} (closest call {verdict.smallest_lead:.2g} logits)")
@@ -128,3 +113,29 @@ def _report(
         json.dump(report, sys.stdout)
         print()
     return 0 if passed else 1
+
+
+def _table(turns: list[DemoTurn]) -> Table:
+    """One column a turn."""
+    table = Table("", *(turn.title for turn in turns))
+    plans = [turn.answer["plan"] for turn in turns]
+    table.add_row("new tokens T", *(f"{plan['new_tokens']}" for plan in plans))
+    table.add_row("cached tokens P", *(f"{plan['cached_tokens']}" for plan in plans))
+    table.add_row("algorithm", *(plan["algorithm"] for plan in plans))
+    table.add_row("why", *(plan["reason"] for plan in plans))
+    table.add_row("cached from", *(_sources(plan) for plan in plans))
+    table.add_row("predicted prefill", *(f"{plan['predicted_prefill_seconds']:.3f} s" for plan in plans))
+    table.add_row("measured prefill", *(f"{plan['prefill_seconds']:.3f} s" for plan in plans))
+    table.add_row("TTFT", *(f"{turn.answer['ttft_seconds']:.3f} s" for turn in turns))
+    table.add_row("TTIT", *(f"{1000 * turn.answer['ttit_seconds']:.1f} ms" for turn in turns))
+    table.add_row("migrated to decode", *(f"{plan['migrated_bytes'] / 1e6:.2f} MB" for plan in plans))
+    table.add_row("pulled from decode", *(f"{plan['pulled_bytes'] / 1e6:.2f} MB" for plan in plans))
+    for ring in turns[-1].tokens_per_rank:
+        held = ("  ".join(f"{tokens}" for tokens in turn.tokens_per_rank.get(ring, [])) for turn in turns)
+        table.add_row(f"KV tokens per rank, {ring}", *held)
+    return table
+
+
+def _sources(plan: dict[str, Any]) -> str:
+    parts = (f"{item['source']} [{item['start']}, {item['stop']})" for item in plan["cached_sources"])
+    return "\n".join(parts) or "-"

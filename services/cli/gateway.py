@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from services.cli.options import Subcommands
+from services.config import LOG_LEVELS
 
 EXAMPLE = """example:
   ringserve gateway --listen 127.0.0.1:50052 --router 127.0.0.1:41000 --model builtin:tiny
@@ -21,6 +22,7 @@ def add(commands: Subcommands) -> None:
     parser.add_argument("--model", required=True, help="model directory or builtin:tiny")
     parser.add_argument("--dtype", default="float32", help="the rings' dtype (default: float32)")
     parser.add_argument("--max-seconds", type=float, default=600.0, help="longest a turn may take (default: 600)")
+    parser.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="what to log (default: info)")
     parser.set_defaults(run=run)
 
 
@@ -35,5 +37,6 @@ def run(options: argparse.Namespace) -> int:
             model=options.model,
             dtype=options.dtype,
             max_seconds=options.max_seconds,
+            log_level=options.log_level,
         )
     )

@@ -21,6 +21,7 @@ def registration_to(group: GroupRegistration) -> router_pb2.RegisterGroupRequest
             attention_flops=group.rates.attention_flops,
             link_bytes_per_second=group.rates.link_bytes_per_second,
             link_latency_seconds=group.rates.link_latency_seconds,
+            overlap=group.rates.overlap,
         ),
     )
 
@@ -38,6 +39,7 @@ def registration_from(message: router_pb2.RegisterGroupRequest) -> GroupRegistra
             attention_flops=message.rates.attention_flops,
             link_bytes_per_second=message.rates.link_bytes_per_second,
             link_latency_seconds=message.rates.link_latency_seconds,
+            overlap=message.rates.overlap,
         ),
     )
 

@@ -1,0 +1,128 @@
+"""The whole service on this machine: time to first token by ring size, beside transformers; start-up; overheads.
+
+    python bench/service.py --ranks 1,2 --tokens 8192 --runs 5
+
+One thread a rank; transformers has two. Each cluster is started, measured and stopped in turn, `--rounds` times,
+with transformers between them, so that a machine that drifts drifts under all. Prints one JSON object a line: medians,
+with least and most, in seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from ringserve.v1 import inference_pb2
+from services.answer import collect
+from services.client import Client
+from services.cluster import LocalCluster
+from services.config import Config, PrefillConfig
+from services.demo import demo_config
+from workers.builtin_model import resolve_model_path
+
+SMALL_REQUESTS = 40
+SMALL_TOKENS = 16
+DECODE_TOKENS = 128
+LETTERS = range(32, 127)
+
+STOCK = """
+import json, sys, time, torch
+from transformers import AutoModelForCausalLM
+path, threads, tokens, runs = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+torch.set_num_threads(threads)
+model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+seconds = []
+with torch.inference_mode():
+    for run in range(runs + 1):
+        ids = torch.randint(32, 127, (1, tokens), generator=torch.Generator().manual_seed(run))
+        start = time.perf_counter()
+        model(ids, logits_to_keep=1, use_cache=True).logits.argmax()
+        seconds.append(time.perf_counter() - start)
+print(json.dumps(seconds[1:]))
+"""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--ranks", default="1,2", help="prefill ring sizes")
+    parser.add_argument("--tokens", type=int, default=8192, help="new tokens of each prompt")
+    parser.add_argument("--runs", type=int, default=3, help="prompts a round")
+    parser.add_argument("--rounds", type=int, default=2)
+    options = parser.parse_args()
+    sizes = [int(size) for size in options.ranks.split(",")]
+    seen: dict[str, list[float]] = defaultdict(list)
+    for number in range(options.rounds):
+        for cp in sizes:
+            _measure_cluster(seen, cp, options.tokens, options.runs, seed=number)
+        seen["ttft transformers, 2 threads"] += _stock(2, options.tokens, options.runs)
+    for name, values in seen.items():
+        _print(name, values)
+    reference = statistics.median(seen["ttft transformers, 2 threads"])
+    for cp in sizes:
+        ttft = statistics.median(seen[f"ttft cp{cp}"])
+        ratio = {"cp1 over this": statistics.median(seen[f"ttft cp{sizes[0]}"]) / ttft}
+        print(json.dumps({"name": f"cp{cp}", **ratio, "this over transformers": ttft / reference}))
+    return 0
+
+
+def _measure_cluster(seen: dict[str, list[float]], cp: int, tokens: int, runs: int, seed: int) -> None:
+    base = demo_config()
+    config: Config = replace(base, prefill=PrefillConfig(cp=cp, chunk_tokens=max(8192, tokens)))
+    cluster = LocalCluster(config)
+    started = time.perf_counter()
+    try:
+        cluster.start()
+        seen[f"start-up cp{cp}"].append(time.perf_counter() - started)
+        with Client(cluster.gateway_address) as client:
+            _turn(client, _prompt(64, 1), 2)  # whatever is made on first use
+            for run in range(runs):
+                done = _turn(client, _prompt(tokens, 1000 * seed + run), 1)
+                seen[f"ttft cp{cp}"].append(done.ttft_seconds)
+                seen[f"prefill cp{cp}"].append(done.plan.prefill_seconds)
+                seen[f"prefill predicted over measured cp{cp}"].append(
+                    done.plan.predicted_prefill_seconds / done.plan.prefill_seconds
+                )
+            for run in range(SMALL_REQUESTS):
+                done = _turn(client, _prompt(SMALL_TOKENS, run), 1)
+                seen[f"service adds to a request cp{cp}"].append(done.ttft_seconds - done.plan.prefill_seconds)
+            done = _turn(client, _prompt(SMALL_TOKENS, 7), DECODE_TOKENS)
+            seen[f"ttit at {SMALL_TOKENS} tokens cp{cp}+2"].append(done.ttit_seconds)
+    finally:
+        cluster.stop()
+
+
+def _prompt(num_tokens: int, seed: int) -> list[int]:
+    return np.random.default_rng(seed).choice(LETTERS, num_tokens).tolist()
+
+
+def _turn(client: Client, prompt: Sequence[int], max_tokens: int) -> inference_pb2.GenerateComplete:
+    request = inference_pb2.GenerateRequest(
+        tokenized=inference_pb2.TokenizedInput(input_ids=prompt),
+        sampling_params=inference_pb2.SamplingParams(max_tokens=max_tokens),
+    )
+    return collect(client.generate(request, timeout=300))
+
+
+def _stock(threads: int, tokens: int, runs: int) -> list[float]:
+    path = str(resolve_model_path("builtin:tiny"))
+    command = [sys.executable, "-c", STOCK, path, str(threads), str(tokens), str(runs)]
+    done = subprocess.run(command, capture_output=True, check=True, timeout=600)
+    return list(json.loads(done.stdout))
+
+
+def _print(name: str, values: list[float]) -> None:
+    figures = {"median": statistics.median(values), "least": min(values), "most": max(values), "count": len(values)}
+    print(json.dumps({"name": name, **{key: round(value, 5) for key, value in figures.items()}}), flush=True)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
