@@ -122,6 +122,8 @@ class LocalCluster:
         config = self._config
         needed = sum(pool.groups * pool.cp * pool.threads_per_rank for pool in (config.prefill, config.decode))
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        # Ray guards a local cluster by a token, and warns that it does.
+        logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
         ray.init(
             address="local",
             namespace=NAMESPACE,
