@@ -66,6 +66,7 @@ def seen_rows(queries: Shard, keys: Shard) -> tuple[Rows, ...]:
     """The query rows that see any key of `keys`, as the ranges that `attend_pair` answers. None is empty."""
     low, high, both = Rows(0, queries.low), Rows(queries.low, queries.new), Rows(0, queries.new)
     new_rows, num_new = _rows_and_new_keys(queries, keys)
+    ranges: tuple[Rows, ...]
     if not num_new:
         ranges = (both,) if keys.cached else ()
     elif new_rows == both:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -103,7 +104,20 @@ def test_a_ring_of_one_communicates_nothing() -> None:
         assert cost.exposed_seconds == cost.hidden_seconds == cost.all_to_all_seconds == 0.0
 
 
+@given(overlap=st.floats(0.0, 1.0), algorithm=st.sampled_from(["pass_kv", "pass_q"]))
+def test_what_does_not_pass_behind_attention_is_exposed(overlap: float, algorithm: str) -> None:
+    """TINY's message and iteration are of like length, so that the share that hides is the share that is missing."""
+    cost, none, full = (
+        predict_prefill(TINY, replace(RATES, overlap=share), 4, algorithm, 32, 32) for share in (overlap, 0.0, 1.0)
+    )
+    assert none.hidden_seconds == pytest.approx(0.0, abs=1e-12)
+    assert cost.hidden_seconds == pytest.approx(overlap * full.hidden_seconds, abs=1e-12)
+    assert cost.hidden_seconds + cost.exposed_seconds == pytest.approx(none.exposed_seconds)
+
+
 def test_rates_that_cannot_be_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"overlap is 1\.5; allowed are 0 to 1"):
+        replace(RATES, overlap=1.5)
     with pytest.raises(ConfigError, match=r"link_bytes_per_second is 0\.0; allowed is any rate above 0"):
         Rates(gemm_flops=1.0, attention_flops=1.0, link_bytes_per_second=0.0, link_latency_seconds=0.0)
     with pytest.raises(ConfigError, match="link_latency_seconds is nan"):
