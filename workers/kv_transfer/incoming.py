@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import dataclass
 from enum import Enum, auto
 
 import numpy as np
@@ -15,7 +16,7 @@ import torch
 
 from cp_core.errors import RingserveError, TransferError
 from cp_core.layout import coalesce
-from workers.kv_cache import KvCache, runs_of, slots_of
+from workers.kv_cache import KvCache, SlotRun, runs_of, slots_of
 from workers.kv_transfer.frames import LayerFrame
 from workers.steps import KvExpect, TransferReport
 
@@ -27,6 +28,14 @@ class TransferState(Enum):
     STREAMING = auto()
     SEALED = auto()
     ABORTED = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where the tokens of a frame belong: their numbers among the expected ones, and their slots."""
+
+    tokens: npt.NDArray[np.int64] | slice
+    runs: tuple[SlotRun, ...]
 
 
 class IncomingTransfer:
@@ -55,6 +64,7 @@ class IncomingTransfer:
         self._state = TransferState.RESERVED if self._left else TransferState.SEALED
         # One byte for each (layer, head, token): a 256th of the KV it guards, and untouched until it arrives.
         self._arrived: npt.NDArray[np.bool_] = np.zeros((cache.num_layers, cache.num_kv_heads, num_tokens), np.bool_)
+        self._places: dict[tuple[bytes, bytes], _Place] = {}
         self._error: RingserveError | None = None
         self._payload_bytes = 0
         self._began = self._ended = 0.0
@@ -97,17 +107,17 @@ class IncomingTransfer:
         with self._changed:
             self._check_open()
             try:
-                tokens = self._tokens_of(frame)
+                place = self._place_of(frame)
                 arrived = self._arrived[frame.layer, heads]
-                if arrived[:, tokens].any():
+                if arrived[:, place.tokens].any():
                     raise TransferError(
                         f"KV of layer {frame.layer} from position {frame.starts[0]} on arrived twice in {self}"
                     )
             except TransferError as error:
                 self._abort(error)
                 raise
-            cache.write_runs(frame.layer, runs_of(self._slots[tokens]), k, v, heads=heads)
-            arrived[:, tokens] = True
+            cache.write_runs(frame.layer, place.runs, k, v, heads=heads)
+            arrived[:, place.tokens] = True
             self._payload_bytes += payload.nbytes
             self._left -= frame.num_tokens * frame.num_heads
             if not self._left:
@@ -180,8 +190,16 @@ class IncomingTransfer:
         if payload_bytes != needed:
             raise TransferError(f"a frame of {self} has {payload_bytes} bytes where its pieces need {needed}")
 
+    def _place_of(self, frame: LayerFrame) -> _Place:
+        """Where a frame's tokens belong. Every layer brings the same pieces, so they are looked up once."""
+        pieces = (frame.starts.tobytes(), frame.counts.tobytes())
+        if pieces not in self._places:
+            tokens = self._tokens_of(frame)
+            self._places[pieces] = _Place(tokens, runs_of(self._slots[tokens]))
+        return self._places[pieces]
+
     def _tokens_of(self, frame: LayerFrame) -> npt.NDArray[np.int64] | slice:
-        """Which of the expected tokens a frame holds, by their number among them."""
+        """Which of the expected tokens a frame holds, by their number among them. Raises TransferError."""
         stops = frame.starts + frame.counts
         home = np.searchsorted(self._starts, frame.starts, side="right") - 1
         if (home < 0).any() or (stops > self._stops[home]).any():
@@ -210,4 +228,5 @@ class IncomingTransfer:
     def _forget(self) -> None:
         self._slots = self._slots[:0].copy()
         self._arrived = self._arrived[:, :, :0].copy()
+        self._places.clear()
         self._changed.notify_all()

@@ -1,0 +1,333 @@
+"""How fast each candidate moves KV from one process to another over loopback, gloo's one-way send as the yardstick.
+
+    python bench/kv_carrier.py --megabytes 64 --messages 262144,1048576,4194304 --json
+
+Two processes, one thread of computation each. A run counts from the first byte offered until the receiver has said that
+it holds the last one. Every candidate's bytes end in memory that was there before: a message buffer, or for
+`kv_transfer` (this project's own sender and receiver, with their checks and the copy from staging) the cache itself.
+Candidates that are not installed are left out, and named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import json
+import multiprocessing
+import os
+import socket
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+HOST = "127.0.0.1"
+WAIT_SECONDS = 120.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """`count` messages of `message_bytes`, sent `repeats` times after one time for practice."""
+
+    message_bytes: int
+    count: int
+    repeats: int
+
+    @property
+    def total_bytes(self) -> int:
+        return self.message_bytes * self.count
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One candidate at one message size; gigabytes (1e9 bytes) a second."""
+
+    carrier: str
+    message_bytes: int
+    best: float
+    median: float
+
+
+Runs = Iterator[Callable[[], None]]
+
+
+# --- plain sockets ---------------------------------------------------------------------------------------------------
+
+
+def receive_sockets(load: Load, pipe: Connection) -> None:
+    with socket.create_server((HOST, 0)) as listener:
+        pipe.send(listener.getsockname()[1])
+        connection, _ = listener.accept()
+    buffer = memoryview(bytearray(load.message_bytes))
+    with connection:
+        for _ in range(load.repeats + 1):
+            for _ in range(load.count):
+                left = buffer
+                while left.nbytes:
+                    left = left[connection.recv_into(left) :]
+            connection.sendall(b"k")
+
+
+def send_sockets(load: Load, pipe: Connection) -> Runs:
+    message = memoryview(bytearray(os.urandom(load.message_bytes)))
+    with socket.create_connection((HOST, pipe.recv())) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+        def run() -> None:
+            for _ in range(load.count):
+                connection.sendall(message)
+            assert connection.recv(1) == b"k"
+
+        yield run
+
+
+# --- ZeroMQ ----------------------------------------------------------------------------------------------------------
+
+
+def receive_zeromq(load: Load, pipe: Connection) -> None:
+    zmq: Any = importlib.import_module("zmq")
+    with zmq.Context() as context, context.socket(zmq.PAIR) as channel:
+        pipe.send(channel.bind_to_random_port(f"tcp://{HOST}"))
+        buffer = memoryview(bytearray(load.message_bytes))
+        for _ in range(load.repeats + 1):
+            for _ in range(load.count):
+                buffer[:] = channel.recv(copy=False).buffer
+            channel.send(b"k")
+
+
+def send_zeromq(load: Load, pipe: Connection) -> Runs:
+    zmq: Any = importlib.import_module("zmq")
+    message = bytearray(os.urandom(load.message_bytes))
+    with zmq.Context() as context, context.socket(zmq.PAIR) as channel:
+        channel.connect(f"tcp://{HOST}:{pipe.recv()}")
+
+        def run() -> None:
+            for _ in range(load.count):
+                channel.send(message, copy=False)
+            assert channel.recv() == b"k"
+
+        yield run
+
+
+# --- gRPC ------------------------------------------------------------------------------------------------------------
+
+
+def receive_grpc(load: Load, pipe: Connection) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    import grpc
+
+    buffer = memoryview(bytearray(load.message_bytes))
+
+    def move(messages: Iterator[bytes], _: object) -> bytes:
+        for message in messages:
+            buffer[:] = message
+        return b"k"
+
+    options = [("grpc.max_receive_message_length", -1)]
+    server = grpc.server(ThreadPoolExecutor(2), options=options)
+    handler: Any = grpc.stream_unary_rpc_method_handler(move)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("bench.Kv", {"Move": handler}),))
+    pipe.send(server.add_insecure_port(f"{HOST}:0"))
+    server.start()
+    pipe.poll(WAIT_SECONDS)
+    server.stop(None)
+
+
+def send_grpc(load: Load, pipe: Connection) -> Runs:
+    import grpc
+
+    message = os.urandom(load.message_bytes)
+    with grpc.insecure_channel(f"{HOST}:{pipe.recv()}", options=[("grpc.max_send_message_length", -1)]) as channel:
+        move: Any = channel.stream_unary("/bench.Kv/Move")
+
+        def run() -> None:
+            assert move((message for _ in range(load.count)), timeout=WAIT_SECONDS) == b"k"
+
+        yield run
+
+
+# --- gloo ------------------------------------------------------------------------------------------------------------
+
+
+def join_gloo(rank: int, store: str) -> Any:
+    import torch.distributed
+
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    return torch
+
+
+def receive_gloo(load: Load, pipe: Connection) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        store = str(Path(folder) / "store")
+        pipe.send(store)
+        torch = join_gloo(1, store)
+        buffer = torch.empty(load.message_bytes, dtype=torch.uint8)
+        for _ in range(load.repeats + 1):
+            for _ in range(load.count):
+                torch.distributed.recv(buffer, 0)
+            torch.distributed.send(buffer[:1], 0)
+        pipe.poll(WAIT_SECONDS)
+        torch.distributed.destroy_process_group()
+
+
+def send_gloo(load: Load, pipe: Connection) -> Runs:
+    torch = join_gloo(0, pipe.recv())
+    message = torch.ones(load.message_bytes, dtype=torch.uint8)
+
+    def run() -> None:
+        for _ in range(load.count):
+            torch.distributed.send(message, 1)
+        torch.distributed.recv(message[:1], 1)
+
+    yield run
+    pipe.send("done")
+    torch.distributed.destroy_process_group()
+
+
+# --- this project's transfer -----------------------------------------------------------------------------------------
+
+
+def kv_cache(load: Load) -> Any:
+    """A cache whose layer is one message: K and V of 8 heads of 64 in fp32, 4 KiB a token."""
+    import torch
+
+    from workers.kv_cache import KvCache
+
+    torch.set_num_threads(1)
+    num_blocks = load.message_bytes // 4096 // 16
+    shape = {"num_blocks": num_blocks, "block_tokens": 16, "num_kv_heads": 8, "head_dim": 64}
+    cache = KvCache(num_layers=load.count, **shape)  # type: ignore[arg-type]
+    for tensor in (*cache.k_layers, *cache.v_layers):
+        tensor.fill_(1.0)
+    return cache
+
+
+def receive_kv_transfer(load: Load, pipe: Connection) -> None:
+    from cp_core.layout import TokenRange
+    from workers.kv_transfer import KvReceiver
+    from workers.steps import KvExpect, TransferKey
+
+    cache = kv_cache(load)
+    receiver = KvReceiver(cache, "destination")
+    blocks, tokens = tuple(range(cache.num_blocks)), TokenRange(0, cache.num_blocks * 16)
+    for attempt in range(load.repeats + 1):
+        receiver.expect(KvExpect(TransferKey("bench", attempt, "source", "destination"), (tokens,), 0, blocks))
+    pipe.send(receiver.endpoint)
+    pipe.poll(WAIT_SECONDS)
+    receiver.close()
+
+
+def send_kv_transfer(load: Load, pipe: Connection) -> Runs:
+    from cp_core.layout import TokenRange
+    from workers.kv_transfer import KvSender
+    from workers.steps import KvPart, KvPiece, KvSend, TransferKey
+
+    cache = kv_cache(load)
+    endpoint = pipe.recv()
+    sender = KvSender(cache, "source")
+    attempts = iter(range(load.repeats + 1))
+    piece = KvPiece(TokenRange(0, cache.num_blocks * 16), 0, 0, cache.num_kv_heads)
+
+    def run() -> None:
+        key = TransferKey("bench", next(attempts), "source", "destination")
+        parts = (KvPart(endpoint, (piece,)),)
+        sender.send_all(KvSend(key, tuple(range(cache.num_blocks)), parts), WAIT_SECONDS)
+
+    yield run
+    sender.close()
+    pipe.send("done")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A carrier: what its two processes do, and which package it needs."""
+
+    name: str
+    package: str
+    receive: Callable[[Load, Connection], None]
+    send: Callable[[Load, Connection], Runs]
+
+
+CANDIDATES = (
+    Candidate("gloo", "torch", receive_gloo, send_gloo),
+    Candidate("sockets", "socket", receive_sockets, send_sockets),
+    Candidate("zeromq", "zmq", receive_zeromq, send_zeromq),
+    Candidate("grpc", "grpc", receive_grpc, send_grpc),
+    Candidate("kv_transfer", "torch", receive_kv_transfer, send_kv_transfer),
+)
+
+
+def measure_here(candidate: Candidate, load: Load, peer: Connection, result: Connection) -> None:
+    """The sending process: time every run, and tell."""
+    seconds: list[float] = []
+    for run in candidate.send(load, peer):
+        run()
+        for _ in range(load.repeats):
+            began = time.perf_counter()
+            run()
+            seconds.append(time.perf_counter() - began)
+    if candidate.name == "grpc":
+        peer.send("done")
+    result.send(seconds)
+
+
+def measure(candidate: Candidate, load: Load) -> Row:
+    """Both processes are new, so that no candidate inherits another's threads."""
+    spawn = multiprocessing.get_context("spawn")
+    sender_end, receiver_end = spawn.Pipe()
+    result, told = spawn.Pipe(duplex=False)
+    receiver = spawn.Process(target=candidate.receive, args=(load, receiver_end), daemon=True)
+    sender = spawn.Process(target=measure_here, args=(candidate, load, sender_end, told), daemon=True)
+    receiver.start()
+    sender.start()
+    try:
+        if not result.poll(WAIT_SECONDS):
+            raise SystemExit(f"{candidate.name} did not end within {WAIT_SECONDS:g} s")
+        rates = [load.total_bytes / seconds / 1e9 for seconds in result.recv()]
+    finally:
+        for process in (sender, receiver):
+            process.join(10.0)
+            process.kill()
+    return Row(
+        carrier=candidate.name,
+        message_bytes=load.message_bytes,
+        best=round(max(rates), 3),
+        median=round(statistics.median(rates), 3),
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0], epilog="python bench/kv_carrier.py")
+    parser.add_argument("--megabytes", type=int, default=64, help="payload of one run (64)")
+    parser.add_argument("--messages", default="262144,1048576,4194304", help="message sizes in bytes, with commas")
+    parser.add_argument("--repeats", type=int, default=7, help="timed runs each (7)")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    arguments = parser.parse_args()
+
+    present = [item for item in CANDIDATES if importlib.util.find_spec(item.package) is not None]
+    skipped = [item.name for item in CANDIDATES if item not in present]
+    rows: list[Row] = []
+    for message_bytes in map(int, arguments.messages.split(",")):
+        count = max(1, (arguments.megabytes << 20) // message_bytes)
+        load = Load(message_bytes=message_bytes, count=count, repeats=arguments.repeats)
+        for candidate in present:
+            rows.append(measure(candidate, load))
+            if not arguments.json:
+                row = rows[-1]
+                print(f"{row.carrier:12} {row.message_bytes >> 10:6} KiB  {row.best:6.2f} best  {row.median:6.2f} GB/s")
+    if arguments.json:
+        cores = len(os.sched_getaffinity(0))
+        print(json.dumps({"cores": cores, "rows": [asdict(row) for row in rows], "not_installed": skipped}))
+    elif skipped:
+        print(f"not installed, so not measured: {', '.join(skipped)}")
+
+
+if __name__ == "__main__":
+    main()
