@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -187,7 +189,7 @@ def test_coalesce_leaves_no_neighbours_and_no_empties(sizes: list[int]) -> None:
     joined = coalesce(ranges)
     assert positions(ShardMap((joined,))) == positions(ShardMap((tuple(ranges),)))
     assert all(len(item) for item in joined)
-    assert all(before.stop < after.start for before, after in zip(joined, joined[1:], strict=False))
+    assert all(before.stop < after.start for before, after in pairwise(joined))
 
 
 def test_ranges_that_do_not_meet_share_nothing() -> None:

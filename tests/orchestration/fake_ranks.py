@@ -1,0 +1,178 @@
+"""Ranks that compute nothing and do as a test tells them, behind the control plane's ports."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from cp_core.errors import RingserveError
+from workers.steps import (
+    AdmitSequence,
+    DecodeCommand,
+    DecodeEvent,
+    DecodeEvents,
+    KvExpect,
+    KvSend,
+    ModelInfo,
+    PrefillOutput,
+    PrefillStep,
+    RankInfo,
+    RankSpec,
+    RankStatus,
+    RingRates,
+    RingSpec,
+    TransferKey,
+    TransferReport,
+)
+
+MODEL = ModelInfo(
+    name="fake",
+    model_type="llama",
+    dtype="float32",
+    num_layers=2,
+    hidden_size=64,
+    intermediate_size=96,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    vocab_size=300,
+    max_positions=4096,
+    num_parameters=1000,
+    element_bytes=4,
+    eos_token_ids=(2,),
+)
+RATES = RingRates(gemm_flops=1.0, attention_flops=2.0, link_bytes_per_second=3.0, link_latency_seconds=4.0)
+REPORT = TransferReport(payload_bytes=0, seconds=0.0)
+
+
+class FakeRank:
+    """A `RankPort`. `fail` makes every later call raise; `gate` holds `submit` back until it is set."""
+
+    def __init__(self, number: int, start_error: Exception | None = None) -> None:
+        self.number = number
+        self.specs: list[RankSpec] = []
+        self.meeting: RingSpec | None = None
+        self.is_killed = False
+        self.seconds_since_step = 0.0
+        self.running = 0
+        self.submitted: list[DecodeCommand] = []
+        self.polled: list[int] = []
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self._start_error = start_error
+        self._error: RingserveError | None = None
+        self._failed = asyncio.Event()
+        self._events: asyncio.Queue[list[DecodeEvent]] = asyncio.Queue()
+
+    def fail(self, error: RingserveError) -> None:
+        self._error = error
+        self._failed.set()
+
+    def post(self, *events: DecodeEvent) -> None:
+        """Answer the next poll with these."""
+        self._events.put_nowait(list(events))
+
+    @property
+    def admitted(self) -> list[str]:
+        return [command.sequence_id for command in self.submitted if isinstance(command, AdmitSequence)]
+
+    @property
+    def removed(self) -> list[str]:
+        return [command.sequence_id for command in self.submitted if not isinstance(command, AdmitSequence)]
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    async def start(self, spec: RankSpec, timeout: float) -> RankInfo:
+        self.specs.append(spec)
+        if self._start_error is not None:
+            raise self._start_error
+        return RankInfo(
+            rank=spec.rank, kv_endpoint=f"kv:{self.number}", attention_backend="fake", pid=self.number, model=MODEL
+        )
+
+    async def open_store(self, host: str, timeout: float) -> int:
+        return 1234
+
+    async def join(self, ring: RingSpec, timeout: float) -> None:
+        self.meeting = ring
+
+    async def probe(self, timeout: float) -> RingRates:
+        return RATES
+
+    async def prefill(self, step: PrefillStep, timeout: float) -> PrefillOutput:
+        self._check()
+        return PrefillOutput()
+
+    async def finish_sends(self, key: TransferKey, timeout: float) -> TransferReport:
+        self._check()
+        return REPORT
+
+    async def abandon_send(self, key: TransferKey, timeout: float) -> None:
+        self._check()
+
+    async def send_kv(self, send: KvSend, timeout: float) -> TransferReport:
+        self._check()
+        return REPORT
+
+    async def expect_kv(self, expect: KvExpect, timeout: float) -> None:
+        self._check()
+
+    async def await_kv(self, key: TransferKey, timeout: float) -> TransferReport:
+        self._check()
+        return REPORT
+
+    async def drop_kv(self, key: TransferKey, timeout: float) -> None:
+        self._check()
+
+    async def submit(self, commands: Sequence[DecodeCommand], timeout: float) -> None:
+        await self.gate.wait()
+        self._check()
+        self.submitted += commands
+
+    async def poll(self, after: int, wait_seconds: float, timeout: float) -> DecodeEvents:
+        self.polled.append(after)
+        events = await self._events.get()
+        self._check()
+        return DecodeEvents(start=after, stop=after + len(events), events=tuple(events))
+
+    async def status(self, timeout: float) -> RankStatus:
+        self._check()
+        return RankStatus(steps=0, seconds_since_step=self.seconds_since_step, running=self.running, open_transfers=0)
+
+    async def run_decode(self) -> None:
+        await self._failed.wait()
+        self._check()
+
+    async def kill(self) -> None:
+        self.is_killed = True
+
+
+class FakeRanks:
+    """A `RankFactory`. `errors` are met by the next rings: one an attempt, in `create` or in the first rank's start."""
+
+    def __init__(self) -> None:
+        self.rings: list[list[FakeRank]] = []
+        self.num_open = 0
+        self.create_errors: list[Exception] = []
+        self.start_errors: list[Exception] = []
+        self.on_create: Callable[[], None] = lambda: None
+
+    @property
+    def latest(self) -> list[FakeRank]:
+        return self.rings[-1]
+
+    async def create(self, num_ranks: int, timeout: float) -> Sequence[FakeRank]:
+        assert self.num_open == 0, "two rings at once"
+        self.on_create()
+        if self.create_errors:
+            raise self.create_errors.pop(0)
+        error = self.start_errors.pop(0) if self.start_errors else None
+        first = 100 * len(self.rings)
+        self.rings.append([FakeRank(first + rank, None if rank else error) for rank in range(num_ranks)])
+        self.num_open = num_ranks
+        return self.latest
+
+    async def close(self) -> None:
+        self.num_open = 0
