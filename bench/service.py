@@ -101,7 +101,8 @@ def _measure_cluster(seen: dict[str, list[float]], cp: int, tokens: int, runs: i
 
 
 def _prompt(num_tokens: int, seed: int) -> list[int]:
-    return np.random.default_rng(seed).choice(LETTERS, num_tokens).tolist()
+    tokens: list[int] = np.random.default_rng(seed).choice(LETTERS, num_tokens).tolist()
+    return tokens
 
 
 def _turn(client: Client, prompt: Sequence[int], max_tokens: int) -> inference_pb2.GenerateComplete:

@@ -13,7 +13,6 @@ from types import TracebackType
 import numpy as np
 
 from orchestration.decode_leader import DecodeLeader
-from orchestration.inprocess import ThreadRanks
 from orchestration.planner import Planner, PlannerSettings
 from orchestration.prefill_leader import PrefillLeader
 from orchestration.ring import GroupSettings
@@ -21,6 +20,7 @@ from orchestration.router import Router, RouterSettings
 from orchestration.turn import BegunTurn, FinishedEvent, PrefillReport, PromptMode, TokensEvent, TurnRequest
 from workers.model_info import read_model_info
 from workers.steps import Sampling
+from workers.thread_ranks import ThreadRanks
 
 BLOCK_TOKENS = 4
 
@@ -125,9 +125,7 @@ class Service:
             conversation_id=conversation,
             prompt_mode=mode,
             token_ids=np.asarray(prompt, dtype=np.int64),
-            sampling=Sampling(
-                temperature=temperature, seed=seed, max_tokens=max_tokens, stop_token_ids=stop_token_ids
-            ),
+            sampling=Sampling(temperature=temperature, seed=seed, max_tokens=max_tokens, stop_token_ids=stop_token_ids),
             deadline_seconds=deadline,
         )
 
@@ -149,9 +147,7 @@ class Service:
 
     def free_blocks(self) -> list[int]:
         """Free KV blocks of every rank of both rings."""
-        return [
-            rank.free_blocks for leader in (self.prefill, self.decode) for rank in leader.ring.pool.usage()
-        ]
+        return [rank.free_blocks for leader in (self.prefill, self.decode) for rank in leader.ring.pool.usage()]
 
     def check_integrity(self) -> None:
         for leader in (self.prefill, self.decode):

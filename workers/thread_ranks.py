@@ -1,5 +1,7 @@
-"""Ranks as threads of one process, behind the same ports as Ray's: for tests, and to read the control plane with a
-debugger. Rings are `cp_core.inprocess` rings; KV still crosses real sockets on loopback."""
+"""Ranks as threads of one process, behind the port that Ray actors have: for tests, and to debug the control plane.
+
+Rings are `cp_core.inprocess` rings; KV still crosses real sockets on loopback.
+"""
 
 from __future__ import annotations
 
