@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from cp_core.errors import ReshardError
 
@@ -89,17 +89,18 @@ class ShardMap:
         Raises ReshardError naming the first position that is missing, doubled, out of order or outside.
         """
         for rank, ranges in enumerate(self.ranks):
-            for before, after in zip(ranges, ranges[1:], strict=False):
+            for before, after in pairwise(ranges):
                 if after.start < before.stop:
                     raise ReshardError(f"rank {rank} stores position {after.start} after position {before.stop - 1}")
+        where = f"[{covered.start}, {covered.stop})"
         position = covered.start
         for item in sorted(item for ranges in self.ranks for item in ranges if len(item)):
             if item.start != position:
                 fault = "missing" if item.start > position else "held twice or outside"
-                raise ReshardError(f"position {min(item.start, position)} is {fault} in [{covered.start}, {covered.stop})")
+                raise ReshardError(f"position {min(item.start, position)} is {fault} in {where}")
             position = item.stop
         if position != covered.stop:
-            raise ReshardError(f"position {min(position, covered.stop)} is missing or outside [{covered.start}, {covered.stop})")
+            raise ReshardError(f"position {min(position, covered.stop)} is missing or outside {where}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,8 +196,8 @@ def level_counts(held: Sequence[int], num_tokens: int) -> tuple[int, ...]:
 def spread(start: int, num_tokens: int, held: Sequence[int]) -> ShardMap:
     """Lay positions [start, start + num_tokens) over ranks as one contiguous range each, levelling what they hold."""
     counts = level_counts(held, num_tokens)
-    bounds = [start, *accumulate(counts, initial=start)][1:]
-    return ShardMap(tuple(coalesce([TokenRange(a, b)]) for a, b in zip(bounds, bounds[1:], strict=False)))
+    bounds = accumulate(counts, initial=start)
+    return ShardMap(tuple(coalesce([TokenRange(begin, end)]) for begin, end in pairwise(bounds)))
 
 
 def appended(start: int, num_tokens: int, held: Sequence[int]) -> ShardMap:

@@ -132,7 +132,7 @@ def test_more_than_can_be_freed_is_refused_with_the_numbers() -> None:
     pool = KvPool(2, 8, BLOCK_TOKENS)
     fill(pool, pool.pin("pinned", "turn", 0), 24)
     keep(pool, "kept", 8)
-    with pytest.raises(CapacityExceeded, match="6 blocks of 4 tokens .* on rank 0 and 5 of 8 can be freed"):
+    with pytest.raises(CapacityExceeded, match=r"6 blocks of 4 tokens .* on rank 0 and 5 of 8 can be freed"):
         fill(pool, pool.pin("new", "other", 0), 48)
     assert pool.get("kept") is not None
 
