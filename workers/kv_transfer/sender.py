@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
+
+import torch
 
 from cp_core.errors import RingserveError, StaleIncarnation, TransferError, Unavailable
 from workers.kv_cache import KvCache
@@ -13,11 +17,22 @@ from workers.kv_transfer.outgoing import OutgoingPart, OutgoingTransfer
 from workers.steps import KvSend, TransferKey, TransferReport
 
 
+class Carrier(Protocol):
+    """Takes a rank's KV to one destination rank: `Lane` over TCP, or `InProcessLane`. See `Lane` for each call."""
+
+    def send_layer(
+        self, transfer: OutgoingTransfer, part: OutgoingPart, layer: int, ready: torch.Event | None
+    ) -> None: ...
+    def settle(self, transfer: OutgoingTransfer) -> None: ...
+    def release(self, transfer: OutgoingTransfer) -> None: ...
+    def close(self) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class _Share:
     """One `begin` of a transfer: a prefill chunk's, say. `waiting` are the layers that are not written yet."""
 
-    parts: tuple[tuple[Lane, OutgoingPart], ...]
+    parts: tuple[tuple[Carrier, OutgoingPart], ...]
     waiting: set[int]
 
 
@@ -34,19 +49,28 @@ class KvSender:
 
     For each step: `begin` with what the step adds to a transfer, `layer_ready` after each layer; when all steps are
     done, `finish`. Blocks are read between `begin` and the return of `finish` or `abandon`, never after it.
-    `stall_seconds`: a destination that takes no byte for so long is gone.
+    `stall_seconds`: a destination that takes no byte for so long is gone. `open_lane` makes the way to an endpoint;
+    by default a TCP connection.
     """
 
     def __init__(
-        self, cache: KvCache, incarnation: str, *, connect_seconds: float = 5.0, stall_seconds: float = 30.0
+        self,
+        cache: KvCache,
+        incarnation: str,
+        *,
+        connect_seconds: float = 5.0,
+        stall_seconds: float = 30.0,
+        open_lane: Callable[[str], Carrier] | None = None,
     ) -> None:
+        def open_tcp(endpoint: str) -> Carrier:
+            return Lane(endpoint, cache, connect_seconds=connect_seconds, stall_seconds=stall_seconds)
+
         self._cache = cache
         self._incarnation = incarnation
-        self._connect_seconds = connect_seconds
-        self._stall_seconds = stall_seconds
+        self._open_lane = open_lane or open_tcp
         self._lock = threading.Lock()
         self._sending: dict[TransferKey, _Sending] = {}
-        self._lanes: dict[str, Lane] = {}
+        self._lanes: dict[str, Carrier] = {}
         self._is_closed = False
 
     @property
@@ -150,10 +174,8 @@ class KvSender:
         for lane in lanes:
             lane.close()
 
-    def _lane(self, endpoint: str) -> Lane:
+    def _lane(self, endpoint: str) -> Carrier:
         """The lane to a destination rank; the lock is held."""
         if endpoint not in self._lanes:
-            self._lanes[endpoint] = Lane(
-                endpoint, self._cache, connect_seconds=self._connect_seconds, stall_seconds=self._stall_seconds
-            )
+            self._lanes[endpoint] = self._open_lane(endpoint)
         return self._lanes[endpoint]
