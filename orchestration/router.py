@@ -17,6 +17,7 @@ from orchestration.groups import Group, GroupRegistry
 from orchestration.planner import Planner
 from orchestration.ports import DecodePort, Peers, PrefillPort
 from orchestration.prompts import common_prefix, resolve_prompt
+from orchestration.ring import RingState
 from orchestration.running_turn import RunningTurn
 from orchestration.turn import (
     BegunTurn,
@@ -180,7 +181,7 @@ class Router:
             log.error("the prefill of turn %s failed", turn.turn_id, exc_info=error)
             error = Unavailable("the prefill failed for an internal reason; retry")
         if isinstance(error, Unavailable):
-            turn.prefill.is_ready = False
+            self._spawn(self._look_at(turn.prefill))  # or was it the decode ring that could not be reached?
         self._spawn(self._abort_on_decode(turn, error))
 
     async def _abort_on_decode(self, turn: RunningTurn, error: RingserveError) -> None:
@@ -257,6 +258,11 @@ class Router:
                 rebuilds=0,
                 rank_pids=(),
             )
+
+    async def _look_at(self, group: Group) -> None:
+        """Take no more turns to a ring that does not serve; it announces itself when it does again."""
+        if (await self._status(group)).state != RingState.READY:
+            group.is_ready = False
 
     # --- helpers -----------------------------------------------------------------------------------------------------
 

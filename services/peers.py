@@ -59,7 +59,8 @@ class GrpcPrefill:
         return wire.reservation_from(await _reach(self._peer, call))
 
     async def prefill(self, turn: PrefillTurn) -> PrefillDone:
-        call = self._stub.Prefill(wire.prefill_turn_to(turn), timeout=turn.deadline_seconds)
+        # The decode leader keeps the turn's deadline: a ring that works up to it is not gone.
+        call = self._stub.Prefill(wire.prefill_turn_to(turn), timeout=turn.deadline_seconds + CONTROL_SECONDS)
         answer = await _reach(self._peer, call)
         return PrefillDone(report=wire.report_from(answer.report), shards=shards_from(answer.shards))
 
