@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from workers.steps import TokenIds
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 CONTEXT_TOKENS = 6
 """Tokens decoded again before new ones: some tokenizers spell a token differently at the beginning of a text."""
+MAX_PENDING = 64
+"""Replacement characters at the end that may still become something else; an unfinished character shows as 1 to 3."""
 
 
 class TextCodec:
@@ -50,24 +53,33 @@ class TextCodec:
 
 
 class IncrementalText:
-    """Text of a growing answer. `push` returns what is new and certain; half a character waits."""
+    """Text of a growing answer. `push` returns what is new and certain; half a character waits.
+
+    Tokens are decoded in a window that begins between two characters: a byte-fallback tokenizer shows a whole run of
+    bytes as replacement characters if it begins or ends inside one.
+    """
 
     def __init__(self, codec: TextCodec) -> None:
         self._codec = codec
         self._ids: list[int] = []
         self._context = 0  # ids before here are not decoded any more
-        self._done = 0  # ids before here are wholly emitted
+        self._whole: deque[int] = deque()  # after so many ids the text was whole; places the window may begin at
         self._emitted = ""  # of the text of ids[context:]
         self.text = ""
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Add tokens; returns the whole characters that they complete."""
         self._ids.extend(token_ids)
-        whole = self._codec.decode(self._ids[self._context :])
-        certain = whole.removesuffix(REPLACEMENT)
-        new = self._emit(certain)
-        if certain == whole:
+        shown = self._codec.decode(self._ids[self._context :])
+        certain = shown.rstrip(REPLACEMENT)
+        if certain == shown:
+            new = self._emit(shown)
             self._move_on()
+        elif len(shown) - len(certain) > MAX_PENDING:
+            new = self._emit(shown.removesuffix(REPLACEMENT))
+            self._give_up()
+        else:
+            new = self._emit(certain)
         return new
 
     def finish(self) -> str:
@@ -81,5 +93,16 @@ class IncrementalText:
         return new
 
     def _move_on(self) -> None:
-        self._context, self._done = max(0, self._done - CONTEXT_TOKENS, self._context), len(self._ids)
-        self._emitted = self._codec.decode(self._ids[self._context :])
+        """Let the window begin at the last whole place that leaves enough context."""
+        self._whole.append(len(self._ids))
+        before = self._context
+        while self._whole[0] <= len(self._ids) - CONTEXT_TOKENS:
+            self._context = self._whole.popleft()
+        if self._context != before:
+            self._emitted = self._codec.decode(self._ids[self._context :])
+
+    def _give_up(self) -> None:
+        """So many bytes that are no text: begin anywhere, or every token would decode all of them again."""
+        self._whole.clear()
+        self._context = len(self._ids) - CONTEXT_TOKENS
+        self._emitted = self._codec.decode(self._ids[self._context :]).removesuffix(REPLACEMENT)
