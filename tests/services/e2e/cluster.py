@@ -1,0 +1,279 @@
+"""A real cluster as tests see it: commands that are run, processes that come and go, calls over gRPC."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import psutil
+
+from ringserve.v1 import inference_pb2, inference_pb2_grpc
+
+Call = Any
+"""A running stream: an iterator of GenerateResponse that is also a grpc.Call, for which gRPC's stubs have no name."""
+ROOT = Path(__file__).resolve().parents[3]
+START_SECONDS = 110.0
+CALL_SECONDS = 60.0
+
+
+def wait_until(condition: Callable[[], bool], what: str, seconds: float = 30.0) -> None:
+    """Return when `condition` holds; fail the test, saying `what` did not come, after `seconds`."""
+    pause, deadline = threading.Event(), time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {seconds:g} s in vain: {what}"
+        pause.wait(0.02)
+
+
+@dataclass(frozen=True)
+class Ringserve:
+    """The console program, with directories of its own instead of the user's."""
+
+    directory: Path
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("RINGSERVE_")}
+        return inherited | {
+            "RINGSERVE_STATE": str(self.directory / "state"),
+            "RINGSERVE_CACHE": str(self.directory / "cache"),
+            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "proto")]),
+            "COLUMNS": "200",
+        }
+
+    def run(self, *arguments: str, typed: str = "", seconds: float = CALL_SECONDS) -> subprocess.CompletedProcess[str]:
+        """Run a command to its end, with `typed` on its standard input."""
+        return subprocess.run(
+            [sys.executable, "-m", "services.cli.main", *arguments],
+            env=dict(self.environment),
+            input=typed,
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+            check=False,
+        )
+
+    def start(self, *arguments: str, output: Path) -> subprocess.Popen[bytes]:
+        """Start a command in a session of its own, as a terminal does; what it prints goes to `output`."""
+        with output.open("wb") as target:
+            return subprocess.Popen(
+                [sys.executable, "-m", "services.cli.main", *arguments],
+                env=dict(self.environment),
+                stdin=subprocess.DEVNULL,
+                stdout=target,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+
+class Family:
+    """A process, its descendants, and whoever shares a session with one of them. Who was seen once is remembered."""
+
+    def __init__(self, pid: int) -> None:
+        self._sessions = {pid}
+        self._seen: set[psutil.Process] = set()
+        self.look()
+
+    def look(self) -> None:
+        """Take note of who is there now."""
+        for process in psutil.process_iter():
+            try:
+                ancestors = {parent.pid for parent in process.parents()}
+                session = os.getsid(process.pid)
+            except (psutil.NoSuchProcess, ProcessLookupError):
+                continue
+            if session in self._sessions or ancestors & self._sessions:
+                self._seen.add(process)
+                self._sessions.add(session)
+
+    def alive(self) -> list[str]:
+        """Those that still run, by command."""
+        self.look()
+        return [" ".join(_command(process)) for process in self._seen if _is_alive(process)]
+
+    def wait_gone(self, seconds: float = 20.0) -> None:
+        """Nothing of it may be left."""
+        wait_until(lambda: not self.alive(), f"processes still run: {self.alive()}", seconds)
+
+    def temporary_directories(self) -> set[Path]:
+        """Those in which Ray keeps its sessions."""
+        words = (word for process in self._seen for word in _command(process))
+        return {
+            Path(*Path(word.partition("=")[2]).parts[:3])
+            for word in words
+            if word.startswith(("--session-dir=", "--log_dir=", "--raylet_socket_name="))
+        }
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _command(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.NoSuchProcess:
+        return []
+
+
+def pid_at(endpoint: str) -> int:
+    """The process that listens at HOST:PORT."""
+    port = int(endpoint.rpartition(":")[2])
+    found = (
+        connection.pid
+        for connection in psutil.net_connections(kind="tcp")
+        if connection.status == psutil.CONN_LISTEN and connection.laddr and connection.laddr.port == port
+    )
+    pid = next(found)
+    assert pid is not None
+    return pid
+
+
+class Inference:
+    """The public door of a cluster, one call a method."""
+
+    def __init__(self, target: str) -> None:
+        self.target = target
+        self.channel = grpc.insecure_channel(target)
+        self.stub = inference_pb2_grpc.InferenceStub(self.channel)
+
+    def stream(self, request: inference_pb2.GenerateRequest, seconds: float = CALL_SECONDS) -> Call:
+        return self.stub.Generate(request, timeout=seconds)
+
+    def answer(self, request: inference_pb2.GenerateRequest) -> inference_pb2.GenerateComplete:
+        """Run a turn to its end."""
+        last: inference_pb2.GenerateResponse
+        *_, last = self.stream(request)
+        assert last.HasField("complete"), last
+        return last.complete
+
+    @contextmanager
+    def running(self, request: inference_pb2.GenerateRequest, tokens: int = 1) -> Iterator[Call]:
+        """A turn that has sent at least `tokens` tokens (0: its plan) and goes on; cancelled at the end."""
+        call = self.stream(request)
+        try:
+            for response in call:
+                if response.chunk.completion_tokens >= tokens:
+                    break
+            yield call
+        finally:
+            call.cancel()
+
+    def info(self) -> inference_pb2.GetServerInfoResponse:
+        return self.stub.GetServerInfo(inference_pb2.GetServerInfoRequest(), timeout=CALL_SECONDS)
+
+    def ring(self, role: str) -> inference_pb2.GroupInfo:
+        return next(group for group in self.info().groups if group.role == role)
+
+    def conversation(self, conversation_id: str) -> inference_pb2.GetConversationResponse:
+        request = inference_pb2.GetConversationRequest(conversation_id=conversation_id)
+        return self.stub.GetConversation(request, timeout=CALL_SECONDS)
+
+    def delete(self, conversation_id: str) -> None:
+        request = inference_pb2.DeleteConversationRequest(conversation_id=conversation_id)
+        self.stub.DeleteConversation(request, timeout=CALL_SECONDS)
+
+    def abort(self, *request_ids: str) -> inference_pb2.AbortResponse:
+        return self.stub.Abort(inference_pb2.AbortRequest(request_ids=request_ids), timeout=CALL_SECONDS)
+
+    def free_blocks(self) -> list[int]:
+        """Free KV blocks of every rank of both rings."""
+        return [rank.free_blocks for group in self.info().groups for rank in group.kv_usage]
+
+    def is_idle(self) -> bool:
+        """Whether no turn runs or waits anywhere, and every ring serves."""
+        info = self.info()
+        return not info.running_turns and all(
+            group.state == "ready"
+            and not group.num_requests_running
+            and not group.num_requests_waiting
+            and not any(rank.active_blocks for rank in group.kv_usage)
+            for group in info.groups
+        )
+
+
+def ids(
+    prompt: Iterable[int],
+    *,
+    max_tokens: int = 6,
+    conversation: str = "",
+    request_id: str = "",
+    mode: inference_pb2.PromptMode.ValueType = inference_pb2.PROMPT_MODE_UNSPECIFIED,
+    temperature: float = 0.0,
+    seed: int | None = None,
+    stops: Sequence[int] = (),
+) -> inference_pb2.GenerateRequest:
+    """A turn whose prompt is token ids."""
+    return inference_pb2.GenerateRequest(
+        request_id=request_id,
+        tokenized=inference_pb2.TokenizedInput(input_ids=prompt),
+        conversation_id=conversation,
+        prompt_mode=mode,
+        sampling_params=inference_pb2.SamplingParams(
+            max_tokens=max_tokens, temperature=temperature, seed=seed, stop_token_ids=stops
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A cluster that `ringserve up` started."""
+
+    ringserve: Ringserve
+    name: str
+    gateway: str
+    metrics: str
+    router: str
+    pid: int
+
+
+def options_of(model_path: Path) -> list[str]:
+    """What every test cluster has in common: little memory, ports of the system's choice, many short prefill steps."""
+    values = {
+        "model.path": model_path,
+        "gateway.listen": "127.0.0.1:0",
+        "gateway.metrics": "127.0.0.1:0",
+        "prefill.cp": 2,
+        "prefill.chunk_tokens": 64,
+        "decode.cp": 2,
+        "kv_cache.tokens_per_rank": 16384,
+    }
+    return [word for key, value in values.items() for word in ("--set", f"{key}={value}")]
+
+
+@contextmanager
+def running_cluster(ringserve: Ringserve, name: str, model_path: Path) -> Iterator[Cluster]:
+    """Start a cluster in the background; end it with `ringserve down`, after which nothing of it may be left."""
+    ready = ringserve.directory / f"{name}.json"
+    up = ringserve.run(
+        *("up", "--detach", "--name", name, "--ready-file", str(ready)), *options_of(model_path), seconds=START_SECONDS
+    )
+    assert up.returncode == 0, up.stderr
+    cluster = Cluster(ringserve, **json.loads(ready.read_text()))
+    family = Family(cluster.pid)
+    try:
+        yield cluster
+    finally:
+        family.look()
+        down = ringserve.run("down", "--name", name)
+        family.wait_gone()
+    assert down.returncode == 0, down.stderr
+    assert not any(directory.exists() for directory in family.temporary_directories())
+
+
+def kill(pid: int) -> None:
+    """End a process as the kernel does when memory runs out."""
+    os.kill(pid, signal.SIGKILL)

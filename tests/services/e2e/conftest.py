@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from services.reference import StockModel
+from services.text import TextCodec
+from tests.services.e2e.cluster import Cluster, Inference, Ringserve, running_cluster, wait_until
+from tests.workers.models import save_model
+from workers.builtin_tokenizer import write_tokenizer
+
+
+@pytest.fixture(scope="session")
+def ringserve(tmp_path_factory: pytest.TempPathFactory) -> Ringserve:
+    return Ringserve(tmp_path_factory.mktemp("ringserve"))
+
+
+@pytest.fixture(scope="session")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random model with a byte-level tokenizer."""
+    path = save_model("llama_gqa", tmp_path_factory.mktemp("model"))
+    write_tokenizer(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def stock(model_path: Path) -> StockModel:
+    """The model as transformers runs it on one process."""
+    return StockModel(model_path)
+
+
+@pytest.fixture(scope="session")
+def codec(model_path: Path) -> TextCodec:
+    return TextCodec(model_path)
+
+
+@pytest.fixture(scope="package")
+def cluster(ringserve: Ringserve, model_path: Path) -> Iterator[Cluster]:
+    """The one cluster that these tests share."""
+    with running_cluster(ringserve, "shared", model_path) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def inference(cluster: Cluster) -> Iterator[Inference]:
+    """The shared cluster's public door. Every test leaves the cluster idle."""
+    door = Inference(cluster.gateway)
+    yield door
+    try:
+        wait_until(door.is_idle, f"the cluster is not idle: {door.info()}")
+    finally:
+        door.channel.close()

@@ -1,0 +1,104 @@
+"""Health, reflection, metrics and status: what operators and their tools see of every process."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from collections.abc import Mapping
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from prometheus_client.parser import text_string_to_metric_families
+
+from ringserve.v1 import inference_pb2
+from tests.services.e2e.cluster import CALL_SECONDS, Cluster, Inference, ids
+from tests.workers.models import random_tokens
+
+SERVICES = {
+    "gateway": "ringserve.v1.Inference",
+    "router": "ringserve.v1.RouterService",
+    "prefill": "ringserve.v1.PrefillService",
+    "decode": "ringserve.v1.DecodeService",
+}
+
+
+def door(cluster: Cluster, inference: Inference, process: str) -> str:
+    """HOST:PORT of a process of the cluster."""
+    doors = {group.role: group.endpoint for group in inference.info().groups}
+    return (doors | {"gateway": cluster.gateway, "router": cluster.router})[process]
+
+
+@pytest.mark.parametrize(("process", "service"), SERVICES.items())
+def test_every_process_answers_health_checks_and_lists_its_services(
+    cluster: Cluster, inference: Inference, process: str, service: str
+) -> None:
+    with grpc.insecure_channel(door(cluster, inference, process)) as channel:
+        health: Any = health_pb2_grpc.HealthStub(channel)  # the stubs of these two packages know no methods
+        for name in ("", service):
+            answer = health.Check(health_pb2.HealthCheckRequest(service=name), timeout=CALL_SECONDS)
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        ask = reflection_pb2.ServerReflectionRequest(list_services="")
+        stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
+        (listed,) = stub.ServerReflectionInfo(iter([ask]), timeout=CALL_SECONDS)
+        names = {each.name for each in listed.list_services_response.service}
+        assert names == {service, "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
+
+
+def scrape(cluster: Cluster) -> Mapping[str, float]:
+    """Every sample as name{label=value,...}."""
+    with urllib.request.urlopen(f"http://{cluster.metrics}/metrics", timeout=CALL_SECONDS) as answer:
+        body = answer.read().decode()
+    return {
+        sample.name + "".join(f"{{{key}={value}}}" for key, value in sorted(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(body)
+        for sample in family.samples
+    }
+
+
+def test_metrics_count_requests_tokens_and_plans(cluster: Cluster, inference: Inference) -> None:
+    before = scrape(cluster)
+    first = inference.answer(ids(random_tokens(40, seed=20), max_tokens=5, conversation="metrics"))
+    second = inference.answer(ids([1, 2, 3], max_tokens=5, conversation="metrics"))
+    with pytest.raises(grpc.RpcError):
+        inference.answer(ids([300]))
+    inference.delete("metrics")
+    after = scrape(cluster)
+
+    def grown(name: str) -> float:
+        return after.get(name, 0.0) - before.get(name, 0.0)
+
+    assert grown("ringserve_requests_total{outcome=length}") == 2
+    assert grown("ringserve_requests_total{outcome=invalid_argument}") == 1
+    assert grown("ringserve_prompt_tokens_total") == 40 + 48
+    assert grown("ringserve_generation_tokens_total") == 10
+    assert grown("ringserve_cached_prompt_tokens_total{source=kept_on_prefill}") == 40
+    assert grown("ringserve_cached_prompt_tokens_total{source=pulled_from_decode}") == 4
+    plans = {first.plan.algorithm, second.plan.algorithm}
+    assert sum(grown(f"ringserve_plans_total{{algorithm={name}}}") for name in plans) == 2
+    assert grown("ringserve_time_to_first_token_seconds_count") == 2
+    assert after["ringserve_num_requests_running{role=gateway}"] == 0
+
+
+def test_status_shows_every_ring_for_people_and_for_machines(cluster: Cluster, inference: Inference) -> None:
+    machine = cluster.ringserve.run("status", "--name", cluster.name, "--json")
+    assert (machine.returncode, machine.stderr) == (0, "")
+    report = json.loads(machine.stdout)
+    assert [group["name"] for group in report["groups"]] == ["prefill-0", "decode-0"]
+    for group in report["groups"]:
+        assert (group["state"], group["num_ranks"], len(group["rank_pids"])) == ("ready", 2, 2)
+        for rank in group["kv_usage"]:
+            assert rank["free_blocks"] + rank["active_blocks"] + rank["kept_blocks"] == rank["total_blocks"] == 1024
+    people = cluster.ringserve.run("status", "--target", cluster.gateway)
+    assert people.returncode == 0, people.stderr
+    assert "prefill-0" in people.stdout
+    assert "decode-0" in people.stdout
+
+
+def test_the_model_is_described_as_it_is(inference: Inference) -> None:
+    info = inference.stub.GetModelInfo(inference_pb2.GetModelInfoRequest(), timeout=CALL_SECONDS)
+    assert (info.model_type, info.dtype, info.num_layers, info.vocab_size) == ("llama", "float32", 2, 300)
+    assert (info.num_heads, info.num_kv_heads, info.head_dim, info.max_context_length) == (4, 2, 16, 8192)
+    assert info.kv_bytes_per_token == 2 * 2 * 2 * 16 * 4
