@@ -13,7 +13,7 @@ import torch
 
 from cp_core.layout import ShardMap, TokenRange
 from workers.kv_cache import KvCache
-from workers.kv_transfer.frames import Frame, LayerFrame, encode
+from workers.kv_transfer.frames import Frame, LayerFrame, RefusedFrame, encode
 from workers.kv_transfer.receiver import KvReceiver
 from workers.kv_transfer.sender import KvSender
 from workers.kv_transfer.sockets import receive_frame, receive_into
@@ -89,6 +89,10 @@ class Truth:
         return both.view(torch.uint8).numpy().tobytes()
 
 
+def is_untouched(cache: KvCache) -> bool:
+    return all(bool(tensor.isnan().all()) for tensor in (*cache.k_layers, *cache.v_layers))
+
+
 def positions_of(shards: ShardMap, rank: int) -> list[int]:
     return [position for item in shards.ranks[rank] for position in range(item.start, item.stop)]
 
@@ -118,8 +122,23 @@ class HandSource:
     def send(self, frame: Frame, payload: bytes = b"") -> None:
         self.connection.sendall(encode(frame, len(payload)) + payload)
 
+    def send_rows(self, truth: Truth, layer: int, pieces: Sequence[tuple[int, int]], *, name: str = "turn-1") -> None:
+        """A layer of the positions of these (start, count) pieces."""
+        positions = [position for start, count in pieces for position in range(start, start + count)]
+        self.send(layer_frame(key_of(name), layer, pieces), truth.payload(layer, positions))
+
+    def send_whole(self, truth: Truth, *, name: str = "turn-1") -> None:
+        """Every layer of every position."""
+        for layer in range(NUM_LAYERS):
+            self.send_rows(truth, layer, [(0, truth.k.shape[1])], name=name)
+
     def reply(self) -> Frame:
         return receive_frame(self.connection)[0]
+
+    def refusal(self) -> RefusedFrame:
+        reply = self.reply()
+        assert isinstance(reply, RefusedFrame)
+        return reply
 
     def is_cut_off(self) -> bool:
         """Whether the receiver ends the connection; waits for it."""

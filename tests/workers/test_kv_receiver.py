@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
-from cp_core.errors import StaleIncarnation, TransferError, Unavailable
-from cp_core.layout import TokenRange
+from cp_core.errors import TransferError, Unavailable
 from tests.workers.kv_peers import (
-    NUM_BLOCKS,
     NUM_LAYERS,
     WAIT_SECONDS,
     HandSource,
@@ -22,6 +19,7 @@ from tests.workers.kv_peers import (
     cache_of,
     expect_of,
     hand_source,
+    is_untouched,
     key_of,
     layer_frame,
     receiving,
@@ -40,8 +38,6 @@ from workers.kv_transfer.frames import (
     SettleFrame,
     encode,
 )
-from workers.kv_transfer.incoming import IncomingTransfer, TransferState
-from workers.steps import KvExpect
 
 TOKENS = 10
 BLOCKS = (7, 3, 30)
@@ -65,24 +61,10 @@ def source(receiver: KvReceiver) -> Iterator[HandSource]:
         yield source
 
 
-def send_rows(source: HandSource, layer: int, pieces: list[tuple[int, int]], *, transfer_id: str = "turn-1") -> None:
-    positions = [position for start, count in pieces for position in range(start, start + count)]
-    source.send(layer_frame(key_of(transfer_id), layer, pieces), TRUTH.payload(layer, positions))
-
-
-def send_whole(source: HandSource, *, transfer_id: str = "turn-1") -> None:
-    for layer in range(NUM_LAYERS):
-        send_rows(source, layer, [(0, TOKENS)], transfer_id=transfer_id)
-
-
-def is_untouched(cache: KvCache) -> bool:
-    return all(bool(tensor.isnan().all()) for tensor in (*cache.k_layers, *cache.v_layers))
-
-
 def check_still_serves(receiver: KvReceiver, cache: KvCache, source: HandSource) -> None:
     """A whole transfer over this connection arrives."""
     receiver.expect(expect_of(key_of("afterwards"), TOKENS, BLOCKS))
-    send_whole(source, transfer_id="afterwards")
+    source.send_whole(TRUTH, name="afterwards")
     receiver.wait_sealed(key_of("afterwards"), WAIT_SECONDS)
     TRUTH.check(cache, BLOCKS, range(TOKENS))
 
@@ -101,8 +83,8 @@ def test_pieces_in_any_order_of_layers_and_frames_seal_the_transfer(
 ) -> None:
     receiver.expect(expect_of(key_of(), TOKENS, BLOCKS))
     for layer in reversed(range(NUM_LAYERS)):
-        send_rows(source, layer, [(1, 2), (5, 1), (8, 2)])
-        send_rows(source, layer, [(0, 1), (3, 2), (6, 2)])
+        source.send_rows(TRUTH, layer, [(1, 2), (5, 1), (8, 2)])
+        source.send_rows(TRUTH, layer, [(0, 1), (3, 2), (6, 2)])
     report = receiver.wait_sealed(key_of(), WAIT_SECONDS)
     assert report.payload_bytes == NUM_LAYERS * len(TRUTH.payload(0, range(TOKENS)))
     TRUTH.check(cache, BLOCKS, range(TOKENS))
@@ -112,17 +94,17 @@ def test_the_source_is_told_how_many_bytes_arrived_since_it_last_asked(
     receiver: KvReceiver, source: HandSource
 ) -> None:
     receiver.expect(expect_of(key_of(), TOKENS, BLOCKS))
-    send_rows(source, 0, [(0, 4)])
+    source.send_rows(TRUTH, 0, [(0, 4)])
     source.send(SettleFrame(key_of()))
     assert source.reply() == SettledFrame(key_of(), len(TRUTH.payload(0, range(4))))
-    send_rows(source, 0, [(4, 1)])
+    source.send_rows(TRUTH, 0, [(4, 1)])
     source.send(SettleFrame(key_of()))
     assert source.reply() == SettledFrame(key_of(), len(TRUTH.payload(0, range(1))))
 
 
 def test_a_source_may_ask_after_its_transfer_was_sealed_and_dropped(receiver: KvReceiver, source: HandSource) -> None:
     receiver.expect(expect_of(key_of(), TOKENS, BLOCKS))
-    send_whole(source)
+    source.send_whole(TRUTH)
     receiver.wait_sealed(key_of(), WAIT_SECONDS)
     receiver.drop(key_of())
     source.send(SettleFrame(key_of()))
@@ -143,9 +125,9 @@ def test_a_token_that_arrives_twice_is_refused_and_ends_the_transfer(
     receiver: KvReceiver, cache: KvCache, source: HandSource
 ) -> None:
     receiver.expect(expect_of(key_of(), TOKENS, BLOCKS))
-    send_rows(source, 0, [(0, 5)])
+    source.send_rows(TRUTH, 0, [(0, 5)])
     source.send(layer_frame(key_of(), 0, [(4, 2)]), bytes(len(TRUTH.payload(0, [4, 5]))))
-    assert "arrived twice" in refusal(source).reason
+    assert "arrived twice" in source.refusal().reason
     with pytest.raises(TransferError, match="arrived twice"):
         receiver.wait_sealed(key_of(), WAIT_SECONDS)
     assert torch.equal(cache.read(0, BLOCKS, 4, 1).k[0], TRUTH.k[0, 4])
@@ -154,10 +136,10 @@ def test_a_token_that_arrives_twice_is_refused_and_ends_the_transfer(
 
 def test_a_sealed_transfer_takes_no_late_frame(receiver: KvReceiver, cache: KvCache, source: HandSource) -> None:
     receiver.expect(expect_of(key_of(), TOKENS, BLOCKS))
-    send_whole(source)
+    source.send_whole(TRUTH)
     receiver.wait_sealed(key_of(), WAIT_SECONDS)
     source.send(layer_frame(key_of(), 0, [(0, 3)]), bytes(len(TRUTH.payload(0, range(3)))))
-    assert "sealed already" in refusal(source).reason
+    assert "sealed already" in source.refusal().reason
     assert receiver.wait_sealed(key_of(), 0.0).payload_bytes > 0
     TRUTH.check(cache, BLOCKS, range(TOKENS))
 
@@ -179,7 +161,7 @@ def test_a_frame_that_does_not_fit_is_refused_and_ends_the_transfer(
 ) -> None:
     receiver.expect(expect_of(key_of(), TOKENS, BLOCKS))
     source.send(frame, TRUTH.payload(0, range(payload_tokens)))
-    assert fault in refusal(source).reason
+    assert fault in source.refusal().reason
     with pytest.raises(TransferError, match=fault):
         receiver.wait_sealed(key_of(), WAIT_SECONDS)
     assert is_untouched(cache)
@@ -202,11 +184,11 @@ def test_a_stale_or_unknown_key_is_refused_and_harms_no_other_transfer(
     assert isinstance(key, type(key_of()))
     receiver.expect(expect_of(key_of(), TOKENS, BLOCKS))
     source.send(layer_frame(key, 0, [(0, 3)]), bytes(len(TRUTH.payload(0, range(3)))))
-    reply = refusal(source)
+    reply = source.refusal()
     assert (reply.key, reply.is_stale) == (key, is_stale)
     assert fault in reply.reason
     assert is_untouched(cache)
-    send_whole(source)
+    source.send_whole(TRUTH)
     receiver.wait_sealed(key_of(), WAIT_SECONDS)
     TRUTH.check(cache, BLOCKS, range(TOKENS))
 
@@ -215,20 +197,20 @@ def test_a_source_is_told_once_of_a_refusal_and_again_when_it_asks(
     receiver: KvReceiver, cache: KvCache, source: HandSource
 ) -> None:
     for layer in range(NUM_LAYERS):
-        send_rows(source, layer, [(0, TOKENS)])
+        source.send_rows(TRUTH, layer, [(0, TOKENS)])
     source.send(SettleFrame(key_of()))
-    assert refusal(source) == refusal(source)
+    assert source.refusal() == source.refusal()
     check_still_serves(receiver, cache, source)
 
 
 def test_a_source_that_asks_about_nothing_is_told_so(receiver: KvReceiver, source: HandSource) -> None:
     source.send(SettleFrame(key_of()))
-    assert "nothing of transfer 'turn-1' came over this connection" in refusal(source).reason
+    assert "nothing of transfer 'turn-1' came over this connection" in source.refusal().reason
 
 
 def test_a_source_that_gives_up_ends_the_wait(receiver: KvReceiver, source: HandSource) -> None:
     receiver.expect(expect_of(key_of(), TOKENS, BLOCKS))
-    send_rows(source, 0, [(0, 3)])
+    source.send_rows(TRUTH, 0, [(0, 3)])
     source.send(AbandonFrame(key_of(), "the turn was cancelled"))
     with pytest.raises(TransferError, match=r"given up by its source .*: the turn was cancelled"):
         receiver.wait_sealed(key_of(), WAIT_SECONDS)
@@ -282,7 +264,7 @@ def test_a_source_that_dies_in_the_middle_of_a_frame_fails_the_wait_at_once(
 def test_a_source_that_dies_between_frames_fails_the_wait_at_once(receiver: KvReceiver) -> None:
     receiver.expect(expect_of(key_of(), TOKENS, BLOCKS))
     with hand_source(receiver.endpoint) as dying:
-        send_rows(dying, 0, [(0, TOKENS)])
+        dying.send_rows(TRUTH, 0, [(0, TOKENS)])
     with pytest.raises(Unavailable, match="is gone"):
         receiver.wait_sealed(key_of(), 5.0)
 
@@ -293,13 +275,13 @@ def test_a_source_that_settled_its_share_may_go_while_others_still_send(
     receiver.expect(expect_of(key_of(), TOKENS, BLOCKS))
     with hand_source(receiver.endpoint) as early:
         for layer in range(NUM_LAYERS):
-            send_rows(early, layer, [(0, 4)])
+            early.send_rows(TRUTH, layer, [(0, 4)])
         early.send(SettleFrame(key_of()))
         assert isinstance(early.reply(), SettledFrame)
         early.connection.shutdown(1)
         assert early.is_cut_off()
     for layer in range(NUM_LAYERS):
-        send_rows(source, layer, [(4, 6)])
+        source.send_rows(TRUTH, layer, [(4, 6)])
     receiver.wait_sealed(key_of(), WAIT_SECONDS)
     TRUTH.check(cache, BLOCKS, range(TOKENS))
 
@@ -309,145 +291,8 @@ def test_more_connections_than_allowed_are_cut_off() -> None:
     receiver = KvReceiver(cache, "decode-0/1", max_connections=1)
     with hand_source(receiver.endpoint) as first:
         first.send(SettleFrame(key_of()))
-        refusal(first)
+        first.refusal()
         with hand_source(receiver.endpoint) as second:
             assert second.is_cut_off()
         check_still_serves(receiver, cache, first)
     receiver.close()
-
-
-# --- expect and drop -------------------------------------------------------------------------------------------------
-
-
-def test_frames_before_their_expect_are_refused(receiver: KvReceiver, cache: KvCache, source: HandSource) -> None:
-    send_rows(source, 0, [(0, TOKENS)])
-    assert "is not expected here" in refusal(source).reason
-    assert is_untouched(cache)
-
-
-def test_late_frames_of_a_dropped_transfer_are_read_and_refused(
-    receiver: KvReceiver, cache: KvCache, source: HandSource
-) -> None:
-    receiver.expect(expect_of(key_of(), TOKENS, BLOCKS))
-    send_rows(source, 0, [(0, TOKENS)])
-    source.send(SettleFrame(key_of()))
-    assert isinstance(source.reply(), SettledFrame)
-    # Half a frame is on its way when the transfer is dropped and its blocks go to another one.
-    payload = TRUTH.payload(1, range(TOKENS))
-    frame = encode(layer_frame(key_of(), 1, [(0, TOKENS)]), len(payload)) + payload
-    source.connection.sendall(frame[:-100])
-    receiver.drop(key_of())
-    other = Truth.random(TOKENS, seed=9)
-    receiver.expect(expect_of(key_of("other"), TOKENS, BLOCKS))
-    with hand_source(receiver.endpoint) as other_source:
-        for layer in range(NUM_LAYERS):
-            other_source.send(layer_frame(key_of("other"), layer, [(0, TOKENS)]), other.payload(layer, range(TOKENS)))
-        receiver.wait_sealed(key_of("other"), WAIT_SECONDS)
-    source.connection.sendall(frame[-100:])
-    send_rows(source, 2, [(0, TOKENS)])
-    reason = refusal(source).reason
-    assert "dropped by its destination" in reason or "is not expected here" in reason
-    other.check(cache, BLOCKS, range(TOKENS))
-
-
-def test_a_frame_that_was_admitted_before_the_drop_is_not_stored_after_it() -> None:
-    cache = cache_of()
-    transfer = IncomingTransfer(expect_of(key_of(), TOKENS, BLOCKS), cache)
-    frame = layer_frame(key_of(), 0, [(0, TOKENS)])
-    payload = torch.ones(2 * TOKENS * 2 * 8)
-    states = [transfer.state]
-    transfer.admit(frame, payload.nbytes)
-    states.append(transfer.state)
-    transfer.abort(TransferError("dropped"))
-    states.append(transfer.state)
-    with pytest.raises(TransferError, match="dropped"):
-        transfer.store(frame, payload)
-    assert states == [TransferState.RESERVED, TransferState.STREAMING, TransferState.ABORTED]
-    assert is_untouched(cache)
-
-
-def test_a_drop_ends_the_wait_and_may_be_repeated(receiver: KvReceiver) -> None:
-    receiver.expect(expect_of(key_of(), TOKENS, BLOCKS))
-    started = threading.Event()
-
-    def wait() -> None:
-        started.set()
-        receiver.wait_sealed(key_of(), WAIT_SECONDS)
-
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(wait)
-        assert started.wait(WAIT_SECONDS)
-        receiver.drop(key_of())
-        receiver.drop(key_of())
-        with pytest.raises(TransferError, match=r"dropped|not expected"):
-            waiting.result(5.0)
-    assert receiver.num_open == 0
-
-
-def test_a_dropped_key_never_comes_back(receiver: KvReceiver) -> None:
-    receiver.drop(key_of())
-    with pytest.raises(TransferError, match="was dropped: a new attempt is needed"):
-        receiver.expect(expect_of(key_of(), TOKENS, BLOCKS))
-    receiver.expect(expect_of(key_of(attempt=2), TOKENS, BLOCKS))
-
-
-def test_a_key_is_expected_once(receiver: KvReceiver) -> None:
-    receiver.expect(expect_of(key_of(), TOKENS, BLOCKS))
-    with pytest.raises(TransferError, match="expected already"):
-        receiver.expect(expect_of(key_of(), TOKENS, BLOCKS))
-
-
-def test_a_transfer_for_another_life_of_the_ring_is_not_expected(receiver: KvReceiver) -> None:
-    with pytest.raises(StaleIncarnation, match="is meant for 'decode-0/2', this is 'decode-0/1'"):
-        receiver.expect(expect_of(dataclasses.replace(key_of(), destination="decode-0/2"), TOKENS, BLOCKS))
-
-
-@pytest.mark.parametrize(
-    ("expect", "fault"),
-    [
-        (expect_of(key_of(), TOKENS, BLOCKS[:2]), "stored indices 0 to 10 in 2 blocks of 4"),
-        (expect_of(key_of(), TOKENS, BLOCKS, stored_start=3), "stored indices 3 to 13"),
-        (expect_of(key_of(), TOKENS, BLOCKS, stored_start=-1), "stored indices -1"),
-        (expect_of(key_of(), TOKENS, (1, NUM_BLOCKS, 2)), f"outside 0 to {NUM_BLOCKS - 1}"),
-        (expect_of(key_of(), TOKENS, (1, -1, 2)), "outside"),
-        (expect_of(key_of(), TOKENS, (1, 1, 2)), "names a block twice"),
-        (KvExpect(key_of(), (TokenRange(5, 9), TokenRange(0, 2)), 0, BLOCKS), "not ascending"),
-    ],
-)
-def test_blocks_that_cannot_hold_the_transfer_are_refused(receiver: KvReceiver, expect: KvExpect, fault: str) -> None:
-    with pytest.raises(TransferError, match=fault):
-        receiver.expect(expect)
-
-
-def test_a_leader_that_never_drops_sealed_transfers_does_not_fill_the_table(receiver: KvReceiver) -> None:
-    for number in range(5000):
-        receiver.expect(KvExpect(key_of(f"empty-{number}"), (), 0, ()))
-    assert receiver.wait_sealed(key_of("empty-4999"), 0.0).payload_bytes == 0
-    with pytest.raises(TransferError, match="not expected"):
-        receiver.wait_sealed(key_of("empty-0"), 0.0)
-
-
-# --- closing ---------------------------------------------------------------------------------------------------------
-
-
-def test_closing_fails_open_transfers_and_frees_the_port(cache: KvCache) -> None:
-    with receiving(cache) as receiver:
-        receiver.expect(expect_of(key_of(), TOKENS, BLOCKS))
-        with hand_source(receiver.endpoint) as source:
-            send_rows(source, 0, [(0, TOKENS)])
-            source.send(SettleFrame(key_of()))
-            source.reply()
-            receiver.close()
-            receiver.close()
-            assert source.is_cut_off()
-        with pytest.raises(Unavailable, match="closed"):
-            receiver.wait_sealed(key_of(), WAIT_SECONDS)
-        port = int(receiver.endpoint.split(":")[1])
-    again = KvReceiver(cache, "decode-0/1", port=port)
-    again.close()
-
-
-def test_a_port_in_use_is_one_clear_error(cache: KvCache, receiver: KvReceiver) -> None:
-    port = int(receiver.endpoint.split(":")[1])
-    with pytest.raises(Unavailable, match=rf"KV cannot be received at 127.0.0.1:{port}: Address already in use"):
-        KvReceiver(cache, "decode-0/1", port=port)
