@@ -105,6 +105,13 @@ class Family:
         """Nothing of it may be left."""
         wait_until(lambda: not self.alive(), f"processes still run: {self.alive()}", seconds)
 
+    def kill(self) -> None:
+        """End all that still run, at once."""
+        self.look()
+        for process in self._seen:
+            if _is_alive(process):
+                process.kill()
+
     def temporary_directories(self) -> set[Path]:
         """Those in which Ray keeps its sessions."""
         words = (word for process in self._seen for word in _command(process))

@@ -1,0 +1,50 @@
+"""`ringserve demo`, small: it proves itself, and cleans up whether it ends or is ended."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.services.e2e.cluster import START_SECONDS, Ringserve, wait_until
+from tests.services.e2e.terminal import started
+
+pytestmark = pytest.mark.timeout(240)
+
+EXIT_INTERRUPTED = 130
+SMALL = ("demo", "--tokens", "600", "--max-tokens", "8")
+
+
+def test_the_demo_passes_its_own_check_and_prints_one_object(ringserve: Ringserve) -> None:
+    finished = ringserve.run(*SMALL, "--json", seconds=2 * START_SECONDS)
+    assert finished.returncode == 0, finished.stderr
+    report = json.loads(finished.stdout)
+    assert report["passed"]
+    assert report["equal_to_transformers"] == [True, True]
+    first, second = report["turns"]
+    assert first["plan"]["cached_tokens"] == 0
+    assert first["usage"]["prompt_tokens"] >= 600
+    assert second["usage"]["cached_tokens"] == first["usage"]["prompt_tokens"] + 7
+    for turn in report["turns"]:
+        for shares in turn["tokens_per_rank"].values():
+            assert max(shares) - min(shares) <= 16
+    assert "Traceback" not in finished.stderr
+
+
+@pytest.mark.parametrize(
+    "moment", [r"starting \d rings", r"gateway serves at \S+\s+\S+"], ids=["while it starts", "while it answers"]
+)
+def test_ctrl_c_ends_the_demo_and_leaves_nothing(ringserve: Ringserve, tmp_path: Path, moment: str) -> None:
+    # An answer of 5000 tokens takes a minute: nobody waits for its end.
+    long = ("demo", "--tokens", "600", "--max-tokens", "5000")
+    with started(ringserve, tmp_path, *long) as demo:
+        wait_until(
+            lambda: bool(re.search(moment, demo.output)) or demo.is_over,
+            f"the demo shows {moment!r}",
+            2 * START_SECONDS,
+        )
+        assert not demo.is_over, demo.output
+        assert demo.interrupt() == EXIT_INTERRUPTED, demo.output
+        demo.check_nothing_is_left()

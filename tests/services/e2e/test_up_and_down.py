@@ -1,0 +1,112 @@
+"""Starting and stopping a cluster: what cannot work is refused at once, and nothing is ever left behind."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.services.e2e.cluster import START_SECONDS, Cluster, Inference, Ringserve, ids, options_of, wait_until
+from tests.services.e2e.terminal import started
+from tests.workers.models import random_tokens
+
+pytestmark = pytest.mark.timeout(240)
+
+QUICK_SECONDS = 20.0
+"""Refusals come before anything is started; this is mostly what importing Python modules takes on a busy machine."""
+
+
+@pytest.fixture
+def port_in_use() -> Iterator[int]:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield int(listener.getsockname()[1])
+
+
+@pytest.fixture
+def windowed_model(tmp_path: Path, model_path: Path) -> Path:
+    """A model that attends over a sliding window, which the core lacks."""
+    target = Path(shutil.copytree(model_path, tmp_path / "windowed"))
+    config = json.loads((target / "config.json").read_text())
+    config |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 64}
+    (target / "config.json").write_text(json.dumps(config))
+    return target
+
+
+def refused(ringserve: Ringserve, *arguments: str) -> str:
+    """The one sentence of a command that must fail quickly."""
+    began = time.monotonic()
+    finished = ringserve.run(*arguments)
+    assert time.monotonic() - began < QUICK_SECONDS
+    assert finished.returncode == 1
+    assert finished.stdout == ""
+    assert finished.stderr.startswith("ringserve: ")
+    assert len(finished.stderr.splitlines()) == 1, finished.stderr
+    return finished.stderr
+
+
+@pytest.mark.parametrize("detach", [[], ["--detach"]], ids=["in the foreground", "detached"])
+@pytest.mark.parametrize("what", ["port", "directory", "model", "key", "value", "file"])
+def test_up_refuses_at_once_what_cannot_work(
+    ringserve: Ringserve, port_in_use: int, windowed_model: Path, tmp_path: Path, what: str, detach: list[str]
+) -> None:
+    taken = f"127.0.0.1:{port_in_use}"
+    wrong = {
+        "port": (["--set", f"gateway.listen={taken}"], f"gateway.listen: cannot listen on {taken}"),
+        "directory": (["--set", f"model.path={tmp_path}/none"], f"{tmp_path}/none' is not a directory"),
+        "model": (["--set", f"model.path={windowed_model}"], "sliding window"),
+        "key": (["--set", "prefill.speed=9"], "prefill.speed: no such key; allowed are groups, cp"),
+        "value": (["--set", "decode.cp=none"], "decode.cp: 'none'"),
+        "file": (["--ready-file", f"{tmp_path}/none/ready.json"], "--ready-file"),
+    }
+    arguments, said = wrong[what]
+    ports = ["--set", "gateway.metrics=127.0.0.1:0"]
+    if what != "port":
+        ports += ["--set", "gateway.listen=127.0.0.1:0"]
+    assert said in refused(ringserve, "up", "--name", "wrong", *detach, *ports, *arguments)
+    assert not (ringserve.directory / "state" / "wrong.json").exists()
+
+
+def test_a_second_cluster_of_the_same_name_is_refused(cluster: Cluster) -> None:
+    said = refused(cluster.ringserve, "up", "--name", cluster.name, "--detach", "--set", "gateway.listen=127.0.0.1:0")
+    assert f"'shared' runs already (pid {cluster.pid}, gateway {cluster.gateway})" in said
+
+
+@pytest.mark.parametrize("command", [["down"], ["status"], ["generate", "--prompt", "hello"], ["chat"]])
+def test_commands_without_a_cluster_say_so(ringserve: Ringserve, command: list[str]) -> None:
+    assert "no cluster named 'nobody' runs here" in refused(ringserve, *command, "--name", "nobody")
+
+
+def test_a_gateway_that_cannot_be_reached_is_named(ringserve: Ringserve) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        target = f"127.0.0.1:{unused.getsockname()[1]}"
+        assert f"the gateway at {target} cannot be reached" in refused(ringserve, "status", "--target", target)
+
+
+def test_ctrl_c_ends_a_cluster_in_the_foreground_whole_and_in_order(
+    ringserve: Ringserve, model_path: Path, tmp_path: Path
+) -> None:
+    ready = tmp_path / "ready.json"
+    with started(ringserve, tmp_path, "up", "--ready-file", str(ready), *options_of(model_path)) as up:
+        wait_until(lambda: ready.exists() or up.is_over, "the cluster serves", START_SECONDS)
+        assert not up.is_over, up.output
+        inference = Inference(json.loads(ready.read_text())["gateway"])
+        with inference.running(ids(random_tokens(30), max_tokens=4000)):
+            assert up.interrupt() == 0, up.output
+        inference.channel.close()
+        up.check_nothing_is_left()
+    assert "no cluster named" in refused(ringserve, "status")
+
+
+def test_ctrl_c_ends_a_cluster_that_is_still_starting(ringserve: Ringserve, model_path: Path, tmp_path: Path) -> None:
+    with started(ringserve, tmp_path, "up", *options_of(model_path)) as up:
+        wait_until(lambda: "rings" in up.output, "the rings are being started", START_SECONDS)
+        assert up.interrupt() == 0, up.output
+        up.check_nothing_is_left()
