@@ -246,6 +246,9 @@ class DecodeLeader(GroupLeader):
         """Cut an idle sequence to its first `keep_tokens` tokens; 0 frees it."""
         self.ring.pool.settle(sequence_id, turn_id, keep_tokens)
 
+    async def measure(self) -> None:
+        """The decode loop owns the ranks' compute threads, and no plan asks for this ring's rates."""
+
     @property
     def num_running(self) -> int:
         """Turns in the decode batch."""

@@ -35,8 +35,9 @@ class GroupLeader(ABC):
         self.endpoint = endpoint
         await self.ring.start()
 
+    @abstractmethod
     async def measure(self) -> None:
-        """Measure the ring's rates again, now that nothing else starts on its machine. Rings that decode do not."""
+        """Measure the ring's rates again, now that nothing else starts on its machine."""
 
     async def close(self) -> None:
         """End background work, kill the ranks. Idempotent."""
@@ -61,6 +62,7 @@ class GroupLeader(ABC):
             num_ranks=self.settings.num_ranks,
             rates=ring.rates,
             capacity_tokens=ring.pool.capacity_tokens,
+            chunk_tokens=self.settings.chunk_tokens,
         )
         await self._announce(registration)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
-from cp_core.cost_model import PASS_KV, PASS_Q, ModelShape, Rates, predict_prefill
+from cp_core.cost_model import ModelShape, Rates, predict_prefill
 from cp_core.layout import TokenRange
-from cp_core.selector import EmpiricalFit, Turn, select
-from orchestration.turn import CachedSource, GroupRegistration, Plan, PromptMode
+from cp_core.selector import EmpiricalFit, Selection, Turn, select
+from orchestration.turn import CachedSource, Chunk, GroupRegistration, Plan, PromptMode
 from workers.steps import Algorithm, ModelInfo, RingRates
 
 
@@ -51,28 +53,42 @@ class Planner:
         decode: GroupRegistration,
         mode: PromptMode,
     ) -> Plan:
-        """The plan of a turn of `num_tokens` prompt tokens whose beginnings both rings have kept."""
+        """The plan of a turn of `num_tokens` prompt tokens whose beginnings both rings have kept.
+
+        Long prompts are cut where the ring's longest step ends; each chunk chooses its own algorithm, since what is
+        cached grows from one to the next.
+        """
         cached = max(kept_on_prefill, kept_on_decode)
-        turn = Turn(new_tokens=num_tokens - cached, cached_tokens=cached, num_ranks=prefill.num_ranks)
         rates = self._rates(prefill.rates)
-        selection = select(self.selector, turn, self._shape, rates, self._settings.fit)
-        predicted = {name: self._predict(name, turn, rates) for name in (PASS_KV, PASS_Q)}
+        bounds = [*range(cached, num_tokens, prefill.chunk_tokens), num_tokens]
+        turns = [
+            Turn(new_tokens=stop - start, cached_tokens=start, num_ranks=prefill.num_ranks)
+            for start, stop in pairwise(bounds)
+        ]
+        chosen = [select(self.selector, turn, self._shape, rates, self._settings.fit) for turn in turns]
         sources = (
             CachedSource(source="kept_on_prefill", tokens=TokenRange(0, kept_on_prefill)),
             CachedSource(source="pulled_from_decode", tokens=TokenRange(kept_on_prefill, cached)),
         )
+        algorithm = _of_most_tokens(turns, chosen)
         return Plan(
-            algorithm=Algorithm(selection.algorithm),
-            reason=selection.reason,
-            new_tokens=turn.new_tokens,
+            algorithm=algorithm,
+            reason=_reason(algorithm, chosen),
+            new_tokens=num_tokens - cached,
             cached_tokens=cached,
             prefill_ring=prefill.name,
             decode_ring=decode.name,
             prefill_ranks=prefill.num_ranks,
             decode_ranks=decode.num_ranks,
             cached_sources=tuple(source for source in sources if len(source.tokens)),
-            predicted_prefill_seconds=predicted[selection.algorithm],
-            alternatives=tuple(item for item in predicted.items() if item[0] != selection.algorithm),
+            chunks=tuple(
+                Chunk(tokens=TokenRange(start, stop), algorithm=Algorithm(selection.algorithm))
+                for (start, stop), selection in zip(pairwise(bounds), chosen, strict=True)
+            ),
+            predicted_prefill_seconds=sum(
+                self._predict(selection.algorithm, turn, rates) for turn, selection in zip(turns, chosen, strict=True)
+            ),
+            alternatives=tuple((name, sum(self._predict(name, turn, rates) for turn in turns)) for name in Algorithm),
             prompt_mode=mode,
         )
 
@@ -88,3 +104,18 @@ class Planner:
     def _predict(self, algorithm: str, turn: Turn, rates: Rates) -> float:
         cost = predict_prefill(self._shape, rates, turn.num_ranks, algorithm, turn.new_tokens, turn.cached_tokens)
         return cost.total_seconds
+
+
+def _of_most_tokens(turns: Sequence[Turn], chosen: Sequence[Selection]) -> Algorithm:
+    tokens = dict.fromkeys(Algorithm, 0)
+    for turn, selection in zip(turns, chosen, strict=True):
+        tokens[Algorithm(selection.algorithm)] += turn.new_tokens
+    return max(tokens, key=lambda name: tokens[name])
+
+
+def _reason(algorithm: Algorithm, chosen: Sequence[Selection]) -> str:
+    """The reason of the first chunk that took the plan's algorithm, and how many did."""
+    same = [selection.reason for selection in chosen if selection.algorithm == algorithm]
+    if len(chosen) == 1:
+        return same[0]
+    return f"{len(same)} of {len(chosen)} chunks by {algorithm}, the first because: {same[0]}"

@@ -13,7 +13,7 @@ from orchestration.kv_pool import KvPool, SequenceKv
 from orchestration.ports import DecodePort
 from orchestration.reshard_sends import sends_for
 from orchestration.ring import Ring, gather_all, gather_first_error
-from orchestration.turn import PrefillTurn, SendKv
+from orchestration.turn import Chunk, PrefillTurn, SendKv
 from workers.steps import KvExpect, PrefillStep, SequencePrefill, TransferKey
 
 log = logging.getLogger(__name__)
@@ -84,19 +84,19 @@ class PrefillRun:
 
     async def compute(self) -> tuple[int, float]:
         """Prefill the new tokens chunk by chunk, their KV leaving layer by layer. Returns (first token, seconds)."""
-        turn, chunk = self._turn, self._settings.chunk_tokens
+        turn = self._turn
         started = time.monotonic()
         self._sending = TransferKey(turn.turn_id, turn.attempt, self._incarnation, turn.destination.incarnation)
         tokens: dict[str, int] = {}
-        for begin in range(turn.cached_tokens, len(turn.token_ids), chunk):
+        for chunk in turn.chunks:
             if self.stop_error is not None:
                 raise self.stop_error
             self._ring.require_ready(self._incarnation)
-            tokens = await self._step(TokenRange(begin, min(len(turn.token_ids), begin + chunk)), self._sending)
+            tokens = await self._step(chunk, self._sending)
         return tokens[turn.sequence_id], time.monotonic() - started
 
-    async def _step(self, piece: TokenRange, key: TransferKey) -> dict[str, int]:
-        turn, sequence = self._turn, self._sequence
+    async def _step(self, chunk: Chunk, key: TransferKey) -> dict[str, int]:
+        turn, sequence, piece = self._turn, self._sequence, chunk.tokens
         held = sequence.shards.held
         layout = balanced_layout(piece.start, len(piece), held)
         after = sequence.shards.extend(layout.shard_map())
@@ -117,7 +117,7 @@ class PrefillRun:
         steps = [
             PrefillStep(
                 step_id=piece.start,
-                algorithm=turn.algorithm,
+                algorithm=chunk.algorithm,
                 sequences=(
                     SequencePrefill(
                         sequence_id=turn.sequence_id,

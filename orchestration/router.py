@@ -164,7 +164,7 @@ class Router:
             sequence_id=turn.sequence_id,
             token_ids=turn.prompt,
             cached_tokens=plan.cached_tokens,
-            algorithm=plan.algorithm,
+            chunks=plan.chunks,
             sampling=turn.request.sampling,
             deadline_seconds=turn.request.deadline_seconds,
             decode_endpoint=turn.decode.registration.endpoint,

@@ -39,8 +39,19 @@ class CachedSource:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Chunk:
+    """New tokens that are computed in one step, after all before them."""
+
+    tokens: TokenRange
+    algorithm: Algorithm
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """How a turn is computed and why. `alternatives` are (algorithm, predicted seconds)."""
+    """How a turn is computed and why. `algorithm` is that of most new tokens, and `reason` tells of those chunks.
+
+    `alternatives` are (algorithm, predicted seconds) of computing every chunk by it.
+    """
 
     algorithm: Algorithm
     reason: str
@@ -51,6 +62,7 @@ class Plan:
     prefill_ranks: int
     decode_ranks: int
     cached_sources: tuple[CachedSource, ...]
+    chunks: tuple[Chunk, ...]
     predicted_prefill_seconds: float
     alternatives: tuple[tuple[str, float], ...]
     prompt_mode: PromptMode
@@ -92,14 +104,17 @@ class Reservation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillTurn:
-    """Run the prefill of a reserved turn; `destination` is the decode ring's reservation."""
+    """Run the prefill of a reserved turn; `destination` is the decode ring's reservation.
+
+    `chunks` cover tokens [cached_tokens, len(token_ids)) in order.
+    """
 
     turn_id: str
     attempt: int
     sequence_id: str
     token_ids: TokenIds
     cached_tokens: int
-    algorithm: Algorithm
+    chunks: tuple[Chunk, ...]
     sampling: Sampling
     deadline_seconds: float
     decode_endpoint: str
@@ -190,7 +205,10 @@ class TurnOutcome:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupRegistration:
-    """A group that is ready to serve. `capacity_tokens` is the KV room of the whole ring."""
+    """A group that is ready to serve. `capacity_tokens` is the KV room of the whole ring.
+
+    `chunk_tokens` is the most that one of its prefill steps may compute.
+    """
 
     role: str
     name: str
@@ -199,6 +217,7 @@ class GroupRegistration:
     num_ranks: int
     rates: RingRates
     capacity_tokens: int
+    chunk_tokens: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

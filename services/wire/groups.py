@@ -16,6 +16,7 @@ def registration_to(group: GroupRegistration) -> router_pb2.RegisterGroupRequest
         incarnation=group.incarnation,
         num_ranks=group.num_ranks,
         capacity_tokens=group.capacity_tokens,
+        chunk_tokens=group.chunk_tokens,
         rates=router_pb2.RingRates(
             gemm_flops=group.rates.gemm_flops,
             attention_flops=group.rates.attention_flops,
@@ -34,6 +35,7 @@ def registration_from(message: router_pb2.RegisterGroupRequest) -> GroupRegistra
         incarnation=message.incarnation,
         num_ranks=message.num_ranks,
         capacity_tokens=message.capacity_tokens,
+        chunk_tokens=message.chunk_tokens,
         rates=RingRates(
             gemm_flops=message.rates.gemm_flops,
             attention_flops=message.rates.attention_flops,

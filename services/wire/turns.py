@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from cp_core.layout import TokenRange
 from orchestration.turn import (
     Admit,
     CachedSource,
+    Chunk,
     FinishedEvent,
     Plan,
     PrefillReport,
@@ -75,6 +78,19 @@ def turn_request_from(message: router_pb2.BeginTurnRequest) -> TurnRequest:
     )
 
 
+def chunks_to(chunks: Iterable[Chunk]) -> list[inference_pb2.Chunk]:
+    return [
+        inference_pb2.Chunk(start=chunk.tokens.start, stop=chunk.tokens.stop, algorithm=chunk.algorithm)
+        for chunk in chunks
+    ]
+
+
+def chunks_from(chunks: Iterable[inference_pb2.Chunk]) -> tuple[Chunk, ...]:
+    return tuple(
+        Chunk(tokens=TokenRange(chunk.start, chunk.stop), algorithm=Algorithm(chunk.algorithm)) for chunk in chunks
+    )
+
+
 def plan_to(plan: Plan) -> inference_pb2.Plan:
     return inference_pb2.Plan(
         algorithm=plan.algorithm,
@@ -89,6 +105,7 @@ def plan_to(plan: Plan) -> inference_pb2.Plan:
             inference_pb2.CachedSource(source=item.source, start=item.tokens.start, stop=item.tokens.stop)
             for item in plan.cached_sources
         ],
+        chunks=chunks_to(plan.chunks),
         predicted_prefill_seconds=plan.predicted_prefill_seconds,
         alternatives=[
             inference_pb2.Alternative(algorithm=name, predicted_prefill_seconds=seconds)
@@ -112,6 +129,7 @@ def plan_from(message: inference_pb2.Plan) -> Plan:
             CachedSource(source=item.source, tokens=TokenRange(item.start, item.stop))
             for item in message.cached_sources
         ),
+        chunks=chunks_from(message.chunks),
         predicted_prefill_seconds=message.predicted_prefill_seconds,
         alternatives=tuple((item.algorithm, item.predicted_prefill_seconds) for item in message.alternatives),
         prompt_mode=PromptMode(message.prompt_mode),
@@ -169,7 +187,7 @@ def prefill_turn_to(turn: PrefillTurn) -> groups_pb2.PrefillRequest:
         sequence_id=turn.sequence_id,
         token_ids=turn.token_ids.tolist(),
         cached_tokens=turn.cached_tokens,
-        algorithm=turn.algorithm,
+        chunks=chunks_to(turn.chunks),
         sampling=sampling_to(turn.sampling),
         deadline_seconds=turn.deadline_seconds,
         decode_endpoint=turn.decode_endpoint,
@@ -184,7 +202,7 @@ def prefill_turn_from(message: groups_pb2.PrefillRequest) -> PrefillTurn:
         sequence_id=message.sequence_id,
         token_ids=token_array(message.token_ids),
         cached_tokens=message.cached_tokens,
-        algorithm=Algorithm(message.algorithm),
+        chunks=chunks_from(message.chunks),
         sampling=sampling_from(message.sampling),
         deadline_seconds=message.deadline_seconds,
         decode_endpoint=message.decode_endpoint,

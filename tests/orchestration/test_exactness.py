@@ -118,3 +118,16 @@ async def test_an_edited_history_reuses_only_what_agrees(
         assert again.begun.plan.cached_tokens == len(history) - 1
         assert again.token_ids == oracle.greedy(history, MAX_TOKENS)
         service.check_integrity()
+
+
+async def test_the_chunks_of_a_long_prompt_choose_their_own_algorithm(
+    model_paths: Mapping[str, Path], oracles: Mapping[str, Oracle]
+) -> None:
+    prompt = random_tokens(800)
+    async with Service(model_paths["llama_gqa"], 2, 2, chunk_tokens=32) as service:
+        service.select("alg1")
+        answer = await service.answer(service.request(prompt, max_tokens=MAX_TOKENS))
+        algorithms = [chunk.algorithm for chunk in answer.begun.plan.chunks]
+        # A first chunk caches nothing before it; for the last, 768 cached tokens make Q the smaller message.
+        assert (len(algorithms), algorithms[0], algorithms[-1]) == (25, "pass_kv", "pass_q")
+        assert answer.token_ids == oracles["llama_gqa"].greedy(prompt, MAX_TOKENS)

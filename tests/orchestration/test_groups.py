@@ -21,6 +21,7 @@ def registration(name: str, incarnation: str = "first", role: str = "prefill") -
         num_ranks=2,
         rates=RingRates(gemm_flops=1, attention_flops=1, link_bytes_per_second=1, link_latency_seconds=1),
         capacity_tokens=100,
+        chunk_tokens=10,
     )
 
 

@@ -134,7 +134,7 @@ class PrefillRequest(_message.Message):
     SEQUENCE_ID_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
-    ALGORITHM_FIELD_NUMBER: _builtins.int
+    CHUNKS_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     DEADLINE_SECONDS_FIELD_NUMBER: _builtins.int
     DECODE_ENDPOINT_FIELD_NUMBER: _builtins.int
@@ -144,11 +144,14 @@ class PrefillRequest(_message.Message):
     sequence_id: _builtins.str
     cached_tokens: _builtins.int
     """Tokens [0, cached_tokens) are not computed: kept here, or pulled from the decode ring."""
-    algorithm: _builtins.str
     deadline_seconds: _builtins.float
     decode_endpoint: _builtins.str
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def chunks(self) -> _containers.RepeatedCompositeFieldContainer[_inference_pb2.Chunk]:
+        """They cover the new tokens in order."""
+
     @_builtins.property
     def sampling(self) -> Global___Sampling: ...
     @_builtins.property
@@ -163,7 +166,7 @@ class PrefillRequest(_message.Message):
         sequence_id: _builtins.str = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         cached_tokens: _builtins.int = ...,
-        algorithm: _builtins.str = ...,
+        chunks: _abc.Iterable[_inference_pb2.Chunk] | None = ...,
         sampling: Global___Sampling | None = ...,
         deadline_seconds: _builtins.float = ...,
         decode_endpoint: _builtins.str = ...,
@@ -171,7 +174,7 @@ class PrefillRequest(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["destination", b"destination", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["algorithm", b"algorithm", "attempt", b"attempt", "cached_tokens", b"cached_tokens", "deadline_seconds", b"deadline_seconds", "decode_endpoint", b"decode_endpoint", "destination", b"destination", "sampling", b"sampling", "sequence_id", b"sequence_id", "token_ids", b"token_ids", "turn_id", b"turn_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cached_tokens", b"cached_tokens", "chunks", b"chunks", "deadline_seconds", b"deadline_seconds", "decode_endpoint", b"decode_endpoint", "destination", b"destination", "sampling", b"sampling", "sequence_id", b"sequence_id", "token_ids", b"token_ids", "turn_id", b"turn_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -398,8 +398,9 @@ class Plan(_message.Message):
     PROMPT_MODE_FIELD_NUMBER: _builtins.int
     ALTERNATIVES_FIELD_NUMBER: _builtins.int
     HANDOFF_SECONDS_FIELD_NUMBER: _builtins.int
+    CHUNKS_FIELD_NUMBER: _builtins.int
     algorithm: _builtins.str
-    """"pass_kv" or "pass_q"."""
+    """"pass_kv" or "pass_q": that of most new tokens. Each chunk has its own."""
     reason: _builtins.str
     new_tokens: _builtins.int
     cached_tokens: _builtins.int
@@ -424,6 +425,8 @@ class Plan(_message.Message):
     def cached_sources(self) -> _containers.RepeatedCompositeFieldContainer[Global___CachedSource]: ...
     @_builtins.property
     def alternatives(self) -> _containers.RepeatedCompositeFieldContainer[Global___Alternative]: ...
+    @_builtins.property
+    def chunks(self) -> _containers.RepeatedCompositeFieldContainer[Global___Chunk]: ...
     def __init__(
         self,
         *,
@@ -446,14 +449,42 @@ class Plan(_message.Message):
         prompt_mode: _builtins.str = ...,
         alternatives: _abc.Iterable[Global___Alternative] | None = ...,
         handoff_seconds: _builtins.float = ...,
+        chunks: _abc.Iterable[Global___Chunk] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["algorithm", b"algorithm", "alternatives", b"alternatives", "cached_sources", b"cached_sources", "cached_tokens", b"cached_tokens", "decode_ranks", b"decode_ranks", "decode_ring", b"decode_ring", "handoff_seconds", b"handoff_seconds", "migrated_bytes", b"migrated_bytes", "migration_seconds", b"migration_seconds", "new_tokens", b"new_tokens", "predicted_prefill_seconds", b"predicted_prefill_seconds", "prefill_ranks", b"prefill_ranks", "prefill_ring", b"prefill_ring", "prefill_seconds", b"prefill_seconds", "prompt_mode", b"prompt_mode", "pull_seconds", b"pull_seconds", "pulled_bytes", b"pulled_bytes", "queue_seconds", b"queue_seconds", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["algorithm", b"algorithm", "alternatives", b"alternatives", "cached_sources", b"cached_sources", "cached_tokens", b"cached_tokens", "chunks", b"chunks", "decode_ranks", b"decode_ranks", "decode_ring", b"decode_ring", "handoff_seconds", b"handoff_seconds", "migrated_bytes", b"migrated_bytes", "migration_seconds", b"migration_seconds", "new_tokens", b"new_tokens", "predicted_prefill_seconds", b"predicted_prefill_seconds", "prefill_ranks", b"prefill_ranks", "prefill_ring", b"prefill_ring", "prefill_seconds", b"prefill_seconds", "prompt_mode", b"prompt_mode", "pull_seconds", b"pull_seconds", "pulled_bytes", b"pulled_bytes", "queue_seconds", b"queue_seconds", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Plan: _TypeAlias = Plan  # noqa: Y015
+
+@_typing.final
+class Chunk(_message.Message):
+    """New tokens [start, stop) that are computed in one step."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    START_FIELD_NUMBER: _builtins.int
+    STOP_FIELD_NUMBER: _builtins.int
+    ALGORITHM_FIELD_NUMBER: _builtins.int
+    start: _builtins.int
+    stop: _builtins.int
+    algorithm: _builtins.str
+    def __init__(
+        self,
+        *,
+        start: _builtins.int = ...,
+        stop: _builtins.int = ...,
+        algorithm: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["algorithm", b"algorithm", "start", b"start", "stop", b"stop"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Chunk: _TypeAlias = Chunk  # noqa: Y015
 
 @_typing.final
 class CachedSource(_message.Message):
@@ -483,6 +514,8 @@ Global___CachedSource: _TypeAlias = CachedSource  # noqa: Y015
 
 @_typing.final
 class Alternative(_message.Message):
+    """What computing every chunk by one algorithm is predicted to take, the chosen one included."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     ALGORITHM_FIELD_NUMBER: _builtins.int

@@ -151,12 +151,15 @@ class RegisterGroupRequest(_message.Message):
     NUM_RANKS_FIELD_NUMBER: _builtins.int
     RATES_FIELD_NUMBER: _builtins.int
     CAPACITY_TOKENS_FIELD_NUMBER: _builtins.int
+    CHUNK_TOKENS_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     name: _builtins.str
     endpoint: _builtins.str
     incarnation: _builtins.str
     num_ranks: _builtins.int
     capacity_tokens: _builtins.int
+    chunk_tokens: _builtins.int
+    """The most new tokens of one prefill step."""
     @_builtins.property
     def rates(self) -> Global___RingRates: ...
     def __init__(
@@ -169,10 +172,11 @@ class RegisterGroupRequest(_message.Message):
         num_ranks: _builtins.int = ...,
         rates: Global___RingRates | None = ...,
         capacity_tokens: _builtins.int = ...,
+        chunk_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["rates", b"rates"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_tokens", b"capacity_tokens", "endpoint", b"endpoint", "incarnation", b"incarnation", "name", b"name", "num_ranks", b"num_ranks", "rates", b"rates", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_tokens", b"capacity_tokens", "chunk_tokens", b"chunk_tokens", "endpoint", b"endpoint", "incarnation", b"incarnation", "name", b"name", "num_ranks", b"num_ranks", "rates", b"rates", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
