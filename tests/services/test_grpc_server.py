@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import AsyncIterator
+from typing import Any
 
 import grpc
 import pytest
@@ -22,7 +23,7 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 def server_of_inference() -> GrpcServer:
     server = GrpcServer()
-    servicer = inference_pb2_grpc.InferenceServicer()
+    servicer = inference_pb2_grpc.InferenceServicer()  # type: ignore[abstract]
     server.add(SERVICE, lambda target: inference_pb2_grpc.add_InferenceServicer_to_server(servicer, target))
     return server
 
@@ -37,7 +38,15 @@ async def server() -> AsyncIterator[tuple[GrpcServer, grpc.aio.Channel]]:
 
 async def health_of(channel: grpc.aio.Channel, service: str) -> object:
     request = health_pb2.HealthCheckRequest(service=service)
-    return (await health_pb2_grpc.HealthStub(channel).Check(request, timeout=10)).status
+    stub: Any = health_pb2_grpc.HealthStub(channel)
+    return (await stub.Check(request, timeout=10)).status
+
+
+async def reflected(channel: Any, request: reflection_pb2.ServerReflectionRequest) -> Any:
+    stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
+    async with asyncio.timeout(10):
+        (answer,) = [answer async for answer in stub.ServerReflectionInfo(iter([request]))]
+    return answer
 
 
 async def test_health_follows_what_the_process_says(server: tuple[GrpcServer, grpc.aio.Channel]) -> None:
@@ -57,10 +66,7 @@ async def test_the_health_of_a_service_that_is_not_there_is_not_found(
 
 
 async def test_reflection_lists_every_service(server: tuple[GrpcServer, grpc.aio.Channel]) -> None:
-    stub = reflection_pb2_grpc.ServerReflectionStub(server[1])
-    requests = iter([reflection_pb2.ServerReflectionRequest(list_services="")])
-    async with asyncio.timeout(10):
-        (answer,) = [answer async for answer in stub.ServerReflectionInfo(requests)]
+    answer = await reflected(server[1], reflection_pb2.ServerReflectionRequest(list_services=""))
     assert {service.name for service in answer.list_services_response.service} == {
         SERVICE,
         "grpc.health.v1.Health",
@@ -69,10 +75,8 @@ async def test_reflection_lists_every_service(server: tuple[GrpcServer, grpc.aio
 
 
 async def test_reflection_knows_the_contract(server: tuple[GrpcServer, grpc.aio.Channel]) -> None:
-    stub = reflection_pb2_grpc.ServerReflectionStub(server[1])
-    requests = iter([reflection_pb2.ServerReflectionRequest(file_containing_symbol=SERVICE)])
-    async with asyncio.timeout(10):
-        (answer,) = [answer async for answer in stub.ServerReflectionInfo(requests)]
+    request = reflection_pb2.ServerReflectionRequest(file_containing_symbol=SERVICE)
+    answer = await reflected(server[1], request)
     assert inference_pb2.DESCRIPTOR.serialized_pb in answer.file_descriptor_response.file_descriptor_proto
 
 

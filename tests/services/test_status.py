@@ -85,7 +85,7 @@ class Door:
 
 @pytest.fixture
 async def door() -> AsyncIterator[Door]:
-    servicer, server = Failing(), GrpcServer()
+    servicer, server = Failing(), GrpcServer()  # type: ignore[abstract]
     server.add(
         "ringserve.v1.Inference", lambda target: inference_pb2_grpc.add_InferenceServicer_to_server(servicer, target)
     )
@@ -158,7 +158,7 @@ class Slow(inference_pb2_grpc.InferenceServicer):
 
 async def test_what_grpc_itself_reports_is_unavailable() -> None:
     server = GrpcServer()
-    slow = Slow()
+    slow = Slow()  # type: ignore[abstract]
     server.add("slow", lambda target: inference_pb2_grpc.add_InferenceServicer_to_server(slow, target))
     address = await server.start("127.0.0.1:0")
     async with grpc.aio.insecure_channel(address) as channel:
