@@ -17,8 +17,8 @@ from cp_core.errors import InvalidRequest, ModelRefused
 from services.text import REPLACEMENT, IncrementalText, TextCodec
 from workers.builtin_tokenizer import BOS_TOKEN_ID, END_TOKEN_ID, EOS_TOKEN_ID, VOCAB_SIZE, write_tokenizer
 
-texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
-"""Any Unicode text, characters of one to four bytes."""
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=60).filter(lambda text: "<|" not in text)
+"""Any Unicode text, characters of one to four bytes; but no special token spelt out, which is that token."""
 
 
 @st.composite
