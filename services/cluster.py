@@ -21,12 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
 from cp_core.errors import ConfigError, RingserveError, Unavailable
 from orchestration.actors import host as host_actor
 from services.config import Config
 from services.hosts import LeaderHost, RouterHost
+from services.stopping import check_stop
 from workers.builtin_model import resolve_model_path
 from workers.model_info import read_model_info
 
@@ -68,11 +69,17 @@ class _Leader:
 
 
 class LocalCluster:
-    """`start`, then `watch` until told to stop, then `stop`. `progress` gets one line for each stage."""
+    """`start`, then `watch`, both until `stopped` is set, then `stop`. `progress` gets one line for each stage."""
 
-    def __init__(self, config: Config, progress: Callable[[str], None] = lambda line: None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        progress: Callable[[str], None] = lambda line: None,
+        stopped: threading.Event | None = None,
+    ) -> None:
         self._config = config
         self._progress = progress
+        self._stopped = stopped or threading.Event()
         self._temp = Path(tempfile.mkdtemp(prefix="ringserve-"))
         self._leaders: dict[str, _Leader] = {}
         self._num_leaders_made = 0
@@ -83,7 +90,10 @@ class LocalCluster:
         self.router_endpoint = ""
 
     def start(self) -> None:
-        """Bring everything up; returns when the first request would be served. Raises ConfigError, ModelRefused, ..."""
+        """Bring everything up; returns when the first request would be served.
+
+        Raises ConfigError, ModelRefused, Unavailable; StopRequest where it was stopped meanwhile.
+        """
         config = self._config
         path = resolve_model_path(config.model.path)
         model = read_model_info(path, dtype=config.model.dtype, name=Path(config.model.path).name)
@@ -145,10 +155,14 @@ class LocalCluster:
 
     def _result(self, reference: Any) -> Any:
         timeout = self._config.timeouts.start + self._config.timeouts.control
+        deadline = time.monotonic() + timeout
+        while not ray.wait([reference], timeout=POLL_SECONDS)[0]:
+            check_stop(self._stopped)
+            if time.monotonic() > deadline:
+                raise Unavailable(f"the cluster did not start within {timeout:.0f} s")
+        check_stop(self._stopped)
         try:
-            return ray.get(reference, timeout=timeout)
-        except GetTimeoutError:
-            raise Unavailable(f"the cluster did not start within {timeout:.0f} s") from None
+            return ray.get(reference)
         except RayTaskError as error:
             if isinstance(error.cause, RingserveError):
                 raise error.cause from None
@@ -179,10 +193,10 @@ class LocalCluster:
         addresses = json.loads(line)
         self.gateway_address, self.metrics_address = addresses["gateway"], addresses["metrics"]
 
-    def watch(self, stopped: threading.Event) -> None:
-        """Until `stopped`: start again a leader or gateway that died. Raises Unavailable when the router died."""
+    def watch(self) -> None:
+        """Start again a leader or gateway that died, until stopped. Raises Unavailable when the router died."""
         router = self._router.wait_forever.remote()
-        while not stopped.wait(POLL_SECONDS):
+        while not self._stopped.wait(POLL_SECONDS):
             for leader in list(self._leaders.values()):
                 self._restart_if_lost(leader)
             if _is_done(router):

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import sys
 import time
-from types import FrameType
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from services.cli.options import Subcommands
-from services.cli.up import STOP_SIGNALS, StopRequest
 from services.client import Client
 from services.cluster import LocalCluster
 from services.demo import FOLLOW_UP, QUESTION, DemoConversation, DemoTurn, Verdict, check, demo_config, document
+from services.stopping import StopRequest, StopSignals
 from services.text import TextCodec
 from workers.builtin_model import resolve_model_path
 from workers.model_info import read_model_info
@@ -43,23 +41,22 @@ def run(options: argparse.Namespace) -> int:
     console = Console(stderr=options.json)
     began = time.monotonic()
 
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        for each in STOP_SIGNALS:  # once: what follows is the clean-up
-            signal.signal(each, signal.SIG_IGN)
-        raise StopRequest
-
-    for number in STOP_SIGNALS:
-        signal.signal(number, interrupt)
+    signals = StopSignals()
     cluster = None
     try:
         config = demo_config()
-        cluster = LocalCluster(config, lambda line: console.print(f"[dim]{time.monotonic() - began:6.1f} s  {line}"))
+        path = resolve_model_path(config.model.path)
+
+        def progress(line: str) -> None:
+            console.print(f"[dim]{time.monotonic() - began:6.1f} s  {line}")
+
+        cluster = LocalCluster(config, progress, signals.requested)
         with console.status("starting the cluster"):
             cluster.start()
-        path = resolve_model_path(config.model.path)
-        turns = _play(console, cluster.gateway_address, TextCodec(path), options)
-        with console.status("checking both answers against transformers on one process"):
-            verdicts = check(turns, path, list(read_model_info(path).eos_token_ids))
+        with signals.interruptible():
+            turns = _play(console, cluster.gateway_address, TextCodec(path), options)
+            with console.status("checking both answers against transformers on one process"):
+                verdicts = check(turns, path, list(read_model_info(path).eos_token_ids))
     except StopRequest:
         console.print("interrupted, stopping")
         return EXIT_INTERRUPTED

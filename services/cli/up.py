@@ -5,13 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
-import threading
+from functools import partial
 from pathlib import Path
-from types import FrameType
 
 import psutil
 
@@ -20,16 +18,12 @@ from services.cli.options import Subcommands, add_config_options, config_of
 from services.cluster import LocalCluster
 from services.logs import set_up_logs
 from services.state import ClusterState, read_state, remove_state, state_directory, write_state
+from services.stopping import StopRequest, StopSignals
 
 EXAMPLE = """example:
   ringserve up --config cluster.yaml --detach
   ringserve up --set prefill.cp=4 --set gateway.listen=127.0.0.1:0 --ready-file ready.json
 """
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
-
-class StopRequest(BaseException):
-    """A signal asked a cluster that is still starting to stop."""
 
 
 def add(commands: Subcommands) -> None:
@@ -59,25 +53,17 @@ def run(options: argparse.Namespace) -> int:
     if options.detach:
         return _detach(options, config.timeouts.start)
     set_up_logs("up", config.logs.level)
-    stopped = threading.Event()
-
-    def ask_to_stop(number: int, frame: FrameType | None) -> None:
-        if stopped.is_set():
-            return
-        stopped.set()
-        raise StopRequest
-
-    for number in STOP_SIGNALS:
-        signal.signal(number, ask_to_stop)
-    cluster = LocalCluster(config, lambda line: print(f"ringserve: {line}", file=sys.stderr, flush=True))
+    signals = StopSignals()
+    show = partial(print, "ringserve:", file=sys.stderr, flush=True)
+    cluster = LocalCluster(config, show, signals.requested)
     try:
         cluster.start()
         _announce(options, cluster)
-        cluster.watch(stopped)
+        cluster.watch()
+        show("stopping")
     except StopRequest:
-        print("ringserve: stopping", file=sys.stderr, flush=True)
+        show("stopping")
     finally:
-        stopped.set()
         remove_state_of(options.name)
         cluster.stop()
     return 0

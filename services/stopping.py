@@ -1,0 +1,51 @@
+"""SIGINT and SIGTERM of a command that runs a cluster: a request to stop in order, noticed where that is safe.
+
+An exception that a signal handler raises inside Ray's native code comes out as another error, or not at all. So the
+handler only sets an event, except where `interruptible` allows more.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class StopRequest(BaseException):
+    """A signal asked the command to stop. No `except Exception` on the way may take it for an error."""
+
+
+class StopSignals:
+    """Takes over both signals for the rest of the process's life. `requested` is set by the first of them."""
+
+    def __init__(self) -> None:
+        self.requested = threading.Event()
+        self._may_raise = False
+        for number in STOP_SIGNALS:
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.requested.set()
+        if self._may_raise:
+            self._may_raise = False
+            raise StopRequest
+
+    @contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """Where no native code of others is at work: a signal ends the block at once."""
+        check_stop(self.requested)
+        self._may_raise = True
+        try:
+            yield
+        finally:
+            self._may_raise = False
+
+
+def check_stop(requested: threading.Event) -> None:
+    """Raise StopRequest if that was asked for."""
+    if requested.is_set():
+        raise StopRequest
