@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc
 
-from cp_core.errors import InvalidRequest, RingserveError
+from cp_core.errors import InvalidRequest, RingserveError, Unavailable
 from orchestration.ports import Peers, RouterPort
 from orchestration.turn import Plan
 from ringserve.v1 import inference_pb2, inference_pb2_grpc
@@ -59,6 +59,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self._metrics = metrics
         self._started = time.monotonic()
         self._aborts: set[asyncio.Task[None]] = set()
+        self._running: set[str] = set()
+        self._is_stopping = False
 
     async def Generate(
         self, request: inference_pb2.GenerateRequest, context: Context
@@ -75,6 +77,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         try:
             turn_request = await asyncio.to_thread(self._reader.read, request, seconds_left)
             request_id = turn_request.request_id
+            self._running.add(request_id)
             begun = await self._router.begin_turn(turn_request)
             self._note_plan(request_id, begun.prompt_tokens, begun.plan)
             stream = TurnStream(turn_request, begun, IncrementalText(self._codec), started)
@@ -86,8 +89,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 yield response
         except RingserveError as error:
             outcome = code_of(error).name.lower()
+            if self._is_stopping:
+                raise Unavailable("the gateway is stopping; retry at another") from error
             raise
         finally:
+            self._running.discard(request_id)
             self._metrics.ended(outcome)
             if outcome in UNSETTLED and request_id:
                 self._abort_soon(request_id)
@@ -117,6 +123,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             await self._router.abort_requests([request_id])
         except RingserveError as error:
             log.warning("request %s could not be aborted: %s", request_id, error)
+
+    async def end_turns(self, grace: float) -> None:
+        """The gateway stops: turns have `grace` seconds to end by themselves, then they are ended everywhere."""
+        await asyncio.sleep(grace)
+        self._is_stopping = True
+        for request_id in list(self._running):
+            await self._abort(request_id)
 
     async def Abort(self, request: inference_pb2.AbortRequest, context: Context) -> inference_pb2.AbortResponse:
         aborted, unknown = await answer(context, self._router.abort_requests(list(request.request_ids)))

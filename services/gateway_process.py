@@ -26,7 +26,10 @@ from services.text import TextCodec
 from workers.builtin_model import resolve_model_path
 from workers.model_info import read_model_info
 
-STOP_GRACE_SECONDS = 5.0
+STOP_GRACE_SECONDS = 2.0
+"""For turns that are about to end anyway."""
+ABORT_GRACE_SECONDS = 5.0
+"""For the rings to let go of the others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +69,10 @@ async def serve(settings: GatewaySettings) -> None:
     address = await server.start(settings.listen)
     print(json.dumps({"gateway": address, "metrics": metrics_address}), flush=True)
     await stopped.wait()
-    await server.stop(STOP_GRACE_SECONDS)
+    ending = asyncio.create_task(servicer.end_turns(STOP_GRACE_SECONDS))
+    await server.stop(STOP_GRACE_SECONDS + ABORT_GRACE_SECONDS)  # sooner where nothing runs
+    ending.cancel()
+    await asyncio.gather(ending, return_exceptions=True)
     await peers.close()
 
 
