@@ -40,7 +40,7 @@ class Foreground:
         """No process, no directory, and no stack trace in what the user saw."""
         self._family.wait_gone()
         assert not any(directory.exists() for directory in self._family.temporary_directories())
-        assert "Traceback" not in self.output
+        assert "Traceback" not in self.output, self.output
 
     def kill(self) -> None:
         """Whatever the test came to, the machine is cleared."""

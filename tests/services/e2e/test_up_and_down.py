@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import grpc
 import pytest
 
 from tests.services.e2e.cluster import START_SECONDS, Cluster, Inference, Ringserve, ids, options_of, wait_until
@@ -98,8 +99,10 @@ def test_ctrl_c_ends_a_cluster_in_the_foreground_whole_and_in_order(
         wait_until(lambda: ready.exists() or up.is_over, "the cluster serves", START_SECONDS)
         assert not up.is_over, up.output
         inference = Inference(json.loads(ready.read_text())["gateway"])
-        with inference.running(ids(random_tokens(30), max_tokens=4000)):
+        with inference.running(ids(random_tokens(30), max_tokens=4000)) as call:
             assert up.interrupt() == 0, up.output
+            with pytest.raises(grpc.RpcError, match="the gateway is stopping"):
+                list(call)
         inference.channel.close()
         up.check_nothing_is_left()
     assert "no cluster named" in refused(ringserve, "status")
