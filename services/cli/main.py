@@ -34,6 +34,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         return EXIT_FAILED
+    except OSError as error:  # a full disk, a directory that is not ours: the system's own sentence says it
+        print(f"ringserve: {error}", file=sys.stderr)
+        return EXIT_FAILED
 
 
 if __name__ == "__main__":
