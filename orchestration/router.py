@@ -72,6 +72,8 @@ class Router:
             raise
         try:
             await self._reserve(turn)
+            if turn.stop_error is not None:
+                raise turn.stop_error
             plan = self._plan(turn)
         except BaseException as error:
             # Also when the gateway hangs up while we wait: what was reserved must not stay.
@@ -185,6 +187,7 @@ class Router:
         self._spawn(self._abort_on_decode(turn, error))
 
     async def _abort_on_decode(self, turn: RunningTurn, error: RingserveError) -> None:
+        turn.stop_error = error  # where the ring does not know the turn yet
         try:
             await self._decode_port(turn).abort_turn(turn.turn_id, error)
         except RingserveError as failure:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
+from cp_core.errors import RingserveError
 from orchestration.conversations import Conversation
 from orchestration.groups import Group
 from orchestration.turn import PrefillDone, PromptMode, Reservation, TurnRequest
@@ -26,6 +27,7 @@ class RunningTurn:
     on_decode: Reservation | None = None
     prefilling: asyncio.Task[PrefillDone] | None = None
     ending: asyncio.Task[int] | None = None
+    stop_error: RingserveError | None = None
 
     @property
     def is_kept(self) -> bool:
