@@ -1,4 +1,4 @@
-"""A ring over torch.distributed, and the joining of one: gloo between CPUs, NCCL between GPUs.
+"""A ring over torch.distributed, and the joining of any ring: gloo or sockets between CPUs, NCCL between GPUs.
 
 The process group is private to the ring. torch's default group is never touched, so that several rings can live in one
 process and one can be torn down and rebuilt.
@@ -16,10 +16,13 @@ import torch
 from torch.distributed import ProcessGroupGloo, Work
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from cp_core.errors import ConfigError, Unavailable
+from cp_core.errors import Unavailable
 from cp_core.inprocess import InProcessRing
 from cp_core.point_to_point import Message, PointToPointRing
 from cp_core.rendezvous import RingStore, find_store, own_address
+from cp_core.ring_backend import select_ring_backend
+from cp_core.socket_mesh import connect_mesh
+from cp_core.socket_ring import SocketRing
 from cp_core.transport import RingTransport
 
 # Messages carry DATA_TAG: gloo keeps those of one tag and pair in order of issue. Nobody ever sends CLOSING_TAG.
@@ -115,7 +118,7 @@ def connect_ring(
     rank: int,
     size: int,
     timeout_seconds: float,
-    backend: str = "gloo",
+    backend: str = "auto",
     *,
     store: RingStore | None = None,
     device: torch.device | str = "cpu",
@@ -123,11 +126,12 @@ def connect_ring(
     """Join the ring called `name` of `size` ranks; returns when all have joined. The name must be new to the store.
 
     Rank 0 opens the store at host:port unless it passes `store`, as it must where the port is chosen (port 0) and told
-    to the others first. `timeout_seconds` bounds the joining and every later wait. `backend` is "gloo" or "nccl", the
-    latter with its `device`. Raises Unavailable if the others do not come, ConfigError for another backend.
+    to the others first. `timeout_seconds` bounds the joining and every later wait. `backend`, the same on all ranks, is
+    one of `cp_core.ring_backend` that serves `device`. Raises Unavailable if the others do not come, ConfigError for a
+    backend that does not serve the device.
     """
-    if backend not in ("gloo", "nccl"):
-        raise ConfigError(f"ring backend is {backend!r}; allowed are gloo, nccl")
+    device = torch.device(device)
+    backend = select_ring_backend(backend, device.type)
     if size == 1:
         return InProcessRing(1, timeout_seconds).transports[0]
     deadline = time.monotonic() + timeout_seconds
@@ -139,11 +143,15 @@ def connect_ring(
         if backend == "nccl":
             from cp_core.nccl import join_nccl
 
-            return join_nccl(prefixed, rank, size, torch.device(device), timeout_seconds, store)
+            return join_nccl(prefixed, rank, size, device, timeout_seconds, store)
         address = own_address(host, found.port)
+        if backend == "sockets":
+            left = deadline - time.monotonic()
+            return SocketRing(rank, timeout_seconds, connect_mesh(prefixed, name, rank, size, address, left), store)
         return TorchRing(_join_gloo(prefixed, rank, size, address, deadline), timeout_seconds, store)
-    except RuntimeError as error:
-        raise Unavailable(f"rank {rank} cannot join ring {name!r} of {size} at {host}:{port}") from error
+    except (RuntimeError, Unavailable) as error:
+        reason = f": {error}" if isinstance(error, Unavailable) else ""
+        raise Unavailable(f"rank {rank} cannot join ring {name!r} of {size} at {host}:{port}{reason}") from error
 
 
 def _join_gloo(store: Store, rank: int, size: int, address: str, deadline: float) -> Group:

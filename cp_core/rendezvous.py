@@ -19,7 +19,7 @@ class RingStore:
 
     def __init__(self, host: str, port: int = 0, timeout_seconds: float = 60.0) -> None:
         self.host = host
-        listener = _listen(host, port)
+        listener = listen(host, port, "ring store")
         self.port: int = listener.getsockname()[1]
         self.store = TCPStore(
             host,
@@ -59,7 +59,8 @@ def own_address(host: str, port: int) -> str:
         raise Unavailable(f"no interface leads to ring host {host}: {error}") from error
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int, what: str) -> socket.socket:
+    """A listening socket on one address only; port 0 takes a free one. Raises Unavailable, which names `what`."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
@@ -71,5 +72,5 @@ def _listen(host: str, port: int) -> socket.socket:
             listener.close()
             raise
     except OSError as error:
-        raise Unavailable(f"the ring store cannot listen on {host}:{port}: {error}") from error
+        raise Unavailable(f"the {what} cannot listen on {host}:{port}: {error}") from error
     return listener

@@ -1,4 +1,4 @@
-"""TorchRing over real gloo on loopback: ranks are threads, and processes where one of them must die."""
+"""Real rings on loopback, gloo and sockets: ranks are threads, and processes where one of them must die."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from multiprocessing.connection import Connection
 
 import pytest
@@ -17,38 +15,25 @@ import torch
 
 from cp_core.backends.torch_cpu import TorchCpuFlash
 from cp_core.decode import sharded_decode
-from cp_core.distributed import connect_ring
+from cp_core.distributed import TorchRing, connect_ring
 from cp_core.errors import ConfigError, Unavailable
 from cp_core.layout import PrefillLayout
 from cp_core.prefill import KvRun
 from cp_core.rendezvous import RingStore, own_address
+from cp_core.socket_ring import SocketRing
 from cp_core.transport import RingTransport
+from tests.cp_core.real_rings import HOST, real_ring
 from tests.cp_core.rings import PlacedSequence, on_every_rank, prefill_on_threads
 from tests.oracles import fp32_bound, largest, oracle_causal, random_tokens
 
-HOST = "127.0.0.1"
+
+@pytest.fixture(params=["gloo", "sockets"])
+def backend(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
-@contextmanager
-def gloo_ring(size: int, timeout_seconds: float = 20.0, name: str = "ring") -> Iterator[list[RingTransport]]:
-    """A ring of threads of this process."""
-    store = RingStore(HOST, 0, timeout_seconds)
-
-    def join(rank: int) -> RingTransport:
-        kept = store if rank == 0 else None
-        return connect_ring(HOST, store.port, name, rank, size, timeout_seconds, store=kept)
-
-    with ThreadPoolExecutor(size) as pool:
-        transports = [future.result() for future in [pool.submit(join, rank) for rank in range(size)]]
-    try:
-        yield transports
-    finally:
-        for transport in transports:
-            transport.close()
-
-
-def test_a_gloo_ring_moves_messages_like_the_in_process_one() -> None:
-    with gloo_ring(3) as transports:
+def test_a_real_ring_moves_messages_like_the_in_process_one(backend: str) -> None:
+    with real_ring(backend, 3) as transports:
 
         def act(transport: RingTransport) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor], torch.Tensor]:
             rank, size = transport.rank, transport.size
@@ -73,8 +58,8 @@ def test_a_gloo_ring_moves_messages_like_the_in_process_one() -> None:
             assert shared.tolist() == [0.0, 1.0, 2.0, 3.0]
 
 
-def test_messages_of_a_pair_keep_their_order_when_many_are_under_way() -> None:
-    with gloo_ring(2) as transports:
+def test_messages_of_a_pair_keep_their_order_when_many_are_under_way(backend: str) -> None:
+    with real_ring(backend, 2) as transports:
 
         def act(transport: RingTransport) -> bool:
             peer = 1 - transport.rank
@@ -89,10 +74,10 @@ def test_messages_of_a_pair_keep_their_order_when_many_are_under_way() -> None:
 
 
 @pytest.mark.parametrize("algorithm", ["pass_kv", "pass_q"])
-def test_prefill_over_gloo_has_the_bits_of_the_in_process_ring(algorithm: str) -> None:
+def test_prefill_over_a_real_ring_has_the_bits_of_the_in_process_ring(algorithm: str, backend: str) -> None:
     sequence = PlacedSequence(random_tokens(41), PrefillLayout(9, 32, (2, 0, 1)), (0, 2, 2, 1, 0, 0, 2, 2, 2))
     expected = prefill_on_threads([sequence], 3, algorithm, 0.125)
-    with gloo_ring(3) as transports:
+    with real_ring(backend, 3) as transports:
         result = prefill_on_threads([sequence], 3, algorithm, 0.125, transports=transports)
     assert torch.equal(result.outs[0], expected.outs[0])
     assert largest(result.outs[0].double() - oracle_causal(sequence.tokens, 0.125)[9:]) <= fp32_bound(
@@ -100,9 +85,9 @@ def test_prefill_over_gloo_has_the_bits_of_the_in_process_ring(algorithm: str) -
     )
 
 
-def test_decode_over_gloo_gives_every_rank_the_same_bits() -> None:
+def test_decode_over_a_real_ring_gives_every_rank_the_same_bits(backend: str) -> None:
     tokens = random_tokens(50)
-    with gloo_ring(2) as transports:
+    with real_ring(backend, 2) as transports:
 
         def act(transport: RingTransport) -> torch.Tensor:
             mine = slice(transport.rank, None, 2)
@@ -114,8 +99,8 @@ def test_decode_over_gloo_gives_every_rank_the_same_bits() -> None:
     assert largest(left[0].double() - oracle_causal(tokens, 0.125)[-1]) <= fp32_bound(tokens, 0.125)
 
 
-def test_two_rings_share_a_process_and_a_store() -> None:
-    with gloo_ring(2, name="first") as first, gloo_ring(2, name="second") as second:
+def test_two_rings_share_a_process_and_a_store(backend: str) -> None:
+    with real_ring(backend, 2, name="first") as first, real_ring(backend, 2, name="second") as second:
 
         def act(transport: RingTransport) -> float:
             received = torch.full((1,), torch.nan)
@@ -128,8 +113,8 @@ def test_two_rings_share_a_process_and_a_store() -> None:
         assert on_every_rank(second, act) == [1.0, 0.0]
 
 
-def test_closing_one_rank_ends_the_waits_of_all() -> None:
-    with gloo_ring(3) as transports, ThreadPoolExecutor(3) as pool:
+def test_closing_one_rank_ends_the_waits_of_all(backend: str) -> None:
+    with real_ring(backend, 3) as transports, ThreadPoolExecutor(3) as pool:
         started = time.monotonic()
         waits = [
             pool.submit(transport.broadcast(torch.empty(1), (transport.rank + 1) % 3).wait) for transport in transports
@@ -143,17 +128,17 @@ def test_closing_one_rank_ends_the_waits_of_all() -> None:
             transports[1].broadcast(torch.empty(1), 1)
 
 
-def test_a_wait_ends_at_its_deadline() -> None:
-    with gloo_ring(2) as transports:
+def test_a_wait_ends_at_its_deadline(backend: str) -> None:
+    with real_ring(backend, 2) as transports:
         started = time.monotonic()
         with pytest.raises(Unavailable, match="rank 0 lost rank 1 after its deadline"):
             transports[0].broadcast(torch.empty(1), 1).wait(timeout_seconds=0.2)
         assert 0.2 <= time.monotonic() - started < 3.0
 
 
-def _rank_until_killed(rank: int, port: int, told: Connection) -> None:
+def _rank_until_killed(backend: str, rank: int, port: int, told: Connection) -> None:
     """Rank 1 and 2 of 3: says when it has joined, then waits for a message that never comes."""
-    ring = connect_ring(HOST, port, "doomed", rank, 3, 60.0)
+    ring = connect_ring(HOST, port, "doomed", rank, 3, 60.0, backend)
     told.send("joined")
     try:
         ring.broadcast(torch.empty(1), 0).wait()
@@ -162,18 +147,18 @@ def _rank_until_killed(rank: int, port: int, told: Connection) -> None:
     ring.close()
 
 
-def test_the_death_of_a_rank_surfaces_at_once_on_all_others() -> None:
+def test_the_death_of_a_rank_surfaces_at_once_on_all_others(backend: str) -> None:
     context = multiprocessing.get_context("spawn")
     store = RingStore(HOST)
     pipes = [context.Pipe() for _ in (1, 2)]
     processes = [
-        context.Process(target=_rank_until_killed, args=(rank, store.port, pipe[1]), daemon=True)
+        context.Process(target=_rank_until_killed, args=(backend, rank, store.port, pipe[1]), daemon=True)
         for rank, pipe in zip((1, 2), pipes, strict=True)
     ]
     for process in processes:
         process.start()
     try:
-        ring = connect_ring(HOST, store.port, "doomed", 0, 3, 60.0, store=store)
+        ring = connect_ring(HOST, store.port, "doomed", 0, 3, 60.0, backend, store=store)
         for ours, _ in pipes:
             assert ours.poll(30)
             assert ours.recv() == "joined"
@@ -182,11 +167,11 @@ def test_the_death_of_a_rank_surfaces_at_once_on_all_others() -> None:
         assert victim is not None
         started = time.monotonic()
         os.kill(victim, signal.SIGKILL)
-        with pytest.raises(Unavailable, match="rank 0 lost rank 2"):
+        # Over gloo only who waits for the dead rank hears of it, and tells the others; over sockets everybody does.
+        with pytest.raises(Unavailable, match="rank 0 lost rank 2" if backend == "gloo" else "rank 0 lost rank [12]"):
             work.wait()
-        # Rank 1 waits for rank 0, which is alive: it hears of the death from rank 0.
         assert pipes[0][0].poll(5)
-        assert "rank 1 lost rank 0" in pipes[0][0].recv()
+        assert pipes[0][0].recv() in ("rank 1 lost rank 0", "rank 1 lost rank 2")
         assert time.monotonic() - started < 5.0
     finally:
         for process in processes:
@@ -195,10 +180,10 @@ def test_the_death_of_a_rank_surfaces_at_once_on_all_others() -> None:
             process.close()
 
 
-def test_joining_fails_when_the_others_do_not_come() -> None:
+def test_joining_fails_when_the_others_do_not_come(backend: str) -> None:
     store = RingStore(HOST, 0, timeout_seconds=0.5)
     with pytest.raises(Unavailable, match=r"rank 0 cannot join ring 'lonely' of 2"):
-        connect_ring(HOST, store.port, "lonely", 0, 2, 0.5, store=store)
+        connect_ring(HOST, store.port, "lonely", 0, 2, 0.5, backend, store=store)
 
 
 def test_joining_fails_when_no_store_answers() -> None:
@@ -222,12 +207,30 @@ def test_a_ring_of_one_needs_no_store() -> None:
     assert received.tolist() == [0.0, 1.0, 2.0]
 
 
-@pytest.mark.parametrize(("backend", "reason"), [("mpi", "allowed are gloo, nccl"), ("nccl", "built without NCCL")])
-def test_a_backend_that_is_not_there_is_refused(backend: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "device", "reason"),
+    [
+        ("mpi", "cpu", "'mpi'; allowed are auto, gloo, nccl, sockets"),
+        ("nccl", "cpu", "'nccl' does not serve device 'cpu'; allowed there are auto, sockets, gloo"),
+        ("sockets", "cuda", "'sockets' does not serve device 'cuda'; allowed there are auto, nccl"),
+        ("auto", "meta", "no ring_transport serves device 'meta'"),
+        ("auto", "cuda", "built without NCCL"),
+    ],
+)
+def test_a_backend_that_cannot_be_had_is_refused(
+    name: str, device: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
     store = RingStore(HOST)
     with pytest.raises(ConfigError, match=reason):
-        connect_ring(HOST, store.port, "gpu", 0, 2, 5.0, backend, store=store)
+        connect_ring(HOST, store.port, "gpu", 0, 2, 5.0, name, store=store, device=device)
+
+
+def test_the_ring_of_a_cpu_is_one_of_sockets_unless_told_otherwise(backend: str) -> None:
+    with real_ring("auto", 2) as transports:
+        assert [type(transport) for transport in transports] == [SocketRing, SocketRing]
+    with real_ring(backend, 2) as transports:
+        assert type(transports[0]) is {"gloo": TorchRing, "sockets": SocketRing}[backend]
 
 
 def test_the_own_address_towards_loopback_is_loopback() -> None:

@@ -1,0 +1,33 @@
+"""Rings of threads of this process, connected over loopback as those of processes are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+from cp_core.distributed import connect_ring
+from cp_core.rendezvous import RingStore
+from cp_core.transport import RingTransport
+
+HOST = "127.0.0.1"
+
+
+@contextmanager
+def real_ring(
+    backend: str, size: int, timeout_seconds: float = 20.0, name: str = "ring"
+) -> Iterator[list[RingTransport]]:
+    """Every rank's end of a ring of `size`."""
+    store = RingStore(HOST, 0, timeout_seconds)
+
+    def join(rank: int) -> RingTransport:
+        kept = store if rank == 0 else None
+        return connect_ring(HOST, store.port, name, rank, size, timeout_seconds, backend, store=kept)
+
+    with ThreadPoolExecutor(size) as pool:
+        transports = [future.result() for future in [pool.submit(join, rank) for rank in range(size)]]
+    try:
+        yield transports
+    finally:
+        for transport in transports:
+            transport.close()
