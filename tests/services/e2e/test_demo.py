@@ -14,7 +14,8 @@ from tests.services.e2e.terminal import started
 pytestmark = pytest.mark.timeout(240)
 
 EXIT_INTERRUPTED = 130
-SMALL = ("demo", "--tokens", "600", "--max-tokens", "8")
+# Long enough for pass-Q to be chosen by a clear margin, however busy the machine was when it measured itself.
+SMALL = ("demo", "--tokens", "4096", "--max-tokens", "8")
 
 
 def test_the_demo_passes_its_own_check_and_prints_one_object(ringserve: Ringserve) -> None:
@@ -25,7 +26,7 @@ def test_the_demo_passes_its_own_check_and_prints_one_object(ringserve: Ringserv
     assert report["equal_to_transformers"] == [True, True]
     first, second = report["turns"]
     assert first["plan"]["cached_tokens"] == 0
-    assert first["usage"]["prompt_tokens"] >= 600
+    assert first["usage"]["prompt_tokens"] >= 4096
     assert second["usage"]["cached_tokens"] == first["usage"]["prompt_tokens"] + 7
     for turn in report["turns"]:
         for shares in turn["tokens_per_rank"].values():
