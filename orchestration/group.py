@@ -103,6 +103,7 @@ class GroupLeader(ABC):
             state=ring.state,
             num_ranks=self.settings.num_ranks,
             attention_backend=ring.infos[0].attention_backend if ring.infos else "",
+            ring_transport=ring.infos[0].ring_transport if ring.infos else "",
             num_requests_running=running,
             num_requests_waiting=waiting,
             kv_usage=ring.pool.usage(),

@@ -50,6 +50,7 @@ class GroupSettings:
     dtype: str = "float32"
     device: str = "cpu"
     attention_backend: str = "auto"
+    ring_transport: str = "auto"
     num_blocks: int
     block_tokens: int = 16
     num_threads: int = 1
@@ -187,6 +188,7 @@ class Ring:
             dtype=settings.dtype,
             device=settings.device,
             attention_backend=settings.attention_backend,
+            ring_transport=settings.ring_transport,
             num_blocks=settings.num_blocks,
             block_tokens=settings.block_tokens,
             num_threads=settings.num_threads,

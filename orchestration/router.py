@@ -123,7 +123,7 @@ class Router:
         history = turn.conversation.tokens
         match = 0 if history is None else common_prefix(history, turn.prompt)
         # The last prompt token is always computed: its logits give the first new one.
-        match = min(match, len(turn.prompt) - 1)
+        match = turn.match_tokens = min(match, len(turn.prompt) - 1)
         request = Reserve(
             turn_id=turn.turn_id,
             attempt=1,
@@ -255,6 +255,7 @@ class Router:
                 state="lost",
                 num_ranks=registration.num_ranks,
                 attention_backend="",
+                ring_transport="",
                 num_requests_running=0,
                 num_requests_waiting=0,
                 kv_usage=(),

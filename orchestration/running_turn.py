@@ -23,10 +23,12 @@ class RunningTurn:
     mode: PromptMode
     prefill: Group
     decode: Group
+    match_tokens: int = 0
     on_prefill: Reservation | None = None
     on_decode: Reservation | None = None
     prefilling: asyncio.Task[PrefillDone] | None = None
     ending: asyncio.Task[int] | None = None
+    lease: asyncio.TimerHandle | None = None
     stop_error: RingserveError | None = None
 
     @property

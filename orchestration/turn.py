@@ -241,6 +241,7 @@ class GroupStatus:
     state: str
     num_ranks: int
     attention_backend: str
+    ring_transport: str
     num_requests_running: int
     num_requests_waiting: int
     kv_usage: tuple[RankKvUsage, ...]

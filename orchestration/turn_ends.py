@@ -13,12 +13,14 @@ from orchestration.conversations import Conversation, ConversationStore, Placeme
 from orchestration.groups import GroupRegistry
 from orchestration.ports import Peers
 from orchestration.running_turn import RunningTurn
-from orchestration.turn import PrefillDone, TurnOutcome
+from orchestration.turn import PrefillDone, Reservation, TurnOutcome
 
 log = logging.getLogger(__name__)
 
 MAX_REMEMBERED = 4096
 """Ended turns whose answer is kept, so that telling an end twice is harmless."""
+LEASE_SECONDS = 30.0
+"""How long past its deadline a turn is waited for."""
 
 
 class TurnEnds:
@@ -39,6 +41,8 @@ class TurnEnds:
         return len(self._running)
 
     def add(self, turn: RunningTurn) -> None:
+        delay = turn.request.deadline_seconds + LEASE_SECONDS
+        turn.lease = asyncio.get_running_loop().call_later(delay, self._lease_ended, turn)
         self._running[turn.turn_id] = turn
         self._turn_of_request[turn.request.request_id] = turn.turn_id
         turn.prefill.num_turns += 1
@@ -55,6 +59,12 @@ class TurnEnds:
         if turn.ending is None:
             turn.ending = asyncio.create_task(self._end(turn, outcome))
         return await asyncio.shield(turn.ending)
+
+    def _lease_ended(self, turn: RunningTurn) -> None:
+        """Both who could have told the end are gone: the gateway, and the decode leader that watched the deadline."""
+        if turn.ending is None:
+            log.warning("nobody told the end of turn %s; it is ended now", turn.turn_id)
+            turn.ending = asyncio.create_task(self._end(turn, TurnOutcome(turn_id=turn.turn_id, ok=False)))
 
     async def _end(self, turn: RunningTurn, outcome: TurnOutcome) -> int:
         keep = 0
@@ -90,8 +100,8 @@ class TurnEnds:
     async def _roll_back(self, turn: RunningTurn) -> int:
         """The conversation is as before the turn; of its KV, what agreed with the turn's prompt is still there."""
         conversation = turn.conversation
-        kept_on_prefill = turn.on_prefill.kept_tokens if turn.on_prefill and turn.is_kept else 0
-        kept_on_decode = turn.on_decode.kept_tokens if turn.on_decode and turn.is_kept else 0
+        kept_on_prefill = _kept(turn, turn.on_prefill)
+        kept_on_decode = _kept(turn, turn.on_decode)
         await self._settle_prefill(turn, kept_on_prefill)
         conversation.epoch += 1
         conversation.prefill = conversation.prefill and conversation.prefill.cut(kept_on_prefill)
@@ -111,6 +121,8 @@ class TurnEnds:
             await asyncio.gather(turn.prefilling, return_exceptions=True)
 
     def _close(self, turn: RunningTurn, keep: int) -> None:
+        if turn.lease is not None:
+            turn.lease.cancel()
         del self._running[turn.turn_id]
         del self._turn_of_request[turn.request.request_id]
         turn.prefill.num_turns -= 1
@@ -142,3 +154,10 @@ class TurnEnds:
                 await port.settle(conversation.conversation_id, "", 0)
             except RingserveError as error:
                 log.warning("ring %s could not free %s: %s", group.name, conversation.conversation_id, error)
+
+
+def _kept(turn: RunningTurn, reservation: Reservation | None) -> int:
+    """What is left of a conversation's KV after a turn that failed. A ring that refused has cut nothing beyond it."""
+    if not turn.is_kept:
+        return 0
+    return turn.match_tokens if reservation is None else reservation.kept_tokens

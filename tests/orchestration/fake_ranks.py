@@ -89,7 +89,12 @@ class FakeRank:
         if self._start_error is not None:
             raise self._start_error
         return RankInfo(
-            rank=spec.rank, kv_endpoint=f"kv:{self.number}", attention_backend="fake", pid=self.number, model=MODEL
+            rank=spec.rank,
+            kv_endpoint=f"kv:{self.number}",
+            attention_backend="fake",
+            ring_transport="fake",
+            pid=self.number,
+            model=MODEL,
         )
 
     async def open_store(self, host: str, timeout: float) -> int:

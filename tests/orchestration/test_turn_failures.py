@@ -173,6 +173,20 @@ async def test_a_full_ring_refuses_at_once_and_serves_when_there_is_room(model_p
         await is_idle(service, free)
 
 
+async def test_a_turn_that_finds_no_room_costs_its_conversation_nothing(model_paths: Mapping[str, Path]) -> None:
+    async with Service(model_paths["llama_gqa"], 2, 2, num_blocks=32) as service:
+        prompt = random_tokens(40)
+        first = await service.answer(service.request(prompt, conversation="c"))
+        history = [*prompt, *first.token_ids]
+        big = asyncio.create_task(service.answer(service.request(random_tokens(60), max_tokens=100)))
+        await eventually(lambda: service.decode.num_running == 1)
+        with pytest.raises(CapacityExceeded):
+            await service.answer(service.request([1], conversation="c", mode=PromptMode.APPEND, max_tokens=150))
+        await big
+        answer = await service.answer(service.request([1], conversation="c", mode=PromptMode.APPEND))
+        assert answer.begun.plan.cached_tokens == len(history) - 1
+
+
 async def test_kept_conversations_make_room_for_new_turns(
     model_paths: Mapping[str, Path], oracles: Mapping[str, Oracle]
 ) -> None:
