@@ -33,7 +33,7 @@ class DemoTurn:
 def demo_config() -> Config:
     """Two rings of two on loopback, on ports of the system's choice."""
     return Config(
-        prefill=PrefillConfig(cp=2, chunk_tokens=8192),
+        prefill=PrefillConfig(cp=2, chunk_tokens=16384),
         decode=DecodeConfig(cp=2, max_batch=8),
         kv_cache=KvCacheConfig(tokens_per_rank=16384),
         gateway=GatewayConfig(listen="127.0.0.1:0", metrics="127.0.0.1:0"),
