@@ -42,7 +42,7 @@ def join_nccl(
 ) -> NcclRing:
     """The ring of the ranks that meet in `store`; `kept` lives as long as it. Raises ConfigError without NCCL."""
     if not torch.distributed.is_nccl_available():
-        raise ConfigError("ring_transport is 'nccl', but this torch is built without NCCL")
+        raise ConfigError("ring transport is 'nccl', but this torch is built without NCCL")
     from torch.distributed import ProcessGroupNCCL
 
     options = ProcessGroupNCCL.Options()

@@ -18,13 +18,13 @@ def select_ring_backend(name: str, device_type: str) -> str:
     Raises ConfigError for an unknown one, and for one that does not serve the device.
     """
     if name not in RING_TRANSPORTS:
-        raise ConfigError(f"ring_transport is {name!r}; allowed are {', '.join(RING_TRANSPORTS)}")
+        raise ConfigError(f"{name!r} is no ring transport; allowed are {', '.join(RING_TRANSPORTS)}")
     serving = SERVING.get(device_type)
     if serving is None:
-        raise ConfigError(f"no ring_transport serves device {device_type!r}; devices are {', '.join(SERVING)}")
+        raise ConfigError(f"no ring transport serves device {device_type!r}; devices are {', '.join(SERVING)}")
     if name == "auto":
         return serving[0]
     if name not in serving:
         allowed = ", ".join(("auto", *serving))
-        raise ConfigError(f"ring_transport {name!r} does not serve device {device_type!r}; allowed there are {allowed}")
+        raise ConfigError(f"ring transport {name!r} does not serve device {device_type!r}; allowed there are {allowed}")
     return name

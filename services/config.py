@@ -14,6 +14,7 @@ from typing import Any, get_type_hints
 import yaml
 
 from cp_core.errors import ConfigError
+from cp_core.ring_backend import select_ring_backend
 from cp_core.selector import POLICIES
 
 ENV_PREFIX = "RINGSERVE_"
@@ -24,12 +25,13 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """`path` is a Hugging Face model directory, or "builtin:tiny"."""
+    """`path` is a Hugging Face model directory, or "builtin:tiny". `ring_transport` joins the ranks of a ring."""
 
     path: str = "builtin:tiny"
     dtype: str = "float32"
     device: str = "cpu"
     attention_backend: str = "auto"
+    ring_transport: str = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,6 +222,7 @@ def _check(config: Config) -> None:
     _among("model.dtype", config.model.dtype, DTYPES)
     _among("logs.level", config.logs.level, LOG_LEVELS)
     _among("model.device", config.model.device, DEVICES)
+    _ring_transport(config.model)
     _among("router.selector", config.router.selector, POLICIES)
     for name, pool in (("prefill", config.prefill), ("decode", config.decode)):
         _within(f"{name}.groups", pool.groups, 1, 1024)
@@ -246,6 +249,13 @@ def _check(config: Config) -> None:
     _address("router.listen", config.router.listen)
     if config.gateway.metrics:
         _address("gateway.metrics", config.gateway.metrics)
+
+
+def _ring_transport(model: ModelConfig) -> None:
+    try:
+        select_ring_backend(model.ring_transport, model.device)
+    except ConfigError as error:
+        raise ConfigError(f"model.ring_transport: {error}") from error
 
 
 def _among(key: str, value: str, allowed: tuple[str, ...]) -> None:

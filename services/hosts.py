@@ -114,6 +114,7 @@ class LeaderHost:
             dtype=config.model.dtype,
             device=config.model.device,
             attention_backend=config.model.attention_backend,
+            ring_transport=config.model.ring_transport,
             num_blocks=config.kv_cache.num_blocks,
             block_tokens=config.kv_cache.block_tokens,
             num_threads=pool.threads_per_rank,

@@ -21,6 +21,7 @@ from torch import Tensor
 from cp_core.attention import AttentionBackend, select_backend
 from cp_core.distributed import connect_ring
 from cp_core.rendezvous import RingStore
+from cp_core.ring_backend import select_ring_backend
 from cp_core.transport import RingTransport
 from workers.builtin_model import resolve_model_path
 from workers.decode_batch import DecodeBatch
@@ -65,6 +66,7 @@ class RankWorker:
         self._spec: RankSpec
         self._model: LoadedModel
         self._backend: AttentionBackend
+        self._ring_backend: str
         self._cache: KvCache
         self._receiver: KvReceiver | None = None
         self._sender: KvSender | None = None
@@ -75,10 +77,11 @@ class RankWorker:
     def start(self, spec: RankSpec, *, poisoned: bool = False) -> RankInfo:
         """Load the model and open the KV receiver. `poisoned` fills the cache with NaN, for tests.
 
-        Raises ModelRefused, ConfigError (dtype, attention backend), Unavailable (the port cannot be opened).
+        Raises ModelRefused, ConfigError (dtype, attention backend, ring transport), Unavailable (the port is taken).
         """
         torch.set_num_threads(spec.num_threads)
         self._spec = spec
+        self._ring_backend = select_ring_backend(spec.ring_transport, torch.device(spec.device).type)
         self._model = load_model(
             resolve_model_path(spec.model_path), spec.dtype, spec.device, Path(spec.model_path).name
         )
@@ -101,6 +104,7 @@ class RankWorker:
             rank=spec.rank,
             kv_endpoint=self._receiver.endpoint,
             attention_backend=self._backend.name,
+            ring_transport=self._ring_backend,
             pid=os.getpid(),
             model=info,
         )
@@ -121,7 +125,7 @@ class RankWorker:
                 spec.rank,
                 spec.num_ranks,
                 ring.timeout_seconds,
-                "nccl" if self._cache.device.type == "cuda" else "gloo",
+                self._ring_backend,
                 store=self._store,
                 device=self._cache.device,
             )

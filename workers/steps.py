@@ -60,6 +60,7 @@ class RankSpec:
     dtype: str = "float32"
     device: str = "cpu"
     attention_backend: str = "auto"
+    ring_transport: str = "auto"
     num_blocks: int
     block_tokens: int
     num_threads: int = 1
@@ -99,6 +100,7 @@ class RankInfo:
     rank: int
     kv_endpoint: str
     attention_backend: str
+    ring_transport: str
     pid: int
     model: ModelInfo
 

@@ -47,7 +47,14 @@ def run(options: argparse.Namespace) -> int:
 
 def _table(info: inference_pb2.GetServerInfoResponse) -> Table:
     table = Table(
-        "ring", "state", "ranks", "running", "waiting", "KV blocks free/active/kept of total, a rank", "rebuilds"
+        "ring",
+        "state",
+        "ranks",
+        "attention, transport",
+        "running",
+        "waiting",
+        "KV blocks free/active/kept of total, a rank",
+        "rebuilds",
     )
     for group in info.groups:
         usage = ", ".join(
@@ -58,6 +65,7 @@ def _table(info: inference_pb2.GetServerInfoResponse) -> Table:
             group.name,
             group.state,
             str(group.num_ranks),
+            ", ".join(name for name in (group.attention_backend, group.ring_transport) if name),
             str(group.num_requests_running),
             str(group.num_requests_waiting),
             usage,

@@ -210,10 +210,10 @@ def test_a_ring_of_one_needs_no_store() -> None:
 @pytest.mark.parametrize(
     ("name", "device", "reason"),
     [
-        ("mpi", "cpu", "'mpi'; allowed are auto, gloo, nccl, sockets"),
+        ("mpi", "cpu", "'mpi' is no ring transport; allowed are auto, gloo, nccl, sockets"),
         ("nccl", "cpu", "'nccl' does not serve device 'cpu'; allowed there are auto, sockets, gloo"),
         ("sockets", "cuda", "'sockets' does not serve device 'cuda'; allowed there are auto, nccl"),
-        ("auto", "meta", "no ring_transport serves device 'meta'"),
+        ("auto", "meta", "no ring transport serves device 'meta'"),
         ("auto", "cuda", "built without NCCL"),
     ],
 )

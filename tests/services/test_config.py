@@ -194,6 +194,21 @@ def test_a_word_that_is_not_allowed_is_refused_with_those_that_are(key: str, val
     assert refusal({section: {name: value}}) == f"{key}: {value!r} is not allowed; use one of {allowed}"
 
 
+@pytest.mark.parametrize(
+    ("device", "transport", "sentence"),
+    [
+        ("cpu", "mpi", "'mpi' is no ring transport; allowed are auto, gloo, nccl, sockets"),
+        ("cpu", "nccl", "ring transport 'nccl' does not serve device 'cpu'; allowed there are auto, sockets, gloo"),
+        ("cuda", "sockets", "ring transport 'sockets' does not serve device 'cuda'; allowed there are auto, nccl"),
+        ("cuda", "gloo", "ring transport 'gloo' does not serve device 'cuda'; allowed there are auto, nccl"),
+    ],
+)
+def test_a_ring_transport_that_does_not_serve_the_device_is_refused(device: str, transport: str, sentence: str) -> None:
+    values = {"model": {"device": device, "ring_transport": transport}}
+    assert refusal(values) == f"model.ring_transport: {sentence}"
+    assert config_from({"model": {"device": device, "ring_transport": "auto"}}).model.device == device
+
+
 @pytest.mark.parametrize("key", ["gateway.listen", "gateway.metrics", "router.listen"])
 @pytest.mark.parametrize("value", ["localhost", ":1", "h:", "h:x", "h:65536", "h:-1", "h:²", "h:" + "9" * 5000])
 def test_what_is_no_address_is_refused(key: str, value: str) -> None:

@@ -64,7 +64,10 @@ class Turn:
 
 
 class LocalRing:
-    """Started rank workers over an in-process ring. Caches are poisoned; blocks are handed out in random order."""
+    """Started rank workers over an in-process ring, or over a real one, of `ring_transport`, that they join.
+
+    Caches are poisoned; blocks are handed out in random order.
+    """
 
     def __init__(
         self,
@@ -73,7 +76,7 @@ class LocalRing:
         *,
         num_blocks: int = 512,
         max_batch: int = 8,
-        is_joined: bool = False,
+        ring_transport: str | None = None,
     ) -> None:
         self.num_ranks = num_ranks
         self.incarnation = f"test-0@{id(self)}"
@@ -96,14 +99,15 @@ class LocalRing:
                 num_blocks=num_blocks,
                 block_tokens=BLOCK_TOKENS,
                 max_batch=max_batch,
+                ring_transport=ring_transport or "auto",
             )
             info = worker.start(spec, poisoned=True)
-            if not is_joined:
+            if ring_transport is None:
                 worker.attach(self.transports[rank])
             return info
 
         self.infos = [start(worker, rank) for rank, worker in enumerate(self.workers)]
-        if is_joined:
+        if ring_transport is not None:
             port = self.workers[0].open_store("127.0.0.1")
             meeting = RingSpec(host="127.0.0.1", port=port, name="test", timeout_seconds=WAIT_SECONDS)
             self.together(lambda worker, _: worker.join(meeting))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cp_core.errors import TransferError
+from cp_core.errors import ConfigError, TransferError
 from cp_core.layout import ShardMap, TokenRange, balanced_layout, spread
 from cp_core.reshard import plan_reshard
 from tests.workers.models import Oracle, random_tokens
@@ -110,13 +110,22 @@ def test_a_hand_off_that_was_dropped_fails_its_sender_and_not_the_step(model_pat
         assert decode.workers[0].status().open_transfers == 0
 
 
-def test_ranks_meet_over_gloo_and_compute_the_same(model_paths: Models, oracles: Oracles) -> None:
-    """The real transport: two ranks join through a store, prefill and decode."""
+@pytest.mark.parametrize(("ring_transport", "used"), [("auto", "sockets"), ("sockets", "sockets"), ("gloo", "gloo")])
+def test_ranks_meet_over_a_real_ring_and_compute_the_same(
+    ring_transport: str, used: str, model_paths: Models, oracles: Oracles
+) -> None:
+    """Two ranks join through a store, prefill and decode."""
     prompt, sampling = random_tokens(19), Sampling(max_tokens=8)
-    with LocalRing(model_paths["llama_gqa"], 2, is_joined=True) as ring:
+    with LocalRing(model_paths["llama_gqa"], 2, ring_transport=ring_transport) as ring:
+        assert [info.ring_transport for info in ring.infos] == [used, used]
         conversation = ring.open("a", 64)
         first = ring.prefill([Turn(conversation, prompt, sampling)])["a"]
         ring.start_decode()
         answer = [first, *ring.decode(conversation, first, sampling)]
     assert answer == oracles["llama_gqa"].greedy(prompt, 8)
     assert ring.decode_ended() == [None, None]
+
+
+def test_a_ring_transport_that_does_not_serve_the_device_is_refused(model_paths: Models) -> None:
+    with pytest.raises(ConfigError, match="'nccl' does not serve device 'cpu'"):
+        LocalRing(model_paths["llama_gqa"], 2, ring_transport="nccl")

@@ -717,6 +717,7 @@ class GroupInfo(_message.Message):
     KV_USAGE_FIELD_NUMBER: _builtins.int
     REBUILDS_FIELD_NUMBER: _builtins.int
     RANK_PIDS_FIELD_NUMBER: _builtins.int
+    RING_TRANSPORT_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     name: _builtins.str
     endpoint: _builtins.str
@@ -728,6 +729,8 @@ class GroupInfo(_message.Message):
     num_requests_running: _builtins.int
     num_requests_waiting: _builtins.int
     rebuilds: _builtins.int
+    ring_transport: _builtins.str
+    """What carries messages within the ring: "gloo", "nccl" or "sockets"."""
     @_builtins.property
     def kv_usage(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankKvUsage]: ...
     @_builtins.property
@@ -747,10 +750,11 @@ class GroupInfo(_message.Message):
         kv_usage: _abc.Iterable[Global___RankKvUsage] | None = ...,
         rebuilds: _builtins.int = ...,
         rank_pids: _abc.Iterable[_builtins.int] | None = ...,
+        ring_transport: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_backend", b"attention_backend", "endpoint", b"endpoint", "incarnation", b"incarnation", "kv_usage", b"kv_usage", "name", b"name", "num_ranks", b"num_ranks", "num_requests_running", b"num_requests_running", "num_requests_waiting", b"num_requests_waiting", "rank_pids", b"rank_pids", "rebuilds", b"rebuilds", "role", b"role", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_backend", b"attention_backend", "endpoint", b"endpoint", "incarnation", b"incarnation", "kv_usage", b"kv_usage", "name", b"name", "num_ranks", b"num_ranks", "num_requests_running", b"num_requests_running", "num_requests_waiting", b"num_requests_waiting", "rank_pids", b"rank_pids", "rebuilds", b"rebuilds", "ring_transport", b"ring_transport", "role", b"role", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
