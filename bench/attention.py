@@ -1,6 +1,6 @@
-"""How ring prefill attention scales: one process a rank, one thread a process, gloo on loopback, fp32.
+"""How ring prefill attention scales: one process a rank, one thread a process, loopback, fp32.
 
-    python bench/attention.py --ranks 1,2 --tokens 8192,16384
+    python bench/attention.py --ranks 1,2 --tokens 8192,16384 --transport sockets
 
 Prints one JSON object a line: the least seconds of a layer's attention, the ratio to one rank, and the share of the
 matrix-product rate that was measured in the same run. Where other programs use the cores, `cpu_seconds` (all threads of
@@ -36,6 +36,7 @@ class Case:
     new_tokens: int
     cached_tokens: int
     algorithm: str
+    transport: str
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -72,7 +73,7 @@ def run_rank(rank: int, port: int, case: Case, answer: Connection, store: RingSt
     """One rank: warm up, then time each repeat from a common start."""
     torch.set_num_threads(1)
     name = "bench"
-    transport = connect_ring(HOST, port, name, rank, case.num_ranks, TIMEOUT_SECONDS, store=store)
+    transport = connect_ring(HOST, port, name, rank, case.num_ranks, TIMEOUT_SECONDS, case.transport, store=store)
     held = [case.cached_tokens // case.num_ranks] * case.num_ranks
     held[0] += case.cached_tokens - sum(held)
     layout = balanced_layout(case.cached_tokens, case.new_tokens, held)
@@ -131,6 +132,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=_numbers, default=[8192, 16384], help="new tokens, such as 4096,16384")
     parser.add_argument("--cached", type=int, default=0, help="cached tokens before the new ones")
     parser.add_argument("--algorithm", choices=["pass_kv", "pass_q"], default="pass_kv")
+    parser.add_argument("--transport", choices=["auto", "gloo", "sockets"], default="auto", help="of the ring")
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--kv-heads", type=int, default=2)
     parser.add_argument("--head-dim", type=int, default=64)
@@ -144,6 +146,7 @@ def main() -> None:
                 new_tokens=new_tokens,
                 cached_tokens=arguments.cached,
                 algorithm=arguments.algorithm,
+                transport=arguments.transport,
                 num_heads=arguments.heads,
                 num_kv_heads=arguments.kv_heads,
                 head_dim=arguments.head_dim,
@@ -160,6 +163,7 @@ def main() -> None:
                 "new_tokens": new_tokens,
                 "cached_tokens": arguments.cached,
                 "algorithm": arguments.algorithm,
+                "transport": arguments.transport,
                 "seconds": round(seconds, 5),
                 "wait_seconds": round(max(answer.wait_seconds for answer in answers), 5),
                 "speedup": None if alone is None else round(alone[0] / seconds, 3),
