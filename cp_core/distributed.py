@@ -121,21 +121,23 @@ def connect_ring(
     backend: str = "auto",
     *,
     store: RingStore | None = None,
+    opens_store: bool = True,
     device: torch.device | str = "cpu",
 ) -> RingTransport:
     """Join the ring called `name` of `size` ranks; returns when all have joined. The name must be new to the store.
 
     Rank 0 opens the store at host:port unless it passes `store`, as it must where the port is chosen (port 0) and told
-    to the others first. `timeout_seconds` bounds the joining and every later wait. `backend`, the same on all ranks, is
-    one of `cp_core.ring_backend` that serves `device`. Raises Unavailable if the others do not come, ConfigError for a
-    backend that does not serve the device.
+    to the others first, or unless a rank of another ring opens it for both (`opens_store` is False). `timeout_seconds`
+    bounds the joining and every later wait. `backend`, the same on all ranks, is one of `cp_core.ring_backend` that
+    serves `device`. Raises Unavailable if the others do not come, ConfigError for a backend that does not serve the
+    device.
     """
     device = torch.device(device)
     backend = select_ring_backend(backend, device.type)
     if size == 1:
         return InProcessRing(1, timeout_seconds).transports[0]
     deadline = time.monotonic() + timeout_seconds
-    if rank == 0 and store is None:
+    if rank == 0 and store is None and opens_store:
         store = RingStore(host, port, timeout_seconds)
     found = store.store if store is not None else find_store(host, port, timeout_seconds)
     prefixed = PrefixStore(name, found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -38,33 +39,41 @@ class Header:
 
 class HeaderChannel:
     """Headers as one int64[3 + max_batch] (kind, payload bytes, number of tokens, tokens) and, only where the batch
-    changes, a msgpack payload. The fixed size lets followers wait for the next header without a word about it."""
+    changes, a msgpack payload. The fixed size lets followers wait for the next header without a word about it.
 
-    def __init__(self, transport: RingTransport, max_batch: int, device: torch.device) -> None:
-        self._transport = transport
+    `hops` are this rank's rings, in the order in which a header passes them: it comes by the first and goes on by the
+    second. Beside the ring of rank 0 that is, with tensor parallelism, each cp rank's own tensor parallel group.
+    """
+
+    def __init__(self, hops: Sequence[RingTransport], max_batch: int, device: torch.device) -> None:
+        self._hops = [hop for hop in hops if hop.size > 1]
         self._device = device
         self._size = 3 + max_batch
 
     def send(self, header: Header) -> None:
         """Rank 0 only."""
-        if self._transport.size == 1:
+        if not self._hops:
             return
         payload = encode_change(header.change) if header.change else b""
         words = [header.kind, len(payload), len(header.token_ids), *header.token_ids]
         fixed = torch.tensor(words + [0] * (self._size - len(words)), dtype=torch.int64, device=self._device)
-        self._transport.broadcast(fixed, LEADER).wait()
+        self._pass(fixed)
         if payload:
             content = torch.from_numpy(np.frombuffer(payload, np.uint8).copy())
-            self._transport.broadcast(content.to(self._device), LEADER).wait()
+            self._pass(content.to(self._device))
 
     def receive(self) -> Header:
         """Every other rank. Raises Unavailable if nothing comes within SILENCE_SECONDS."""
         fixed = torch.empty(self._size, dtype=torch.int64, device=self._device)
-        self._transport.broadcast(fixed, LEADER).wait(SILENCE_SECONDS)
+        self._pass(fixed, SILENCE_SECONDS)
         kind, payload_bytes, num_tokens, *words = fixed.tolist()
         change = UNCHANGED
         if payload_bytes:
             payload = torch.empty(payload_bytes, dtype=torch.uint8, device=self._device)
-            self._transport.broadcast(payload, LEADER).wait(SILENCE_SECONDS)
+            self._pass(payload, SILENCE_SECONDS)
             change = decode_change(payload.cpu().numpy().tobytes())
         return Header(HeaderKind(kind), tuple(words[:num_tokens]), change)
+
+    def _pass(self, tensor: torch.Tensor, timeout_seconds: float | None = None) -> None:
+        for hop in self._hops:
+            hop.broadcast(tensor, LEADER).wait(timeout_seconds)

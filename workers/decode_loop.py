@@ -32,13 +32,21 @@ class Generation:
 
 
 class DecodeFollower:
-    """The loop of every rank but the first."""
+    """The loop of every rank but the first. `model` where the first rank's logits need this rank's share of them."""
 
-    def __init__(self, channel: HeaderChannel, batch: DecodeBatch, step: DecodePass, progress: Progress) -> None:
+    def __init__(
+        self,
+        channel: HeaderChannel,
+        batch: DecodeBatch,
+        step: DecodePass,
+        progress: Progress,
+        model: LoadedModel | None = None,
+    ) -> None:
         self._channel = channel
         self._batch = batch
         self._step = step
         self._progress = progress
+        self._model = model
 
     def run(self) -> None:
         """Until rank 0 says stop. Raises Unavailable if the ring breaks."""
@@ -46,7 +54,9 @@ class DecodeFollower:
             if header.kind is HeaderKind.STEP:
                 self._batch.advance(header.token_ids, header.change)
             if len(self._batch):
-                self._step.run()
+                states = self._step.run()
+                if self._model is not None:
+                    self._model.logits(states)
                 self._progress.stepped(len(self._batch))
             else:
                 self._progress.alive(running=0)

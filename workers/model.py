@@ -16,20 +16,31 @@ from transformers.utils.logging import disable_progress_bar
 from cp_core.errors import ModelRefused
 from workers import attention_hook
 from workers.attention_hook import AttentionStep
-from workers.model_info import read_model_info
+from workers.model_info import read_model_info, tensor_share
 from workers.steps import ModelInfo
+from workers.tensor_parallel import TensorParallel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model in eval mode on its device, and its shape."""
+    """A model in eval mode on its device, and its shape: `info` that of the whole model, `share` of what is here.
+
+    With tensor parallelism `hidden_states` and `logits` are collective over `tensor`, and their results are whole.
+    """
 
     model: PreTrainedModel
     body: Module
     head: Module
     info: ModelInfo
+    share: ModelInfo
+    tensor: TensorParallel
+
+    @property
+    def head_start(self) -> int:
+        """The model's number of the first KV head that is here."""
+        return self.tensor.rank * self.share.num_kv_heads
 
     def hidden_states(self, token_ids: Tensor, positions: Tensor, step: AttentionStep) -> Tensor:
         """All layers over packed tokens. token_ids and positions int64[T], T >= 1 -> [T, hidden_size], normed."""
@@ -46,12 +57,17 @@ class LoadedModel:
         return logits
 
 
-def load_model(path: Path, dtype: str, device: str, name: str | None = None) -> LoadedModel:
-    """Load the model in `path` in `dtype` onto `device`.
+def load_model(
+    path: Path, dtype: str, device: str, name: str | None = None, *, tp_rank: int = 0, tp: int = 1
+) -> LoadedModel:
+    """Load the model in `path` in `dtype` onto `device`: the share of rank `tp_rank` of `tp`.
 
-    Raises ModelRefused, in one sentence, for anything that is missing, unreadable, unsupported or incomplete.
+    The device never holds more than the share; the host reads the whole model before it is cut. Raises ModelRefused,
+    in one sentence, for anything that is missing, unreadable, unsupported or incomplete, and ConfigError for a `tp`
+    that does not divide the KV heads.
     """
     info = read_model_info(path, dtype, name)
+    share = tensor_share(info, tp)
     if not any(path.glob("*.safetensors")):
         raise ModelRefused(f"{path} has no *.safetensors weights")
     attention_hook.register()
@@ -78,5 +94,7 @@ def load_model(path: Path, dtype: str, device: str, name: str | None = None) -> 
         name, stored, wanted = mismatched[0]
         raise ModelRefused(f"{path} has {name} of shape {tuple(stored)} where config.json asks for {tuple(wanted)}")
     model.set_attn_implementation(attention_hook.IMPLEMENTATION)
+    tensor = TensorParallel(tp_rank, tp)
+    tensor.cut(model)
     model.to(device).eval().requires_grad_(False)
-    return LoadedModel(model, model.base_model, model.get_output_embeddings(), info)
+    return LoadedModel(model, model.base_model, model.get_output_embeddings(), info, share, tensor)

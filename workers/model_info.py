@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from cp_core.errors import ModelRefused
+from cp_core.errors import ConfigError, ModelRefused
 from workers.model_support import check_supported
 from workers.steps import ModelInfo
 
@@ -46,6 +46,27 @@ def read_model_info(path: Path, dtype: str | None = None, name: str | None = Non
     if info.num_heads % info.num_kv_heads:
         raise ModelRefused(f"{info.num_heads} query heads are not a multiple of {info.num_kv_heads} key/value heads")
     return _with_parameters(info, tied=bool(config.get("tie_word_embeddings", False)))
+
+
+def tensor_share(info: ModelInfo, tp: int, key: str = "tp") -> ModelInfo:
+    """The shape of what one of `tp` tensor parallel ranks computes; `info` itself for tp 1.
+
+    Raises ConfigError, naming `key`, unless every rank gets as many whole KV heads as the others.
+    """
+    if tp == 1:
+        return info
+    heads = info.num_kv_heads
+    if tp < 1 or heads % tp:
+        allowed = ", ".join(str(size) for size in range(1, heads + 1) if heads % size == 0)
+        raise ConfigError(f"{key}: {tp} does not divide the {heads} KV heads of {info.name}; allowed are {allowed}")
+    return replace(
+        info,
+        num_heads=info.num_heads // tp,
+        num_kv_heads=heads // tp,
+        intermediate_size=-(-info.intermediate_size // tp),
+        vocab_size=-(-info.vocab_size // tp),
+        num_parameters=-(-info.num_parameters // tp),
+    )
 
 
 def read_json(path: Path) -> Mapping[str, object]:

@@ -73,17 +73,23 @@ class RankWorker:
         self._mailbox: DecodeMailbox
         self._store: RingStore | None = None
         self._transport: RingTransport | None = None
+        self._tensor: RingTransport | None = None
 
     def start(self, spec: RankSpec, *, poisoned: bool = False) -> RankInfo:
         """Load the model and open the KV receiver. `poisoned` fills the cache with NaN, for tests.
 
-        Raises ModelRefused, ConfigError (dtype, attention backend, ring transport), Unavailable (the port is taken).
+        Raises ModelRefused, ConfigError (dtype, attention backend, ring transport, tp), Unavailable (no port to open).
         """
         torch.set_num_threads(spec.num_threads)
         self._spec = spec
         self._ring_backend = select_ring_backend(spec.ring_transport, torch.device(spec.device).type)
         self._model = load_model(
-            resolve_model_path(spec.model_path), spec.dtype, spec.device, Path(spec.model_path).name
+            resolve_model_path(spec.model_path),
+            spec.dtype,
+            spec.device,
+            Path(spec.model_path).name,
+            tp_rank=spec.tp_rank,
+            tp=spec.tp,
         )
         info = self._model.info
         self._backend = select_backend(spec.attention_backend, spec.device, DTYPES[info.dtype])
@@ -91,10 +97,11 @@ class RankWorker:
             num_layers=info.num_layers,
             num_blocks=spec.num_blocks,
             block_tokens=spec.block_tokens,
-            num_kv_heads=info.num_kv_heads,
+            num_kv_heads=self._model.share.num_kv_heads,
             head_dim=info.head_dim,
             dtype=DTYPES[info.dtype],
             device=spec.device,
+            head_start=self._model.head_start,
             poisoned=poisoned,
         )
         self._receiver = KvReceiver(self._cache, spec.incarnation, listen_host=spec.listen_host)
@@ -117,29 +124,41 @@ class RankWorker:
     def join(self, ring: RingSpec) -> None:
         """Meet the other ranks; collective. Raises Unavailable if they do not come within the ring's timeout."""
         spec = self._spec
+        if spec.tp == 1:
+            self.attach(self._connect(ring, ring.name, spec.rank, spec.num_ranks))
+            return
         self.attach(
-            connect_ring(
-                ring.host,
-                ring.port,
-                ring.name,
-                spec.rank,
-                spec.num_ranks,
-                ring.timeout_seconds,
-                self._ring_backend,
-                store=self._store,
-                device=self._cache.device,
-            )
+            self._connect(ring, f"{ring.name}/heads-{spec.tp_rank}", spec.cp_rank, spec.cp),
+            self._connect(ring, f"{ring.name}/tokens-{spec.cp_rank}", spec.tp_rank, spec.tp),
         )
 
-    def attach(self, transport: RingTransport) -> None:
-        """Use a ring that stands already: the in-process one of tests."""
-        assert (transport.rank, transport.size) == (self._spec.rank, self._spec.num_ranks), "a place in another ring"
+    def _connect(self, ring: RingSpec, name: str, rank: int, size: int) -> RingTransport:
+        return connect_ring(
+            ring.host,
+            ring.port,
+            name,
+            rank,
+            size,
+            ring.timeout_seconds,
+            self._ring_backend,
+            store=self._store,
+            opens_store=self._spec.rank == 0,
+            device=self._cache.device,
+        )
+
+    def attach(self, transport: RingTransport, tensor: RingTransport | None = None) -> None:
+        """Use rings that stand already: the in-process ones of tests. `tensor` joins the tp ranks of this cp rank."""
+        assert (transport.rank, transport.size) == (self._spec.cp_rank, self._spec.cp), "a place in another ring"
+        assert (tensor is None) == (self._spec.tp == 1), "a tensor parallel group where there is one"
         self._transport = transport
+        if tensor is not None:
+            self._model.tensor.connect(tensor)
+            self._tensor = tensor
 
     def probe(self) -> RingRates:
         """Measure this rank and its link; collective, about 0.3 s."""
         with self._compute() as ring:
-            return probe_rates(self._model.info, self._cache.device, self._backend, ring)
+            return probe_rates(self._model.share, self._cache.device, self._backend, ring)
 
     # --- prefill -----------------------------------------------------------------------------------------------------
 
@@ -150,19 +169,23 @@ class RankWorker:
         """
         self._begin_sends(step)
         with self._compute() as ring:
-            began, waited = time.perf_counter(), ring.stats.seconds_waited
+            began, waited = time.perf_counter(), self._seconds_waited(ring)
             forward, states = self._run_prefill(step, ring)
             logits = self._model.logits(states[[last.row for last in forward.last_rows]])
             tokens = {
                 last.sequence_id: choose_token(row, last.sampling, last.position)
                 for last, row in zip(forward.last_rows, logits, strict=True)
+                if self._spec.tp_rank == 0
             }
             self._progress.stepped(running=0)
             return PrefillOutput(
                 tokens=tokens,
                 seconds=time.perf_counter() - began,
-                wait_seconds=ring.stats.seconds_waited - waited,
+                wait_seconds=self._seconds_waited(ring) - waited,
             )
+
+    def _seconds_waited(self, ring: RingTransport) -> float:
+        return ring.stats.seconds_waited + (self._tensor.stats.seconds_waited if self._tensor else 0.0)
 
     def prefill_logits(self, step: PrefillStep) -> Tensor:
         """As `prefill`, but nothing is sampled: logits[T, vocab_size] of all tokens here, low chunk then high chunk of
@@ -188,7 +211,7 @@ class RankWorker:
 
     def _attend_without_tokens(self, forward: PrefillPass) -> Tensor:
         """Take part in every layer's ring with nothing of one's own: transformers cannot run zero tokens."""
-        info, cache = self._model.info, self._cache
+        info, cache = self._model.share, self._cache
         q = torch.empty(0, info.num_heads, info.head_dim, dtype=cache.dtype, device=cache.device)
         kv = torch.empty(0, info.num_kv_heads, info.head_dim, dtype=cache.dtype, device=cache.device)
         for layer in range(info.num_layers):
@@ -205,15 +228,22 @@ class RankWorker:
         with self._compute() as ring:
             batch = DecodeBatch(ring.rank, self._spec.block_tokens)
             step = DecodePass(self._model, ring, self._cache, self._backend, batch)
-            channel = HeaderChannel(ring, self._spec.max_batch, self._cache.device)
-            if ring.rank != LEADER:
-                DecodeFollower(channel, batch, step, self._progress).run()
+            channel = HeaderChannel(self._header_hops(ring), self._spec.max_batch, self._cache.device)
+            if self._spec.rank != LEADER:
+                shares_logits = self._spec.cp_rank == 0
+                DecodeFollower(channel, batch, step, self._progress, self._model if shares_logits else None).run()
                 return
             try:
                 DecodeLeader(channel, batch, step, self._progress, self._model, self._mailbox).run()
             except Exception as error:
                 self._mailbox.close(f"the decode loop of {self._spec.group} broke: {error}")
                 raise
+
+    def _header_hops(self, ring: RingTransport) -> tuple[RingTransport, ...]:
+        """Headers go round the ring of the first heads, and from each of its ranks to the others of its group."""
+        if self._tensor is None:
+            return (ring,)
+        return (ring, self._tensor) if self._spec.tp_rank == 0 else (self._tensor,)
 
     def submit(self, commands: Sequence[DecodeCommand]) -> None:
         """First rank: hand commands to the next step border. Raises Unavailable once the loop has ended."""
@@ -272,7 +302,7 @@ class RankWorker:
             self._mailbox.close("the ring is being stopped")
         if self._computing.acquire(timeout=STOP_SECONDS):
             self._computing.release()
-        for part in (self._transport, self._sender, self._receiver):
+        for part in (self._transport, self._tensor, self._sender, self._receiver):
             if part is not None:
                 part.close()
 
@@ -286,6 +316,8 @@ class RankWorker:
                 yield self._transport
         except BaseException:
             self._transport.close()
+            if self._tensor is not None:
+                self._tensor.close()
             raise
         finally:
             self._computing.release()

@@ -49,12 +49,17 @@ class Sampling:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankSpec:
-    """What a rank needs to start. `num_blocks` blocks of `block_tokens` tokens for every layer."""
+    """What a rank needs to start. `num_blocks` blocks of `block_tokens` tokens for every layer.
+
+    `num_ranks` is cp * tp and `rank` is cp_rank * tp + tp_rank: the tp ranks of one cp rank hold the same tokens, each
+    its own share of the heads.
+    """
 
     role: str
     group: str
     rank: int
     num_ranks: int
+    tp: int = 1
     incarnation: str
     model_path: str
     dtype: str = "float32"
@@ -66,6 +71,19 @@ class RankSpec:
     num_threads: int = 1
     listen_host: str = "127.0.0.1"
     max_batch: int = 32
+
+    @property
+    def cp(self) -> int:
+        """Ranks that share a sequence's tokens: the size of the ring."""
+        return self.num_ranks // self.tp
+
+    @property
+    def cp_rank(self) -> int:
+        return self.rank // self.tp
+
+    @property
+    def tp_rank(self) -> int:
+        return self.rank % self.tp
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

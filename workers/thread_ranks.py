@@ -35,12 +35,36 @@ RATES = RingRates(gemm_flops=5e10, attention_flops=3e10, link_bytes_per_second=1
 """What threads report as measured: timing them would say nothing and differ from run to run."""
 
 
+class Meeting:
+    """The in-process rings of one ring of ranks, made when the first rank joins and says how many are tensor parallel.
+
+    Rank r of `num_ranks` is cp_rank * tp + tp_rank.
+    """
+
+    def __init__(self, num_ranks: int, timeout_seconds: float) -> None:
+        self._num_ranks = num_ranks
+        self._timeout_seconds = timeout_seconds
+        self._rings: list[InProcessRing] = []
+        self._groups: list[InProcessRing] = []
+
+    def join(self, worker: RankWorker, rank: int, tp: int) -> None:
+        """Attach a started worker to its ring and, with tensor parallelism, to its group."""
+        cp = self._num_ranks // tp
+        if not self._rings:
+            self._rings = [InProcessRing(cp, self._timeout_seconds) for _ in range(tp)]
+            self._groups = [InProcessRing(tp, self._timeout_seconds) for _ in range(cp)]
+        cp_rank, tp_rank = divmod(rank, tp)
+        group = self._groups[cp_rank].transports[tp_rank] if tp > 1 else None
+        worker.attach(self._rings[tp_rank].transports[cp_rank], group)
+
+
 class ThreadRank:
     """`RankPort` on a RankWorker in this process: one thread computes, others answer. `poisoned`: NaN in unused KV."""
 
-    def __init__(self, ring: InProcessRing, rank: int, poisoned: bool) -> None:
+    def __init__(self, meeting: Meeting, rank: int, poisoned: bool) -> None:
         self.worker = RankWorker()
-        self._ring = ring
+        self._meeting = meeting
+        self._tp = 1
         self._rank = rank
         self._poisoned = poisoned
         self._compute = ThreadPoolExecutor(1, f"rank-{rank}")
@@ -61,13 +85,14 @@ class ThreadRank:
             raise Unavailable(f"rank {self._rank} failed: {type(error).__name__}: {error}") from error
 
     async def start(self, spec: RankSpec, timeout: float) -> RankInfo:
+        self._tp = spec.tp
         return await self._run(self._others, timeout, lambda: self.worker.start(spec, poisoned=self._poisoned))
 
     async def open_store(self, host: str, timeout: float) -> int:
         return 0
 
     async def join(self, ring: RingSpec, timeout: float) -> None:
-        self.worker.attach(self._ring.transports[self._rank])
+        self._meeting.join(self.worker, self._rank, self._tp)
 
     async def probe(self, timeout: float) -> RingRates:
         return RATES
@@ -122,8 +147,8 @@ class ThreadRanks:
         self._ring_timeout = ring_timeout
 
     async def create(self, num_ranks: int, timeout: float) -> Sequence[ThreadRank]:
-        ring = InProcessRing(num_ranks, self._ring_timeout)
-        self.made = [ThreadRank(ring, rank, self._poisoned) for rank in range(num_ranks)]
+        meeting = Meeting(num_ranks, self._ring_timeout)
+        self.made = [ThreadRank(meeting, rank, self._poisoned) for rank in range(num_ranks)]
         return self.made
 
     async def close(self) -> None:

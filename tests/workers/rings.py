@@ -77,23 +77,29 @@ class LocalRing:
         num_blocks: int = 512,
         max_batch: int = 8,
         ring_transport: str | None = None,
+        tp: int = 1,
     ) -> None:
+        """`num_ranks` share the tokens; with `tp` each of them is `tp` workers that share the heads."""
         self.num_ranks = num_ranks
+        self.tp = tp
         self.incarnation = f"test-0@{id(self)}"
-        self.workers = [RankWorker() for _ in range(num_ranks)]
-        self._threads = ThreadPoolExecutor(num_ranks, thread_name_prefix="rank")
+        self.workers = [RankWorker() for _ in range(num_ranks * tp)]
+        self._threads = ThreadPoolExecutor(num_ranks * tp, thread_name_prefix="rank")
         self._free = [random.Random(rank).sample(range(num_blocks), num_blocks) for rank in range(num_ranks)]
         self._step_id = 0
         self._decoding: list[Future[None]] = []
         self._cursor = 0
-        self.transports = InProcessRing(num_ranks, timeout_seconds=WAIT_SECONDS).transports
+        rings = [InProcessRing(num_ranks, timeout_seconds=WAIT_SECONDS).transports for _ in range(tp)]
+        groups = [InProcessRing(tp, timeout_seconds=WAIT_SECONDS).transports for _ in range(num_ranks)]
+        self.transports = [rings[rank % tp][rank // tp] for rank in range(num_ranks * tp)]
 
         def start(worker: RankWorker, rank: int) -> RankInfo:
             spec = RankSpec(
                 role="test",
                 group="test-0",
                 rank=rank,
-                num_ranks=num_ranks,
+                num_ranks=num_ranks * tp,
+                tp=tp,
                 incarnation=self.incarnation,
                 model_path=str(model_path),
                 num_blocks=num_blocks,
@@ -103,7 +109,7 @@ class LocalRing:
             )
             info = worker.start(spec, poisoned=True)
             if ring_transport is None:
-                worker.attach(self.transports[rank])
+                worker.attach(self.transports[rank], groups[rank // tp][rank % tp] if tp > 1 else None)
             return info
 
         self.infos = [start(worker, rank) for rank, worker in enumerate(self.workers)]
@@ -148,6 +154,10 @@ class LocalRing:
         steps = self.steps(turns, algorithm)
         outputs: list[Tensor] = self.together(lambda worker, rank: worker.prefill_logits(steps[rank]))
         gathered = []
+        # The tensor parallel ranks of one rank of the layout all have its logits.
+        for outputs_of_rank in zip(*[iter(outputs)] * self.tp, strict=True):
+            assert all(torch.equal(output, outputs_of_rank[0]) for output in outputs_of_rank)
+        outputs = outputs[:: self.tp]
         begins = [0] * self.num_ranks
         for sequence in steps[0].sequences:
             layout = sequence.layout
@@ -174,7 +184,7 @@ class LocalRing:
                         token_ids=np.array(turn.token_ids, dtype=np.int64),
                         layout=layout,
                         cached=held,
-                        blocks=conversation.blocks[rank],
+                        blocks=conversation.blocks[rank // self.tp],
                         sample=turn.sample,
                         sends=turn.sends[rank] if turn.sends else (),
                     )
@@ -242,7 +252,7 @@ class LocalRing:
     def stop_decode(self) -> None:
         """End the loop on every rank, so that prefill steps may run again."""
         self.workers[0]._mailbox.close("the test ended the loop")
-        assert self.decode_ended() == [None] * self.num_ranks
+        assert self.decode_ended() == [None] * len(self.workers)
 
     def decode_ended(self) -> list[BaseException | None]:
         """Wait for every rank's decode loop; how each ended."""
