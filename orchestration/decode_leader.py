@@ -125,13 +125,16 @@ class DecodeLeader(GroupLeader):
             kept_tokens=kept,
             shards=coming,
             kv_endpoints=self.ring.kv_endpoints,
+            tp=self.settings.tp,
         )
         key = TransferKey(request.turn_id, request.attempt, request.source_incarnation, self.ring.incarnation)
         return DecodeTurn(request, key, pool, sequence, reservation)
 
     async def _expect(self, turn: DecodeTurn) -> None:
         held, coming = turn.sequence.shards.held, turn.reservation.shards.ranks
-        expects = [KvExpect(turn.key, coming[rank], held[rank], turn.sequence.table(rank)) for rank in range(len(held))]
+        expects = [
+            KvExpect(turn.key, coming[rank], held[rank], turn.sequence.table(rank)) for rank in self.ring.cp_ranks
+        ]
         timeout = self.settings.control_timeout
         calls = zip(self.ring.ranks, expects, strict=True)
         await gather_all(port.expect_kv(expect, timeout) for port, expect in calls)
@@ -227,6 +230,8 @@ class DecodeLeader(GroupLeader):
             blocks=[sequence.table(rank) for rank in range(self.settings.num_ranks)],
             kv_endpoints=request.kv_endpoints,
             num_kv_heads=self.ring.model.num_kv_heads,
+            source_tp=self.settings.tp,
+            destination_tp=request.tp,
         )
         calls = zip(self.ring.ranks, sends, strict=True)
         pull = asyncio.create_task(gather_all(port.send_kv(send, request.deadline_seconds) for port, send in calls))

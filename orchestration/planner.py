@@ -10,6 +10,7 @@ from cp_core.cost_model import ModelShape, Rates, predict_prefill
 from cp_core.layout import TokenRange
 from cp_core.selector import EmpiricalFit, Selection, Turn, select
 from orchestration.turn import CachedSource, Chunk, GroupRegistration, Plan, PromptMode
+from workers.model_info import tensor_share
 from workers.steps import Algorithm, ModelInfo, RingRates
 
 
@@ -32,16 +33,7 @@ class Planner:
     def __init__(self, model: ModelInfo, settings: PlannerSettings) -> None:
         self.selector = settings.selector
         self._settings = settings
-        self._shape = ModelShape(
-            num_layers=model.num_layers,
-            hidden_size=model.hidden_size,
-            intermediate_size=model.intermediate_size,
-            num_heads=model.num_heads,
-            num_kv_heads=model.num_kv_heads,
-            head_dim=model.head_dim,
-            vocab_size=model.vocab_size,
-            element_bytes=model.element_bytes,
-        )
+        self._model = model
 
     def plan(
         self,
@@ -59,13 +51,14 @@ class Planner:
         cached grows from one to the next.
         """
         cached = max(kept_on_prefill, kept_on_decode)
-        rates = self._rates(prefill.rates)
+        rates, shape = self._rates(prefill.rates), self._shape(prefill.tp)
         bounds = [*range(cached, num_tokens, prefill.chunk_tokens), num_tokens]
         turns = [
             Turn(new_tokens=stop - start, cached_tokens=start, num_ranks=prefill.num_ranks)
             for start, stop in pairwise(bounds)
         ]
-        chosen = [select(self.selector, turn, self._shape, rates, self._settings.fit) for turn in turns]
+        chosen = [select(self.selector, turn, shape, rates, self._settings.fit) for turn in turns]
+        sums = sum(self._tensor_sums(turn, rates, prefill.tp) for turn in turns)
         sources = (
             CachedSource(source="kept_on_prefill", tokens=TokenRange(0, kept_on_prefill)),
             CachedSource(source="pulled_from_decode", tokens=TokenRange(kept_on_prefill, cached)),
@@ -85,10 +78,13 @@ class Planner:
                 Chunk(tokens=TokenRange(start, stop), algorithm=Algorithm(selection.algorithm))
                 for (start, stop), selection in zip(pairwise(bounds), chosen, strict=True)
             ),
-            predicted_prefill_seconds=sum(
-                self._predict(selection.algorithm, turn, rates) for turn, selection in zip(turns, chosen, strict=True)
+            predicted_prefill_seconds=sums
+            + sum(
+                _predict(shape, rates, selection.algorithm, turn) for turn, selection in zip(turns, chosen, strict=True)
             ),
-            alternatives=tuple((name, sum(self._predict(name, turn, rates) for turn in turns)) for name in Algorithm),
+            alternatives=tuple(
+                (name, sums + sum(_predict(shape, rates, name, turn) for turn in turns)) for name in Algorithm
+            ),
             prompt_mode=mode,
         )
 
@@ -101,9 +97,34 @@ class Planner:
             overlap=measured.overlap,
         )
 
-    def _predict(self, algorithm: str, turn: Turn, rates: Rates) -> float:
-        cost = predict_prefill(self._shape, rates, turn.num_ranks, algorithm, turn.new_tokens, turn.cached_tokens)
-        return cost.total_seconds
+    def _shape(self, tp: int) -> ModelShape:
+        """What one of `tp` tensor parallel processes computes."""
+        share = tensor_share(self._model, tp)
+        return ModelShape(
+            num_layers=share.num_layers,
+            hidden_size=share.hidden_size,
+            intermediate_size=share.intermediate_size,
+            num_heads=share.num_heads,
+            num_kv_heads=share.num_kv_heads,
+            head_dim=share.head_dim,
+            vocab_size=share.vocab_size,
+            element_bytes=share.element_bytes,
+        )
+
+    def _tensor_sums(self, turn: Turn, rates: Rates, tp: int) -> float:
+        """Seconds of the sums over tensor parallel processes: of the embedding, and after each attention and MLP.
+
+        Every algorithm needs the same ones. They are taken to pass links like those of the ring.
+        """
+        if tp == 1:
+            return 0.0
+        num_bytes = -(-turn.new_tokens // turn.num_ranks) * self._model.hidden_size * self._model.element_bytes
+        return (1 + 2 * self._model.num_layers) * rates.message_seconds(2 * (tp - 1) / tp * num_bytes)
+
+
+def _predict(shape: ModelShape, rates: Rates, algorithm: str, turn: Turn) -> float:
+    cost = predict_prefill(shape, rates, turn.num_ranks, algorithm, turn.new_tokens, turn.cached_tokens)
+    return cost.total_seconds
 
 
 def _of_most_tokens(turns: Sequence[Turn], chosen: Sequence[Selection]) -> Algorithm:

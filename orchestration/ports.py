@@ -70,7 +70,7 @@ class RankPort(Protocol):
 
 
 class RankFactory(Protocol):
-    """Makes the ranks of one ring, all or none, and frees what they held."""
+    """Makes the ranks of one ring, all or none, and frees what they held. Each tensor parallel process is one."""
 
     async def create(self, num_ranks: int, timeout: float) -> Sequence[RankPort]: ...
     async def close(self) -> None: ...

@@ -96,6 +96,7 @@ class PrefillLeader(GroupLeader):
             kept_tokens=kept,
             shards=sequence.shards,
             kv_endpoints=self.ring.kv_endpoints,
+            tp=self.settings.tp,
         )
         delay = request.deadline_seconds + LEASE_SECONDS
         lease = asyncio.get_running_loop().call_later(delay, self._lease_ended, request)

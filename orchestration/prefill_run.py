@@ -57,9 +57,7 @@ class PrefillRun:
         self._pool.make_room(sequence, after.held)
         key = TransferKey(f"{turn.turn_id}/pull", turn.attempt, turn.destination.incarnation, self._incarnation)
         control, transfer = self._settings.control_timeout, self._settings.transfer_timeout
-        expects = [
-            KvExpect(key, shards.ranks[rank], held[rank], sequence.table(rank)) for rank in range(len(self._ranks))
-        ]
+        expects = [KvExpect(key, shards.ranks[rank], held[rank], sequence.table(rank)) for rank in self._ring.cp_ranks]
         send = SendKv(
             transfer_id=key.transfer_id,
             attempt=key.attempt,
@@ -69,6 +67,7 @@ class PrefillRun:
             tokens=missing,
             shards=shards,
             kv_endpoints=self._ring.kv_endpoints,
+            tp=self._settings.tp,
             deadline_seconds=transfer,
         )
         try:
@@ -101,7 +100,7 @@ class PrefillRun:
         layout = balanced_layout(piece.start, len(piece), held)
         after = sequence.shards.extend(layout.shard_map())
         self._pool.make_room(sequence, after.held)
-        tables = [sequence.table(rank) for rank in range(len(self._ranks))]
+        tables = [sequence.table(rank) for rank in range(len(held))]
         # The first chunk also carries cached KV that the decode ring no longer has.
         first = min(piece.start, turn.destination.kept_tokens) if piece.start == turn.cached_tokens else piece.start
         sends = sends_for(
@@ -112,6 +111,8 @@ class PrefillRun:
             blocks=tables,
             kv_endpoints=turn.destination.kv_endpoints,
             num_kv_heads=self._ring.model.num_kv_heads,
+            source_tp=self._settings.tp,
+            destination_tp=turn.destination.tp,
         )
         is_last = piece.stop == len(turn.token_ids)
         steps = [
@@ -124,13 +125,13 @@ class PrefillRun:
                         token_ids=turn.token_ids[piece.start : piece.stop],
                         layout=layout,
                         cached=held,
-                        blocks=table,
+                        blocks=send.blocks,
                         sample=turn.sampling if is_last else None,
                         sends=(send,),
                     ),
                 ),
             )
-            for table, send in zip(tables, sends, strict=True)
+            for send in sends
         ]
         timeout = self._settings.step_timeout
         calls = (port.prefill(step, timeout) for port, step in zip(self._ranks, steps, strict=True))

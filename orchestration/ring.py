@@ -41,11 +41,16 @@ class RingState(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class GroupSettings:
-    """One group. Times in seconds; `capacity` is `num_blocks` blocks of `block_tokens` tokens on every rank."""
+    """One group. Times in seconds; `capacity` is `num_blocks` blocks of `block_tokens` tokens on every rank.
+
+    `num_ranks` ranks share the tokens; each of them is `tp` processes that share the heads, and so hold the same tokens
+    by the same block table.
+    """
 
     role: str
     name: str
     num_ranks: int
+    tp: int = 1
     model_path: str
     dtype: str = "float32"
     device: str = "cpu"
@@ -67,6 +72,10 @@ class GroupSettings:
     attach_timeout: float = 30.0
     announce_interval: float = 2.0
     retry_pause: float = 0.5
+
+    @property
+    def num_processes(self) -> int:
+        return self.num_ranks * self.tp
 
 
 async def gather_all(calls: Iterable[Awaitable[T]]) -> list[T]:
@@ -93,7 +102,10 @@ async def _as_coroutine(call: Awaitable[T]) -> T:
 
 
 class Ring:
-    """The ranks of one group. `on_ready` and `on_lost` tell the leader; `on_lost` runs before ranks are remade."""
+    """The ranks of one group, in `ranks` and `infos` by number (cp_rank * tp + tp_rank).
+
+    `on_ready` and `on_lost` tell the leader; `on_lost` runs before ranks are remade.
+    """
 
     def __init__(
         self,
@@ -120,6 +132,11 @@ class Ring:
     @property
     def kv_endpoints(self) -> tuple[str, ...]:
         return tuple(info.kv_endpoint for info in self.infos)
+
+    @property
+    def cp_ranks(self) -> Sequence[int]:
+        """Of each of `ranks`, which share of the tokens it holds."""
+        return [rank // self.settings.tp for rank in range(self.settings.num_processes)]
 
     @property
     def model(self) -> ModelInfo:
@@ -151,8 +168,8 @@ class Ring:
     async def _build(self) -> None:
         settings = self.settings
         incarnation = f"{settings.name}-{uuid.uuid4().hex[:12]}"
-        ranks = await self._factory.create(settings.num_ranks, settings.start_timeout)
-        specs = [self._spec(rank, incarnation) for rank in range(settings.num_ranks)]
+        ranks = await self._factory.create(settings.num_processes, settings.start_timeout)
+        specs = [self._spec(rank, incarnation) for rank in range(settings.num_processes)]
         starts = zip(ranks, specs, strict=True)
         infos = await gather_first_error(rank.start(spec, settings.start_timeout) for rank, spec in starts)
         port = await ranks[0].open_store(settings.listen_host, settings.control_timeout)
@@ -182,7 +199,8 @@ class Ring:
             role=settings.role,
             group=settings.name,
             rank=rank,
-            num_ranks=settings.num_ranks,
+            num_ranks=settings.num_processes,
+            tp=settings.tp,
             incarnation=incarnation,
             model_path=settings.model_path,
             dtype=settings.dtype,

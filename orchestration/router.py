@@ -254,6 +254,7 @@ class Router:
                 incarnation=registration.incarnation,
                 state="lost",
                 num_ranks=registration.num_ranks,
+                tp=registration.tp,
                 attention_backend="",
                 ring_transport="",
                 num_requests_running=0,

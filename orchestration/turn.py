@@ -94,12 +94,16 @@ class Reserve:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reservation:
-    """What a ring set aside. `shards` lays tokens [kept_tokens, num_tokens) over its ranks (decode rings only)."""
+    """What a ring set aside. `shards` lays tokens [kept_tokens, num_tokens) over its ranks (decode rings only).
+
+    `kv_endpoints` are those of `tp` processes a rank, in order.
+    """
 
     incarnation: str
     kept_tokens: int
     shards: ShardMap
     kv_endpoints: tuple[str, ...]
+    tp: int = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,7 +155,7 @@ class Admit:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SendKv:
-    """Send kept KV of `tokens` to a prefill ring whose ranks expect it laid out as `shards`."""
+    """Send kept KV of `tokens` to a prefill ring whose ranks, of `tp` processes each, expect it as `shards` lay it."""
 
     transfer_id: str
     attempt: int
@@ -162,6 +166,7 @@ class SendKv:
     shards: ShardMap
     kv_endpoints: tuple[str, ...]
     deadline_seconds: float
+    tp: int = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -207,7 +212,8 @@ class TurnOutcome:
 class GroupRegistration:
     """A group that is ready to serve. `capacity_tokens` is the KV room of the whole ring.
 
-    `chunk_tokens` is the most that one of its prefill steps may compute.
+    `num_ranks` ranks share the tokens, and each is `tp` processes that share the heads. `chunk_tokens` is the most that
+    one of its prefill steps may compute.
     """
 
     role: str
@@ -218,6 +224,7 @@ class GroupRegistration:
     rates: RingRates
     capacity_tokens: int
     chunk_tokens: int
+    tp: int = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -232,7 +239,7 @@ class RankKvUsage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupStatus:
-    """What a group tells operators."""
+    """What a group tells operators. `rank_pids` are those of `tp` processes a rank, in order."""
 
     role: str
     name: str
@@ -247,6 +254,7 @@ class GroupStatus:
     kv_usage: tuple[RankKvUsage, ...]
     rebuilds: int
     rank_pids: tuple[int, ...]
+    tp: int = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

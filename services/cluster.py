@@ -29,7 +29,7 @@ from services.config import Config
 from services.hosts import LeaderHost, RouterHost
 from services.stopping import check_stop
 from workers.builtin_model import resolve_model_path
-from workers.model_info import read_model_info
+from workers.model_info import read_model_info, tensor_share
 
 log = logging.getLogger(__name__)
 
@@ -97,6 +97,8 @@ class LocalCluster:
         config = self._config
         path = resolve_model_path(config.model.path)
         model = read_model_info(path, dtype=config.model.dtype, name=Path(config.model.path).name)
+        for role, pool in (("prefill", config.prefill), ("decode", config.decode)):
+            tensor_share(model, pool.tp, f"{role}.tp")
         for key, address in (("gateway.listen", config.gateway.listen), ("gateway.metrics", config.gateway.metrics)):
             _check_free(key, address)
         self._progress("starting Ray")
@@ -130,7 +132,9 @@ class LocalCluster:
 
     def _start_ray(self) -> None:
         config = self._config
-        needed = sum(pool.groups * pool.cp * pool.threads_per_rank for pool in (config.prefill, config.decode))
+        needed = sum(
+            pool.groups * pool.cp * pool.tp * pool.threads_per_rank for pool in (config.prefill, config.decode)
+        )
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         # Ray guards a local cluster by a token, and warns that it does.
         logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)

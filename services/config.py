@@ -36,7 +36,9 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillConfig:
-    """The prefill pool: `groups` rings of `cp` ranks. `chunk_tokens` is the longest single step."""
+    """The prefill pool: `groups` rings of `cp` ranks, which share the tokens; each is `tp` processes, which share the
+    heads. `chunk_tokens` is the longest single step.
+    """
 
     groups: int = 1
     cp: int = 2
@@ -48,7 +50,7 @@ class PrefillConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeConfig:
-    """The decode pool: `groups` rings of `cp` ranks, each decoding up to `max_batch` turns at once."""
+    """The decode pool: `groups` rings of `cp` ranks of `tp` processes, each ring decoding up to `max_batch` turns."""
 
     groups: int = 1
     cp: int = 2
@@ -60,7 +62,7 @@ class DecodeConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class KvCacheConfig:
-    """KV of every rank: `tokens_per_rank` tokens in blocks of `block_tokens`."""
+    """KV of every rank: `tokens_per_rank` tokens in blocks of `block_tokens`, of its own heads where `tp` is not 1."""
 
     block_tokens: int = 16
     tokens_per_rank: int = 65536
@@ -227,7 +229,7 @@ def _check(config: Config) -> None:
     for name, pool in (("prefill", config.prefill), ("decode", config.decode)):
         _within(f"{name}.groups", pool.groups, 1, 1024)
         _within(f"{name}.cp", pool.cp, 1, 64)
-        _within(f"{name}.tp", pool.tp, 1, 1)
+        _within(f"{name}.tp", pool.tp, 1, 64)
         _within(f"{name}.max_waiting", pool.max_waiting, 1, 1_000_000)
         _within(f"{name}.threads_per_rank", pool.threads_per_rank, 1, 1024)
     _within("prefill.chunk_tokens", config.prefill.chunk_tokens, 1, 1 << 24)
@@ -265,8 +267,7 @@ def _among(key: str, value: str, allowed: tuple[str, ...]) -> None:
 
 def _within(key: str, value: float, low: float, high: float) -> None:
     if not low <= value <= high:
-        only = f"only {low} is supported" if low == high else f"allowed is {low} to {high}"
-        raise ConfigError(f"{key}: {value} is out of range; {only}")
+        raise ConfigError(f"{key}: {value} is out of range; allowed is {low} to {high}")
 
 
 def _address(key: str, value: str) -> None:

@@ -110,6 +110,7 @@ class LeaderHost:
             role=self.role,
             name=self.name,
             num_ranks=pool.cp,
+            tp=pool.tp,
             model_path=self.model_path,
             dtype=config.model.dtype,
             device=config.model.device,

@@ -64,7 +64,7 @@ def _table(info: inference_pb2.GetServerInfoResponse) -> Table:
         table.add_row(
             group.name,
             group.state,
-            str(group.num_ranks),
+            f"{group.num_ranks} x {group.tp}" if group.tp > 1 else str(group.num_ranks),
             ", ".join(name for name in (group.attention_backend, group.ring_transport) if name),
             str(group.num_requests_running),
             str(group.num_requests_waiting),

@@ -15,6 +15,7 @@ def registration_to(group: GroupRegistration) -> router_pb2.RegisterGroupRequest
         endpoint=group.endpoint,
         incarnation=group.incarnation,
         num_ranks=group.num_ranks,
+        tp=group.tp,
         capacity_tokens=group.capacity_tokens,
         chunk_tokens=group.chunk_tokens,
         rates=router_pb2.RingRates(
@@ -34,6 +35,7 @@ def registration_from(message: router_pb2.RegisterGroupRequest) -> GroupRegistra
         endpoint=message.endpoint,
         incarnation=message.incarnation,
         num_ranks=message.num_ranks,
+        tp=message.tp,
         capacity_tokens=message.capacity_tokens,
         chunk_tokens=message.chunk_tokens,
         rates=RingRates(
@@ -54,6 +56,7 @@ def status_to(status: GroupStatus) -> inference_pb2.GroupInfo:
         incarnation=status.incarnation,
         state=status.state,
         num_ranks=status.num_ranks,
+        tp=status.tp,
         attention_backend=status.attention_backend,
         ring_transport=status.ring_transport,
         num_requests_running=status.num_requests_running,
@@ -80,6 +83,7 @@ def status_from(message: inference_pb2.GroupInfo) -> GroupStatus:
         incarnation=message.incarnation,
         state=message.state,
         num_ranks=message.num_ranks,
+        tp=message.tp,
         attention_backend=message.attention_backend,
         ring_transport=message.ring_transport,
         num_requests_running=message.num_requests_running,

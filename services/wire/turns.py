@@ -168,6 +168,7 @@ def reservation_to(reservation: Reservation) -> groups_pb2.ReserveResponse:
         kept_tokens=reservation.kept_tokens,
         shards=shards_to(reservation.shards),
         kv_endpoints=reservation.kv_endpoints,
+        tp=reservation.tp,
     )
 
 
@@ -177,6 +178,7 @@ def reservation_from(message: groups_pb2.ReserveResponse) -> Reservation:
         kept_tokens=message.kept_tokens,
         shards=shards_from(message.shards),
         kv_endpoints=tuple(message.kv_endpoints),
+        tp=message.tp,
     )
 
 
@@ -253,6 +255,7 @@ def send_kv_to(request: SendKv) -> groups_pb2.SendKvRequest:
         tokens=inference_pb2.Range(start=request.tokens.start, stop=request.tokens.stop),
         shards=shards_to(request.shards),
         kv_endpoints=request.kv_endpoints,
+        tp=request.tp,
         deadline_seconds=request.deadline_seconds,
     )
 
@@ -267,6 +270,7 @@ def send_kv_from(message: groups_pb2.SendKvRequest) -> SendKv:
         tokens=TokenRange(message.tokens.start, message.tokens.stop),
         shards=shards_from(message.shards),
         kv_endpoints=tuple(message.kv_endpoints),
+        tp=message.tp,
         deadline_seconds=message.deadline_seconds,
     )
 

@@ -66,6 +66,8 @@ class Service:
         chunk_tokens: int = 4096,
         max_batch: int = 8,
         max_waiting: int = 256,
+        prefill_tp: int = 1,
+        decode_tp: int = 1,
     ) -> None:
         self.model = read_model_info(model_path)
         self.peers = DirectPeers()
@@ -75,11 +77,12 @@ class Service:
         self.prefill_ranks = ThreadRanks(poisoned=True)
         self.decode_ranks = ThreadRanks(poisoned=True)
 
-        def settings(role: str, num_ranks: int) -> GroupSettings:
+        def settings(role: str, num_ranks: int, tp: int) -> GroupSettings:
             return GroupSettings(
                 role=role,
                 name=f"{role}-0",
                 num_ranks=num_ranks,
+                tp=tp,
                 model_path=str(model_path),
                 num_blocks=num_blocks,
                 block_tokens=BLOCK_TOKENS,
@@ -89,8 +92,10 @@ class Service:
             )
 
         register = self.router.register_group
-        self.prefill = PrefillLeader(settings("prefill", num_prefill), self.prefill_ranks, self.peers, register)
-        self.decode = DecodeLeader(settings("decode", num_decode), self.decode_ranks, self.router, register)
+        self.prefill = PrefillLeader(
+            settings("prefill", num_prefill, prefill_tp), self.prefill_ranks, self.peers, register
+        )
+        self.decode = DecodeLeader(settings("decode", num_decode, decode_tp), self.decode_ranks, self.router, register)
         self.peers.leaders = {"prefill-0": self.prefill, "decode-0": self.decode}
         self._numbers = itertools.count()
 

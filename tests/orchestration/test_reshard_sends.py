@@ -12,24 +12,43 @@ from orchestration.reshard_sends import sends_for
 from workers.steps import KvSend, TransferKey
 
 KEY = TransferKey("turn", 1, "from", "to")
-NUM_KV_HEADS = 3
+NUM_KV_HEADS = 12
+TP = (1, 2, 3, 4, 6)
 
 
-def sends(source: ShardMap, destination: ShardMap, tokens: TokenRange) -> list[KvSend]:
+def sends(
+    source: ShardMap, destination: ShardMap, tokens: TokenRange, source_tp: int = 1, destination_tp: int = 1
+) -> list[KvSend]:
     return sends_for(
         KEY,
         source,
         destination,
         tokens,
         blocks=[(rank,) for rank in range(source.num_ranks)],
-        kv_endpoints=[f"rank{rank}:1" for rank in range(destination.num_ranks)],
+        kv_endpoints=[f"rank{rank}:1" for rank in range(destination.num_ranks * destination_tp)],
         num_kv_heads=NUM_KV_HEADS,
+        source_tp=source_tp,
+        destination_tp=destination_tp,
     )
 
 
-@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 60), st.integers(0, 20), st.data())
-def test_every_token_goes_once_from_where_it_is_stored_to_where_it_is_wanted(
-    num_source: int, num_destination: int, prompt: int, decoded: int, data: st.DataObject
+@given(
+    st.integers(1, 4),
+    st.integers(1, 4),
+    st.sampled_from(TP),
+    st.sampled_from(TP),
+    st.integers(1, 40),
+    st.integers(0, 20),
+    st.data(),
+)
+def test_every_token_and_head_goes_once_from_where_it_is_stored_to_where_it_is_wanted(
+    num_source: int,
+    num_destination: int,
+    source_tp: int,
+    destination_tp: int,
+    prompt: int,
+    decoded: int,
+    data: st.DataObject,
 ) -> None:
     source = balanced_layout(0, prompt, [0] * num_source).shard_map()
     source = source.extend(appended(prompt, decoded, source.held))
@@ -38,22 +57,27 @@ def test_every_token_goes_once_from_where_it_is_stored_to_where_it_is_wanted(
     destination = spread(start, len(tokens), [0] * num_destination)
     stored = [[token for item in ranges for token in range(item.start, item.stop)] for ranges in source.ranks]
 
-    arrived: list[tuple[int, int]] = []
-    for rank, send in enumerate(sends(source, destination, tokens)):
+    arrived: list[tuple[int, int, int]] = []
+    planned = sends(source, destination, tokens, source_tp, destination_tp)
+    assert len(planned) == num_source * source_tp
+    for number, send in enumerate(planned):
+        rank, share = divmod(number, source_tp)
         assert send.key == KEY
         assert send.blocks == (rank,)
         for part in send.parts:
             receiver = int(part.endpoint.removeprefix("rank").removesuffix(":1"))
             for piece in part.pieces:
-                assert (piece.head_start, piece.head_stop) == (0, NUM_KV_HEADS)
+                heads = range(piece.head_start, piece.head_stop)
+                assert all(head * source_tp // NUM_KV_HEADS == share for head in heads)
                 for offset, token in enumerate(range(piece.tokens.start, piece.tokens.stop)):
                     assert stored[rank][piece.source_stored + offset] == token
-                    arrived.append((token, receiver))
+                    arrived += [(token, head, receiver) for head in heads]
     wanted = [
-        (token, rank)
+        (token, head, rank * destination_tp + head * destination_tp // NUM_KV_HEADS)
         for rank, ranges in enumerate(destination.ranks)
         for item in ranges
         for token in range(item.start, item.stop)
+        for head in range(NUM_KV_HEADS)
     ]
     assert sorted(arrived) == sorted(wanted)
 

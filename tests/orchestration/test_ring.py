@@ -19,7 +19,7 @@ DEAD = Unavailable("rank 1 died")
 class Rings:
     """A ring of fakes and what it told its leader."""
 
-    def __init__(self, role: str = "prefill", num_ranks: int = 3) -> None:
+    def __init__(self, role: str = "prefill", num_ranks: int = 3, tp: int = 1) -> None:
         self.ranks = FakeRanks()
         self.told: list[str] = []
         self.ready_error: RingserveError | None = None
@@ -30,6 +30,7 @@ class Rings:
             role=role,
             name="ring",
             num_ranks=num_ranks,
+            tp=tp,
             model_path="model",
             num_blocks=5,
             block_tokens=4,
@@ -68,8 +69,8 @@ class Rings:
 
 
 @asynccontextmanager
-async def started(role: str = "prefill", num_ranks: int = 3) -> AsyncIterator[Rings]:
-    rings = Rings(role, num_ranks)
+async def started(role: str = "prefill", num_ranks: int = 3, tp: int = 1) -> AsyncIterator[Rings]:
+    rings = Rings(role, num_ranks, tp)
     await rings.ring.start()
     try:
         yield rings
@@ -95,6 +96,25 @@ async def test_a_started_ring_serves_with_every_rank_in_its_place() -> None:
         assert ring.rates == RATES
         assert ring.pool.capacity_tokens == 3 * 5 * 4
         ring.require_ready(ring.incarnation)
+
+
+async def test_each_rank_of_a_tensor_parallel_ring_is_several_processes_with_one_block_table() -> None:
+    async with started(num_ranks=3, tp=2) as rings:
+        ring = rings.ring
+        specs = [spec for rank in rings.ranks.latest for spec in rank.specs]
+        assert [(spec.rank, spec.cp_rank, spec.tp_rank) for spec in specs] == [
+            (0, 0, 0),
+            (1, 0, 1),
+            (2, 1, 0),
+            (3, 1, 1),
+            (4, 2, 0),
+            (5, 2, 1),
+        ]
+        assert {(spec.num_ranks, spec.cp, spec.tp) for spec in specs} == {(6, 3, 2)}
+        assert ring.cp_ranks == [0, 0, 1, 1, 2, 2]
+        assert len(ring.kv_endpoints) == 6
+        assert ring.pool.num_ranks == 3
+        assert ring.pool.capacity_tokens == 3 * 5 * 4
 
 
 async def test_a_ring_that_is_starting_refuses_turns_with_its_state() -> None:

@@ -100,15 +100,19 @@ class ReserveResponse(_message.Message):
     KEPT_TOKENS_FIELD_NUMBER: _builtins.int
     SHARDS_FIELD_NUMBER: _builtins.int
     KV_ENDPOINTS_FIELD_NUMBER: _builtins.int
+    TP_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.str
     kept_tokens: _builtins.int
     """Kept tokens still there after the cut."""
+    tp: _builtins.int
     @_builtins.property
     def shards(self) -> _containers.RepeatedCompositeFieldContainer[_inference_pb2.RankShard]:
         """Where tokens [kept_tokens, num_tokens) will lie (decode), and each rank's KV receiver."""
 
     @_builtins.property
-    def kv_endpoints(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def kv_endpoints(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """By process: `tp` of them a rank, which hold its tokens together, each a share of the KV heads."""
+
     def __init__(
         self,
         *,
@@ -116,10 +120,11 @@ class ReserveResponse(_message.Message):
         kept_tokens: _builtins.int = ...,
         shards: _abc.Iterable[_inference_pb2.RankShard] | None = ...,
         kv_endpoints: _abc.Iterable[_builtins.str] | None = ...,
+        tp: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "kept_tokens", b"kept_tokens", "kv_endpoints", b"kv_endpoints", "shards", b"shards"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "kept_tokens", b"kept_tokens", "kv_endpoints", b"kv_endpoints", "shards", b"shards", "tp", b"tp"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -386,12 +391,15 @@ class SendKvRequest(_message.Message):
     SHARDS_FIELD_NUMBER: _builtins.int
     KV_ENDPOINTS_FIELD_NUMBER: _builtins.int
     DEADLINE_SECONDS_FIELD_NUMBER: _builtins.int
+    TP_FIELD_NUMBER: _builtins.int
     transfer_id: _builtins.str
     attempt: _builtins.int
     sequence_id: _builtins.str
     destination_incarnation: _builtins.str
     source_incarnation: _builtins.str
     deadline_seconds: _builtins.float
+    tp: _builtins.int
+    """Processes a rank of the prefill ring."""
     @_builtins.property
     def tokens(self) -> _inference_pb2.Range: ...
     @_builtins.property
@@ -412,10 +420,11 @@ class SendKvRequest(_message.Message):
         shards: _abc.Iterable[_inference_pb2.RankShard] | None = ...,
         kv_endpoints: _abc.Iterable[_builtins.str] | None = ...,
         deadline_seconds: _builtins.float = ...,
+        tp: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "deadline_seconds", b"deadline_seconds", "destination_incarnation", b"destination_incarnation", "kv_endpoints", b"kv_endpoints", "sequence_id", b"sequence_id", "shards", b"shards", "source_incarnation", b"source_incarnation", "tokens", b"tokens", "transfer_id", b"transfer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "deadline_seconds", b"deadline_seconds", "destination_incarnation", b"destination_incarnation", "kv_endpoints", b"kv_endpoints", "sequence_id", b"sequence_id", "shards", b"shards", "source_incarnation", b"source_incarnation", "tokens", b"tokens", "tp", b"tp", "transfer_id", b"transfer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -718,6 +718,7 @@ class GroupInfo(_message.Message):
     REBUILDS_FIELD_NUMBER: _builtins.int
     RANK_PIDS_FIELD_NUMBER: _builtins.int
     RING_TRANSPORT_FIELD_NUMBER: _builtins.int
+    TP_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     name: _builtins.str
     endpoint: _builtins.str
@@ -731,10 +732,14 @@ class GroupInfo(_message.Message):
     rebuilds: _builtins.int
     ring_transport: _builtins.str
     """What carries messages within the ring: "gloo", "nccl" or "sockets"."""
+    tp: _builtins.int
+    """Tensor parallelism: processes a rank, which hold the same tokens, each a share of the heads."""
     @_builtins.property
     def kv_usage(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankKvUsage]: ...
     @_builtins.property
-    def rank_pids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def rank_pids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """By process: `tp` of them a rank."""
+
     def __init__(
         self,
         *,
@@ -751,10 +756,11 @@ class GroupInfo(_message.Message):
         rebuilds: _builtins.int = ...,
         rank_pids: _abc.Iterable[_builtins.int] | None = ...,
         ring_transport: _builtins.str = ...,
+        tp: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_backend", b"attention_backend", "endpoint", b"endpoint", "incarnation", b"incarnation", "kv_usage", b"kv_usage", "name", b"name", "num_ranks", b"num_ranks", "num_requests_running", b"num_requests_running", "num_requests_waiting", b"num_requests_waiting", "rank_pids", b"rank_pids", "rebuilds", b"rebuilds", "ring_transport", b"ring_transport", "role", b"role", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_backend", b"attention_backend", "endpoint", b"endpoint", "incarnation", b"incarnation", "kv_usage", b"kv_usage", "name", b"name", "num_ranks", b"num_ranks", "num_requests_running", b"num_requests_running", "num_requests_waiting", b"num_requests_waiting", "rank_pids", b"rank_pids", "rebuilds", b"rebuilds", "ring_transport", b"ring_transport", "role", b"role", "state", b"state", "tp", b"tp"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -152,6 +152,7 @@ class RegisterGroupRequest(_message.Message):
     RATES_FIELD_NUMBER: _builtins.int
     CAPACITY_TOKENS_FIELD_NUMBER: _builtins.int
     CHUNK_TOKENS_FIELD_NUMBER: _builtins.int
+    TP_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     name: _builtins.str
     endpoint: _builtins.str
@@ -160,6 +161,8 @@ class RegisterGroupRequest(_message.Message):
     capacity_tokens: _builtins.int
     chunk_tokens: _builtins.int
     """The most new tokens of one prefill step."""
+    tp: _builtins.int
+    """Processes a rank: they hold the same tokens, each a share of the heads."""
     @_builtins.property
     def rates(self) -> Global___RingRates: ...
     def __init__(
@@ -173,10 +176,11 @@ class RegisterGroupRequest(_message.Message):
         rates: Global___RingRates | None = ...,
         capacity_tokens: _builtins.int = ...,
         chunk_tokens: _builtins.int = ...,
+        tp: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["rates", b"rates"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_tokens", b"capacity_tokens", "chunk_tokens", b"chunk_tokens", "endpoint", b"endpoint", "incarnation", b"incarnation", "name", b"name", "num_ranks", b"num_ranks", "rates", b"rates", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_tokens", b"capacity_tokens", "chunk_tokens", b"chunk_tokens", "endpoint", b"endpoint", "incarnation", b"incarnation", "name", b"name", "num_ranks", b"num_ranks", "rates", b"rates", "role", b"role", "tp", b"tp"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -262,11 +262,14 @@ def options_of(model_path: Path) -> list[str]:
 
 
 @contextmanager
-def running_cluster(ringserve: Ringserve, name: str, model_path: Path) -> Iterator[Cluster]:
+def running_cluster(ringserve: Ringserve, name: str, model_path: Path, *options: str) -> Iterator[Cluster]:
     """Start a cluster in the background; end it with `ringserve down`, after which nothing of it may be left."""
     ready = ringserve.directory / f"{name}.json"
     up = ringserve.run(
-        *("up", "--detach", "--name", name, "--ready-file", str(ready)), *options_of(model_path), seconds=START_SECONDS
+        *("up", "--detach", "--name", name, "--ready-file", str(ready)),
+        *options_of(model_path),
+        *options,
+        seconds=START_SECONDS,
     )
     assert up.returncode == 0, up.stderr
     cluster = Cluster(ringserve, **json.loads(ready.read_text()))

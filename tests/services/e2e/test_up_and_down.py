@@ -53,7 +53,7 @@ def refused(ringserve: Ringserve, *arguments: str) -> str:
 
 
 @pytest.mark.parametrize("detach", [[], ["--detach"]], ids=["in the foreground", "detached"])
-@pytest.mark.parametrize("what", ["port", "directory", "model", "key", "value", "file"])
+@pytest.mark.parametrize("what", ["port", "directory", "model", "key", "value", "heads", "file"])
 def test_up_refuses_at_once_what_cannot_work(
     ringserve: Ringserve, port_in_use: int, windowed_model: Path, tmp_path: Path, what: str, detach: list[str]
 ) -> None:
@@ -64,6 +64,10 @@ def test_up_refuses_at_once_what_cannot_work(
         "model": (["--set", f"model.path={windowed_model}"], "sliding window"),
         "key": (["--set", "prefill.speed=9"], "prefill.speed: no such key; allowed are groups, cp"),
         "value": (["--set", "decode.cp=none"], "decode.cp: 'none'"),
+        "heads": (
+            ["--set", "decode.tp=3"],
+            "decode.tp: 3 does not divide the 2 KV heads of builtin:tiny; allowed are 1, 2",
+        ),
         "file": (["--ready-file", f"{tmp_path}/none/ready.json"], "--ready-file"),
     }
     arguments, said = wrong[what]

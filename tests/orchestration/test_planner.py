@@ -1,0 +1,57 @@
+"""What the planner makes of a ring's shape: each of a rank's tensor parallel processes computes its share."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from cp_core.errors import ConfigError
+from orchestration.planner import Planner, PlannerSettings
+from orchestration.turn import GroupRegistration, Plan, PromptMode
+from tests.orchestration.fake_ranks import MODEL
+from workers.steps import RingRates
+
+# Links so fast that what is left is computing.
+RATES = RingRates(gemm_flops=1e9, attention_flops=1e9, link_bytes_per_second=1e15, link_latency_seconds=0.0)
+
+
+def planned(tp: int, rates: RingRates = RATES) -> Plan:
+    """A plan of 4096 new tokens for a ring of two ranks of `tp` processes."""
+    ring = GroupRegistration(
+        role="prefill",
+        name="ring",
+        endpoint="host:1",
+        incarnation="ring-1",
+        num_ranks=2,
+        tp=tp,
+        rates=rates,
+        capacity_tokens=1 << 20,
+        chunk_tokens=1 << 20,
+    )
+    planner = Planner(replace(MODEL, num_heads=8, num_kv_heads=4), PlannerSettings())
+    return planner.plan(
+        num_tokens=4096, kept_on_prefill=0, kept_on_decode=0, prefill=ring, decode=ring, mode=PromptMode.NEW
+    )
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_processes_that_share_the_heads_share_the_work(tp: int) -> None:
+    whole, shared = planned(1).predicted_prefill_seconds, planned(tp).predicted_prefill_seconds
+    assert shared == pytest.approx(whole / tp, rel=1e-3)
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_their_sums_cost_every_algorithm_the_same(tp: int) -> None:
+    latency = 1e-3
+    slow = replace(RATES, link_latency_seconds=latency)
+    # The embedding and two sums in each of the model's two layers, beside the ring's own message.
+    for (name, seconds), (_, alone) in zip(planned(tp, slow).alternatives, planned(1, slow).alternatives, strict=True):
+        computing = dict(planned(tp).alternatives)[name]
+        of_ring = alone - dict(planned(1).alternatives)[name]
+        assert seconds - computing == pytest.approx(of_ring + (1 + 2 * MODEL.num_layers) * latency, rel=1e-3)
+
+
+def test_a_share_of_heads_that_cannot_be_is_refused() -> None:
+    with pytest.raises(ConfigError, match="tp: 3 does not divide the 4 KV heads of fake; allowed are 1, 2, 4"):
+        planned(3)
