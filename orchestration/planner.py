@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from cp_core.cost_model import ModelShape, Rates, predict_prefill
+from cp_core.cost_model import Rates, predict_prefill
 from cp_core.layout import TokenRange
 from cp_core.selector import EmpiricalFit, Selection, Turn, select
 from orchestration.turn import CachedSource, Chunk, GroupRegistration, Plan, PromptMode
@@ -32,16 +32,7 @@ class Planner:
     def __init__(self, model: ModelInfo, settings: PlannerSettings) -> None:
         self.selector = settings.selector
         self._settings = settings
-        self._shape = ModelShape(
-            num_layers=model.num_layers,
-            hidden_size=model.hidden_size,
-            intermediate_size=model.intermediate_size,
-            num_heads=model.num_heads,
-            num_kv_heads=model.num_kv_heads,
-            head_dim=model.head_dim,
-            vocab_size=model.vocab_size,
-            element_bytes=model.element_bytes,
-        )
+        self._shape = model.shape
 
     def plan(
         self,

@@ -25,6 +25,7 @@ from cp_core.ring_backend import select_ring_backend
 from cp_core.transport import RingTransport
 from workers.builtin_model import resolve_model_path
 from workers.decode_batch import DecodeBatch
+from workers.decode_choice import DecodeChoice
 from workers.decode_header import LEADER, HeaderChannel
 from workers.decode_loop import DecodeFollower, DecodeLeader
 from workers.decode_mailbox import DecodeMailbox
@@ -34,7 +35,7 @@ from workers.kv_transfer.receiver import KvReceiver
 from workers.kv_transfer.sender import KvSender
 from workers.model import DTYPES, LoadedModel, load_model
 from workers.prefill_step import PrefillPass
-from workers.probe import probe_rates
+from workers.probe import probe_rates, probe_weight_reading
 from workers.progress import Progress
 from workers.sampling import choose_token
 from workers.steps import (
@@ -71,13 +72,15 @@ class RankWorker:
         self._receiver: KvReceiver | None = None
         self._sender: KvSender | None = None
         self._mailbox: DecodeMailbox
+        self._choose_variant: DecodeChoice
         self._store: RingStore | None = None
         self._transport: RingTransport | None = None
 
     def start(self, spec: RankSpec, *, poisoned: bool = False) -> RankInfo:
         """Load the model and open the KV receiver. `poisoned` fills the cache with NaN, for tests.
 
-        Raises ModelRefused, ConfigError (dtype, attention backend, ring transport), Unavailable (the port is taken).
+        Raises ModelRefused, ConfigError (dtype, attention backend, ring transport, decode variant), Unavailable (the
+        port is taken).
         """
         torch.set_num_threads(spec.num_threads)
         self._spec = spec
@@ -87,6 +90,7 @@ class RankWorker:
         )
         info = self._model.info
         self._backend = select_backend(spec.attention_backend, spec.device, DTYPES[info.dtype])
+        self._choose_variant = DecodeChoice(spec.decode_variant, info.shape, spec.num_ranks)
         self._cache = KvCache(
             num_layers=info.num_layers,
             num_blocks=spec.num_blocks,
@@ -139,7 +143,9 @@ class RankWorker:
     def probe(self) -> RingRates:
         """Measure this rank and its link; collective, about 0.3 s."""
         with self._compute() as ring:
-            return probe_rates(self._model.info, self._cache.device, self._backend, ring)
+            rates = probe_rates(self._model.info, self._cache.device, self._backend, ring)
+            self._choose_variant.measured(rates, probe_weight_reading(self._model.info, self._cache.device))
+            return rates
 
     # --- prefill -----------------------------------------------------------------------------------------------------
 
@@ -184,16 +190,7 @@ class RankWorker:
         forward = PrefillPass(step, ring, self._cache, self._backend, self._kv_sender.layer_ready)
         if forward.num_tokens:
             return forward, self._model.hidden_states(forward.token_ids, forward.positions, forward)
-        return forward, self._attend_without_tokens(forward)
-
-    def _attend_without_tokens(self, forward: PrefillPass) -> Tensor:
-        """Take part in every layer's ring with nothing of one's own: transformers cannot run zero tokens."""
-        info, cache = self._model.info, self._cache
-        q = torch.empty(0, info.num_heads, info.head_dim, dtype=cache.dtype, device=cache.device)
-        kv = torch.empty(0, info.num_kv_heads, info.head_dim, dtype=cache.dtype, device=cache.device)
-        for layer in range(info.num_layers):
-            forward.attend(layer, q, kv, kv, info.head_dim**-0.5)
-        return torch.empty(0, info.hidden_size, dtype=cache.dtype, device=cache.device)
+        return forward, self._model.attend_without_tokens(forward)
 
     # --- decode ------------------------------------------------------------------------------------------------------
 
@@ -203,14 +200,14 @@ class RankWorker:
         Raises Unavailable if the ring breaks; then `submit` and `poll` of the first rank raise it as well.
         """
         with self._compute() as ring:
-            batch = DecodeBatch(ring.rank, self._spec.block_tokens)
+            batch = DecodeBatch(ring.rank, ring.size, self._spec.block_tokens)
             step = DecodePass(self._model, ring, self._cache, self._backend, batch)
             channel = HeaderChannel(ring, self._spec.max_batch, self._cache.device)
             if ring.rank != LEADER:
                 DecodeFollower(channel, batch, step, self._progress).run()
                 return
             try:
-                DecodeLeader(channel, batch, step, self._progress, self._model, self._mailbox).run()
+                DecodeLeader(channel, batch, step, self._progress, self._choose_variant, self._mailbox).run()
             except Exception as error:
                 self._mailbox.close(f"the decode loop of {self._spec.group} broke: {error}")
                 raise
@@ -260,6 +257,7 @@ class RankWorker:
             seconds_since_step=self._progress.seconds_since_step,
             running=self._progress.running,
             open_transfers=self._receiver.num_open if self._receiver else 0,
+            decode_variant=self._progress.decode_variant,
         )
 
     def stop(self) -> None:

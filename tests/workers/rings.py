@@ -77,6 +77,7 @@ class LocalRing:
         num_blocks: int = 512,
         max_batch: int = 8,
         ring_transport: str | None = None,
+        decode_variant: str = "auto",
     ) -> None:
         self.num_ranks = num_ranks
         self.incarnation = f"test-0@{id(self)}"
@@ -100,6 +101,7 @@ class LocalRing:
                 block_tokens=BLOCK_TOKENS,
                 max_batch=max_batch,
                 ring_transport=ring_transport or "auto",
+                decode_variant=decode_variant,
             )
             info = worker.start(spec, poisoned=True)
             if ring_transport is None:
