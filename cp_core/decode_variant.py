@@ -9,8 +9,8 @@ Attention is the same work in both; in pass-Q it hides part of the exchanges. Pr
     gather = linear(B)             + head(B)             + L * (a + gather of parts)
     pass_q = linear(ceil(B / N))   + head(ceil(B / N))   + L * (a + (N-1) * exposed query + parts returned) + tokens
 
-linear(b) and head(b) are the slower of b rows of arithmetic and one reading of the weights; a is the slower of
-arithmetic and one reading of the KV. So while reading the weights rules, splitting the rows gains nothing
+linear(b) and head(b) are the slower of b rows of arithmetic and one reading of the weights; a is one reading of
+the KV. So while reading the weights rules, splitting the rows gains nothing
 and `gather` wins.
 """
 
@@ -31,15 +31,27 @@ MARGIN = 0.05
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeRates:
-    """What a rank measured of itself: `ring` as for prefill, and the bytes of a weight that it reads in a second when
-    it multiplies one row by it."""
+    """What a rank measured of itself: `ring` as for prefill; the bytes of a weight that it reads in a second when it
+    multiplies one row by it; the bytes of KV that it attends in a second with one query; and the seconds that a small
+    message takes between ranks that were computing just before, which is more than between ranks that wait for it.
+    """
 
     ring: Rates
     weight_bytes_per_second: float
+    kv_bytes_per_second: float
+    busy_message_seconds: float
 
     def __post_init__(self) -> None:
-        if not self.weight_bytes_per_second > 0.0:
-            raise ConfigError(f"weight_bytes_per_second is {self.weight_bytes_per_second}; allowed is any rate above 0")
+        for name in ("weight_bytes_per_second", "kv_bytes_per_second"):
+            if not getattr(self, name) > 0.0:
+                raise ConfigError(f"{name} is {getattr(self, name)}; allowed is any rate above 0")
+        if not self.busy_message_seconds >= 0.0:
+            raise ConfigError(f"busy_message_seconds is {self.busy_message_seconds}; allowed is 0 or more")
+
+    def message_seconds(self, num_bytes: float) -> float:
+        """One message, or the messages of a collective that share a rank's link."""
+        latency = max(self.busy_message_seconds, self.ring.link_latency_seconds)
+        return latency + num_bytes / self.ring.link_bytes_per_second if num_bytes else 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,12 +86,12 @@ def predict_step(variant: str, load: DecodeLoad, model: ModelShape, rates: Decod
     part_bytes = model.num_heads * (model.head_dim + 1) * model.partial_bytes
     attention = _attention(load, model, rates)
     if variant == GATHER:
-        messages = ring.message_seconds(peers * batch * part_bytes)
+        messages = rates.message_seconds(peers * batch * part_bytes)
     else:
-        query = ring.message_seconds(own_rows * model.num_heads * model.head_dim * model.element_bytes)
+        query = rates.message_seconds(own_rows * model.num_heads * model.head_dim * model.element_bytes)
         exposed = query - ring.overlap * min(query, attention / num_ranks)
-        messages = peers * exposed + ring.message_seconds(peers * own_rows * part_bytes)
-    tokens = ring.message_seconds(8 * own_rows) if variant == PASS_Q and peers else 0.0
+        messages = peers * exposed + rates.message_seconds(peers * own_rows * part_bytes)
+    tokens = rates.message_seconds(8 * own_rows) if variant == PASS_Q and peers else 0.0
     linear = _linear(own_rows, model.linear_flops_per_token, model, rates)
     head = _linear(own_rows, model.head_flops, model, rates)
     return linear + head + model.num_layers * (attention + messages) + tokens
@@ -94,6 +106,4 @@ def _linear(rows: int, flops_per_row: int, model: ModelShape, rates: DecodeRates
 def _attention(load: DecodeLoad, model: ModelShape, rates: DecodeRates) -> float:
     """One layer's, on one rank."""
     stored = load.stored_tokens / load.num_ranks
-    flops = 4 * model.num_heads * model.head_dim * stored
-    kv_bytes = 2 * model.num_kv_heads * model.head_dim * model.element_bytes * stored
-    return max(flops / rates.ring.attention_flops, kv_bytes / rates.weight_bytes_per_second)
+    return 2 * model.num_kv_heads * model.head_dim * model.element_bytes * stored / rates.kv_bytes_per_second

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from cp_core.cost_model import ModelShape, Rates
-from cp_core.decode_variant import VARIANT_POLICIES, DecodeLoad, DecodeRates, choose_variant
+from cp_core.cost_model import ModelShape
+from cp_core.decode_variant import (
+    VARIANT_POLICIES,
+    VARIANTS,
+    DecodeLoad,
+    DecodeRates,
+    choose_variant,
+    predict_step,
+)
 from cp_core.errors import ConfigError
-from workers.steps import RingRates
 
 
 class DecodeChoice:
@@ -20,19 +26,19 @@ class DecodeChoice:
         self._num_ranks = num_ranks
         self._rates: DecodeRates | None = None
 
-    def measured(self, rates: RingRates, weight_bytes_per_second: float) -> None:
+    def measured(self, rates: DecodeRates) -> None:
         """Decide by these from now on; before, "auto" gathers."""
-        self._rates = DecodeRates(
-            ring=Rates(
-                gemm_flops=rates.gemm_flops,
-                attention_flops=rates.attention_flops,
-                link_bytes_per_second=rates.link_bytes_per_second,
-                link_latency_seconds=rates.link_latency_seconds,
-                overlap=rates.overlap,
-            ),
-            weight_bytes_per_second=weight_bytes_per_second,
-        )
+        self._rates = rates
 
     def __call__(self, num_sequences: int, stored_tokens: int) -> str:
-        load = DecodeLoad(batch=num_sequences, stored_tokens=stored_tokens, num_ranks=self._num_ranks)
-        return choose_variant(self._policy, load, self._shape, self._rates)
+        return choose_variant(self._policy, self._load(num_sequences, stored_tokens), self._shape, self._rates)
+
+    def predicted(self, num_sequences: int, stored_tokens: int) -> list[tuple[str, float]]:
+        """(variant, seconds of a step) of all, by what was measured; nothing before."""
+        if self._rates is None:
+            return []
+        load = self._load(num_sequences, stored_tokens)
+        return [(variant, predict_step(variant, load, self._shape, self._rates)) for variant in VARIANTS]
+
+    def _load(self, num_sequences: int, stored_tokens: int) -> DecodeLoad:
+        return DecodeLoad(batch=num_sequences, stored_tokens=stored_tokens, num_ranks=self._num_ranks)

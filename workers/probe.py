@@ -22,7 +22,6 @@ LINK_BYTES: Final = 4 << 20
 LINK_EXCHANGES: Final = 6
 LATENCY_EXCHANGES: Final = 40
 OVERLAP_EXCHANGES: Final = 5
-WEIGHT_COPIES: Final = 3
 MOST_OVERLAP_BYTES: Final = 64 << 20
 # A ring of one sends nothing, and a model that divides by its rates must not meet infinity.
 NO_LINK_BYTES_PER_SECOND: Final = 1e15
@@ -58,18 +57,6 @@ def _gemm_flops(info: ModelInfo, device: torch.device) -> float:
     weight = torch.ones(info.intermediate_size, info.hidden_size, dtype=dtype, device=device)
     seconds = _best_seconds(lambda: torch.nn.functional.linear(tokens, weight), device)
     return 2.0 * GEMM_TOKENS * info.hidden_size * info.intermediate_size / seconds
-
-
-def probe_weight_reading(info: ModelInfo, device: torch.device) -> float:
-    """Bytes per second of the model's widest linear layer under one row, as a decode step has it: what is measured is
-    how fast weights are read. As many copies as a layer has such matrices are gone through in turn."""
-    dtype = DTYPES[info.dtype]
-    row = torch.ones(1, info.hidden_size, dtype=dtype, device=device)
-    weights = [
-        torch.ones(info.intermediate_size, info.hidden_size, dtype=dtype, device=device) for _ in range(WEIGHT_COPIES)
-    ]
-    seconds = _best_seconds(lambda: [torch.nn.functional.linear(row, weight) for weight in weights], device)
-    return sum(weight.nbytes for weight in weights) / seconds
 
 
 def _attention(info: ModelInfo, device: torch.device, backend: AttentionBackend) -> Callable[[], object]:

@@ -29,13 +29,14 @@ from workers.decode_choice import DecodeChoice
 from workers.decode_header import LEADER, HeaderChannel
 from workers.decode_loop import DecodeFollower, DecodeLeader
 from workers.decode_mailbox import DecodeMailbox
+from workers.decode_probe import probe_decode_rates
 from workers.decode_step import DecodePass
 from workers.kv_cache import KvCache
 from workers.kv_transfer.receiver import KvReceiver
 from workers.kv_transfer.sender import KvSender
 from workers.model import DTYPES, LoadedModel, load_model
 from workers.prefill_step import PrefillPass
-from workers.probe import probe_rates, probe_weight_reading
+from workers.probe import probe_rates
 from workers.progress import Progress
 from workers.sampling import choose_token
 from workers.steps import (
@@ -141,10 +142,12 @@ class RankWorker:
         self._transport = transport
 
     def probe(self) -> RingRates:
-        """Measure this rank and its link; collective, about 0.3 s."""
+        """Measure this rank and its link; collective, about 0.5 s."""
         with self._compute() as ring:
             rates = probe_rates(self._model.info, self._cache.device, self._backend, ring)
-            self._choose_variant.measured(rates, probe_weight_reading(self._model.info, self._cache.device))
+            self._choose_variant.measured(
+                probe_decode_rates(rates, self._model.info, self._cache.device, self._backend, ring)
+            )
             return rates
 
     # --- prefill -----------------------------------------------------------------------------------------------------

@@ -34,6 +34,8 @@ RATES = DecodeRates(
         gemm_flops=5e10, attention_flops=3e10, link_bytes_per_second=1e9, link_latency_seconds=3e-4, overlap=0.5
     ),
     weight_bytes_per_second=1e10,
+    kv_bytes_per_second=1e10,
+    busy_message_seconds=3e-4,
 )
 
 loads = st.builds(
@@ -76,7 +78,7 @@ def test_where_reading_the_weights_rules_splitting_the_rows_gains_nothing() -> N
 
 
 def test_slow_messages_keep_the_variant_with_fewer_of_them() -> None:
-    far = dataclasses.replace(RATES, ring=dataclasses.replace(RATES.ring, link_latency_seconds=0.05))
+    far = dataclasses.replace(RATES, busy_message_seconds=0.05)
     assert choose_variant("auto", load(64), SHAPE, far) == GATHER
 
 
@@ -101,3 +103,5 @@ def test_wrong_values_are_refused_with_what_is_allowed() -> None:
         choose_variant("ring", load(2), SHAPE, RATES)
     with pytest.raises(ConfigError, match=r"weight_bytes_per_second is 0\.0; allowed is any rate above 0"):
         dataclasses.replace(RATES, weight_bytes_per_second=0.0)
+    with pytest.raises(ConfigError, match=r"busy_message_seconds is -1; allowed is 0 or more"):
+        dataclasses.replace(RATES, busy_message_seconds=-1)

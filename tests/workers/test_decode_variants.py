@@ -11,15 +11,15 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cp_core.cost_model import PASS_Q
-from cp_core.decode_variant import GATHER, VARIANTS
+from cp_core.cost_model import PASS_Q, Rates
+from cp_core.decode_variant import GATHER, VARIANTS, DecodeRates
 from cp_core.errors import ConfigError
 from cp_core.inprocess import InProcessRing
 from tests.workers.models import KINDS, Oracle, random_tokens
 from tests.workers.rings import LocalRing, Turn
 from workers.decode_choice import DecodeChoice
 from workers.decode_header import Header, HeaderChannel, HeaderKind
-from workers.steps import Algorithm, RingRates, Sampling
+from workers.steps import Algorithm, Sampling
 
 Models = Mapping[str, Path]
 Oracles = Mapping[str, Oracle]
@@ -201,10 +201,13 @@ def test_auto_gathers_until_the_ring_has_measured_itself(model_paths: Models) ->
         shape = ring.infos[0].model.shape
     choice = DecodeChoice("auto", shape, 2)
     assert choice(8, 1000) == GATHER
-    free_messages = RingRates(
-        gemm_flops=1e9, attention_flops=1e9, link_bytes_per_second=1e15, link_latency_seconds=0.0, overlap=1.0
+    link = Rates(gemm_flops=1e9, attention_flops=1e9, link_bytes_per_second=1e15, link_latency_seconds=0.0)
+    free_messages = DecodeRates(
+        ring=link, weight_bytes_per_second=1e12, kv_bytes_per_second=1e12, busy_message_seconds=0.0
     )
-    choice.measured(free_messages, weight_bytes_per_second=1e12)
+    assert choice.predicted(8, 1000) == []
+    choice.measured(free_messages)
+    assert [variant for variant, _ in choice.predicted(8, 1000)] == [GATHER, PASS_Q]
     assert choice(8, 1000) == PASS_Q
 
 
