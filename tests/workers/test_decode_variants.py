@@ -79,6 +79,23 @@ def test_every_model_decodes_the_same_in_pass_q(kind: str, model_paths: Models, 
     assert [first, *following] == oracles[kind].greedy(prompt, 16)
 
 
+@pytest.mark.parametrize("ring_transport", ["sockets", "gloo"])
+def test_pass_q_decodes_over_real_transports(ring_transport: str, model_paths: Models, oracles: Oracles) -> None:
+    """Two sequences on three ranks: messages without elements, of every length, in both directions."""
+    prompts = {"a": random_tokens(9, seed=1), "b": random_tokens(26, seed=2)}
+    sampling = Sampling(max_tokens=10)
+    with LocalRing(model_paths["llama_gqa"], 3, ring_transport=ring_transport, decode_variant=PASS_Q) as ring:
+        conversations = {name: ring.open(name, 64) for name in prompts}
+        firsts = ring.prefill([Turn(conversations[name], prompts[name], sampling) for name in prompts])
+        ring.start_decode()
+        for name in prompts:
+            ring.admit(conversations[name], firsts[name], sampling)
+        events = ring.events_until_finished(list(prompts))
+    for name, prompt in prompts.items():
+        tokens = [firsts[name], *(event.token_id for event in events[name])]
+        assert tokens == oracles["llama_gqa"].greedy(prompt, 10), name
+
+
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_the_variant_may_change_at_every_step(
     num_ranks: int, model_paths: Models, oracles: Oracles, monkeypatch: pytest.MonkeyPatch
