@@ -141,6 +141,10 @@ class RankWorker:
         with self._compute() as ring:
             return probe_rates(self._model.info, self._cache.device, self._backend, ring)
 
+    def fill_kv(self, seed: int) -> None:
+        """Random numbers in every slot of the cache: measurements of decode need KV, whatever it says."""
+        self._cache.fill_random(seed)
+
     # --- prefill -----------------------------------------------------------------------------------------------------
 
     def prefill(self, step: PrefillStep) -> PrefillOutput:
