@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
+from statistics import median
 
 from cp_core.errors import ConfigError
 from services.bench.attention_station import (
@@ -29,6 +30,8 @@ FASTER_THAN_TORCH_TOKENS = 4096
 
 # About a twentieth of a second on one core.
 WORTH_TIMING_FLOPS = 2.5e9
+# Where messages rule and not arithmetic.
+MOST_REPEATS = 50
 
 Measured = Mapping[tuple[str, int], Series]
 
@@ -39,7 +42,7 @@ def num_measurements(ranks: Sequence[int], tokens: Sequence[int], num_rounds: in
 
 def num_repeats(flops: float, ranks: int) -> int:
     """How often to repeat something so short that a clock, or a waking thread, would weigh in it."""
-    return max(1, round(WORTH_TIMING_FLOPS * ranks / flops))
+    return min(MOST_REPEATS, max(1, round(WORTH_TIMING_FLOPS * ranks / flops)))
 
 
 def measure_attention(
@@ -114,6 +117,7 @@ def _row(flops: float, tokens: int, series: Series, measured: Measured) -> Row:
         ranks=ranks,
         tokens=tokens,
         seconds=series.figures,
+        cpu_seconds=median(series.cpu_seconds),
         # torch's own ring waits where nobody counts.
         wait_seconds=max(series.wait_seconds) if name in RINGS else None,
         speedup=None if compared is None else paired_ratio(compared.seconds, series.seconds),

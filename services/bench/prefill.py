@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
+from statistics import median
 
 from services.bench.figures import GEMM, Target, paired_ratio
 from services.bench.flops import gemm_flops, prefill_flops
@@ -81,7 +82,14 @@ def _row(info: ModelInfo, tokens: int, series: Series, measured: Measured) -> Ro
     name, ranks = series.contender.name, series.contender.ranks
     if name != RING:
         memory = series.peak_memory_bytes if name == STOCK else None
-        return Row(name=name, ranks=ranks, tokens=tokens, seconds=series.figures, peak_memory_bytes=memory)
+        return Row(
+            name=name,
+            ranks=ranks,
+            tokens=tokens,
+            seconds=series.figures,
+            cpu_seconds=median(series.cpu_seconds),
+            peak_memory_bytes=memory,
+        )
     one = measured.get((RING, 1)) if ranks > 1 else None
     flops = prefill_flops(info, tokens) / ranks
     return Row(
@@ -89,6 +97,7 @@ def _row(info: ModelInfo, tokens: int, series: Series, measured: Measured) -> Ro
         ranks=ranks,
         tokens=tokens,
         seconds=series.figures,
+        cpu_seconds=median(series.cpu_seconds),
         wait_seconds=max(series.wait_seconds),
         speedup=None if one is None else paired_ratio(one.seconds, series.seconds),
         cpu_speedup=None if one is None else paired_ratio(one.cpu_seconds, series.cpu_seconds),

@@ -17,8 +17,8 @@ from services.bench.figures import Figures, Target
 class Row:
     """One contender at one size. `tokens` are the new ones of a prefill, the context of a decode step.
 
-    `ranks` are ring ranks, or the threads of something that is no ring. `speedup` is against the same thing on one
-    rank, `cpu_speedup` likewise in processor time of the busiest rank, which other programs disturb less.
+    `ranks` are ring ranks, or the threads of something that is no ring. `cpu_seconds` is the processor time
+    of the busiest rank, which other programs disturb less. `speedup` and `cpu_speedup` are against one rank.
     """
 
     name: str
@@ -26,6 +26,7 @@ class Row:
     tokens: int
     seconds: Figures
     batch: int = 1
+    cpu_seconds: float | None = None
     wait_seconds: float | None = None
     speedup: float | None = None
     cpu_speedup: float | None = None
@@ -68,6 +69,7 @@ def to_table(report: Report) -> Table:
         "median ms": [_milliseconds(row.seconds.median) for row in report.rows],
         "least": [_milliseconds(row.seconds.least) for row in report.rows],
         "most": [_milliseconds(row.seconds.most) for row in report.rows],
+        "CPU ms": [_optional(row.cpu_seconds, "{:.2f}", 1e3) for row in report.rows],
         "over 1": [_optional(row.speedup, "{:.2f}x") for row in report.rows],
         "in CPU": [_optional(row.cpu_speedup, "{:.2f}x") for row in report.rows],
         "GEMM": [_optional(row.share_of_gemm_rate, "{:.2f}") for row in report.rows],

@@ -31,6 +31,7 @@ class Series:
 
     @property
     def cpu_seconds(self) -> list[float]:
+        """Of the busiest rank."""
         return [max(sample.cpu_seconds for sample in ranks) for ranks in self.rounds]
 
     @property

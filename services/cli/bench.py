@@ -56,7 +56,7 @@ def add(commands: Subcommands) -> None:
     decode = _add_kind(kinds, "decode", "time between tokens by context, ring size and batch", DECODE_HELP)
     decode.add_argument("--context", type=_counts, default=[2048, 16384, 65536], help="(default: 2048,16384,65536)")
     decode.add_argument("--batch", type=_counts, default=[1, 8], help="sequences a step (default: 1,8)")
-    decode.add_argument("--steps", type=_count, default=16, help="tokens a measurement (default: 16)")
+    decode.add_argument("--steps", type=_count, default=8, help="tokens a measurement (default: 8)")
     _add_model_option(decode)
     decode.add_argument(
         "--layers",
