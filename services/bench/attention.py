@@ -51,6 +51,7 @@ def measure_attention(
     tokens: Sequence[int],
     num_rounds: int,
     cached: int = 0,
+    transport: str = "auto",
     tell: Callable[[str], None] = lambda name: None,
 ) -> Report:
     """All contenders in turn for each number of new tokens, `num_rounds` times after one for practice.
@@ -68,7 +69,7 @@ def measure_attention(
     targets: list[Target] = []
     with ExitStack() as stack:
         made = partial(AttentionStation, shape)
-        rings = {size: stack.enter_context(RingProcesses(size, made)) for size in ranks}
+        rings = {size: stack.enter_context(RingProcesses(size, made, transport)) for size in ranks}
         alone = None if cached else stack.enter_context(RingProcesses(1, made))
         for count in tokens:
             contenders = _contenders(shape, rings, alone, count, cached)
@@ -79,7 +80,9 @@ def measure_attention(
                 for series in measured.values()
             ]
             targets += _targets(ranks, count, measured) if not cached else []
-    settings = f"H{shape.num_heads}/K{shape.num_kv_heads}/D{shape.head_dim}, float32, one thread a rank"
+    settings = (
+        f"H{shape.num_heads}/K{shape.num_kv_heads}/D{shape.head_dim}, float32, one thread a rank, transport {transport}"
+    )
     settings += f", {cached} cached tokens" if cached else ""
     return Report(bench="attention", settings=settings, rows=tuple(rows), targets=tuple(targets))
 

@@ -43,6 +43,7 @@ def measure_decode(
     ranks: Sequence[int],
     cases: Sequence[DecodeCase],
     num_rounds: int,
+    transport: str = "auto",
     tell: Callable[[str], None] = lambda name: None,
 ) -> Report:
     """All rings in turn for each case. A case whose KV does not fit in memory is left out, and named in the notes.
@@ -57,7 +58,7 @@ def measure_decode(
         if not fitting:
             raise ConfigError(f"--context: the KV of no case fits in {SHARE_OF_MEMORY:.0%} of the free memory")
         made = partial(DecodeStation, str(path), tuple(fitting))
-        rings = {size: stack.enter_context(RingProcesses(size, made)) for size in ranks}
+        rings = {size: stack.enter_context(RingProcesses(size, made, transport)) for size in ranks}
         for case in fitting:
             contenders = [Contender(VARIANT, size, partial(ring.measure, case)) for size, ring in rings.items()]
             alternate(contenders, 1, tell)
@@ -65,7 +66,7 @@ def measure_decode(
             rows += [_row(case, series, measured) for series in measured.values()]
             targets += _targets(info, case, measured)
     settings = f"{info.name}, {info.num_layers} layers, H{info.num_heads}/K{info.num_kv_heads}/D{info.head_dim}, "
-    settings += f"{info.dtype}, KV of random numbers, one thread a rank"
+    settings += f"{info.dtype}, KV of random numbers, one thread a rank, transport {transport}"
     notes = tuple(_left_out(info, ranks, case) for case in cases if case not in fitting)
     return Report(bench="decode", settings=settings, rows=tuple(rows), targets=tuple(targets), notes=notes)
 

@@ -41,6 +41,7 @@ def measure_prefill(
     tokens: Sequence[int],
     num_rounds: int,
     algorithm: Algorithm = Algorithm.PASS_KV,
+    transport: str = "auto",
     tell: Callable[[str], None] = lambda name: None,
 ) -> Report:
     """All rings and transformers in turn for each number of tokens.
@@ -53,7 +54,7 @@ def measure_prefill(
     for count in tokens:
         with ExitStack() as stack:
             made = partial(RingStation, model, count, algorithm)
-            rings = {size: stack.enter_context(RingProcesses(size, made)) for size in ranks}
+            rings = {size: stack.enter_context(RingProcesses(size, made, transport)) for size in ranks}
             # One for each number of threads: a pool that has grown stays.
             stocks = {size: stack.enter_context(RingProcesses(1, partial(StockStation, model))) for size in ranks}
             alternate(_contenders(rings, stocks, min(count, PRACTICE_TOKENS), info), 1, tell)
@@ -61,7 +62,7 @@ def measure_prefill(
         rows += [_row(info, count, series, measured) for series in measured.values()]
         targets += _targets(rows[-len(measured) :], count, measured)
     settings = f"{info.name}, {info.num_parameters / 1e6:.1f} M parameters, {info.num_layers} layers, "
-    settings += f"D={info.head_dim}, {info.dtype}, {algorithm}, one thread a rank"
+    settings += f"D={info.head_dim}, {info.dtype}, {algorithm}, one thread a rank, transport {transport}"
     return Report(bench="prefill", settings=settings, rows=tuple(rows), targets=tuple(targets))
 
 

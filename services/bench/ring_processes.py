@@ -51,17 +51,18 @@ class Failure:
 class RingProcesses:
     """`num_ranks` processes, one thread each, with a station made by `make(seat)` in every one of them.
 
+    `transport` is what moves the ring's messages, as in the configuration.
     A context manager: at its end the processes are gone. Raises Unavailable when a rank fails or does not answer in
     TASK_SECONDS.
     """
 
-    def __init__(self, num_ranks: int, make: Callable[[Seat], Station]) -> None:
+    def __init__(self, num_ranks: int, make: Callable[[Seat], Station], transport: str = "auto") -> None:
         context = multiprocessing.get_context("spawn")
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(num_ranks):
             ours, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(rank, num_ranks, make, theirs), daemon=True)
+            process = context.Process(target=serve, args=(rank, num_ranks, make, transport, theirs), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -110,7 +111,7 @@ class RingProcesses:
             process.join(JOIN_SECONDS)
 
 
-def serve(rank: int, num_ranks: int, make: Callable[[Seat], Station], pipe: Connection) -> None:
+def serve(rank: int, num_ranks: int, make: Callable[[Seat], Station], backend: str, pipe: Connection) -> None:
     """The life of one rank's process: meet the others, say so, then a sample for every task until None comes."""
     torch.set_num_threads(1)
     try:
@@ -121,7 +122,7 @@ def serve(rank: int, num_ranks: int, make: Callable[[Seat], Station], pipe: Conn
             pipe.send(port)
         else:
             store, port = None, pipe.recv()
-        transport = connect_ring(HOST, port, "bench", rank, num_ranks, RING_TIMEOUT_SECONDS, store=store)
+        transport = connect_ring(HOST, port, "bench", rank, num_ranks, RING_TIMEOUT_SECONDS, backend, store=store)
         station = make(Seat(rank, num_ranks, port, transport))
         pipe.send(None)
         while (task := pipe.recv()) is not None:

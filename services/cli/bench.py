@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from cp_core.errors import ConfigError
+from cp_core.ring_backend import SERVING
 from services.bench.plot import require_matplotlib, write_plot
 from services.bench.report import Report, closing_lines, load_now, to_json, to_table, with_load
 from services.cli.options import Subcommands
@@ -28,6 +29,7 @@ With --layers the weights are drawn too. What a step costs depends on neither.""
 DECODE_LAYERS = 16
 LEAST_STEPS = 4
 PIPE_WIDTH = 100
+RING_TRANSPORTS = ("auto", *SERVING["cpu"])
 
 Tell = Callable[[str], None]
 
@@ -81,7 +83,7 @@ def run_attention(options: argparse.Namespace) -> int:
     return _run(
         options,
         num_measurements(ranks, tokens, rounds, cached),
-        lambda tell: measure_attention(shape, ranks, tokens, rounds, cached, tell),
+        lambda tell: measure_attention(shape, ranks, tokens, rounds, cached, options.transport, tell),
     )
 
 
@@ -93,7 +95,9 @@ def run_prefill(options: argparse.Namespace) -> int:
     return _run(
         options,
         total,
-        lambda tell: measure_prefill(options.model, options.ranks, options.tokens, options.rounds, algorithm, tell),
+        lambda tell: measure_prefill(
+            options.model, options.ranks, options.tokens, options.rounds, algorithm, options.transport, tell
+        ),
     )
 
 
@@ -111,7 +115,9 @@ def run_decode(options: argparse.Namespace) -> int:
     return _run(
         options,
         total,
-        lambda tell: measure_decode(options.model, layers, options.ranks, cases, options.rounds, tell),
+        lambda tell: measure_decode(
+            options.model, layers, options.ranks, cases, options.rounds, options.transport, tell
+        ),
     )
 
 
@@ -148,6 +154,12 @@ def _add_kind(kinds: Subcommands, name: str, summary: str, description: str | No
     )
     parser.add_argument("--ranks", type=_counts, default=[1, 2], help="ring sizes (default: 1,2)")
     parser.add_argument("--rounds", type=_count, default=5, help="measurements of each thing (default: 5)")
+    parser.add_argument(
+        "--transport",
+        choices=RING_TRANSPORTS,
+        default=RING_TRANSPORTS[0],
+        help="of the rings' messages (default: auto)",
+    )
     parser.add_argument("--json", action="store_true", help="print the report as one JSON object")
     parser.add_argument(
         "--plot", type=Path, metavar="FILE.png", help="draw the figures; needs matplotlib, the extra `plot`"
