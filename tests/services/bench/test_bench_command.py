@@ -9,7 +9,7 @@ from services.cli.main import main
 
 
 def bench(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    assert main(["bench", *arguments, "--rounds", "2", "--json"]) == 0
+    assert main(["bench", *arguments, "--rounds", "1", "--json"]) == 0
     report: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert all(
         0 < row["seconds"]["least"] <= row["seconds"]["median"] <= row["seconds"]["most"] for row in report["rows"]
@@ -18,7 +18,7 @@ def bench(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]
 
 
 def test_attention_sets_both_rings_beside_those_of_torch_and_one_plain_call(capsys: pytest.CaptureFixture[str]) -> None:
-    report = bench(capsys, "attention", "--ranks", "2", "--tokens", "64")
+    report = bench(capsys, "attention", "--ranks", "2", "--tokens", "512")
     names = ["GEMM", "pass-KV", "pass-Q", "torch all-gather", "torch all-to-all", "SDPA"]
     assert [row["name"] for row in report["rows"]] == names
     assert [target["limit"] for target in report["targets"]] == [1.0]

@@ -29,14 +29,16 @@ class Breakable:
         """Nothing is held."""
 
 
-def test_every_rank_answers_every_task_with_its_sample() -> None:
-    with RingProcesses(2, partial(Breakable, 1)) as ring:
+def test_every_rank_answers_every_task_until_one_fails_in_words() -> None:
+    with RingProcesses(2, partial(Breakable, 0)) as ring:
         assert [len(ring.measure("work")) for _ in range(2)] == [2, 2]
+        with pytest.raises(Unavailable, match="rank 0 of 2 failed: ValueError: out of luck"):
+            ring.measure("fail")
 
 
-@pytest.mark.parametrize(
-    ("task", "told"), [("fail", "rank 0 of 2 failed: ValueError: out of luck"), ("end", "rank 0 of 2 ended without")]
-)
-def test_rank_that_breaks_ends_the_measurement_in_words(task: str, told: str) -> None:
-    with pytest.raises(Unavailable, match=told), RingProcesses(2, partial(Breakable, 0)) as ring:
-        ring.measure(task)
+def test_rank_whose_process_ends_is_noticed_at_once() -> None:
+    with (
+        pytest.raises(Unavailable, match="rank 0 of 2 ended without a word"),
+        RingProcesses(2, partial(Breakable, 0)) as ring,
+    ):
+        ring.measure("end")
