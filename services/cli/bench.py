@@ -28,7 +28,7 @@ DECODE_HELP = """Time between tokens. The KV of the contexts is random numbers, 
 With --layers the weights are drawn too. What a step costs depends on neither."""
 DECODE_LAYERS = 16
 LEAST_STEPS = 4
-PIPE_WIDTH = 100
+PIPE_WIDTH = 120
 RING_TRANSPORTS = ("auto", *SERVING["cpu"])
 
 Tell = Callable[[str], None]
