@@ -150,6 +150,10 @@ class RankWorker:
             )
             return rates
 
+    def fill_kv(self, seed: int) -> None:
+        """Random numbers in every slot of the cache: measurements of decode need KV, whatever it says."""
+        self._cache.fill_random(seed)
+
     # --- prefill -----------------------------------------------------------------------------------------------------
 
     def prefill(self, step: PrefillStep) -> PrefillOutput:
