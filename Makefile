@@ -36,7 +36,10 @@ format: $(DEV_READY) ## put the source into the one format, and repair what can 
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(DEV_READY) ## run every measurement in bench/
+bench: $(DEV_READY) ## every measurement: rings by themselves, then the whole service and what bench/ has more
+	$(BIN)/ringserve bench attention
+	$(BIN)/ringserve bench prefill
+	$(BIN)/ringserve bench decode
 	@set -e; for bench in $(BENCHES); do echo "== $$bench"; $(BIN)/python $$bench; done
 
 proto: $(DEV_READY) ## generate the stubs of proto/ringserve/v1/*.proto

@@ -12,43 +12,27 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
 from ringserve.v1 import inference_pb2
 from services.answer import collect
+from services.bench.prefill_station import PrefillTask, StockStation
+from services.bench.ring_processes import RingProcesses
 from services.client import Client
 from services.cluster import LocalCluster
 from services.config import Config, PrefillConfig
 from services.demo import demo_config
-from workers.builtin_model import resolve_model_path
 
 SMALL_REQUESTS = 40
 SMALL_TOKENS = 16
 DECODE_TOKENS = 128
 LETTERS = range(32, 127)
-
-STOCK = """
-import json, sys, time, torch
-from transformers import AutoModelForCausalLM
-path, threads, tokens, runs = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
-torch.set_num_threads(threads)
-model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-seconds = []
-with torch.inference_mode():
-    for run in range(runs + 1):
-        ids = torch.randint(32, 127, (1, tokens), generator=torch.Generator().manual_seed(run))
-        start = time.perf_counter()
-        model(ids, logits_to_keep=1, use_cache=True).logits.argmax()
-        seconds.append(time.perf_counter() - start)
-print(json.dumps(seconds[1:]))
-"""
 
 
 def main() -> int:
@@ -114,10 +98,9 @@ def _turn(client: Client, prompt: Sequence[int], max_tokens: int) -> inference_p
 
 
 def _stock(threads: int, tokens: int, runs: int) -> list[float]:
-    path = str(resolve_model_path("builtin:tiny"))
-    command = [sys.executable, "-c", STOCK, path, str(threads), str(tokens), str(runs)]
-    done = subprocess.run(command, capture_output=True, check=True, timeout=600)
-    return list(json.loads(done.stdout))
+    with RingProcesses(1, partial(StockStation, "builtin:tiny")) as process:
+        tasks = [PrefillTask(np.array(_prompt(tokens, run)), threads) for run in range(runs + 1)]
+        return [process.measure(task)[0].seconds for task in tasks][1:]
 
 
 def _print(name: str, values: list[float]) -> None:

@@ -56,8 +56,8 @@ class AttentionBackend(Protocol):
 def select_backend(name: str, device: torch.device | str, dtype: torch.dtype) -> AttentionBackend:
     """The backend called `name`, or for "auto" the fastest one that serves `device` and `dtype`.
 
-    Raises ConfigError for an unknown name, for one that does not serve this device and dtype, and for "auto" where
-    only the reference would: nobody should get the slow kernel without having asked for it.
+    Raises ConfigError for an unknown name, for one that does not serve this device and dtype or is not installed, and
+    for "auto" where only the reference would serve: nobody should get the slow kernel without having asked for it.
     """
     from cp_core.backends import BACKENDS
 

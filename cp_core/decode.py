@@ -1,7 +1,12 @@
-"""One layer's attention of a decode step over sharded KV (vLLM RFC #26133: every rank has every query).
+"""One layer's attention of a decode step over sharded KV: each rank attends its shard, the parts are merged.
 
-Shapes: B sequences with one new token each, S stored tokens, H query heads, K key/value heads, D head dimension,
-N ranks.
+Two variants. `sharded_decode`: every rank has every query, parts are gathered and merged everywhere (vLLM RFC #26133).
+`ring_decode`: each rank has the queries of its own rows, they go round, parts return (arXiv 2411.01783, algorithm 4).
+A rank that holds nothing of a sequence sends no part of it, so that sequences that lie on one rank cost nothing beside
+those that are spread.
+
+Shapes: B sequences with one new token each, b of them this rank's own, S stored tokens, H query heads, K key/value
+heads, D head dimension, N ranks.
 """
 
 from __future__ import annotations
@@ -11,35 +16,102 @@ from collections.abc import Sequence
 import torch
 
 from cp_core.attention import AttentionBackend, Partial, empty_partial
+from cp_core.decode_plan import DecodePlan, PassQRoute, Visit
 from cp_core.merge import Accumulator, finished_out, merge
 from cp_core.packing import PartialBuffer
 from cp_core.prefill_plan import KvRun
 from cp_core.transport import RingTransport
 
+Shards = Sequence[Sequence[KvRun]]
+
 
 def sharded_decode(
     q: torch.Tensor,
-    shards: Sequence[Sequence[KvRun]],
+    shards: Shards,
     transport: RingTransport,
     backend: AttentionBackend,
     scale: float,
+    plan: DecodePlan | None = None,
 ) -> torch.Tensor:
     """out[B, H, D], in q's dtype and with the same bits on every rank, of q[B, H, D].
 
     `shards[i]` are this rank's runs of sequence i, the new token's KV among them on the rank that stores it; a shard
-    may be empty. The ranks' partials are gathered (one gather, none if B is 0 or N is 1) and merged in rank order.
+    may be empty. `plan` says which; without it every rank answers for every sequence. The parts are gathered (one
+    gather, none if B is 0 or N is 1) and merged in rank order.
     Raises Unavailable when a peer is lost, FloatingPointError when a log-sum-exp is NaN.
     """
     batch, num_heads, head_dim = q.shape
     assert len(shards) == batch, f"{len(shards)} shards for a batch of {batch}"
     if not batch:
         return torch.empty_like(q)
-    buffers = [PartialBuffer(batch, num_heads, head_dim, q.device) for _ in range(transport.size)]
+    everything = range(batch)
+    held = [everything if plan is None else plan.held_by(rank, everything) for rank in range(transport.size)]
+    buffers = [PartialBuffer(len(rows), num_heads, head_dim, q.device) for rows in held]
     own = buffers[transport.rank]
-    own.fill([_attend_shard(q[row : row + 1], runs, backend, scale) for row, runs in enumerate(shards)])
+    own.fill([_attend_shard(q[row : row + 1], shards[row], backend, scale) for row in held[transport.rank]])
     if transport.size > 1:
         transport.gather_all(own.flat, [buffer.flat for buffer in buffers]).wait()
-    return finished_out(merge([Partial(buffer.out, buffer.lse) for buffer in buffers])).to(q.dtype)
+    return _merged(q, buffers, held)
+
+
+def ring_decode(
+    q: torch.Tensor,
+    shards: Shards,
+    route: PassQRoute,
+    transport: RingTransport,
+    backend: AttentionBackend,
+    scale: float,
+) -> torch.Tensor:
+    """out[b, H, D], in q's dtype, of the queries q[b, H, D] of this rank's own rows, in their order.
+
+    `shards[i]` are this rank's runs of row i of the whole batch. The next queries travel while these are attended; N-1
+    exchanges and one all-to-all, or nothing if B is 0 or N is 1. b may be 0, and B less than N: nothing is padded.
+    Within 4e-7 relative of `sharded_decode` for the same queries; the bits may differ, since how vectors are cut
+    depends on the number of rows. Raises as that does.
+    """
+    assert len(shards) == route.batch, f"{len(shards)} shards for a batch of {route.batch}"
+    assert q.shape[0] == len(route.own), f"{q.shape[0]} queries for {len(route.own)} rows"
+    rank, size = transport.rank, transport.size
+    num_heads, head_dim = q.shape[1:]
+
+    def buffers_of(sizes: Sequence[int]) -> list[PartialBuffer]:
+        return [PartialBuffer(number, num_heads, head_dim, q.device) for number in sizes]
+
+    if not route.batch:
+        return torch.empty_like(q)
+    # Nothing travels to oneself: the own part is put where the others' arrive.
+    arrived = buffers_of([len(places) for places in route.returns])
+    outgoing = buffers_of([0] * size)
+    message = q.contiguous()
+    for hop, visit in enumerate(route.visits):
+        is_last = hop == size - 1
+        if not is_last:
+            received = message.new_empty(len(route.visits[hop + 1].rows), num_heads, head_dim)
+            work = transport.exchange(_onward(message, visit), (rank + 1) % size, received, (rank - 1) % size)
+        answer = arrived[rank] if visit.source == rank else buffers_of([len(visit.answered)])[0]
+        answer.fill(
+            [
+                _attend_shard(message[place : place + 1], shards[visit.rows[place]], backend, scale)
+                for place in visit.answered
+            ]
+        )
+        if visit.source != rank:
+            outgoing[visit.source] = answer
+        if not is_last:
+            work.wait()
+            message = received
+    if size > 1:
+        own = arrived[rank]
+        # The transport copies the own part of an all-to-all: there is none.
+        arrived[rank] = outgoing[rank]
+        transport.all_to_all([buffer.flat for buffer in outgoing], [buffer.flat for buffer in arrived]).wait()
+        arrived[rank] = own
+    return _merged(q, arrived, route.returns)
+
+
+def _onward(message_bhd: torch.Tensor, visit: Visit) -> torch.Tensor:
+    """What travels on: without a copy, unless some of it has no reader further on."""
+    return message_bhd if len(visit.onward) == len(visit.rows) else message_bhd[list(visit.onward)]
 
 
 def _attend_shard(q_1hd: torch.Tensor, runs: Sequence[KvRun], backend: AttentionBackend, scale: float) -> Partial:
@@ -53,3 +125,17 @@ def _attend_shard(q_1hd: torch.Tensor, runs: Sequence[KvRun], backend: Attention
     for run in filled:
         merged.add(backend.partial_attention(q_1hd, run.k, run.v, causal=False, scale=scale))
     return merged.result()
+
+
+def _merged(q_bhd: torch.Tensor, buffers: Sequence[PartialBuffer], rows: Sequence[Sequence[int]]) -> torch.Tensor:
+    """The merge, in rank order, of what each rank answered: buffers[r] holds the parts of rows[r] of q."""
+    batch = q_bhd.shape[0]
+    parts = []
+    for buffer, answered in zip(buffers, rows, strict=True):
+        part = Partial(buffer.out, buffer.lse)
+        if len(answered) < batch:
+            some, part = part, empty_partial(q_bhd)
+            part.out[list(answered)] = some.out
+            part.lse[list(answered)] = some.lse
+        parts.append(part)
+    return finished_out(merge(parts)).to(q_bhd.dtype) if batch else torch.empty_like(q_bhd)

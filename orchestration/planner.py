@@ -99,17 +99,7 @@ class Planner:
 
     def _shape(self, tp: int) -> ModelShape:
         """What one of `tp` tensor parallel processes computes."""
-        share = tensor_share(self._model, tp)
-        return ModelShape(
-            num_layers=share.num_layers,
-            hidden_size=share.hidden_size,
-            intermediate_size=share.intermediate_size,
-            num_heads=share.num_heads,
-            num_kv_heads=share.num_kv_heads,
-            head_dim=share.head_dim,
-            vocab_size=share.vocab_size,
-            element_bytes=share.element_bytes,
-        )
+        return tensor_share(self._model, tp).shape
 
     def _tensor_sums(self, turn: Turn, rates: Rates, tp: int) -> float:
         """Seconds of the sums over tensor parallel processes: of the embedding, and after each attention and MLP.

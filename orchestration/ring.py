@@ -61,6 +61,7 @@ class GroupSettings:
     num_threads: int = 1
     listen_host: str = "127.0.0.1"
     max_batch: int = 32
+    decode_variant: str = "auto"
     max_waiting: int = 256
     chunk_tokens: int = 4096
     start_timeout: float = 120.0
@@ -212,6 +213,7 @@ class Ring:
             num_threads=settings.num_threads,
             listen_host=settings.listen_host,
             max_batch=settings.max_batch,
+            decode_variant=settings.decode_variant,
         )
 
     async def _watch_rank(self, rank: RankPort, incarnation: str) -> None:

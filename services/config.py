@@ -13,6 +13,7 @@ from typing import Any, get_type_hints
 
 import yaml
 
+from cp_core.decode_variant import VARIANT_POLICIES
 from cp_core.errors import ConfigError
 from cp_core.ring_backend import select_ring_backend
 from cp_core.selector import POLICIES
@@ -50,7 +51,11 @@ class PrefillConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeConfig:
-    """The decode pool: `groups` rings of `cp` ranks of `tp` processes, each ring decoding up to `max_batch` turns."""
+    """The decode pool: `groups` rings of `cp` ranks of `tp` processes, each ring decoding up to `max_batch` turns.
+
+    `variant` is how a ring decodes its batch: every rank all of it (`gather`), each rank a part (`pass_q`), or
+    whichever is predicted to be faster (`auto`).
+    """
 
     groups: int = 1
     cp: int = 2
@@ -58,6 +63,7 @@ class DecodeConfig:
     max_batch: int = 32
     max_waiting: int = 256
     threads_per_rank: int = 1
+    variant: str = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,6 +231,7 @@ def _check(config: Config) -> None:
     _among("logs.level", config.logs.level, LOG_LEVELS)
     _among("model.device", config.model.device, DEVICES)
     _ring_transport(config.model)
+    _among("decode.variant", config.decode.variant, VARIANT_POLICIES)
     _among("router.selector", config.router.selector, POLICIES)
     for name, pool in (("prefill", config.prefill), ("decode", config.decode)):
         _within(f"{name}.groups", pool.groups, 1, 1024)

@@ -121,6 +121,7 @@ class LeaderHost:
             num_threads=pool.threads_per_rank,
             listen_host=self.listen_host,
             max_batch=config.decode.max_batch,
+            decode_variant=config.decode.variant,
             max_waiting=pool.max_waiting,
             chunk_tokens=config.prefill.chunk_tokens,
             start_timeout=timeouts.start,

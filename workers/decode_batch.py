@@ -8,24 +8,38 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from cp_core.decode_plan import DecodePlan
 from cp_core.layout import append_owner
 from workers.kv_cache import SlotRun, runs
-from workers.steps import AdmitSequence
+from workers.steps import AdmitSequence, Sampling
+
+SEED_MASK = 0xFFFF_FFFF_FFFF_FFFF
 
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """What every rank must know of a sequence that joins. Fields as in AdmitSequence."""
+    """What every rank must know of a sequence that joins. Fields as in AdmitSequence; any rank may have to sample."""
 
     sequence_id: str
     token_id: int
     position: int
     held: tuple[int, ...]
     blocks: tuple[tuple[int, ...], ...]
+    temperature: float = 0.0
+    seed: int = 0
 
     @classmethod
     def of(cls, command: AdmitSequence) -> Admission:
-        return cls(command.sequence_id, command.token_id, command.position, command.held, command.blocks)
+        sampling = command.sampling
+        return cls(
+            command.sequence_id,
+            command.token_id,
+            command.position,
+            command.held,
+            command.blocks,
+            sampling.temperature,
+            sampling.seed & SEED_MASK,  # all that a draw uses of it, and all that fits the wire
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +57,7 @@ class BatchChange:
 class BatchRow:
     """A running sequence. `token_id` at `position` is its newest token, whose KV the next step computes.
 
-    `runs` are the slots of this rank's shard in stored order.
+    `runs` are the slots of this rank's shard in stored order. `sampling` says how tokens are drawn, not when to stop.
     """
 
     sequence_id: str
@@ -52,21 +66,24 @@ class BatchRow:
     held: list[int]
     blocks: tuple[int, ...]
     runs: list[SlotRun]
+    sampling: Sampling
 
 
 @dataclass(frozen=True, slots=True)
 class Appended:
-    """Which rows of the batch this rank stores the new KV of, and in which slots."""
+    """Which rows of the batch this rank stores the new KV of, and in which slots; and who does so for every row."""
 
     rows: list[int]
     slots: list[int]
+    owners: list[int]
 
 
 class DecodeBatch:
     """Rows in order of admission."""
 
-    def __init__(self, rank: int, block_tokens: int) -> None:
+    def __init__(self, rank: int, num_ranks: int, block_tokens: int) -> None:
         self._rank = rank
+        self._num_ranks = num_ranks
         self._block_tokens = block_tokens
         self.rows: list[BatchRow] = []
 
@@ -86,19 +103,36 @@ class DecodeBatch:
             assert sum(held) == admission.position, "tokens before the newest one must all be stored"
             where = list(runs(blocks, held[self._rank], self._block_tokens))
             self.rows.append(
-                BatchRow(admission.sequence_id, admission.token_id, admission.position, held, blocks, where)
+                BatchRow(
+                    admission.sequence_id,
+                    admission.token_id,
+                    admission.position,
+                    held,
+                    blocks,
+                    where,
+                    Sampling(temperature=admission.temperature, seed=admission.seed),
+                )
             )
 
     def append(self) -> Appended:
         """Give every row's newest token to the rank that holds least of the sequence."""
-        appended = Appended([], [])
+        appended = Appended([], [], [])
         for number, row in enumerate(self.rows):
             owner = append_owner(row.held)
+            appended.owners.append(owner)
             if owner == self._rank:
                 appended.rows.append(number)
                 appended.slots.append(self._take_slot(row))
             row.held[owner] += 1
         return appended
+
+    def plan(self, appended: Appended) -> DecodePlan:
+        """Who computes and who holds what in the step whose tokens were just appended.
+
+        A row is computed by the rank that stores its token: its KV is made where it stays, and as appending goes
+        round the ranks, so does computing (arXiv 2411.01783, 3.6).
+        """
+        return DecodePlan(self._num_ranks, tuple(appended.owners), tuple(tuple(row.held) for row in self.rows))
 
     def _take_slot(self, row: BatchRow) -> int:
         block, offset = divmod(row.held[self._rank], self._block_tokens)

@@ -1,26 +1,24 @@
 """The decode loop of a ring: rank 0 leads, the others follow its headers.
 
-A step: rank 0 sends a header, every rank computes the batch, rank 0 samples and reports. With an empty batch rank 0
-sends a sign of life about once a second, so that a follower that hears nothing knows that its leader is gone.
-
-B sequences.
+A step: rank 0 sends a header, the ranks compute the batch and sample its tokens, rank 0 reports them. With an
+empty batch rank 0 sends a sign of life about once a second, so that a follower that hears nothing knows that its leader
+is gone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-
-from torch import Tensor
 
 from workers.decode_batch import Admission, BatchChange, DecodeBatch
 from workers.decode_header import HEARTBEAT_SECONDS, Header, HeaderChannel, HeaderKind
 from workers.decode_mailbox import DecodeMailbox
 from workers.decode_step import DecodePass
-from workers.model import LoadedModel
 from workers.progress import Progress
-from workers.sampling import choose_token
 from workers.steps import AdmitSequence, DecodeCommand, DecodeEvent, FinishReason, RemoveSequence, Sampling
+
+# (sequences, stored tokens of all) of the next step -> which variant serves it.
+VariantChoice = Callable[[int, int], str]
 
 
 @dataclass(slots=True)
@@ -32,21 +30,13 @@ class Generation:
 
 
 class DecodeFollower:
-    """The loop of every rank but the first. `model` where the first rank's logits need this rank's share of them."""
+    """The loop of every rank but the first."""
 
-    def __init__(
-        self,
-        channel: HeaderChannel,
-        batch: DecodeBatch,
-        step: DecodePass,
-        progress: Progress,
-        model: LoadedModel | None = None,
-    ) -> None:
+    def __init__(self, channel: HeaderChannel, batch: DecodeBatch, step: DecodePass, progress: Progress) -> None:
         self._channel = channel
         self._batch = batch
         self._step = step
         self._progress = progress
-        self._model = model
 
     def run(self) -> None:
         """Until rank 0 says stop. Raises Unavailable if the ring breaks."""
@@ -54,10 +44,8 @@ class DecodeFollower:
             if header.kind is HeaderKind.STEP:
                 self._batch.advance(header.token_ids, header.change)
             if len(self._batch):
-                states = self._step.run()
-                if self._model is not None:
-                    self._model.logits(states)
-                self._progress.stepped(len(self._batch))
+                self._step.run(header.variant)
+                self._progress.decoded(len(self._batch), header.variant)
             else:
                 self._progress.alive(running=0)
 
@@ -71,14 +59,14 @@ class DecodeLeader:
         batch: DecodeBatch,
         step: DecodePass,
         progress: Progress,
-        model: LoadedModel,
+        choose_variant: VariantChoice,
         mailbox: DecodeMailbox,
     ) -> None:
         self._channel = channel
         self._batch = batch
         self._step = step
         self._progress = progress
-        self._model = model
+        self._choose_variant = choose_variant
         self._mailbox = mailbox
         self._generations: dict[str, Generation] = {}
         self._sampled: tuple[int, ...] = ()
@@ -92,8 +80,8 @@ class DecodeLeader:
                 self._batch.advance(header.token_ids, header.change)
                 self._sampled = ()
             if len(self._batch):
-                self._commit(self._model.logits(self._step.run()))
-                self._progress.stepped(len(self._batch))
+                self._commit(self._step.run(header.variant))
+                self._progress.decoded(len(self._batch), header.variant)
             else:
                 self._progress.alive(running=0)
         self._channel.send(header)
@@ -107,7 +95,13 @@ class DecodeLeader:
         change = self._change(commands)
         if is_idle and not change:
             return Header(HeaderKind.IDLE)
-        return Header(HeaderKind.STEP, self._sampled, change)
+        return Header(HeaderKind.STEP, self._sampled, change, self._choose_variant(*self._load(change)))
+
+    def _load(self, change: BatchChange) -> tuple[int, int]:
+        """(sequences, stored tokens) of the next step: what is left of the batch with a token more, and who joins."""
+        stored = [row.position + 1 for row in self._batch.rows if row.sequence_id not in change.removed]
+        stored += [admission.position for admission in change.admitted]
+        return len(stored), sum(stored)
 
     def _change(self, commands: Sequence[DecodeCommand]) -> BatchChange:
         """The finished leave, commands are followed in their order; whoever is removed is answered by an event."""
@@ -129,18 +123,16 @@ class DecodeLeader:
             self._mailbox.post(aborted)
         return BatchChange(tuple(removed), tuple(Admission.of(command) for command in joining.values()))
 
-    def _commit(self, logits: Tensor) -> None:
-        """Sample every row of logits[B, vocab_size] and report the tokens and the ends."""
-        sampled, events = [], []
-        for row, row_logits in zip(self._batch.rows, logits, strict=True):
+    def _commit(self, sampled: Sequence[int]) -> None:
+        """Report the tokens of all rows and the ends."""
+        events = []
+        for row, token_id in zip(self._batch.rows, sampled, strict=True):
             generation = self._generations[row.sequence_id]
-            token_id = choose_token(row_logits, generation.sampling, row.position + 1)
             generation.num_generated += 1
             reason = _finish_reason(token_id, generation)
             if reason is not None:
                 self._finished.append(row.sequence_id)
                 del self._generations[row.sequence_id]
-            sampled.append(token_id)
             events.append(_event(row.sequence_id, token_id, reason, row.position + 1))
         self._sampled = tuple(sampled)
         self._mailbox.post(events)

@@ -1,23 +1,33 @@
 """One decode step as one rank runs it: the newest token of every sequence, over KV that is spread over the ring.
 
-B sequences, H query heads, K KV heads, D head dimension.
+B sequences (rows), R rows that this rank computes, H query heads, K KV heads, D head dimension.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from cp_core.attention import AttentionBackend
-from cp_core.decode import sharded_decode
+from cp_core.cost_model import PASS_Q
+from cp_core.decode import ring_decode, sharded_decode
+from cp_core.decode_plan import DecodePlan, PassQRoute
 from cp_core.transport import RingTransport
 from workers.decode_batch import DecodeBatch
+from workers.decode_header import LEADER
 from workers.kv_cache import KvCache
 from workers.model import LoadedModel
+from workers.sampling import choose_token
 
 
 class DecodePass:
-    """The attention of a ring's decode steps. Every rank computes the whole batch; the KV alone is spread."""
+    """A ring's decode steps over spread KV. Each row is computed by every rank (`gather`) or by one (`pass_q`).
+
+    Variants may change from step to step: either leaves the same KV on the same ranks. With tensor parallelism a rank
+    is a group of processes, each in the ring of its own heads; they make the logits together, and the first draws.
+    """
 
     def __init__(
         self,
@@ -32,27 +42,82 @@ class DecodePass:
         self._cache = cache
         self._backend = backend
         self._batch = batch
-        self._rows: Tensor | None = None
+        self._draws = model.tensor.rank == 0
+        self._plan: DecodePlan
+        # Of a pass-Q step; None where every rank computes every row.
+        self._route: PassQRoute | None = None
+        # Places of the stored rows among the computed ones; None: all of them, so that no layer needs to pick rows.
+        self._stored: Tensor | None = None
         self._slots = torch.empty(0, dtype=torch.int64)
 
-    def run(self) -> Tensor:
-        """One step of the whole batch -> hidden states [B, hidden_size], the same on every rank."""
-        device, rows = self._cache.device, self._batch.rows
+    def run(self, variant: str) -> list[int]:
+        """One step of the whole batch -> in the first process the token after each row, in order; elsewhere none.
+
+        Raises Unavailable when a peer is lost, FloatingPointError for a NaN in attention or logits.
+        """
+        device = self._cache.device
         appended = self._batch.append()
+        self._plan = self._batch.plan(appended)
+        self._route = PassQRoute(self._plan, self._transport.rank) if variant == PASS_Q else None
+        computed = range(len(self._batch)) if self._route is None else self._route.own
         self._slots = torch.tensor(appended.slots, dtype=torch.int64, device=device)
-        # None: all of them, in order, so that no layer needs to pick rows.
-        everything = len(appended.rows) == len(rows)
-        self._rows = None if everything else torch.tensor(appended.rows, dtype=torch.int64, device=device)
-        token_ids = torch.tensor([row.token_id for row in rows], device=device)
-        positions = torch.tensor([row.position for row in rows], device=device)
-        return self._model.hidden_states(token_ids, positions, self)
+        stores_all = len(appended.rows) == len(computed)
+        self._stored = None if stores_all else torch.tensor(appended.rows, dtype=torch.int64, device=device)
+        states = self._hidden_states(computed)
+        if self._route is None:
+            return self._sample(computed, states) if self._transport.rank == LEADER else []
+        sampled = self._sample(computed, states)
+        return self._bring_to_leader(sampled) if self._draws else []
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """Store the rows of k[B,K,D] and v[B,K,D] that are this rank's, attend q[B,H,D] over all shards -> [B,H,D]."""
+        """Store the rows of k[R,K,D] and v[R,K,D] that are this rank's, attend q[R,H,D] over all shards -> [R,H,D]."""
         cache = self._cache
-        if self._rows is None:
+        if self._stored is None:
             cache.write_slots(layer, self._slots, k, v)
-        elif self._rows.shape[0]:
-            cache.write_slots(layer, self._slots, k[self._rows], v[self._rows])
+        elif self._stored.shape[0]:
+            cache.write_slots(layer, self._slots, k[self._stored], v[self._stored])
         shards = [cache.views(layer, row.runs) for row in self._batch.rows]
-        return sharded_decode(q, shards, self._transport, self._backend, scale)
+        if self._route is not None:
+            return ring_decode(q, shards, self._route, self._transport, self._backend, scale)
+        return sharded_decode(q, shards, self._transport, self._backend, scale, self._plan)
+
+    def _hidden_states(self, computed: Sequence[int]) -> Tensor:
+        """[R, hidden_size] of the newest tokens of these rows."""
+        if not computed:
+            return self._model.attend_without_tokens(self)
+        rows = [self._batch.rows[number] for number in computed]
+        token_ids = torch.tensor([row.token_id for row in rows], device=self._cache.device)
+        positions = torch.tensor([row.position for row in rows], device=self._cache.device)
+        return self._model.hidden_states(token_ids, positions, self)
+
+    def _sample(self, computed: Sequence[int], states: Tensor) -> list[int]:
+        """The token after each of these rows, from states[R, hidden_size]; none where another process draws."""
+        if not computed:
+            return []
+        logits = self._model.logits(states)
+        if not self._draws:
+            return []
+        rows = [self._batch.rows[number] for number in computed]
+        return [
+            choose_token(row_logits, row.sampling, row.position + 1)
+            for row, row_logits in zip(rows, logits, strict=True)
+        ]
+
+    def _bring_to_leader(self, sampled: Sequence[int]) -> list[int]:
+        """Each rank sends the tokens of its rows to the first, which puts them in the batch's order."""
+        transport, device = self._transport, self._cache.device
+        nothing = torch.empty(0, dtype=torch.int64, device=device)
+        own = torch.tensor(sampled, dtype=torch.int64, device=device)
+        if transport.rank != LEADER:
+            sends = [own if peer == LEADER else nothing for peer in range(transport.size)]
+            transport.all_to_all(sends, [nothing] * transport.size).wait()
+            return []
+        rows_of = [self._plan.rows_of(rank) for rank in range(transport.size)]
+        arrived = [torch.empty(len(rows), dtype=torch.int64, device=device) for rows in rows_of]
+        transport.all_to_all([own, *[nothing] * (transport.size - 1)], arrived).wait()
+        token_of = {
+            row: token
+            for rows, tokens in zip(rows_of, arrived, strict=True)
+            for row, token in zip(rows, tokens.tolist(), strict=True)
+        }
+        return [token_of[row] for row in range(len(self._batch))]

@@ -175,6 +175,12 @@ class KvCache:
         """Every slot of the runs, in order: int64[T] on this device."""
         return torch.cat([torch.arange(run.start, run.stop, device=self.device) for run in where])
 
+    def fill_random(self, seed: int) -> None:
+        """Numbers of [-1, 1) in every slot, the same for the same seed and device."""
+        generator = torch.Generator(self.device).manual_seed(seed)
+        for tensor in (*self.k_layers, *self.v_layers):
+            tensor.uniform_(-1.0, 1.0, generator=generator)
+
     def fence(self) -> torch.Event | None:
         """A mark behind all work this thread has queued on the device. None on CPU, where calls return when done."""
         if self.device.type != "cuda":

@@ -50,6 +50,19 @@ class LoadedModel:
         assert isinstance(states, Tensor)
         return states[0]
 
+    def attend_without_tokens(self, step: AttentionStep) -> Tensor:
+        """Take part in every layer's ring with nothing of one's own, which transformers cannot run -> [0, hidden_size].
+
+        The queries of others are attended here, by the scale that all served models have.
+        """
+        share, weights = self.share, self.head.weight
+        assert isinstance(weights, Tensor)
+        q = weights.new_empty(0, share.num_heads, share.head_dim)
+        kv = weights.new_empty(0, share.num_kv_heads, share.head_dim)
+        for layer in range(share.num_layers):
+            step.attend(layer, q, kv, kv, share.head_dim**-0.5)
+        return weights.new_empty(0, share.hidden_size)
+
     def logits(self, hidden_states: Tensor) -> Tensor:
         """[T, hidden_size] -> [T, vocab_size]."""
         logits = self.head(hidden_states)

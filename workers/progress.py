@@ -7,6 +7,7 @@ import time
 
 class Progress:
     """`steps` counts forward passes; `running` is the number of sequences in the one now computed, or in the batch.
+    `decode_variant` served the latest decode step.
 
     The clock also starts anew at every sign of life of an idle loop: a rank that waits for work is not stuck.
     """
@@ -14,6 +15,7 @@ class Progress:
     def __init__(self) -> None:
         self.steps = 0
         self.running = 0
+        self.decode_variant = ""
         self._moved = time.monotonic()
 
     def alive(self, running: int) -> None:
@@ -23,6 +25,10 @@ class Progress:
     def stepped(self, running: int) -> None:
         self.steps += 1
         self.alive(running)
+
+    def decoded(self, running: int, variant: str) -> None:
+        self.decode_variant = variant
+        self.stepped(running)
 
     @property
     def seconds_since_step(self) -> float:

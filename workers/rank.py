@@ -25,9 +25,11 @@ from cp_core.ring_backend import select_ring_backend
 from cp_core.transport import RingTransport
 from workers.builtin_model import resolve_model_path
 from workers.decode_batch import DecodeBatch
+from workers.decode_choice import DecodeChoice
 from workers.decode_header import LEADER, HeaderChannel
 from workers.decode_loop import DecodeFollower, DecodeLeader
 from workers.decode_mailbox import DecodeMailbox
+from workers.decode_probe import probe_decode_rates
 from workers.decode_step import DecodePass
 from workers.kv_cache import KvCache
 from workers.kv_transfer.receiver import KvReceiver
@@ -71,6 +73,7 @@ class RankWorker:
         self._receiver: KvReceiver | None = None
         self._sender: KvSender | None = None
         self._mailbox: DecodeMailbox
+        self._choose_variant: DecodeChoice
         self._store: RingStore | None = None
         self._transport: RingTransport | None = None
         self._tensor: RingTransport | None = None
@@ -78,7 +81,8 @@ class RankWorker:
     def start(self, spec: RankSpec, *, poisoned: bool = False) -> RankInfo:
         """Load the model and open the KV receiver. `poisoned` fills the cache with NaN, for tests.
 
-        Raises ModelRefused, ConfigError (dtype, attention backend, ring transport, tp), Unavailable (no port to open).
+        Raises ModelRefused, ConfigError (dtype, attention backend, ring transport, decode variant, tp), Unavailable (no
+        port to open).
         """
         torch.set_num_threads(spec.num_threads)
         self._spec = spec
@@ -93,6 +97,7 @@ class RankWorker:
         )
         info = self._model.info
         self._backend = select_backend(spec.attention_backend, spec.device, DTYPES[info.dtype])
+        self._choose_variant = DecodeChoice(spec.decode_variant, self._model.share.shape, spec.cp)
         self._cache = KvCache(
             num_layers=info.num_layers,
             num_blocks=spec.num_blocks,
@@ -156,9 +161,16 @@ class RankWorker:
             self._tensor = tensor
 
     def probe(self) -> RingRates:
-        """Measure this rank and its link; collective, about 0.3 s."""
+        """Measure this rank and its link; collective, about 0.5 s."""
         with self._compute() as ring:
-            return probe_rates(self._model.share, self._cache.device, self._backend, ring)
+            share, device = self._model.share, self._cache.device
+            rates = probe_rates(share, device, self._backend, ring)
+            self._choose_variant.measured(probe_decode_rates(rates, share, device, self._backend, ring))
+            return rates
+
+    def fill_kv(self, seed: int) -> None:
+        """Random numbers in every slot of the cache: measurements of decode need KV, whatever it says."""
+        self._cache.fill_random(seed)
 
     # --- prefill -----------------------------------------------------------------------------------------------------
 
@@ -207,16 +219,7 @@ class RankWorker:
         forward = PrefillPass(step, ring, self._cache, self._backend, self._kv_sender.layer_ready)
         if forward.num_tokens:
             return forward, self._model.hidden_states(forward.token_ids, forward.positions, forward)
-        return forward, self._attend_without_tokens(forward)
-
-    def _attend_without_tokens(self, forward: PrefillPass) -> Tensor:
-        """Take part in every layer's ring with nothing of one's own: transformers cannot run zero tokens."""
-        info, cache = self._model.share, self._cache
-        q = torch.empty(0, info.num_heads, info.head_dim, dtype=cache.dtype, device=cache.device)
-        kv = torch.empty(0, info.num_kv_heads, info.head_dim, dtype=cache.dtype, device=cache.device)
-        for layer in range(info.num_layers):
-            forward.attend(layer, q, kv, kv, info.head_dim**-0.5)
-        return torch.empty(0, info.hidden_size, dtype=cache.dtype, device=cache.device)
+        return forward, self._model.attend_without_tokens(forward)
 
     # --- decode ------------------------------------------------------------------------------------------------------
 
@@ -226,15 +229,14 @@ class RankWorker:
         Raises Unavailable if the ring breaks; then `submit` and `poll` of the first rank raise it as well.
         """
         with self._compute() as ring:
-            batch = DecodeBatch(ring.rank, self._spec.block_tokens)
+            batch = DecodeBatch(ring.rank, ring.size, self._spec.block_tokens)
             step = DecodePass(self._model, ring, self._cache, self._backend, batch)
             channel = HeaderChannel(self._header_hops(ring), self._spec.max_batch, self._cache.device)
             if self._spec.rank != LEADER:
-                shares_logits = self._spec.cp_rank == 0
-                DecodeFollower(channel, batch, step, self._progress, self._model if shares_logits else None).run()
+                DecodeFollower(channel, batch, step, self._progress).run()
                 return
             try:
-                DecodeLeader(channel, batch, step, self._progress, self._model, self._mailbox).run()
+                DecodeLeader(channel, batch, step, self._progress, self._choose_variant, self._mailbox).run()
             except Exception as error:
                 self._mailbox.close(f"the decode loop of {self._spec.group} broke: {error}")
                 raise
@@ -290,6 +292,7 @@ class RankWorker:
             seconds_since_step=self._progress.seconds_since_step,
             running=self._progress.running,
             open_transfers=self._receiver.num_open if self._receiver else 0,
+            decode_variant=self._progress.decode_variant,
         )
 
     def stop(self) -> None:

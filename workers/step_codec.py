@@ -8,7 +8,10 @@ from workers.decode_batch import Admission, BatchChange
 
 
 def encode_change(change: BatchChange) -> bytes:
-    admitted = [[item.sequence_id, item.token_id, item.position, item.held, item.blocks] for item in change.admitted]
+    admitted = [
+        [item.sequence_id, item.token_id, item.position, item.held, item.blocks, item.temperature, item.seed]
+        for item in change.admitted
+    ]
     encoded = msgpack.packb([change.removed, admitted])
     assert isinstance(encoded, bytes)
     return encoded
@@ -19,7 +22,7 @@ def decode_change(payload: bytes) -> BatchChange:
     return BatchChange(
         removed=removed,
         admitted=tuple(
-            Admission(sequence_id, token_id, position, held, blocks)
-            for sequence_id, token_id, position, held, blocks in admitted
+            Admission(sequence_id, token_id, position, held, blocks, temperature, seed)
+            for sequence_id, token_id, position, held, blocks, temperature, seed in admitted
         ),
     )

@@ -12,6 +12,7 @@ from enum import StrEnum
 import numpy as np
 import numpy.typing as npt
 
+from cp_core.cost_model import ModelShape
 from cp_core.layout import PrefillLayout, TokenRange
 from cp_core.reshard import KvPiece as KvPiece
 
@@ -71,6 +72,7 @@ class RankSpec:
     num_threads: int = 1
     listen_host: str = "127.0.0.1"
     max_batch: int = 32
+    decode_variant: str = "auto"
 
     @property
     def cp(self) -> int:
@@ -104,6 +106,20 @@ class ModelInfo:
     num_parameters: int
     element_bytes: int
     eos_token_ids: tuple[int, ...]
+
+    @property
+    def shape(self) -> ModelShape:
+        """The sizes, as cost models take them."""
+        return ModelShape(
+            num_layers=self.num_layers,
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            vocab_size=self.vocab_size,
+            element_bytes=self.element_bytes,
+        )
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -287,9 +303,13 @@ class DecodeEvents:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankStatus:
-    """Progress, for watchdogs: a step counter and the seconds since it last moved."""
+    """Progress, for watchdogs: a step counter and the seconds since it last moved.
+
+    `decode_variant` served the latest decode step: `gather` or `pass_q`, empty before the first.
+    """
 
     steps: int
     seconds_since_step: float
     running: int
     open_transfers: int
+    decode_variant: str = ""

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from cp_core.backends.flash_attn import FlashAttention
 from cp_core.backends.reference import ReferenceAttention
 from cp_core.backends.torch_cpu import TorchCpuFlash
+from cp_core.backends.torch_cuda import TorchCudaFlash
 
-BACKENDS: tuple[type[TorchCpuFlash] | type[ReferenceAttention], ...] = (TorchCpuFlash, ReferenceAttention)
+Backend = type[TorchCpuFlash] | type[TorchCudaFlash] | type[FlashAttention] | type[ReferenceAttention]
+
+BACKENDS: tuple[Backend, ...] = (TorchCpuFlash, TorchCudaFlash, FlashAttention, ReferenceAttention)

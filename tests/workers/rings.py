@@ -78,6 +78,7 @@ class LocalRing:
         max_batch: int = 8,
         ring_transport: str | None = None,
         tp: int = 1,
+        decode_variant: str = "auto",
     ) -> None:
         """`num_ranks` share the tokens; with `tp` each of them is `tp` workers that share the heads."""
         self.num_ranks = num_ranks
@@ -106,6 +107,7 @@ class LocalRing:
                 block_tokens=BLOCK_TOKENS,
                 max_batch=max_batch,
                 ring_transport=ring_transport or "auto",
+                decode_variant=decode_variant,
             )
             info = worker.start(spec, poisoned=True)
             if ring_transport is None:

@@ -42,7 +42,7 @@ def event(name: str, token_id: int, reason: FinishReason | None = None) -> Decod
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=4).map(tuple), st.integers(0, 30))
 def test_ranks_agree_who_stores_what_and_stay_within_a_token(held: tuple[int, ...], num_steps: int) -> None:
-    batches = [DecodeBatch(rank, BLOCK_TOKENS) for rank in range(len(held))]
+    batches = [DecodeBatch(rank, len(held), BLOCK_TOKENS) for rank in range(len(held))]
     for batch in batches:
         batch.advance((), BatchChange(admitted=(admission("a", held),)))
     for step in range(num_steps):
@@ -61,7 +61,7 @@ def test_ranks_agree_who_stores_what_and_stay_within_a_token(held: tuple[int, ..
 
 
 def test_rows_leave_before_others_join_and_keep_their_order() -> None:
-    batch = DecodeBatch(0, BLOCK_TOKENS)
+    batch = DecodeBatch(0, 2, BLOCK_TOKENS)
     batch.advance((), BatchChange(admitted=(admission("a"), admission("b"), admission("c"))))
     batch.advance((1, 2, 3), BatchChange(removed=("b",), admitted=(admission("d"),)))
     assert [(row.sequence_id, row.token_id, row.position) for row in batch.rows] == [
@@ -72,7 +72,7 @@ def test_rows_leave_before_others_join_and_keep_their_order() -> None:
 
 
 def test_a_sequence_that_outgrows_its_blocks_is_a_bug_and_says_so() -> None:
-    batch = DecodeBatch(0, BLOCK_TOKENS)
+    batch = DecodeBatch(0, 1, BLOCK_TOKENS)
     batch.advance((), BatchChange(admitted=(Admission("a", 9, 4, (4,), ((0,),)),)))
     with pytest.raises(AssertionError, match="'a' has outgrown its 1 blocks"):
         batch.append()
@@ -90,6 +90,8 @@ def test_a_sequence_that_outgrows_its_blocks_is_a_bug_and_says_so() -> None:
                 position=st.integers(0, 1 << 40),
                 held=st.lists(st.integers(0, 1 << 40)).map(tuple),
                 blocks=st.lists(st.lists(st.integers(0, 1 << 30)).map(tuple)).map(tuple),
+                temperature=st.floats(0.0, 2.0),
+                seed=st.integers(0, (1 << 64) - 1),
             )
         ).map(tuple),
     )

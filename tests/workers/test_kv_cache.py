@@ -136,6 +136,17 @@ def test_tensor_parallel_heads_are_written_and_read_apart() -> None:
         cache = small_cache()
 
 
+def test_random_filling_writes_every_slot_the_same_for_the_same_seed_only() -> None:
+    first, again, other = small_cache(), small_cache(), small_cache()
+    for cache, seed in ((first, 1), (again, 1), (other, 2)):
+        cache.fill_random(seed)
+    for layer in range(2):
+        assert first.k_layers[layer].isfinite().all()
+        assert first.v_layers[layer].isfinite().all()
+        assert torch.equal(first.v_layers[layer], again.v_layers[layer])
+        assert not torch.equal(first.v_layers[layer], other.v_layers[layer])
+
+
 def test_a_cache_far_larger_than_memory_in_use_costs_only_what_is_written() -> None:
     cache = KvCache(num_layers=4, num_blocks=65536, block_tokens=16, num_kv_heads=8, head_dim=64)
     k = torch.ones(16, 8, 64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -9,10 +10,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from cp_core.cost_model import PASS_Q
+from cp_core.decode_variant import GATHER, VARIANTS
 from cp_core.errors import ConfigError, Unavailable
 from tests.workers.models import KINDS, VOCAB_SIZE, Oracle, random_tokens
 from tests.workers.rings import LocalRing, Turn
+from workers.decode_choice import DecodeChoice
 from workers.model import load_model
+from workers.model_info import tensor_share
 from workers.rank import RankWorker
 from workers.steps import Algorithm, RankSpec, Sampling
 
@@ -34,14 +39,16 @@ def test_cp2_tp2_gives_the_logits_of_transformers(
     assert (torch.cat([first, second]) - expected).abs().max() <= TOLERANCE
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_tensor_parallel_rings_decode_the_tokens_of_transformers(
-    kind: str, num_ranks: int, model_paths: Mapping[str, Path], oracles: Mapping[str, Oracle]
+    kind: str, num_ranks: int, variant: str, model_paths: Mapping[str, Path], oracles: Mapping[str, Oracle]
 ) -> None:
+    """Of three ranks one has no row of its own to compute, and no logits to make."""
     prompts = {"a": random_tokens(29), "b": random_tokens(1, seed=2)}
     sampling = Sampling(max_tokens=12)
-    with LocalRing(model_paths[kind], num_ranks, tp=2) as ring:
+    with LocalRing(model_paths[kind], num_ranks, tp=2, decode_variant=variant) as ring:
         conversations = {name: ring.open(name, 64) for name in prompts}
         turns = [Turn(conversations[name], prompt, sampling) for name, prompt in prompts.items()]
         firsts = ring.prefill(turns)
@@ -50,9 +57,41 @@ def test_tensor_parallel_rings_decode_the_tokens_of_transformers(
             ring.admit(conversation, firsts[name], sampling)
         events = ring.events_until_finished(list(prompts))
         ring.stop_decode()
+        assert {worker.status().decode_variant for worker in ring.workers} == {variant}
     for name, prompt in prompts.items():
         decoded = [firsts[name], *(event.token_id for event in events[name] if event.token_id is not None)]
         assert decoded == oracles[kind].greedy(prompt, 12), name
+
+
+def test_tensor_parallel_rings_draw_as_one_process_and_may_change_the_variant_at_every_step(
+    model_paths: Mapping[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first process chooses, the others hear of it: had each its own choice, theirs would not fit."""
+    prompts = {"a": random_tokens(29), "b": random_tokens(12, seed=2)}
+    samplings = {name: Sampling(temperature=0.8, seed=seed, max_tokens=16) for seed, name in enumerate(prompts)}
+    turns = itertools.cycle([GATHER, PASS_Q, PASS_Q])
+    monkeypatch.setattr(DecodeChoice, "__call__", lambda *_: next(turns))
+    answers = []
+    for num_ranks, tp in ((1, 1), (2, 2)):
+        with LocalRing(model_paths["llama_gqa"], num_ranks, tp=tp) as ring:
+            conversations = {name: ring.open(name, 64) for name in prompts}
+            firsts = ring.prefill([Turn(conversations[name], prompts[name], samplings[name]) for name in prompts])
+            ring.start_decode()
+            for name, conversation in conversations.items():
+                ring.admit(conversation, firsts[name], samplings[name])
+            events = ring.events_until_finished(list(prompts))
+        answers.append({name: [firsts[name], *(event.token_id for event in events[name])] for name in prompts})
+    assert answers[0] == answers[1]
+    assert len(set(answers[0]["a"])) > 5
+
+
+def test_the_choice_of_variant_reckons_with_the_share_of_a_process(model_paths: Mapping[str, Path]) -> None:
+    with LocalRing(model_paths["llama_gqa"], 2, tp=2) as ring:
+        ring.together(lambda worker, _: worker.probe())
+        for worker in ring.workers:
+            assert worker._choose_variant._shape == tensor_share(ring.infos[0].model, 2).shape
+            assert worker._choose_variant._num_ranks == 2
+            assert worker._choose_variant._rates is not None
 
 
 def test_four_tensor_parallel_ranks_share_four_heads(
@@ -72,13 +111,16 @@ def test_a_cp_rank_without_tokens_leaves_the_others_their_answer(
     assert (logits - oracles["qwen3"].logits([7])).abs().max() <= TOLERANCE
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("ring_transport", ["gloo", "sockets"])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_rings_and_groups_meet_in_one_store(
-    num_ranks: int, ring_transport: str, model_paths: Mapping[str, Path], oracles: Mapping[str, Oracle]
+    num_ranks: int, ring_transport: str, variant: str, model_paths: Mapping[str, Path], oracles: Mapping[str, Oracle]
 ) -> None:
     prompt, sampling = random_tokens(29), Sampling(max_tokens=6)
-    with LocalRing(model_paths["llama_gqa"], num_ranks, tp=2, ring_transport=ring_transport) as ring:
+    with LocalRing(
+        model_paths["llama_gqa"], num_ranks, tp=2, ring_transport=ring_transport, decode_variant=variant
+    ) as ring:
         conversation = ring.open("c", 64)
         first = ring.prefill([Turn(conversation, prompt, sampling)])["c"]
         ring.start_decode()
@@ -142,12 +184,13 @@ def test_heads_that_do_not_divide_are_refused_at_start(
         RankWorker().start(spec)
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("ring_transport", ["gloo", "sockets"])
 @pytest.mark.parametrize("lost", [0, 1, 2, 3])
 def test_the_loss_of_any_rank_ends_the_loops_of_all(
-    lost: int, ring_transport: str, model_paths: Mapping[str, Path]
+    lost: int, ring_transport: str, variant: str, model_paths: Mapping[str, Path]
 ) -> None:
-    with LocalRing(model_paths["llama_gqa"], 2, tp=2, ring_transport=ring_transport) as ring:
+    with LocalRing(model_paths["llama_gqa"], 2, tp=2, ring_transport=ring_transport, decode_variant=variant) as ring:
         ring.start_decode()
         conversation = ring.open("c", 256)
         ring.admit(conversation, 5, Sampling(max_tokens=250))

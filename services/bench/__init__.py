@@ -1,0 +1,1 @@
+"""Measurements behind `ringserve bench`: rings of processes on this machine, one thread a rank."""

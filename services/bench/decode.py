@@ -1,0 +1,111 @@
+"""`ringserve bench decode`: time between tokens by context, ring size and batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+
+import psutil
+
+from cp_core.errors import ConfigError
+from services.bench.decode_station import DecodeCase, DecodeStation
+from services.bench.figures import Target, paired_ratio
+from services.bench.model_rank import with_layers
+from services.bench.report import Report, Row
+from services.bench.ring_processes import RingProcesses
+from services.bench.rounds import Contender, Series, alternate
+from workers.model_info import read_model_info
+from workers.steps import ModelInfo
+
+# What every rank computes the whole batch for: partial results are gathered on all of them (vLLM RFC #26133).
+VARIANT = "all-gathered partials"
+# The KV of all rings stands in memory at once; a machine that begins to swap measures its disk.
+SHARE_OF_MEMORY = 0.8
+
+# Targets on 2 cores, fp32, one thread a rank, one sequence.
+LONG_CONTEXT = 65536
+LONG_OVER_ONE = 0.65
+SHORT_CONTEXT = 2048
+SHORT_OVER_ONE = 1.2
+SHORT_LAYERS = 16
+
+Measured = Mapping[tuple[str, int], Series]
+
+
+def num_measurements(ranks: Sequence[int], cases: Sequence[DecodeCase], num_rounds: int) -> int:
+    return len(cases) * (num_rounds + 1) * len(ranks)
+
+
+def measure_decode(
+    model: str,
+    num_layers: int | None,
+    ranks: Sequence[int],
+    cases: Sequence[DecodeCase],
+    num_rounds: int,
+    transport: str = "auto",
+    tell: Callable[[str], None] = lambda name: None,
+) -> Report:
+    """All rings in turn for each case. A case whose KV does not fit in memory is left out, and named in the notes.
+
+    Raises ModelRefused, Unavailable, ConfigError where no case fits.
+    """
+    rows: list[Row] = []
+    targets: list[Target] = []
+    with with_layers(model, num_layers) as path, ExitStack() as stack:
+        info = read_model_info(path, "float32", model)
+        fitting = fitting_cases(info, ranks, cases, psutil.virtual_memory().available)
+        if not fitting:
+            raise ConfigError(f"--context: the KV of no case fits in {SHARE_OF_MEMORY:.0%} of the free memory")
+        made = partial(DecodeStation, str(path), tuple(fitting))
+        rings = {size: stack.enter_context(RingProcesses(size, made, transport)) for size in ranks}
+        for case in fitting:
+            contenders = [Contender(VARIANT, size, partial(ring.measure, case)) for size, ring in rings.items()]
+            alternate(contenders, 1, tell)
+            measured = alternate(contenders, num_rounds, tell)
+            rows += [_row(case, series, measured) for series in measured.values()]
+            targets += _targets(info, case, measured)
+    settings = f"{info.name}, {info.num_layers} layers, H{info.num_heads}/K{info.num_kv_heads}/D{info.head_dim}, "
+    settings += f"{info.dtype}, KV of random numbers, one thread a rank, transport {transport}"
+    notes = tuple(_left_out(info, ranks, case) for case in cases if case not in fitting)
+    return Report(bench="decode", settings=settings, rows=tuple(rows), targets=tuple(targets), notes=notes)
+
+
+def fitting_cases(
+    info: ModelInfo, ranks: Sequence[int], cases: Sequence[DecodeCase], free_bytes: int
+) -> list[DecodeCase]:
+    return [case for case in cases if _kv_bytes(info, ranks, case) <= SHARE_OF_MEMORY * free_bytes]
+
+
+def _kv_bytes(info: ModelInfo, ranks: Sequence[int], case: DecodeCase) -> int:
+    return len(ranks) * case.kv_tokens() * info.kv_bytes_per_token
+
+
+def _left_out(info: ModelInfo, ranks: Sequence[int], case: DecodeCase) -> str:
+    size = _kv_bytes(info, ranks, case) / 1e9
+    return f"left out: context {case.context}, batch {case.batch} takes {size:.1f} GB of KV over all rings"
+
+
+def _row(case: DecodeCase, series: Series, measured: Measured) -> Row:
+    ranks = series.contender.ranks
+    one = measured.get((VARIANT, 1)) if ranks > 1 else None
+    return Row(
+        name=VARIANT,
+        ranks=ranks,
+        tokens=case.context,
+        batch=case.batch,
+        seconds=series.figures,
+        speedup=None if one is None else paired_ratio(one.seconds, series.seconds),
+    )
+
+
+def _targets(info: ModelInfo, case: DecodeCase, measured: Measured) -> list[Target]:
+    if case.batch != 1 or not {(VARIANT, 1), (VARIANT, 2)} <= measured.keys():
+        return []
+    over_one = paired_ratio(measured[VARIANT, 2].seconds, measured[VARIANT, 1].seconds)
+    text = f"TTIT of 2 ranks over one, {case.context} tokens"
+    if case.context == LONG_CONTEXT:
+        return [Target(text, over_one, LONG_OVER_ONE, is_at_least=False)]
+    if case.context == SHORT_CONTEXT and info.num_layers == SHORT_LAYERS:
+        return [Target(text, over_one, SHORT_OVER_ONE, is_at_least=False)]
+    return []

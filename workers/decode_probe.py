@@ -1,0 +1,94 @@
+"""What else of a ring decides how its decode steps are served, measured on itself at start, like `workers.probe`."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Final
+
+import torch
+
+from cp_core.attention import AttentionBackend
+from cp_core.cost_model import Rates
+from cp_core.decode_variant import DecodeRates
+from cp_core.transport import RingTransport
+from workers.model import DTYPES
+from workers.steps import ModelInfo, RingRates
+
+SECONDS_PER_RATE: Final = 0.05
+# As many matrices in turn as a layer has of this size, so that one does not stay in a cache by itself.
+WEIGHT_COPIES: Final = 3
+STORED_TOKENS: Final = 1024
+MESSAGES: Final = 40
+MESSAGE_BYTES: Final = 64
+
+
+def probe_decode_rates(
+    rates: RingRates, info: ModelInfo, device: torch.device, backend: AttentionBackend, transport: RingTransport
+) -> DecodeRates:
+    """Measure this rank with one row, and messages between busy ranks. Collective."""
+    dtype = DTYPES[info.dtype]
+    row = torch.ones(1, info.hidden_size, dtype=dtype, device=device)
+    weights = [
+        torch.ones(info.intermediate_size, info.hidden_size, dtype=dtype, device=device) for _ in range(WEIGHT_COPIES)
+    ]
+
+    def multiply() -> None:
+        for weight in weights:
+            torch.nn.functional.linear(row, weight)
+
+    q = torch.ones(1, info.num_heads, info.head_dim, dtype=dtype, device=device)
+    kv = torch.ones(STORED_TOKENS, info.num_kv_heads, info.head_dim, dtype=dtype, device=device)
+    multiply_seconds = _median_seconds(multiply, device)
+    attend_seconds = _median_seconds(
+        lambda: backend.partial_attention(q, kv, kv, causal=False, scale=info.head_dim**-0.5), device
+    )
+    return DecodeRates(
+        ring=Rates(
+            gemm_flops=rates.gemm_flops,
+            attention_flops=rates.attention_flops,
+            link_bytes_per_second=rates.link_bytes_per_second,
+            link_latency_seconds=rates.link_latency_seconds,
+            overlap=rates.overlap,
+        ),
+        weight_bytes_per_second=sum(weight.nbytes for weight in weights) / multiply_seconds,
+        kv_bytes_per_second=2 * kv.nbytes / attend_seconds,
+        busy_message_seconds=_busy_message_seconds(multiply, multiply_seconds, transport, device),
+    )
+
+
+def _busy_message_seconds(
+    compute: Callable[[], None], compute_seconds: float, transport: RingTransport, device: torch.device
+) -> float:
+    """What a small exchange adds to a little computing before it, on average: a decode step meets every delay."""
+    if transport.size == 1:
+        return 0.0
+    send = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8, device=device)
+    received = torch.empty_like(send)
+    after, before = (transport.rank + 1) % transport.size, (transport.rank - 1) % transport.size
+    start = time.perf_counter()
+    for _ in range(MESSAGES):
+        compute()
+        transport.exchange(send, after, received, before).wait()
+    _finish(device)
+    return max(0.0, (time.perf_counter() - start) / MESSAGES - compute_seconds)
+
+
+def _median_seconds(run: Callable[[], object], device: torch.device) -> float:
+    """Of the runs that fit in SECONDS_PER_RATE, at least one."""
+    run()
+    _finish(device)
+    seconds: list[float] = []
+    deadline = time.perf_counter() + SECONDS_PER_RATE
+    while not seconds or time.perf_counter() < deadline:
+        start = time.perf_counter()
+        run()
+        _finish(device)
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
