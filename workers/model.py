@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,9 @@ from workers.attention_hook import AttentionStep
 from workers.model_info import read_model_info, tensor_share
 from workers.steps import ModelInfo
 from workers.tensor_parallel import TensorParallel
+
+# transformers patches its own classes while it builds a model: two threads at it leave a patch behind for good.
+LOADING = threading.Lock()
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -87,16 +91,17 @@ def load_model(
     # Ranks log; a bar for each of them would only garble their leader's terminal.
     disable_progress_bar()
     try:
-        # Typed as a model alone; with output_loading_info it is a pair.
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path,
-            dtype=DTYPES[info.dtype],
-            local_files_only=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-            # Into the report and not as an exception: that one does not say which.
-            ignore_mismatched_sizes=True,
-        )
+        with LOADING:
+            # Typed as a model alone; with output_loading_info it is a pair.
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                path,
+                dtype=DTYPES[info.dtype],
+                local_files_only=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+                # Into the report and not as an exception: that one does not say which.
+                ignore_mismatched_sizes=True,
+            )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ModelRefused(f"{path} cannot be loaded: {error}") from error
     model, loading = loaded

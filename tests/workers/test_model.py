@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
 
 from cp_core.errors import ModelRefused
 from tests.workers.models import KINDS
@@ -164,3 +166,12 @@ def test_one_layer_asks_for_attention_once_and_gets_no_mask(model_paths: Mapping
         states = loaded.hidden_states(torch.tensor([1, 2, 3]), torch.tensor([0, 7, 3]), Recorder())
     assert states.shape == (3, 64)
     assert seen == [(layer, (3, 4, 16), (3, 2, 16), True, 0.25) for layer in range(2)]
+
+
+def test_ranks_that_load_at_the_same_time_leave_transformers_as_it_was(model_paths: Mapping[str, Path]) -> None:
+    tie_weights = PreTrainedModel.tie_weights
+    with ThreadPoolExecutor(8) as threads:
+        loads = [threads.submit(load_model, path, "float32", "cpu") for path in model_paths.values() for _ in range(6)]
+        for load in loads:
+            load.result()
+    assert PreTrainedModel.tie_weights is tie_weights
