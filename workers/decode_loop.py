@@ -15,6 +15,7 @@ from workers.decode_header import HEARTBEAT_SECONDS, Header, HeaderChannel, Head
 from workers.decode_mailbox import DecodeMailbox
 from workers.decode_step import DecodePass
 from workers.progress import Progress
+from workers.sampling.parameters import Sampled, TokenLogprobs
 from workers.steps import AdmitSequence, DecodeCommand, DecodeEvent, FinishReason, RemoveSequence, Sampling
 
 # (sequences, stored tokens of all) of the next step -> which variant serves it.
@@ -123,18 +124,19 @@ class DecodeLeader:
             self._mailbox.post(aborted)
         return BatchChange(tuple(removed), tuple(Admission.of(command) for command in joining.values()))
 
-    def _commit(self, sampled: Sequence[int]) -> None:
+    def _commit(self, sampled: Sequence[Sampled]) -> None:
         """Report the tokens of all rows and the ends."""
         events = []
-        for row, token_id in zip(self._batch.rows, sampled, strict=True):
+        for row, drawn in zip(self._batch.rows, sampled, strict=True):
+            token_id = drawn.token_id
             generation = self._generations[row.sequence_id]
             generation.num_generated += 1
             reason = _finish_reason(token_id, generation)
             if reason is not None:
                 self._finished.append(row.sequence_id)
                 del self._generations[row.sequence_id]
-            events.append(_event(row.sequence_id, token_id, reason, row.position + 1))
-        self._sampled = tuple(sampled)
+            events.append(_event(row.sequence_id, token_id, reason, row.position + 1, drawn.logprobs))
+        self._sampled = tuple(drawn.token_id for drawn in sampled)
         self._mailbox.post(events)
 
 
@@ -144,5 +146,13 @@ def _finish_reason(token_id: int, generation: Generation) -> FinishReason | None
     return FinishReason.LENGTH if generation.num_generated >= generation.sampling.max_tokens else None
 
 
-def _event(name: str, token_id: int | None, reason: FinishReason | None, kv_tokens: int) -> DecodeEvent:
-    return DecodeEvent(sequence_id=name, token_id=token_id, finish_reason=reason, kv_tokens=kv_tokens)
+def _event(
+    name: str,
+    token_id: int | None,
+    reason: FinishReason | None,
+    kv_tokens: int,
+    logprobs: TokenLogprobs | None = None,
+) -> DecodeEvent:
+    return DecodeEvent(
+        sequence_id=name, token_id=token_id, finish_reason=reason, kv_tokens=kv_tokens, logprobs=logprobs
+    )

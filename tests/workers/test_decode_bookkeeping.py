@@ -14,8 +14,9 @@ from tests.workers.rings import run_in_thread
 from workers.decode_batch import Admission, BatchChange, DecodeBatch
 from workers.decode_mailbox import DecodeMailbox
 from workers.kv_cache import runs
+from workers.sampling.parameters import TokenBias
 from workers.step_codec import decode_change, encode_change
-from workers.steps import AdmitSequence, DecodeEvent, FinishReason, RemoveSequence, Sampling
+from workers.steps import AdmitSequence, DecodeEvent, FinishReason, RemoveSequence, Sampling, TokenHistory
 
 BLOCK_TOKENS = 4
 
@@ -78,6 +79,19 @@ def test_a_sequence_that_outgrows_its_blocks_is_a_bug_and_says_so() -> None:
         batch.append()
 
 
+samplings = st.builds(
+    Sampling,
+    seed=st.integers(0, (1 << 64) - 1),
+    max_tokens=st.integers(1, 1 << 31),
+    logprobs=st.none() | st.integers(0, 20),
+    prompt_logprobs=st.none() | st.integers(0, 20),
+    top_k=st.integers(0, 1 << 31),
+    min_tokens=st.integers(0, 1 << 31),
+    stop_token_ids=st.lists(st.integers(0, 1 << 31)).map(tuple),
+    logit_bias=st.lists(st.builds(TokenBias, st.integers(0, 1 << 31), st.floats(-100, 100))).map(tuple),
+)
+
+
 @given(
     st.builds(
         BatchChange,
@@ -90,8 +104,8 @@ def test_a_sequence_that_outgrows_its_blocks_is_a_bug_and_says_so() -> None:
                 position=st.integers(0, 1 << 40),
                 held=st.lists(st.integers(0, 1 << 40)).map(tuple),
                 blocks=st.lists(st.lists(st.integers(0, 1 << 30)).map(tuple)).map(tuple),
-                temperature=st.floats(0.0, 2.0),
-                seed=st.integers(0, (1 << 64) - 1),
+                sampling=samplings,
+                history=st.builds(TokenHistory),
             )
         ).map(tuple),
     )
