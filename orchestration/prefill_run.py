@@ -14,7 +14,16 @@ from orchestration.ports import DecodePort
 from orchestration.reshard_sends import sends_for
 from orchestration.ring import Ring, gather_all, gather_first_error
 from orchestration.turn import Chunk, PrefillTurn, SendKv
-from workers.steps import KvExpect, PrefillStep, SequencePrefill, TransferKey
+from workers.steps import (
+    NO_HISTORY,
+    KvExpect,
+    PrefillStep,
+    PromptScore,
+    SequencePrefill,
+    TokenHistory,
+    TokenLogprobs,
+    TransferKey,
+)
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +52,8 @@ class PrefillRun:
         self._decode = decode
         self._sending: TransferKey | None = None
         self.stop_error: RingserveError | None = None
+        self.first_logprobs: TokenLogprobs | None = None
+        self._scores: dict[int, TokenLogprobs] = {}
 
     async def pull(self) -> Pulled:
         """Fetch cached KV that only the decode ring has: tokens it made, or what was evicted here."""
@@ -127,6 +138,8 @@ class PrefillRun:
                         cached=held,
                         blocks=send.blocks,
                         sample=turn.sampling if is_last else None,
+                        history=TokenHistory.of(turn.sampling, turn.token_ids) if is_last else NO_HISTORY,
+                        score=_score(turn, piece.stop),
                         sends=(send,),
                     ),
                 ),
@@ -142,7 +155,16 @@ class PrefillRun:
             self._ring.report_lost(error, self._incarnation)
             raise Unavailable(f"prefill ring {self._settings.name} failed in a step: {error}") from error
         sequence.shards = after
+        for output in outputs:
+            self._scores.update(output.scores.get(turn.sequence_id, {}))
+            self.first_logprobs = output.logprobs.get(turn.sequence_id, self.first_logprobs)
         return {name: token for output in outputs for name, token in output.tokens.items()}
+
+    @property
+    def prompt_logprobs(self) -> tuple[TokenLogprobs, ...]:
+        """How likely the prompt's tokens from the second on were; none where that was not asked."""
+        assert sorted(self._scores) == list(range(1, len(self._scores) + 1)), "ranks and chunks cover the prompt"
+        return tuple(self._scores[position] for position in sorted(self._scores))
 
     async def hand_over(self) -> None:
         """Wait until the decode ring has acknowledged every byte."""
@@ -164,3 +186,11 @@ class PrefillRun:
         except RingserveError as error:
             # A rank that cannot be asked is dead, and what is dead neither reads nor writes.
             log.info("cleaning up turn %s: %s", self._turn.turn_id, error)
+
+
+def _score(turn: PrefillTurn, stop: int) -> PromptScore | None:
+    """What a step that ends before position `stop` is asked about the prompt's tokens."""
+    num_top = turn.sampling.prompt_logprobs
+    if num_top is None:
+        return None
+    return PromptScore(num_top=num_top, following=int(turn.token_ids[stop]) if stop < len(turn.token_ids) else None)

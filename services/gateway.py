@@ -17,8 +17,10 @@ from orchestration.turn import Plan
 from ringserve.v1 import inference_pb2, inference_pb2_grpc
 from services.metrics import GatewayMetrics
 from services.requests import RequestReader
+from services.sampling_params import stop_rule
 from services.status import answer, answer_stream, code_of
 from services.text import IncrementalText, TextCodec
+from services.text_stops import AnswerText
 from services.turn_stream import TurnStream
 from services.wire import groups as wire_groups
 from workers.steps import ModelInfo
@@ -80,7 +82,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             self._running.add(request_id)
             begun = await self._router.begin_turn(turn_request)
             self._note_plan(request_id, begun.prompt_tokens, begun.plan)
-            stream = TurnStream(turn_request, begun, IncrementalText(self._codec), started)
+            text = AnswerText(IncrementalText(self._codec), stop_rule(request.sampling_params))
+            stream = TurnStream(turn_request, begun, text, started)
             yield stream.start()
             async for response in stream.responses(self._peers.decode(begun.decode_endpoint)):
                 if response.HasField("complete"):

@@ -76,7 +76,7 @@ class TokenHistory:
         """What `sampling` needs of a whole prompt and the answer so far."""
         return cls(
             num_generated=len(answer),
-            prompt_ids=tuple(sorted(set(prompt))) if sampling.looks_at_prompt else (),
+            prompt_ids=tuple(sorted({int(token) for token in prompt})) if sampling.looks_at_prompt else (),
             answer_ids=tuple(answer) if sampling.looks_at_answer else (),
         )
 
