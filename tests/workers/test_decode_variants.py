@@ -68,6 +68,17 @@ def test_sequences_that_join_and_leave_get_the_tokens_of_one_process(
     assert answers == {name: oracles["llama_gqa"].greedy(PROMPTS[name], end) for name, end in ENDS.items()}
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_kernel_that_follows_block_tables_gives_the_same_tokens(
+    variant: str, num_ranks: int, model_paths: Models, oracles: Oracles
+) -> None:
+    """The reference is such a kernel; blocks are scattered, and what was never written is NaN."""
+    with LocalRing(model_paths["llama_gqa"], num_ranks, decode_variant=variant, attention_backend="reference") as ring:
+        answers = serve_all(ring, greedy())
+    assert answers == {name: oracles["llama_gqa"].greedy(PROMPTS[name], end) for name, end in ENDS.items()}
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_model_decodes_the_same_in_pass_q(kind: str, model_paths: Models, oracles: Oracles) -> None:
     prompt, sampling = random_tokens(33), Sampling(max_tokens=16)
