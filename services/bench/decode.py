@@ -36,14 +36,12 @@ Measured = Mapping[tuple[str, int], Series]
 
 
 def num_measurements(ranks: Sequence[int], cases: Sequence[DecodeCase], num_rounds: int) -> int:
-    return (num_rounds + 1) * sum(len(_policies(size, case)) for size in ranks for case in cases)
+    return len(cases) * (num_rounds + 1) * sum(len(_policies(size)) for size in ranks)
 
 
-def _policies(num_ranks: int, case: DecodeCase) -> Sequence[str]:
-    """One rank has no choice, and one sequence leaves the rule none."""
-    if num_ranks == 1:
-        return (GATHER,)
-    return [each for each in VARIANT_POLICIES if each != AUTO or case.batch > 1]
+def _policies(num_ranks: int) -> Sequence[str]:
+    """One rank has no choice."""
+    return VARIANT_POLICIES if num_ranks > 1 else (GATHER,)
 
 
 def measure_decode(
@@ -72,7 +70,7 @@ def measure_decode(
             contenders = [
                 Contender(policy, size, partial(ring.measure, DecodeTask(case, policy)))
                 for size, ring in rings.items()
-                for policy in _policies(size, case)
+                for policy in _policies(size)
             ]
             alternate(contenders, 1, tell)
             measured = alternate(contenders, num_rounds, tell)
@@ -131,9 +129,9 @@ def _rule_targets(case: DecodeCase, measured: Measured) -> list[Target]:
 
 
 def _scaling_targets(info: ModelInfo, case: DecodeCase, measured: Measured) -> list[Target]:
-    if case.batch != 1 or not {(GATHER, 1), (GATHER, 2)} <= measured.keys():
+    if case.batch != 1 or not {(GATHER, 1), (AUTO, 2)} <= measured.keys():
         return []
-    over_one = paired_ratio(measured[GATHER, 2].seconds, measured[GATHER, 1].seconds)
+    over_one = paired_ratio(measured[AUTO, 2].seconds, measured[GATHER, 1].seconds)
     text = f"TTIT of 2 ranks over one, {case.context} tokens"
     if case.context == LONG_CONTEXT:
         return [Target(text, over_one, LONG_OVER_ONE, is_at_least=False)]

@@ -231,7 +231,11 @@ def test_auto_gathers_until_the_ring_has_measured_itself(model_paths: Models) ->
     assert choice(8, 1000) == GATHER
     link = Rates(gemm_flops=1e9, attention_flops=1e9, link_bytes_per_second=1e15, link_latency_seconds=0.0)
     free_messages = DecodeRates(
-        ring=link, weight_bytes_per_second=1e12, kv_bytes_per_second=1e12, busy_message_seconds=0.0
+        ring=link,
+        weight_bytes_per_second=1e12,
+        lone_weight_bytes_per_second=1e12,
+        kv_bytes_per_second=1e12,
+        busy_message_seconds=0.0,
     )
     assert choice.predicted(8, 1000) == []
     choice.measured(free_messages)
@@ -243,4 +247,7 @@ def test_probing_lets_auto_choose_by_what_was_measured(model_paths: Models) -> N
     with LocalRing(model_paths["llama_gqa"], 2) as ring:
         ring.together(lambda worker, _: worker.probe())
         assert all(worker._choose_variant._rates is not None for worker in ring.workers)
-        assert ring.workers[0]._choose_variant(1, 100) == GATHER
+        choice = ring.workers[0]._choose_variant
+        for batch in (1, 64):
+            seconds = dict(choice.predicted(batch, 100 * batch))
+            assert choice(batch, 100 * batch) == (PASS_Q if seconds[PASS_Q] < 0.95 * seconds[GATHER] else GATHER)
