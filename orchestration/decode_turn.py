@@ -70,9 +70,11 @@ class DecodeTurn:
             self.num_finished = num_tokens
 
     def cut(self) -> None:
-        """Forget tokens after the answer. Nobody may add any more."""
+        """Forget tokens after the answer, and their KV. Nobody may add any more."""
         if self.num_finished is not None:
             del self.tokens[self.num_finished :]
+            kv_tokens = self.request.num_tokens + len(self.tokens) - 1
+            self.sequence.shards = self.sequence.shards.truncate(kv_tokens)
 
     @property
     def finish_reason(self) -> FinishReason:

@@ -191,6 +191,6 @@ class PrefillRun:
 def _score(turn: PrefillTurn, stop: int) -> PromptScore | None:
     """What a step that ends before position `stop` is asked about the prompt's tokens."""
     num_top = turn.sampling.prompt_logprobs
-    if num_top is None:
-        return None
+    if num_top is None or turn.attempt > 1:
+        return None  # or told already
     return PromptScore(num_top=num_top, following=int(turn.token_ids[stop]) if stop < len(turn.token_ids) else None)

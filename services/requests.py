@@ -9,7 +9,7 @@ import numpy as np
 from cp_core.errors import InvalidRequest
 from orchestration.turn import PromptMode, TurnRequest
 from ringserve.v1 import inference_pb2
-from services.sampling_params import check_vocabulary, read_sampling
+from services.sampling_params import check_vocabulary, num_completions, read_sampling
 from services.text import TextCodec
 from services.wire.turns import prompt_mode_from
 from workers.steps import ModelInfo, TokenIds
@@ -35,6 +35,12 @@ class RequestReader:
             if mode is PromptMode.APPEND:
                 raise InvalidRequest("prompt_mode: chat messages are the whole history; APPEND needs text or token ids")
             mode = PromptMode.WHOLE_HISTORY
+        answers = num_completions(request.sampling_params)
+        if request.conversation_id and answers > 1:
+            raise InvalidRequest(
+                f"sampling_params.n: {answers} answers cannot all continue one conversation; allowed with a "
+                f"conversation_id is 1"
+            )
         deadline = self._max_seconds if seconds_left is None else min(seconds_left, self._max_seconds)
         return TurnRequest(
             request_id=_identifier("request_id", request.request_id) or f"req-{uuid.uuid4().hex[:16]}",

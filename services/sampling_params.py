@@ -44,7 +44,6 @@ def read_sampling(params: inference_pb2.SamplingParams, model: ModelInfo) -> Sam
             f"allowed is 0"
         )
     stop_rule(params)
-    num_completions(params)
     return Sampling(
         temperature=temperature,
         seed=params.seed if params.HasField("seed") else secrets.randbits(63),
@@ -58,8 +57,10 @@ def read_sampling(params: inference_pb2.SamplingParams, model: ModelInfo) -> Sam
         repetition_penalty=_repetition_penalty(params),
         logit_bias=_logit_bias(params, model),
         min_tokens=params.min_tokens,
-        logprobs=_num_top(params, "logprobs", model),
-        prompt_logprobs=_num_top(params, "prompt_logprobs", model),
+        logprobs=_num_top("logprobs", params.logprobs, model) if params.HasField("logprobs") else None,
+        prompt_logprobs=_num_top("prompt_logprobs", params.prompt_logprobs, model)
+        if params.HasField("prompt_logprobs")
+        else None,
         ends_by_text=bool(params.stop),
     )
 
@@ -149,8 +150,5 @@ def _logit_bias(params: inference_pb2.SamplingParams, model: ModelInfo) -> tuple
     return tuple(biases)
 
 
-def _num_top(params: inference_pb2.SamplingParams, name: str, model: ModelInfo) -> int | None:
-    if not params.HasField(name):
-        return None
-    num_top: int = getattr(params, name)
+def _num_top(name: str, num_top: int, model: ModelInfo) -> int:
     return _within(name, num_top, 0, min(MAX_LOGPROBS, model.vocab_size))

@@ -69,6 +69,7 @@ class TurnStream:
 
     async def responses(self, decode: DecodePort) -> AsyncIterator[inference_pb2.GenerateResponse]:
         """Chunks, then the completion. Raises what ended a failed turn."""
+        is_complete = False
         async with aclosing(decode.stream_turn(self._begun.turn_id)) as events:
             async for event in events:
                 if isinstance(event, PrefillReport):
@@ -76,10 +77,11 @@ class TurnStream:
                 elif isinstance(event, ScoredEvent):
                     self._prompt_logprobs = all_logprobs_to(event.logprobs)
                 elif isinstance(event, TokensEvent):
-                    if self._text.matched is not None:
+                    if is_complete:
                         continue  # decoded before the ring heard that the answer was complete
                     yield self._chunk(event)
-                    if self._text.matched is not None:
+                    is_complete = self._text.matched is not None
+                    if is_complete:
                         await decode.finish_turn(self._begun.turn_id, len(self._tokens))
                 elif isinstance(event, EndingEvent):
                     await decode.finish_turn(self._begun.turn_id, len(self._tokens))

@@ -34,7 +34,7 @@ STOPS = tuple(range(0, VOCAB_SIZE, 2))
 BIASES = tuple(TokenBias(token, 3.0 if token % 3 else -7.5) for token in range(0, VOCAB_SIZE, 5))
 
 
-class OpenAiPenalties(LogitsProcessor):  # type: ignore[misc]
+class OpenAiPenalties(LogitsProcessor):
     """transformers has none of these: OpenAI's definition, over the tokens after the prompt."""
 
     def __init__(self, num_prompt: int, presence: float, frequency: float) -> None:
@@ -66,7 +66,7 @@ def expected(oracle: Oracle, prompt: Sequence[int], sampling: Sampling) -> list[
     """Greedy tokens of transformers' generate with the processors that this sampling stands for."""
     processors: list[LogitsProcessor] = []
     if sampling.logit_bias:
-        processors.append(SequenceBiasLogitsProcessor({(item.token_id,): item.bias for item in sampling.logit_bias}))
+        processors.append(SequenceBiasLogitsProcessor([[[item.token_id], item.bias] for item in sampling.logit_bias]))
     if sampling.repetition_penalty != 1.0:
         processors.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
     processors.append(OpenAiPenalties(len(prompt), sampling.presence_penalty, sampling.frequency_penalty))

@@ -234,6 +234,10 @@ def test_no_token_would_be_left_to_draw(byte_codec: TextCodec) -> None:
             lambda: sampled(prompt_logprobs=21),
             "sampling_params.prompt_logprobs: 21 is out of range; allowed are 0 to 20",
         ),
+        (
+            lambda: text_request(sampling_params=inference_pb2.SamplingParams(n=2), conversation_id="c"),
+            "sampling_params.n: 2 answers cannot all continue one conversation; allowed with a conversation_id is 1",
+        ),
         (lambda: sampled(n=17), "sampling_params.n: 17 is out of range; allowed are 1 to 16"),
         (lambda: text_request(request_id="r" * 257), "request_id: 257 characters are too many; at most 256"),
         (lambda: text_request(conversation_id="c" * 257), "conversation_id: 257 characters are too many; at most 256"),

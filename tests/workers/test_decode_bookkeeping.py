@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -27,7 +28,7 @@ def admission(name: str = "a", held: tuple[int, ...] = (3, 2)) -> Admission:
 
 
 def command(name: str, **changes: int) -> AdmitSequence:
-    fields = {"token_id": 9, "position": 5, "num_generated": 1} | changes
+    fields: dict[str, Any] = {"token_id": 9, "position": 5, "num_generated": 1} | changes
     return AdmitSequence(
         sequence_id=name,
         held=(3, 2),

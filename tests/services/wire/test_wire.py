@@ -37,7 +37,7 @@ from orchestration.turn import (
     TurnRequest,
 )
 from ringserve.v1 import inference_pb2
-from services.wire import groups, turns
+from services.wire import groups, sampling, turns
 from services.wire.layouts import shards_from, shards_to, token_array
 from workers.steps import FinishReason, Sampling, TokenIds, TokenLogprobs
 
@@ -102,8 +102,8 @@ def sent(message: M) -> M:
 
 
 PAIRS: list[tuple[st.SearchStrategy[Any], Callable[[Any], Any], Callable[[Any], Any]]] = [
-    (values_of(Sampling), turns.sampling_to, turns.sampling_from),
-    (values_of(TokenLogprobs), turns.logprobs_to, turns.logprobs_from),
+    (values_of(Sampling), sampling.sampling_to, sampling.sampling_from),
+    (values_of(TokenLogprobs), sampling.logprobs_to, sampling.logprobs_from),
     (requests(), turns.turn_request_to, turns.turn_request_from),
     (values_of(Plan), turns.plan_to, turns.plan_from),
     (values_of(Reserve), turns.reserve_to, turns.reserve_from),
@@ -134,7 +134,7 @@ def test_there_and_back_again_is_identity(
 
 
 def test_every_pair_is_tested() -> None:
-    written = {name for module in (turns, groups) for name in vars(module) if name.endswith("_to")}
+    written = {name for module in (turns, groups, sampling) for name in vars(module) if name.endswith("_to")}
     assert written - {"shards_to", "chunks_to", "all_logprobs_to"} == {to.__name__ for _, to, _ in PAIRS}
 
 

@@ -60,7 +60,7 @@ def processors(sampling: Sampling, num_prompt: int) -> LogitsProcessorList:
     """As transformers' generate would list them, in its order."""
     listed: list[Any] = []
     if sampling.logit_bias:
-        listed.append(SequenceBiasLogitsProcessor({(item.token_id,): item.bias for item in sampling.logit_bias}))
+        listed.append(SequenceBiasLogitsProcessor([[[item.token_id], item.bias] for item in sampling.logit_bias]))
     if sampling.repetition_penalty != 1.0:
         listed.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
     if sampling.min_tokens and sampling.stop_token_ids:
@@ -85,12 +85,12 @@ def test_the_distribution_is_that_of_transformers(
     sampling: Sampling, seed: int, prompt: list[int], answer: list[int]
 ) -> None:
     logits = random_logits(seed)
-    ids = torch.tensor([prompt + answer])
-    theirs = processors(sampling, len(prompt))(ids, logits[None].clone())
+    ids: Any = torch.tensor([prompt + answer])
+    theirs = processors(sampling, len(prompt))(ids, _scores(logits))
     ours = RowSampler(sampling, TokenHistory.of(sampling, prompt, answer)).process(logits.numpy())
     # Their bias is kept in fp32.
     np.testing.assert_allclose(ours, theirs[0].numpy(), rtol=1e-6, atol=1e-6)
-    theirs = warpers(sampling)(ids, torch.from_numpy(ours)[None].clone())[0]
+    theirs = warpers(sampling)(ids, _scores(torch.from_numpy(ours)))[0]
     kept = filtered((ours - ours.max()) / sampling.temperature, sampling)
     np.testing.assert_array_equal(np.isfinite(kept), np.isfinite(theirs.numpy()))
     np.testing.assert_allclose(
@@ -103,9 +103,15 @@ def test_the_greedy_token_is_that_of_transformers(
     sampling: Sampling, seed: int, prompt: list[int], answer: list[int]
 ) -> None:
     sampling, logits = replace(sampling, temperature=0.0), random_logits(seed)
-    theirs = processors(sampling, len(prompt))(torch.tensor([prompt + answer]), logits[None].clone())
+    ids: Any = torch.tensor([prompt + answer])
+    theirs = processors(sampling, len(prompt))(ids, _scores(logits))
     row = Row(RowSampler(sampling, TokenHistory.of(sampling, prompt, answer)), len(prompt) + len(answer))
     assert sample_rows([row], logits[None])[0].token_id == int(theirs.argmax())
+
+
+def _scores(logits: Tensor) -> Any:
+    """[1, V], their own to change."""
+    return logits[None].clone()
 
 
 class Row:
