@@ -7,6 +7,8 @@ import time
 from collections.abc import Awaitable
 from dataclasses import dataclass
 
+import numpy as np
+
 from cp_core.errors import RingserveError, Unavailable
 from cp_core.layout import TokenRange, balanced_layout, spread
 from orchestration.kv_pool import KvPool, SequenceKv
@@ -138,7 +140,7 @@ class PrefillRun:
                         cached=held,
                         blocks=send.blocks,
                         sample=turn.sampling if is_last else None,
-                        history=TokenHistory.of(turn.sampling, turn.token_ids) if is_last else NO_HISTORY,
+                        history=_history(turn) if is_last else NO_HISTORY,
                         score=_score(turn, piece.stop),
                         sends=(send,),
                     ),
@@ -186,6 +188,12 @@ class PrefillRun:
         except RingserveError as error:
             # A rank that cannot be asked is dead, and what is dead neither reads nor writes.
             log.info("cleaning up turn %s: %s", self._turn.turn_id, error)
+
+
+def _history(turn: PrefillTurn) -> TokenHistory:
+    """What the first token's sampling looks back at."""
+    prompt = np.unique(turn.token_ids) if turn.sampling.looks_at_prompt else ()
+    return TokenHistory.of(turn.sampling, prompt)
 
 
 def _score(turn: PrefillTurn, stop: int) -> PromptScore | None:

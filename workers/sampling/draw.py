@@ -17,21 +17,25 @@ SIXTY_FOUR_BITS = 0xFFFF_FFFF_FFFF_FFFF
 
 def draw(logits: Logits, sampling: Sampling, position: int) -> int:
     """The token to stand at `position`, from [V] processed logits whose largest is finite."""
-    highest = logits.max()
+    scaled = logits - logits.max()
     # A temperature near 0 makes of any distance an infinite one, which is what it should be.
     with np.errstate(over="ignore"):
-        scaled = (logits - highest) / sampling.temperature
-    if sampling.filters:
-        scaled = filtered(scaled, sampling)
-    return pick(np.cumsum(np.exp(scaled)), sampling.seed, position)
+        scaled /= sampling.temperature
+    if not sampling.filters:
+        # In place: pages that are new each time cost more than the arithmetic.
+        np.exp(scaled, out=scaled)
+        return pick(np.cumsum(scaled, out=scaled), sampling.seed, position)
+    scaled = filtered(scaled, sampling)
+    possible = np.flatnonzero(scaled > -np.inf)
+    return int(possible[pick(np.cumsum(np.exp(scaled[possible])), sampling.seed, position)])
 
 
 def draw_plain(logits: npt.NDArray[np.float64], samplings: list[Sampling], positions: list[int]) -> list[int]:
     """`draw` of rows [R, V] that no filter applies to, all at once; the same tokens."""
-    highest = logits.max(axis=1, keepdims=True)
-    temperatures = np.array([[sampling.temperature] for sampling in samplings])
+    scaled = logits - logits.max(axis=1, keepdims=True)
     with np.errstate(over="ignore"):
-        cumulative = np.cumsum(np.exp((logits - highest) / temperatures), axis=1)
+        scaled /= np.array([[sampling.temperature] for sampling in samplings])
+    cumulative = np.cumsum(np.exp(scaled), axis=1)
     return [
         pick(row, sampling.seed, position)
         for row, sampling, position in zip(cumulative, samplings, positions, strict=True)

@@ -106,13 +106,18 @@ def filtered(logits: Logits, sampling: Sampling) -> Logits:
 
 
 def _nucleus(logits: Logits, top_p: float) -> Logits:
-    possible = np.flatnonzero(logits > -np.inf)
-    # Ascending by logit, equals descending by id: the last of a border's equals to go has the smallest id.
-    order = possible[::-1][np.argsort(logits[possible[::-1]], kind="stable")]
-    probabilities = np.exp(logits[order] - logits[order[-1]])
-    cumulative = np.cumsum(probabilities / probabilities.sum())
-    removed = cumulative <= 1.0 - top_p
-    removed[-1] = False
-    kept = logits.copy()
-    kept[order[removed]] = -np.inf
-    return kept
+    shares = np.exp(logits - logits.max())
+    shares /= shares.sum()
+    # Tokens of at most this share go together, as together they have at most 1 - top_p; what is left is sorted, which
+    # in a real distribution is little.
+    smallest_sorted = (1.0 - top_p) / len(logits)
+    candidates = np.sort(logits[shares > smallest_sorted])
+    probabilities = np.exp(candidates - candidates[-1])
+    probabilities *= shares.max()
+    cumulative = shares[shares <= smallest_sorted].sum() + np.cumsum(probabilities)
+    num_removed = min(int(np.searchsorted(cumulative, 1.0 - top_p, side="right")), len(candidates) - 1)
+    border = candidates[num_removed]
+    is_kept = logits > border
+    num_equals = len(candidates) - num_removed - np.count_nonzero(is_kept)
+    is_kept[np.flatnonzero(logits == border)[:num_equals]] = True
+    return np.where(is_kept, logits, -np.inf)

@@ -6,16 +6,19 @@ the drawn ones. R rows, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from workers.sampling.draw import draw, draw_plain
 from workers.sampling.logprobs import logprobs_of
 from workers.sampling.parameters import Sampled, Sampling, TokenLogprobs
 from workers.sampling.processors import RowSampler
+
+CACHED_NUMBERS = 1 << 16
+"""Rows of more numbers than this are drawn one by one: together they would not stay in a processor's cache."""
 
 
 class SampledRow(Protocol):
@@ -35,14 +38,12 @@ def sample_rows(rows: Sequence[SampledRow], logits: Tensor) -> list[Sampled]:
     """
     if not rows:
         return []
-    # argmax takes NaN for the largest value, so looking at the winner finds any; of equal values it takes the first.
-    winners = torch.argmax(logits, dim=-1)
-    largest = logits.gather(1, winners[:, None])[:, 0]
-    # Winners and their soundness in one transfer, as the device may be far away.
-    tokens, is_finite = torch.stack([winners, torch.isfinite(largest).to(winners.dtype)]).tolist()
-    for row, fine, value in zip(rows, is_finite, largest, strict=True):
-        if not fine:
-            raise FloatingPointError(f"the largest logit for position {row.next_position} is {float(value)}")
+    # max takes NaN for the largest value, so looking at the winner finds any; of equal values it takes the first.
+    largest, winners = logits.max(dim=-1)
+    for row, value in zip(rows, largest.tolist(), strict=True):
+        if not math.isfinite(value):
+            raise FloatingPointError(f"the largest logit for position {row.next_position} is {value}")
+    tokens: list[int] = winners.tolist()
     _draw_plain_rows(rows, logits, tokens)
     for number, row in enumerate(rows):
         if row.sampler.is_special:
@@ -65,8 +66,12 @@ def _draw_plain_rows(rows: Sequence[SampledRow], logits: Tensor, tokens: list[in
     plain = [number for number, row in enumerate(rows) if row.sampler.is_drawn and not row.sampler.is_special]
     if not plain:
         return
+    if len(plain) == 1 or len(plain) * logits.shape[1] > CACHED_NUMBERS:
+        for number in plain:
+            tokens[number] = _choose(rows[number], logits[number])
+        return
     drawn = draw_plain(
-        (logits if len(plain) == len(rows) else logits[plain]).double().cpu().numpy(),
+        logits[plain].double().cpu().numpy(),
         [rows[number].sampler.sampling for number in plain],
         [rows[number].next_position for number in plain],
     )
