@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -20,7 +21,8 @@ from transformers.generation.logits_process import (
 )
 
 from cp_core.decode_variant import GATHER, VARIANTS
-from cp_core.errors import InvalidRequest, TurnCancelled
+from cp_core.errors import DeadlineExceeded, InvalidRequest, RingserveError, TurnCancelled
+from orchestration.ring import RingState
 from orchestration.turn import EndingEvent, FinishedEvent, PromptMode, TokensEvent
 from tests.orchestration.service import Service
 from tests.workers.models import VOCAB_SIZE, Oracle, random_tokens
@@ -307,3 +309,85 @@ async def test_a_reader_that_leaves_before_it_says_where_the_answer_ends_aborts_
             await decode.abort_turn(begun.turn_id, TurnCancelled("gone"))
         assert service.router.num_running == 0
         assert service.free_blocks() == free
+
+
+async def test_turns_finished_anywhere_disturb_no_other(
+    model_paths: Mapping[str, Path], oracles: Mapping[str, Oracle]
+) -> None:
+    """Also while they wait for a place in the batch, or with the first token, and beside turns that are cancelled."""
+    prompt = random_tokens(33)
+    expected = oracles["llama_gqa"].greedy(prompt, 14)
+    async with Service(model_paths["llama_gqa"], 2, 3, max_batch=2) as service:
+        free = service.free_blocks()
+
+        async def one(number: int) -> None:
+            sampling = Sampling(max_tokens=14, ends_by_text=number % 4 != 3)
+            finish_after = 1 + number % 5 if sampling.ends_by_text else None
+            turn = asyncio.create_task(
+                service.answer(service.request(prompt, sampling=sampling), finish_after=finish_after)
+            )
+            if number % 7 == 6:
+                await asyncio.wait([turn], timeout=0.002 * number)
+                turn.cancel()
+                await asyncio.gather(turn, return_exceptions=True)
+                return
+            answer = await turn
+            assert answer.token_ids == expected[: finish_after or 14]
+
+        async with asyncio.TaskGroup() as group:
+            for number in range(40):
+                group.create_task(one(number))
+        async with asyncio.timeout(20):
+            while service.free_blocks() != free or service.router.num_running:
+                await asyncio.sleep(0.005)
+        service.check_integrity()
+
+
+async def test_a_reader_that_never_says_where_the_answer_ends_is_not_waited_for_beyond_the_deadline(
+    model_paths: Mapping[str, Path],
+) -> None:
+    async with Service(model_paths["llama_gqa"], 1, 2) as service:
+        free = service.free_blocks()
+        request = service.request(random_tokens(9), sampling=Sampling(max_tokens=3, ends_by_text=True), deadline=1.5)
+        begun = await service.router.begin_turn(request)
+        with pytest.raises(DeadlineExceeded, match=r"within its deadline of 1\.5 s"):
+            async for _ in service.peers.decode(begun.decode_endpoint).stream_turn(begun.turn_id):
+                pass
+        assert service.free_blocks() == free
+
+
+async def test_tensor_parallel_rings_draw_and_score_the_same(
+    model_paths: Mapping[str, Path], oracles: Mapping[str, Oracle]
+) -> None:
+    oracle, prompt = oracles["llama_gqa"], random_tokens(19)
+    greedy = replace(FEATURES["everything"], max_tokens=MAX_TOKENS, logprobs=2, prompt_logprobs=2)
+    for variant in VARIANTS:
+        async with Service(
+            model_paths["llama_gqa"], 2, 2, prefill_tp=2, decode_tp=2, decode_variant=variant
+        ) as service:
+            answer = await service.answer(service.request(prompt, sampling=greedy))
+        assert answer.token_ids == expected(oracle, prompt, greedy)
+        logits = oracle.logits([*prompt, *answer.token_ids])
+        check_logprobs(answer.logprobs, logits[len(prompt) - 1 : -1], answer.token_ids, 2)
+        check_logprobs(answer.prompt_logprobs, logits[: len(prompt) - 1], prompt[1:], 2)
+
+
+async def test_a_ring_that_breaks_under_a_finished_turn_leaves_nothing_behind(model_paths: Mapping[str, Path]) -> None:
+    """The turn ends either way; the ring is built anew and serves the next one."""
+    async with Service(model_paths["llama_gqa"], 1, 2) as service:
+        request = service.request(random_tokens(20), sampling=Sampling(max_tokens=2000, ends_by_text=True))
+        begun = await service.router.begin_turn(request)
+        decode = service.peers.decode(begun.decode_endpoint)
+        with contextlib.suppress(RingserveError):
+            async for event in decode.stream_turn(begun.turn_id):
+                if isinstance(event, TokensEvent):
+                    await service.decode_ranks.made[1].kill()
+                    await decode.finish_turn(begun.turn_id, 1)
+        async with asyncio.timeout(20):
+            ring = service.decode.ring
+            while ring.rebuilds != 1 or ring.state is not RingState.READY or service.router.num_running:
+                await asyncio.sleep(0.01)
+        assert service.decode.ring.pool.usage()[0].active_blocks == 0
+        answer = await service.answer(service.request(random_tokens(20), max_tokens=3))
+        assert len(answer.token_ids) == 3
+        service.check_integrity()

@@ -87,6 +87,25 @@ def test_stop_strings_within_the_first_tokens_do_not_count(
     assert "".join(pushed) + answer.finish() == shown
 
 
+@given(st.text("abcé 😀€\n", max_size=24), st.lists(st.text("abcé 😀€", min_size=1, max_size=4), max_size=3))
+def test_a_tokenizer_that_falls_back_to_bytes_stops_at_whole_characters_too(
+    fallback_codec: TextCodec, text: str, stops: list[str]
+) -> None:
+    ids = fallback_codec.encode(text).tolist()
+    whole = fallback_codec.decode(ids)
+    answer = AnswerText(IncrementalText(fallback_codec), StopRule(strings=tuple(stops)))
+    sent = ""
+    for token in ids:
+        sent += answer.push(token)
+        assert REPLACEMENT not in sent
+        assert whole.startswith(sent)
+        if answer.matched is not None:
+            break
+    found = first_stop(whole, stops)
+    assert answer.matched == (found and found[2])
+    assert sent + answer.finish() == answer.text == (whole if found is None else whole[: found[1]])
+
+
 def test_a_token_of_many_characters_may_hold_a_stop_string_and_more(byte_codec: TextCodec) -> None:
     class Words(TextCodec):
         def __init__(self) -> None:
