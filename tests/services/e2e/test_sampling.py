@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
@@ -76,7 +77,7 @@ def test_the_stop_string_may_be_shown_and_an_answer_without_one_is_whole(
 
 
 def test_several_answers_have_their_own_seeds_and_each_can_be_had_alone(cluster: Cluster, inference: Inference) -> None:
-    params = {"temperature": 1.0, "top_p": 0.95, "top_k": 50, "max_tokens": 12, "logprobs": 1}
+    params: dict[str, Any] = {"temperature": 1.0, "top_p": 0.95, "top_k": 50, "max_tokens": 12, "logprobs": 1}
     responses = list(inference.stream(text(n=3, seed=11, **params)))
     assert [response.WhichOneof("response") for response in responses].count("start") == 1
     assert responses[0].HasField("start")
