@@ -48,6 +48,7 @@ class _Turn:
     lease: asyncio.TimerHandle
     run: PrefillRun | None = None
     task: asyncio.Task[PrefillDone] | None = None
+    is_letting_go: bool = False
     error: RingserveError | None = None
     reserved_at: float = field(default_factory=time.monotonic)
 
@@ -57,12 +58,15 @@ class _Turn:
         self.loop.scheduler.remove(self.request.turn_id)
         if self.run is not None:
             self.run.stop_error = self.error
-        if self.task is not None and not (self.run is not None and self.run.is_computing):
+        if self.task is not None and not self.is_letting_go and not (self.run and self.run.is_computing):
             self.task.cancel()
 
 
 class PrefillLeader(GroupLeader):
-    """Owns one prefill ring. `announce` tells the router when the ring (again) serves."""
+    """Owns one prefill ring. `announce` tells the router when the ring (again) serves.
+
+    `loop` runs the steps of the ring's present incarnation; None before the first.
+    """
 
     def __init__(
         self,
@@ -74,7 +78,7 @@ class PrefillLeader(GroupLeader):
         super().__init__(settings, factory, announce)
         self._peers = peers
         self._turns: dict[str, _Turn] = {}
-        self._loop: PrefillLoop | None = None
+        self.loop: PrefillLoop | None = None
 
     async def on_ready(self) -> None:
         """A new incarnation of the ring has a queue and a loop of its own."""
@@ -89,8 +93,8 @@ class PrefillLeader(GroupLeader):
         )
         # Until steps have been measured: as if they were matrix products alone.
         rate = settings.num_processes * ring.rates.gemm_flops / work.flops_per_unit
-        self._loop = PrefillLoop(ring, PrefillScheduler(settings.name, work, limits, scheduling, rate=rate))
-        self.spawn(self._loop.run())
+        self.loop = PrefillLoop(ring, PrefillScheduler(settings.name, work, limits, scheduling, rate=rate))
+        self.spawn(self.loop.run())
         await super().on_ready()
 
     async def reserve(self, request: Reserve) -> Reservation:
@@ -99,7 +103,7 @@ class PrefillLeader(GroupLeader):
         if known is not None:
             return known.reservation
         self.ring.require_ready()
-        loop = self._loop
+        loop = self.loop
         assert loop is not None, "a ring that serves has a loop"
         self._check_turns(loop.scheduler)
         pool = self.ring.pool
@@ -137,7 +141,12 @@ class PrefillLeader(GroupLeader):
             incarnation = turn.reservation.incarnation
             turn.run = PrefillRun(self.ring, turn.pool, turn.sequence, incarnation, request, decode)
             turn.task = asyncio.create_task(self._run(turn, turn.run, request))
-        return await asyncio.shield(turn.task)
+        try:
+            return await asyncio.shield(turn.task)
+        except asyncio.CancelledError:
+            if turn.error is not None and turn.task.cancelled():  # stopped before it had begun
+                raise turn.error from None
+            raise
 
     async def _run(self, turn: _Turn, run: PrefillRun, request: PrefillTurn) -> PrefillDone:
         try:
@@ -159,6 +168,7 @@ class PrefillLeader(GroupLeader):
                 raise
             raise turn.error from None
         finally:
+            turn.is_letting_go = True
             turn.loop.scheduler.remove(request.turn_id)
             await run.let_go()
 
@@ -206,19 +216,19 @@ class PrefillLeader(GroupLeader):
 
     async def measure(self) -> None:
         """Between two steps."""
-        assert self._loop is not None, "the ring has started"
-        async with self._loop.at_work:
+        assert self.loop is not None, "the ring has started"
+        async with self.loop.at_work:
             await self.ring.measure()
         await self.announce()
 
     @property
     def is_computing(self) -> bool:
-        return self._loop is not None and self._loop.at_work.locked()
+        return self.loop is not None and self.loop.at_work.locked()
 
     async def get_status(self) -> GroupStatus:
         runs = [turn.run for turn in self._turns.values() if turn.run is not None]
         computing = sum(run.is_computing for run in runs)
-        scheduler = self._loop.scheduler if self._loop is not None else None
+        scheduler = self.loop.scheduler if self.loop is not None else None
         status = self.status_with(
             running=computing, waiting=max(0, scheduler.num_waiting - computing) if scheduler else 0
         )
@@ -231,8 +241,8 @@ class PrefillLeader(GroupLeader):
     async def fail_all(self, error: RingserveError) -> None:
         for turn in self._turns.values():
             turn.stop(error)
-        if self._loop is not None:
-            self._loop.end()
+        if self.loop is not None:
+            self.loop.end()
 
     async def close(self) -> None:
         """End every turn and the ring."""

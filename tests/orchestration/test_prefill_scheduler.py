@@ -150,13 +150,14 @@ def _first_step_from(ring: Simulation, time: float) -> int:
 def test_a_flood_of_short_prompts_does_not_starve_a_long_one(fuse: bool, priority: int) -> None:
     ring = Simulation(PrefillScheduling(fuse=fuse, ageing_seconds=0.5))
     ring.add("long", Prompt(new=800))
-    # Until the flood's priority is made up for, then at the share of the oldest; and some for what steps round off.
-    enough = priority * 0.5 + 1.25 * WORK.work(800, 0) / (AGE_SHARE * RATE) + 1.0
+    # What the share of the oldest pays for: the prompt itself, and what comes while its priority is not made up for.
+    owed = WORK.work(800, 0)
     number = 0
-    while ring.now <= enough:
-        for _ in range(6):  # more than a step's worth, at every step
+    while ring.now <= priority * 0.5 + 1.25 * owed / (AGE_SHARE * RATE) + 1.0:
+        for _ in range(6 if fuse else 2):  # more than a step's worth, at every step
             number += 1
             ring.add(f"short-{number}", Prompt(new=60, priority=priority))
+            owed += WORK.work(60, 0) if ring.now <= priority * 0.5 else 0.0
         ring.step()
     pieces = [piece for step in ring.steps for piece in step.pieces if piece.turn_id == "long"]
     assert pieces[-1].tokens.stop == 800
