@@ -53,7 +53,7 @@ class PrefillConfig:
     tp: int = 1
     chunk_tokens: int = 4096
     step_budget: float = 0.0
-    min_chunk_tokens: int = 256
+    min_chunk_tokens: int = 1024
     fuse: bool = True
     interleave: bool = True
     ageing_seconds: float = 10.0
