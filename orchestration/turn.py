@@ -255,9 +255,8 @@ class RankKvUsage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupStatus:
-    """What a group tells operators. `rank_pids` are those of `tp` processes a rank, in order.
-
-    `waiting_work` and its bound are in work units (see `orchestration.prefill_work`), of prefill rings.
+    """What a group tells operators. `rank_pids` are those of `tp` processes a rank, in order; `decode_variant` served
+    the latest decode step that was looked at. `waiting_work` and its bound are in work units, of prefill rings.
     """
 
     role: str
@@ -276,6 +275,7 @@ class GroupStatus:
     tp: int = 1
     waiting_work: float = 0.0
     max_waiting_work: float = 0.0
+    decode_variant: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
