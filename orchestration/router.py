@@ -143,6 +143,7 @@ class Router:
             source_incarnation=turn.prefill.registration.incarnation,
             sampling=sampling,
             penalized_ids=tuple(np.unique(turn.prompt).tolist()) if sampling.looks_at_prompt else (),
+            priority=turn.request.priority,
         )
         answers = await asyncio.gather(
             self._prefill_port(turn).reserve(request), self._decode_port(turn).reserve(request), return_exceptions=True
