@@ -154,6 +154,18 @@ class Admit:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ResumeTurn:
+    """From the decode leader: a turn whose KV it dropped has room again, for the prompt and these decoded tokens.
+
+    `attempt` counts from 1, the turn's first prefill.
+    """
+
+    turn_id: str
+    attempt: int
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SendKv:
     """Send kept KV of `tokens` to a prefill ring whose ranks, of `tp` processes each, expect it as `shards` lay it."""
 
@@ -255,6 +267,7 @@ class GroupStatus:
     rebuilds: int
     rank_pids: tuple[int, ...]
     tp: int = 1
+    num_preemptions: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -54,7 +54,9 @@ class DecodeConfig:
     """The decode pool: `groups` rings of `cp` ranks of `tp` processes, each ring decoding up to `max_batch` turns.
 
     `variant` is how a ring decodes its batch: every rank all of it (`gather`), each rank a part (`pass_q`), or
-    whichever is predicted to be faster (`auto`).
+    whichever is predicted to be faster (`auto`). `preemption`: a turn begins with KV room for `headroom_tokens` of its
+    answer and grows; where no room is left the youngest turn gives way and is resumed later. Without, room for the
+    whole answer is set aside at once. `continuous`: turns join the batch at every step; without, when it is empty.
     """
 
     groups: int = 1
@@ -64,6 +66,9 @@ class DecodeConfig:
     max_waiting: int = 256
     threads_per_rank: int = 1
     variant: str = "auto"
+    continuous: bool = True
+    preemption: bool = True
+    headroom_tokens: int = 128
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,7 +224,7 @@ def _typed(name: str, value: Any, wanted: type[Any]) -> Any:
             return float(value)  # also of a text: YAML 1.1 takes 5e14 for one
         except (TypeError, ValueError, OverflowError):
             pass
-    elif isinstance(value, wanted) and not isinstance(value, bool):
+    elif isinstance(value, wanted) and (wanted is bool or not isinstance(value, bool)):
         return value
     raise ConfigError(f"{name}: {value!r} is not of type {wanted.__name__}")
 
@@ -241,6 +246,7 @@ def _check(config: Config) -> None:
         _within(f"{name}.threads_per_rank", pool.threads_per_rank, 1, 1024)
     _within("prefill.chunk_tokens", config.prefill.chunk_tokens, 1, 1 << 24)
     _within("decode.max_batch", config.decode.max_batch, 1, 4096)
+    _within("decode.headroom_tokens", config.decode.headroom_tokens, 1, 1 << 20)
     _within("kv_cache.block_tokens", config.kv_cache.block_tokens, 1, 4096)
     _within("kv_cache.tokens_per_rank", config.kv_cache.tokens_per_rank, config.kv_cache.block_tokens, 1 << 30)
     _within("router.max_conversations", config.router.max_conversations, 1, 1 << 24)

@@ -27,11 +27,15 @@ class Algorithm(StrEnum):
 
 
 class FinishReason(StrEnum):
-    """Why a sequence left the decode batch."""
+    """Why a sequence left the decode batch.
+
+    PAUSE: its block tables are full, and it may join again; no client sees that.
+    """
 
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
+    PAUSE = "pause"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -259,7 +263,7 @@ class PrefillOutput:
 class AdmitSequence:
     """Join the decode batch. `token_id` at `position` is the newest token, its KV not computed yet.
 
-    `held[r]` tokens lie on rank r; `blocks[r]` is rank r's table and has room for `sampling.max_tokens` more.
+    `held[r]` tokens lie on rank r; `blocks[r]` is rank r's table. A sequence whose next token has no place pauses.
     `num_generated` tokens of the turn exist already (the prefill ring's first token counts).
     """
 
@@ -279,7 +283,15 @@ class RemoveSequence:
     sequence_id: str
 
 
-DecodeCommand = AdmitSequence | RemoveSequence
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GrowSequence:
+    """Append `blocks[r]` to rank r's table at the next step border. One that left meanwhile is passed over."""
+
+    sequence_id: str
+    blocks: tuple[tuple[int, ...], ...]
+
+
+DecodeCommand = AdmitSequence | RemoveSequence | GrowSequence
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
