@@ -123,7 +123,7 @@ class DecodeBatch:
                 turn = self._running.get(event.sequence_id)
                 if turn is None:
                     continue
-                if event.finish_reason is not None:
+                if event.has_left:
                     del self._running[event.sequence_id]
                     turn.left_batch.set()
                     left = True

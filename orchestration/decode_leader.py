@@ -232,7 +232,7 @@ class DecodeLeader(GroupLeader):
             return
         if event.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
             self._end_soon(turn, event.finish_reason)
-        elif event.finish_reason is FinishReason.PAUSE:
+        elif event.is_paused:
             self._room.pause(turn)
         else:
             self._room.note_token(turn)

@@ -139,7 +139,7 @@ class DecodeLeader:
             else:
                 left.append(self._leaves(name, FinishReason.ABORT, joining, removed))
         for name in self._full(joining):
-            left.append(self._leaves(name, FinishReason.PAUSE, joining, removed))
+            left.append(self._leaves(name, None, joining, removed))
         if left:
             self._mailbox.post(left)
         return BatchChange(
@@ -156,15 +156,16 @@ class DecodeLeader:
         return [name for name, tokens in held if name in generations and generations[name].is_full(tokens)]
 
     def _leaves(
-        self, name: str, reason: FinishReason, joining: dict[str, AdmitSequence], removed: list[str]
+        self, name: str, reason: FinishReason | None, joining: dict[str, AdmitSequence], removed: list[str]
     ) -> DecodeEvent:
+        """Take a sequence out, for a reason or to pause."""
         del self._generations[name]
         if name in joining:
-            return _event(name, None, reason, joining.pop(name).position)
+            return _left(name, reason, joining.pop(name).position)
         removed.append(name)
         # The row's newest token was sampled but not computed: the batch itself learns of it with the next header.
         position = next(row.position for row in self._batch.rows if row.sequence_id == name)
-        return _event(name, None, reason, position + 1)
+        return _left(name, reason, position + 1)
 
     def _commit(self, sampled: Sequence[int]) -> None:
         """Report the tokens of all rows and the ends."""
@@ -176,7 +177,11 @@ class DecodeLeader:
             if reason is not None:
                 self._finished.append(row.sequence_id)
                 del self._generations[row.sequence_id]
-            events.append(_event(row.sequence_id, token_id, reason, row.position + 1))
+            events.append(
+                DecodeEvent(
+                    sequence_id=row.sequence_id, token_id=token_id, finish_reason=reason, kv_tokens=row.position + 1
+                )
+            )
         self._sampled = tuple(sampled)
         self._mailbox.post(events)
 
@@ -187,5 +192,7 @@ def _finish_reason(token_id: int, generation: Generation) -> FinishReason | None
     return FinishReason.LENGTH if generation.num_generated >= generation.sampling.max_tokens else None
 
 
-def _event(name: str, token_id: int | None, reason: FinishReason | None, kv_tokens: int) -> DecodeEvent:
-    return DecodeEvent(sequence_id=name, token_id=token_id, finish_reason=reason, kv_tokens=kv_tokens)
+def _left(name: str, reason: FinishReason | None, kv_tokens: int) -> DecodeEvent:
+    return DecodeEvent(
+        sequence_id=name, token_id=None, finish_reason=reason, kv_tokens=kv_tokens, is_paused=reason is None
+    )

@@ -77,7 +77,7 @@ class DecodeMailbox:
     def post(self, events: Sequence[DecodeEvent]) -> None:
         with self._changed:
             self._events.extend(events)
-            self._admitted.difference_update(event.sequence_id for event in events if event.finish_reason is not None)
+            self._admitted.difference_update(event.sequence_id for event in events if event.has_left)
             self._changed.notify_all()
 
     def close(self, reason: str) -> None:

@@ -27,15 +27,11 @@ class Algorithm(StrEnum):
 
 
 class FinishReason(StrEnum):
-    """Why a sequence left the decode batch.
-
-    PAUSE: its block tables are full, and it may join again; no client sees that.
-    """
+    """Why a sequence left the decode batch."""
 
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
-    PAUSE = "pause"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -296,12 +292,21 @@ DecodeCommand = AdmitSequence | RemoveSequence | GrowSequence
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeEvent:
-    """One token, or the end, or both, of a sequence. `kv_tokens` positions have their KV stored after this step."""
+    """One token, or the end, or both, of a sequence. `kv_tokens` positions have their KV stored after this step.
+
+    `is_paused`: it left because its block tables are full, and may join again.
+    """
 
     sequence_id: str
     token_id: int | None
     finish_reason: FinishReason | None
     kv_tokens: int
+    is_paused: bool = False
+
+    @property
+    def has_left(self) -> bool:
+        """Whether the sequence is out of the batch."""
+        return self.is_paused or self.finish_reason is not None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
