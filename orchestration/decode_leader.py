@@ -99,6 +99,8 @@ class DecodeLeader(GroupLeader):
                 await self._reserve_again(known, request)
             return known.reservation
         self.ring.require_ready()
+        if self._room is None:
+            raise Unavailable(f"ring {self.settings.name} is shutting down")
         limit = self.settings.max_batch + self.settings.max_waiting
         if len(self._turns) >= limit:
             raise CapacityExceeded(
@@ -130,7 +132,7 @@ class DecodeLeader(GroupLeader):
         sequence = pool.pin(request.sequence_id, request.turn_id, request.match_tokens)
         kept, held = sequence.shards.num_tokens, sequence.shards.held
         coming = spread(kept, request.num_tokens - kept, held)
-        assert self._room is not None, "a ring that is ready has room"
+        assert self._room is not None, "asked for before"
         try:
             room = self._room.reserve(sequence, sequence.shards.extend(coming).held, request.sampling.max_tokens)
         except CapacityExceeded:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import random
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
+from cp_core.errors import CapacityExceeded, DeadlineExceeded, TurnCancelled
+from orchestration.turn import PromptMode
 from tests.orchestration.service import Answer, Service
-from tests.orchestration.test_turn_failures import is_idle
+from tests.orchestration.test_turn_failures import eventually, is_idle
 from tests.workers.models import Oracle, random_tokens
 
 LENGTHS = (21, 5, 34, 13)
@@ -63,3 +67,138 @@ async def test_drawn_tokens_are_the_same_with_and_without_preemption(model_paths
         undisturbed = await answer_all(service, temperature=0.9, seed=11)
         assert service.decode.num_preemptions == 0
     assert [answer.token_ids for answer in preempted] == [answer.token_ids for answer in undisturbed]
+
+
+@pytest.mark.parametrize(("num_prefill", "num_decode"), [(1, 3), (3, 2)])
+async def test_a_conversation_that_gave_way_goes_on_with_the_kv_of_both_rings(
+    num_prefill: int, num_decode: int, model_paths: Mapping[str, Path], oracles: Mapping[str, Oracle]
+) -> None:
+    """Uneven cached KV on both rings, of a turn whose prompt differs in the middle from the history."""
+    oracle = oracles["llama_gqa"]
+    async with small_service(model_paths["llama_gqa"], num_prefill, num_decode) as service:
+        prompt = random_tokens(43)
+        first = await service.answer(service.request(prompt, conversation="c", max_tokens=7))
+        edited = [*prompt[:29], 7, 8, 9, *first.token_ids]
+        old = asyncio.create_task(service.answer(service.request(random_tokens(30, seed=1), max_tokens=100)))
+        await eventually(lambda: service.decode.num_running == 1)
+        young = await service.answer(service.request(edited, conversation="c", max_tokens=90))
+        assert young.token_ids == oracle.greedy(edited, 90)
+        assert (await old).token_ids == oracle.greedy(random_tokens(30, seed=1), 100)
+        assert service.decode.num_preemptions > 0
+        history = [*edited, *young.token_ids]
+        third = await service.answer(service.request([5], conversation="c", mode=PromptMode.APPEND, max_tokens=5))
+        assert third.token_ids == oracle.greedy([*history, 5], 5)
+        assert third.begun.plan.cached_tokens == len(history) - 1
+        service.check_integrity()
+
+
+async def test_a_conversation_cancelled_after_it_gave_way_is_as_before_its_turn(
+    model_paths: Mapping[str, Path], oracles: Mapping[str, Oracle]
+) -> None:
+    """The prefill ring then holds more of the cancelled turn than agrees with the conversation."""
+    oracle = oracles["llama_gqa"]
+    async with small_service(model_paths["llama_gqa"], 2, 2) as service:
+        prompt = random_tokens(40)
+        first = await service.answer(service.request(prompt, conversation="c", max_tokens=7))
+        history = [*prompt, *first.token_ids]
+        old = asyncio.create_task(service.answer(service.request(random_tokens(30, seed=1), max_tokens=100)))
+        await eventually(lambda: service.decode.num_running == 1)
+        edited = [*history[:25], *random_tokens(15, seed=3)]
+        young = asyncio.create_task(service.answer(service.request(edited, conversation="c", max_tokens=120)))
+        await eventually(lambda: service.decode.num_preemptions == 1 and old.done() and service.decode.num_running == 1)
+        young.cancel()
+        await asyncio.gather(young, return_exceptions=True)
+        await eventually(lambda: service.router.num_running == 0)
+        answer = await service.answer(service.request([4, 5], conversation="c", mode=PromptMode.APPEND))
+        assert answer.token_ids == oracle.greedy([*history, 4, 5], 5)
+        assert answer.begun.plan.cached_tokens <= 25
+        service.check_integrity()
+
+
+async def test_an_abort_or_a_deadline_while_held_up_frees_everything(model_paths: Mapping[str, Path]) -> None:
+    async with small_service(model_paths["llama_gqa"], 2, 2) as service:
+        free = service.free_blocks()
+        for stage in ("preempted", "resuming"):
+            before = service.decode.num_preemptions
+            old = asyncio.create_task(service.answer(service.request(random_tokens(20), max_tokens=150)))
+            await eventually(lambda: service.decode.num_running == 1)
+            doomed = service.request(random_tokens(20), max_tokens=150, deadline=1.5 if stage == "resuming" else 60.0)
+            young = asyncio.create_task(service.answer(doomed))
+            await eventually(lambda known=before: service.decode.num_preemptions > known)  # type: ignore[misc]
+            with pytest.raises(CapacityExceeded, match="1 running turns wait for free blocks"):
+                await service.answer(service.request(random_tokens(9)))
+            if stage == "preempted":
+                await service.router.abort_requests([doomed.request_id])
+                with pytest.raises(TurnCancelled):
+                    await young
+            else:
+                with pytest.raises(DeadlineExceeded):
+                    await young
+            assert len((await old).token_ids) == 150
+            await is_idle(service, free)
+
+
+async def test_turns_cancelled_at_any_moment_of_a_crowded_ring_leave_no_kv_behind(
+    model_paths: Mapping[str, Path], oracles: Mapping[str, Oracle]
+) -> None:
+    chance = random.Random(3)
+    async with small_service(model_paths["llama_gqa"], 2, 3) as service:
+        free = service.free_blocks()
+
+        async def one(number: int) -> None:
+            request = service.request(random_tokens(LENGTHS[number % 4]), max_tokens=50)
+            turn = asyncio.create_task(service.answer(request))
+            if number % 3:
+                await asyncio.wait([turn], timeout=chance.uniform(0, 0.6))
+                turn.cancel()
+                await asyncio.gather(turn, return_exceptions=True)
+                return
+            with contextlib.suppress(CapacityExceeded):
+                answer = await turn
+                assert answer.token_ids == oracles["llama_gqa"].greedy(random_tokens(LENGTHS[number % 4]), 50)
+
+        for start in range(0, 36, 6):
+            await asyncio.gather(*(one(number) for number in range(start, start + 6)))
+        assert service.decode.num_preemptions > 0
+        await eventually(lambda: service.router.num_running == 0)
+        await is_idle(service, free)
+
+
+async def test_a_prefill_ring_that_lost_the_prompt_computes_it_again(
+    model_paths: Mapping[str, Path], oracles: Mapping[str, Oracle]
+) -> None:
+    async with small_service(model_paths["llama_gqa"], 2, 2) as service:
+        old = asyncio.create_task(service.answer(service.request(random_tokens(20), max_tokens=150)))
+        await eventually(lambda: service.decode.num_running == 1)
+        young = asyncio.create_task(service.answer(service.request(random_tokens(31), max_tokens=100)))
+        await eventually(lambda: service.decode.num_running == 2)
+        await service.prefill_ranks.made[0].kill()
+        await eventually(lambda: service.prefill.ring.rebuilds == 1 and service.prefill.ring.state == "ready")
+        assert (await old).token_ids == oracles["llama_gqa"].greedy(random_tokens(20), 150)
+        assert (await young).token_ids == oracles["llama_gqa"].greedy(random_tokens(31), 100)
+        assert service.decode.num_preemptions > 0
+
+
+async def test_without_continuous_batching_nobody_joins_a_batch_that_runs(
+    model_paths: Mapping[str, Path], oracles: Mapping[str, Oracle]
+) -> None:
+    async with Service(model_paths["llama_gqa"], 1, 2, continuous=False) as service:
+        first = asyncio.create_task(service.answer(service.request(random_tokens(20), max_tokens=200)))
+        await eventually(lambda: service.decode.num_running == 1)
+        others = [
+            asyncio.create_task(service.answer(service.request(random_tokens(9, seed), max_tokens=5 + seed)))
+            for seed in range(3)
+        ]
+        together: set[int] = set()
+
+        def done() -> bool:
+            if not first.done():
+                assert not any(turn.done() for turn in others)
+            together.add(service.decode.num_running)
+            return all(turn.done() for turn in others)
+
+        await eventually(done)
+        assert max(together) <= 3
+        for seed, turn in enumerate(others):
+            assert (await turn).token_ids == oracles["llama_gqa"].greedy(random_tokens(9, seed), 5 + seed)
+        assert (await first).token_ids == oracles["llama_gqa"].greedy(random_tokens(20), 200)
