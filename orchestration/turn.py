@@ -251,7 +251,9 @@ class RankKvUsage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupStatus:
-    """What a group tells operators. `rank_pids` are those of `tp` processes a rank, in order."""
+    """What a group tells operators. `rank_pids` are those of `tp` processes a rank, in order; `decode_variant` served
+    the latest decode step that was looked at.
+    """
 
     role: str
     name: str
@@ -267,7 +269,11 @@ class GroupStatus:
     rebuilds: int
     rank_pids: tuple[int, ...]
     tp: int = 1
+<<<<<<< HEAD
     num_preemptions: int = 0
+=======
+    decode_variant: str = ""
+>>>>>>> main
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

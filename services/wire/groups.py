@@ -64,6 +64,7 @@ def status_to(status: GroupStatus) -> inference_pb2.GroupInfo:
         rebuilds=status.rebuilds,
         rank_pids=status.rank_pids,
         num_preemptions=status.num_preemptions,
+        decode_variant=status.decode_variant,
         kv_usage=[
             inference_pb2.RankKvUsage(
                 total_blocks=rank.total_blocks,
@@ -92,6 +93,7 @@ def status_from(message: inference_pb2.GroupInfo) -> GroupStatus:
         rebuilds=message.rebuilds,
         rank_pids=tuple(message.rank_pids),
         num_preemptions=message.num_preemptions,
+        decode_variant=message.decode_variant,
         kv_usage=tuple(
             RankKvUsage(
                 total_blocks=rank.total_blocks,
