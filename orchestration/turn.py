@@ -269,11 +269,8 @@ class GroupStatus:
     rebuilds: int
     rank_pids: tuple[int, ...]
     tp: int = 1
-<<<<<<< HEAD
     num_preemptions: int = 0
-=======
     decode_variant: str = ""
->>>>>>> main
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
