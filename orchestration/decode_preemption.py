@@ -68,8 +68,8 @@ class Preemption:
 
         A turn that cannot be resumed now keeps its new blocks and is tried again; its own deadline ends that.
         """
-        attempt = turn.request.attempt + 1
-        request = ResumeTurn(turn_id=turn.turn_id, attempt=attempt, token_ids=tuple(turn.tokens[:-1]))
+        turn.num_attempts += 1
+        request = ResumeTurn(turn_id=turn.turn_id, attempt=turn.num_attempts, token_ids=tuple(turn.tokens[:-1]))
         try:
             await self._router.resume_turn(request)
         except RingserveError as error:

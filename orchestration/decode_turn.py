@@ -19,8 +19,8 @@ class DecodeTurn:
     """`events` is what the gateway's stream reads; an error in it is its last item.
 
     `arrival` orders the ring's turns. `request`, `key` and `reservation` are those of the latest attempt, whose prompt
-    is the turn's own `prompt_tokens` and, after a preemption, what was decoded until then. `room` tokens of the
-    sequence find a slot in its block tables.
+    is the turn's own `prompt_tokens` and, after a preemption, what was decoded until then; `num_attempts` also counts
+    those that the router could not begin. `room` tokens of the sequence find a slot in its block tables.
     """
 
     request: Reserve
@@ -37,6 +37,7 @@ class DecodeTurn:
     events: asyncio.Queue[TurnEvent | RingserveError] = field(default_factory=asyncio.Queue)
     is_streamed: bool = False
     is_paused: bool = False
+    num_attempts: int = 1
     left_batch: asyncio.Event = field(default_factory=asyncio.Event)
     over: asyncio.Event = field(default_factory=asyncio.Event)
     ending: asyncio.Task[None] | None = None

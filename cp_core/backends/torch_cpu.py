@@ -63,7 +63,6 @@ class TorchCpuFlash:
             lse_ktg.transpose(0, 1).reshape(num_tokens, num_heads),
         )
 
-
     def attend_rows(self, q: torch.Tensor, runs: Sequence[KvRun], *, scale: float) -> Partial:
         """See RowAttention. What is the same for all rows is done once: per row are left two views and the kernel."""
         batch, num_heads, head_dim = q.shape

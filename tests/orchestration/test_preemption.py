@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from cp_core.errors import CapacityExceeded, DeadlineExceeded, TurnCancelled
-from orchestration.turn import PromptMode
+from cp_core.errors import CapacityExceeded, DeadlineExceeded, TurnCancelled, Unavailable
+from orchestration.turn import PromptMode, Reservation, Reserve, ResumeTurn
 from tests.orchestration.service import Answer, Service
 from tests.orchestration.test_turn_failures import eventually, is_idle
 from tests.workers.models import Oracle, random_tokens
@@ -115,27 +115,72 @@ async def test_a_conversation_cancelled_after_it_gave_way_is_as_before_its_turn(
         service.check_integrity()
 
 
-async def test_an_abort_or_a_deadline_while_held_up_frees_everything(model_paths: Mapping[str, Path]) -> None:
+@pytest.mark.parametrize("stage", ["preempted", "resuming", "resuming and late"])
+async def test_an_abort_or_a_deadline_while_held_up_frees_everything(
+    stage: str, model_paths: Mapping[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with small_service(model_paths["llama_gqa"], 2, 2) as service:
         free = service.free_blocks()
-        for stage in ("preempted", "resuming"):
-            before = service.decode.num_preemptions
-            old = asyncio.create_task(service.answer(service.request(random_tokens(20), max_tokens=150)))
-            await eventually(lambda: service.decode.num_running == 1)
-            doomed = service.request(random_tokens(20), max_tokens=150, deadline=1.5 if stage == "resuming" else 60.0)
-            young = asyncio.create_task(service.answer(doomed))
-            await eventually(lambda known=before: service.decode.num_preemptions > known)  # type: ignore[misc]
-            with pytest.raises(CapacityExceeded, match="1 running turns wait for free blocks"):
-                await service.answer(service.request(random_tokens(9)))
-            if stage == "preempted":
-                await service.router.abort_requests([doomed.request_id])
-                with pytest.raises(TurnCancelled):
-                    await young
-            else:
-                with pytest.raises(DeadlineExceeded):
-                    await young
+        asked, never = asyncio.Event(), asyncio.Event()
+
+        async def resume_turn(request: ResumeTurn) -> None:
+            asked.set()
+            await never.wait()
+
+        monkeypatch.setattr(service.router, "resume_turn", resume_turn)
+        old = asyncio.create_task(service.answer(service.request(random_tokens(20), max_tokens=150)))
+        await eventually(lambda: service.decode.num_running == 1)
+        doomed = service.request(random_tokens(20), max_tokens=150, deadline=5.0 if stage.endswith("late") else 60.0)
+        young = asyncio.create_task(service.answer(doomed))
+        await eventually(lambda: service.decode.num_preemptions == 1)
+        with pytest.raises(CapacityExceeded, match="1 running turns wait for free blocks"):
+            await service.answer(service.request(random_tokens(9)))
+        if stage == "preempted":
+            assert not asked.is_set()
+        else:
             assert len((await old).token_ids) == 150
-            await is_idle(service, free)
+            await eventually(asked.is_set)
+        if not stage.endswith("late"):
+            await service.router.abort_requests([doomed.request_id])
+        with pytest.raises((TurnCancelled, DeadlineExceeded)) as ending:
+            await young
+        assert isinstance(ending.value, DeadlineExceeded) == stage.endswith("late")
+        assert len((await old).token_ids) == 150
+        await is_idle(service, free)
+
+
+async def test_a_turn_that_cannot_be_resumed_at_once_is_resumed_later(
+    model_paths: Mapping[str, Path], oracles: Mapping[str, Oracle], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prefill ring refuses: first before the decode ring expects KV again, then after."""
+    monkeypatch.setattr("orchestration.decode_preemption.RESUME_PAUSE_SECONDS", 0.02)
+    async with small_service(model_paths["llama_gqa"], 2, 2) as service:
+        free = service.free_blocks()
+        settle, reserve, refusals = service.prefill.settle, service.prefill.reserve, 0
+
+        async def refuse_to_settle(sequence_id: str, turn_id: str, keep_tokens: int) -> None:
+            nonlocal refusals
+            if keep_tokens and refusals == 0:
+                refusals += 1
+                raise Unavailable("no answer")
+            await settle(sequence_id, turn_id, keep_tokens)
+
+        async def refuse_to_reserve(request: Reserve) -> Reservation:
+            nonlocal refusals
+            if request.attempt > 1 and refusals == 1:
+                refusals += 1
+                raise CapacityExceeded("no room")
+            return await reserve(request)
+
+        monkeypatch.setattr(service.prefill, "settle", refuse_to_settle)
+        monkeypatch.setattr(service.prefill, "reserve", refuse_to_reserve)
+        old = asyncio.create_task(service.answer(service.request(random_tokens(20), max_tokens=150)))
+        await eventually(lambda: service.decode.num_running == 1)
+        young = await service.answer(service.request(random_tokens(22), max_tokens=120))
+        assert young.token_ids == oracles["llama_gqa"].greedy(random_tokens(22), 120)
+        assert (await old).token_ids == oracles["llama_gqa"].greedy(random_tokens(20), 150)
+        assert refusals == 2
+        await is_idle(service, free)
 
 
 async def test_turns_cancelled_at_any_moment_of_a_crowded_ring_leave_no_kv_behind(
@@ -172,6 +217,9 @@ async def test_a_prefill_ring_that_lost_the_prompt_computes_it_again(
         await eventually(lambda: service.decode.num_running == 1)
         young = asyncio.create_task(service.answer(service.request(random_tokens(31), max_tokens=100)))
         await eventually(lambda: service.decode.num_running == 2)
+        # Its senders may learn last that all has arrived; a ring that dies before fails its turns.
+        begun = service.router._turns._running.values()
+        await eventually(lambda: all(turn.prefilling is not None and turn.prefilling.done() for turn in begun))
         await service.prefill_ranks.made[0].kill()
         await eventually(lambda: service.prefill.ring.rebuilds == 1 and service.prefill.ring.state == "ready")
         assert (await old).token_ids == oracles["llama_gqa"].greedy(random_tokens(20), 150)
