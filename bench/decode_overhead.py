@@ -156,7 +156,7 @@ class TimedPass(DecodePass):
 
     def run(self, variant: str) -> list[int]:
         sampled = super().run(variant)
-        self._clock.now["sampling"] = time.perf_counter() - self._clock.now.pop("logits at", time.perf_counter())
+        self._clock.now["sampling"] = time.perf_counter() - self._clock.now["computed at"]
         return sampled
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -165,7 +165,7 @@ class TimedPass(DecodePass):
 
 
 class TimedModel:
-    """A loaded model on the clock. After the logits everything of a pass is sampling."""
+    """A loaded model on the clock. What a pass does after the last of it is sampling."""
 
     def __init__(self, model: LoadedModel, clock: Clock) -> None:
         self._model = model
@@ -174,18 +174,23 @@ class TimedModel:
 
     def hidden_states(self, *inputs: Any) -> Tensor:
         with self._clock.part("layers"):
-            return self._model.hidden_states(*inputs)
+            states = self._model.hidden_states(*inputs)
+        return self._computed(states)
 
     def attend_without_tokens(self, step: Any) -> Tensor:
         with self._clock.part("layers"):
-            return self._model.attend_without_tokens(step)
+            states = self._model.attend_without_tokens(step)
+        return self._computed(states)
 
     def logits(self, states: Tensor) -> Tensor:
         with self._clock.part("head"):
             logits = self._model.logits(states)
-        self._clock.now["logits at"] = time.perf_counter()
+        return self._computed(logits)
+
+    def _computed(self, result: Tensor) -> Tensor:
+        self._clock.now["computed at"] = time.perf_counter()
         self._clock.now["collectives of layers"] = self._clock.now["collectives"]
-        return logits
+        return result
 
 
 class TimedChannel(HeaderChannel):
@@ -286,7 +291,7 @@ def milliseconds(parts: dict[str, float]) -> dict[str, float]:
     step, hook = parts["step"], parts.get("hook", 0.0)
     attention, collectives = (
         parts.get("attention", 0.0),
-        parts.get("collectives of layers", parts.get("collectives", 0.0)),
+        parts["collectives of layers"],
     )
     compute = parts["layers"] + parts.get("head", 0.0)
     sampling = parts.get("sampling", 0.0)
