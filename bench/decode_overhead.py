@@ -349,7 +349,8 @@ def main() -> None:
     for ranks in given.ranks:
         with RingProcesses(ranks, partial(OverheadStation, given.model, cases)) as ring:
             for case in cases:
-                print(json.dumps(record(case, ranks, ring.measure(case)[0])), flush=True)
+                answers: list[Any] = ring.measure(case)
+                print(json.dumps(record(case, ranks, answers[0])), flush=True)
 
 
 if __name__ == "__main__":
