@@ -17,6 +17,7 @@ from orchestration.turn import (
     PromptMode,
     Reservation,
     Reserve,
+    ResumeTurn,
     ScoredEvent,
     SendKv,
     TokensEvent,
@@ -340,6 +341,14 @@ def event_from(message: groups_pb2.TurnEvent) -> TurnEvent:
         migration_seconds=finished.migration_seconds,
         handoff_seconds=finished.handoff_seconds,
     )
+
+
+def resume_to(request: ResumeTurn) -> router_pb2.ResumeTurnRequest:
+    return router_pb2.ResumeTurnRequest(turn_id=request.turn_id, attempt=request.attempt, token_ids=request.token_ids)
+
+
+def resume_from(message: router_pb2.ResumeTurnRequest) -> ResumeTurn:
+    return ResumeTurn(turn_id=message.turn_id, attempt=message.attempt, token_ids=tuple(message.token_ids))
 
 
 def outcome_to(outcome: TurnOutcome) -> router_pb2.EndTurnRequest:
