@@ -378,9 +378,11 @@ async def test_a_ring_that_breaks_under_a_finished_turn_leaves_nothing_behind(mo
         request = service.request(random_tokens(20), sampling=Sampling(max_tokens=2000, ends_by_text=True))
         begun = await service.router.begin_turn(request)
         decode = service.peers.decode(begun.decode_endpoint)
+        is_broken = False
         with contextlib.suppress(RingserveError):
             async for event in decode.stream_turn(begun.turn_id):
-                if isinstance(event, TokensEvent):
+                if isinstance(event, TokensEvent) and not is_broken:
+                    is_broken = True
                     await service.decode_ranks.made[1].kill()
                     await decode.finish_turn(begun.turn_id, 1)
         async with asyncio.timeout(20):
