@@ -154,7 +154,7 @@ class TimedPass(DecodePass):
         super().__init__(*parts)
         self._clock = clock
 
-    def run(self, variant: str) -> list[int]:
+    def run(self, variant: str) -> list[Sampled]:
         sampled = super().run(variant)
         self._clock.now["sampling"] = time.perf_counter() - self._clock.now["computed at"]
         return sampled
