@@ -46,6 +46,7 @@ from workers.decode_step import DecodePass
 from workers.kv_cache import KvCache
 from workers.model import LoadedModel, load_model
 from workers.progress import Progress
+from workers.sampling.parameters import Sampled
 from workers.steps import AdmitSequence, Sampling
 
 WARM_UP_STEPS = 3
