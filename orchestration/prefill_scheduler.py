@@ -4,11 +4,12 @@ an argument, so that a simulation runs it as the leader does.
 reserved ──ready──> waiting ──next_step──> in a step ──commit──> waiting ... ──commit of the last token──> gone
     └──────────────────┴────────── remove ──────┴──────────────────┘
 
-Two orders share every step. *By age*: the turn that came first, a step of priority counting like `ageing_seconds` of
-waiting, has `AGE_SHARE` of the budget for itself. *By length*: the rest goes to the highest priority first, and of
-equals to what is finished soonest. So a short prompt joins the next step however long the others are, and the oldest
-turn moves on at every step however many short ones come: nobody who arrives later than it by more than `ageing_seconds`
-times the difference in priority can take that place from it.
+Two orders share the ring. *By length*: the highest priority first, and of equals what is finished soonest; as many
+whole prompts as fit make a step, and a prompt that is longer than a step has steps of its own. *By age*: what came
+first, where a step of priority counts like `ageing_seconds` of waiting. The oldest turns are owed `AGE_SHARE` of all
+work; a step in which the debt is due begins with them, and the shorter ones have the rest of it. So a short prompt is
+in the next step however long the others are, and the oldest turn moves on however many short ones come: nobody who
+arrives later than it by more than `ageing_seconds` times the difference in priority can take that place from it.
 """
 
 from __future__ import annotations
@@ -23,9 +24,7 @@ from orchestration.turn import Chunk
 from workers.steps import Algorithm
 
 AGE_SHARE = 0.25
-"""Of every step, to the oldest turn."""
-MIN_SHARED_TOKENS = 4
-"""A step of fewer tokens is not divided; the two orders then take whole steps by turns."""
+"""Of all work, to the oldest turns."""
 RATE_MEMORY = 0.9
 """How much of the measured rate earlier steps make up, from one step to the next."""
 MIN_RETRY_SECONDS = 0.1
@@ -99,8 +98,8 @@ class PrefillScheduler:
         self._measured_work = 0.0
         self._measured_seconds = 0.0
         self._num_steps = 0
-        self._work_by_age = 0.0
-        self._work_by_length = 0.0
+        # Work units that the oldest turns are behind their share; below 0 they are ahead, by their latest step at most.
+        self._debt = 0.0
 
     # --- who waits ---------------------------------------------------------------------------------------------------
 
@@ -157,19 +156,18 @@ class PrefillScheduler:
         ready = [item for item in self._items.values() if item.advice]
         if not ready:
             return None
-        scheduling = self._scheduling
-        is_divided = scheduling.fuse and scheduling.interleave and self.limits.tokens >= MIN_SHARED_TOKENS
-        chosen = self._divided(ready) if is_divided else self._led(ready)
-        work = {item: self._work.work(length, item.position) for item, length in chosen.items()}
+        by_age, by_length = sorted(ready, key=self._by_age), sorted(ready, key=self._by_length)
+        filling = self._fill(by_age, by_length)
+        self._count(filling, by_age[0])
         self._num_steps += 1
         return ScheduledStep(
             number=self._num_steps,
-            algorithm=_algorithm_of_most(work),
+            algorithm=_algorithm_of_most(filling.work),
             pieces=tuple(
                 Piece(item.turn_id, TokenRange(item.position, item.position + length))
-                for item, length in chosen.items()
+                for item, length in filling.tokens.items()
             ),
-            work=sum(work.values()),
+            work=sum(filling.work.values()),
         )
 
     def commit(self, step: ScheduledStep, seconds: float) -> None:
@@ -199,74 +197,93 @@ class PrefillScheduler:
     def _by_length(self, item: _Item) -> tuple[int, float, float, str]:
         return -item.priority, self._work.work(item.num_left, item.position), item.arrived, item.turn_id
 
-    def _divided(self, ready: Sequence[_Item]) -> dict[_Item, int]:
-        """Tokens of each turn in a step that both orders share."""
-        limits = self.limits
-        oldest, order = min(ready, key=self._by_age), sorted(ready, key=self._by_length)
-        share = AGE_SHARE * limits.budget
-        own = self._at_least(oldest, share, max(1, int(AGE_SHARE * limits.tokens)))
-        charged = min(share, self._work.work(own, oldest.position))
-        chosen: dict[_Item, int] = {}
-        spent, taken = 0.0, 0
-        for item in order:
-            room, tokens = limits.budget - charged - spent, limits.tokens - own - taken
-            if item is oldest:
-                # What nobody shorter wanted is its own too.
-                longer = self._at_most(oldest, limits.budget - spent, limits.tokens - taken)
-                if longer > own:
-                    own = longer
-                    charged = self._work.work(own, oldest.position)
-                continue
-            fit = self._at_least if item is order[0] else self._whole_or_long
-            length = fit(item, room, tokens)
-            if length:
-                chosen[item] = length
-                spent += self._work.work(length, item.position)
-                taken += length
-        return {oldest: own} | chosen
-
-    def _led(self, ready: Sequence[_Item]) -> dict[_Item, int]:
-        """Tokens of each turn in a step that one turn leads; where turns are fused, whole prompts fill it up."""
-        limits = self.limits
-        begun = None if self._scheduling.interleave else next((item for item in ready if item.is_begun), None)
-        leader = begun or self._by_turns(ready)
-        chosen = {leader: self._at_least(leader, limits.budget, limits.tokens)}
-        if not self._scheduling.fuse:
-            return chosen
-        spent, taken = self._work.work(chosen[leader], leader.position), chosen[leader]
-        for item in sorted(ready, key=self._by_length):
-            fits = self._at_most(item, limits.budget - spent, limits.tokens - taken)
-            if item is not leader and fits == item.num_left:
-                chosen[item] = fits
-                spent += self._work.work(fits, item.position)
-                taken += fits
-        return chosen
-
-    def _by_turns(self, ready: Sequence[_Item]) -> _Item:
-        """The first by age or the first by length, so that each order gets its share of the work over time."""
-        oldest, shortest = min(ready, key=self._by_age), min(ready, key=self._by_length)
-        if oldest is shortest:
-            return oldest
-        is_due = self._work_by_age * (1 - AGE_SHARE) < self._work_by_length * AGE_SHARE
-        leader = oldest if is_due else shortest
-        work = self._work.work(self._at_least(leader, self.limits.budget, self.limits.tokens), leader.position)
-        if is_due:
-            self._work_by_age += work
+    def _fill(self, by_age: Sequence[_Item], by_length: Sequence[_Item]) -> _Filling:
+        """The turns of the next step, and how many tokens of each."""
+        scheduling, filling = self._scheduling, _Filling(self._work, self.limits)
+        begun = None if scheduling.interleave else next((item for item in by_age if item.is_begun), None)
+        is_due = begun is None and self._debt > 0
+        leader = begun or (by_age[0] if is_due else by_length[0])
+        is_divided = is_due and scheduling.fuse and scheduling.interleave
+        if is_divided:
+            filling.add_oldest(by_age)
+            filling.add_at_least(by_length[0])
         else:
-            self._work_by_length += work
-        return leader
+            filling.add_at_least(leader)
+        if scheduling.fuse:
+            filling.add_whole(by_length)
+        if is_divided:
+            filling.extend(leader)
+        return filling
+
+    def _count(self, filling: _Filling, oldest: _Item) -> None:
+        """Enter in the debt what the oldest turns got of a step, and what others did."""
+        paid = sum(units for item, units in filling.work.items() if item is oldest or item in filling.by_age)
+        others = sum(filling.work.values()) - paid
+        lead = (1 - AGE_SHARE) * paid
+        self._debt += AGE_SHARE * others - lead
+        if paid:
+            self._debt = max(self._debt, -lead)
+
+
+class _Filling:
+    """A step while it is filled: `tokens` of each turn, `by_age` those who are in it for their age."""
+
+    def __init__(self, work: WorkModel, limits: StepLimits) -> None:
+        self.tokens: dict[_Item, int] = {}
+        self.work: dict[_Item, float] = {}
+        self.by_age: set[_Item] = set()
+        self._model = work
+        self._limits = limits
+        self._room = limits.budget
+        self._tokens_left = limits.tokens
+
+    def add_oldest(self, by_age: Sequence[_Item]) -> None:
+        """The share of the oldest: the first in any case, then whole prompts as they fit."""
+        share, tokens = AGE_SHARE * self._limits.budget, max(1, int(AGE_SHARE * self._limits.tokens))
+        for item in by_age:
+            length = self._at_most(item, share, tokens)
+            if not self.tokens:
+                length = max(length, self._least(item))
+            elif length < item.num_left:
+                break
+            self._put(item, length)
+            self.by_age.add(item)
+            share -= self.work[item]
+            tokens -= length
+        # The least chunk may cost more than the share: that lengthens the step, and is not taken from the others.
+        self._room += max(0.0, -share)
+
+    def add_at_least(self, item: _Item) -> None:
+        """What fits of a turn, but the least chunk in any case; nothing where all tokens are taken."""
+        if item not in self.tokens and self._tokens_left:
+            self._put(item, max(self._at_most(item, self._room, self._tokens_left), self._least(item)))
+
+    def add_whole(self, by_length: Sequence[_Item]) -> None:
+        """All that fit to their end."""
+        for item in by_length:
+            if item not in self.tokens and self._at_most(item, self._room, self._tokens_left) == item.num_left:
+                self._put(item, item.num_left)
+
+    def extend(self, item: _Item) -> None:
+        """Give a turn of the step what nobody else wanted of it."""
+        length, work = self.tokens[item], self.work[item]
+        longer = self._at_most(item, self._room + work, self._tokens_left + length)
+        if longer > length:
+            self._room += work
+            self._tokens_left += length
+            self._put(item, longer)
+
+    def _put(self, item: _Item, length: int) -> None:
+        self.tokens[item] = length
+        self.work[item] = self._model.work(length, item.position)
+        self._room -= self.work[item]
+        self._tokens_left -= length
 
     def _at_most(self, item: _Item, budget: float, tokens: int) -> int:
-        return max(0, min(item.num_left, tokens, self._work.longest(budget, item.position)))
+        return max(0, min(item.num_left, tokens, self._model.longest(budget, item.position)))
 
-    def _at_least(self, item: _Item, budget: float, tokens: int) -> int:
-        """What fits, but the least chunk in any case."""
-        return max(self._at_most(item, budget, tokens), min(item.num_left, self.limits.min_chunk))
-
-    def _whole_or_long(self, item: _Item, budget: float, tokens: int) -> int:
-        """What fits, if it ends the prompt or is worth a chunk."""
-        fits = self._at_most(item, budget, tokens)
-        return fits if fits == item.num_left or fits >= self.limits.min_chunk else 0
+    def _least(self, item: _Item) -> int:
+        return min(item.num_left, self._limits.min_chunk, self._tokens_left)
 
 
 def _algorithm_of_most(work: dict[_Item, float]) -> Algorithm:

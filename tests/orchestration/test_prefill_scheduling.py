@@ -124,8 +124,8 @@ async def test_a_short_prompt_does_not_wait_for_a_long_one(model_paths: Mapping[
         long = service.request(random_tokens(2000), max_tokens=1)
         short = service.request(random_tokens(10), max_tokens=1)
         long_answer, short_answer = await answers(service, [long, short])
-        assert len(short_answer.report.chunks) == 1
-        assert short_answer.report.chunks[0].num_turns == 2
+        # A step of its own, before the first of the long one's many.
+        assert [chunk.num_turns for chunk in short_answer.report.chunks] == [1]
         assert len(long_answer.report.chunks) > 30
         assert short_answer.report.queue_seconds < long_answer.report.prefill_seconds / 2
 
