@@ -58,6 +58,18 @@ async def test_turns_that_gave_way_answer_as_transformers_does(
         assert answer.token_ids == oracles["llama_gqa"].greedy(random_tokens(length, seed=length), count)
 
 
+async def test_turns_give_way_on_rings_of_processes_that_share_heads(
+    model_paths: Mapping[str, Path], oracles: Mapping[str, Oracle]
+) -> None:
+    async with small_service(model_paths["llama_gqa"], 1, 2, prefill_tp=2, decode_tp=2) as service:
+        free = service.free_blocks()
+        answers = await answer_all(service)
+        assert service.decode.num_preemptions > 0
+        await is_idle(service, free)
+    for length, count, answer in zip(LENGTHS, MAX_TOKENS, answers, strict=True):
+        assert answer.token_ids == oracles["llama_gqa"].greedy(random_tokens(length, seed=length), count)
+
+
 async def test_drawn_tokens_are_the_same_with_and_without_preemption(model_paths: Mapping[str, Path]) -> None:
     path = model_paths["llama_gqa"]
     async with small_service(path, 2, 2) as service:
@@ -210,21 +222,28 @@ async def test_turns_cancelled_at_any_moment_of_a_crowded_ring_leave_no_kv_behin
 
 
 async def test_a_prefill_ring_that_lost_the_prompt_computes_it_again(
-    model_paths: Mapping[str, Path], oracles: Mapping[str, Oracle]
+    model_paths: Mapping[str, Path], oracles: Mapping[str, Oracle], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with small_service(model_paths["llama_gqa"], 2, 2) as service:
+        rebuilt, resume = asyncio.Event(), service.router.resume_turn
+
+        async def resume_turn(request: ResumeTurn) -> None:
+            await rebuilt.wait()
+            await resume(request)
+
+        monkeypatch.setattr(service.router, "resume_turn", resume_turn)
         old = asyncio.create_task(service.answer(service.request(random_tokens(20), max_tokens=150)))
         await eventually(lambda: service.decode.num_running == 1)
         young = asyncio.create_task(service.answer(service.request(random_tokens(31), max_tokens=100)))
-        await eventually(lambda: service.decode.num_running == 2)
+        await eventually(lambda: service.decode.num_preemptions == 1)
         # Its senders may learn last that all has arrived; a ring that dies before fails its turns.
         begun = service.router._turns._running.values()
         await eventually(lambda: all(turn.prefilling is not None and turn.prefilling.done() for turn in begun))
         await service.prefill_ranks.made[0].kill()
         await eventually(lambda: service.prefill.ring.rebuilds == 1 and service.prefill.ring.state == "ready")
+        rebuilt.set()
         assert (await old).token_ids == oracles["llama_gqa"].greedy(random_tokens(20), 150)
         assert (await young).token_ids == oracles["llama_gqa"].greedy(random_tokens(31), 100)
-        assert service.decode.num_preemptions > 0
 
 
 async def test_without_continuous_batching_nobody_joins_a_batch_that_runs(
