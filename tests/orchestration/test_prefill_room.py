@@ -41,7 +41,7 @@ def test_every_way_to_cut_nine_tokens_finds_room() -> None:
                 assert all(is_enough(held, pulled, chunks) for chunks in ways_to_cut(9 - pulled)), held
 
 
-@settings(max_examples=500)
+@settings(max_examples=500, deadline=None)
 @given(
     held=st.lists(st.integers(0, 300), min_size=1, max_size=8),
     pulled=st.integers(0, 100),
@@ -51,7 +51,7 @@ def test_any_chunks_find_room(held: list[int], pulled: int, chunks: list[int]) -
     assert is_enough(held, pulled, chunks)
 
 
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 @given(
     held=st.lists(st.integers(0, 300), min_size=2, max_size=6),
     size=st.integers(1, 12),

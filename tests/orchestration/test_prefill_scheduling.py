@@ -245,6 +245,21 @@ async def test_a_full_queue_refuses_at_once_with_a_hint_and_takes_turns_again(
         assert (await service.prefill.get_status()).waiting_work == 0
 
 
+async def test_more_turns_than_a_ring_may_have_are_refused_with_a_hint(model_paths: Mapping[str, Path]) -> None:
+    async with Service(model_paths["llama_gqa"], 2, 2, max_waiting=2) as service:
+        free = service.free_blocks()
+        async with held_until_waiting(service, 2) as tasks:
+            requests = [service.request(random_tokens(40, seed), max_tokens=1) for seed in (1, 2)]
+            tasks += [asyncio.create_task(service.answer(request)) for request in requests]
+            await eventually(lambda: loop_of(service).scheduler.num_waiting == 2)
+            with pytest.raises(CapacityExceeded, match="prefill ring prefill-0: 2 turns are under way") as refused:
+                await service.answer(service.request([1], max_tokens=1))
+            assert refused.value.retry_after_seconds is not None
+            assert refused.value.retry_after_seconds > 0
+        await asyncio.gather(*tasks)
+        await is_idle(service, free)
+
+
 async def test_a_turn_whose_client_leaves_in_the_middle_of_a_long_prompt_frees_its_room(
     model_paths: Mapping[str, Path],
 ) -> None:
