@@ -21,12 +21,12 @@ from cp_core.errors import (
 from cp_core.layout import ShardMap, spread
 from orchestration.decode_batch import DecodeBatch
 from orchestration.decode_preemption import Preemption
+from orchestration.decode_pull import send_back
 from orchestration.decode_room import DecodeRoom
 from orchestration.decode_turn import DecodeTurn
 from orchestration.group import GroupLeader
 from orchestration.handoff import HandoffState
 from orchestration.ports import RankFactory, RouterPort
-from orchestration.reshard_sends import sends_for
 from orchestration.ring import GroupSettings, gather_all, gather_first_error
 from orchestration.turn import (
     Admit,
@@ -294,28 +294,7 @@ class DecodeLeader(GroupLeader):
         turn = self._turns.get(turn_id)
         if turn is None or turn.is_ending:
             raise NotFound(f"turn {turn_id} holds no KV on decode ring {self.settings.name}")
-        started = time.monotonic()
-        sequence = turn.sequence
-        key = TransferKey(
-            request.transfer_id, request.attempt, request.source_incarnation, request.destination_incarnation
-        )
-        sends = sends_for(
-            key,
-            sequence.shards,
-            request.shards,
-            request.tokens,
-            blocks=[sequence.table(rank) for rank in range(self.settings.num_ranks)],
-            kv_endpoints=request.kv_endpoints,
-            num_kv_heads=self.ring.model.num_kv_heads,
-            source_tp=self.settings.tp,
-            destination_tp=request.tp,
-        )
-        calls = zip(self.ring.ranks, sends, strict=True)
-        pull = asyncio.create_task(gather_all(port.send_kv(send, request.deadline_seconds) for port, send in calls))
-        turn.pulls.add(pull)
-        pull.add_done_callback(turn.pulls.discard)
-        reports = await asyncio.shield(pull)
-        return SentKv(payload_bytes=sum(report.payload_bytes for report in reports), seconds=time.monotonic() - started)
+        return await send_back(self.ring, turn, request)
 
     async def abort_turn(self, turn_id: str, error: RingserveError) -> None:
         """End a turn in any state; returns when its blocks are settled. Idempotent."""

@@ -64,16 +64,26 @@ class Preemption:
             self.room.given_way(turn)
 
     async def _resume(self, turn: DecodeTurn) -> None:
-        """Have the KV of a preempted turn made again: the router begins a new attempt of it.
+        """Have the KV of a preempted turn made again, by a new attempt of its prefill.
 
         A turn that cannot be resumed now keeps its new blocks and is tried again; its own deadline ends that.
         """
         turn.num_attempts += 1
-        request = ResumeTurn(turn_id=turn.turn_id, attempt=turn.num_attempts, token_ids=tuple(turn.tokens[:-1]))
+        attempt = turn.num_attempts
+        request = ResumeTurn(
+            turn_id=turn.turn_id,
+            attempt=attempt,
+            token_ids=tuple(turn.tokens[:-1]),
+            deadline_seconds=turn.request.deadline_seconds,
+        )
         try:
             await self._router.resume_turn(request)
         except RingserveError as error:
-            if turn.is_ending:
+            is_whole = turn.request.attempt == attempt and turn.state not in (
+                HandoffState.RESERVED,
+                HandoffState.STREAMING,
+            )
+            if turn.is_ending or is_whole:
                 return
             log.warning("turn %s could not be resumed, trying again: %s", turn.turn_id, error)
             await self._take_back(turn)

@@ -87,7 +87,8 @@ class Router:
             reason = error if isinstance(error, RingserveError) else TurnCancelled("the turn was cancelled")
             self._spawn(self._give_up(turn, reason))
             raise
-        self._start_prefill(turn, plan)
+        turn.prefilling = asyncio.create_task(self._prefill(turn, plan))
+        turn.prefilling.add_done_callback(lambda task: self._prefilled(turn, task))
         return BegunTurn(
             turn_id=turn.turn_id,
             decode_endpoint=turn.decode.registration.endpoint,
@@ -188,10 +189,6 @@ class Router:
         )
         return await self._prefill_port(turn).prefill(request)
 
-    def _start_prefill(self, turn: RunningTurn, plan: Plan) -> None:
-        turn.prefilling = asyncio.create_task(self._prefill(turn, plan))
-        turn.prefilling.add_done_callback(lambda task: self._prefilled(turn, task))
-
     def _prefilled(self, turn: RunningTurn, task: asyncio.Task[PrefillDone]) -> None:
         """A failed prefill ends the turn where its client waits: on the decode ring's stream."""
         error = None if task.cancelled() else task.exception()
@@ -225,8 +222,8 @@ class Router:
     async def resume_turn(self, request: ResumeTurn) -> None:
         """From the decode leader: make the KV of a turn again, of its prompt and of what was decoded. Idempotent.
 
-        Answers when that is under way. What the prefill ring keeps of it is not computed again. Raises NotFound for a
-        turn that has ended, else what kept a ring from it; then the turn may be resumed later.
+        Answers when it has been handed over. What the prefill ring keeps of it is not computed again. Raises NotFound
+        for a turn that has ended, else what kept a ring from it; then the turn may be resumed later.
         """
         turn = self._turns.of_turn(request.turn_id)
         if turn is None or turn.ending is not None:
@@ -236,20 +233,28 @@ class Router:
             turn.resuming = asyncio.create_task(self._resume(turn, np.asarray(request.token_ids, dtype=np.int64)))
         assert turn.resuming is not None, f"attempt {request.attempt} of turn {request.turn_id} was begun by no resume"
         await asyncio.shield(turn.resuming)
+        assert turn.prefilling is not None, "resumed"
+        prefilling = turn.prefilling
+        await asyncio.wait([prefilling])  # its end, and what ends a cancelled turn, see to it
+        if prefilling.cancelled():
+            raise NotFound(f"turn {request.turn_id} has ended")
+        if (error := prefilling.exception()) is not None:
+            raise (
+                error if isinstance(error, RingserveError) else Unavailable("the prefill failed for an internal reason")
+            )
 
     async def _resume(self, turn: RunningTurn, decoded: TokenIds) -> None:
         assert turn.prefilling is not None, "a turn that was decoded was prefilled"
-        try:
-            async with asyncio.timeout(self._settings.control_timeout):
-                await asyncio.shield(turn.prefilling)  # the decode ring has all KV; its sender may not know yet
-        except TimeoutError:
-            raise Unavailable(f"prefill ring {turn.prefill.name} still hands over turn {turn.turn_id}") from None
+        # Of the attempt before: the decode ring had all KV, or gave it up, and its sender may not know yet.
+        await asyncio.wait([turn.prefilling], timeout=self._settings.control_timeout)
+        if not turn.prefilling.done():
+            raise Unavailable(f"prefill ring {turn.prefill.name} still works on turn {turn.turn_id}")
         turn.decoded = decoded
         await self._prefill_port(turn).settle(turn.sequence_id, turn.turn_id, len(turn.token_ids) - 1)
         await self._reserve(turn)
         if turn.ending is not None:
             raise NotFound(f"turn {turn.turn_id} has ended")
-        self._start_prefill(turn, self._plan(turn))
+        turn.prefilling = asyncio.create_task(self._prefill(turn, self._plan(turn)))
 
     # --- asking ------------------------------------------------------------------------------------------------------
 

@@ -180,12 +180,13 @@ class Admit:
 class ResumeTurn:
     """From the decode leader: a turn whose KV it dropped has room again, for the prompt and these decoded tokens.
 
-    `attempt` counts from 1, the turn's first prefill.
+    `attempt` counts from 1, the turn's first prefill. The answer is waited for until the turn's deadline.
     """
 
     turn_id: str
     attempt: int
     token_ids: tuple[int, ...]
+    deadline_seconds: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

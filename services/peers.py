@@ -141,7 +141,7 @@ class GrpcRouter:
         )
 
     async def resume_turn(self, request: ResumeTurn) -> None:
-        await _reach(self._peer, self._stub.ResumeTurn(wire.resume_to(request), timeout=ABORT_SECONDS))
+        await _reach(self._peer, self._stub.ResumeTurn(wire.resume_to(request), timeout=request.deadline_seconds))
 
     async def end_turn(self, outcome: TurnOutcome) -> int:
         call = self._stub.EndTurn(wire.outcome_to(outcome), timeout=ABORT_SECONDS)

@@ -344,11 +344,21 @@ def event_from(message: groups_pb2.TurnEvent) -> TurnEvent:
 
 
 def resume_to(request: ResumeTurn) -> router_pb2.ResumeTurnRequest:
-    return router_pb2.ResumeTurnRequest(turn_id=request.turn_id, attempt=request.attempt, token_ids=request.token_ids)
+    return router_pb2.ResumeTurnRequest(
+        turn_id=request.turn_id,
+        attempt=request.attempt,
+        token_ids=request.token_ids,
+        deadline_seconds=request.deadline_seconds,
+    )
 
 
 def resume_from(message: router_pb2.ResumeTurnRequest) -> ResumeTurn:
-    return ResumeTurn(turn_id=message.turn_id, attempt=message.attempt, token_ids=tuple(message.token_ids))
+    return ResumeTurn(
+        turn_id=message.turn_id,
+        attempt=message.attempt,
+        token_ids=tuple(message.token_ids),
+        deadline_seconds=message.deadline_seconds,
+    )
 
 
 def outcome_to(outcome: TurnOutcome) -> router_pb2.EndTurnRequest:

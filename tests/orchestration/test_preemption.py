@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from cp_core.errors import CapacityExceeded, DeadlineExceeded, TurnCancelled, Unavailable
-from orchestration.turn import PromptMode, Reservation, Reserve, ResumeTurn
+from orchestration.turn import PrefillDone, PrefillTurn, PromptMode, Reservation, Reserve, ResumeTurn
 from tests.orchestration.service import Answer, Service
 from tests.orchestration.test_turn_failures import eventually, is_idle
 from tests.workers.models import Oracle, random_tokens
@@ -164,11 +164,12 @@ async def test_an_abort_or_a_deadline_while_held_up_frees_everything(
 async def test_a_turn_that_cannot_be_resumed_at_once_is_resumed_later(
     model_paths: Mapping[str, Path], oracles: Mapping[str, Oracle], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The prefill ring refuses: first before the decode ring expects KV again, then after."""
+    """The prefill ring refuses: before the decode ring expects KV again, then after, then in the prefill itself."""
     monkeypatch.setattr("orchestration.decode_preemption.RESUME_PAUSE_SECONDS", 0.02)
     async with small_service(model_paths["llama_gqa"], 2, 2) as service:
         free = service.free_blocks()
-        settle, reserve, refusals = service.prefill.settle, service.prefill.reserve, 0
+        settle, reserve, prefill = service.prefill.settle, service.prefill.reserve, service.prefill.prefill
+        refusals = 0
 
         async def refuse_to_settle(sequence_id: str, turn_id: str, keep_tokens: int) -> None:
             nonlocal refusals
@@ -184,6 +185,14 @@ async def test_a_turn_that_cannot_be_resumed_at_once_is_resumed_later(
                 raise CapacityExceeded("no room")
             return await reserve(request)
 
+        async def fail_to_prefill(request: PrefillTurn) -> PrefillDone:
+            nonlocal refusals
+            if request.attempt > 1 and refusals == 2:
+                refusals += 1
+                raise Unavailable("a rank died")
+            return await prefill(request)
+
+        monkeypatch.setattr(service.prefill, "prefill", fail_to_prefill)
         monkeypatch.setattr(service.prefill, "settle", refuse_to_settle)
         monkeypatch.setattr(service.prefill, "reserve", refuse_to_reserve)
         old = asyncio.create_task(service.answer(service.request(random_tokens(20), max_tokens=150)))
@@ -191,7 +200,7 @@ async def test_a_turn_that_cannot_be_resumed_at_once_is_resumed_later(
         young = await service.answer(service.request(random_tokens(22), max_tokens=120))
         assert young.token_ids == oracles["llama_gqa"].greedy(random_tokens(22), 120)
         assert (await old).token_ids == oracles["llama_gqa"].greedy(random_tokens(20), 150)
-        assert refusals == 2
+        assert refusals == 3
         await is_idle(service, free)
 
 
