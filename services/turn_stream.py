@@ -20,7 +20,7 @@ from orchestration.turn import (
 from ringserve.v1 import inference_pb2
 from services.text_stops import AnswerText
 from services.wire.sampling import all_logprobs_to
-from services.wire.turns import plan_to
+from services.wire.turns import note_chunks, plan_to
 from workers.steps import FinishReason
 
 
@@ -95,6 +95,8 @@ class TurnStream:
         self._plan.queue_seconds = report.queue_seconds
         self._plan.pulled_bytes = report.pulled_bytes
         self._plan.pull_seconds = report.pull_seconds
+        if report.chunks:
+            note_chunks(self._plan, report.chunks)
 
     def _chunk(self, event: TokensEvent) -> inference_pb2.GenerateResponse:
         self._last_at = time.monotonic()

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgpack
 
-from workers.decode_batch import Admission, BatchChange
+from workers.decode_batch import Admission, BatchChange, Growth
 from workers.sampling.parameters import Sampling, TokenBias, TokenHistory
 
 SIXTY_FOUR_BITS = 0xFFFF_FFFF_FFFF_FFFF
@@ -28,13 +28,14 @@ def encode_change(change: BatchChange) -> bytes:
         ]
         for item in change.admitted
     ]
-    encoded = msgpack.packb([change.removed, admitted])
+    grown = [[item.sequence_id, item.blocks] for item in change.grown]
+    encoded = msgpack.packb([change.removed, admitted, grown])
     assert isinstance(encoded, bytes)
     return encoded
 
 
 def decode_change(payload: bytes) -> BatchChange:
-    removed, admitted = msgpack.unpackb(payload, use_list=False)
+    removed, admitted, grown = msgpack.unpackb(payload, use_list=False)
     return BatchChange(
         removed=removed,
         admitted=tuple(
@@ -43,6 +44,7 @@ def decode_change(payload: bytes) -> BatchChange:
             )
             for sequence_id, token_id, position, held, blocks, sampling, history in admitted
         ),
+        grown=tuple(Growth(sequence_id, blocks) for sequence_id, blocks in grown),
     )
 
 

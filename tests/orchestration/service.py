@@ -15,6 +15,7 @@ import numpy as np
 from orchestration.decode_leader import DecodeLeader
 from orchestration.planner import Planner, PlannerSettings
 from orchestration.prefill_leader import PrefillLeader
+from orchestration.prefill_scheduler import PrefillScheduling
 from orchestration.ring import GroupSettings
 from orchestration.router import Router, RouterSettings
 from orchestration.turn import (
@@ -77,9 +78,14 @@ class Service:
         chunk_tokens: int = 4096,
         max_batch: int = 8,
         max_waiting: int = 256,
+        decode_blocks: int | None = None,
+        continuous: bool = True,
+        preemption: bool = True,
+        headroom_tokens: int = 128,
         prefill_tp: int = 1,
         decode_tp: int = 1,
         decode_variant: str = "auto",
+        scheduling: PrefillScheduling | None = None,
     ) -> None:
         self.model = read_model_info(model_path)
         self.peers = DirectPeers()
@@ -96,12 +102,16 @@ class Service:
                 num_ranks=num_ranks,
                 tp=tp,
                 model_path=str(model_path),
-                num_blocks=num_blocks,
+                num_blocks=num_blocks if decode_blocks is None or role == "prefill" else decode_blocks,
                 block_tokens=BLOCK_TOKENS,
                 chunk_tokens=chunk_tokens,
                 max_batch=max_batch,
                 max_waiting=max_waiting,
                 decode_variant=decode_variant,
+                prefill_scheduling=scheduling or PrefillScheduling(),
+                continuous=continuous,
+                preemption=preemption,
+                headroom_tokens=headroom_tokens,
             )
 
         register = self.router.register_group
@@ -138,6 +148,7 @@ class Service:
         stop_token_ids: tuple[int, ...] = (),
         deadline: float = 60.0,
         sampling: Sampling | None = None,
+        priority: int = 0,
     ) -> TurnRequest:
         """`sampling` takes the place of the four that are part of it."""
         return TurnRequest(
@@ -148,6 +159,7 @@ class Service:
             sampling=sampling
             or Sampling(temperature=temperature, seed=seed, max_tokens=max_tokens, stop_token_ids=stop_token_ids),
             deadline_seconds=deadline,
+            priority=priority,
         )
 
     async def answer(self, request: TurnRequest, *, finish_after: int | None = None) -> Answer:
