@@ -97,9 +97,7 @@ def fastest_step(
 ) -> StepCost:
     """By the variant that is predicted to take less."""
     steps = (
-        predict_step(
-            model, weights, profile, cp=cp, tp=tp, batch=batch, context_tokens=context_tokens, variant=variant
-        )
+        predict_step(model, weights, profile, cp=cp, tp=tp, batch=batch, context_tokens=context_tokens, variant=variant)
         for variant in VARIANTS
     )
     return min(steps, key=lambda step: step.total_seconds)

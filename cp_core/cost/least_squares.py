@@ -26,7 +26,9 @@ def minimise(residuals: Callable[[Vector], Vector], start: Sequence[float]) -> V
     now = residuals(np.exp(point))
     damping = 1e-2
     for _ in range(MAX_ROUNDS):
-        slopes = np.stack([(residuals(np.exp(point + move)) - now) / STEP for move in STEP * np.eye(len(point))], axis=1)
+        slopes = np.stack(
+            [(residuals(np.exp(point + move)) - now) / STEP for move in STEP * np.eye(len(point))], axis=1
+        )
         curvature, gradient = slopes.T @ slopes, slopes.T @ now
         scale = np.diag(np.diag(curvature) + 1e-9)
         gain = 0.0
