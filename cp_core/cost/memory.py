@@ -10,8 +10,8 @@ from cp_core.cost_model import ModelShape
 
 # Of a process's memory, kept for the runtime, its kernels and fragmentation.
 RESERVED_SHARE = 0.05
-# Residual, its norm, and the input and output of the block at work.
-HIDDEN_COPIES = 4
+# The residual, and the input and output of the block at work.
+HIDDEN_COPIES = 3
 # Gate and up of a gated MLP.
 MLP_COPIES = 2
 # The KV that is attended and the KV that is on its way.

@@ -22,7 +22,7 @@ EXAMPLE = """example:
   ringserve explain --model llama3-70b --hardware gti --tokens 8k --ranks 2 --tp 8 --json
 """
 HELP = """Predicted by a hardware profile, for one turn computed in one step on an idle ring; * marks what is chosen.
-Linear layers, sums of tensor parallelism, attention, messages exposed and hidden behind attention, all-to-all, overhead."""
+Linear layers, tensor parallel sums, attention, messages exposed and hidden behind it, all-to-all, overhead."""
 PIPE_WIDTH = 150
 NUM_CONSTANTS = 3
 

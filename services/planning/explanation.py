@@ -26,7 +26,7 @@ class Alternative:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Explanation:
-    """`selections` say what each policy would take, by its name; `step` is the decode step that follows."""
+    """`selections` say what other policies would take, by their names; `step` is the decode step that follows."""
 
     new_tokens: int
     cached_tokens: int
@@ -50,14 +50,14 @@ def explain_turn(
 ) -> Explanation:
     """What `policy` takes for T new tokens after P cached ones, in one step, beside every other way.
 
-    Raises InvalidRequest for a turn without new tokens, ConfigError for an unknown policy, or "empirical" without `fit`.
+    Raises InvalidRequest for a turn without new tokens, ConfigError for an unknown policy or "empirical" without `fit`.
     """
     turn = Turn(new_tokens=new_tokens, cached_tokens=cached_tokens, num_ranks=shape.cp)
     share = process_share(model.shape, shape.tp)
     rates = profile.prefill.rates(shape.cp, is_cached=cached_tokens > 0)
     if policy not in POLICIES:
         raise ConfigError(f"--selector: {policy!r} is unknown; allowed are {', '.join(POLICIES)}")
-    known = [name for name in ("auto", "alg1", "alg5", "empirical") if name != "empirical" or fit is not None]
+    deciding = ("auto", "alg1", "alg5", *(() if fit is None else ("empirical",)))
     chosen = select(policy, turn, share, rates, fit)
 
     def cost(cp: int, algorithm: str, new: int, cached: int) -> TurnCost:
@@ -81,7 +81,7 @@ def explain_turn(
             Alternative(name=name, cost=each, is_chosen=name == chosen.algorithm)
             for name, each in (ways | others).items()
         ),
-        selections=tuple((name, select(name, turn, share, rates, fit)) for name in known),
+        selections=tuple((name, select(name, turn, share, rates, fit)) for name in deciding if name != policy),
         step=fastest_step(
             model.shape,
             model.weights,

@@ -69,10 +69,11 @@ def _latency() -> Figure:
         axes = figure.add_subplot(
             1, 2, place, title=f"{platform.upper()}", xlabel="context, tokens", ylabel="TTFT, seconds"
         )
-        for cp in rings:
-            (line,) = axes.plot(CONTEXTS, [_full(profile, cp, TP, each) for each in CONTEXTS], label=f"CP{cp}")
+        for number, cp in enumerate(rings):
+            color = f"C{number}"
+            axes.plot(CONTEXTS, [_full(profile, cp, TP, each) for each in CONTEXTS], color=color, label=f"CP{cp}")
             if platform == "gtt":
-                _crosses(axes, cp, TP, str(line.get_color()), CONTEXTS[-1])
+                _crosses(axes, cp, TP, color, CONTEXTS[-1])
         _log_tokens(axes, CONTEXTS)
         axes.set_yscale("log")
         axes.legend()
@@ -91,14 +92,14 @@ def _scaling() -> Figure:
         if row.sample.new_tokens == FULL
     }
     axes.plot(HOSTS, HOSTS, color="grey", linestyle=":", label="perfect")
-    for name, sizes in (
-        ("context parallel", [(hosts, TP) for hosts in HOSTS]),
-        ("tensor parallel", [(1, hosts * TP) for hosts in HOSTS]),
+    for color, name, sizes in (
+        ("C0", "context parallel", [(hosts, TP) for hosts in HOSTS]),
+        ("C1", "tensor parallel", [(1, hosts * TP) for hosts in HOSTS]),
     ):
         ratios = [alone / _full(profile, cp, tp, FULL) for cp, tp in sizes]
-        (line,) = axes.plot(HOSTS, ratios, marker="o", label=f"{name}, predicted")
+        axes.plot(HOSTS, ratios, marker="o", color=color, label=f"{name}, predicted")
         known = [(cp * tp // TP, published[1, TP] / published[cp, tp]) for cp, tp in sizes if (cp, tp) in published]
-        axes.plot(*zip(*known, strict=True), "x", color=line.get_color(), markersize=9, label=f"{name}, published")
+        axes.plot(*zip(*known, strict=True), "x", color=color, markersize=9, label=f"{name}, published")
     axes.set_xticks(HOSTS)
     axes.grid(True, alpha=0.3)
     axes.legend()
@@ -110,11 +111,10 @@ def _long_contexts() -> Figure:
     profile = read_profile("gtt")
     figure = _figure(6.5, 4.8, "TTFT of 128K to 1M tokens (as figure 8)")
     axes = figure.add_subplot(xlabel="context, tokens", ylabel="TTFT, seconds")
-    for cp in (8, 16):
-        (line,) = axes.plot(
-            LONG_CONTEXTS, [_full(profile, cp, TP, each) for each in LONG_CONTEXTS], marker="o", label=f"CP{cp}"
-        )
-        _crosses(axes, cp, TP, str(line.get_color()), LONG_CONTEXTS[-1])
+    for color, cp in (("C0", 8), ("C1", 16)):
+        seconds = [_full(profile, cp, TP, each) for each in LONG_CONTEXTS]
+        axes.plot(LONG_CONTEXTS, seconds, marker="o", color=color, label=f"CP{cp}")
+        _crosses(axes, cp, TP, color, LONG_CONTEXTS[-1])
     _log_tokens(axes, LONG_CONTEXTS)
     axes.set_yscale("log")
     axes.legend()

@@ -1,8 +1,8 @@
 """How many prefill and decode rings, and of which shape, serve a traffic mix with the fewest processes.
 
 Prefill rings are queues that take one turn at a time, first come first served, turns arriving at random and shared out
-evenly: mean wait = r E[S^2] / (2 (1 - r E[S])) for r turns a second to each ring (Pollaczek and Khinchine). Decode rings
-hold r * tokens * TTIT sequences at a time (Little).
+evenly: mean wait = r E[S^2] / (2 (1 - r E[S])) for r turns a second to each ring (Pollaczek and Khinchine). Decode
+rings hold r * tokens * TTIT sequences at a time (Little).
 """
 
 from __future__ import annotations

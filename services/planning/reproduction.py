@@ -1,7 +1,7 @@
 """The published times of arXiv 2411.01783 beside what the cost model predicts for them.
 
-Every TTFT is predicted twice: by the shipped profile, fitted to all rows, and by constants fitted to the half of the rows
-that it does not belong to. The second is what says how far a prediction can be trusted.
+Every TTFT is predicted twice: by the shipped profile, fitted to all rows, and by constants fitted to the half of the
+rows that it does not belong to. The second is what says how far a prediction can be trusted.
 """
 
 from __future__ import annotations
