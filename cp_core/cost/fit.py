@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Any
 
 import numpy as np
 
@@ -147,10 +148,10 @@ def _require(samples: Sequence[object], names: Sequence[str]) -> None:
 
 
 def _with_prefill(profile: HardwareProfile, names: Sequence[str], values: Vector) -> HardwareProfile:
-    moved = dict(zip(names, map(float, values), strict=True))
+    moved: dict[str, Any] = dict(zip(names, map(float, values), strict=True))
     return replace(profile, prefill=replace(profile.prefill, **moved))
 
 
 def _with_decode(profile: HardwareProfile, names: Sequence[str], values: Vector) -> HardwareProfile:
-    moved = dict(zip(names, map(float, values), strict=True))
+    moved: dict[str, Any] = dict(zip(names, map(float, values), strict=True))
     return replace(profile, decode=replace(profile.decode, **moved))

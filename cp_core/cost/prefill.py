@@ -16,7 +16,7 @@ from cp_core.cost_model import ModelShape, PrefillCost, predict_prefill
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TurnCost:
-    """Predicted seconds over all chunks and layers. `hidden_seconds` of messages pass behind attention: no part of it."""
+    """Predicted seconds over all chunks and layers. `hidden_seconds` of messages pass behind attention, besides."""
 
     num_chunks: int
     linear_seconds: float

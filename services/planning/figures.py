@@ -37,7 +37,8 @@ def write_plan_figure(title: str, forecasts: Sequence[RingForecast], path: Path)
                 seconds = [getattr(context, name) for context in forecast.contexts]
                 axes.plot(tokens, seconds, marker="o", label=f"cp {forecast.shape.cp} x tp {forecast.shape.tp}")
         _log_tokens(axes, sorted({context.tokens for each in forecasts for context in each.contexts}))
-        axes.set_yscale("log")
+        # Times between tokens differ by little, times to the first by a lot.
+        axes.set_yscale("log" if name == "ttft_seconds" else "linear")
         axes.legend()
     _save(figure, path)
 
