@@ -44,7 +44,9 @@ def add(commands: Subcommands) -> None:
     parser.add_argument("--ranks", metavar="N", type=int, required=True, help="ranks of the ring")
     parser.add_argument("--tp", metavar="N", type=int, default=1, help="processes of a rank (default: 1)")
     parser.add_argument("--selector", choices=POLICIES, default="auto", help="who chooses (default: auto)")
-    parser.add_argument("--fit", metavar="ALPHA,BETA,GAMMA", help="constants of the empirical selector on this cluster")
+    parser.add_argument(
+        "--fit", metavar="ALPHA,BETA,GAMMA", help="constants of the empirical selector, as --fit=-1,1,12"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
 

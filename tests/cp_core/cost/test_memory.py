@@ -63,9 +63,9 @@ def test_nothing_fits_where_the_weights_do_not() -> None:
 
 
 def test_what_the_paper_ran_fits_the_papers_hosts() -> None:
-    """128K on one host of 8, and 1M on 16 of them, each in one step."""
+    """128K on one host, and 1M on 8 and on 16 of them, each in one step."""
     model, profile = published_model(), read_profile("gtt")
-    for cp, tokens in ((1, 128_000), (16, 1_000_000)):
+    for cp, tokens in ((1, 128_000), (8, 1_000_000), (16, 1_000_000)):
         memory = process_memory(
             model.shape, model.weights, profile, cp=cp, tp=8, step_tokens=tokens, context_tokens=tokens
         )
