@@ -106,6 +106,6 @@ def test_least_squares_of_a_line_are_those_of_the_normal_equations() -> None:
 
 def test_a_minimum_is_left_where_it_is() -> None:
     def residuals(values: Vector) -> Vector:
-        return np.log(values / np.array([2.0, 3.0]))
+        return np.asarray(np.log(values / np.array([2.0, 3.0])))
 
     assert minimise(residuals, [2.0, 3.0]).tolist() == pytest.approx([2.0, 3.0])
