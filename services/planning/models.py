@@ -13,6 +13,7 @@ from cp_core.cost_model import ModelShape
 from cp_core.errors import ConfigError, ModelRefused
 from workers.builtin_model import resolve_model_path
 from workers.model_info import read_json, read_model_info
+from workers.steps import ModelInfo
 
 BFLOAT16_BYTES = 2
 
@@ -50,6 +51,27 @@ def planned_model(name: str) -> PlannedModel:
         shape=info.shape,
         weights=weight_bytes(info.shape, has_tied_embedding=is_tied),
         max_positions=info.max_positions,
+    )
+
+
+def to_model_info(model: PlannedModel) -> ModelInfo:
+    """As the planner of a router takes it."""
+    shape = model.shape
+    return ModelInfo(
+        name=model.name,
+        model_type="",
+        dtype="",
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        vocab_size=shape.vocab_size,
+        max_positions=model.max_positions,
+        num_parameters=0,
+        element_bytes=shape.element_bytes,
+        eos_token_ids=(),
     )
 
 
