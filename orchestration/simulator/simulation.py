@@ -309,8 +309,8 @@ class Simulation:
             shape = ring.group.registration
             if longest > shape.capacity_tokens:
                 raise ConfigError(
-                    f"trace: a conversation comes to {longest} tokens, and a {shape.role} ring of cp {shape.num_ranks} x "
-                    f"tp {shape.tp} holds {shape.capacity_tokens}; allowed are larger rings"
+                    f"trace: a conversation comes to {longest} tokens, and a {shape.role} ring of cp {shape.num_ranks} "
+                    f"x tp {shape.tp} holds {shape.capacity_tokens}; allowed are larger rings"
                 )
 
 
