@@ -95,8 +95,8 @@ class Simulation:
             conversation = _Conversation(number, traced, Whereabouts())
             self._clock.after(traced.start_seconds, lambda one=conversation: self._next_turn(one))  # type: ignore[misc]
         self._clock.run()
-        for ring in (*self._rings.prefill, *self._rings.decode):
-            ring.kv.check_integrity()
+        for kv in (*(ring.kv for ring in self._rings.prefill), *(ring.kv for ring in self._rings.decode)):
+            kv.check_integrity()
         return summarise(
             self._settings.placement,
             self._records,

@@ -73,7 +73,7 @@ def _turn(shape: TraceShape, draw: random.Random, new: int, think: float) -> Tra
 
 
 def _around(tokens: int, spread: float, draw: random.Random) -> int:
-    return max(1, round(tokens * spread ** draw.uniform(-1.0, 1.0)))
+    return max(1, round(tokens * math.pow(spread, draw.uniform(-1.0, 1.0))))
 
 
 def read_trace(path: Path) -> list[TracedConversation]:

@@ -89,9 +89,9 @@ def test_a_follow_up_computes_what_is_new_and_pulls_the_answer_from_the_decode_r
     assert result.cached_share == pytest.approx(21_000 / 41_100)
     slowest = result.ttft_p99
     follow_up = 2 * result.ttft_mean - slowest
-    # The planner knows less than the profile: its choice is its own.
+    # The planner knows less than the profile: its choice is its own. Contexts are rounded to thousands.
     prefill = seconds_of(100, 21_000, "pass_q" if result.pass_q_share else "pass_kv")
-    pull, after = exposed_of(1000, 0.0), exposed_of(100, prefill) + step_of(21_100)
+    pull, after = exposed_of(1000, 0.0), exposed_of(100, prefill) + step_of(21_000)
     assert follow_up == pytest.approx(pull + prefill + after, rel=1e-6)
 
 
