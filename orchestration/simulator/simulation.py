@@ -168,7 +168,7 @@ class Simulation:
             prefill.kv.settle(conversation.number, conversation.tokens + conversation.turn.new_tokens)
             self._clock.after(sent, lambda: self._decode(conversation, plan, decode, asked))
 
-        turn = PrefillingTurn(plan.chunks, plan.predicted_prefill_seconds, done)
+        turn = PrefillingTurn(seconds, plan.predicted_prefill_seconds, done)
         # Pulling computes nothing and nothing hides it.
         pull = self._migration_seconds(pulled, 0.0) if pulled else 0.0
         self._clock.after(pull, lambda: prefill.enter(turn))
@@ -234,8 +234,7 @@ class Simulation:
         longest = max((_num_tokens(one) for one in self._trace), default=1)
         registration = self._registration("prefill", pool, min(longest, self._settings.chunk_tokens), longest)
         return [
-            SimulatedPrefillRing(self._announced(registration, number), self._clock, self._chunk_seconds)
-            for number in range(pool.num_rings)
+            SimulatedPrefillRing(self._announced(registration, number), self._clock) for number in range(pool.num_rings)
         ]
 
     def _decode_rings(self) -> list[SimulatedDecodeRing]:

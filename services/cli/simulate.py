@@ -33,6 +33,7 @@ profile, and who computes it how is decided by the code that decides it in a run
 that of today, `round_robin` looks at nothing, `kv_aware` weighs a ring's queue against the KV that it holds.
 Pools are RINGSxCPxTP. The same seed makes the same conversations."""
 PIPE_WIDTH = 150
+MAX_TURNS = 1000
 
 
 def add(commands: Subcommands) -> None:
@@ -52,6 +53,10 @@ def add(commands: Subcommands) -> None:
     parser.add_argument("--max-batch", type=int, default=32, help="sequences a decode ring takes (default: 32)")
     parser.add_argument("--trace", type=Path, help="conversations, one JSON object a line (default: made up)")
     parser.add_argument("--conversations", type=int, default=1000, help="of a made-up trace (default: 1000)")
+    parser.add_argument(
+        "--first", metavar="TOKENS,...", default="4k,32k,128k", help="of first prompts (default: 4k,32k,128k)"
+    )
+    parser.add_argument("--turns", type=float, default=4.0, help="of a conversation, on average (default: 4)")
     parser.add_argument("--time", metavar="TIME", default="1h", help="in which they begin (default: 1h)")
     parser.add_argument("--seed", type=int, default=0, help="of a made-up trace (default: 0)")
     parser.add_argument("--write-trace", type=Path, metavar="FILE", help="write the trace, as --trace takes it")
@@ -101,7 +106,14 @@ def _settings(options: argparse.Namespace) -> SimulationSettings:
 def _trace(options: argparse.Namespace) -> list[TracedConversation]:
     if options.trace is not None:
         return read_trace(options.trace)
-    shape = TraceShape(num_conversations=options.conversations, seconds=parse_seconds("--time", options.time))
+    if not 1.0 <= options.turns <= MAX_TURNS:
+        raise ConfigError(f"--turns: {options.turns} is no mean of turns; allowed are 1 to {MAX_TURNS}")
+    shape = TraceShape(
+        num_conversations=options.conversations,
+        seconds=parse_seconds("--time", options.time),
+        first_tokens=tuple(parse_tokens("--first", item) for item in options.first.split(",")),
+        mean_turns=options.turns,
+    )
     return made_trace(shape, options.seed)
 
 

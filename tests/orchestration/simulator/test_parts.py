@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cp_core.errors import ConfigError
-from cp_core.layout import TokenRange
 from orchestration.groups import Group
 from orchestration.simulator.clock import Clock
 from orchestration.simulator.decode_ring import DecodingTurn, SimulatedDecodeRing
@@ -27,8 +26,8 @@ from orchestration.simulator.trace import (
     made_trace,
     read_trace,
 )
-from orchestration.turn import Chunk, GroupRegistration
-from workers.steps import Algorithm, RingRates
+from orchestration.turn import GroupRegistration
+from workers.steps import RingRates
 
 RATES = RingRates(gemm_flops=1e9, attention_flops=1e9, link_bytes_per_second=1e9, link_latency_seconds=0.0)
 
@@ -88,19 +87,15 @@ def test_no_token_is_ever_counted_twice_or_lost(turns: list[tuple[int, int, int,
 
 def test_a_prefill_ring_takes_one_turn_at_a_time_in_order() -> None:
     clock, done = Clock(), []
-    ring = SimulatedPrefillRing(group("prefill"), clock, lambda _, chunk: len(chunk.tokens) / 10)
+    ring = SimulatedPrefillRing(group("prefill"), clock)
 
-    def enter(name: str, tokens: int) -> None:
-        chunks = (
-            Chunk(tokens=TokenRange(0, tokens // 2), algorithm=Algorithm.PASS_KV),
-            Chunk(tokens=TokenRange(tokens // 2, tokens), algorithm=Algorithm.PASS_Q),
-        )
-        ring.enter(PrefillingTurn(chunks, 1.0, lambda: done.append((name, clock.now))))
+    def enter(name: str, seconds: float) -> None:
+        ring.enter(PrefillingTurn(seconds, 1.0, lambda: done.append((name, clock.now))))
 
-    clock.after(1.0, lambda: enter("first", 20))
-    clock.after(1.5, lambda: enter("second", 10))
+    clock.after(1.0, lambda: enter("first", 2.0))
+    clock.after(1.5, lambda: enter("second", 1.0))
     clock.after(2.0, lambda: done.append(("waiting", ring.predicted_wait)))
-    clock.after(9.0, lambda: enter("third", 10))
+    clock.after(9.0, lambda: enter("third", 1.0))
     clock.run()
     assert done == [("waiting", 2.0), ("first", 3.0), ("second", 4.0), ("third", 10.0)]
     assert ring.busy_seconds == pytest.approx(4.0)
