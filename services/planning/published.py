@@ -15,6 +15,7 @@ from services.planning.models import PlannedModel, planned_model
 MODEL = "llama3-405b-fp8"
 PROFILE = "gtt"
 TABLE_4_RANKS = 4
+TABLE_5_TOKENS = 128_000
 TP = 8
 # The partial outputs of the paper's pass-Q return in bf16.
 PARTIAL_BYTES = 2
@@ -92,6 +93,37 @@ def token_times() -> list[PublishedStep]:
             label = f"{row['parallelism']} context {context}"
             rows.setdefault(sample, PublishedStep(table=row["table"], label=label, sample=sample))
     return list(rows.values())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PublishedIteration:
+    """A row of table 5, of CP4 and 128,000 tokens in all: seconds of one ring iteration's exchange and attention, and
+    of pass-Q's one all-to-all.
+    """
+
+    algorithm: str
+    new_tokens: int
+    exchange_seconds: float
+    attention_seconds: float
+    all_to_all_seconds: float | None
+
+    @property
+    def cached_tokens(self) -> int:
+        return TABLE_5_TOKENS - self.new_tokens
+
+
+def table_5() -> list[PublishedIteration]:
+    """Its four rows."""
+    return [
+        PublishedIteration(
+            algorithm=row["algorithm"],
+            new_tokens=int(row["new_tokens_T"]),
+            exchange_seconds=float(row["sendrecv_us"]) / 1e6,
+            attention_seconds=float(row["attention_us"]) / 1e6,
+            all_to_all_seconds=float(row["all2all_us"]) / 1e6 if row["all2all_us"] else None,
+        )
+        for row in _read("ring_breakdown_us.csv")
+    ]
 
 
 def table_8() -> list[PublishedStep]:

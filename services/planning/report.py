@@ -15,7 +15,8 @@ from services.planning.reproduction import ReproducedRow, Reproduction
 from services.planning.sizing import GIGABYTE, RingForecast, Workload
 from services.planning.units import format_seconds, format_tokens
 
-LEFT = ("row", "what", "how", "", "pool")
+CHOSEN = "chosen, from T = 1,280 to 128,000"
+LEFT = ("row", "what", "how", "", "pool", CHOSEN)
 
 
 def plan_json(forecasts: Sequence[RingForecast], proposal: Proposal | None) -> str:
@@ -141,6 +142,7 @@ def reproduction_tables(reproduction: Reproduction) -> list[Table]:
         selectors.add_row(score.name, str(score.num_right), f"{score.worst_loss:.1%}", marks)
     return [
         _rows("Prefill: TTFT", reproduction.prefills),
+        _rows("Prefill: one ring iteration of table 5", reproduction.iterations),
         _rows("Decode: TTIT, and one layer's pass-Q", reproduction.steps),
         _rows("Decode: the other columns of table 8, one layer's", reproduction.parts),
         selectors,

@@ -7,18 +7,22 @@ rows that it does not belong to. The second is what says how far a prediction ca
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from cp_core.cost.fit import StepPart, fit_prefill, predicted_prefill, predicted_step
+from cp_core.cost.prefill import predict_turn
 from cp_core.cost.profile import HardwareProfile, read_profile
 from services.bench.figures import Target
 from services.planning.published import (
     PROFILE,
+    TABLE_4_RANKS,
+    TP,
     PublishedPrefill,
     full_prefills,
     published_model,
     table_4,
+    table_5,
     table_8,
     token_times,
 )
@@ -55,6 +59,7 @@ class Reproduction:
     """Rows, what each selector takes on table 4, and what was to be reached."""
 
     prefills: tuple[ReproducedRow, ...]
+    iterations: tuple[ReproducedRow, ...]
     steps: tuple[ReproducedRow, ...]
     parts: tuple[ReproducedRow, ...]
     selectors: tuple[SelectorScore, ...]
@@ -92,6 +97,7 @@ def reproduce() -> Reproduction:
     parts = tuple(row for row, whole in zip(steps, is_whole, strict=True) if not whole)
     return Reproduction(
         prefills=prefills,
+        iterations=tuple(_iterations(profile)),
         steps=times,
         parts=parts,
         selectors=selectors,
@@ -101,6 +107,31 @@ def reproduce() -> Reproduction:
 
 def root_mean_square(errors: Sequence[float]) -> float:
     return math.sqrt(sum(error**2 for error in errors) / len(errors))
+
+
+def _iterations(profile: HardwareProfile) -> Iterator[ReproducedRow]:
+    """Table 5. Its exchanges are transfers alone; a hop of the model includes the wait for a late peer."""
+    model = published_model().shape
+    for row in table_5():
+        cost = predict_turn(
+            model,
+            profile,
+            cp=TABLE_4_RANKS,
+            tp=TP,
+            algorithm=row.algorithm,
+            new_tokens=row.new_tokens,
+            cached_tokens=row.cached_tokens,
+        )
+        messages = cost.exposed_seconds + cost.hidden_seconds
+        columns = {
+            "exchange": (row.exchange_seconds, messages / (TABLE_4_RANKS - 1)),
+            "attention": (row.attention_seconds, cost.attention_seconds / TABLE_4_RANKS),
+            "all-to-all": (row.all_to_all_seconds, cost.all_to_all_seconds),
+        }
+        for name, (published, predicted) in columns.items():
+            if published is not None:
+                label = f"CP4 {row.algorithm} T={row.new_tokens} {name}"
+                yield ReproducedRow(table="5", label=label, published=published, predicted=predicted / model.num_layers)
 
 
 def _prefill_targets(

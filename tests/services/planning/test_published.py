@@ -10,9 +10,7 @@ from pathlib import Path
 import pytest
 
 from cp_core.cost.fit import PREFILL_CONSTANTS, StepPart, fit_decode, fit_prefill
-from cp_core.cost.prefill import predict_turn
 from cp_core.cost.profile import read_profile
-from cp_core.cost.share import process_share
 from services.planning.models import planned_model, shipped_models
 from services.planning.published import (
     full_prefills,
@@ -134,20 +132,22 @@ def test_the_columns_of_table_8_do_not_add_up_to_its_last_one() -> None:
     assert root_mean_square([ratio - 1.0 for ratio in sums]) > 0.09
 
 
-def test_table_5_fixes_the_all_to_all_and_agrees_with_the_attention_that_was_fitted() -> None:
-    profile, share = read_profile("gtt"), process_share(published_model().shape, 8)
+def test_table_5_fixes_the_all_to_all_and_agrees_with_the_attention_that_was_fitted(
+    reproduction: Reproduction,
+) -> None:
+    """Its exchanges are shorter than the model's hops: those include the wait for a late peer."""
+    rows = reproduction.iterations
     with (DATA / "ring_breakdown_us.csv").open() as lines:
-        rows = list(csv.DictReader(line for line in lines if not line.startswith("#")))
+        table = list(csv.DictReader(line for line in lines if not line.startswith("#")))
+    columns = ("sendrecv_us", "attention_us", "all2all_us")
+    published = [float(row[name]) / 1e6 for row in table for name in columns if row[name]]
+    assert [row.published for row in rows] == pytest.approx(published)
+    largest = {"attention": 0.06, "all-to-all": 0.01}
     for row in rows:
-        new = int(row["new_tokens_T"])
-        cost = predict_turn(
-            published_model().shape, profile, cp=4, tp=8, algorithm=row["algorithm"], new_tokens=new,
-            cached_tokens=128_000 - new,
-        )  # fmt: skip
-        layer = 1e6 / share.num_layers
-        assert cost.attention_seconds * layer / 4 == pytest.approx(float(row["attention_us"]), rel=0.06)
-        if row["all2all_us"]:
-            assert cost.all_to_all_seconds * layer == pytest.approx(float(row["all2all_us"]), rel=0.01)
+        if "exchange" in row.label:
+            assert row.predicted > row.published
+        else:
+            assert abs(row.error) <= largest[row.label.rpartition(" ")[2]], row.label
 
 
 def test_selectors_take_what_the_paper_says_and_calibrated_ones_are_right_everywhere() -> None:
