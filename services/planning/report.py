@@ -134,9 +134,7 @@ def reproduction_json(reproduction: Reproduction) -> str:
 
 def reproduction_tables(reproduction: Reproduction) -> list[Table]:
     """Row by row: published, predicted, error; then the selectors."""
-    selectors = _table(
-        "what", "right of 14", "worst loss", "chosen, from T = 1,280 to 128,000", title="Selection on table 4"
-    )
+    selectors = _table("what", "right of 14", "worst loss", CHOSEN, title="Selection on table 4")
     for score in reproduction.selectors:
         marks = " ".join("KV" if name == "pass_kv" else "Q" for name in score.chosen)
         selectors.add_row(score.name, str(score.num_right), f"{score.worst_loss:.1%}", marks)
