@@ -133,6 +133,7 @@ class Router:
             deadline_seconds=turn.request.deadline_seconds,
             source_incarnation=turn.prefill.registration.incarnation,
             sampling=turn.request.sampling,
+            priority=turn.request.priority,
         )
         answers = await asyncio.gather(
             self._prefill_port(turn).reserve(request), self._decode_port(turn).reserve(request), return_exceptions=True

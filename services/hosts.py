@@ -124,6 +124,7 @@ class LeaderHost:
             decode_variant=config.decode.variant,
             max_waiting=pool.max_waiting,
             chunk_tokens=config.prefill.chunk_tokens,
+            prefill_scheduling=config.prefill.scheduling,
             start_timeout=timeouts.start,
             step_timeout=timeouts.step,
             control_timeout=timeouts.control,

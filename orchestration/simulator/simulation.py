@@ -1,13 +1,13 @@
 """One simulated run: conversations arrive, turns are placed, planned, prefilled, migrated and decoded.
 
 What happens to a turn: placed -> reserved on both rings (else asked again later) -> KV pulled from the decode ring
-where the plan says so -> queue -> chunks -> what of the migration is exposed -> decode batch -> think -> next turn.
+where the plan says so -> queue -> steps -> what of the migration is exposed -> decode batch -> think -> next turn.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 from cp_core.cost.decode import fastest_step
@@ -15,16 +15,19 @@ from cp_core.cost.memory import WeightBytes, process_memory
 from cp_core.cost.migration import predict_migration
 from cp_core.cost.prefill import predict_turn
 from cp_core.cost.profile import HardwareProfile
-from cp_core.errors import ConfigError
+from cp_core.errors import CapacityExceeded, ConfigError
+from cp_core.layout import TokenRange
 from orchestration.groups import Group, GroupRegistry
 from orchestration.planner import Planner, PlannerSettings
+from orchestration.prefill_scheduler import PrefillScheduler, PrefillScheduling, ScheduledStep
+from orchestration.prefill_work import StepLimits, WorkModel
 from orchestration.simulator.clock import Clock
 from orchestration.simulator.decode_ring import DecodingTurn, SimulatedDecodeRing
 from orchestration.simulator.placement import POLICIES, Rings, Whereabouts
 from orchestration.simulator.prefill_ring import PrefillingTurn, SimulatedPrefillRing
 from orchestration.simulator.results import SimulationResult, TurnRecord, summarise
 from orchestration.simulator.trace import TracedConversation, TracedTurn
-from orchestration.turn import Chunk, GroupRegistration, Plan, PromptMode
+from orchestration.turn import GroupRegistration, Plan, PromptMode
 from workers.steps import ModelInfo, RingRates
 
 # Mean contexts of a decode batch are rounded to this: a step of 1,000 tokens more takes no longer that one could see.
@@ -53,6 +56,7 @@ class SimulationSettings:
     selector: str = "auto"
     chunk_tokens: int = 65_536
     max_batch: int = 32
+    scheduling: PrefillScheduling = field(default_factory=PrefillScheduling)
     retry_seconds: float = 5.0
 
 
@@ -133,33 +137,43 @@ class Simulation:
         )
         chosen = plan(prefill, decode)
         before = prefill.kv.held(conversation.number)
+        on_decode = decode.kv.held(conversation.number)
         if not prefill.kv.try_pin(conversation.number, prompt):
-            self._retry(conversation, asked)
+            self._retry(conversation, asked, self._settings.retry_seconds)
             return
         if not decode.kv.try_pin(conversation.number, prompt + turn.output_tokens):
             prefill.kv.settle(conversation.number, before)
-            self._retry(conversation, asked)
+            self._retry(conversation, asked, self._settings.retry_seconds)
+            return
+        turn_id = f"{conversation.number}-{conversation.at}"
+        try:
+            prefill.reserve(turn_id, TokenRange(chosen.cached_tokens, prompt))
+        except CapacityExceeded as error:
+            prefill.kv.settle(conversation.number, before)
+            decode.kv.settle(conversation.number, on_decode)
+            self._retry(conversation, asked, error.retry_after_seconds or self._settings.retry_seconds)
             return
         # What other rings hold of the conversation stays there until it is the least recently used.
         conversation.where.prefill, conversation.where.decode = prefill, decode
         prefill.group.num_turns += 1
         decode.group.num_turns += 1
-        self._prefill(conversation, chosen, prefill, decode, asked)
+        self._prefill(conversation, turn_id, chosen, prefill, decode, asked)
 
-    def _retry(self, conversation: _Conversation, asked: float) -> None:
+    def _retry(self, conversation: _Conversation, asked: float, seconds: float) -> None:
         self._num_retries += 1
-        self._clock.after(self._settings.retry_seconds, lambda: self._arrive(conversation, asked))
+        self._clock.after(seconds, lambda: self._arrive(conversation, asked))
 
     def _prefill(
         self,
         conversation: _Conversation,
+        turn_id: str,
         plan: Plan,
         prefill: SimulatedPrefillRing,
         decode: SimulatedDecodeRing,
         asked: float,
     ) -> None:
         pulled = sum(len(each.tokens) for each in plan.cached_sources if each.source == "pulled_from_decode")
-        seconds = sum(self._chunk_seconds(prefill.group.registration, chunk) for chunk in plan.chunks)
+        seconds = plan.predicted_prefill_seconds
         sent = self._migration_seconds(plan.new_tokens, seconds)
 
         def done() -> None:
@@ -168,7 +182,7 @@ class Simulation:
             prefill.kv.settle(conversation.number, conversation.tokens + conversation.turn.new_tokens)
             self._clock.after(sent, lambda: self._decode(conversation, plan, decode, asked))
 
-        turn = PrefillingTurn(seconds, plan.predicted_prefill_seconds, done)
+        turn = PrefillingTurn(turn_id, plan.chunks, done)
         # Pulling computes nothing and nothing hides it.
         pull = self._migration_seconds(pulled, 0.0) if pulled else 0.0
         self._clock.after(pull, lambda: prefill.enter(turn))
@@ -204,16 +218,23 @@ class Simulation:
 
     # --- what takes how long -----------------------------------------------------------------------------------------
 
-    def _chunk_seconds(self, ring: GroupRegistration, chunk: Chunk) -> float:
-        return predict_turn(
-            self._shape,
-            self._settings.profile,
-            cp=ring.num_ranks,
-            tp=ring.tp,
-            algorithm=chunk.algorithm,
-            new_tokens=len(chunk.tokens),
-            cached_tokens=chunk.tokens.start,
-        ).total_seconds
+    def _step_seconds(self, step: ScheduledStep) -> float:
+        """Of all pieces, which share the step's overhead."""
+        pool = self._settings.prefill
+        costs = [
+            predict_turn(
+                self._shape,
+                self._settings.profile,
+                cp=pool.cp,
+                tp=pool.tp,
+                algorithm=step.algorithm,
+                new_tokens=len(piece.tokens),
+                cached_tokens=piece.tokens.start,
+            )
+            for piece in step.pieces
+        ]
+        alone = sum(cost.total_seconds - cost.overhead_seconds for cost in costs)
+        return alone + max(cost.overhead_seconds for cost in costs)
 
     def _migration_seconds(self, tokens: int, prefill_seconds: float) -> float:
         pools = (self._settings.prefill, self._settings.decode)
@@ -233,9 +254,21 @@ class Simulation:
         pool = self._settings.prefill
         longest = max((_num_tokens(one) for one in self._trace), default=1)
         registration = self._registration("prefill", pool, min(longest, self._settings.chunk_tokens), longest)
-        return [
-            SimulatedPrefillRing(self._announced(registration, number), self._clock) for number in range(pool.num_rings)
-        ]
+        scheduling, work = self._settings.scheduling, WorkModel.of_shape(self._shape)
+        limits = StepLimits.of(
+            work,
+            step_budget=scheduling.step_budget,
+            chunk_tokens=self._settings.chunk_tokens,
+            min_chunk_tokens=scheduling.min_chunk_tokens,
+        )
+        # As the leader of a ring begins: as if steps were matrix products alone.
+        rate = pool.cp * pool.tp * registration.rates.gemm_flops / work.flops_per_unit
+        rings = []
+        for number in range(pool.num_rings):
+            group = self._announced(registration, number)
+            scheduler = PrefillScheduler(group.name, work, limits, scheduling, rate=rate)
+            rings.append(SimulatedPrefillRing(group, self._clock, scheduler, self._step_seconds))
+        return rings
 
     def _decode_rings(self) -> list[SimulatedDecodeRing]:
         settings, pool = self._settings, self._settings.decode
@@ -300,6 +333,8 @@ class Simulation:
             ),
             capacity_tokens=memory.max_tokens(pool.cp),
             chunk_tokens=settings.chunk_tokens,
+            step_budget=settings.scheduling.step_budget,
+            min_chunk_tokens=settings.scheduling.min_chunk_tokens,
         )
 
     def _check_capacity(self) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 from orchestration.decode_leader import DecodeLeader
 from orchestration.planner import Planner, PlannerSettings
 from orchestration.prefill_leader import PrefillLeader
+from orchestration.prefill_scheduler import PrefillScheduling
 from orchestration.ring import GroupSettings
 from orchestration.router import Router, RouterSettings
 from orchestration.turn import BegunTurn, FinishedEvent, PrefillReport, PromptMode, TokensEvent, TurnRequest
@@ -68,6 +69,7 @@ class Service:
         max_waiting: int = 256,
         prefill_tp: int = 1,
         decode_tp: int = 1,
+        scheduling: PrefillScheduling | None = None,
     ) -> None:
         self.model = read_model_info(model_path)
         self.peers = DirectPeers()
@@ -89,6 +91,7 @@ class Service:
                 chunk_tokens=chunk_tokens,
                 max_batch=max_batch,
                 max_waiting=max_waiting,
+                prefill_scheduling=scheduling or PrefillScheduling(),
             )
 
         register = self.router.register_group
@@ -124,6 +127,7 @@ class Service:
         seed: int = 0,
         stop_token_ids: tuple[int, ...] = (),
         deadline: float = 60.0,
+        priority: int = 0,
     ) -> TurnRequest:
         return TurnRequest(
             request_id=f"request-{next(self._numbers)}",
@@ -132,6 +136,7 @@ class Service:
             token_ids=np.asarray(prompt, dtype=np.int64),
             sampling=Sampling(temperature=temperature, seed=seed, max_tokens=max_tokens, stop_token_ids=stop_token_ids),
             deadline_seconds=deadline,
+            priority=priority,
         )
 
     async def answer(self, request: TurnRequest) -> Answer:

@@ -10,8 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cp_core.errors import ConfigError
+from cp_core.errors import CapacityExceeded, ConfigError
+from cp_core.layout import TokenRange
 from orchestration.groups import Group
+from orchestration.prefill_scheduler import PrefillScheduler, PrefillScheduling, ScheduledStep
+from orchestration.prefill_work import StepLimits, WorkModel
 from orchestration.simulator.clock import Clock
 from orchestration.simulator.decode_ring import DecodingTurn, SimulatedDecodeRing
 from orchestration.simulator.kept_kv import KeptKv
@@ -26,8 +29,8 @@ from orchestration.simulator.trace import (
     made_trace,
     read_trace,
 )
-from orchestration.turn import GroupRegistration
-from workers.steps import RingRates
+from orchestration.turn import Chunk, GroupRegistration
+from workers.steps import Algorithm, RingRates
 
 RATES = RingRates(gemm_flops=1e9, attention_flops=1e9, link_bytes_per_second=1e9, link_latency_seconds=0.0)
 
@@ -85,21 +88,49 @@ def test_no_token_is_ever_counted_twice_or_lost(turns: list[tuple[int, int, int,
         kv.check_integrity()
 
 
-def test_a_prefill_ring_takes_one_turn_at_a_time_in_order() -> None:
-    clock, done = Clock(), []
-    ring = SimulatedPrefillRing(group("prefill"), clock)
+def prefill_ring(clock: Clock, scheduling: PrefillScheduling) -> SimulatedPrefillRing:
+    """A token takes 0.1 s whatever is before it; a step takes at most 10 tokens."""
+    work = WorkModel(pairs_per_token=1e12, flops_per_unit=1.0)
+    limits = StepLimits(budget=10.0, tokens=10, min_chunk=1)
+    scheduler = PrefillScheduler("prefill-0", work, limits, scheduling, rate=10.0)
 
-    def enter(name: str, seconds: float) -> None:
-        ring.enter(PrefillingTurn(seconds, 1.0, lambda: done.append((name, clock.now))))
+    def seconds(step: ScheduledStep) -> float:
+        return sum(len(piece.tokens) for piece in step.pieces) / 10
 
-    clock.after(1.0, lambda: enter("first", 2.0))
-    clock.after(1.5, lambda: enter("second", 1.0))
-    clock.after(2.0, lambda: done.append(("waiting", ring.predicted_wait)))
-    clock.after(9.0, lambda: enter("third", 1.0))
-    clock.run()
-    assert done == [("waiting", 2.0), ("first", 3.0), ("second", 4.0), ("third", 10.0)]
-    assert ring.busy_seconds == pytest.approx(4.0)
-    assert ring.predicted_wait == 0.0
+    return SimulatedPrefillRing(group("prefill"), clock, scheduler, seconds)
+
+
+def arriving(ring: SimulatedPrefillRing, name: str, tokens: int, done: list[tuple[str, float]], clock: Clock) -> None:
+    chunk = Chunk(tokens=TokenRange(0, tokens), algorithm=Algorithm.PASS_KV)
+    ring.reserve(name, chunk.tokens)
+    ring.enter(PrefillingTurn(name, (chunk,), lambda: done.append((name, round(clock.now, 6)))))
+
+
+def test_a_prefill_ring_takes_the_steps_of_the_prefill_scheduler() -> None:
+    """30 tokens in steps of 10; 5 that come meanwhile join a step of it where steps are shared, and wait where not."""
+    finished = {}
+    for is_shared in (True, False):
+        clock, done = Clock(), list[tuple[str, float]]()
+        ring = prefill_ring(clock, PrefillScheduling(fuse=is_shared, interleave=is_shared))
+        clock.after(1.0, lambda: arriving(ring, "long", 30, done, clock))  # noqa: B023
+        clock.after(1.5, lambda: arriving(ring, "short", 5, done, clock))  # noqa: B023
+        clock.run()
+        assert ring.busy_seconds == pytest.approx(3.5)
+        assert ring.predicted_wait == 0.0
+        finished[is_shared] = dict(done)
+    assert finished[False] == {"long": 4.0, "short": 4.5}
+    assert finished[True]["short"] < 4.0
+    assert finished[True]["long"] == 4.5
+
+
+def test_a_full_queue_says_when_to_ask_again() -> None:
+    clock = Clock()
+    ring = prefill_ring(clock, PrefillScheduling(max_queue_work=30.0))
+    ring.reserve("first", TokenRange(0, 25))
+    assert ring.predicted_wait == pytest.approx(2.5)
+    with pytest.raises(CapacityExceeded) as full:
+        ring.reserve("second", TokenRange(0, 25))
+    assert full.value.retry_after_seconds == pytest.approx(2.0)
 
 
 def test_a_decode_batch_slows_down_with_every_sequence_and_speeds_up_again() -> None:

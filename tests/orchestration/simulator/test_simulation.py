@@ -13,6 +13,9 @@ from cp_core.cost.migration import predict_migration
 from cp_core.cost.prefill import predict_turn
 from cp_core.cost.profile import read_profile
 from cp_core.errors import ConfigError
+from cp_core.layout import TokenRange
+from orchestration.prefill_scheduler import PrefillScheduling
+from orchestration.prefill_work import StepLimits, WorkModel, cut
 from orchestration.simulator.placement import POLICIES
 from orchestration.simulator.results import SimulationResult
 from orchestration.simulator.simulation import PoolShape, Simulation, SimulationSettings
@@ -95,13 +98,27 @@ def test_a_follow_up_computes_what_is_new_and_pulls_the_answer_from_the_decode_r
     assert follow_up == pytest.approx(pull + prefill + after, rel=1e-6)
 
 
-def test_long_prompts_are_cut_and_every_chunk_takes_its_time() -> None:
-    whole = simulate([conversation(0.0, (60_000, 1, 0.0))])
-    cut = simulate([conversation(0.0, (60_000, 1, 0.0))], chunk_tokens=20_000)
-    chunks = seconds_of(20_000) + seconds_of(20_000, 20_000) + seconds_of(20_000, 40_000)
-    assert cut.ttft_mean - whole.ttft_mean == pytest.approx(
-        chunks + exposed_of(60_000, chunks) - seconds_of(60_000) - exposed_of(60_000, seconds_of(60_000))
-    )
+def test_long_prompts_are_cut_and_every_step_takes_its_time() -> None:
+    work = WorkModel.of_shape(MODEL.shape)
+    limits = StepLimits.of(work, step_budget=0.0, chunk_tokens=20_000, min_chunk_tokens=1024)
+    steps = cut(work, limits, TokenRange(0, 60_000))
+    assert len(steps) > 3, "later steps are shorter"
+    result = simulate([conversation(0.0, (60_000, 1, 0.0))], chunk_tokens=20_000)
+    assert busy_seconds(result) == pytest.approx(sum(seconds_of(len(step), step.start) for step in steps))
+
+
+def test_short_prompts_that_wait_share_steps_and_their_overhead() -> None:
+    """The first computes alone; the nine that came meanwhile fit one step, whose overhead counts once."""
+    trace = [conversation(0.0, (200, 1, 0.0)) for _ in range(10)]
+    shared = simulate(trace)
+    alone = simulate(trace, scheduling=PrefillScheduling(fuse=False, interleave=False))
+    overhead = MODEL.num_layers * SETTINGS.profile.prefill.rates(2, is_cached=False).layer_overhead_seconds
+    assert busy_seconds(alone) == pytest.approx(10 * seconds_of(200))
+    assert busy_seconds(alone) - busy_seconds(shared) == pytest.approx(8 * overhead)
+
+
+def busy_seconds(result: SimulationResult) -> float:
+    return result.busy_share * result.simulated_seconds
 
 
 def test_random_arrivals_wait_as_the_theory_of_queues_says() -> None:
@@ -111,7 +128,8 @@ def test_random_arrivals_wait_as_the_theory_of_queues_says() -> None:
     for _ in range(20_000):
         start += draw.expovariate(0.6 / service)
         trace.append(conversation(start, (8_000, 1, 0.0)))
-    result = simulate(trace, max_batch=1000)
+    one_by_one = PrefillScheduling(fuse=False, interleave=False)
+    result = simulate(trace, max_batch=1000, scheduling=one_by_one)
     alone = simulate(trace[:1])
     assert result.busy_share == pytest.approx(0.6, rel=0.02)
     assert result.ttft_mean - alone.ttft_mean == pytest.approx(0.6 * service / (2 * 0.4), rel=0.06)

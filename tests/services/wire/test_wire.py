@@ -44,7 +44,9 @@ from workers.steps import FinishReason, Sampling, TokenIds
 M = TypeVar("M", bound=Message)
 
 SIXTY_FOUR_BITS = {"seed", "pulled_bytes", "migrated_bytes", "capacity_tokens"}
+SIGNED = {"priority"}
 small = st.integers(0, 2**32 - 1)
+signed = st.integers(-(2**31), 2**31 - 1)
 large = st.integers(0, 2**64 - 1)
 token_ids = st.lists(small, max_size=8)
 positions = st.integers(0, 2**28)
@@ -78,8 +80,9 @@ def values_of(kind: Any) -> st.SearchStrategy[Any]:
     if issubclass(kind, Enum):
         return st.sampled_from(kind)
     hints = get_type_hints(kind)
+    special = dict.fromkeys(SIXTY_FOUR_BITS, large) | dict.fromkeys(SIGNED, signed)
     return st.builds(
-        kind, **{name: large if name in SIXTY_FOUR_BITS else values_of(hint) for name, hint in hints.items()}
+        kind, **{name: special[name] if name in special else values_of(hint) for name, hint in hints.items()}
     )
 
 
