@@ -63,6 +63,9 @@ class GroupSettings:
     listen_host: str = "127.0.0.1"
     max_batch: int = 32
     decode_variant: str = "auto"
+    continuous: bool = True
+    preemption: bool = True
+    headroom_tokens: int = 128
     max_waiting: int = 256
     chunk_tokens: int = 4096
     prefill_scheduling: PrefillScheduling = field(default_factory=PrefillScheduling)

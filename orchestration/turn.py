@@ -168,6 +168,19 @@ class Admit:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ResumeTurn:
+    """From the decode leader: a turn whose KV it dropped has room again, for the prompt and these decoded tokens.
+
+    `attempt` counts from 1, the turn's first prefill. The answer is waited for until the turn's deadline.
+    """
+
+    turn_id: str
+    attempt: int
+    token_ids: tuple[int, ...]
+    deadline_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SendKv:
     """Send kept KV of `tokens` to a prefill ring whose ranks, of `tp` processes each, expect it as `shards` lay it."""
 
@@ -275,6 +288,7 @@ class GroupStatus:
     tp: int = 1
     waiting_work: float = 0.0
     max_waiting_work: float = 0.0
+    num_preemptions: int = 0
     decode_variant: str = ""
 
 

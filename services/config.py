@@ -78,7 +78,9 @@ class DecodeConfig:
     """The decode pool: `groups` rings of `cp` ranks of `tp` processes, each ring decoding up to `max_batch` turns.
 
     `variant` is how a ring decodes its batch: every rank all of it (`gather`), each rank a part (`pass_q`), or
-    whichever is predicted to be faster (`auto`).
+    whichever is predicted to be faster (`auto`). `preemption`: a turn begins with KV room for `headroom_tokens` of its
+    answer and grows; where no room is left the youngest turn gives way and is resumed later. Without, room for the
+    whole answer is set aside at once. `continuous`: turns join the batch at every step; without, when it is empty.
     """
 
     groups: int = 1
@@ -88,6 +90,9 @@ class DecodeConfig:
     max_waiting: int = 256
     threads_per_rank: int = 1
     variant: str = "auto"
+    continuous: bool = True
+    preemption: bool = True
+    headroom_tokens: int = 128
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,6 +278,7 @@ def _check(config: Config) -> None:
     _within("prefill.ageing_seconds", config.prefill.ageing_seconds, 0.001, 86_400)
     _within("prefill.max_queue_work", config.prefill.max_queue_work, 1, 1e15)
     _within("decode.max_batch", config.decode.max_batch, 1, 4096)
+    _within("decode.headroom_tokens", config.decode.headroom_tokens, 1, 1 << 20)
     _within("kv_cache.block_tokens", config.kv_cache.block_tokens, 1, 4096)
     _within("kv_cache.tokens_per_rank", config.kv_cache.tokens_per_rank, config.kv_cache.block_tokens, 1 << 30)
     _within("router.max_conversations", config.router.max_conversations, 1, 1 << 24)

@@ -54,6 +54,7 @@ def _table(info: inference_pb2.GetServerInfoResponse) -> Table:
         "running",
         "waiting",
         "KV blocks free/active/kept of total, a rank",
+        "preempted",
         "rebuilds",
     )
     for group in info.groups:
@@ -69,6 +70,7 @@ def _table(info: inference_pb2.GetServerInfoResponse) -> Table:
             str(group.num_requests_running),
             _waiting(group),
             usage,
+            str(group.num_preemptions),
             str(group.rebuilds),
         )
     return table

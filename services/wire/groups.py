@@ -69,6 +69,7 @@ def status_to(status: GroupStatus) -> inference_pb2.GroupInfo:
         max_waiting_work=status.max_waiting_work,
         rebuilds=status.rebuilds,
         rank_pids=status.rank_pids,
+        num_preemptions=status.num_preemptions,
         decode_variant=status.decode_variant,
         kv_usage=[
             inference_pb2.RankKvUsage(
@@ -99,6 +100,7 @@ def status_from(message: inference_pb2.GroupInfo) -> GroupStatus:
         max_waiting_work=message.max_waiting_work,
         rebuilds=message.rebuilds,
         rank_pids=tuple(message.rank_pids),
+        num_preemptions=message.num_preemptions,
         decode_variant=message.decode_variant,
         kv_usage=tuple(
             RankKvUsage(

@@ -16,6 +16,7 @@ from orchestration.turn import (
     PromptMode,
     Reservation,
     Reserve,
+    ResumeTurn,
     SendKv,
     TokensEvent,
     TurnEvent,
@@ -328,6 +329,24 @@ def event_from(message: groups_pb2.TurnEvent) -> TurnEvent:
         migrated_bytes=finished.migrated_bytes,
         migration_seconds=finished.migration_seconds,
         handoff_seconds=finished.handoff_seconds,
+    )
+
+
+def resume_to(request: ResumeTurn) -> router_pb2.ResumeTurnRequest:
+    return router_pb2.ResumeTurnRequest(
+        turn_id=request.turn_id,
+        attempt=request.attempt,
+        token_ids=request.token_ids,
+        deadline_seconds=request.deadline_seconds,
+    )
+
+
+def resume_from(message: router_pb2.ResumeTurnRequest) -> ResumeTurn:
+    return ResumeTurn(
+        turn_id=message.turn_id,
+        attempt=message.attempt,
+        token_ids=tuple(message.token_ids),
+        deadline_seconds=message.deadline_seconds,
     )
 
 

@@ -67,6 +67,10 @@ class Service:
         chunk_tokens: int = 4096,
         max_batch: int = 8,
         max_waiting: int = 256,
+        decode_blocks: int | None = None,
+        continuous: bool = True,
+        preemption: bool = True,
+        headroom_tokens: int = 128,
         prefill_tp: int = 1,
         decode_tp: int = 1,
         scheduling: PrefillScheduling | None = None,
@@ -86,12 +90,15 @@ class Service:
                 num_ranks=num_ranks,
                 tp=tp,
                 model_path=str(model_path),
-                num_blocks=num_blocks,
+                num_blocks=num_blocks if decode_blocks is None or role == "prefill" else decode_blocks,
                 block_tokens=BLOCK_TOKENS,
                 chunk_tokens=chunk_tokens,
                 max_batch=max_batch,
                 max_waiting=max_waiting,
                 prefill_scheduling=scheduling or PrefillScheduling(),
+                continuous=continuous,
+                preemption=preemption,
+                headroom_tokens=headroom_tokens,
             )
 
         register = self.router.register_group

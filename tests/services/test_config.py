@@ -134,6 +134,7 @@ RANGES = [
     ("decode.tp", 1, 64),
     ("decode.max_batch", 1, 4096),
     ("decode.max_waiting", 1, 1_000_000),
+    ("decode.headroom_tokens", 1, 1 << 20),
     ("decode.threads_per_rank", 1, 1024),
     ("kv_cache.block_tokens", 1, 4096),
     ("kv_cache.tokens_per_rank", 16, 1 << 30),

@@ -144,6 +144,54 @@ class EndTurnResponse(_message.Message):
 Global___EndTurnResponse: _TypeAlias = EndTurnResponse  # noqa: Y015
 
 @_typing.final
+class ResumeTurnRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TURN_ID_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    DEADLINE_SECONDS_FIELD_NUMBER: _builtins.int
+    turn_id: _builtins.str
+    attempt: _builtins.int
+    """Counts from 1, the turn's first prefill."""
+    deadline_seconds: _builtins.float
+    """The turn's own: the answer comes when the KV has been handed over."""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Decoded tokens whose KV is needed behind the prompt's."""
+
+    def __init__(
+        self,
+        *,
+        turn_id: _builtins.str = ...,
+        attempt: _builtins.int = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        deadline_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "deadline_seconds", b"deadline_seconds", "token_ids", b"token_ids", "turn_id", b"turn_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResumeTurnRequest: _TypeAlias = ResumeTurnRequest  # noqa: Y015
+
+@_typing.final
+class ResumeTurnResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResumeTurnResponse: _TypeAlias = ResumeTurnResponse  # noqa: Y015
+
+@_typing.final
 class RegisterGroupRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
