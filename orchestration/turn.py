@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from cp_core.layout import ShardMap, TokenRange
-from workers.steps import Algorithm, FinishReason, RingRates, Sampling, TokenIds
+from workers.steps import Algorithm, FinishReason, RankStatus, RingRates, Sampling, TokenIds
 
 
 class PromptMode(StrEnum):
@@ -239,7 +239,11 @@ class RankKvUsage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupStatus:
-    """What a group tells operators. `rank_pids` are those of `tp` processes a rank, in order."""
+    """What a group tells operators. `rank_pids` are those of `tp` processes a rank, in order.
+
+    `rank_statuses` (one a process, a second old at most) and `kv_evictions` do not leave the leader's process: its
+    metrics at `metrics_endpoint` show them.
+    """
 
     role: str
     name: str
@@ -255,6 +259,9 @@ class GroupStatus:
     rebuilds: int
     rank_pids: tuple[int, ...]
     tp: int = 1
+    metrics_endpoint: str = ""
+    rank_statuses: tuple[RankStatus, ...] = ()
+    kv_evictions: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -282,9 +289,10 @@ class ConversationView:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerView:
-    """The whole service as the router sees it."""
+    """The whole service as the router sees it. `metrics_endpoint` is the router's."""
 
     selector: str
     groups: tuple[GroupStatus, ...]
     conversations: int
     running_turns: int
+    metrics_endpoint: str = ""

@@ -15,7 +15,7 @@ from cp_core.errors import InvalidRequest, RingserveError, Unavailable
 from orchestration.ports import Peers, RouterPort
 from orchestration.turn import Plan
 from ringserve.v1 import inference_pb2, inference_pb2_grpc
-from services.metrics import GatewayMetrics
+from services.metrics.gateway import GatewayMetrics
 from services.requests import RequestReader
 from services.status import answer, answer_stream, code_of
 from services.text import IncrementalText, TextCodec
@@ -85,7 +85,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             async for response in stream.responses(self._peers.decode(begun.decode_endpoint)):
                 if response.HasField("complete"):
                     outcome = response.complete.finish_reason
-                    self._metrics.generated(stream.num_tokens, stream.ttft_seconds, stream.ttit_seconds)
+                    self._metrics.completed(response.complete)
                 yield response
         except RingserveError as error:
             outcome = code_of(error).name.lower()
@@ -94,7 +94,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             raise
         finally:
             self._running.discard(request_id)
-            self._metrics.ended(outcome)
+            self._metrics.ended(outcome, time.monotonic() - started)
             if outcome in UNSETTLED and request_id:
                 self._abort_soon(request_id)
 

@@ -20,6 +20,7 @@ from workers.decode_header import LEADER
 from workers.kv_cache import KvCache
 from workers.model import LoadedModel
 from workers.sampling import choose_token
+from workers.step_clock import StepClock
 
 
 class DecodePass:
@@ -43,6 +44,9 @@ class DecodePass:
         self._backend = backend
         self._batch = batch
         self._draws = model.tensor.rank == 0
+        # Whose clock runs during steps, and whose waits it counts: the rank's own, where it sets them.
+        self.clock = StepClock()
+        self.timed: Sequence[RingTransport] = (transport,)
         self._plan: DecodePlan
         # Of a pass-Q step; None where every rank computes every row.
         self._route: PassQRoute | None = None
@@ -55,6 +59,10 @@ class DecodePass:
 
         Raises Unavailable when a peer is lost, FloatingPointError for a NaN in attention or logits.
         """
+        with self.clock.step(*self.timed):
+            return self._run(variant)
+
+    def _run(self, variant: str) -> list[int]:
         device = self._cache.device
         appended = self._batch.append()
         self._plan = self._batch.plan(appended)

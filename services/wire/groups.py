@@ -63,6 +63,7 @@ def status_to(status: GroupStatus) -> inference_pb2.GroupInfo:
         num_requests_waiting=status.num_requests_waiting,
         rebuilds=status.rebuilds,
         rank_pids=status.rank_pids,
+        metrics_endpoint=status.metrics_endpoint,
         kv_usage=[
             inference_pb2.RankKvUsage(
                 total_blocks=rank.total_blocks,
@@ -90,6 +91,7 @@ def status_from(message: inference_pb2.GroupInfo) -> GroupStatus:
         num_requests_waiting=message.num_requests_waiting,
         rebuilds=message.rebuilds,
         rank_pids=tuple(message.rank_pids),
+        metrics_endpoint=message.metrics_endpoint,
         kv_usage=tuple(
             RankKvUsage(
                 total_blocks=rank.total_blocks,
@@ -148,6 +150,7 @@ def server_to(view: ServerView) -> inference_pb2.GetServerInfoResponse:
         groups=[status_to(group) for group in view.groups],
         conversations=view.conversations,
         running_turns=view.running_turns,
+        router_metrics_endpoint=view.metrics_endpoint,
     )
 
 
@@ -157,4 +160,5 @@ def server_from(message: inference_pb2.GetServerInfoResponse) -> ServerView:
         groups=tuple(status_from(group) for group in message.groups),
         conversations=message.conversations,
         running_turns=message.running_turns,
+        metrics_endpoint=message.router_metrics_endpoint,
     )
