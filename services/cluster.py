@@ -5,6 +5,7 @@ What is started here is ended here, by handle: Ray with its driver, the gateway 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 from ray.exceptions import RayError, RayTaskError
 
@@ -38,6 +40,7 @@ OBJECT_STORE_BYTES = 80 * 1024 * 1024
 """The least Ray allows: no tensor ever passes through it."""
 ROUTER_NAME = "router"
 GATEWAY_STOP_SECONDS = 10.0
+RAY_END_SECONDS = 8.0
 POLL_SECONDS = 0.2
 RESTART_SECONDS = 1.0
 """Least time between two starts of one leader: one that cannot start must not keep the machine busy with trying."""
@@ -261,7 +264,9 @@ class LocalCluster:
             self._gateway = None
         if ray.is_initialized():
             self._stop_actors()
+            own = [] if self._config.ray.address else psutil.Process().children(recursive=True)
             ray.shutdown()
+            _end_left_behind(own)
         shutil.rmtree(self._temp, ignore_errors=True)
 
     def _stop_actors(self) -> None:
@@ -299,6 +304,14 @@ def _read_line(process: subprocess.Popen[bytes], timeout: float) -> bytes:
     reader.start()
     reader.join(timeout)
     return lines[0] if lines else b""
+
+
+def _end_left_behind(processes: list[psutil.Process]) -> None:
+    """Agents of a Ray that has ended sometimes hang on their way out, and nobody else would ever end them."""
+    _, alive = psutil.wait_procs(processes, timeout=RAY_END_SECONDS)
+    for process in alive:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 def _end_process(process: subprocess.Popen[bytes]) -> None:

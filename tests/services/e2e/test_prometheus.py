@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 import subprocess
 import urllib.request
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from tests.helm.charts import CHART
 from tests.helm.dashboards import load_queries
 from tests.helm.prometheus import Prometheus, running_prometheus, tool
 from tests.services.e2e.cluster import Cluster, Inference, ids, wait_until
+from tests.services.e2e.ports import free_port
 from tests.workers.models import random_tokens
 
 CONFIGURATION = """
@@ -30,12 +30,6 @@ scrape_configs:
 """
 METRIC = re.compile(r"\bringserve_\w+")
 LOAD_TURNS = 6
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def load(cluster: Cluster) -> None:
