@@ -119,4 +119,5 @@ class GroupLeader(ABC):
             metrics_endpoint=self.metrics_endpoint,
             rank_statuses=tuple(status for _, status in sorted(ring.rank_statuses.items())),
             kv_evictions=ring.pool.num_evictions,
+            decode_variant=ring.decode_variant,
         )

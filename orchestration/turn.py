@@ -239,7 +239,8 @@ class RankKvUsage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupStatus:
-    """What a group tells operators. `rank_pids` are those of `tp` processes a rank, in order.
+    """What a group tells operators. `rank_pids` are those of `tp` processes a rank, in order; `decode_variant` served
+    the latest decode step that was looked at.
 
     `rank_statuses` (one a process, a second old at most) and `kv_evictions` do not leave the leader's process: its
     metrics at `metrics_endpoint` show them.
@@ -262,6 +263,7 @@ class GroupStatus:
     metrics_endpoint: str = ""
     rank_statuses: tuple[RankStatus, ...] = ()
     kv_evictions: int = 0
+    decode_variant: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from cp_core.decode_variant import VARIANT_POLICIES
 from orchestration.ring import RingState
 from orchestration.turn import GroupStatus
 
@@ -18,6 +19,7 @@ SCRAPE_SECONDS = 5.0
 """A leader whose event loop does not answer in this time is reported as not ready."""
 RING = ("role", "group")
 RANK = (*RING, "rank")
+DECODE_VARIANTS = tuple(policy for policy in VARIANT_POLICIES if policy != "auto")
 
 
 class RingCollector(Collector):
@@ -67,6 +69,10 @@ class RingCollector(Collector):
             RING,
             [(own, status.kv_evictions)],
         )
+
+        if status.role == "decode":
+            served = [((*own, variant), float(variant == status.decode_variant)) for variant in DECODE_VARIANTS]
+            yield _gauge("ring_decode_variant", "1 for what served the latest decode step.", (*RING, "variant"), served)
 
     def _of_ranks(self, status: GroupStatus) -> Iterator[Metric]:
         blocks = GaugeMetricFamily(

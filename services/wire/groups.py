@@ -64,6 +64,7 @@ def status_to(status: GroupStatus) -> inference_pb2.GroupInfo:
         rebuilds=status.rebuilds,
         rank_pids=status.rank_pids,
         metrics_endpoint=status.metrics_endpoint,
+        decode_variant=status.decode_variant,
         kv_usage=[
             inference_pb2.RankKvUsage(
                 total_blocks=rank.total_blocks,
@@ -92,6 +93,7 @@ def status_from(message: inference_pb2.GroupInfo) -> GroupStatus:
         rebuilds=message.rebuilds,
         rank_pids=tuple(message.rank_pids),
         metrics_endpoint=message.metrics_endpoint,
+        decode_variant=message.decode_variant,
         kv_usage=tuple(
             RankKvUsage(
                 total_blocks=rank.total_blocks,

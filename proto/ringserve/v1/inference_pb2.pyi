@@ -724,6 +724,7 @@ class GroupInfo(_message.Message):
     RING_TRANSPORT_FIELD_NUMBER: _builtins.int
     TP_FIELD_NUMBER: _builtins.int
     METRICS_ENDPOINT_FIELD_NUMBER: _builtins.int
+    DECODE_VARIANT_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     name: _builtins.str
     endpoint: _builtins.str
@@ -741,6 +742,8 @@ class GroupInfo(_message.Message):
     """Tensor parallelism: processes a rank, which hold the same tokens, each a share of the heads."""
     metrics_endpoint: _builtins.str
     """HOST:PORT where the ring's leader serves /metrics; empty where it does not."""
+    decode_variant: _builtins.str
+    """Of a decode ring: what served its latest step, "gather" or "pass_q"; empty before the first."""
     @_builtins.property
     def kv_usage(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankKvUsage]: ...
     @_builtins.property
@@ -765,10 +768,11 @@ class GroupInfo(_message.Message):
         ring_transport: _builtins.str = ...,
         tp: _builtins.int = ...,
         metrics_endpoint: _builtins.str = ...,
+        decode_variant: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_backend", b"attention_backend", "endpoint", b"endpoint", "incarnation", b"incarnation", "kv_usage", b"kv_usage", "metrics_endpoint", b"metrics_endpoint", "name", b"name", "num_ranks", b"num_ranks", "num_requests_running", b"num_requests_running", "num_requests_waiting", b"num_requests_waiting", "rank_pids", b"rank_pids", "rebuilds", b"rebuilds", "ring_transport", b"ring_transport", "role", b"role", "state", b"state", "tp", b"tp"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_backend", b"attention_backend", "decode_variant", b"decode_variant", "endpoint", b"endpoint", "incarnation", b"incarnation", "kv_usage", b"kv_usage", "metrics_endpoint", b"metrics_endpoint", "name", b"name", "num_ranks", b"num_ranks", "num_requests_running", b"num_requests_running", "num_requests_waiting", b"num_requests_waiting", "rank_pids", b"rank_pids", "rebuilds", b"rebuilds", "ring_transport", b"ring_transport", "role", b"role", "state", b"state", "tp", b"tp"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

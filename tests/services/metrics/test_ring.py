@@ -33,6 +33,7 @@ def status(state: str = "ready") -> GroupStatus:
         rebuilds=5,
         rank_pids=(),
         kv_evictions=7,
+        decode_variant="pass_q",
         rank_statuses=(
             RankStatus(
                 steps=8, seconds_since_step=0.5, running=1, open_transfers=2, step_seconds=4.0, wait_seconds=1.0
@@ -64,6 +65,11 @@ async def test_a_ring_tells_of_itself_and_of_every_rank() -> None:
     assert found[f"ringserve_kv_cache_usage_perc{ring}"] == 0.3, "kept blocks give way and do not count"
     assert found[f"ringserve_ring_rebuilds_total{ring}"] == 5
     assert found[f"ringserve_kv_evictions_total{ring}"] == 7
+    variants = {
+        name: found[f"ringserve_ring_decode_variant{{group=decode-1,role=decode,variant={name}}}"]
+        for name in ("gather", "pass_q")
+    }
+    assert variants == {"gather": 0, "pass_q": 1}
     assert found["ringserve_kv_blocks{group=decode-1,rank=0,role=decode,state=kept}"] == 3
     assert found["ringserve_kv_blocks{group=decode-1,rank=1,role=decode,state=free}"] == 10
     assert found[f"ringserve_rank_steps_total{rank}"] == 8
