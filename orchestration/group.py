@@ -117,7 +117,5 @@ class GroupLeader(ABC):
             rebuilds=ring.rebuilds,
             rank_pids=tuple(info.pid for info in ring.infos),
             metrics_endpoint=self.metrics_endpoint,
-            rank_statuses=tuple(status for _, status in sorted(ring.rank_statuses.items())),
-            kv_evictions=ring.pool.num_evictions,
             decode_variant=ring.decode_variant,
         )

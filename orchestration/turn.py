@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from cp_core.layout import ShardMap, TokenRange
-from workers.steps import Algorithm, FinishReason, RankStatus, RingRates, Sampling, TokenIds
+from workers.steps import Algorithm, FinishReason, RingRates, Sampling, TokenIds
 
 
 class PromptMode(StrEnum):
@@ -241,9 +241,6 @@ class RankKvUsage:
 class GroupStatus:
     """What a group tells operators. `rank_pids` are those of `tp` processes a rank, in order; `decode_variant` served
     the latest decode step that was looked at.
-
-    `rank_statuses` (one a process, a second old at most) and `kv_evictions` do not leave the leader's process: its
-    metrics at `metrics_endpoint` show them.
     """
 
     role: str
@@ -261,8 +258,6 @@ class GroupStatus:
     rank_pids: tuple[int, ...]
     tp: int = 1
     metrics_endpoint: str = ""
-    rank_statuses: tuple[RankStatus, ...] = ()
-    kv_evictions: int = 0
     decode_variant: str = ""
 
 

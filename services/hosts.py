@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import ray
@@ -26,7 +27,7 @@ from services.grpc_server import GrpcServer
 from services.logs import set_up_logs
 from services.metrics.endpoint import MetricsEndpoint, metrics_page
 from services.metrics.process import new_registry
-from services.metrics.ring import RingCollector
+from services.metrics.ring import RingCollector, view_of
 from services.metrics.router import RouterMetrics, RouterView
 from services.metrics.vllm_names import RING_NAMES, WithVllmNames
 from services.peers import GrpcPeers
@@ -233,7 +234,7 @@ class RunningLeader:
         if not address:
             return
         registry = new_registry(host.role)
-        registry.register(RingCollector(host.role, host.name, leader.get_status, asyncio.get_running_loop()))
+        registry.register(RingCollector(host.role, host.name, partial(view_of, leader), asyncio.get_running_loop()))
         shown: Collector = registry
         if host.config.metrics.also_as == "vllm":
             shown = WithVllmNames(registry.collect, RING_NAMES, Path(host.model_path).name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -245,6 +246,17 @@ def test_the_notes_tell_how_to_call_the_service() -> None:
     assert "kubectl -n serving port-forward service/test-ringserve 50051" in notes
     assert "2 prefill rings of 4 x 2, 1 decode rings of 2 x 1" in notes
     assert "neither TLS nor authentication" in notes
+
+
+def test_the_values_shown_in_the_readme_render() -> None:
+    (example,) = re.findall(
+        r"^```\n(image:.*?)^```", (CHART.parent / "README.md").read_text(), re.MULTILINE | re.DOTALL
+    )
+    values = yaml.safe_load(example)
+    config = configuration(values)
+    assert (config.prefill.cp, config.prefill.tp, config.kv_cache.tokens_per_rank) == (4, 2, 1_000_000)
+    hosts = [group["numOfHosts"] for group in only(render(values), "RayCluster")["spec"]["workerGroupSpecs"]]
+    assert hosts == [1, 1]
 
 
 def test_every_value_is_documented_and_has_its_place_in_the_schema() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from cp_core.errors import Unavailable
 from orchestration.turn import GroupStatus, RankKvUsage
-from services.metrics.ring import RingCollector
+from services.metrics.ring import RingCollector, RingView
 from services.metrics.vllm_names import RING_NAMES, WithVllmNames
 from workers.steps import RankStatus
 
@@ -32,15 +32,14 @@ def status(state: str = "ready") -> GroupStatus:
         ),
         rebuilds=5,
         rank_pids=(),
-        kv_evictions=7,
         decode_variant="pass_q",
-        rank_statuses=(
-            RankStatus(
-                steps=8, seconds_since_step=0.5, running=1, open_transfers=2, step_seconds=4.0, wait_seconds=1.0
-            ),
-            RankStatus(steps=8, seconds_since_step=0.25, running=1, open_transfers=0, bytes_sent=99),
-        ),
     )
+
+
+def view(state: str = "ready") -> RingView:
+    busy = RankStatus(steps=8, seconds_since_step=0.5, running=1, open_transfers=2, step_seconds=4.0, wait_seconds=1.0)
+    other = RankStatus(steps=8, seconds_since_step=0.25, running=1, open_transfers=0, bytes_sent=99)
+    return RingView(status=status(state), rank_statuses=(busy, other), kv_evictions=7)
 
 
 async def samples(collector: RingCollector | WithVllmNames) -> Mapping[str, float]:
@@ -54,10 +53,10 @@ async def samples(collector: RingCollector | WithVllmNames) -> Mapping[str, floa
 
 
 async def test_a_ring_tells_of_itself_and_of_every_rank() -> None:
-    async def get_status() -> GroupStatus:
-        return status()
+    async def get_view() -> RingView:
+        return view()
 
-    found = await samples(RingCollector("decode", "decode-1", get_status, asyncio.get_running_loop()))
+    found = await samples(RingCollector("decode", "decode-1", get_view, asyncio.get_running_loop()))
     ring, rank = "{group=decode-1,role=decode}", "{group=decode-1,rank=0,role=decode}"
     assert found[f"ringserve_ring_ready{ring}"] == 1
     assert found[f"ringserve_num_requests_running{ring}"] == 3
@@ -80,26 +79,26 @@ async def test_a_ring_tells_of_itself_and_of_every_rank() -> None:
 
 @pytest.mark.parametrize("state", ["starting", "rebuilding", "closed"])
 async def test_a_ring_that_does_not_serve_is_not_ready(state: str) -> None:
-    async def get_status() -> GroupStatus:
-        return status(state)
+    async def get_view() -> RingView:
+        return view(state)
 
-    found = await samples(RingCollector("decode", "decode-1", get_status, asyncio.get_running_loop()))
+    found = await samples(RingCollector("decode", "decode-1", get_view, asyncio.get_running_loop()))
     assert found["ringserve_ring_ready{group=decode-1,role=decode}"] == 0
 
 
 async def test_a_leader_that_cannot_tell_is_not_ready_and_the_scrape_is_answered() -> None:
-    async def get_status() -> GroupStatus:
+    async def get_view() -> RingView:
         raise Unavailable("lost")
 
-    found = await samples(RingCollector("decode", "decode-1", get_status, asyncio.get_running_loop()))
+    found = await samples(RingCollector("decode", "decode-1", get_view, asyncio.get_running_loop()))
     assert found == {"ringserve_ring_ready{group=decode-1,role=decode}": 0}
 
 
 async def test_the_names_of_vllm_stand_beside_ours_with_the_same_values() -> None:
-    async def get_status() -> GroupStatus:
-        return status()
+    async def get_view() -> RingView:
+        return view()
 
-    collector = RingCollector("decode", "decode-1", get_status, asyncio.get_running_loop())
+    collector = RingCollector("decode", "decode-1", get_view, asyncio.get_running_loop())
     found = await samples(WithVllmNames(collector.collect, RING_NAMES, "llama"))
     assert found["vllm:num_requests_waiting{group=decode-1,model_name=llama,role=decode}"] == 4
     assert found["ringserve_num_requests_waiting{group=decode-1,role=decode}"] == 4
