@@ -30,7 +30,7 @@ from cp_core.errors import ConfigError, RingserveError, Unavailable
 from orchestration.actors import host as host_actor
 from services.config import Config
 from services.hosts import LeaderHost, RouterHost
-from services.stopping import check_stop
+from services.stopping import check_stop, keeping_handlers
 from workers.builtin_model import resolve_model_path
 from workers.model_info import read_model_info, tensor_share
 
@@ -158,23 +158,25 @@ class LocalCluster:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         # Ray guards a local cluster by a token, and warns that it does.
         logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
-        ray.init(
-            address="local",
-            namespace=self._namespace,
-            num_cpus=max(1, needed),
-            include_dashboard=False,
-            object_store_memory=OBJECT_STORE_BYTES,
-            _temp_dir=str(self._temp),
-            _node_ip_address="127.0.0.1",
-            logging_level=logging.WARNING,
-        )
+        with keeping_handlers():
+            ray.init(
+                address="local",
+                namespace=self._namespace,
+                num_cpus=max(1, needed),
+                include_dashboard=False,
+                object_store_memory=OBJECT_STORE_BYTES,
+                _temp_dir=str(self._temp),
+                _node_ip_address="127.0.0.1",
+                logging_level=logging.WARNING,
+            )
 
     def _join_ray(self) -> None:
         """The cluster may be starting still: it has the start timeout. Raises Unavailable."""
         address, deadline = self._config.ray.address, time.monotonic() + self._config.timeouts.start
         while True:
             try:
-                ray.init(address=address, namespace=self._namespace, logging_level=logging.WARNING)
+                with keeping_handlers():
+                    ray.init(address=address, namespace=self._namespace, logging_level=logging.WARNING)
                 return
             except (ConnectionError, RuntimeError, ValueError) as error:
                 if ray.is_initialized():
