@@ -36,10 +36,14 @@ def test_a_signal_is_a_request_although_another_library_took_it_over(number: sig
 
 
 def test_handlers_come_back_after_an_error_too() -> None:
+    def fail() -> None:
+        with keeping_handlers():
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            raise ValueError("no Ray")
+
     before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(ValueError, match="no Ray"), keeping_handlers():
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        raise ValueError("no Ray")
+    with pytest.raises(ValueError, match="no Ray"):
+        fail()
     assert signal.getsignal(signal.SIGTERM) == before
 
 
