@@ -18,6 +18,7 @@ from orchestration.turn import (
     PrefillTurn,
     Reservation,
     Reserve,
+    ResumeTurn,
     SendKv,
     SentKv,
     ServerView,
@@ -101,6 +102,10 @@ class GrpcDecode:
         finally:
             call.cancel()
 
+    async def finish_turn(self, turn_id: str, num_tokens: int) -> None:
+        request = groups_pb2.FinishTurnRequest(turn_id=turn_id, num_tokens=num_tokens)
+        await _reach(self._peer, self._stub.FinishTurn(request, timeout=CONTROL_SECONDS))
+
     async def send_kv(self, request: SendKv) -> SentKv:
         call = self._stub.SendKv(wire.send_kv_to(request), timeout=request.deadline_seconds + CONTROL_SECONDS)
         answer = await _reach(self._peer, call)
@@ -134,6 +139,9 @@ class GrpcRouter:
             prompt_tokens=answer.prompt_tokens,
             plan=wire.plan_from(answer.plan),
         )
+
+    async def resume_turn(self, request: ResumeTurn) -> None:
+        await _reach(self._peer, self._stub.ResumeTurn(wire.resume_to(request), timeout=request.deadline_seconds))
 
     async def end_turn(self, outcome: TurnOutcome) -> int:
         call = self._stub.EndTurn(wire.outcome_to(outcome), timeout=ABORT_SECONDS)

@@ -6,14 +6,17 @@ Every rank derives this from the same headers, so the step path carries nothing 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cp_core.decode_plan import DecodePlan
 from cp_core.layout import append_owner
 from workers.kv_cache import SlotRun, runs
-from workers.steps import AdmitSequence, Sampling
+from workers.sampling.parameters import Sampling, TokenHistory
+from workers.sampling.processors import RowSampler
+from workers.steps import AdmitSequence
 
-SEED_MASK = 0xFFFF_FFFF_FFFF_FFFF
+GREEDY = Sampling()
+ONE_TOKEN = TokenHistory(num_generated=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,48 +28,61 @@ class Admission:
     position: int
     held: tuple[int, ...]
     blocks: tuple[tuple[int, ...], ...]
-    temperature: float = 0.0
-    seed: int = 0
+    sampling: Sampling = GREEDY
+    history: TokenHistory = ONE_TOKEN
 
     @classmethod
     def of(cls, command: AdmitSequence) -> Admission:
-        sampling = command.sampling
         return cls(
             command.sequence_id,
             command.token_id,
             command.position,
             command.held,
             command.blocks,
-            sampling.temperature,
-            sampling.seed & SEED_MASK,  # all that a draw uses of it, and all that fits the wire
+            command.sampling,
+            replace(command.history, num_generated=command.num_generated),
         )
 
 
 @dataclass(frozen=True, slots=True)
+class Growth:
+    """More blocks for a sequence: `blocks[r]` follow rank r's table."""
+
+    sequence_id: str
+    blocks: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class BatchChange:
-    """Who leaves and who joins at a step border; leaving comes first."""
+    """Who leaves, who joins and whose tables grow at a step border, in this order."""
 
     removed: tuple[str, ...] = ()
     admitted: tuple[Admission, ...] = ()
+    grown: tuple[Growth, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.removed or self.admitted)
+        return bool(self.removed or self.admitted or self.grown)
 
 
 @dataclass(slots=True)
 class BatchRow:
     """A running sequence. `token_id` at `position` is its newest token, whose KV the next step computes.
 
-    `runs` are the slots of this rank's shard in stored order. `sampling` says how tokens are drawn, not when to stop.
+    `runs` are the slots of this rank's shard in stored order. `sampler` says how tokens are drawn, not when to stop.
     """
 
     sequence_id: str
     token_id: int
     position: int
     held: list[int]
-    blocks: tuple[int, ...]
+    blocks: list[int]
     runs: list[SlotRun]
-    sampling: Sampling
+    sampler: RowSampler
+
+    @property
+    def next_position(self) -> int:
+        """Where the token stands that the next step samples."""
+        return self.position + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,24 +100,25 @@ class DecodeBatch:
     def __init__(self, rank: int, num_ranks: int, block_tokens: int) -> None:
         self._rank = rank
         self._num_ranks = num_ranks
-        self._block_tokens = block_tokens
+        self.block_tokens = block_tokens
         self.rows: list[BatchRow] = []
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def advance(self, token_ids: Sequence[int], change: BatchChange) -> None:
-        """Take the tokens sampled from the last step, in the order of its rows, then let rows leave and join."""
+        """Take the tokens sampled from the last step, in the order of its rows, then let rows leave, join and grow."""
         if token_ids:
             for row, token_id in zip(self.rows, token_ids, strict=True):
                 row.token_id = token_id
                 row.position += 1
+                row.sampler.push(token_id)
         if change.removed:
             self.rows = [row for row in self.rows if row.sequence_id not in change.removed]
         for admission in change.admitted:
-            blocks, held = admission.blocks[self._rank], list(admission.held)
+            blocks, held = list(admission.blocks[self._rank]), list(admission.held)
             assert sum(held) == admission.position, "tokens before the newest one must all be stored"
-            where = list(runs(blocks, held[self._rank], self._block_tokens))
+            where = list(runs(blocks, held[self._rank], self.block_tokens))
             self.rows.append(
                 BatchRow(
                     admission.sequence_id,
@@ -110,9 +127,12 @@ class DecodeBatch:
                     held,
                     blocks,
                     where,
-                    Sampling(temperature=admission.temperature, seed=admission.seed),
+                    RowSampler(admission.sampling, admission.history),
                 )
             )
+        for growth in change.grown:
+            row = next(row for row in self.rows if row.sequence_id == growth.sequence_id)
+            row.blocks += growth.blocks[self._rank]
 
     def append(self) -> Appended:
         """Give every row's newest token to the rank that holds least of the sequence."""
@@ -135,9 +155,9 @@ class DecodeBatch:
         return DecodePlan(self._num_ranks, tuple(appended.owners), tuple(tuple(row.held) for row in self.rows))
 
     def _take_slot(self, row: BatchRow) -> int:
-        block, offset = divmod(row.held[self._rank], self._block_tokens)
+        block, offset = divmod(row.held[self._rank], self.block_tokens)
         assert block < len(row.blocks), f"{row.sequence_id!r} has outgrown its {len(row.blocks)} blocks"
-        slot = row.blocks[block] * self._block_tokens + offset
+        slot = row.blocks[block] * self.block_tokens + offset
         if row.runs and row.runs[-1].stop == slot:
             row.runs[-1] = SlotRun(row.runs[-1].start, slot + 1)
         else:

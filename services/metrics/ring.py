@@ -92,7 +92,13 @@ class RingCollector(Collector):
             [(own, view.kv_evictions)],
         )
 
+        if status.role == "prefill":
+            yield _gauge("prefill_waiting_work", "Work units that wait.", RING, [(own, status.waiting_work)])
+            yield _gauge("prefill_max_waiting_work", "Work units at most.", RING, [(own, status.max_waiting_work)])
         if status.role == "decode":
+            yield _counter(
+                "num_preemptions", "Turns that gave their KV to older ones.", RING, [(own, status.num_preemptions)]
+            )
             served = [((*own, variant), float(variant == status.decode_variant)) for variant in DECODE_VARIANTS]
             yield _gauge("ring_decode_variant", "1 for what served the latest decode step.", (*RING, "variant"), served)
 

@@ -22,6 +22,7 @@ RING_NAMES = {
     "ringserve_num_requests_running": "vllm:num_requests_running",
     "ringserve_num_requests_waiting": "vllm:num_requests_waiting",
     "ringserve_kv_cache_usage_perc": "vllm:kv_cache_usage_perc",
+    "ringserve_num_preemptions": "vllm:num_preemptions",
 }
 
 

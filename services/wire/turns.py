@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from cp_core.layout import TokenRange
 from orchestration.turn import (
     Admit,
     CachedSource,
     Chunk,
+    EndingEvent,
     FinishedEvent,
     Plan,
     PrefillReport,
@@ -16,6 +17,8 @@ from orchestration.turn import (
     PromptMode,
     Reservation,
     Reserve,
+    ResumeTurn,
+    ScoredEvent,
     SendKv,
     TokensEvent,
     TurnEvent,
@@ -24,7 +27,15 @@ from orchestration.turn import (
 )
 from ringserve.v1 import groups_pb2, inference_pb2, router_pb2
 from services.wire.layouts import shards_from, shards_to, token_array
-from workers.steps import Algorithm, FinishReason, Sampling
+from services.wire.sampling import (
+    all_logprobs_from,
+    all_logprobs_to,
+    logprobs_from,
+    logprobs_to,
+    sampling_from,
+    sampling_to,
+)
+from workers.steps import Algorithm, FinishReason
 
 PROMPT_MODES = {
     PromptMode.AUTO: inference_pb2.PROMPT_MODE_UNSPECIFIED,
@@ -38,24 +49,6 @@ def prompt_mode_from(value: int) -> PromptMode | None:
     return next((mode for mode, number in PROMPT_MODES.items() if number == value), None)
 
 
-def sampling_to(sampling: Sampling) -> groups_pb2.Sampling:
-    return groups_pb2.Sampling(
-        temperature=sampling.temperature,
-        seed=sampling.seed,
-        max_tokens=sampling.max_tokens,
-        stop_token_ids=sampling.stop_token_ids,
-    )
-
-
-def sampling_from(message: groups_pb2.Sampling) -> Sampling:
-    return Sampling(
-        temperature=message.temperature,
-        seed=message.seed,
-        max_tokens=message.max_tokens,
-        stop_token_ids=tuple(message.stop_token_ids),
-    )
-
-
 def turn_request_to(request: TurnRequest) -> router_pb2.BeginTurnRequest:
     return router_pb2.BeginTurnRequest(
         request_id=request.request_id,
@@ -64,6 +57,7 @@ def turn_request_to(request: TurnRequest) -> router_pb2.BeginTurnRequest:
         token_ids=request.token_ids.tolist(),
         sampling=sampling_to(request.sampling),
         deadline_seconds=request.deadline_seconds,
+        priority=request.priority,
     )
 
 
@@ -75,19 +69,27 @@ def turn_request_from(message: router_pb2.BeginTurnRequest) -> TurnRequest:
         token_ids=token_array(message.token_ids),
         sampling=sampling_from(message.sampling),
         deadline_seconds=message.deadline_seconds,
+        priority=message.priority,
     )
 
 
 def chunks_to(chunks: Iterable[Chunk]) -> list[inference_pb2.Chunk]:
     return [
-        inference_pb2.Chunk(start=chunk.tokens.start, stop=chunk.tokens.stop, algorithm=chunk.algorithm)
+        inference_pb2.Chunk(
+            start=chunk.tokens.start, stop=chunk.tokens.stop, algorithm=chunk.algorithm, num_turns=chunk.num_turns
+        )
         for chunk in chunks
     ]
 
 
 def chunks_from(chunks: Iterable[inference_pb2.Chunk]) -> tuple[Chunk, ...]:
     return tuple(
-        Chunk(tokens=TokenRange(chunk.start, chunk.stop), algorithm=Algorithm(chunk.algorithm)) for chunk in chunks
+        Chunk(
+            tokens=TokenRange(chunk.start, chunk.stop),
+            algorithm=Algorithm(chunk.algorithm),
+            num_turns=chunk.num_turns,
+        )
+        for chunk in chunks
     )
 
 
@@ -136,6 +138,19 @@ def plan_from(message: inference_pb2.Plan) -> Plan:
     )
 
 
+def note_chunks(plan: inference_pb2.Plan, chunks: Sequence[Chunk]) -> None:
+    """Replace a plan's predicted chunks by those that were computed; its algorithm is that of most of their tokens."""
+    del plan.chunks[:]
+    plan.chunks.extend(chunks_to(chunks))
+    tokens = dict.fromkeys(Algorithm, 0)
+    for chunk in chunks:
+        tokens[chunk.algorithm] += len(chunk.tokens)
+    algorithm = max(tokens, key=lambda name: tokens[name])
+    if tokens[algorithm] > tokens[Algorithm(plan.algorithm)]:
+        plan.reason += f"; computed by {algorithm}, in steps shared with other turns"
+        plan.algorithm = algorithm
+
+
 def reserve_to(request: Reserve) -> groups_pb2.ReserveRequest:
     return groups_pb2.ReserveRequest(
         turn_id=request.turn_id,
@@ -146,6 +161,8 @@ def reserve_to(request: Reserve) -> groups_pb2.ReserveRequest:
         deadline_seconds=request.deadline_seconds,
         source_incarnation=request.source_incarnation,
         sampling=sampling_to(request.sampling),
+        penalized_ids=request.penalized_ids,
+        priority=request.priority,
     )
 
 
@@ -159,6 +176,8 @@ def reserve_from(message: groups_pb2.ReserveRequest) -> Reserve:
         deadline_seconds=message.deadline_seconds,
         source_incarnation=message.source_incarnation,
         sampling=sampling_from(message.sampling),
+        penalized_ids=tuple(message.penalized_ids),
+        priority=message.priority,
     )
 
 
@@ -218,6 +237,7 @@ def report_to(report: PrefillReport) -> groups_pb2.PrefillReport:
         queue_seconds=report.queue_seconds,
         pulled_bytes=report.pulled_bytes,
         pull_seconds=report.pull_seconds,
+        chunks=chunks_to(report.chunks),
     )
 
 
@@ -227,12 +247,18 @@ def report_from(message: groups_pb2.PrefillReport) -> PrefillReport:
         queue_seconds=message.queue_seconds,
         pulled_bytes=message.pulled_bytes,
         pull_seconds=message.pull_seconds,
+        chunks=chunks_from(message.chunks),
     )
 
 
 def admit_to(admit: Admit) -> groups_pb2.AdmitRequest:
     return groups_pb2.AdmitRequest(
-        turn_id=admit.turn_id, attempt=admit.attempt, first_token=admit.first_token, report=report_to(admit.report)
+        turn_id=admit.turn_id,
+        attempt=admit.attempt,
+        first_token=admit.first_token,
+        report=report_to(admit.report),
+        logprobs=None if admit.logprobs is None else logprobs_to(admit.logprobs),
+        prompt_logprobs=all_logprobs_to(admit.prompt_logprobs),
     )
 
 
@@ -242,6 +268,8 @@ def admit_from(message: groups_pb2.AdmitRequest) -> Admit:
         attempt=message.attempt,
         first_token=message.first_token,
         report=report_from(message.report),
+        logprobs=logprobs_from(message.logprobs) if message.HasField("logprobs") else None,
+        prompt_logprobs=all_logprobs_from(message.prompt_logprobs),
     )
 
 
@@ -279,7 +307,12 @@ def event_to(event: TurnEvent) -> groups_pb2.TurnEvent:
     if isinstance(event, PrefillReport):
         return groups_pb2.TurnEvent(prefilled=report_to(event))
     if isinstance(event, TokensEvent):
-        return groups_pb2.TurnEvent(tokens=groups_pb2.Tokens(token_ids=event.token_ids))
+        tokens = groups_pb2.Tokens(token_ids=event.token_ids, logprobs=all_logprobs_to(event.logprobs))
+        return groups_pb2.TurnEvent(tokens=tokens)
+    if isinstance(event, ScoredEvent):
+        return groups_pb2.TurnEvent(scored=groups_pb2.PromptScored(logprobs=all_logprobs_to(event.logprobs)))
+    if isinstance(event, EndingEvent):
+        return groups_pb2.TurnEvent(ending=groups_pb2.Ending(finish_reason=event.finish_reason))
     return groups_pb2.TurnEvent(
         finished=groups_pb2.Finished(
             finish_reason=event.finish_reason,
@@ -295,13 +328,36 @@ def event_from(message: groups_pb2.TurnEvent) -> TurnEvent:
     if kind == "prefilled":
         return report_from(message.prefilled)
     if kind == "tokens":
-        return TokensEvent(token_ids=tuple(message.tokens.token_ids))
+        tokens = message.tokens
+        return TokensEvent(token_ids=tuple(tokens.token_ids), logprobs=all_logprobs_from(tokens.logprobs))
+    if kind == "scored":
+        return ScoredEvent(logprobs=all_logprobs_from(message.scored.logprobs))
+    if kind == "ending":
+        return EndingEvent(finish_reason=FinishReason(message.ending.finish_reason))
     finished = message.finished
     return FinishedEvent(
         finish_reason=FinishReason(finished.finish_reason),
         migrated_bytes=finished.migrated_bytes,
         migration_seconds=finished.migration_seconds,
         handoff_seconds=finished.handoff_seconds,
+    )
+
+
+def resume_to(request: ResumeTurn) -> router_pb2.ResumeTurnRequest:
+    return router_pb2.ResumeTurnRequest(
+        turn_id=request.turn_id,
+        attempt=request.attempt,
+        token_ids=request.token_ids,
+        deadline_seconds=request.deadline_seconds,
+    )
+
+
+def resume_from(message: router_pb2.ResumeTurnRequest) -> ResumeTurn:
+    return ResumeTurn(
+        turn_id=message.turn_id,
+        attempt=message.attempt,
+        token_ids=tuple(message.token_ids),
+        deadline_seconds=message.deadline_seconds,
     )
 
 

@@ -14,10 +14,10 @@ from services.metrics.vllm_names import RING_NAMES, WithVllmNames
 from workers.steps import RankStatus
 
 
-def status(state: str = "ready") -> GroupStatus:
+def status(state: str = "ready", role: str = "decode") -> GroupStatus:
     return GroupStatus(
-        role="decode",
-        name="decode-1",
+        role=role,
+        name=f"{role}-1",
         endpoint="",
         incarnation="",
         state=state,
@@ -33,13 +33,16 @@ def status(state: str = "ready") -> GroupStatus:
         rebuilds=5,
         rank_pids=(),
         decode_variant="pass_q",
+        num_preemptions=11,
+        waiting_work=12.5,
+        max_waiting_work=100.0,
     )
 
 
-def view(state: str = "ready") -> RingView:
+def view(state: str = "ready", role: str = "decode") -> RingView:
     busy = RankStatus(steps=8, seconds_since_step=0.5, running=1, open_transfers=2, step_seconds=4.0, wait_seconds=1.0)
     other = RankStatus(steps=8, seconds_since_step=0.25, running=1, open_transfers=0, bytes_sent=99)
-    return RingView(status=status(state), rank_statuses=(busy, other), kv_evictions=7)
+    return RingView(status=status(state, role), rank_statuses=(busy, other), kv_evictions=7)
 
 
 async def samples(collector: RingCollector | WithVllmNames) -> Mapping[str, float]:
@@ -64,6 +67,7 @@ async def test_a_ring_tells_of_itself_and_of_every_rank() -> None:
     assert found[f"ringserve_kv_cache_usage_perc{ring}"] == 0.3, "kept blocks give way and do not count"
     assert found[f"ringserve_ring_rebuilds_total{ring}"] == 5
     assert found[f"ringserve_kv_evictions_total{ring}"] == 7
+    assert found[f"ringserve_num_preemptions_total{ring}"] == 11
     variants = {
         name: found[f"ringserve_ring_decode_variant{{group=decode-1,role=decode,variant={name}}}"]
         for name in ("gather", "pass_q")
@@ -75,6 +79,17 @@ async def test_a_ring_tells_of_itself_and_of_every_rank() -> None:
     assert found[f"ringserve_rank_step_seconds_total{rank}"] == 4
     assert found[f"ringserve_rank_exposed_communication_seconds_total{rank}"] == 1
     assert found["ringserve_rank_bytes_sent_total{group=decode-1,rank=1,role=decode}"] == 99
+
+
+async def test_a_prefill_ring_tells_how_much_work_waits_and_how_much_may() -> None:
+    async def get_view() -> RingView:
+        return view(role="prefill")
+
+    found = await samples(RingCollector("prefill", "prefill-1", get_view, asyncio.get_running_loop()))
+    ring = "{group=prefill-1,role=prefill}"
+    assert found[f"ringserve_prefill_waiting_work{ring}"] == 12.5
+    assert found[f"ringserve_prefill_max_waiting_work{ring}"] == 100
+    assert not [name for name in found if "preemptions" in name or "decode_variant" in name]
 
 
 @pytest.mark.parametrize("state", ["starting", "rebuilding", "closed"])

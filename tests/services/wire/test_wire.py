@@ -30,6 +30,7 @@ from orchestration.turn import (
     PromptMode,
     Reservation,
     Reserve,
+    ResumeTurn,
     SendKv,
     ServerView,
     TurnEvent,
@@ -37,14 +38,16 @@ from orchestration.turn import (
     TurnRequest,
 )
 from ringserve.v1 import inference_pb2
-from services.wire import groups, turns
+from services.wire import groups, sampling, turns
 from services.wire.layouts import shards_from, shards_to, token_array
-from workers.steps import FinishReason, Sampling, TokenIds
+from workers.steps import FinishReason, Sampling, TokenIds, TokenLogprobs
 
 M = TypeVar("M", bound=Message)
 
 SIXTY_FOUR_BITS = {"seed", "pulled_bytes", "migrated_bytes", "capacity_tokens"}
+SIGNED = {"priority"}
 small = st.integers(0, 2**32 - 1)
+signed = st.integers(-(2**31), 2**31 - 1)
 large = st.integers(0, 2**64 - 1)
 token_ids = st.lists(small, max_size=8)
 positions = st.integers(0, 2**28)
@@ -78,8 +81,9 @@ def values_of(kind: Any) -> st.SearchStrategy[Any]:
     if issubclass(kind, Enum):
         return st.sampled_from(kind)
     hints = get_type_hints(kind)
+    special = dict.fromkeys(SIXTY_FOUR_BITS, large) | dict.fromkeys(SIGNED, signed)
     return st.builds(
-        kind, **{name: large if name in SIXTY_FOUR_BITS else values_of(hint) for name, hint in hints.items()}
+        kind, **{name: special[name] if name in special else values_of(hint) for name, hint in hints.items()}
     )
 
 
@@ -102,7 +106,8 @@ def sent(message: M) -> M:
 
 
 PAIRS: list[tuple[st.SearchStrategy[Any], Callable[[Any], Any], Callable[[Any], Any]]] = [
-    (values_of(Sampling), turns.sampling_to, turns.sampling_from),
+    (values_of(Sampling), sampling.sampling_to, sampling.sampling_from),
+    (values_of(TokenLogprobs), sampling.logprobs_to, sampling.logprobs_from),
     (requests(), turns.turn_request_to, turns.turn_request_from),
     (values_of(Plan), turns.plan_to, turns.plan_from),
     (values_of(Reserve), turns.reserve_to, turns.reserve_from),
@@ -112,6 +117,7 @@ PAIRS: list[tuple[st.SearchStrategy[Any], Callable[[Any], Any], Callable[[Any], 
     (values_of(Admit), turns.admit_to, turns.admit_from),
     (values_of(SendKv), turns.send_kv_to, turns.send_kv_from),
     (values_of(TurnEvent), turns.event_to, turns.event_from),
+    (values_of(ResumeTurn), turns.resume_to, turns.resume_from),
     (values_of(TurnOutcome), turns.outcome_to, turns.outcome_from),
     (values_of(GroupRegistration), groups.registration_to, groups.registration_from),
     (values_of(GroupStatus), groups.status_to, groups.status_from),
@@ -133,8 +139,8 @@ def test_there_and_back_again_is_identity(
 
 
 def test_every_pair_is_tested() -> None:
-    written = {name for module in (turns, groups) for name in vars(module) if name.endswith("_to")}
-    assert written - {"shards_to", "chunks_to"} == {to.__name__ for _, to, _ in PAIRS}
+    written = {name for module in (turns, groups, sampling) for name in vars(module) if name.endswith("_to")}
+    assert written - {"shards_to", "chunks_to", "all_logprobs_to"} == {to.__name__ for _, to, _ in PAIRS}
 
 
 @given(shard_maps)
