@@ -36,6 +36,11 @@ class GroupLeader(ABC):
         self.endpoint = endpoint
         await self.ring.start()
 
+    @property
+    def step_budget(self) -> float:
+        """Work units of a prefill step at most; 0: those of `chunk_tokens` tokens."""
+        return self.settings.prefill_scheduling.step_budget
+
     @abstractmethod
     async def measure(self) -> None:
         """Measure the ring's rates again, now that nothing else starts on its machine."""
@@ -69,7 +74,7 @@ class GroupLeader(ABC):
             rates=ring.rates,
             capacity_tokens=ring.pool.capacity_tokens,
             chunk_tokens=self.settings.chunk_tokens,
-            step_budget=self.settings.prefill_scheduling.step_budget,
+            step_budget=self.step_budget,
             min_chunk_tokens=self.settings.prefill_scheduling.min_chunk_tokens,
         )
         await self._announce(registration)

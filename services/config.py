@@ -44,7 +44,8 @@ class PrefillConfig:
 
     A step computes at most `chunk_tokens` new tokens and `step_budget` work units: one is what the matrix products of a
     token cost, attention counts by what it costs beside them; 0 is the work of `chunk_tokens` tokens with nothing
-    before them. Long prompts are cut accordingly, into chunks of at least `min_chunk_tokens`. `fuse` lets a step hold
+    before them. Nor should it take longer than `step_seconds`, by what the ring measured of itself when it started:
+    about so long a short prompt may have to wait for a step of others; 0 sets no such limit. Long prompts are cut accordingly, into chunks of at least `min_chunk_tokens`. `fuse` lets a step hold
     tokens of several turns, `interleave` lets other turns in between the chunks of a long one. `ageing_seconds` of
     waiting make up for one step of priority. A ring whose queue holds `max_queue_work` work units refuses more.
     """
@@ -54,7 +55,8 @@ class PrefillConfig:
     tp: int = 1
     chunk_tokens: int = 4096
     step_budget: float = 0.0
-    min_chunk_tokens: int = 1024
+    step_seconds: float = 0.25
+    min_chunk_tokens: int = 256
     fuse: bool = True
     interleave: bool = True
     ageing_seconds: float = 10.0
@@ -66,6 +68,7 @@ class PrefillConfig:
     def scheduling(self) -> PrefillScheduling:
         return PrefillScheduling(
             step_budget=self.step_budget,
+            step_seconds=self.step_seconds,
             min_chunk_tokens=self.min_chunk_tokens,
             fuse=self.fuse,
             interleave=self.interleave,
@@ -304,6 +307,7 @@ def _check(config: Config) -> None:
         _within(f"{name}.threads_per_rank", pool.threads_per_rank, 1, 1024)
     _within("prefill.chunk_tokens", config.prefill.chunk_tokens, 1, 1 << 24)
     _within("prefill.step_budget", config.prefill.step_budget, 0, 1e15)
+    _within("prefill.step_seconds", config.prefill.step_seconds, 0, 3600)
     _within("prefill.min_chunk_tokens", config.prefill.min_chunk_tokens, 1, 1 << 24)
     _within("prefill.ageing_seconds", config.prefill.ageing_seconds, 0.001, 86_400)
     _within("prefill.max_queue_work", config.prefill.max_queue_work, 1, 1e15)

@@ -45,7 +45,9 @@ def test_a_switch_is_read_from_every_place(tmp_path: Path) -> None:
     path = written(tmp_path, "prefill: {fuse: false}")
     config = load_config(path, {"prefill.interleave": "false"}, {"RINGSERVE_PREFILL__STEP_BUDGET": "2e4"})
     assert (config.prefill.fuse, config.prefill.interleave, config.prefill.step_budget) == (False, False, 2e4)
-    assert config.prefill.scheduling == PrefillScheduling(fuse=False, interleave=False, step_budget=2e4)
+    assert config.prefill.scheduling == PrefillScheduling(
+        fuse=False, interleave=False, step_budget=2e4, step_seconds=0.25
+    )
 
 
 def test_variables_that_are_no_keys_are_left_alone() -> None:
@@ -126,6 +128,7 @@ RANGES = [
     ("prefill.threads_per_rank", 1, 1024),
     ("prefill.chunk_tokens", 1, 1 << 24),
     ("prefill.step_budget", 0, 1e15),
+    ("prefill.step_seconds", 0, 3600),
     ("prefill.min_chunk_tokens", 1, 1 << 24),
     ("prefill.ageing_seconds", 0.001, 86_400),
     ("prefill.max_queue_work", 1, 1e15),
