@@ -23,7 +23,7 @@ class Forks(RuleBasedStateMachine):
     """`histories` are the numbers that each sequence must read; `memory` what each rank's slots hold."""
 
     @initialize(
-        num_ranks=st.integers(1, 3), num_blocks=st.integers(1, 14), kept_fraction=st.sampled_from([1.0, 0.6, 0.3])
+        num_ranks=st.integers(1, 3), num_blocks=st.integers(2, 24), kept_fraction=st.sampled_from([1.0, 1.0, 0.6])
     )
     def begin(self, num_ranks: int, num_blocks: int, kept_fraction: float) -> None:
         self.pool = KvPool(num_ranks, num_blocks, BLOCK_TOKENS, kept_fraction=kept_fraction)
@@ -40,12 +40,20 @@ class Forks(RuleBasedStateMachine):
         self.pinned[name] = self.pool.pin(name, name, match)
         self.histories[name] = self.histories.get(name, [])[:match]
 
+    @rule(name=st.sampled_from(NAMES), match=st.integers(0, 40), more=st.integers(1, 20), keep=st.integers(0, 60))
+    def run_a_turn(self, name: str, match: int, more: int, keep: int) -> None:
+        if name not in self.pinned:
+            self.pin(name, match)
+            self.write_to(name, more, is_copied=True)
+            self.settle_one(name, keep)
+
     @rule(data=st.data(), more=st.integers(0, 30), is_copied=st.booleans())
     def write(self, data: st.DataObject, more: int, is_copied: bool) -> None:
+        if self.pinned:
+            self.write_to(data.draw(st.sampled_from(sorted(self.pinned))), more, is_copied)
+
+    def write_to(self, name: str, more: int, is_copied: bool) -> None:
         """A turn gets room; its ranks copy and write, or it is given up before they do."""
-        if not self.pinned:
-            return
-        name = data.draw(st.sampled_from(sorted(self.pinned)))
         sequence = self.pinned[name]
         kept = sequence.shards.num_tokens
         filled = sequence.shards.extend(spread(kept, more, sequence.shards.held))
@@ -71,9 +79,10 @@ class Forks(RuleBasedStateMachine):
 
     @rule(data=st.data(), keep=st.integers(0, 60))
     def settle(self, data: st.DataObject, keep: int) -> None:
-        if not self.pinned:
-            return
-        name = data.draw(st.sampled_from(sorted(self.pinned)))
+        if self.pinned:
+            self.settle_one(data.draw(st.sampled_from(sorted(self.pinned))), keep)
+
+    def settle_one(self, name: str, keep: int) -> None:
         del self.pinned[name]
         self.pool.settle(name, name, keep)
         self.histories[name] = self.histories[name][:keep]
@@ -83,7 +92,7 @@ class Forks(RuleBasedStateMachine):
     @rule(data=st.data(), new=st.sampled_from(NAMES), num_tokens=st.integers(1, 40), is_copied=st.booleans())
     def fork(self, data: st.DataObject, new: str, num_tokens: int, is_copied: bool) -> None:
         """A leader forks: books, copies, settles. Of those given up before the copies are made nothing is kept."""
-        sources = sorted(set(self.histories) - {new})
+        sources = sorted(name for name, history in self.histories.items() if history and name != new)
         if not sources:
             return
         source = data.draw(st.sampled_from(sources))
