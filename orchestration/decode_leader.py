@@ -17,6 +17,7 @@ from cp_core.errors import (
     Unavailable,
 )
 from cp_core.layout import level_counts, spread
+from orchestration.block_copies import copy_blocks
 from orchestration.decode_batch import DecodeBatch
 from orchestration.decode_turn import DecodeTurn
 from orchestration.group import GroupLeader
@@ -91,7 +92,11 @@ class DecodeLeader(GroupLeader):
             )
         turn = self._pin(request)
         self._turns[request.turn_id] = turn
+        turn.copying = asyncio.create_task(
+            copy_blocks(self.ring, turn.pool, turn.sequence, turn.reservation.incarnation)
+        )
         try:
+            await asyncio.shield(turn.copying)
             await self._expect(turn)
         except RingserveError:
             del self._turns[request.turn_id]
@@ -280,7 +285,7 @@ class DecodeLeader(GroupLeader):
             if failed:
                 await self._let_go(turn)
             keep = await self._tell_router(turn, failed)
-            await asyncio.gather(*turn.pulls, return_exceptions=True)
+            await asyncio.gather(*turn.pulls, *filter(None, [turn.copying]), return_exceptions=True)
         finally:
             turn.state = turn.state.to(HandoffState.ABORTED if failed else HandoffState.DONE)
             self._turns.pop(turn.turn_id, None)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from cp_core.errors import RingserveError, Unavailable
 from cp_core.layout import TokenRange, balanced_layout, spread
+from orchestration.block_copies import copy_blocks
 from orchestration.kv_pool import KvPool, SequenceKv
 from orchestration.ports import DecodePort
 from orchestration.reshard_sends import sends_for
@@ -47,6 +48,7 @@ class PrefillRun:
     async def pull(self) -> Pulled:
         """Fetch cached KV that only the decode ring has: tokens it made, or what was evicted here."""
         turn, sequence = self._turn, self._sequence
+        await copy_blocks(self._ring, self._pool, sequence, self._incarnation)
         held = sequence.shards.held
         missing = TokenRange(sequence.shards.num_tokens, turn.cached_tokens)
         if not len(missing):
@@ -101,13 +103,14 @@ class PrefillRun:
         after = sequence.shards.extend(layout.shard_map())
         self._pool.make_room(sequence, after.held)
         tables = [sequence.table(rank) for rank in range(len(held))]
-        # The first chunk also carries cached KV that the decode ring no longer has.
-        first = min(piece.start, turn.destination.kept_tokens) if piece.start == turn.cached_tokens else piece.start
+        # The first chunk also carries cached KV that the decode ring no longer has; what it still has, none carries.
+        kept = turn.destination.kept_tokens
+        first = kept if piece.start == turn.cached_tokens else max(piece.start, kept)
         sends = sends_for(
             key,
             after,
             turn.destination.shards,
-            TokenRange(first, piece.stop),
+            TokenRange(first, max(first, piece.stop)),
             blocks=tables,
             kv_endpoints=turn.destination.kv_endpoints,
             num_kv_heads=self._ring.model.num_kv_heads,

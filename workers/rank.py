@@ -40,6 +40,7 @@ from workers.probe import probe_rates
 from workers.progress import Progress
 from workers.sampling import choose_token
 from workers.steps import (
+    BlockPair,
     DecodeCommand,
     DecodeEvents,
     KvExpect,
@@ -271,6 +272,14 @@ class RankWorker:
     def drop_kv(self, key: TransferKey) -> None:
         """After this returns no byte of the transfer is written any more. May be repeated."""
         self._kv_receiver.drop(key)
+
+    def copy_blocks(self, pairs: Sequence[BlockPair]) -> None:
+        """Copy whole blocks of this rank's cache; they are done when this returns. Nobody writes to them meanwhile."""
+        for pair in pairs:
+            self._cache.copy_block(pair.source, pair.destination)
+        done = self._cache.fence()
+        if done is not None:
+            done.synchronize()
 
     def send_kv(self, send: KvSend, timeout: float) -> TransferReport:
         """Send KV that is complete in all layers, and wait until it arrived. Raises TransferError, Unavailable."""
