@@ -80,6 +80,7 @@ class DecodeLeader(GroupLeader):
 
     async def reserve(self, request: Reserve) -> Reservation:
         """Pin the sequence, set blocks aside for prompt and answer, and make the ranks expect the KV. Idempotent."""
+        await self._until_settled(request.sequence_id)
         known = self._turns.get(request.turn_id)
         if known is not None:
             return known.reservation
@@ -112,6 +113,16 @@ class DecodeLeader(GroupLeader):
         ]
         turn.sealing = self.spawn(self._seal(turn))
         return turn.reservation
+
+    async def _until_settled(self, sequence_id: str) -> None:
+        """A turn whose end the router knows may be about to settle here, and the sequence's next one comes already."""
+        ending = [turn for turn in self._turns.values() if turn.request.sequence_id == sequence_id and turn.is_ending]
+        try:
+            async with asyncio.timeout(self.settings.control_timeout):
+                for turn in ending:
+                    await turn.over.wait()
+        except TimeoutError:
+            return  # `pin` says what it waits for
 
     def _pin(self, request: Reserve) -> DecodeTurn:
         pool = self.ring.pool
