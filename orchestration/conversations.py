@@ -229,9 +229,7 @@ class ConversationStore:
 
     # --- forks -------------------------------------------------------------------------------------------------------
 
-    def begin_fork(
-        self, source: Conversation, new_id: str, num_tokens: int
-    ) -> tuple[Conversation, list[Conversation]]:
+    def begin_fork(self, source: Conversation, new_id: str, num_tokens: int) -> tuple[Conversation, list[Conversation]]:
         """A conversation of the source's first `num_tokens` tokens, and those that had to go to make place.
 
         Until `end_fork` neither takes a new turn. Raises InvalidRequest where `new_id` exists.

@@ -56,7 +56,8 @@ class Chunk:
 class Plan:
     """How a turn is computed and why. `algorithm` is that of most new tokens, and `reason` tells of those chunks.
 
-    `alternatives` are (algorithm, predicted seconds) of computing every chunk by it.
+    `alternatives` are (algorithm, predicted seconds) of computing every chunk by it; where only the decode ring keeps
+    a part, also those of a "pull" and of a "recompute", each until the prefill has ended.
     """
 
     algorithm: Algorithm
