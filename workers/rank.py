@@ -111,7 +111,7 @@ class RankWorker:
             poisoned=poisoned,
         )
         self._receiver = KvReceiver(self._cache, spec.incarnation, listen_host=spec.listen_host)
-        self._sender = KvSender(self._cache, spec.incarnation)
+        self._sender = KvSender(self._cache, spec.incarnation, checksums=spec.kv_checksums)
         self._mailbox = DecodeMailbox(spec.max_batch)
         return RankInfo(
             rank=spec.rank,

@@ -125,7 +125,10 @@ RANGES = [
     ("decode.threads_per_rank", 1, 1024),
     ("kv_cache.block_tokens", 1, 4096),
     ("kv_cache.tokens_per_rank", 16, 1 << 30),
+    ("kv_cache.kept_fraction", 0.0, 1.0),
     ("router.max_conversations", 1, 1 << 24),
+    ("router.conversation_ttl_seconds", 0.0, 1e9),
+    ("router.max_waiting_turns", 1, 100_000),
     ("router.compute_flops", 0, 1e30),
     ("router.link_bytes_per_second", 0, 1e30),
     ("router.alpha", -1e6, 1e6),
@@ -150,7 +153,7 @@ def test_every_number_has_a_range() -> None:
         f"{section.name}.{field.name}"
         for section in dataclasses.fields(Config)
         for field in dataclasses.fields(getattr(Config(), section.name))
-        if isinstance(field.default, int | float)
+        if isinstance(field.default, int | float) and not isinstance(field.default, bool)
     }
     assert numbers == {key for key, _, _ in RANGES}
 
@@ -169,6 +172,8 @@ def test_every_number_has_a_range() -> None:
         ("timeouts.step", {"a": 1}, "float"),
         ("timeouts.step", 10**400, "float"),
         ("model.path", 7, "str"),
+        ("kv_cache.checksums", 1, "bool"),
+        ("kv_cache.checksums", "on", "bool"),
         ("gateway.metrics", None, "str"),
     ],
 )
@@ -183,6 +188,7 @@ def test_a_value_of_the_wrong_type_is_refused_by_name(key: str, value: object, k
         ("model.dtype", "fp32", "float32, bfloat16, float16"),
         ("model.device", "gpu", "cpu, cuda"),
         ("decode.variant", "pass_kv", "auto, gather, pass_q"),
+        ("router.missing_kv", "fetch", "auto, pull, recompute"),
         ("router.selector", "best", "auto, alg1, alg5, empirical, pass_kv, pass_q"),
     ],
 )
