@@ -23,7 +23,8 @@ from tests.workers.kv_peers import (
     send_of,
 )
 from workers.kv_transfer import KvSender
-from workers.kv_transfer.frames import LayerFrame, checksum_of
+from workers.kv_transfer.destination_connection import DestinationConnection
+from workers.kv_transfer.frames import Frame, LayerFrame, checksum_of
 
 TOKENS = 10
 BLOCKS = (7, 3, 30)
@@ -85,3 +86,23 @@ def test_a_sum_goes_over_all_buffers_as_if_they_were_one() -> None:
     whole = bytes(range(256))
     parts = [memoryview(whole)[:100], memoryview(whole)[100:100], memoryview(whole)[100:]]
     assert checksum_of(parts) == checksum_of([memoryview(whole)])
+
+
+def test_a_block_written_while_its_source_sends_it_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    source, destination = cache_of(), cache_of()
+    TRUTH.store(source, BLOCKS, range(TOKENS))
+    send = DestinationConnection.send
+
+    def send_late(connection: DestinationConnection, frame: Frame, payload: list[memoryview]) -> None:
+        """Somebody writes to the block between the sum and the send."""
+        source.k_layers[0].fill_(1.0)
+        send(connection, frame, payload)
+
+    monkeypatch.setattr(DestinationConnection, "send", send_late)
+    with receiving(destination) as receiver:
+        sender = KvSender(source, SOURCE)
+        receiver.expect(expect_of(key_of(), TOKENS, BLOCKS))
+        with pytest.raises(TransferError, match="checksum is wrong"):
+            sender.send_all(send_of(key_of(), receiver.endpoint, TOKENS, BLOCKS), WAIT_SECONDS)
+        sender.close()
+    assert is_untouched(destination)
