@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import random
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import aclosing
 from pathlib import Path
@@ -56,36 +54,6 @@ async def test_a_client_that_hangs_up_leaves_no_kv_behind(model_paths: Mapping[s
         for seen in (0, 1, 3):
             await read_tokens(service, service.request(random_tokens(90), max_tokens=500), seen)
             await is_idle(service, free)
-
-
-async def test_two_hundred_requests_half_of_them_cancelled_leave_the_kv_as_it_was(
-    model_paths: Mapping[str, Path], oracles: Mapping[str, Oracle]
-) -> None:
-    chance = random.Random(5)
-    expected = {length: oracles["llama_gqa"].greedy(random_tokens(length, length), 6) for length in (5, 33, 120)}
-    async with Service(model_paths["llama_gqa"], 2, 3) as service:
-        free = service.free_blocks()
-
-        async def one(number: int) -> None:
-            length = chance.choice(list(expected))
-            conversation = f"c{number}" if number % 3 == 0 else ""
-            request = service.request(random_tokens(length, length), max_tokens=6, conversation=conversation)
-            if number % 2:
-                answer = await service.answer(request)
-                assert answer.token_ids == expected[length]
-            else:
-                turn = asyncio.create_task(service.answer(request))
-                await asyncio.wait([turn], timeout=chance.uniform(0, 0.2))
-                turn.cancel()
-                await asyncio.gather(turn, return_exceptions=True)
-
-        for start in range(0, 200, 20):
-            await asyncio.gather(*(one(number) for number in range(start, start + 20)))
-        await eventually(lambda: service.router.num_running == 0)
-        for number in range(0, 200, 3):
-            with contextlib.suppress(NotFound):  # cancelled in its first turn, so there is no conversation
-                await service.router.delete_conversation(f"c{number}")
-        await is_idle(service, free)
 
 
 async def test_a_deadline_ends_the_turn_everywhere(model_paths: Mapping[str, Path]) -> None:
