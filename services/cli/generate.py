@@ -44,6 +44,13 @@ def add(commands: Subcommands) -> None:
     )
     add_sampling_options(parser)
     parser.add_argument("--timeout", type=float, metavar="SECONDS", help="end the turn everywhere after this long")
+    parser.add_argument("--wait", action="store_true", help="wait for the conversation's running turn")
+    parser.add_argument(
+        "--conversation-ttl",
+        type=float,
+        metavar="SECONDS",
+        help="forget the conversation so long after its last use; 0: never",
+    )
     parser.add_argument("--request-id", default="", help="name the request, e.g. to abort it")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
     parser.set_defaults(run=run)
@@ -80,6 +87,8 @@ def run(options: argparse.Namespace) -> int:
         sampling_params=sampling_of(options),
         conversation_id=options.conversation,
         prompt_mode=MODES[options.mode],
+        conversation_ttl_seconds=options.conversation_ttl,
+        wait=options.wait,
     )
     if options.prompt is not None:
         request.text = sys.stdin.read() if options.prompt == "-" else options.prompt
