@@ -72,6 +72,9 @@ class KvCacheConfig:
     """KV of every rank: `tokens_per_rank` tokens in blocks of `block_tokens`, of its own heads where `tp` is not 1.
 
     At most `kept_fraction` of it is kept between turns. `checksums` guard KV on its way between rings.
+
+    Kernels that follow block tables do so where `block_tokens` is a multiple of their page (256 on GPUs); elsewhere
+    runs of adjacent blocks are attended one by one.
     """
 
     block_tokens: int = 16
