@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import grpc
 import pytest
@@ -81,8 +82,9 @@ def test_a_second_turn_is_refused_by_the_name_of_the_first_or_waits_for_it(
         with inference.running(running) as call:
             with pytest.raises(grpc.RpcError) as caught:
                 go_on(inference, "line", [2])
-            assert caught.value.code() is grpc.StatusCode.ABORTED  # type: ignore[attr-defined]
-            assert "'the-first'" in caught.value.details()  # type: ignore[attr-defined]
+            error: Any = caught.value  # also a grpc.Call, which its type does not say
+            assert error.code() is grpc.StatusCode.ABORTED
+            assert "'the-first'" in error.details()
             waiting = pool.submit(go_on, inference, "line", [2], wait=True)
             wait_until(lambda: inference.conversation("line").num_waiting == 1, "one turn waits")
             call.cancel()
