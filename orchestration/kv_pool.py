@@ -4,10 +4,11 @@ A sequence is *active* while a turn has it pinned and *kept* afterwards. Kept on
 goes first when room is needed, or when kept blocks pass their bound. Whoever reserves (the group leader) is the only
 one who frees, and only after the ranks have let go of the blocks.
 
-Sequences that were forked from one history share its full blocks. A shared block is never written: before a sequence
-is given room to write in, `make_room` exchanges what it shares from its first unwritten slot on for blocks of its own,
-and notes which of them need their beginning copied (`SequenceKv.copies`). Who asked for the room has the ranks copy
-before the first write, and then says `copied`.
+Sequences that were forked from one history share its full blocks. A shared block is never written: the first
+`make_room` of a turn exchanges what the sequence shares from its first unwritten slot on for blocks of its own, and
+notes which of them need their beginning copied (`SequenceKv.copies`). Who asked for the room has the ranks copy before
+the first write, and then says `copied`. From then on to its end the turn writes to blocks of its own: a fork of it gets
+copies of what is filled in part.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class BlockCopy:
 class SequenceKv:
     """KV of one sequence on this ring. `blocks[r]` may have room beyond `shards.held[r]` while pinned.
 
-    `copies` are those still to be made; until then their sources are held as well.
+    `copies` are those still to be made; until then their sources are held as well. While `is_forking` it has not been
+    settled yet for the first time.
     """
 
     sequence_id: str
@@ -43,6 +45,7 @@ class SequenceKv:
     blocks: list[list[int]]
     pinned_by: str | None = None
     copies: list[BlockCopy] = field(default_factory=list)
+    is_forking: bool = False
 
     def table(self, rank: int) -> tuple[int, ...]:
         return tuple(self.blocks[rank])
@@ -108,7 +111,7 @@ class KvPool:
             self._drop(old)
         source = self._sequences.get(source_id)
         sequence = self._add(sequence_id)
-        sequence.pinned_by = turn_id
+        sequence.pinned_by, sequence.is_forking = turn_id, True
         if source is None:
             return sequence
         sequence.shards = source.shards.truncate(num_tokens)
@@ -117,23 +120,19 @@ class KvPool:
             self._ranks[rank].share(sequence.blocks[rank])
         self._sequences.move_to_end(source_id)
         try:
-            self.make_room(sequence, sequence.shards.held, will_write=True)
+            self.make_room(sequence, sequence.shards.held)
         except CapacityExceeded:
             self._drop(sequence)
             raise
         return sequence
 
-    def make_room(self, sequence: SequenceKv, held: Sequence[int], *, will_write: bool = False) -> None:
+    def make_room(self, sequence: SequenceKv, held: Sequence[int]) -> None:
         """Give a pinned sequence blocks for `held[r]` tokens on each rank r, evicting kept sequences if need be.
 
-        On ranks where that is more than it holds (on all if it `will_write`), what it shares from its first unwritten
-        slot on is exchanged for blocks of its own. Raises CapacityExceeded with the numbers, having changed nothing,
-        when there is not room enough.
+        On every rank, what it shares from its first unwritten slot on is exchanged for blocks of its own (`copies`).
+        Raises CapacityExceeded with the numbers, having changed nothing, when there is not room enough.
         """
-        growth = zip(sequence.shards.held, held, strict=True)
-        shared = [
-            self._shared_room(sequence, rank, will_write or tokens > own) for rank, (own, tokens) in enumerate(growth)
-        ]
+        shared = [self._shared_room(sequence, rank) for rank in range(self.num_ranks)]
         needs = [
             max(0, self._blocks_for(tokens) - len(table)) + len(places)
             for tokens, table, places in zip(held, sequence.blocks, shared, strict=True)
@@ -143,13 +142,23 @@ class KvPool:
             if need:
                 self._grow(sequence, rank, need, places)
 
-    def _shared_room(self, sequence: SequenceKv, rank: int, is_written: bool) -> list[int]:
-        """Places in a rank's table whose blocks would be written, and have another holder."""
-        if not is_written:
-            return []
-        table, allocator = sequence.blocks[rank], self._ranks[rank]
+    def _shared_room(self, sequence: SequenceKv, rank: int) -> list[int]:
+        """Places in a rank's table whose blocks will be written, and have another holder."""
+        table = sequence.blocks[rank]
         first = sequence.shards.held[rank] // self.block_tokens
-        return [place for place in range(first, len(table)) if allocator.num_holders(table[place]) > 1]
+        return [place for place in range(first, len(table)) if self._is_shared(sequence, rank, table[place])]
+
+    def _is_shared(self, sequence: SequenceKv, rank: int, block: int) -> bool:
+        """Whether others need slots of the block that this sequence may write.
+
+        A fork that is being made from it does not: it copies slots that are filled already, and then lets go.
+        """
+        others = self._ranks[rank].num_holders(block) - 1
+        if not others:
+            return False
+        held = sequence.shards.held[rank]
+        forks = (item for item in self._sequences.values() if item.is_forking and item.shards.held[rank] <= held)
+        return others > sum(copy.rank == rank and copy.source == block for fork in forks for copy in fork.copies)
 
     def _evict_for(self, needs: Sequence[int]) -> None:
         """Have `needs[r]` blocks free on each rank r. Raises CapacityExceeded, having changed nothing."""
@@ -211,7 +220,7 @@ class KvPool:
             return
         self._uncopy(sequence)
         if sequence.pinned_by is not None:
-            sequence.pinned_by = None
+            sequence.pinned_by, sequence.is_forking = None, False
             self._sequences.move_to_end(sequence_id)  # a long turn was in use until now
         self._cut(sequence, keep_tokens)
         if not sequence.shards.num_tokens:

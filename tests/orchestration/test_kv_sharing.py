@@ -31,18 +31,20 @@ class Forks(RuleBasedStateMachine):
         self.memory: dict[tuple[int, int], int] = {}
         self.histories: dict[str, list[int]] = {}
         self.pinned: dict[str, SequenceKv] = {}
+        self.forking: dict[str, SequenceKv] = {}
+        self.has_room: set[str] = set()
         self.next_number = 0
 
     @rule(name=st.sampled_from(NAMES), match=st.integers(0, 40))
     def pin(self, name: str, match: int) -> None:
-        if name in self.pinned:
+        if name in self.pinned or name in self.forking:
             return
         self.pinned[name] = self.pool.pin(name, name, match)
         self.histories[name] = self.histories.get(name, [])[:match]
 
     @rule(name=st.sampled_from(NAMES), match=st.integers(0, 40), more=st.integers(1, 20), keep=st.integers(0, 60))
     def run_a_turn(self, name: str, match: int, more: int, keep: int) -> None:
-        if name not in self.pinned:
+        if name not in self.pinned and name not in self.forking:
             self.pin(name, match)
             self.write_to(name, more, is_copied=True)
             self.settle_one(name, keep)
@@ -63,15 +65,19 @@ class Forks(RuleBasedStateMachine):
             self.forget_evicted()
             return
         self.forget_evicted()
+        if name in self.has_room:
+            assert not sequence.copies, "from its first room on a turn writes to blocks of its own"
         if not is_copied:
             return
         self.copy(sequence)
+        self.has_room.add(name)
         for rank, ranges in enumerate(filled.ranks):
             first = sequence.shards.held[rank]
             positions = [position for item in ranges for position in range(item.start, item.stop)]
             for index in range(first, len(positions)):
                 block, offset = self.slot(sequence, rank, index)
-                assert self.pool._ranks[rank].num_holders(block) == 1, "a shared block is never written"
+                tables = [item.blocks[rank] for item in map(self.pool.get, NAMES) if item is not None]
+                assert sum(block in table for table in tables) == 1, "a shared block is never written"
                 self.memory[rank, block * BLOCK_TOKENS + offset] = self.next_number + positions[index]
         self.histories[name] += range(self.next_number + kept, self.next_number + kept + more)
         self.next_number += 1000
@@ -84,19 +90,21 @@ class Forks(RuleBasedStateMachine):
 
     def settle_one(self, name: str, keep: int) -> None:
         del self.pinned[name]
+        self.has_room.discard(name)
         self.pool.settle(name, name, keep)
         self.histories[name] = self.histories[name][:keep]
         self.forget_evicted()
         assert all(usage.kept_blocks <= self.max_kept for usage in self.pool.usage())
 
-    @rule(data=st.data(), new=st.sampled_from(NAMES), num_tokens=st.integers(1, 40), is_copied=st.booleans())
-    def fork(self, data: st.DataObject, new: str, num_tokens: int, is_copied: bool) -> None:
-        """A leader forks: books, copies, settles. Of those given up before the copies are made nothing is kept."""
-        sources = sorted(name for name, history in self.histories.items() if history and name != new)
+    @rule(data=st.data(), new=st.sampled_from(NAMES), num_tokens=st.integers(1, 40))
+    def begin_fork(self, data: st.DataObject, new: str, num_tokens: int) -> None:
+        sources = sorted(
+            name for name, history in self.histories.items() if history and name != new and name not in self.forking
+        )
         if not sources:
             return
         source = data.draw(st.sampled_from(sources))
-        if new in self.pinned:
+        if new in self.pinned or new in self.forking:
             with pytest.raises(Busy, match=f"'{new}' is busy"):
                 self.pool.fork(source, new, "fork", num_tokens)
             return
@@ -107,9 +115,19 @@ class Forks(RuleBasedStateMachine):
         else:
             self.histories[new] = self.histories[source][: sequence.shards.num_tokens]
             assert len(self.histories[new]) == min(num_tokens, len(self.histories[source]))
-            if is_copied:
-                self.copy(sequence)
-            self.pool.settle(new, "fork", num_tokens if is_copied else 0)
+            self.forking[new] = sequence
+        self.forget_evicted()
+
+    @rule(data=st.data(), is_copied=st.booleans())
+    def end_fork(self, data: st.DataObject, is_copied: bool) -> None:
+        """Of those given up before the copies are made nothing is kept."""
+        if not self.forking:
+            return
+        name = data.draw(st.sampled_from(sorted(self.forking)))
+        sequence = self.forking.pop(name)
+        if is_copied:
+            self.copy(sequence)
+        self.pool.settle(name, "fork", 60 if is_copied else 0)
         self.forget_evicted()
 
     def copy(self, sequence: SequenceKv) -> None:
@@ -125,7 +143,7 @@ class Forks(RuleBasedStateMachine):
 
     def forget_evicted(self) -> None:
         for name in [name for name in self.histories if self.pool.get(name) is None]:
-            assert name not in self.pinned, "a pinned sequence is never evicted"
+            assert name not in self.pinned | self.forking, "a pinned sequence is never evicted"
             del self.histories[name]
 
     @invariant()
@@ -206,6 +224,21 @@ def test_a_turn_given_up_before_its_copies_were_made_leaves_the_table_as_it_was(
     pool.settle("b", "turn", 6)
     assert cut.blocks == source.blocks
     assert not cut.copies
+    pool.check_integrity()
+
+
+def test_a_turn_that_grows_while_it_is_forked_stays_in_its_own_blocks() -> None:
+    pool = KvPool(1, 8, BLOCK_TOKENS)
+    kept(pool, "a", 10)
+    source = pool.pin("a", "turn", 10)
+    pool.make_room(source, [12])
+    table = list(source.blocks[0])
+    fork = pool.fork("a", "b", "fork", 10)  # its copy is under way
+    pool.make_room(source, [16])
+    assert not source.copies
+    assert source.blocks[0][:3] == table
+    pool.copied(fork)
+    pool.settle("b", "fork", 10)
     pool.check_integrity()
 
 
