@@ -125,7 +125,7 @@ class ConversationDesk:
     async def _ask(self, ring: RingName, conversation_ids: Sequence[str]) -> KeptKv | None:
         role, name = ring
         group = self._groups.named(role, name)
-        if group is None:
+        if group is None or not group.is_ready:
             return None
         try:
             return await self._port(role, group.registration.endpoint).get_kept(conversation_ids)

@@ -61,6 +61,18 @@ async def test_forks_and_their_source_go_on_as_if_they_were_alone(
         await delete_all(service, free)
 
 
+async def test_forks_on_rings_that_share_heads_copy_every_share(
+    model_paths: Mapping[str, Path], oracles: Mapping[str, Oracle]
+) -> None:
+    async with Service(model_paths["llama_gqa"], 2, 1, prefill_tp=2, decode_tp=2) as service:
+        history = await begin(service, "c", random_tokens(65))
+        await service.router.fork_conversation("c", "f", 43)
+        for name, known in (("c", history), ("f", history[:43])):
+            answer = await go_on(service, name, [3, 1, 4])
+            assert answer.token_ids == oracles["llama_gqa"].greedy([*known, 3, 1, 4], 5), name
+        service.check_integrity()
+
+
 async def test_a_fork_takes_no_more_room_than_the_blocks_it_fills_in_part(model_paths: Mapping[str, Path]) -> None:
     async with Service(model_paths["llama_gqa"], 2, 3) as service:
         await begin(service, "c", random_tokens(200))
