@@ -100,7 +100,7 @@ class DecodeLeader(GroupLeader):
             await asyncio.shield(turn.copying)
             await self._expect(turn)
         except RingserveError:
-            del self._turns[request.turn_id]
+            self._turns.pop(request.turn_id, None)  # where it was aborted meanwhile it is gone already
             await self._let_go(turn)
             turn.pool.settle(request.sequence_id, request.turn_id, turn.reservation.kept_tokens)
             raise

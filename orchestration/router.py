@@ -105,6 +105,8 @@ class Router:
             # Also when the gateway hangs up while we wait: what was reserved must not stay.
             reason = error if isinstance(error, RingserveError) else TurnCancelled("the turn was cancelled")
             self._spawn(self._give_up(turn, reason))
+            if turn.stop_error is not None and isinstance(error, RingserveError):
+                raise turn.stop_error from None  # whatever else a ring says of a turn that was ended meanwhile
             raise
         turn.prefilling = asyncio.create_task(self._prefill(turn, plan))
         turn.prefilling.add_done_callback(lambda task: self._prefilled(turn, task))

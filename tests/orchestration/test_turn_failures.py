@@ -22,6 +22,7 @@ from cp_core.errors import (
 from orchestration.turn import PromptMode, TokensEvent, TurnRequest
 from tests.orchestration.service import Service
 from tests.workers.models import Oracle, random_tokens
+from workers.steps import KvExpect
 
 WAIT_SECONDS = 20.0
 
@@ -73,6 +74,31 @@ async def test_an_abort_by_request_id_ends_the_stream_and_frees_the_turn(model_p
         assert await service.router.abort_requests([request.request_id, "other"]) == ([request.request_id], ["other"])
         with pytest.raises(TurnCancelled, match="aborted"):
             await turn
+        await is_idle(service, free)
+
+
+async def test_an_abort_while_rings_still_reserve_is_what_the_client_hears_of(
+    model_paths: Mapping[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with Service(model_paths["llama_gqa"], 2, 2) as service:
+        free = service.free_blocks()
+        rank = service.decode_ranks.made[0]
+        expect_kv, asked, may_expect = rank.expect_kv, asyncio.Event(), asyncio.Event()
+
+        async def expect_late(expect: KvExpect, timeout: float) -> None:
+            asked.set()
+            await may_expect.wait()
+            await expect_kv(expect, timeout)
+
+        monkeypatch.setattr(rank, "expect_kv", expect_late)
+        request = service.request(random_tokens(60))
+        turn = asyncio.create_task(service.answer(request))
+        await asked.wait()
+        assert await service.router.abort_requests([request.request_id]) == ([request.request_id], [])
+        may_expect.set()
+        with pytest.raises(TurnCancelled, match="the request was aborted"):
+            await turn
+        await eventually(lambda: service.router.num_running == 0)
         await is_idle(service, free)
 
 
