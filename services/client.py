@@ -11,7 +11,7 @@ import grpc
 from cp_core.errors import DeadlineExceeded, RingserveError, Unavailable
 from ringserve.v1 import inference_pb2, inference_pb2_grpc
 from services.grpc_server import OPTIONS
-from services.status import ERROR_KEY, error_named
+from services.status import error_of
 
 T = TypeVar("T")
 
@@ -91,9 +91,9 @@ class Client:
 
     def _error(self, failure: Any) -> RingserveError:
         """What the server named, or what gRPC found by itself."""
-        for key, value in failure.trailing_metadata() or ():
-            if key == ERROR_KEY:
-                return error_named(str(value), failure.details())
+        error = error_of(failure)
+        if error is not None:
+            return error
         if failure.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
             return DeadlineExceeded("the deadline passed before the turn ended")
         if failure.code() is grpc.StatusCode.UNAVAILABLE:

@@ -9,7 +9,7 @@ import uuid
 import numpy as np
 
 from cp_core.errors import InvalidRequest
-from orchestration.turn import PromptMode, TurnRequest
+from orchestration.turn import MAX_PRIORITY, PromptMode, TurnRequest
 from ringserve.v1 import inference_pb2
 from services.text import TextCodec
 from services.wire.turns import prompt_mode_from
@@ -50,6 +50,7 @@ class RequestReader:
             deadline_seconds=max(deadline, 0.001),
             conversation_ttl_seconds=_time_to_live(request),
             wait=request.wait,
+            priority=_priority(request.priority),
         )
 
     def _prompt(self, request: inference_pb2.GenerateRequest) -> TokenIds:
@@ -124,6 +125,12 @@ def identifier(field: str, value: str) -> str:
         raise InvalidRequest(f"{field}: {len(value)} characters are too many; at most {MAX_ID_LENGTH} are allowed")
     if not value.isprintable():
         raise InvalidRequest(f"{field}: {value!r} holds characters that cannot be printed")
+    return value
+
+
+def _priority(value: int) -> int:
+    if abs(value) > MAX_PRIORITY:
+        raise InvalidRequest(f"priority: {value} is out of range; allowed are -{MAX_PRIORITY} to {MAX_PRIORITY}")
     return value
 
 

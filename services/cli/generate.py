@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from cp_core.errors import InvalidRequest
+from orchestration.turn import MAX_PRIORITY
 from ringserve.v1 import inference_pb2
 from services.answer import answer_dict, collect, plan_line
 from services.cli.options import Subcommands, add_target_options, target_of
@@ -51,6 +52,7 @@ def add(commands: Subcommands) -> None:
         metavar="SECONDS",
         help="forget the conversation so long after its last use; 0: never",
     )
+    parser.add_argument("--priority", type=int, default=0, metavar="N", help="-100 to 100, higher first (default: 0)")
     parser.add_argument("--request-id", default="", help="name the request, e.g. to abort it")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
     parser.set_defaults(run=run)
@@ -81,6 +83,12 @@ def sampling_of(options: argparse.Namespace) -> inference_pb2.SamplingParams:
     )
 
 
+def _priority(value: int) -> int:
+    if abs(value) > MAX_PRIORITY:
+        raise InvalidRequest(f"--priority: {value} is out of range; allowed are -{MAX_PRIORITY} to {MAX_PRIORITY}")
+    return value
+
+
 def run(options: argparse.Namespace) -> int:
     request = inference_pb2.GenerateRequest(
         request_id=options.request_id,
@@ -89,6 +97,7 @@ def run(options: argparse.Namespace) -> int:
         prompt_mode=MODES[options.mode],
         conversation_ttl_seconds=options.conversation_ttl,
         wait=options.wait,
+        priority=_priority(options.priority),
     )
     if options.prompt is not None:
         request.text = sys.stdin.read() if options.prompt == "-" else options.prompt

@@ -16,6 +16,7 @@ import numpy as np
 from orchestration.decode_leader import DecodeLeader
 from orchestration.planner import Planner, PlannerSettings
 from orchestration.prefill_leader import PrefillLeader
+from orchestration.prefill_scheduler import PrefillScheduling
 from orchestration.ring import GroupSettings
 from orchestration.router import Router, RouterSettings
 from orchestration.turn import BegunTurn, FinishedEvent, PrefillReport, PromptMode, TokensEvent, TurnRequest
@@ -72,8 +73,13 @@ class Service:
         chunk_tokens: int = 4096,
         max_batch: int = 8,
         max_waiting: int = 256,
+        decode_blocks: int | None = None,
+        continuous: bool = True,
+        preemption: bool = True,
+        headroom_tokens: int = 128,
         prefill_tp: int = 1,
         decode_tp: int = 1,
+        scheduling: PrefillScheduling | None = None,
     ) -> None:
         self.model = read_model_info(model_path)
         self.peers = DirectPeers()
@@ -94,12 +100,16 @@ class Service:
                 num_ranks=num_ranks,
                 tp=tp,
                 model_path=str(model_path),
-                num_blocks=num_blocks,
+                num_blocks=num_blocks if decode_blocks is None or role == "prefill" else decode_blocks,
                 block_tokens=BLOCK_TOKENS,
                 kept_fraction=kept_fraction,
                 chunk_tokens=chunk_tokens,
                 max_batch=max_batch,
                 max_waiting=max_waiting,
+                prefill_scheduling=scheduling or PrefillScheduling(),
+                continuous=continuous,
+                preemption=preemption,
+                headroom_tokens=headroom_tokens,
             )
 
         register = self.router.register_group
@@ -137,6 +147,7 @@ class Service:
         deadline: float = 60.0,
         wait: bool = False,
         ttl: float | None = None,
+        priority: int = 0,
     ) -> TurnRequest:
         return TurnRequest(
             request_id=f"request-{next(self._numbers)}",
@@ -147,6 +158,7 @@ class Service:
             deadline_seconds=deadline,
             conversation_ttl_seconds=ttl,
             wait=wait,
+            priority=priority,
         )
 
     async def answer(self, request: TurnRequest) -> Answer:
