@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -13,12 +14,15 @@ import grpc
 
 from cp_core.errors import InvalidRequest, RingserveError, Unavailable
 from orchestration.ports import Peers, RouterPort
-from orchestration.turn import Plan
+from orchestration.turn import Plan, TurnRequest
 from ringserve.v1 import inference_pb2, inference_pb2_grpc
+from services.completions import Responses, merged, turns_of
 from services.metrics import GatewayMetrics
 from services.requests import RequestReader
+from services.sampling_params import num_completions, stop_rule
 from services.status import answer, answer_stream, code_of
 from services.text import IncrementalText, TextCodec
+from services.text_stops import AnswerText, StopRule
 from services.turn_stream import TurnStream
 from services.wire import groups as wire_groups
 from workers.steps import ModelInfo
@@ -68,19 +72,30 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         async for response in answer_stream(context, self._generate(request, context.time_remaining())):
             yield response
 
-    async def _generate(
-        self, request: inference_pb2.GenerateRequest, seconds_left: float | None
-    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
-        started, outcome = time.monotonic(), "cancelled"
-        request_id = ""
-        self._metrics.began()
+    async def _generate(self, request: inference_pb2.GenerateRequest, seconds_left: float | None) -> Responses:
+        started = time.monotonic()
         try:
             turn_request = await asyncio.to_thread(self._reader.read, request, seconds_left)
-            request_id = turn_request.request_id
+        except RingserveError as error:
+            self._metrics.began()
+            self._metrics.ended(code_of(error).name.lower())
+            raise
+        rule, count = stop_rule(request.sampling_params), num_completions(request.sampling_params)
+        turns = [self._turn(each, rule, started, index) for index, each in enumerate(turns_of(turn_request, count))]
+        async with aclosing(merged(turns) if count > 1 else turns[0]) as responses:
+            async for response in responses:
+                yield response
+
+    async def _turn(self, turn_request: TurnRequest, rule: StopRule, started: float, index: int) -> Responses:
+        """The responses of one answer."""
+        outcome, request_id = "cancelled", turn_request.request_id
+        self._metrics.began()
+        try:
             self._running.add(request_id)
             begun = await self._router.begin_turn(turn_request)
             self._note_plan(request_id, begun.prompt_tokens, begun.plan)
-            stream = TurnStream(turn_request, begun, IncrementalText(self._codec), started)
+            text = AnswerText(IncrementalText(self._codec), rule)
+            stream = TurnStream(turn_request, begun, text, started, index)
             yield stream.start()
             async for response in stream.responses(self._peers.decode(begun.decode_endpoint)):
                 if response.HasField("complete"):
@@ -95,7 +110,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         finally:
             self._running.discard(request_id)
             self._metrics.ended(outcome)
-            if outcome in UNSETTLED and request_id:
+            if outcome in UNSETTLED:
                 self._abort_soon(request_id)
 
     def _note_plan(self, request_id: str, prompt_tokens: int, plan: Plan) -> None:
