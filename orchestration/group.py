@@ -26,6 +26,7 @@ class GroupLeader(ABC):
     ) -> None:
         self.settings = settings
         self.endpoint = ""
+        self.metrics_endpoint = ""
         self.ring = Ring(settings, factory, on_ready=self.on_ready, on_lost=self.fail_all)
         self._announce = announce
         self._tasks: set[asyncio.Task[None]] = set()
@@ -38,6 +39,10 @@ class GroupLeader(ABC):
     @abstractmethod
     async def measure(self) -> None:
         """Measure the ring's rates again, now that nothing else starts on its machine."""
+
+    @abstractmethod
+    async def get_status(self) -> GroupStatus:
+        """How the ring is."""
 
     async def close(self) -> None:
         """End background work, kill the ranks. Idempotent."""
@@ -113,5 +118,6 @@ class GroupLeader(ABC):
             kv_usage=ring.pool.usage(),
             rebuilds=ring.rebuilds,
             rank_pids=tuple(info.pid for info in ring.infos),
+            metrics_endpoint=self.metrics_endpoint,
             decode_variant=ring.decode_variant,
         )

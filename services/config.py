@@ -23,6 +23,7 @@ ENV_PREFIX = "RINGSERVE_"
 DTYPES = ("float32", "bfloat16", "float16")
 DEVICES = ("cpu", "cuda")
 LOG_LEVELS = ("debug", "info", "warning", "error")
+METRIC_NAMES = ("", "vllm")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +141,33 @@ class GatewayConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MetricsConfig:
+    """Where router and ring leaders serve Prometheus; the gateway has `gateway.metrics`. Empty switches one off.
+
+    Ring i of a pool listens at the pool's port + i, or at any free port where that is 0. `also_as` "vllm" shows what
+    vLLM has too under its names as well.
+    """
+
+    router: str = "127.0.0.1:0"
+    prefill: str = "127.0.0.1:0"
+    decode: str = "127.0.0.1:0"
+    also_as: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RayConfig:
+    """Where the rings run: a Ray of our own on this machine, or the cluster at `address` ("auto" or HOST:PORT).
+
+    In a cluster every process listens at the address of its node. A rank takes one unit of its pool's resource, which
+    places it on the nodes that offer it; empty: on any node.
+    """
+
+    address: str = ""
+    prefill_resource: str = ""
+    decode_resource: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class TimeoutConfig:
     """Deadlines between our own processes, seconds."""
 
@@ -167,6 +195,8 @@ class Config:
     kv_cache: KvCacheConfig = field(default_factory=KvCacheConfig)
     router: RouterConfig = field(default_factory=RouterConfig)
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    ray: RayConfig = field(default_factory=RayConfig)
     timeouts: TimeoutConfig = field(default_factory=TimeoutConfig)
     logs: LogConfig = field(default_factory=LogConfig)
 
@@ -296,6 +326,10 @@ def _check(config: Config) -> None:
     _address("router.listen", config.router.listen)
     if config.gateway.metrics:
         _address("gateway.metrics", config.gateway.metrics)
+    _among("metrics.also_as", config.metrics.also_as, METRIC_NAMES)
+    for key in ("router", "prefill", "decode"):
+        if getattr(config.metrics, key):
+            _address(f"metrics.{key}", getattr(config.metrics, key))
 
 
 def _ring_transport(model: ModelConfig) -> None:

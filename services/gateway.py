@@ -17,7 +17,7 @@ from orchestration.ports import Peers, RouterPort
 from orchestration.turn import Plan, TurnRequest
 from ringserve.v1 import inference_pb2, inference_pb2_grpc
 from services.completions import Responses, merged, turns_of
-from services.metrics import GatewayMetrics
+from services.metrics.gateway import GatewayMetrics
 from services.requests import RequestReader
 from services.sampling_params import num_completions, stop_rule
 from services.status import answer, answer_stream, code_of
@@ -78,7 +78,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             turn_request = await asyncio.to_thread(self._reader.read, request, seconds_left)
         except RingserveError as error:
             self._metrics.began()
-            self._metrics.ended(code_of(error).name.lower())
+            self._metrics.ended(code_of(error).name.lower(), time.monotonic() - started)
             raise
         rule, count = stop_rule(request.sampling_params), num_completions(request.sampling_params)
         turns = [self._turn(each, rule, started, index) for index, each in enumerate(turns_of(turn_request, count))]
@@ -100,7 +100,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             async for response in stream.responses(self._peers.decode(begun.decode_endpoint)):
                 if response.HasField("complete"):
                     outcome = response.complete.finish_reason
-                    self._metrics.generated(stream.num_tokens, stream.ttft_seconds, stream.ttit_seconds)
+                    self._metrics.completed(response.complete)
                 yield response
         except RingserveError as error:
             outcome = code_of(error).name.lower()
@@ -109,7 +109,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             raise
         finally:
             self._running.discard(request_id)
-            self._metrics.ended(outcome)
+            self._metrics.ended(outcome, time.monotonic() - started)
             if outcome in UNSETTLED:
                 self._abort_soon(request_id)
 

@@ -12,14 +12,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from prometheus_client import start_http_server
+from prometheus_client.registry import Collector
 
-from cp_core.errors import ConfigError, RingserveError
+from cp_core.errors import RingserveError
 from ringserve.v1 import inference_pb2_grpc
 from services.gateway import InferenceServicer
 from services.grpc_server import GrpcServer
 from services.logs import set_up_logs
-from services.metrics import GatewayMetrics
+from services.metrics.endpoint import MetricsEndpoint, metrics_page
+from services.metrics.gateway import GatewayMetrics
+from services.metrics.targets import targets_page
+from services.metrics.vllm_names import GATEWAY_NAMES, WithVllmNames
 from services.peers import GrpcPeers
 from services.requests import RequestReader
 from services.text import TextCodec
@@ -43,6 +46,7 @@ class GatewaySettings:
     dtype: str
     max_seconds: float
     log_level: str = "info"
+    metric_names: str = ""
     follow_stdin: bool = False
 
 
@@ -65,7 +69,8 @@ async def serve(settings: GatewaySettings) -> None:
     if settings.follow_stdin:
         descriptor = sys.stdin.fileno()
         loop.add_reader(descriptor, lambda: None if os.read(descriptor, 4096) else stopped.set())
-    metrics_address = _serve_metrics(settings.metrics, metrics)
+    endpoint = _serve_metrics(settings, metrics, peers)
+    metrics_address = endpoint.address if endpoint else ""
     address = await server.start(settings.listen)
     print(json.dumps({"gateway": address, "metrics": metrics_address}), flush=True)
     await stopped.wait()
@@ -74,17 +79,22 @@ async def serve(settings: GatewaySettings) -> None:
     ending.cancel()
     await asyncio.gather(ending, return_exceptions=True)
     await peers.close()
+    if endpoint:
+        await asyncio.to_thread(endpoint.close)
 
 
-def _serve_metrics(address: str, metrics: GatewayMetrics) -> str:
-    if not address:
-        return ""
-    host, _, port = address.rpartition(":")
-    try:
-        server, _ = start_http_server(int(port), host, metrics.registry)
-    except OSError as error:
-        raise ConfigError(f"gateway.metrics: cannot listen on {address}: {error.strerror}") from error
-    return f"{host}:{server.server_port}"
+def _serve_metrics(settings: GatewaySettings, metrics: GatewayMetrics, peers: GrpcPeers) -> MetricsEndpoint | None:
+    """/metrics of this gateway, and /targets: where the router and the rings serve theirs."""
+    if not settings.metrics:
+        return None
+    shown: Collector = metrics.registry
+    if settings.metric_names == "vllm":
+        shown = WithVllmNames(metrics.registry.collect, GATEWAY_NAMES, Path(settings.model).name)
+    router, loop = peers.router(settings.router), asyncio.get_running_loop()
+    pages = {"/metrics": metrics_page(shown), "/targets": targets_page(router.get_server_info, lambda: own, loop)}
+    endpoint = MetricsEndpoint("gateway.metrics", settings.metrics, pages)
+    own = endpoint.address
+    return endpoint
 
 
 def run_gateway(settings: GatewaySettings) -> int:
@@ -105,6 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.add_argument(option, required=True)
     parser.add_argument("--max-seconds", type=float, required=True)
     parser.add_argument("--log-level", required=True)
+    parser.add_argument("--metric-names", default="")
     parser.add_argument("--follow-stdin", action="store_true")
     return run_gateway(GatewaySettings(**vars(parser.parse_args(arguments))))
 

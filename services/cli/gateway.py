@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from services.cli.options import Subcommands
-from services.config import LOG_LEVELS
+from services.config import LOG_LEVELS, METRIC_NAMES
 
 EXAMPLE = """example:
   ringserve gateway --listen 127.0.0.1:50052 --router 127.0.0.1:41000 --model builtin:tiny
@@ -18,6 +18,9 @@ def add(commands: Subcommands) -> None:
     )
     parser.add_argument("--listen", required=True, help="HOST:PORT for clients")
     parser.add_argument("--metrics", default="", help="HOST:PORT for Prometheus (default: none)")
+    parser.add_argument(
+        "--metric-names", choices=METRIC_NAMES, default="", help="vllm: show its names as well (default: ours alone)"
+    )
     parser.add_argument("--router", required=True, help="HOST:PORT of the router, as 'ringserve status' shows it")
     parser.add_argument("--model", required=True, help="model directory or builtin:tiny")
     parser.add_argument("--dtype", default="float32", help="the rings' dtype (default: float32)")
@@ -33,6 +36,7 @@ def run(options: argparse.Namespace) -> int:
         GatewaySettings(
             listen=options.listen,
             metrics=options.metrics,
+            metric_names=options.metric_names,
             router=options.router,
             model=options.model,
             dtype=options.dtype,

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cp_core.errors import ConfigError
+from cp_core.errors import ConfigError, NotFound
 from services.config import Config, load_config
 from services.state import require_state
 
@@ -41,4 +41,7 @@ def add_target_options(parser: argparse.ArgumentParser) -> None:
 
 def target_of(options: argparse.Namespace) -> str:
     """Raises NotFound when neither a target nor a local cluster is there."""
-    return options.target or require_state(options.name).gateway
+    target = options.target or require_state(options.name).gateway
+    if not target:
+        raise NotFound(f"the cluster {options.name!r} runs no gateway of its own; give --target HOST:PORT")
+    return str(target)

@@ -199,6 +199,7 @@ def test_a_value_of_the_wrong_type_is_refused_by_name(key: str, value: object, k
         ("model.device", "gpu", "cpu, cuda"),
         ("decode.variant", "pass_kv", "auto, gather, pass_q"),
         ("router.selector", "best", "auto, alg1, alg5, empirical, pass_kv, pass_q"),
+        ("metrics.also_as", "sglang", ", vllm"),
     ],
 )
 def test_a_word_that_is_not_allowed_is_refused_with_those_that_are(key: str, value: str, allowed: str) -> None:
@@ -221,7 +222,9 @@ def test_a_ring_transport_that_does_not_serve_the_device_is_refused(device: str,
     assert config_from({"model": {"device": device, "ring_transport": "auto"}}).model.device == device
 
 
-@pytest.mark.parametrize("key", ["gateway.listen", "gateway.metrics", "router.listen"])
+@pytest.mark.parametrize(
+    "key", ["gateway.listen", "gateway.metrics", "router.listen", "metrics.router", "metrics.prefill", "metrics.decode"]
+)
 @pytest.mark.parametrize("value", ["localhost", ":1", "h:", "h:x", "h:65536", "h:-1", "h:²", "h:" + "9" * 5000])
 def test_what_is_no_address_is_refused(key: str, value: str) -> None:
     section, name = key.split(".")
@@ -232,6 +235,7 @@ def test_what_is_no_address_is_refused(key: str, value: str) -> None:
 def test_listening_nowhere_is_refused_and_no_metrics_are_allowed() -> None:
     assert "gateway.listen: '' is no address" in refusal({"gateway": {"listen": ""}})
     assert config_from({"gateway": {"metrics": ""}}).gateway.metrics == ""
+    assert config_from({"metrics": {"decode": ""}}).metrics.decode == ""
 
 
 def test_an_empty_model_path_is_refused() -> None:
