@@ -5,19 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cp_core.cost_model import ModelShape, Rates, predict_prefill
+from cp_core.cost.profile import HardwareProfile
 from cp_core.layout import TokenRange
 from cp_core.selector import EmpiricalFit, Selection, Turn, select
 from orchestration.cached_kv import AUTO, CachedKv, choose_source
+from orchestration.corrections import RingCorrections
 from orchestration.prefill_work import StepLimits, WorkModel, cut
-from orchestration.turn import Chunk, GroupRegistration, Plan, PromptMode
-from workers.model_info import tensor_share
-from workers.steps import Algorithm, ModelInfo, RingRates
+from orchestration.ring_costs import RingCosts
+from orchestration.turn import Chunk, GroupRegistration, Plan, PrefillReport, PromptMode
+from workers.steps import Algorithm, ModelInfo
+
+WORTH_TELLING = 0.05
+"""A correction that moves a prediction by more is part of a plan's reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannerSettings:
-    """`compute_flops` and `link_bytes_per_second` are C and BW, per rank; 0 takes what the ring measured at its start.
+    """`compute_flops` and `link_bytes_per_second` are C and BW, per rank; 0 takes those of `profile`, which predicts for
+    every ring, or without one what the ring measured at its start.
 
     `fit` holds the constants of the empirical selector, which has no defaults: they belong to one cluster. What only
     the decode ring keeps is pulled or computed again as `missing_kv` says: one of `cached_kv.MISSING_KV`.
@@ -26,18 +31,31 @@ class PlannerSettings:
     selector: str = "auto"
     compute_flops: float = 0.0
     link_bytes_per_second: float = 0.0
+    profile: HardwareProfile | None = None
     fit: EmpiricalFit | None = None
     missing_kv: str = AUTO
 
 
 class Planner:
-    """Plans for one model. `selector` may be changed between turns; allowed are `cp_core.selector.POLICIES`."""
+    """Plans for one model. `selector` may be changed between turns; allowed are `cp_core.selector.POLICIES`.
+
+    `corrections` are learned from what turns took (`note_prefill`), and applied to what later ones are predicted to
+    take. Which algorithm a turn takes they leave alone: an algorithm's factor comes from the turns that it was chosen
+    for, and says little of a turn for which both are weighed.
+    """
 
     def __init__(self, model: ModelInfo, settings: PlannerSettings) -> None:
         self.selector = settings.selector
         self._settings = settings
         self._model = model
         self._work = WorkModel.of_shape(model.shape)
+        self._costs = RingCosts(
+            model,
+            profile=settings.profile,
+            compute_flops=settings.compute_flops,
+            link_bytes_per_second=settings.link_bytes_per_second,
+        )
+        self.corrections = RingCorrections()
 
     def plan(
         self,
@@ -48,25 +66,23 @@ class Planner:
         prefill: GroupRegistration,
         decode: GroupRegistration,
         mode: PromptMode,
+        algorithm: Algorithm | None = None,
     ) -> Plan:
         """The plan of a turn of `num_tokens` prompt tokens whose beginnings both rings have kept.
 
         Long prompts are cut as the ring would with nothing else to do; each chunk chooses its own algorithm, since what
-        is cached grows from one to the next.
+        is cached grows from one to the next, unless the turn asked for one.
         """
-        rates, shape = self._rates(prefill.rates), self._shape(prefill.tp)
         source = self._choose_source(num_tokens, kept_on_prefill, kept_on_decode, prefill, decode)
         cached = source.cached_tokens
         pieces = self._cut(prefill, TokenRange(cached, num_tokens))
-        turns = [
-            Turn(new_tokens=len(piece), cached_tokens=piece.start, num_ranks=prefill.num_ranks) for piece in pieces
-        ]
-        chosen = [select(self.selector, turn, shape, rates, self._settings.fit) for turn in turns]
-        sums = sum(self._tensor_sums(turn, rates, prefill.tp) for turn in turns)
-        algorithm = _of_most_tokens(turns, chosen)
+        turns = [_turn(prefill, piece) for piece in pieces]
+        chosen = [self._select(prefill, turn, algorithm) for turn in turns]
+        taken = _of_most_tokens(turns, chosen)
+        factor = self.corrections.factor(prefill, taken)
         return Plan(
-            algorithm=algorithm,
-            reason=_reason(algorithm, chosen) + source.reason,
+            algorithm=taken,
+            reason=_reason(taken, chosen) + source.reason + _told(factor),
             new_tokens=num_tokens - cached,
             cached_tokens=cached,
             prefill_ring=prefill.name,
@@ -78,16 +94,33 @@ class Planner:
                 Chunk(tokens=piece, algorithm=Algorithm(selection.algorithm))
                 for piece, selection in zip(pieces, chosen, strict=True)
             ),
-            predicted_prefill_seconds=sums
-            + sum(
-                _predict(shape, rates, selection.algorithm, turn) for turn, selection in zip(turns, chosen, strict=True)
+            predicted_prefill_seconds=sum(
+                self._costs.seconds(prefill, selection.algorithm, turn)
+                * self.corrections.factor(prefill, Algorithm(selection.algorithm))
+                for turn, selection in zip(turns, chosen, strict=True)
             ),
+            # By one factor, so that they compare as they did when one of them was chosen.
             alternatives=tuple(
-                (name, sums + sum(_predict(shape, rates, name, turn) for turn in turns)) for name in Algorithm
+                (name, factor * sum(self._costs.seconds(prefill, name, turn) for turn in turns)) for name in Algorithm
             )
             + source.alternatives,
             prompt_mode=mode,
         )
+
+    def note_prefill(self, ring: GroupRegistration, report: PrefillReport) -> None:
+        """Learn from what a turn took. One that shared a step with others, or took both algorithms, measures neither."""
+        names = {chunk.algorithm for chunk in report.chunks}
+        if len(names) != 1 or any(chunk.num_turns != 1 for chunk in report.chunks):
+            return
+        (name,) = names
+        predicted = sum(self._costs.seconds(ring, name, _turn(ring, chunk.tokens)) for chunk in report.chunks)
+        self.corrections.note(ring, name, predicted=predicted, measured=report.prefill_seconds)
+
+    def _select(self, ring: GroupRegistration, turn: Turn, asked: Algorithm | None) -> Selection:
+        if asked is not None:
+            return Selection(asked, f"Forced: {asked} was asked for with the turn")
+        rates = self._costs.rates(ring, is_cached=turn.cached_tokens > 0)
+        return select(self.selector, turn, self._costs.shape(ring), rates, self._settings.fit)
 
     def _choose_source(
         self,
@@ -98,16 +131,15 @@ class Planner:
         decode: GroupRegistration,
     ) -> CachedKv:
         """Compares the turn's prefill after a pull with a longer one. Each is taken whole, by its faster algorithm."""
-        rates, shape = self._rates(prefill.rates), self._shape(prefill.tp)
 
         def prefill_seconds(cached: int) -> float:
-            turn = Turn(new_tokens=num_tokens - cached, cached_tokens=cached, num_ranks=prefill.num_ranks)
-            sums = self._tensor_sums(turn, rates, prefill.tp)
-            return sums + min(_predict(shape, rates, name, turn) for name in Algorithm)
+            turn = _turn(prefill, TokenRange(cached, num_tokens))
+            seconds, name = min((self._costs.seconds(prefill, name, turn), name) for name in Algorithm)
+            return seconds * self.corrections.factor(prefill, name)
 
         missing = max(0, kept_on_decode - kept_on_prefill)
         links = min(prefill.num_ranks * prefill.tp, decode.num_ranks * decode.tp)
-        pull_seconds = rates.message_seconds(missing * self._model.kv_bytes_per_token / links)
+        pull_seconds = self._costs.pull_seconds(prefill, missing * self._model.kv_bytes_per_token / links)
         return choose_source(
             self._settings.missing_kv,
             kept_on_prefill=kept_on_prefill,
@@ -125,33 +157,17 @@ class Planner:
         )
         return cut(self._work, limits, tokens)
 
-    def _rates(self, measured: RingRates) -> Rates:
-        return Rates(
-            gemm_flops=measured.gemm_flops,
-            attention_flops=self._settings.compute_flops or measured.attention_flops,
-            link_bytes_per_second=self._settings.link_bytes_per_second or measured.link_bytes_per_second,
-            link_latency_seconds=measured.link_latency_seconds,
-            overlap=measured.overlap,
-        )
 
-    def _shape(self, tp: int) -> ModelShape:
-        """What one of `tp` tensor parallel processes computes."""
-        return tensor_share(self._model, tp).shape
-
-    def _tensor_sums(self, turn: Turn, rates: Rates, tp: int) -> float:
-        """Seconds of the sums over tensor parallel processes: of the embedding, and after each attention and MLP.
-
-        Every algorithm needs the same ones. They are taken to pass links like those of the ring.
-        """
-        if tp == 1:
-            return 0.0
-        num_bytes = -(-turn.new_tokens // turn.num_ranks) * self._model.hidden_size * self._model.element_bytes
-        return (1 + 2 * self._model.num_layers) * rates.message_seconds(2 * (tp - 1) / tp * num_bytes)
+def _turn(ring: GroupRegistration, tokens: TokenRange) -> Turn:
+    """`tokens` in one step, all before them cached."""
+    return Turn(new_tokens=len(tokens), cached_tokens=tokens.start, num_ranks=ring.num_ranks)
 
 
-def _predict(shape: ModelShape, rates: Rates, algorithm: str, turn: Turn) -> float:
-    cost = predict_prefill(shape, rates, turn.num_ranks, algorithm, turn.new_tokens, turn.cached_tokens)
-    return cost.total_seconds
+def _told(factor: float) -> str:
+    """Empty where it is near enough to 1."""
+    if abs(factor - 1.0) <= WORTH_TELLING:
+        return ""
+    return f"; this ring's latest turns took {factor:.2f} of what was predicted"
 
 
 def _of_most_tokens(turns: Sequence[Turn], chosen: Sequence[Selection]) -> Algorithm:

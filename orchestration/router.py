@@ -211,6 +211,7 @@ class Router:
             prefill=turn.prefill.registration,
             decode=turn.decode.registration,
             mode=turn.mode,
+            algorithm=turn.request.algorithm,
         )
 
     async def _prefill(self, turn: RunningTurn, plan: Plan) -> PrefillDone:
@@ -232,6 +233,8 @@ class Router:
     def _prefilled(self, turn: RunningTurn, task: asyncio.Task[PrefillDone]) -> None:
         """A failed prefill ends the turn where its client waits: on the decode ring's stream."""
         error = None if task.cancelled() else task.exception()
+        if error is None and not task.cancelled():
+            self._planner.note_prefill(turn.prefill.registration, task.result().report)
         if error is None or turn.ending is not None:
             return
         if not isinstance(error, RingserveError):
@@ -368,10 +371,12 @@ class Router:
             log.info("%s ring %s serves with %d ranks", group.role, group.name, group.num_ranks)
 
     async def get_server_info(self) -> ServerView:
-        statuses = await asyncio.gather(*(self._status(group) for group in self._groups.all()))
+        groups = self._groups.all()
+        statuses = await asyncio.gather(*(self._status(group) for group in groups))
+        shown_in = self._planner.corrections.shown_in
         return ServerView(
             selector=self._planner.selector,
-            groups=tuple(statuses),
+            groups=tuple(shown_in(status, group.registration) for status, group in zip(statuses, groups, strict=True)),
             conversations=len(self._conversations),
             running_turns=len(self._turns),
         )

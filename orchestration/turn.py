@@ -27,7 +27,8 @@ class TurnRequest:
     goes first.
 
     The conversation is forgotten when nobody has used it for `conversation_ttl_seconds` (0: never; None: as before, or
-    as the router is set). `wait`: behind the conversation's running turn, instead of being refused.
+    as the router is set). `wait`: behind the conversation's running turn, instead of being refused. An `algorithm`
+    takes the place of the planner's choice.
     """
 
     request_id: str
@@ -39,6 +40,7 @@ class TurnRequest:
     conversation_ttl_seconds: float | None = None
     wait: bool = False
     priority: int = 0
+    algorithm: Algorithm | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -323,9 +325,20 @@ class RankKvUsage:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Correction:
+    """What predictions of a ring's turns by `algorithm` are multiplied by, and of how many turns it is the median."""
+
+    algorithm: Algorithm
+    factor: float
+    num_turns: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class GroupStatus:
     """What a group tells operators. `rank_pids` are those of `tp` processes a rank, in order; `decode_variant` served
     the latest decode step that was looked at. `waiting_work` and its bound are in work units, of prefill rings.
+
+    The router adds what the ring announced (`rates`, `capacity_tokens`, `chunk_tokens`), and its own `corrections`.
     """
 
     role: str
@@ -347,6 +360,10 @@ class GroupStatus:
     max_waiting_work: float = 0.0
     num_preemptions: int = 0
     decode_variant: str = ""
+    rates: RingRates | None = None
+    capacity_tokens: int = 0
+    chunk_tokens: int = 0
+    corrections: tuple[Correction, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -172,6 +172,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             eos_token_ids=model.eos_token_ids,
             kv_bytes_per_token=model.kv_bytes_per_token,
             num_parameters=model.num_parameters,
+            intermediate_size=model.intermediate_size,
         )
 
     async def GetServerInfo(

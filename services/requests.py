@@ -12,7 +12,7 @@ from ringserve.v1 import inference_pb2
 from services.sampling_params import check_vocabulary, num_completions, read_sampling
 from services.text import TextCodec
 from services.wire.turns import prompt_mode_from
-from workers.steps import ModelInfo, TokenIds
+from workers.steps import Algorithm, ModelInfo, TokenIds
 
 MAX_ID_LENGTH = 256
 MAX_TTL_SECONDS = 1e9
@@ -53,6 +53,7 @@ class RequestReader:
             conversation_ttl_seconds=_time_to_live(request),
             wait=request.wait,
             priority=_priority(request.priority),
+            algorithm=_algorithm(request.algorithm),
         )
 
     def _prompt(self, request: inference_pb2.GenerateRequest) -> TokenIds:
@@ -100,6 +101,14 @@ def _priority(value: int) -> int:
     if abs(value) > MAX_PRIORITY:
         raise InvalidRequest(f"priority: {value} is out of range; allowed are -{MAX_PRIORITY} to {MAX_PRIORITY}")
     return value
+
+
+def _algorithm(value: str) -> Algorithm | None:
+    if not value:
+        return None
+    if value not in tuple(Algorithm):
+        raise InvalidRequest(f"algorithm: {value!r} is unknown; allowed are {', '.join(Algorithm)}, or none to choose")
+    return Algorithm(value)
 
 
 def _messages(chat: inference_pb2.ChatInput) -> list[tuple[str, str]]:

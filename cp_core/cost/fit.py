@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -39,7 +40,7 @@ DECODE_CONSTANTS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillSample:
-    """A prefill and how long it took."""
+    """A prefill and how long it took. `cuts` are the positions where one step of it ended and the next began."""
 
     cp: int
     tp: int
@@ -47,6 +48,7 @@ class PrefillSample:
     new_tokens: int
     cached_tokens: int
     seconds: float
+    cuts: tuple[int, ...] = ()
 
 
 class StepPart(StrEnum):
@@ -74,16 +76,20 @@ class StepSample:
 
 
 def predicted_prefill(model: ModelShape, profile: HardwareProfile, sample: PrefillSample) -> float:
-    """Seconds that the profile predicts for it."""
-    return predict_turn(
-        model,
-        profile,
-        cp=sample.cp,
-        tp=sample.tp,
-        algorithm=sample.algorithm,
-        new_tokens=sample.new_tokens,
-        cached_tokens=sample.cached_tokens,
-    ).total_seconds
+    """Seconds that the profile predicts for it, step by step."""
+    bounds = (sample.cached_tokens, *sample.cuts, sample.cached_tokens + sample.new_tokens)
+    return sum(
+        predict_turn(
+            model,
+            profile,
+            cp=sample.cp,
+            tp=sample.tp,
+            algorithm=sample.algorithm,
+            new_tokens=stop - start,
+            cached_tokens=start,
+        ).total_seconds
+        for start, stop in pairwise(bounds)
+    )
 
 
 def predicted_step(model: ModelShape, weights: WeightBytes, profile: HardwareProfile, sample: StepSample) -> float:
@@ -105,19 +111,23 @@ def fit_prefill(
     profile: HardwareProfile,
     samples: Sequence[PrefillSample],
     names: Sequence[str] = PREFILL_CONSTANTS,
+    trust: float = 0.0,
 ) -> HardwareProfile:
     """`profile` with its constants `names` moved, from where they are, to those that fit the samples best.
 
-    Raises ConfigError where there are fewer samples than constants.
+    With `trust` above 0 a constant that moves by a factor of e costs as much as a sample that is wrong by the share
+    `trust`: what the samples hardly tell stays where it is. Raises ConfigError where there are fewer samples than
+    constants.
     """
     _require(samples, names)
+    start = np.array([float(getattr(profile.prefill, name)) for name in names])
 
     def residuals(values: Vector) -> Vector:
         moved = _with_prefill(profile, names, values)
-        return np.array([np.log(predicted_prefill(model, moved, each) / each.seconds) for each in samples])
+        wrong = np.array([np.log(predicted_prefill(model, moved, each) / each.seconds) for each in samples])
+        return np.concatenate([wrong, trust * np.log(values / start)]) if trust else wrong
 
-    start = [float(getattr(profile.prefill, name)) for name in names]
-    return _with_prefill(profile, names, minimise(residuals, start))
+    return _with_prefill(profile, names, minimise(residuals, start.tolist()))
 
 
 def fit_decode(

@@ -12,10 +12,12 @@ from typing import Any, TypeVar
 
 from cp_core.cost_model import Rates
 from cp_core.errors import ConfigError
+from cp_core.selector import EmpiricalFit
 
 SUFFIX = ".json"
 # Everything else is a rate or a size, and must be above 0.
 MAY_BE_ZERO = ("_seconds", "free_rows", "overlap")
+MAY_BE_NEGATIVE = ("alpha", "beta", "gamma")
 
 Section = TypeVar("Section")
 
@@ -83,6 +85,7 @@ class DecodeConstants:
 class HardwareProfile:
     """`source` says where the constants come from. `kv_link_bytes_per_second` is what one process sends of migrating KV
     beside its ring's messages; `processes_per_host` are those that tensor parallel sums reach without the links.
+    `empirical` is the selector that was fitted beside a measured profile.
     """
 
     name: str
@@ -92,6 +95,7 @@ class HardwareProfile:
     kv_link_bytes_per_second: float
     prefill: PrefillConstants
     decode: DecodeConstants
+    empirical: EmpiricalFit | None = None
 
 
 def shipped_profiles() -> tuple[str, ...]:
@@ -124,10 +128,12 @@ def parse_profile(text: str, where: str) -> HardwareProfile:
         raise ConfigError(f"hardware profile {where} is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"hardware profile {where} does not hold a JSON object")
-    sections = {
+    sections: dict[str, object] = {
         "prefill": _section(PrefillConstants, content.get("prefill"), where, "prefill."),
         "decode": _section(DecodeConstants, content.get("decode"), where, "decode."),
     }
+    if content.get("empirical") is not None:
+        sections["empirical"] = _section(EmpiricalFit, content["empirical"], where, "empirical.")
     return _section(HardwareProfile, content | sections, where, "")
 
 
@@ -162,6 +168,8 @@ def _checked(name: str, annotation: object, value: object, where: str) -> object
         raise ConfigError(f"{where} is {value!r}; a whole number is needed")
     if name.endswith("overlap") and not 0.0 <= value <= 1.0:
         raise ConfigError(f"{where} is {value}; allowed are 0 to 1")
+    if name in MAY_BE_NEGATIVE:
+        return value
     # Rates end in "_per_second".
     if value < 0 or (value == 0 and not name.endswith(MAY_BE_ZERO)):
         raise ConfigError(f"{where} is {value}; allowed is any {'number from 0' if value else 'number above 0'}")

@@ -7,6 +7,7 @@ import json
 import sys
 from pathlib import Path
 
+from cp_core.cost_model import PASS_KV, PASS_Q
 from cp_core.errors import InvalidRequest
 from orchestration.turn import MAX_PRIORITY
 from ringserve.v1 import inference_pb2
@@ -55,6 +56,12 @@ def add(commands: Subcommands) -> None:
         help="forget the conversation so long after its last use; 0: never",
     )
     parser.add_argument("--priority", type=int, default=0, metavar="N", help="-100 to 100, higher first (default: 0)")
+    parser.add_argument(
+        "--algorithm",
+        choices=(PASS_KV, PASS_Q),
+        default="",
+        help="of the prefill; the tokens are the same (default: chosen)",
+    )
     parser.add_argument("--request-id", default="", help="name the request, e.g. to abort it")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
     parser.set_defaults(run=run)
@@ -75,6 +82,7 @@ def run(options: argparse.Namespace) -> int:
         conversation_ttl_seconds=options.conversation_ttl,
         wait=options.wait,
         priority=_priority(options.priority),
+        algorithm=options.algorithm,
     )
     if options.prompt is not None:
         request.text = sys.stdin.read() if options.prompt == "-" else options.prompt

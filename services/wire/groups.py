@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from orchestration.turn import GroupRegistration, GroupStatus, RankKvUsage, ServerView
+from orchestration.turn import Correction, GroupRegistration, GroupStatus, RankKvUsage, ServerView
 from ringserve.v1 import inference_pb2, router_pb2
-from workers.steps import RingRates
+from workers.steps import Algorithm, RingRates
 
 
 def registration_to(group: GroupRegistration) -> router_pb2.RegisterGroupRequest:
@@ -71,6 +71,13 @@ def status_to(status: GroupStatus) -> inference_pb2.GroupInfo:
         metrics_endpoint=status.metrics_endpoint,
         num_preemptions=status.num_preemptions,
         decode_variant=status.decode_variant,
+        rates=None if status.rates is None else rates_to(status.rates),
+        capacity_tokens=status.capacity_tokens,
+        chunk_tokens=status.chunk_tokens,
+        corrections=[
+            inference_pb2.Correction(algorithm=each.algorithm, factor=each.factor, num_turns=each.num_turns)
+            for each in status.corrections
+        ],
         kv_usage=[
             inference_pb2.RankKvUsage(
                 total_blocks=rank.total_blocks,
@@ -103,6 +110,13 @@ def status_from(message: inference_pb2.GroupInfo) -> GroupStatus:
         metrics_endpoint=message.metrics_endpoint,
         num_preemptions=message.num_preemptions,
         decode_variant=message.decode_variant,
+        rates=rates_from(message.rates) if message.HasField("rates") else None,
+        capacity_tokens=message.capacity_tokens,
+        chunk_tokens=message.chunk_tokens,
+        corrections=tuple(
+            Correction(algorithm=Algorithm(each.algorithm), factor=each.factor, num_turns=each.num_turns)
+            for each in message.corrections
+        ),
         kv_usage=tuple(
             RankKvUsage(
                 total_blocks=rank.total_blocks,
@@ -132,4 +146,24 @@ def server_from(message: inference_pb2.GetServerInfoResponse) -> ServerView:
         conversations=message.conversations,
         running_turns=message.running_turns,
         metrics_endpoint=message.router_metrics_endpoint,
+    )
+
+
+def rates_to(rates: RingRates) -> inference_pb2.GroupRates:
+    return inference_pb2.GroupRates(
+        gemm_flops=rates.gemm_flops,
+        attention_flops=rates.attention_flops,
+        link_bytes_per_second=rates.link_bytes_per_second,
+        link_latency_seconds=rates.link_latency_seconds,
+        overlap=rates.overlap,
+    )
+
+
+def rates_from(message: inference_pb2.GroupRates) -> RingRates:
+    return RingRates(
+        gemm_flops=message.gemm_flops,
+        attention_flops=message.attention_flops,
+        link_bytes_per_second=message.link_bytes_per_second,
+        link_latency_seconds=message.link_latency_seconds,
+        overlap=message.overlap,
     )

@@ -60,6 +60,7 @@ def turn_request_to(request: TurnRequest) -> router_pb2.BeginTurnRequest:
         conversation_ttl_seconds=request.conversation_ttl_seconds,
         wait=request.wait,
         priority=request.priority,
+        algorithm=request.algorithm or "",
     )
 
 
@@ -76,6 +77,7 @@ def turn_request_from(message: router_pb2.BeginTurnRequest) -> TurnRequest:
         ),
         wait=message.wait,
         priority=message.priority,
+        algorithm=Algorithm(message.algorithm) if message.algorithm else None,
     )
 
 

@@ -61,6 +61,7 @@ class GenerateRequest(_message.Message):
     CONVERSATION_TTL_SECONDS_FIELD_NUMBER: _builtins.int
     WAIT_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
+    ALGORITHM_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Names the request in logs and for Abort. Generated when empty."""
     text: _builtins.str
@@ -77,6 +78,10 @@ class GenerateRequest(_message.Message):
     """
     priority: _builtins.int
     """-100 to 100, higher first: prefill rings compute it before others. Waiting makes up for a lower one in time."""
+    algorithm: _builtins.str
+    """"pass_kv" or "pass_q": computes every chunk by it, whatever the service's selector would choose. Empty: chosen. The
+    tokens are the same; what measures rings asks for it. Where turns share a prefill step the ring may take the other.
+    """
     @_builtins.property
     def tokenized(self) -> Global___TokenizedInput: ...
     @_builtins.property
@@ -96,10 +101,11 @@ class GenerateRequest(_message.Message):
         conversation_ttl_seconds: _builtins.float | None = ...,
         wait: _builtins.bool = ...,
         priority: _builtins.int = ...,
+        algorithm: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_conversation_ttl_seconds", b"_conversation_ttl_seconds", "chat", b"chat", "conversation_ttl_seconds", b"conversation_ttl_seconds", "input", b"input", "sampling_params", b"sampling_params", "text", b"text", "tokenized", b"tokenized"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_conversation_ttl_seconds", b"_conversation_ttl_seconds", "chat", b"chat", "conversation_id", b"conversation_id", "conversation_ttl_seconds", b"conversation_ttl_seconds", "input", b"input", "priority", b"priority", "prompt_mode", b"prompt_mode", "request_id", b"request_id", "sampling_params", b"sampling_params", "text", b"text", "tokenized", b"tokenized", "wait", b"wait"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_conversation_ttl_seconds", b"_conversation_ttl_seconds", "algorithm", b"algorithm", "chat", b"chat", "conversation_id", b"conversation_id", "conversation_ttl_seconds", b"conversation_ttl_seconds", "input", b"input", "priority", b"priority", "prompt_mode", b"prompt_mode", "request_id", b"request_id", "sampling_params", b"sampling_params", "text", b"text", "tokenized", b"tokenized", "wait", b"wait"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__conversation_ttl_seconds: _TypeAlias = _typing.Literal["conversation_ttl_seconds"]  # noqa: Y015
     _WhichOneofArgType__conversation_ttl_seconds: _TypeAlias = _typing.Literal["_conversation_ttl_seconds", b"_conversation_ttl_seconds"]  # noqa: Y015
@@ -809,6 +815,7 @@ class GetModelInfoResponse(_message.Message):
     EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     KV_BYTES_PER_TOKEN_FIELD_NUMBER: _builtins.int
     NUM_PARAMETERS_FIELD_NUMBER: _builtins.int
+    INTERMEDIATE_SIZE_FIELD_NUMBER: _builtins.int
     model_path: _builtins.str
     model_type: _builtins.str
     dtype: _builtins.str
@@ -821,6 +828,8 @@ class GetModelInfoResponse(_message.Message):
     max_context_length: _builtins.int
     kv_bytes_per_token: _builtins.int
     num_parameters: _builtins.int
+    intermediate_size: _builtins.int
+    """Of the MLP."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
@@ -839,10 +848,11 @@ class GetModelInfoResponse(_message.Message):
         eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         kv_bytes_per_token: _builtins.int = ...,
         num_parameters: _builtins.int = ...,
+        intermediate_size: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "head_dim", b"head_dim", "hidden_size", b"hidden_size", "kv_bytes_per_token", b"kv_bytes_per_token", "max_context_length", b"max_context_length", "model_path", b"model_path", "model_type", b"model_type", "num_heads", b"num_heads", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "num_parameters", b"num_parameters", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "head_dim", b"head_dim", "hidden_size", b"hidden_size", "intermediate_size", b"intermediate_size", "kv_bytes_per_token", b"kv_bytes_per_token", "max_context_length", b"max_context_length", "model_path", b"model_path", "model_type", b"model_type", "num_heads", b"num_heads", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "num_parameters", b"num_parameters", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -925,6 +935,10 @@ class GroupInfo(_message.Message):
     MAX_WAITING_WORK_FIELD_NUMBER: _builtins.int
     NUM_PREEMPTIONS_FIELD_NUMBER: _builtins.int
     DECODE_VARIANT_FIELD_NUMBER: _builtins.int
+    RATES_FIELD_NUMBER: _builtins.int
+    CAPACITY_TOKENS_FIELD_NUMBER: _builtins.int
+    CHUNK_TOKENS_FIELD_NUMBER: _builtins.int
+    CORRECTIONS_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     name: _builtins.str
     endpoint: _builtins.str
@@ -949,11 +963,22 @@ class GroupInfo(_message.Message):
     """Decode rings: how often a turn gave its KV blocks to an older one, to be resumed later."""
     decode_variant: _builtins.str
     """Of a decode ring: what served its latest step, "gather" or "pass_q"; empty before the first."""
+    capacity_tokens: _builtins.int
+    """Tokens that the whole ring has KV room for, and the most that one prefill step computes."""
+    chunk_tokens: _builtins.int
     @_builtins.property
     def kv_usage(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankKvUsage]: ...
     @_builtins.property
     def rank_pids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """By process: `tp` of them a rank."""
+
+    @_builtins.property
+    def rates(self) -> Global___GroupRates:
+        """What the ring measured of itself when it started. Unset while it is not known."""
+
+    @_builtins.property
+    def corrections(self) -> _containers.RepeatedCompositeFieldContainer[Global___Correction]:
+        """Of prefill rings: how their turns' times compare with what was predicted for them, by algorithm."""
 
     def __init__(
         self,
@@ -977,14 +1002,82 @@ class GroupInfo(_message.Message):
         max_waiting_work: _builtins.float = ...,
         num_preemptions: _builtins.int = ...,
         decode_variant: _builtins.str = ...,
+        rates: Global___GroupRates | None = ...,
+        capacity_tokens: _builtins.int = ...,
+        chunk_tokens: _builtins.int = ...,
+        corrections: _abc.Iterable[Global___Correction] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["rates", b"rates"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_backend", b"attention_backend", "decode_variant", b"decode_variant", "endpoint", b"endpoint", "incarnation", b"incarnation", "kv_usage", b"kv_usage", "max_waiting_work", b"max_waiting_work", "metrics_endpoint", b"metrics_endpoint", "name", b"name", "num_preemptions", b"num_preemptions", "num_ranks", b"num_ranks", "num_requests_running", b"num_requests_running", "num_requests_waiting", b"num_requests_waiting", "rank_pids", b"rank_pids", "rebuilds", b"rebuilds", "ring_transport", b"ring_transport", "role", b"role", "state", b"state", "tp", b"tp", "waiting_work", b"waiting_work"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_backend", b"attention_backend", "capacity_tokens", b"capacity_tokens", "chunk_tokens", b"chunk_tokens", "corrections", b"corrections", "decode_variant", b"decode_variant", "endpoint", b"endpoint", "incarnation", b"incarnation", "kv_usage", b"kv_usage", "max_waiting_work", b"max_waiting_work", "metrics_endpoint", b"metrics_endpoint", "name", b"name", "num_preemptions", b"num_preemptions", "num_ranks", b"num_ranks", "num_requests_running", b"num_requests_running", "num_requests_waiting", b"num_requests_waiting", "rank_pids", b"rank_pids", "rates", b"rates", "rebuilds", b"rebuilds", "ring_transport", b"ring_transport", "role", b"role", "state", b"state", "tp", b"tp", "waiting_work", b"waiting_work"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GroupInfo: _TypeAlias = GroupInfo  # noqa: Y015
+
+@_typing.final
+class GroupRates(_message.Message):
+    """FLOP/s of a rank, bytes/s of a link in each direction, seconds a message; overlap is the share of communication that
+    passes behind attention.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GEMM_FLOPS_FIELD_NUMBER: _builtins.int
+    ATTENTION_FLOPS_FIELD_NUMBER: _builtins.int
+    LINK_BYTES_PER_SECOND_FIELD_NUMBER: _builtins.int
+    LINK_LATENCY_SECONDS_FIELD_NUMBER: _builtins.int
+    OVERLAP_FIELD_NUMBER: _builtins.int
+    gemm_flops: _builtins.float
+    attention_flops: _builtins.float
+    link_bytes_per_second: _builtins.float
+    link_latency_seconds: _builtins.float
+    overlap: _builtins.float
+    def __init__(
+        self,
+        *,
+        gemm_flops: _builtins.float = ...,
+        attention_flops: _builtins.float = ...,
+        link_bytes_per_second: _builtins.float = ...,
+        link_latency_seconds: _builtins.float = ...,
+        overlap: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_flops", b"attention_flops", "gemm_flops", b"gemm_flops", "link_bytes_per_second", b"link_bytes_per_second", "link_latency_seconds", b"link_latency_seconds", "overlap", b"overlap"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GroupRates: _TypeAlias = GroupRates  # noqa: Y015
+
+@_typing.final
+class Correction(_message.Message):
+    """Later predictions are multiplied by `factor`, the median of measured over predicted seconds of the ring's latest
+    turns; 1 while these are too few.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ALGORITHM_FIELD_NUMBER: _builtins.int
+    FACTOR_FIELD_NUMBER: _builtins.int
+    NUM_TURNS_FIELD_NUMBER: _builtins.int
+    algorithm: _builtins.str
+    factor: _builtins.float
+    num_turns: _builtins.int
+    def __init__(
+        self,
+        *,
+        algorithm: _builtins.str = ...,
+        factor: _builtins.float = ...,
+        num_turns: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["algorithm", b"algorithm", "factor", b"factor", "num_turns", b"num_turns"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Correction: _TypeAlias = Correction  # noqa: Y015
 
 @_typing.final
 class RankKvUsage(_message.Message):

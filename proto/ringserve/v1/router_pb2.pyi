@@ -33,6 +33,7 @@ class BeginTurnRequest(_message.Message):
     WAIT_FIELD_NUMBER: _builtins.int
     CONVERSATION_TTL_SECONDS_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
+    ALGORITHM_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     conversation_id: _builtins.str
     prompt_mode: _inference_pb2.PromptMode.ValueType
@@ -40,6 +41,8 @@ class BeginTurnRequest(_message.Message):
     wait: _builtins.bool
     conversation_ttl_seconds: _builtins.float
     priority: _builtins.int
+    algorithm: _builtins.str
+    """"pass_kv", "pass_q" or empty."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -56,10 +59,11 @@ class BeginTurnRequest(_message.Message):
         wait: _builtins.bool = ...,
         conversation_ttl_seconds: _builtins.float | None = ...,
         priority: _builtins.int = ...,
+        algorithm: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_conversation_ttl_seconds", b"_conversation_ttl_seconds", "conversation_ttl_seconds", b"conversation_ttl_seconds", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_conversation_ttl_seconds", b"_conversation_ttl_seconds", "conversation_id", b"conversation_id", "conversation_ttl_seconds", b"conversation_ttl_seconds", "deadline_seconds", b"deadline_seconds", "priority", b"priority", "prompt_mode", b"prompt_mode", "request_id", b"request_id", "sampling", b"sampling", "token_ids", b"token_ids", "wait", b"wait"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_conversation_ttl_seconds", b"_conversation_ttl_seconds", "algorithm", b"algorithm", "conversation_id", b"conversation_id", "conversation_ttl_seconds", b"conversation_ttl_seconds", "deadline_seconds", b"deadline_seconds", "priority", b"priority", "prompt_mode", b"prompt_mode", "request_id", b"request_id", "sampling", b"sampling", "token_ids", b"token_ids", "wait", b"wait"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__conversation_ttl_seconds: _TypeAlias = _typing.Literal["conversation_ttl_seconds"]  # noqa: Y015
     _WhichOneofArgType__conversation_ttl_seconds: _TypeAlias = _typing.Literal["_conversation_ttl_seconds", b"_conversation_ttl_seconds"]  # noqa: Y015

@@ -44,7 +44,7 @@ from orchestration.turn import (
 from ringserve.v1 import inference_pb2
 from services.wire import conversations, groups, sampling, turns
 from services.wire.layouts import shards_from, shards_to, token_array
-from workers.steps import FinishReason, Sampling, TokenIds, TokenLogprobs
+from workers.steps import FinishReason, RingRates, Sampling, TokenIds, TokenLogprobs
 
 M = TypeVar("M", bound=Message)
 
@@ -126,6 +126,7 @@ PAIRS: list[tuple[st.SearchStrategy[Any], Callable[[Any], Any], Callable[[Any], 
     (values_of(ResumeTurn), turns.resume_to, turns.resume_from),
     (values_of(TurnOutcome), turns.outcome_to, turns.outcome_from),
     (values_of(GroupRegistration), groups.registration_to, groups.registration_from),
+    (values_of(RingRates), groups.rates_to, groups.rates_from),
     (values_of(GroupStatus), groups.status_to, groups.status_from),
     (values_of(ConversationView), conversations.conversation_to, conversations.conversation_from),
     (values_of(ConversationList), conversations.list_to, conversations.list_from),
