@@ -21,8 +21,8 @@ WORTH_TELLING = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class PlannerSettings:
-    """`compute_flops` and `link_bytes_per_second` are C and BW, per rank; 0 takes those of `profile`, which predicts for
-    every ring, or without one what the ring measured at its start.
+    """`compute_flops` and `link_bytes_per_second` are C and BW, per rank; 0 takes those of `profile`, which predicts
+    for every ring, or without one what the ring measured at its start.
 
     `fit` holds the constants of the empirical selector, which has no defaults: they belong to one cluster. What only
     the decode ring keeps is pulled or computed again as `missing_kv` says: one of `cached_kv.MISSING_KV`.
@@ -108,7 +108,7 @@ class Planner:
         )
 
     def note_prefill(self, ring: GroupRegistration, report: PrefillReport) -> None:
-        """Learn from what a turn took. One that shared a step with others, or took both algorithms, measures neither."""
+        """Learn from what a turn took; one that shared a step with others, or took both algorithms, measures neither."""
         names = {chunk.algorithm for chunk in report.chunks}
         if len(names) != 1 or any(chunk.num_turns != 1 for chunk in report.chunks):
             return

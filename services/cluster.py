@@ -30,6 +30,7 @@ from cp_core.errors import ConfigError, RingserveError, Unavailable
 from orchestration.actors import host as host_actor
 from services.config import Config
 from services.hosts import LeaderHost, RouterHost
+from services.router_profile import router_profile
 from services.stopping import check_stop, keeping_handlers
 from workers.builtin_model import resolve_model_path
 from workers.model_info import read_model_info, tensor_share
@@ -111,6 +112,7 @@ class LocalCluster:
         model = read_model_info(path, dtype=config.model.dtype, name=Path(config.model.path).name)
         for role, pool in (("prefill", config.prefill), ("decode", config.decode)):
             tensor_share(model, pool.tp, f"{role}.tp")
+        profile = router_profile(config.router)
         if self._with_gateway:
             _check_free("gateway.listen", config.gateway.listen)
             _check_free("gateway.metrics", config.gateway.metrics)
@@ -121,7 +123,7 @@ class LocalCluster:
             self._progress("starting Ray")
             self._start_ray()
         self._progress("starting the router")
-        self._router = host_actor(ROUTER_NAME, RouterHost(config=config, model=model))
+        self._router = host_actor(ROUTER_NAME, RouterHost(config=config, model=model, profile=profile))
         self.router_endpoint = self._result(self._router.start.remote())
         hosts = [
             LeaderHost(

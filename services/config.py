@@ -125,9 +125,11 @@ class KvCacheConfig:
 class RouterConfig:
     """How a turn's algorithm is selected.
 
-    `compute_flops` (C, FLOP/s per rank) and `link_bytes_per_second` (BW) feed Algorithms 1 and 5; 0 takes what the
-    ring measured when it started. alpha, beta and gamma are the constants of the empirical selector (natural
-    logarithm); they are fitted on one cluster, so there are no defaults that work.
+    `profile` is the file that `ringserve calibrate` wrote: times are predicted by it instead of what each ring measured
+    when it started. `compute_flops` (C, FLOP/s per rank) and `link_bytes_per_second` (BW) feed Algorithms 1 and 5; 0
+    takes those of the profile or the ring. alpha, beta and gamma are the constants of the empirical selector (natural
+    logarithm); they are fitted on one cluster, so there are no defaults that work; where all are 0 they are the
+    profile's.
 
     KV that only the decode ring keeps is pulled, computed again, or whichever is predicted to be faster (`missing_kv`:
     pull, recompute, auto). A conversation that names no time to live is forgotten `conversation_ttl_seconds` after its
@@ -140,6 +142,7 @@ class RouterConfig:
     alpha: float = 0.0
     beta: float = 0.0
     gamma: float = 0.0
+    profile: str = ""
     missing_kv: str = "auto"
     max_conversations: int = 10_000
     conversation_ttl_seconds: float = 0.0
@@ -334,8 +337,10 @@ def _check(config: Config) -> None:
     _within("router.max_waiting_turns", config.router.max_waiting_turns, 1, 100_000)
     _within("router.max_conversations", config.router.max_conversations, 1, 1 << 24)
     router = config.router
-    if router.selector == "empirical" and router.alpha == router.beta == router.gamma == 0:
-        raise ConfigError("router.selector: 'empirical' needs router.alpha, beta and gamma, fitted on this cluster")
+    if router.selector == "empirical" and router.alpha == router.beta == router.gamma == 0 and not router.profile:
+        raise ConfigError(
+            "router.selector: 'empirical' needs router.alpha, beta and gamma, fitted on this cluster, or its profile"
+        )
     for key in ("compute_flops", "link_bytes_per_second"):
         _within(f"router.{key}", getattr(config.router, key), 0, 1e30)
     for key in ("alpha", "beta", "gamma"):

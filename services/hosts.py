@@ -12,7 +12,7 @@ from pathlib import Path
 import ray
 from prometheus_client.registry import Collector
 
-from cp_core.selector import EmpiricalFit
+from cp_core.cost.profile import HardwareProfile
 from orchestration.actors import RayRanks
 from orchestration.decode_leader import DecodeLeader
 from orchestration.group import GroupLeader
@@ -32,6 +32,7 @@ from services.metrics.router import RouterMetrics, RouterView
 from services.metrics.vllm_names import RING_NAMES, WithVllmNames
 from services.peers import GrpcPeers
 from services.prefill_server import PrefillServicer
+from services.router_profile import empirical_fit
 from services.router_server import RouterServicer
 from workers.steps import ModelInfo
 
@@ -54,6 +55,7 @@ class RouterHost:
 
     config: Config
     model: ModelInfo
+    profile: HardwareProfile | None = None
 
     def __call__(self) -> RunningRouter:
         return RunningRouter(self)
@@ -67,13 +69,14 @@ class RunningRouter:
         self._config = host.config
         self._peers = GrpcPeers()
         router = host.config.router
-        planner = Planner(
+        self._planner = Planner(
             host.model,
             PlannerSettings(
                 selector=router.selector,
                 compute_flops=router.compute_flops,
                 link_bytes_per_second=router.link_bytes_per_second,
-                fit=EmpiricalFit(alpha=router.alpha, beta=router.beta, gamma=router.gamma),
+                profile=host.profile,
+                fit=empirical_fit(router, host.profile),
                 missing_kv=router.missing_kv,
             ),
         )
@@ -84,7 +87,7 @@ class RunningRouter:
             control_timeout=host.config.timeouts.control,
             max_positions=host.model.max_positions,
         )
-        self._router = Router(settings, planner, self._peers)
+        self._router = Router(settings, self._planner, self._peers)
         self._server: GrpcServer | None = None
         self._metrics: MetricsEndpoint | None = None
 
@@ -104,10 +107,16 @@ class RunningRouter:
 
     def _view(self) -> RouterView:
         rings = ((group.registration.role, group.name, group.is_ready) for group in self._router.groups)
+        corrections = (
+            (group.name, each.algorithm.value, each.factor)
+            for group in self._router.groups
+            for each in self._planner.corrections.of_ring(group.registration)
+        )
         return RouterView(
             conversations=self._router.num_conversations,
             running_turns=self._router.num_running,
             rings=tuple(rings),
+            corrections=tuple(corrections),
         )
 
     async def measure(self) -> None:

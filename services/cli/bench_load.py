@@ -9,7 +9,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import grpc
@@ -25,9 +25,8 @@ from services.bench.load.summary import Bounds, LoadReport, Percentiles, summari
 from services.bench.load.trace import KINDS, Arrival, RequestKind, draw_trace, read_trace, write_trace
 from services.bench.plot import require_matplotlib
 from services.bench.report import load_now
-from services.cli.options import Subcommands, add_config_options, add_target_options, config_of, target_of
-from services.cluster import LocalCluster
-from services.config import LogConfig
+from services.cli.options import Subcommands
+from services.cli.started import add_serving_options, serving
 
 EXAMPLE = """example:
   ringserve bench load --rate 2 --duration 60 --mix short:0.8,long:0.2
@@ -63,9 +62,7 @@ def add(kinds: Subcommands) -> None:
     parser.add_argument("--ttit-bound", type=_positive, default=0.1, help="seconds, for goodput (default: 0.1)")
     parser.add_argument("--timeout", type=_positive, default=300.0, help="of each request, seconds (default: 300)")
     parser.add_argument("--seed", type=int, default=0, help="of arrivals and prompts (default: 0)")
-    parser.add_argument("--start", action="store_true", help="start a cluster for the measurement, and stop it")
-    add_target_options(parser)
-    add_config_options(parser)
+    add_serving_options(parser)
     parser.add_argument("--json", action="store_true", help="print the report as one JSON object")
     parser.add_argument(
         "--plot", type=Path, metavar="FILE.png", help="draw the figures; needs matplotlib, the extra `plot`"
@@ -79,7 +76,7 @@ def run(options: argparse.Namespace) -> int:
     trace = _trace(options)
     bounds = Bounds(ttft=options.ttft_bound, ttit=options.ttit_bound)
     before = load_now()
-    with _target(options) as target, _progress(len(trace)) as tell:
+    with serving(options) as target, _progress(len(trace)) as tell:
         try:
             outcomes = asyncio.run(replay(target, trace, options.timeout, options.seed, tell))
         except grpc.aio.AioRpcError as failure:
@@ -117,26 +114,6 @@ def _settings(options: argparse.Namespace) -> str:
         return f"arrivals of {options.trace}"
     every = f", besides {options.every} s" if options.every else ""
     return f"{options.rate:g} requests/s for {options.duration:g} s, {options.mix}{every}, seed {options.seed}"
-
-
-@contextmanager
-def _target(options: argparse.Namespace) -> Iterator[str]:
-    if not options.start:
-        if options.config is not None or options.set:
-            raise ConfigError("--config and --set: only for a cluster that --start starts")
-        yield target_of(options)
-        return
-    if options.target is not None:
-        raise ConfigError("--target: a cluster that --start starts has its own")
-    config = config_of(options)
-    # On ports of the system's choice, so that it stands beside any other; its log lines would tear the bar.
-    gateway = replace(config.gateway, listen="127.0.0.1:0", metrics="")
-    cluster = LocalCluster(replace(config, gateway=gateway, logs=LogConfig(level="warning")))
-    try:
-        cluster.start()
-        yield cluster.gateway_address
-    finally:
-        cluster.stop()
 
 
 @contextmanager

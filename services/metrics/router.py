@@ -27,11 +27,14 @@ ROLES = ("prefill", "decode")
 
 @dataclass(frozen=True, kw_only=True)
 class RouterView:
-    """What the router holds just now. `rings` are (role, name, whether turns go there)."""
+    """What the router holds just now. `rings` are (role, name, whether turns go there), `corrections` (ring, algorithm,
+    factor of later predictions).
+    """
 
     conversations: int
     running_turns: int
     rings: tuple[tuple[str, str, bool], ...]
+    corrections: tuple[tuple[str, str, float], ...] = ()
 
 
 class RouterMetrics:
@@ -89,6 +92,14 @@ class _RouterCollector(Collector):
         for role, name, is_ready in view.rings:
             rings.add_metric((role, name), float(is_ready))
         yield rings
+        corrections = GaugeMetricFamily(
+            "ringserve_router_prediction_correction",
+            "Median of measured over predicted prefill seconds of a ring's latest turns.",
+            labels=("group", "algorithm"),
+        )
+        for name, algorithm, factor in view.corrections:
+            corrections.add_metric((name, algorithm), factor)
+        yield corrections
 
     async def _ask(self) -> RouterView:
         return self._view()

@@ -1,0 +1,133 @@
+"""`ringserve calibrate`: measure rings that serve, and write the profile that their router then plans by."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from cp_core.cost.profile import format_profile
+from cp_core.errors import ConfigError
+from services.bench.plot import require_matplotlib
+from services.calibration.fitting import Calibration, calibrate, profile_before, shape_of
+from services.calibration.grid import grid, room_of
+from services.calibration.measurement import Calibrator
+from services.calibration.report import calibration_json, calibration_table, closing_lines, write_calibration_plot
+from services.cli.options import Subcommands
+from services.cli.started import add_serving_options, serving
+from services.client import Client
+from services.planning.units import parse_tokens
+from workers.steps import Algorithm
+
+EXAMPLE = """example:
+  ringserve calibrate --write measured.json
+  ringserve calibrate --start --config cluster.yaml --tokens 1k,8k,64k --cached 0,64k,512k --plot calibration.png
+  ringserve up --config cluster.yaml --set router.profile=measured.json
+"""
+HELP = """Runs a grid of prefills, each by both algorithms, and fits to them what the rings measured of themselves:
+rates, links, overheads, and the empirical selector. Nothing else should be served meanwhile."""
+PIPE_WIDTH = 150
+PROFILE_NAME = "measured"
+
+
+def add(commands: Subcommands) -> None:
+    parser = commands.add_parser(
+        "calibrate",
+        help="measure rings that serve, and fit a profile to plan by",
+        description=HELP,
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
+    add_serving_options(parser)
+    parser.add_argument("--tokens", metavar="T,...", help="new tokens (default: of 32,128,512,2048 those that fit)")
+    parser.add_argument("--cached", metavar="P,...", help="cached tokens (default: of 0,1024,4096 those that fit)")
+    parser.add_argument("--repeats", type=int, default=5, help="of every prefill; the median counts (default: 5)")
+    parser.add_argument("--timeout", type=float, default=300.0, help="of each turn, seconds (default: 300)")
+    parser.add_argument("--seed", type=int, default=0, help="of the prompts (default: 0)")
+    parser.add_argument(
+        "--write", type=Path, metavar="FILE", help="write the profile, for router.profile and --hardware"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw it; needs matplotlib, the extra `plot`")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    new_tokens, cached_tokens = _counts("--tokens", options.tokens), _counts("--cached", options.cached, least=0)
+    _check(options)
+    if options.plot is not None:
+        require_matplotlib()
+    with serving(options) as target, Client(target) as client:
+        calibration = _calibrate(client, options, new_tokens, cached_tokens)
+    if options.write is not None:
+        options.write.write_text(format_profile(calibration.profile), encoding="utf-8")
+    if options.plot is not None:
+        write_calibration_plot(calibration, options.plot)
+    if options.json:
+        print(calibration_json(calibration))
+        return 0
+    Console(width=None if sys.stdout.isatty() else PIPE_WIDTH).print(calibration_table(calibration))
+    print(*closing_lines(calibration), sep="\n")
+    if options.write is not None:
+        print(f"written: {options.write}; plan by it with --set router.profile={options.write}")
+    return 0
+
+
+def _calibrate(
+    client: Client, options: argparse.Namespace, new_tokens: list[int] | None, cached_tokens: list[int] | None
+) -> Calibration:
+    model, server = client.model_info(), client.server_info()
+    cells = grid(new_tokens, cached_tokens, room_of(model, server))
+    name = PROFILE_NAME if options.write is None else options.write.stem
+    before = profile_before(model, server.groups, name)
+    calibrator = Calibrator(client, repeats=options.repeats, timeout=options.timeout, seed=options.seed)
+    with _progress(len(cells) * len(Algorithm) * options.repeats) as tell:
+        measurements = calibrator.prefills(cells, tell)
+    steps = calibrator.steps(sorted({cell.cached_tokens + cell.new_tokens for cell in cells}))
+    rings = sorted({f"{each.ring} ({each.sample.cp} x {each.sample.tp})" for each in measurements})
+    source = (
+        f"ringserve calibrate: {len(measurements)} prefills of {model.model_path} on {', '.join(rings)}, "
+        f"median of {options.repeats}. Decode: time between tokens of single sequences. Not measured: KV links beside "
+        f"those of the ring, memory beyond weights and KV, row, hop and sum times of decode."
+    )
+    return calibrate(shape_of(model), replace(before, source=source), measurements, steps)
+
+
+def _check(options: argparse.Namespace) -> None:
+    """What would be found only after measuring."""
+    if options.repeats < 1:
+        raise ConfigError(f"--repeats: {options.repeats} are none; allowed are 1 or more")
+    if not options.timeout > 0:
+        raise ConfigError(f"--timeout: {options.timeout} is no time; allowed is any above 0")
+    for key in ("write", "plot"):
+        path = getattr(options, key)
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ConfigError(f"--{key}: {path} cannot be written, its directory does not exist")
+
+
+def _counts(key: str, text: str | None, least: int = 1) -> list[int] | None:
+    if text is None:
+        return None
+    return sorted({0 if least == 0 and item.strip() == "0" else parse_tokens(key, item) for item in text.split(",")})
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[], None]]:
+    """A bar of prefills, on standard error: standard output is the report's."""
+    progress = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    )
+    with progress:
+        task = progress.add_task("prefills", total=total)
+        yield lambda: progress.update(task, advance=1)
