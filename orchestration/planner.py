@@ -108,7 +108,7 @@ class Planner:
         )
 
     def note_prefill(self, ring: GroupRegistration, report: PrefillReport) -> None:
-        """Learn from what a turn took; one that shared a step with others, or took both algorithms, measures neither."""
+        """Learn from what a turn took; one that shared a step, or took both algorithms, measures neither."""
         names = {chunk.algorithm for chunk in report.chunks}
         if len(names) != 1 or any(chunk.num_turns != 1 for chunk in report.chunks):
             return

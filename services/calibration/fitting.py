@@ -183,7 +183,7 @@ def calibrate(
 
 
 def _fitted(model: ModelShape, before: HardwareProfile, samples: Sequence[PrefillSample]) -> HardwareProfile:
-    names = OF_EVERY_RING
+    names: tuple[str, ...] = OF_EVERY_RING
     if any(sample.cp > 1 for sample in samples):
         names += OF_RANKS
     if any(sample.cached_tokens or sample.cuts for sample in samples):
