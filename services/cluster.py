@@ -28,6 +28,7 @@ from orchestration.actors import host as host_actor
 from services.config import Config
 from services.hosts import LeaderHost, RouterHost
 from services.stopping import check_stop
+from workers.builtin_model import PREFIX as BUILTIN_PREFIX
 from workers.builtin_model import resolve_model_path
 from workers.model_info import read_model_info, tensor_share
 
@@ -86,6 +87,7 @@ class LocalCluster:
         self._router: Any = None
         self._gateway: subprocess.Popen[bytes] | None = None
         self.gateway_address = ""
+        self.http_address = ""
         self.metrics_address = ""
         self.router_endpoint = ""
 
@@ -99,8 +101,8 @@ class LocalCluster:
         model = read_model_info(path, dtype=config.model.dtype, name=Path(config.model.path).name)
         for role, pool in (("prefill", config.prefill), ("decode", config.decode)):
             tensor_share(model, pool.tp, f"{role}.tp")
-        for key, address in (("gateway.listen", config.gateway.listen), ("gateway.metrics", config.gateway.metrics)):
-            _check_free(key, address)
+        for key in ("listen", "http", "metrics"):
+            _check_free(f"gateway.{key}", getattr(config.gateway, key))
         self._progress("starting Ray")
         self._start_ray()
         self._progress("starting the router")
@@ -125,7 +127,8 @@ class LocalCluster:
             self._result(leader.serves)
             self._progress(f"ring {leader.host.name} serves")
         self._await_gateway()
-        self._progress(f"gateway serves at {self.gateway_address}")
+        http = f", OpenAI's HTTP at http://{self.http_address}/v1" if self.http_address else ""
+        self._progress(f"gateway serves at {self.gateway_address}{http}")
         for leader in self._leaders.values():
             # Not while the others start: rates measured on a busy machine would mislead the plans.
             self._result(leader.actor.measure.remote())
@@ -179,9 +182,11 @@ class LocalCluster:
         command = [
             *(sys.executable, "-m", "services.gateway_process", "--follow-stdin"),
             *("--listen", self.gateway_address or config.gateway.listen),
+            *("--http", self.http_address or config.gateway.http),
             *("--metrics", self.metrics_address or config.gateway.metrics),
             *("--router", self.router_endpoint),
             *("--model", str(model_path)),
+            *("--model-name", config.gateway.model_name or _model_name(config.model.path)),
             *("--dtype", config.model.dtype),
             *("--max-seconds", str(config.gateway.max_seconds)),
             *("--log-level", config.logs.level),
@@ -196,6 +201,7 @@ class LocalCluster:
             raise ConfigError("the gateway did not start; its reason stands above")
         addresses = json.loads(line)
         self.gateway_address, self.metrics_address = addresses["gateway"], addresses["metrics"]
+        self.http_address = addresses["http"]
 
     def watch(self) -> None:
         """Start again a leader or gateway that died, until stopped. Raises Unavailable when the router died."""
@@ -235,6 +241,11 @@ class LocalCluster:
         done, late = ray.wait(stops, num_returns=len(stops), timeout=GATEWAY_STOP_SECONDS) if stops else ([], [])
         if late:
             log.warning("%d of %d actors did not stop in time and are ended with Ray", len(late), len(done) + len(late))
+
+
+def _model_name(path: str) -> str:
+    """What HTTP clients call the model where the configuration names nothing."""
+    return path if path.startswith(BUILTIN_PREFIX) else Path(path).name
 
 
 def _is_done(reference: Any) -> bool:

@@ -99,9 +99,16 @@ class RouterConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class GatewayConfig:
-    """Where clients call. `metrics` serves Prometheus; empty switches it off. `max_seconds` bounds a turn."""
+    """Where clients call: gRPC at `listen`, OpenAI's HTTP at `http`; `metrics` serves Prometheus. Empty switches off
+    `http` and `metrics`.
+
+    `model_name` is what HTTP clients call the model; empty takes "builtin:tiny" or the name of the model's directory.
+    `max_seconds` bounds a turn.
+    """
 
     listen: str = "127.0.0.1:50051"
+    http: str = "127.0.0.1:8000"
+    model_name: str = ""
     metrics: str = "127.0.0.1:9464"
     max_seconds: float = 600.0
 
@@ -256,8 +263,9 @@ def _check(config: Config) -> None:
     _within("gateway.max_seconds", config.gateway.max_seconds, 0.1, 86_400)
     _address("gateway.listen", config.gateway.listen)
     _address("router.listen", config.router.listen)
-    if config.gateway.metrics:
-        _address("gateway.metrics", config.gateway.metrics)
+    for key in ("http", "metrics"):
+        if address := getattr(config.gateway, key):
+            _address(f"gateway.{key}", address)
 
 
 def _ring_transport(model: ModelConfig) -> None:

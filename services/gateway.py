@@ -13,7 +13,7 @@ import grpc
 
 from cp_core.errors import InvalidRequest, RingserveError, Unavailable
 from orchestration.ports import Peers, RouterPort
-from orchestration.turn import Plan
+from orchestration.turn import Plan, ServerView
 from ringserve.v1 import inference_pb2, inference_pb2_grpc
 from services.metrics import GatewayMetrics
 from services.requests import RequestReader
@@ -65,12 +65,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def Generate(
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
-        async for response in answer_stream(context, self._generate(request, context.time_remaining())):
+        async for response in answer_stream(context, self.generate(request, context.time_remaining())):
             yield response
 
-    async def _generate(
+    async def generate(
         self, request: inference_pb2.GenerateRequest, seconds_left: float | None
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        """One turn, from whatever door. Raises RingserveError; closing the iterator ends the turn everywhere."""
         started, outcome = time.monotonic(), "cancelled"
         request_id = ""
         self._metrics.began()
@@ -154,6 +155,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             kv_bytes_per_token=model.kv_bytes_per_token,
             num_parameters=model.num_parameters,
         )
+
+    async def server_view(self) -> ServerView:
+        """The service as the router sees it. Raises Unavailable."""
+        return await self._router.get_server_info()
 
     async def GetServerInfo(
         self, request: inference_pb2.GetServerInfoRequest, context: Context

@@ -20,6 +20,8 @@ from services.gateway import InferenceServicer
 from services.grpc_server import GrpcServer
 from services.logs import set_up_logs
 from services.metrics import GatewayMetrics
+from services.openai.app import HttpDoor
+from services.openai.server import HttpServer
 from services.peers import GrpcPeers
 from services.requests import RequestReader
 from services.text import TextCodec
@@ -37,9 +39,11 @@ class GatewaySettings:
     """What a gateway needs to know. `follow_stdin`: end when standard input closes, i.e. with the parent."""
 
     listen: str
+    http: str
     metrics: str
     router: str
     model: str
+    model_name: str
     dtype: str
     max_seconds: float
     log_level: str = "info"
@@ -47,7 +51,7 @@ class GatewaySettings:
 
 
 async def serve(settings: GatewaySettings) -> None:
-    """Serve until told to stop. The first line on standard output is JSON: {"gateway": ..., "metrics": ...}."""
+    """Serve until told to stop. The first line on standard output is JSON: {"gateway": ..., "http": ..., "metrics": ...}."""
     path = resolve_model_path(settings.model)
     model = read_model_info(path, dtype=settings.dtype, name=Path(settings.model).name)
     codec = TextCodec(path)
@@ -66,14 +70,22 @@ async def serve(settings: GatewaySettings) -> None:
         descriptor = sys.stdin.fileno()
         loop.add_reader(descriptor, lambda: None if os.read(descriptor, 4096) else stopped.set())
     metrics_address = _serve_metrics(settings.metrics, metrics)
+    http_server = HttpServer(HttpDoor(servicer, _model_name(settings), model.max_positions).app)
+    http_address = await http_server.start(settings.http) if settings.http else ""
     address = await server.start(settings.listen)
-    print(json.dumps({"gateway": address, "metrics": metrics_address}), flush=True)
+    print(json.dumps({"gateway": address, "http": http_address, "metrics": metrics_address}), flush=True)
     await stopped.wait()
     ending = asyncio.create_task(servicer.end_turns(STOP_GRACE_SECONDS))
-    await server.stop(STOP_GRACE_SECONDS + ABORT_GRACE_SECONDS)  # sooner where nothing runs
+    grace = STOP_GRACE_SECONDS + ABORT_GRACE_SECONDS  # sooner where nothing runs
+    await asyncio.gather(server.stop(grace), http_server.stop(grace))
     ending.cancel()
     await asyncio.gather(ending, return_exceptions=True)
     await peers.close()
+
+
+def _model_name(settings: GatewaySettings) -> str:
+    """What clients call the model over HTTP."""
+    return settings.model_name or Path(settings.model).name
 
 
 def _serve_metrics(address: str, metrics: GatewayMetrics) -> str:
@@ -101,7 +113,7 @@ def run_gateway(settings: GatewaySettings) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     """What a local cluster starts; users have `ringserve gateway`."""
     parser = argparse.ArgumentParser(prog="python -m services.gateway_process")
-    for option in ("--listen", "--metrics", "--router", "--model", "--dtype"):
+    for option in ("--listen", "--http", "--metrics", "--router", "--model", "--model-name", "--dtype"):
         parser.add_argument(option, required=True)
     parser.add_argument("--max-seconds", type=float, required=True)
     parser.add_argument("--log-level", required=True)

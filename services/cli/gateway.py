@@ -17,9 +17,11 @@ def add(commands: Subcommands) -> None:
         "gateway", help="run one more gateway", epilog=EXAMPLE, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--listen", required=True, help="HOST:PORT for clients")
+    parser.add_argument("--http", default="", help="HOST:PORT for OpenAI's HTTP (default: none)")
     parser.add_argument("--metrics", default="", help="HOST:PORT for Prometheus (default: none)")
     parser.add_argument("--router", required=True, help="HOST:PORT of the router, as 'ringserve status' shows it")
     parser.add_argument("--model", required=True, help="model directory or builtin:tiny")
+    parser.add_argument("--model-name", default="", help="what HTTP clients call it (default: the directory's name)")
     parser.add_argument("--dtype", default="float32", help="the rings' dtype (default: float32)")
     parser.add_argument("--max-seconds", type=float, default=600.0, help="longest a turn may take (default: 600)")
     parser.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="what to log (default: info)")
@@ -32,9 +34,11 @@ def run(options: argparse.Namespace) -> int:
     return run_gateway(
         GatewaySettings(
             listen=options.listen,
+            http=options.http,
             metrics=options.metrics,
             router=options.router,
             model=options.model,
+            model_name=options.model_name or (options.model if options.model.startswith("builtin:") else ""),
             dtype=options.dtype,
             max_seconds=options.max_seconds,
             log_level=options.log_level,
