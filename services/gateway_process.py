@@ -51,7 +51,7 @@ class GatewaySettings:
 
 
 async def serve(settings: GatewaySettings) -> None:
-    """Serve until told to stop. The first line on standard output is JSON: {"gateway": ..., "http": ..., "metrics": ...}."""
+    """Serve until told to stop. The first line on standard output is JSON: the addresses listened on."""
     path = resolve_model_path(settings.model)
     model = read_model_info(path, dtype=settings.dtype, name=Path(settings.model).name)
     codec = TextCodec(path)

@@ -77,7 +77,15 @@ OURS: dict[str, Reader] = {"conversation_id": text, "request_id": text}
 """Fields of the contract that OpenAI's requests lack; clients send them as extra fields (`extra_body`)."""
 
 INERT = frozenset(
-    {"user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier"}
+    {
+        "user",
+        "metadata",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "service_tier",
+    }
 )
 """Fields that ask for nothing of the answer."""
 
@@ -92,6 +100,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "logprobs": (False,),
     "min_p": (0,),
     "min_tokens": (0,),
+    "moderation": (),
     "modalities": (["text"],),
     "n": (1,),
     "parallel_tool_calls": (True, False),

@@ -1,4 +1,4 @@
-"""Work that ends when its client is gone, and streams of server-sent events that stay open while there is nothing to say."""
+"""Work that ends when its client is gone, and streams of server-sent events that stay open through silence."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HEADERS = [
 
 @asynccontextmanager
 async def ended_by_hang_up(receive: Receive) -> AsyncIterator[None]:
-    """The body is cancelled when the client hangs up. Raises ClientDisconnect then. The request's body has been read."""
+    """The block is cancelled when the client hangs up: raises ClientDisconnect. The request's body has been read."""
     task = asyncio.current_task()
     assert task is not None, "requests are served in tasks"
     is_gone = False

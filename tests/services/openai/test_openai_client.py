@@ -119,7 +119,7 @@ async def test_a_conversation_goes_on_by_its_id_and_computes_only_what_is_new(
 ) -> None:
     messages: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Tell me of rings. " * 20}]
     asked: dict[str, Any] = {"model": MODEL, "max_tokens": 6, "temperature": 0}
-    more = {"extra_body": {"conversation_id": "rings"}}
+    more: dict[str, Any] = {"extra_body": {"conversation_id": "rings"}}
     async with doors.openai() as client:
         first = await client.chat.completions.create(messages=messages, **asked, **more)
         content = first.choices[0].message.content
@@ -213,7 +213,7 @@ async def test_a_bad_field_is_refused_by_name(
     if stream and "stream_options" in fields:
         fields = fields | {"stream_options": {"usage": True}}
         param, said = "stream_options.usage", "no such field"
-    asked = {"model": MODEL, "messages": HELLO, "stream": stream} | fields
+    asked: dict[str, Any] = {"model": MODEL, "messages": HELLO, "stream": stream} | fields
     async with doors.openai() as client:
         with pytest.raises(openai.BadRequestError) as caught:
             await client.chat.completions.create(**asked)
@@ -284,7 +284,7 @@ async def test_a_conversation_that_is_not_there_is_not_found(doors: Doors) -> No
 
 
 async def test_a_busy_conversation_is_a_conflict_and_an_abort_ends_its_stream_as_an_error(doors: Doors) -> None:
-    more = {"extra_body": {"conversation_id": "busy", "request_id": "first"}}
+    more: dict[str, Any] = {"extra_body": {"conversation_id": "busy", "request_id": "first"}}
     async with doors.openai() as client:
         stream = await client.completions.create(model=MODEL, prompt="x", max_tokens=4000, stream=True, **more)
         async for event in stream:
