@@ -9,13 +9,17 @@ from typing import Any, NoReturn, TypeVar
 import grpc
 
 from cp_core import errors
-from cp_core.errors import RingserveError, Unavailable
+from cp_core.errors import CapacityExceeded, RingserveError, Unavailable
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 ERROR_KEY = "ringserve-error"
 """Trailing metadata that names the error class, so that a peer raises what was raised."""
+
+RETRY_KEY = "retry-after-ms"
+"""Trailing metadata that says when trying again may help."""
+RETRY_MILLISECONDS = 1000
 
 MAX_MESSAGE = 600
 """Characters; each may take up to 12 bytes of the metadata that carries it."""
@@ -57,7 +61,10 @@ def error_from(failure: grpc.aio.AioRpcError, peer: str) -> RingserveError:
 
 
 async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: RingserveError) -> NoReturn:
-    await context.abort(code_of(error), _shortened(str(error)), ((ERROR_KEY, type(error).__name__),))
+    trailing = [(ERROR_KEY, type(error).__name__)]
+    if isinstance(error, CapacityExceeded):
+        trailing.append((RETRY_KEY, str(RETRY_MILLISECONDS)))
+    await context.abort(code_of(error), _shortened(str(error)), tuple(trailing))
     raise AssertionError("abort does not return")
 
 
