@@ -7,6 +7,7 @@ const target = process.argv[2] ?? "127.0.0.1:50051";
 const protos = fileURLToPath(new URL("../../proto", import.meta.url));
 const definition = protoLoader.loadSync("ringserve/v1/inference.proto", {
   includeDirs: [protos],
+  defaults: true,
   keepCase: true,
   longs: Number,
   oneofs: true,
