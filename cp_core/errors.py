@@ -2,9 +2,11 @@
 
 RingserveError
 ├── InvalidRequest        a field of the request is wrong: the message names field, value and what is allowed
+├── Unauthenticated       no token, or one that is wrong or has expired
+├── Forbidden             the caller is known and may not do this
 ├── NotFound              no such conversation, request or turn
 ├── Busy                  the conversation has a turn running
-├── CapacityExceeded      no free KV or batch slot now; the same request may succeed later
+├── CapacityExceeded      no free KV, batch slot or place in a queue now; the same request may succeed later
 ├── DeadlineExceeded      the turn's own deadline passed
 ├── TurnCancelled         the client, or an Abort, ended the turn
 ├── Unavailable           a ring, rank or peer is down or being rebuilt
@@ -26,6 +28,14 @@ class InvalidRequest(RingserveError):
     """A field of the request is wrong."""
 
 
+class Unauthenticated(RingserveError):
+    """No token, or one that is wrong or has expired."""
+
+
+class Forbidden(RingserveError):
+    """The caller is known and may not do this."""
+
+
 class NotFound(RingserveError):
     """No such conversation, request or turn."""
 
@@ -35,7 +45,11 @@ class Busy(RingserveError):
 
 
 class CapacityExceeded(RingserveError):
-    """No free KV or batch slot now."""
+    """No free KV, batch slot or place in a queue now; room is expected in `retry_after_seconds`, if that is known."""
+
+    def __init__(self, message: str, retry_after_seconds: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_seconds = retry_after_seconds
 
 
 class DeadlineExceeded(RingserveError):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 
@@ -15,6 +16,9 @@ from cp_core.errors import InvalidRequest, RingserveError, Unavailable
 from orchestration.ports import Peers, RouterPort
 from orchestration.turn import Plan, ServerView
 from ringserve.v1 import inference_pb2, inference_pb2_grpc
+from services.auth.doorkeeper import Doorkeeper
+from services.auth.scoped_router import ScopedRouter
+from services.auth.tenants import Tenant
 from services.metrics import GatewayMetrics
 from services.requests import RequestReader
 from services.status import answer, answer_stream, code_of
@@ -25,6 +29,7 @@ from workers.steps import ModelInfo
 
 log = logging.getLogger(__name__)
 Context = grpc.aio.ServicerContext[Any, Any]
+T = TypeVar("T")
 
 UNSETTLED = ("cancelled", "unavailable")
 """Outcomes after which the router may still take the turn for running: it is told, once more than needed perhaps."""
@@ -38,7 +43,10 @@ def package_version() -> str:
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
-    """The public methods. Tokens come straight from the decode leader of each turn."""
+    """The public methods. Tokens come straight from the decode leader of each turn.
+
+    Nothing here asks the router by itself: only a `ScopedRouter` of the tenant that calls does.
+    """
 
     def __init__(
         self,
@@ -49,12 +57,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         router: RouterPort,
         peers: Peers,
         metrics: GatewayMetrics,
+        doorkeeper: Doorkeeper | None = None,
     ) -> None:
         self._model = model
         self._model_path = model_path
         self._codec = codec
         self._reader = reader
-        self._router = router
+        self._whole_router = router
+        self._doorkeeper = doorkeeper or Doorkeeper()
         self._peers = peers
         self._metrics = metrics
         self._started = time.monotonic()
@@ -65,21 +75,38 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def Generate(
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
-        async for response in answer_stream(context, self.generate(request, context.time_remaining())):
+        async for response in answer_stream(context, self._generate_for(request, context)):
             yield response
 
+    async def _generate_for(
+        self, request: inference_pb2.GenerateRequest, context: Context
+    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        turn = self.generate(request, self._caller(context), context.time_remaining())
+        async with aclosing(turn) as responses:  # type: ignore[type-var]
+            async for response in responses:
+                yield response
+
     async def generate(
-        self, request: inference_pb2.GenerateRequest, seconds_left: float | None
+        self, request: inference_pb2.GenerateRequest, tenant: Tenant, seconds_left: float | None
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         """One turn, from whatever door. Raises RingserveError; closing the iterator ends the turn everywhere."""
+        with self._doorkeeper.limits.turn(tenant):
+            async with aclosing(self._turn(request, tenant, seconds_left)) as responses:  # type: ignore[type-var]
+                async for response in responses:
+                    yield response
+
+    async def _turn(
+        self, request: inference_pb2.GenerateRequest, tenant: Tenant, seconds_left: float | None
+    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         started, outcome = time.monotonic(), "cancelled"
         request_id = ""
+        router = ScopedRouter(self._whole_router, tenant)
         self._metrics.began()
         try:
             turn_request = await asyncio.to_thread(self._reader.read, request, seconds_left)
-            request_id = turn_request.request_id
+            request_id = router.scoped(turn_request.request_id)
             self._running.add(request_id)
-            begun = await self._router.begin_turn(turn_request)
+            begun = await router.begin_turn(turn_request)
             self._note_plan(request_id, begun.prompt_tokens, begun.plan)
             stream = TurnStream(turn_request, begun, IncrementalText(self._codec), started)
             yield stream.start()
@@ -92,7 +119,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             outcome = code_of(error).name.lower()
             if self._is_stopping:
                 raise Unavailable("the gateway is stopping; retry at another") from error
-            raise
+            raise router.shown(error) from None
         finally:
             self._running.discard(request_id)
             self._metrics.ended(outcome)
@@ -121,7 +148,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
     async def _abort(self, request_id: str) -> None:
         try:
-            await self._router.abort_requests([request_id])
+            await self._whole_router.abort_requests([request_id])
         except RingserveError as error:
             log.warning("request %s could not be aborted: %s", request_id, error)
 
@@ -133,12 +160,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             await self._abort(request_id)
 
     async def Abort(self, request: inference_pb2.AbortRequest, context: Context) -> inference_pb2.AbortResponse:
-        aborted, unknown = await answer(context, self._router.abort_requests(list(request.request_ids)))
+        ids = list(request.request_ids)
+        aborted, unknown = await self._answer(context, lambda router: router.abort_requests(ids))
         return inference_pb2.AbortResponse(aborted=aborted, unknown=unknown)
 
     async def GetModelInfo(
         self, request: inference_pb2.GetModelInfoRequest, context: Context
     ) -> inference_pb2.GetModelInfoResponse:
+        await self._answer(context, _nothing)
         model = self._model
         return inference_pb2.GetModelInfoResponse(
             model_path=self._model_path,
@@ -158,12 +187,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
     async def server_view(self) -> ServerView:
         """The service as the router sees it. Raises Unavailable."""
-        return await self._router.get_server_info()
+        return await self._whole_router.get_server_info()
 
     async def GetServerInfo(
         self, request: inference_pb2.GetServerInfoRequest, context: Context
     ) -> inference_pb2.GetServerInfoResponse:
-        info = wire_groups.server_to(await answer(context, self._router.get_server_info()))
+        info = wire_groups.server_to(await self._answer(context, self._operators_view))
         info.version = package_version()
         info.uptime_seconds = time.monotonic() - self._started
         return info
@@ -171,16 +200,41 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def GetConversation(
         self, request: inference_pb2.GetConversationRequest, context: Context
     ) -> inference_pb2.GetConversationResponse:
-        view = await answer(context, self._named(request.conversation_id, self._router.get_conversation))
+        name = request.conversation_id
+        view = await self._answer(context, lambda router: _named(name, router.get_conversation))
         return wire_groups.conversation_to(view)
 
     async def DeleteConversation(
         self, request: inference_pb2.DeleteConversationRequest, context: Context
     ) -> inference_pb2.DeleteConversationResponse:
-        await answer(context, self._named(request.conversation_id, self._router.delete_conversation))
+        name = request.conversation_id
+        await self._answer(context, lambda router: _named(name, router.delete_conversation))
         return inference_pb2.DeleteConversationResponse()
 
-    async def _named(self, conversation_id: str, call: Any) -> Any:
-        if not conversation_id:
-            raise InvalidRequest("conversation_id: '' is not allowed; name a conversation")
-        return await call(conversation_id)
+    def _caller(self, context: Context) -> Tenant:
+        """Raises Unauthenticated."""
+        metadata = dict(context.invocation_metadata() or ())
+        authorization = metadata.get("authorization")
+        return self._doorkeeper.tenant_of(None if authorization is None else str(authorization))
+
+    async def _answer(self, context: Context, ask: Callable[[ScopedRouter], Awaitable[T]]) -> T:
+        """What the router says to the tenant that calls; an error becomes its status."""
+
+        async def asked() -> T:
+            return await ask(ScopedRouter(self._whole_router, self._caller(context)))
+
+        return await answer(context, asked())
+
+    async def _operators_view(self, router: ScopedRouter) -> ServerView:
+        self._doorkeeper.check_operator(router.tenant)
+        return await router.get_server_info()
+
+
+async def _nothing(router: ScopedRouter) -> None:
+    """Asks the router nothing; the caller had to be known all the same."""
+
+
+async def _named(conversation_id: str, call: Callable[[str], Awaitable[T]]) -> T:
+    if not conversation_id:
+        raise InvalidRequest("conversation_id: '' is not allowed; name a conversation")
+    return await call(conversation_id)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import AsyncIterator, Awaitable
 from typing import Any, NoReturn, TypeVar
 
@@ -18,14 +19,15 @@ ERROR_KEY = "ringserve-error"
 """Trailing metadata that names the error class, so that a peer raises what was raised."""
 
 RETRY_KEY = "retry-after-ms"
-"""Trailing metadata that says when trying again may help."""
-RETRY_MILLISECONDS = 1000
+"""Trailing metadata of a refusal that says in how many milliseconds there is likely to be room."""
 
 MAX_MESSAGE = 600
 """Characters; each may take up to 12 bytes of the metadata that carries it."""
 
 CODES: dict[type[RingserveError], grpc.StatusCode] = {
     errors.InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
+    errors.Forbidden: grpc.StatusCode.PERMISSION_DENIED,
     errors.NotFound: grpc.StatusCode.NOT_FOUND,
     errors.Busy: grpc.StatusCode.ABORTED,
     errors.CapacityExceeded: grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -50,21 +52,38 @@ def error_named(name: str, message: str) -> RingserveError:
     return {kind.__name__: kind for kind in CODES}.get(name, Unavailable)(message)
 
 
+def error_of(failure: Any) -> RingserveError | None:
+    """The error that a failed call's trailing metadata names, or None where it names none: gRPC's own failure."""
+    metadata = {key: str(value) for key, value in failure.trailing_metadata() or ()}
+    if ERROR_KEY not in metadata:
+        return None
+    error = error_named(metadata[ERROR_KEY], failure.details() or "")
+    hint = metadata.get(RETRY_KEY, "")
+    if isinstance(error, CapacityExceeded) and hint.isascii() and hint.isdigit():
+        error.retry_after_seconds = int(hint) / 1000
+    return error
+
+
+def metadata_of(error: RingserveError) -> tuple[tuple[str, str], ...]:
+    """Trailing metadata from which `error_of` makes the error again."""
+    named = ((ERROR_KEY, type(error).__name__),)
+    if isinstance(error, CapacityExceeded) and error.retry_after_seconds is not None:
+        return (*named, (RETRY_KEY, str(math.ceil(1000 * error.retry_after_seconds))))
+    return named
+
+
 def error_from(failure: grpc.aio.AioRpcError, peer: str) -> RingserveError:
     """What a failed call to one of our own processes stands for. What gRPC itself reports becomes Unavailable."""
-    for key, value in failure.trailing_metadata() or ():
-        if key == ERROR_KEY:
-            return error_named(str(value), failure.details() or "")
+    error = error_of(failure)
+    if error is not None:
+        return error
     if failure.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
         return Unavailable(f"{peer} did not answer in time")
     return Unavailable(f"{peer} cannot be reached ({failure.code().name.lower()})")
 
 
 async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: RingserveError) -> NoReturn:
-    trailing = [(ERROR_KEY, type(error).__name__)]
-    if isinstance(error, CapacityExceeded):
-        trailing.append((RETRY_KEY, str(RETRY_MILLISECONDS)))
-    await context.abort(code_of(error), _shortened(str(error)), tuple(trailing))
+    await context.abort(code_of(error), _shortened(str(error)), metadata_of(error))
     raise AssertionError("abort does not return")
 
 

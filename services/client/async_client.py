@@ -14,7 +14,7 @@ import grpc
 from cp_core.errors import Unavailable
 from ringserve.v1 import inference_pb2, inference_pb2_grpc
 from services.client.channel import TlsFiles, metadata_of
-from services.client.failures import failure_from
+from services.client.failures import error_from_call
 from services.client.requests import Prompt, Sampling, is_repeatable, request_of
 from services.client.results import Answer, AnswerReader, Piece, Plan
 from services.client.retries import Retries, RetryPolicy
@@ -159,11 +159,11 @@ class AsyncClient:
                         has_tokens = has_tokens or not response.HasField("start")
                         yield response
                 return
-            except grpc.aio.AioRpcError as error:
-                failure = failure_from(error, self._target)
-            delay = retries.delay_after(failure, has_tokens=has_tokens, now=clock())
+            except grpc.aio.AioRpcError as failure:
+                error = error_from_call(failure, self._target)
+            delay = retries.delay_after(error, has_tokens=has_tokens, now=clock())
             if delay is None:
-                raise failure.error
+                raise error
             await asyncio.sleep(delay)
 
     # --- asking ------------------------------------------------------------------------------------------------------
@@ -189,7 +189,7 @@ class AsyncClient:
         try:
             return await method(request, timeout=CONTROL_SECONDS, metadata=self._metadata)
         except grpc.aio.AioRpcError as failure:
-            raise failure_from(failure, self._target).error from None
+            raise error_from_call(failure, self._target) from None
 
 
 class AsyncConversation:

@@ -2,34 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import grpc
 
-from cp_core.errors import CapacityExceeded, DeadlineExceeded, RingserveError, Unavailable
-from services.status import ERROR_KEY, RETRY_KEY, error_named
+from cp_core.errors import CapacityExceeded, DeadlineExceeded, RingserveError, Unauthenticated, Unavailable
+from services.status import error_of
 
 
-@dataclass(frozen=True, kw_only=True)
-class Failure:
-    """`retry_after_seconds` is what the server asks for, None where it says nothing."""
-
-    error: RingserveError
-    retry_after_seconds: float | None = None
-
-
-def failure_from(call: Any, target: str) -> Failure:
+def error_from_call(call: Any, target: str) -> RingserveError:
     """`call` is a grpc.RpcError, of a channel of either kind."""
-    metadata = {key: value for key, value in call.trailing_metadata() or () if isinstance(value, str)}
-    retry = metadata.get(RETRY_KEY, "")
-    seconds = int(retry) / 1000 if retry.isdecimal() and len(retry) < 10 else None
-    return Failure(error=_error(call, metadata.get(ERROR_KEY, ""), target), retry_after_seconds=seconds)
-
-
-def _error(call: Any, name: str, target: str) -> RingserveError:
-    if name:
-        return error_named(name, call.details())
+    error = error_of(call)
+    if error is not None:
+        return error
     match call.code():
         case grpc.StatusCode.DEADLINE_EXCEEDED:
             return DeadlineExceeded("the deadline passed before the turn ended")
@@ -37,5 +22,7 @@ def _error(call: Any, name: str, target: str) -> RingserveError:
             return Unavailable(f"the gateway at {target} cannot be reached")
         case grpc.StatusCode.RESOURCE_EXHAUSTED:
             return CapacityExceeded(f"RESOURCE_EXHAUSTED: {call.details()}")
+        case grpc.StatusCode.UNAUTHENTICATED:
+            return Unauthenticated(f"UNAUTHENTICATED: {call.details()}")
         case code:
             return RingserveError(f"{code.name}: {call.details()}")

@@ -15,8 +15,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from cp_core.errors import Busy, CapacityExceeded, Unavailable
-from services.client.failures import Failure
+from cp_core.errors import Busy, CapacityExceeded, RingserveError, Unavailable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,18 +40,18 @@ class Retries:
         self._failed = 0
         self._was_lost = False
 
-    def delay_after(self, failure: Failure, *, has_tokens: bool, now: float) -> float | None:
+    def delay_after(self, error: RingserveError, *, has_tokens: bool, now: float) -> float | None:
         """Seconds until the next attempt, None where there is to be none."""
         self._failed += 1
-        if has_tokens or self._failed >= self._policy.max_attempts or not self._may_repeat(failure):
+        if has_tokens or self._failed >= self._policy.max_attempts or not self._may_repeat(error):
             return None
         delay = min(self._policy.first_delay_seconds * 2 ** (self._failed - 1), self._policy.max_delay_seconds)
         # Many clients are refused at once: they must not come back at once.
-        delay = max(delay * random.uniform(0.5, 1.0), failure.retry_after_seconds or 0.0)
+        hint = error.retry_after_seconds if isinstance(error, CapacityExceeded) else None
+        delay = max(delay * random.uniform(0.5, 1.0), hint or 0.0)
         return None if self._deadline is not None and now + delay >= self._deadline else delay
 
-    def _may_repeat(self, failure: Failure) -> bool:
-        error = failure.error
+    def _may_repeat(self, error: RingserveError) -> bool:
         if isinstance(error, CapacityExceeded):
             return True
         if isinstance(error, Busy):

@@ -14,7 +14,7 @@ import grpc
 from cp_core.errors import Unavailable
 from ringserve.v1 import inference_pb2, inference_pb2_grpc
 from services.client.channel import TlsFiles, metadata_of
-from services.client.failures import failure_from
+from services.client.failures import error_from_call
 from services.client.requests import Prompt, Sampling, is_repeatable, request_of
 from services.client.results import Answer, AnswerReader, Piece, Plan
 from services.client.retries import Retries, RetryPolicy
@@ -146,7 +146,7 @@ class Client:
         try:
             yield from self._responses(request, timeout)
         except grpc.RpcError as failure:
-            raise failure_from(failure, self._target).error from None
+            raise error_from_call(failure, self._target) from None
 
     def _responses(self, request: inference_pb2.GenerateRequest, timeout: float | None) -> Responses:
         call = self._stub.Generate(request, timeout=timeout, metadata=self._metadata)
@@ -166,11 +166,11 @@ class Client:
                     has_tokens = has_tokens or not response.HasField("start")
                     yield response
                 return
-            except grpc.RpcError as error:
-                failure = failure_from(error, self._target)
-            delay = retries.delay_after(failure, has_tokens=has_tokens, now=time.monotonic())
+            except grpc.RpcError as failure:
+                error = error_from_call(failure, self._target)
+            delay = retries.delay_after(error, has_tokens=has_tokens, now=time.monotonic())
             if delay is None or self._closed.wait(delay):
-                raise failure.error
+                raise error
 
     # --- asking ------------------------------------------------------------------------------------------------------
 
@@ -195,7 +195,7 @@ class Client:
         try:
             return method(request, timeout=CONTROL_SECONDS, metadata=self._metadata)
         except grpc.RpcError as failure:
-            raise failure_from(failure, self._target).error from None
+            raise error_from_call(failure, self._target) from None
 
 
 class Conversation:

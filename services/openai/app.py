@@ -20,6 +20,8 @@ from starlette.types import ASGIApp
 from cp_core.errors import RingserveError, Unavailable
 from orchestration.turn import ServerView
 from ringserve.v1 import inference_pb2
+from services.auth.doorkeeper import Doorkeeper
+from services.auth.tenants import Tenant
 from services.grpc_server import MAX_MESSAGE_BYTES
 from services.openai.errors import BadHttpRequest, error_body, headers_of, status_of
 from services.openai.hang_up import EventStream, ended_by_hang_up
@@ -38,7 +40,7 @@ class TurnService(Protocol):
     """What the door needs of the gateway."""
 
     def generate(
-        self, request: inference_pb2.GenerateRequest, seconds_left: float | None
+        self, request: inference_pb2.GenerateRequest, tenant: Tenant, seconds_left: float | None
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         """One turn's responses. Raises RingserveError. Closing it ends the turn."""
 
@@ -49,8 +51,11 @@ class TurnService(Protocol):
 class HttpDoor:
     """OpenAI's paths for one model. `app` is the ASGI application."""
 
-    def __init__(self, service: TurnService, model_name: str, max_positions: int) -> None:
+    def __init__(
+        self, service: TurnService, model_name: str, max_positions: int, doorkeeper: Doorkeeper | None = None
+    ) -> None:
         self._service = service
+        self._doorkeeper = doorkeeper or Doorkeeper()
         self._model_name = model_name
         self._max_positions = max_positions
         self._reader = HttpRequestReader(model_name, max_positions)
@@ -84,10 +89,11 @@ class HttpDoor:
         return await self._turn(request, self._reader.completion, CompletionShape())
 
     async def _turn(self, request: Request, read: Callable[[Any], HttpTurn], shape: Shape) -> ASGIApp:
+        tenant = self._caller(request)  # first: strangers' bodies are not even read
         body = await _body(request)
         turn = await asyncio.to_thread(lambda: read(_parsed(body)))
         answer = TurnAnswer(shape, self._model_name, turn.include_usage)
-        responses = self._service.generate(turn.request, None)
+        responses = self._service.generate(turn.request, tenant, None)
         if not turn.stream:
             async with ended_by_hang_up(request.receive):
                 return JSONResponse(await _whole(responses, answer))
@@ -100,11 +106,17 @@ class HttpDoor:
     # --- asking ------------------------------------------------------------------------------------------------------
 
     async def _models(self, request: Request) -> Response:
+        self._caller(request)
         return JSONResponse({"object": "list", "data": [self._model_json()]})
 
     async def _model(self, request: Request) -> Response:
+        self._caller(request)
         self._reader.check_model(request.path_params["name"])
         return JSONResponse(self._model_json())
+
+    def _caller(self, request: Request) -> Tenant:
+        """Raises Unauthenticated."""
+        return self._doorkeeper.tenant_of(request.headers.get("authorization"))
 
     def _model_json(self) -> dict[str, Any]:
         return model_json(self._model_name, self._created, self._max_positions)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
 import grpc
 
-from cp_core.errors import InvalidRequest, RingserveError
+from cp_core.errors import CapacityExceeded, InvalidRequest, RingserveError
 from services.status import code_of
 
 INTERNAL = "internal error; the server's log has the details"
-RETRY_SECONDS = 1
-"""What `Retry-After` says where trying again may help."""
+RETRY_SECONDS = 1.0
+"""What `Retry-After` says where nobody knows better."""
 
 # HTTP status and OpenAI's `type` and `code` of each gRPC status that a turn can end with.
 _SHAPES: dict[grpc.StatusCode, tuple[int, str, str | None]] = {
@@ -61,7 +62,10 @@ def headers_of(error: BaseException) -> dict[str, str]:
     status = status_of(error)
     if status == 401:
         return {"WWW-Authenticate": "Bearer"}
-    return {"Retry-After": str(RETRY_SECONDS)} if status in _RETRYABLE else {}
+    if status not in _RETRYABLE:
+        return {}
+    hint = error.retry_after_seconds if isinstance(error, CapacityExceeded) else None
+    return {"Retry-After": str(max(1, math.ceil(hint or RETRY_SECONDS)))}
 
 
 def error_body(error: BaseException) -> dict[str, Any]:

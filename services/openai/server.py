@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import ssl
 from collections.abc import Iterator
 
 import uvicorn
@@ -26,8 +27,9 @@ class _Server(uvicorn.Server):
 class HttpServer:
     """One listening HTTP server: `start`, then `stop`."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, tls: ssl.SSLContext | None = None) -> None:
         self._app = app
+        self._tls = tls
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
 
@@ -46,6 +48,8 @@ class HttpServer:
             server_header=False,
             h11_max_incomplete_event_size=MAX_HEADER_BYTES,
         )
+        config.load()
+        config.ssl = self._tls  # made and proven by us; uvicorn would make its own from files
         self._server = _Server(config)
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
         return f"{host}:{listener.getsockname()[1]}"

@@ -198,7 +198,7 @@ async def test_what_adds_to_a_conversation_is_not_tried_again_after_a_loss(by: C
 
 @BOTH
 async def test_a_refusal_for_want_of_room_is_tried_again_when_the_server_says(by: Callable[..., Any]) -> None:
-    gateway = Failing([CapacityExceeded("full")], ["fine"])
+    gateway = Failing([CapacityExceeded("full", 1.0)], ["fine"])
     began = asyncio.get_running_loop().time()
     assert (await answered(gateway, by(conversation_id="c"))).text == "fine"
     assert asyncio.get_running_loop().time() - began >= 1.0  # the trailing metadata of the refusal

@@ -14,21 +14,20 @@ from cp_core.errors import (
     TurnCancelled,
     Unavailable,
 )
-from services.client.failures import Failure
 from services.client.requests import Message, Sampling, is_repeatable, request_of
 from services.client.retries import NO_RETRIES, Retries, RetryPolicy
 
 POLICY = RetryPolicy(max_attempts=4, first_delay_seconds=1.0, max_delay_seconds=3.0)
-FULL = Failure(error=CapacityExceeded("full"))
-LOST = Failure(error=Unavailable("lost"))
-RUNNING = Failure(error=Busy("still running"))
+FULL = CapacityExceeded("full")
+LOST = Unavailable("lost")
+RUNNING = Busy("still running")
 
 
 def retries(*, is_repeatable: bool = True, deadline: float | None = None) -> Retries:
     return Retries(POLICY, is_repeatable=is_repeatable, deadline=deadline)
 
 
-def delay(of: Retries, failure: Failure, *, has_tokens: bool = False, now: float = 0.0) -> float | None:
+def delay(of: Retries, failure: RingserveError, *, has_tokens: bool = False, now: float = 0.0) -> float | None:
     return of.delay_after(failure, has_tokens=has_tokens, now=now)
 
 
@@ -42,11 +41,11 @@ def test_the_delay_doubles_to_its_limit_and_the_attempts_end() -> None:
 
 
 def test_the_server_is_given_the_time_it_asks_for() -> None:
-    assert delay(retries(), Failure(error=CapacityExceeded("full"), retry_after_seconds=7.0)) == 7.0
+    assert delay(retries(), CapacityExceeded("full", 7.0)) == 7.0
 
 
 @pytest.mark.parametrize("failure", [FULL, LOST])
-def test_nothing_is_tried_again_after_the_first_token(failure: Failure) -> None:
+def test_nothing_is_tried_again_after_the_first_token(failure: RingserveError) -> None:
     assert delay(retries(), failure, has_tokens=True) is None
 
 
@@ -65,7 +64,7 @@ def test_a_request_id_that_still_runs_is_waited_for_only_where_it_may_be_ours() 
 
 @pytest.mark.parametrize("kind", [InvalidRequest, NotFound, DeadlineExceeded, TurnCancelled, RingserveError])
 def test_what_would_fail_again_is_not_tried_again(kind: type[RingserveError]) -> None:
-    assert delay(retries(), Failure(error=kind("no"))) is None
+    assert delay(retries(), kind("no")) is None
 
 
 def test_no_attempt_begins_after_the_deadline() -> None:

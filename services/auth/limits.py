@@ -1,0 +1,54 @@
+"""What a tenant may have running, and begin, at a time. Counted in this process; what is too much is refused at once."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from cp_core.errors import CapacityExceeded
+from services.auth.tenants import Tenant
+
+BUSY_RETRY_SECONDS = 1.0
+"""How soon one of a tenant's turns may have ended; nobody knows."""
+
+
+class TenantLimits:
+    """Turns by tenant. `clock` tells seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._running: Counter[str] = Counter()
+        self._allowance: dict[str, tuple[float, float]] = {}
+
+    @contextmanager
+    def turn(self, tenant: Tenant) -> Iterator[None]:
+        """Around one turn. Raises CapacityExceeded."""
+        limit = tenant.max_concurrent_turns
+        if limit and self._running[tenant.name] >= limit:
+            raise CapacityExceeded(
+                f"tenant {tenant.name!r} runs {self._running[tenant.name]} turns and may run {limit} at a time",
+                BUSY_RETRY_SECONDS,
+            )
+        self._take_allowance(tenant)
+        self._running[tenant.name] += 1
+        try:
+            yield
+        finally:
+            self._running[tenant.name] -= 1
+            if not self._running[tenant.name]:
+                del self._running[tenant.name]
+
+    def _take_allowance(self, tenant: Tenant) -> None:
+        """A bucket that fills evenly and holds what may begin in one minute."""
+        limit = tenant.max_turns_per_minute
+        if not limit:
+            return
+        now = self._clock()
+        left, then = self._allowance.get(tenant.name, (float(limit), now))
+        left = min(float(limit), left + (now - then) * limit / 60)
+        if left < 1:
+            self._allowance[tenant.name] = (left, now)
+            raise CapacityExceeded(f"tenant {tenant.name!r} may begin {limit} turns a minute", (1 - left) * 60 / limit)
+        self._allowance[tenant.name] = (left - 1, now)
