@@ -25,7 +25,9 @@ from ray.exceptions import RayError, RayTaskError
 
 from cp_core.errors import ConfigError, RingserveError, Unavailable
 from orchestration.actors import host as host_actor
+from services.auth.tenants import read_tokens
 from services.config import Config
+from services.gateway_settings import GatewaySettings
 from services.hosts import LeaderHost, RouterHost
 from services.stopping import check_stop
 from workers.builtin_model import PREFIX as BUILTIN_PREFIX
@@ -101,6 +103,7 @@ class LocalCluster:
         model = read_model_info(path, dtype=config.model.dtype, name=Path(config.model.path).name)
         for role, pool in (("prefill", config.prefill), ("decode", config.decode)):
             tensor_share(model, pool.tp, f"{role}.tp")
+        _check_secrets(config)
         for key in ("listen", "http", "metrics"):
             _check_free(f"gateway.{key}", getattr(config.gateway, key))
         self._progress("starting Ray")
@@ -179,18 +182,22 @@ class LocalCluster:
 
     def _start_gateway(self, model_path: Path) -> None:
         config = self._config
-        command = [
-            *(sys.executable, "-m", "services.gateway_process", "--follow-stdin"),
-            *("--listen", self.gateway_address or config.gateway.listen),
-            *("--http", self.http_address or config.gateway.http),
-            *("--metrics", self.metrics_address or config.gateway.metrics),
-            *("--router", self.router_endpoint),
-            *("--model", str(model_path)),
-            *("--model-name", config.gateway.model_name or _model_name(config.model.path)),
-            *("--dtype", config.model.dtype),
-            *("--max-seconds", str(config.gateway.max_seconds)),
-            *("--log-level", config.logs.level),
-        ]
+        settings = GatewaySettings(
+            listen=self.gateway_address or config.gateway.listen,
+            http=self.http_address or config.gateway.http,
+            metrics=self.metrics_address or config.gateway.metrics,
+            router=self.router_endpoint,
+            model=str(model_path),
+            model_name=config.gateway.model_name or _model_name(config.model.path),
+            dtype=config.model.dtype,
+            max_seconds=config.gateway.max_seconds,
+            log_level=config.logs.level,
+            follow_stdin=True,
+            tokens=config.auth.tokens,
+            tls=config.door_tls,
+            peer_tls=config.peer_tls,
+        )
+        command = [sys.executable, "-m", "services.gateway_process", "--settings", settings.to_json()]
         # A session of its own: Ctrl-C reaches this process alone, which then ends the gateway in order.
         self._gateway = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
 
@@ -250,6 +257,16 @@ def _model_name(path: str) -> str:
 
 def _is_done(reference: Any) -> bool:
     return bool(ray.wait([reference], timeout=0)[0])
+
+
+def _check_secrets(config: Config) -> None:
+    """Say that a file of keys or tokens cannot be used now, and not after half a minute. Raises ConfigError."""
+    if config.door_tls is not None:
+        config.door_tls.http_context()
+    if config.peer_tls is not None:
+        config.peer_tls.channel_credentials()
+    if config.auth.tokens:
+        read_tokens(Path(config.auth.tokens))
 
 
 def _check_free(key: str, address: str) -> None:

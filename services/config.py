@@ -17,10 +17,13 @@ from cp_core.decode_variant import VARIANT_POLICIES
 from cp_core.errors import ConfigError
 from cp_core.ring_backend import select_ring_backend
 from cp_core.selector import POLICIES
+from services.auth.exposure import check_exposure
+from services.auth.tls import DoorTls, PeerTls
 
 ENV_PREFIX = "RINGSERVE_"
 DTYPES = ("float32", "bfloat16", "float16")
 DEVICES = ("cpu", "cuda")
+SECRET_FILES = {"tls": ("cert", "key", "client_ca"), "internal_tls": ("cert", "key", "ca"), "auth": ("tokens",)}
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -103,7 +106,7 @@ class GatewayConfig:
     `http` and `metrics`.
 
     `model_name` is what HTTP clients call the model; empty takes "builtin:tiny" or the name of the model's directory.
-    `max_seconds` bounds a turn.
+    `max_seconds` bounds a turn. `insecure` allows to listen beyond loopback without TLS or tokens.
     """
 
     listen: str = "127.0.0.1:50051"
@@ -111,6 +114,36 @@ class GatewayConfig:
     model_name: str = ""
     metrics: str = "127.0.0.1:9464"
     max_seconds: float = 600.0
+    insecure: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class TlsConfig:
+    """TLS of the gateway's doors, gRPC and HTTP: PEM files. With `client_ca` clients must show a certificate of its."""
+
+    cert: str = ""
+    key: str = ""
+    client_ca: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class InternalTlsConfig:
+    """Mutual TLS between gateway, router and leaders: each shows `cert` and takes only what `ca` signed.
+
+    `server_name` is the name in that certificate, where it is not the host that is called.
+    """
+
+    cert: str = ""
+    key: str = ""
+    ca: str = ""
+    server_name: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuthConfig:
+    """`tokens` is the file that says which bearer tokens are whose; empty: everybody may call."""
+
+    tokens: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,11 +174,26 @@ class Config:
     kv_cache: KvCacheConfig = field(default_factory=KvCacheConfig)
     router: RouterConfig = field(default_factory=RouterConfig)
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
+    tls: TlsConfig = field(default_factory=TlsConfig)
+    internal_tls: InternalTlsConfig = field(default_factory=InternalTlsConfig)
+    auth: AuthConfig = field(default_factory=AuthConfig)
     timeouts: TimeoutConfig = field(default_factory=TimeoutConfig)
     logs: LogConfig = field(default_factory=LogConfig)
 
     def __post_init__(self) -> None:
         _check(self)
+
+    @property
+    def door_tls(self) -> DoorTls | None:
+        """TLS of the public doors, None where they are plain."""
+        tls = self.tls
+        return DoorTls(cert=tls.cert, key=tls.key, client_ca=tls.client_ca) if tls.cert else None
+
+    @property
+    def peer_tls(self) -> PeerTls | None:
+        """TLS between our own processes, None where they talk plainly."""
+        tls = self.internal_tls
+        return PeerTls(cert=tls.cert, key=tls.key, ca=tls.ca, server_name=tls.server_name) if tls.cert else None
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -208,7 +256,16 @@ def config_from(values: Mapping[str, Mapping[str, Any]]) -> Config:
     unknown = sorted(set(values) - set(sections))
     if unknown:
         raise ConfigError(f"{unknown[0]}: no such section; allowed are {', '.join(sections)}")
-    return Config(**{name: _section(name, sections[name], part) for name, part in values.items()})
+    return Config(**{name: _section(name, sections[name], _absolute(name, part)) for name, part in values.items()})
+
+
+def _absolute(section: str, part: Mapping[str, Any]) -> dict[str, Any]:
+    """With paths of secrets made absolute: other processes, which may run elsewhere, read them."""
+    paths = SECRET_FILES.get(section, ())
+    return {
+        key: str(Path(value).expanduser().absolute()) if key in paths and isinstance(value, str) and value else value
+        for key, value in part.items()
+    }
 
 
 def _section(name: str, kind: type[Any], values: Mapping[str, Any]) -> Any:
@@ -226,7 +283,7 @@ def _typed(name: str, value: Any, wanted: type[Any]) -> Any:
             return float(value)  # also of a text: YAML 1.1 takes 5e14 for one
         except (TypeError, ValueError, OverflowError):
             pass
-    elif isinstance(value, wanted) and not isinstance(value, bool):
+    elif isinstance(value, wanted) and (wanted is bool or not isinstance(value, bool)):
         return value
     raise ConfigError(f"{name}: {value!r} is not of type {wanted.__name__}")
 
@@ -266,6 +323,25 @@ def _check(config: Config) -> None:
     for key in ("http", "metrics"):
         if address := getattr(config.gateway, key):
             _address(f"gateway.{key}", address)
+    _check_doors(config)
+
+
+def _check_doors(config: Config) -> None:
+    tls, internal, gateway = config.tls, config.internal_tls, config.gateway
+    if bool(tls.cert) != bool(tls.key):
+        raise ConfigError("tls.cert: belongs together with tls.key; give both or neither")
+    if tls.client_ca and not tls.cert:
+        raise ConfigError("tls.client_ca: clients can prove themselves only to a server with tls.cert and tls.key")
+    if len({bool(internal.cert), bool(internal.key), bool(internal.ca)}) > 1:
+        raise ConfigError("internal_tls.cert: belongs together with internal_tls.key and .ca; give all or none")
+    for key in ("listen", "http"):
+        check_exposure(
+            f"gateway.{key}",
+            getattr(gateway, key),
+            has_tls=bool(tls.cert),
+            has_tokens=bool(config.auth.tokens),
+            is_insecure=gateway.insecure,
+        )
 
 
 def _ring_transport(model: ModelConfig) -> None:

@@ -75,8 +75,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def Generate(
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
-        async for response in answer_stream(context, self._generate_for(request, context)):
-            yield response
+        turn = answer_stream(context, self._generate_for(request, context))
+        async with aclosing(turn) as responses:  # type: ignore[type-var]
+            async for response in responses:
+                yield response
 
     async def _generate_for(
         self, request: inference_pb2.GenerateRequest, context: Context

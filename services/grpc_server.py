@@ -9,6 +9,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from cp_core.errors import ConfigError
+from services.malformed import MalformedInterceptor
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 """A prompt of a million tokens is about 3 MB; gRPC's own default of 4 MB would be close."""
@@ -31,7 +32,7 @@ class GrpcServer:
     def __init__(self, tls: grpc.ServerCredentials | None = None) -> None:
         """Without `tls` everybody may listen in."""
         self._tls = tls
-        self._server = grpc.aio.server(options=OPTIONS)
+        self._server = grpc.aio.server(options=OPTIONS, interceptors=[MalformedInterceptor()])
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._services: list[str] = []

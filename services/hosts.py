@@ -47,7 +47,8 @@ class RunningRouter:
     def __init__(self, host: RouterHost) -> None:
         set_up_logs("router", host.config.logs.level)
         self._listen = host.config.router.listen
-        self._peers = GrpcPeers()
+        self._tls = host.config.peer_tls
+        self._peers = GrpcPeers(self._tls)
         router = host.config.router
         planner = Planner(
             host.model,
@@ -67,7 +68,7 @@ class RunningRouter:
         self._server: GrpcServer | None = None
 
     async def start(self) -> str:
-        self._server = GrpcServer()
+        self._server = GrpcServer(self._tls.server_credentials() if self._tls else None)
         servicer = RouterServicer(self._router)
         self._server.add(
             "ringserve.v1.RouterService",
@@ -138,14 +139,15 @@ class RunningLeader:
     def __init__(self, host: LeaderHost) -> None:
         set_up_logs(host.name, host.config.logs.level)
         self._host = host
-        self._peers = GrpcPeers()
+        self._tls = host.config.peer_tls
+        self._peers = GrpcPeers(self._tls)
         self._server: GrpcServer | None = None
         self._leader: GroupLeader | None = None
 
     async def start(self) -> str:
         """Door first, ring second: the ring is announced by its endpoint when it is ready."""
         host = self._host
-        server = self._server = GrpcServer()
+        server = self._server = GrpcServer(self._tls.server_credentials() if self._tls else None)
         router = self._peers.router(host.router_endpoint)
         resources = {"CPU": float(host.settings().num_threads)}
         if host.config.model.device == "cuda":

@@ -1,4 +1,4 @@
-"""What a tenant may have running, and begin, at a time. Counted in this process; what is too much is refused at once."""
+"""What a tenant may have running, and begin, at a time. Counted in this process; too much is refused at once."""
 
 from __future__ import annotations
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 
-from services.cli.options import Subcommands
+from services.auth.exposure import check_exposure
+from services.cli.options import Subcommands, add_config_options, config_of
 from services.config import LOG_LEVELS
+from services.gateway_settings import GatewaySettings
 
 EXAMPLE = """example:
   ringserve gateway --listen 127.0.0.1:50052 --router 127.0.0.1:41000 --model builtin:tiny
@@ -16,6 +18,7 @@ def add(commands: Subcommands) -> None:
     parser = commands.add_parser(
         "gateway", help="run one more gateway", epilog=EXAMPLE, formatter_class=argparse.RawTextHelpFormatter
     )
+    add_config_options(parser)
     parser.add_argument("--listen", required=True, help="HOST:PORT for clients")
     parser.add_argument("--http", default="", help="HOST:PORT for OpenAI's HTTP (default: none)")
     parser.add_argument("--metrics", default="", help="HOST:PORT for Prometheus (default: none)")
@@ -29,8 +32,17 @@ def add(commands: Subcommands) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from services.gateway_process import GatewaySettings, run_gateway
+    from services.gateway_process import run_gateway
 
+    config = config_of(options)  # sections tls, internal_tls and auth, and gateway.insecure: the rest are options
+    for key in ("listen", "http"):
+        check_exposure(
+            f"--{key}",
+            getattr(options, key),
+            has_tls=config.door_tls is not None,
+            has_tokens=bool(config.auth.tokens),
+            is_insecure=config.gateway.insecure,
+        )
     return run_gateway(
         GatewaySettings(
             listen=options.listen,
@@ -42,5 +54,8 @@ def run(options: argparse.Namespace) -> int:
             dtype=options.dtype,
             max_seconds=options.max_seconds,
             log_level=options.log_level,
+            tokens=config.auth.tokens,
+            tls=config.door_tls,
+            peer_tls=config.peer_tls,
         )
     )

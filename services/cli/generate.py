@@ -10,8 +10,7 @@ from pathlib import Path
 from cp_core.errors import InvalidRequest
 from ringserve.v1 import inference_pb2
 from services.answer import answer_dict, collect, plan_line
-from services.cli.options import Subcommands, add_target_options, target_of
-from services.client import Client
+from services.cli.options import Subcommands, add_target_options, client_of
 
 EXAMPLE = """example:
   ringserve generate --prompt "Once upon a time" --max-tokens 32
@@ -88,7 +87,7 @@ def run(options: argparse.Namespace) -> int:
         request.tokenized.CopyFrom(inference_pb2.TokenizedInput(input_ids=ids))
     else:
         request.chat.CopyFrom(_chat(options.messages))
-    with Client(target_of(options)) as client:
+    with client_of(options) as client:
         show = _nothing if options.json else _show
         complete = collect(client.generate(request, options.timeout), show)
     if options.json:

@@ -10,6 +10,8 @@ import grpc
 from openai import AsyncOpenAI
 
 from ringserve.v1 import inference_pb2_grpc
+from services.auth.doorkeeper import Doorkeeper
+from services.auth.tls import DoorTls
 from services.gateway import InferenceServicer
 from services.grpc_server import GrpcServer
 from services.metrics import GatewayMetrics
@@ -26,8 +28,11 @@ CALL_SECONDS = 60.0
 class Doors:
     """An async context: rings of 2 prefill and 3 decode ranks, and the doors that clients call."""
 
-    def __init__(self, model_path: Path, codec: TextCodec, num_prefill: int = 2, num_decode: int = 3) -> None:
-        self.service = Service(model_path, num_prefill, num_decode)
+    def __init__(
+        self, model_path: Path, codec: TextCodec, doorkeeper: Doorkeeper | None = None, tls: DoorTls | None = None
+    ) -> None:
+        self.service = Service(model_path, 2, 3)
+        self._is_secure = tls is not None
         self.codec = codec
         reader = RequestReader(self.service.model, codec, max_seconds=CALL_SECONDS)
         self.servicer = InferenceServicer(
@@ -38,20 +43,23 @@ class Doors:
             self.service.router,
             self.service.peers,
             GatewayMetrics(),
+            doorkeeper,
         )
-        self._grpc = GrpcServer()
+        self._grpc = GrpcServer(tls.grpc_credentials() if tls else None)
         self._grpc.add(
             "ringserve.v1.Inference",
             lambda target: inference_pb2_grpc.add_InferenceServicer_to_server(self.servicer, target),
         )
-        self._http = HttpServer(HttpDoor(self.servicer, MODEL, self.service.model.max_positions).app)
+        door = HttpDoor(self.servicer, MODEL, self.service.model.max_positions, doorkeeper)
+        self._http = HttpServer(door.app, tls.http_context() if tls else None)
         self.target = ""
         self.url = ""
 
     async def __aenter__(self) -> Doors:
         await self.service.__aenter__()
         self.target = await self._grpc.start("127.0.0.1:0")
-        self.url = f"http://{await self._http.start('127.0.0.1:0')}"
+        scheme = "https" if self._is_secure else "http"
+        self.url = f"{scheme}://{await self._http.start('127.0.0.1:0')}"
         return self
 
     async def __aexit__(
@@ -67,6 +75,7 @@ class Doors:
         return AsyncOpenAI(base_url=f"{self.url}/v1", **settings | options)  # type: ignore[arg-type]
 
     def channel(self) -> grpc.aio.Channel:
+        """Plain, whatever the doors are."""
         return grpc.aio.insecure_channel(self.target)
 
     async def wait_idle(self, seconds: float = 10.0) -> None:
