@@ -6,6 +6,7 @@ import asyncio
 import ssl
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import httpx2
@@ -195,15 +196,16 @@ def test_files_that_cannot_be_used_are_named(authority: Authority, tmp_path: Pat
 
 async def test_oversized_metadata_and_messages_are_refused_and_harm_nothing(doors: Doors) -> None:
     async with doors.channel() as channel:
-        generate = channel.unary_stream("/ringserve.v1.Inference/Generate")
-        model = channel.unary_unary("/ringserve.v1.Inference/GetModelInfo")
-        sent = {
+        generate: Any = channel.unary_stream("/ringserve.v1.Inference/Generate")
+        model: Any = channel.unary_unary("/ringserve.v1.Inference/GetModelInfo")
+        nothing: Any = channel.unary_unary("/ringserve.v1.Inference/Nothing")
+        sent: dict[str, tuple[Any, str]] = {
             "metadata": (model(b"", metadata=(("x-long", "x" * 40_000),), timeout=10), "RESOURCE_EXHAUSTED"),
             "message": (generate(b"\x1a" + b"\xff" * (65 << 20), timeout=30).read(), "RESOURCE_EXHAUSTED"),
             "no protobuf": (generate(b"\xff\xff\xff", timeout=10).read(), "INVALID_ARGUMENT"),
             "no protobuf of a unary method": (model(b"\xff\xff\xff", timeout=10), "INVALID_ARGUMENT"),
             "no such method": (
-                channel.unary_unary("/ringserve.v1.Inference/Nothing")(b"", timeout=10),
+                nothing(b"", timeout=10),
                 "UNIMPLEMENTED",
             ),
         }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import pytest
@@ -134,7 +134,7 @@ Step = RingserveError | str
 class Failing(inference_pb2_grpc.InferenceServicer):
     """A gateway whose attempts go as told."""
 
-    def __init__(self, *attempts: list[Step]) -> None:
+    def __init__(self, *attempts: Sequence[Step]) -> None:
         self._attempts = list(attempts)
         self.requests: list[str] = []
 
@@ -143,7 +143,7 @@ class Failing(inference_pb2_grpc.InferenceServicer):
         async for response in answer_stream(context, self._attempt(self._attempts.pop(0))):
             yield response
 
-    async def _attempt(self, steps: list[Step]) -> AsyncIterator[inference_pb2.GenerateResponse]:
+    async def _attempt(self, steps: Sequence[Step]) -> AsyncIterator[inference_pb2.GenerateResponse]:
         yield inference_pb2.GenerateResponse(start=inference_pb2.GenerateStart())
         for step in steps:
             if isinstance(step, RingserveError):
@@ -181,7 +181,7 @@ BOTH = pytest.mark.parametrize("by", [by_threads, by_asyncio], ids=["threads", "
 
 @BOTH
 async def test_a_lost_gateway_is_tried_again_under_the_same_request_id(by: Callable[..., Any]) -> None:
-    gateway = Failing([Unavailable("rebuilding")], [Busy("the first attempt ends")], ["fine"])
+    gateway = Failing([Unavailable("rebuilding")], [Busy("the first attempt ends")], ["fine"])  # type: ignore[abstract]
     answer = await answered(gateway, by())
     assert answer.text == "fine"
     assert len(set(gateway.requests)) == 1
@@ -190,7 +190,7 @@ async def test_a_lost_gateway_is_tried_again_under_the_same_request_id(by: Calla
 
 @BOTH
 async def test_what_adds_to_a_conversation_is_not_tried_again_after_a_loss(by: Callable[..., Any]) -> None:
-    gateway = Failing([Unavailable("rebuilding")])
+    gateway = Failing([Unavailable("rebuilding")])  # type: ignore[abstract]
     with pytest.raises(Unavailable, match="rebuilding"):
         await answered(gateway, by(conversation_id="c"))
     assert len(gateway.requests) == 1
@@ -198,7 +198,7 @@ async def test_what_adds_to_a_conversation_is_not_tried_again_after_a_loss(by: C
 
 @BOTH
 async def test_a_refusal_for_want_of_room_is_tried_again_when_the_server_says(by: Callable[..., Any]) -> None:
-    gateway = Failing([CapacityExceeded("full", 1.0)], ["fine"])
+    gateway = Failing([CapacityExceeded("full", 1.0)], ["fine"])  # type: ignore[abstract]
     began = asyncio.get_running_loop().time()
     assert (await answered(gateway, by(conversation_id="c"))).text == "fine"
     assert asyncio.get_running_loop().time() - began >= 1.0  # the trailing metadata of the refusal
@@ -206,7 +206,7 @@ async def test_a_refusal_for_want_of_room_is_tried_again_when_the_server_says(by
 
 @BOTH
 async def test_nothing_is_tried_again_after_the_first_token(by: Callable[..., Any]) -> None:
-    gateway = Failing(["half an", Unavailable("lost")])
+    gateway = Failing(["half an", Unavailable("lost")])  # type: ignore[abstract]
     with pytest.raises(Unavailable, match="lost"):
         await answered(gateway, by())
     assert len(gateway.requests) == 1
@@ -214,7 +214,7 @@ async def test_nothing_is_tried_again_after_the_first_token(by: Callable[..., An
 
 @BOTH
 async def test_attempts_end_and_the_last_error_is_raised(by: Callable[..., Any]) -> None:
-    gateway = Failing(*([Unavailable(f"attempt {number}")] for number in range(3)))
+    gateway = Failing(*([Unavailable(f"attempt {number}")] for number in range(3)))  # type: ignore[abstract]
     with pytest.raises(Unavailable, match="attempt 2"):
         await answered(gateway, by())
 
