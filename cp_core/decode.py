@@ -19,10 +19,12 @@ from cp_core.attention import AttentionBackend, Partial, empty_partial
 from cp_core.decode_plan import DecodePlan, PassQRoute, Visit
 from cp_core.merge import Accumulator, finished_out, merge
 from cp_core.packing import PartialBuffer
+from cp_core.paged import PagedShards, attend_pages, takes_pages
 from cp_core.prefill_plan import KvRun
 from cp_core.transport import RingTransport
 
-Shards = Sequence[Sequence[KvRun]]
+Shards = Sequence[Sequence[KvRun]] | PagedShards
+"""This rank's part of each sequence: runs, attended as views one by one, or pages, for a backend that takes those."""
 
 
 def sharded_decode(
@@ -48,7 +50,8 @@ def sharded_decode(
     held = [everything if plan is None else plan.held_by(rank, everything) for rank in range(transport.size)]
     buffers = [PartialBuffer(len(rows), num_heads, head_dim, q.device) for rows in held]
     own = buffers[transport.rank]
-    own.fill([_attend_shard(q[row : row + 1], shards[row], backend, scale) for row in held[transport.rank]])
+    rows = held[transport.rank]
+    own.fill(_attend_rows(q, rows, rows, shards, backend, scale))
     if transport.size > 1:
         transport.gather_all(own.flat, [buffer.flat for buffer in buffers]).wait()
     return _merged(q, buffers, held)
@@ -89,12 +92,8 @@ def ring_decode(
             received = message.new_empty(len(route.visits[hop + 1].rows), num_heads, head_dim)
             work = transport.exchange(_onward(message, visit), (rank + 1) % size, received, (rank - 1) % size)
         answer = arrived[rank] if visit.source == rank else buffers_of([len(visit.answered)])[0]
-        answer.fill(
-            [
-                _attend_shard(message[place : place + 1], shards[visit.rows[place]], backend, scale)
-                for place in visit.answered
-            ]
-        )
+        rows = [visit.rows[place] for place in visit.answered]
+        answer.fill(_attend_rows(message, visit.answered, rows, shards, backend, scale))
         if visit.source != rank:
             outgoing[visit.source] = answer
         if not is_last:
@@ -112,6 +111,25 @@ def ring_decode(
 def _onward(message_bhd: torch.Tensor, visit: Visit) -> torch.Tensor:
     """What travels on: without a copy, unless some of it has no reader further on."""
     return message_bhd if len(visit.onward) == len(visit.rows) else message_bhd[list(visit.onward)]
+
+
+def _attend_rows(
+    q_bhd: torch.Tensor,
+    places: Sequence[int],
+    rows: Sequence[int],
+    shards: Shards,
+    backend: AttentionBackend,
+    scale: float,
+) -> list[Partial]:
+    """The parts of queries q[places], which belong to these rows of the batch, over this rank's shards of them."""
+    if not isinstance(shards, PagedShards):
+        return [
+            _attend_shard(q_bhd[place : place + 1], shards[row], backend, scale)
+            for place, row in zip(places, rows, strict=True)
+        ]
+    assert takes_pages(backend, shards.k.shape[1]), f"{backend.name} takes no pages of {shards.k.shape[1]} tokens"
+    queries = q_bhd if list(places) == list(range(q_bhd.shape[0])) else q_bhd[list(places)]
+    return [attend_pages(backend, queries, shards.of(rows), scale)]
 
 
 def _attend_shard(q_1hd: torch.Tensor, runs: Sequence[KvRun], backend: AttentionBackend, scale: float) -> Partial:

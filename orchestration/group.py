@@ -111,4 +111,5 @@ class GroupLeader(ABC):
             kv_usage=ring.pool.usage(),
             rebuilds=ring.rebuilds,
             rank_pids=tuple(info.pid for info in ring.infos),
+            decode_variant=ring.decode_variant,
         )

@@ -120,6 +120,7 @@ class Ring:
         self.state = RingState.STARTING
         self.incarnation = ""
         self.rebuilds = 0
+        self.decode_variant = ""  # what served the latest decode step, as the watch saw it
         self.ranks: Sequence[RankPort] = ()
         self.infos: list[RankInfo] = []
         self.rates = RingRates(gemm_flops=0, attention_flops=0, link_bytes_per_second=0, link_latency_seconds=0)
@@ -224,6 +225,7 @@ class Ring:
             except RingserveError as error:
                 self.report_lost(error, incarnation)
                 return
+            self.decode_variant = status.decode_variant or self.decode_variant
             if status.running and status.seconds_since_step > self.settings.step_timeout:
                 stuck = f"a rank of {self.settings.name} made no step for {status.seconds_since_step:.0f} s"
                 self.report_lost(Unavailable(stuck), incarnation)

@@ -239,7 +239,9 @@ class RankKvUsage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupStatus:
-    """What a group tells operators. `rank_pids` are those of `tp` processes a rank, in order."""
+    """What a group tells operators. `rank_pids` are those of `tp` processes a rank, in order; `decode_variant` served
+    the latest decode step that was looked at.
+    """
 
     role: str
     name: str
@@ -255,6 +257,7 @@ class GroupStatus:
     rebuilds: int
     rank_pids: tuple[int, ...]
     tp: int = 1
+    decode_variant: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -71,7 +71,11 @@ class DecodeConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class KvCacheConfig:
-    """KV of every rank: `tokens_per_rank` tokens in blocks of `block_tokens`, of its own heads where `tp` is not 1."""
+    """KV of every rank: `tokens_per_rank` tokens in blocks of `block_tokens`, of its own heads where `tp` is not 1.
+
+    Kernels that follow block tables do so where `block_tokens` is a multiple of their page (256 on GPUs); elsewhere
+    runs of adjacent blocks are attended one by one.
+    """
 
     block_tokens: int = 16
     tokens_per_rank: int = 65536

@@ -19,12 +19,16 @@ class DecodeChoice:
 
     def __init__(self, policy: str, shape: ModelShape, num_ranks: int) -> None:
         """Raises ConfigError for an unknown policy."""
-        if policy not in VARIANT_POLICIES:
-            raise ConfigError(f"decode.variant: {policy!r} is not allowed; use one of {', '.join(VARIANT_POLICIES)}")
-        self._policy = policy
+        self.follow(policy)
         self._shape = shape
         self._num_ranks = num_ranks
         self._rates: DecodeRates | None = None
+
+    def follow(self, policy: str) -> None:
+        """Choose by this policy from the next step on. Raises ConfigError for an unknown one."""
+        if policy not in VARIANT_POLICIES:
+            raise ConfigError(f"decode.variant: {policy!r} is not allowed; use one of {', '.join(VARIANT_POLICIES)}")
+        self._policy = policy
 
     def measured(self, rates: DecodeRates) -> None:
         """Decide by these from now on; before, "auto" gathers."""

@@ -44,6 +44,8 @@ def probe_decode_rates(
     attend_seconds = _median_seconds(
         lambda: backend.partial_attention(q, kv, kv, causal=False, scale=info.head_dim**-0.5), device
     )
+    lone_seconds = _lone_seconds(multiply, multiply_seconds, transport, device)
+    weight_bytes = sum(weight.nbytes for weight in weights)
     return DecodeRates(
         ring=Rates(
             gemm_flops=rates.gemm_flops,
@@ -52,10 +54,25 @@ def probe_decode_rates(
             link_latency_seconds=rates.link_latency_seconds,
             overlap=rates.overlap,
         ),
-        weight_bytes_per_second=sum(weight.nbytes for weight in weights) / multiply_seconds,
+        weight_bytes_per_second=weight_bytes / multiply_seconds,
+        lone_weight_bytes_per_second=weight_bytes / lone_seconds,
         kv_bytes_per_second=2 * kv.nbytes / attend_seconds,
         busy_message_seconds=_busy_message_seconds(multiply, multiply_seconds, transport, device),
     )
+
+
+def _lone_seconds(
+    compute: Callable[[], None], seconds_together: float, transport: RingTransport, device: torch.device
+) -> float:
+    """What the first rank takes while the others wait; they themselves, and a ring of one, answer what they know."""
+    if transport.size == 1:
+        return seconds_together
+    word, answers = torch.zeros(1, device=device), list(torch.empty(transport.size, 1, device=device))
+    transport.gather_all(word, answers).wait()
+    seconds = _median_seconds(compute, device) if transport.rank == 0 else seconds_together
+    transport.gather_all(word, answers).wait()
+    # Ranks that share no memory would differ by chance alone: nobody gets slower by being alone.
+    return min(seconds, seconds_together)
 
 
 def _busy_message_seconds(

@@ -14,6 +14,8 @@ from cp_core.attention import AttentionBackend
 from cp_core.cost_model import PASS_Q
 from cp_core.decode import ring_decode, sharded_decode
 from cp_core.decode_plan import DecodePlan, PassQRoute
+from cp_core.paged import PagedShards, takes_pages
+from cp_core.prefill import KvRun
 from cp_core.transport import RingTransport
 from workers.decode_batch import DecodeBatch
 from workers.decode_header import LEADER
@@ -49,6 +51,10 @@ class DecodePass:
         # Places of the stored rows among the computed ones; None: all of them, so that no layer needs to pick rows.
         self._stored: Tensor | None = None
         self._slots = torch.empty(0, dtype=torch.int64)
+        # Of a step whose kernel follows block tables: the batch's table, and the tokens stored of each row.
+        self._follows_tables = takes_pages(backend, cache.block_tokens)
+        self._table = torch.empty(0, 0, dtype=torch.int32)
+        self._stored_tokens: tuple[int, ...] = ()
 
     def run(self, variant: str) -> list[int]:
         """One step of the whole batch -> in the first process the token after each row, in order; elsewhere none.
@@ -63,6 +69,9 @@ class DecodePass:
         self._slots = torch.tensor(appended.slots, dtype=torch.int64, device=device)
         stores_all = len(appended.rows) == len(computed)
         self._stored = None if stores_all else torch.tensor(appended.rows, dtype=torch.int64, device=device)
+        if self._follows_tables:
+            self._stored_tokens = tuple(row.held[self._transport.rank] for row in self._batch.rows)
+            self._table = self._cache.table([row.blocks for row in self._batch.rows], self._stored_tokens)
         states = self._hidden_states(computed)
         if self._route is None:
             return self._sample(computed, states) if self._transport.rank == LEADER else []
@@ -76,10 +85,15 @@ class DecodePass:
             cache.write_slots(layer, self._slots, k, v)
         elif self._stored.shape[0]:
             cache.write_slots(layer, self._slots, k[self._stored], v[self._stored])
-        shards = [cache.views(layer, row.runs) for row in self._batch.rows]
+        shards = self._shards(layer)
         if self._route is not None:
             return ring_decode(q, shards, self._route, self._transport, self._backend, scale)
         return sharded_decode(q, shards, self._transport, self._backend, scale, self._plan)
+
+    def _shards(self, layer: int) -> PagedShards | list[list[KvRun]]:
+        if self._follows_tables:
+            return PagedShards(*self._cache.pages(layer), self._table, self._stored_tokens)
+        return [self._cache.views(layer, row.runs) for row in self._batch.rows]
 
     def _hidden_states(self, computed: Sequence[int]) -> Tensor:
         """[R, hidden_size] of the newest tokens of these rows."""

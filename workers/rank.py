@@ -168,6 +168,10 @@ class RankWorker:
             self._choose_variant.measured(probe_decode_rates(rates, share, device, self._backend, ring))
             return rates
 
+    def follow_decode_variant(self, policy: str) -> None:
+        """First rank: decode as `policy` says, from the next step on. Raises ConfigError for an unknown one."""
+        self._choose_variant.follow(policy)
+
     def fill_kv(self, seed: int) -> None:
         """Random numbers in every slot of the cache: measurements of decode need KV, whatever it says."""
         self._cache.fill_random(seed)

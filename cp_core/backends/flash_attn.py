@@ -13,8 +13,9 @@ from typing import Any, ClassVar
 import torch
 
 from cp_core.attention import Partial, empty_partial
-from cp_core.backends.torch_cuda import check_head_dim
+from cp_core.backends.torch_cuda import PAGE_MULTIPLE, check_head_dim
 from cp_core.errors import ConfigError
+from cp_core.paged import PagedShards, cumulative
 
 
 class FlashAttention:
@@ -24,6 +25,7 @@ class FlashAttention:
 
     name: ClassVar[str] = "flash_attn"
     is_fast: ClassVar[bool] = False
+    page_multiple: ClassVar[int] = PAGE_MULTIPLE
 
     def __init__(self, kernel: Callable[..., Any] | None = None) -> None:
         """`kernel` stands in for the package's function in tests. Raises ConfigError where the package is missing."""
@@ -57,6 +59,25 @@ class FlashAttention:
             return_attn_probs=True,
         )
         return Partial(out_thd.float(), lse_ht.transpose(0, 1))
+
+    def paged_attention(self, q: torch.Tensor, shards: PagedShards, *, scale: float) -> Partial:
+        """See PagedBackend: one call for the batch, which follows the block table."""
+        check_head_dim(q.shape[-1])
+        out_bhd, lse_hb, _ = self._kernel(
+            q,
+            shards.k,
+            shards.v,
+            cu_seqlens_q=cumulative([1] * len(shards), q.device),
+            cu_seqlens_k=cumulative(shards.stored, q.device),
+            max_seqlen_q=1,
+            max_seqlen_k=max(shards.stored),
+            dropout_p=0.0,
+            softmax_scale=scale,
+            causal=False,
+            return_attn_probs=True,
+            block_table=shards.table,
+        )
+        return Partial(out_bhd.float(), lse_hb.transpose(0, 1))
 
 
 def _load_kernel() -> Callable[..., Any]:

@@ -10,6 +10,7 @@ from typing import ClassVar
 import torch
 
 from cp_core.attention import Partial, empty_partial
+from cp_core.paged import PagedShards
 
 
 class ReferenceAttention:
@@ -17,6 +18,7 @@ class ReferenceAttention:
 
     name: ClassVar[str] = "reference"
     is_fast: ClassVar[bool] = False
+    page_multiple: ClassVar[int] = 1
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         self.dtype = dtype
@@ -45,3 +47,12 @@ class ReferenceAttention:
         weights_hts = torch.exp(scores_hts - lse_ht[..., None])
         out_thd = torch.einsum("hts,shd->thd", weights_hts, v_shd)
         return Partial(out_thd.contiguous(), lse_ht.transpose(0, 1).contiguous())
+
+    def paged_attention(self, q: torch.Tensor, shards: PagedShards, *, scale: float) -> Partial:
+        """See PagedBackend: the meaning of a block table, sequence by sequence."""
+        parts = []
+        for row, stored in enumerate(shards.stored):
+            pages = shards.table[row, : -(-stored // shards.k.shape[1])].long()
+            k, v = (each[pages].flatten(0, 1)[:stored] for each in (shards.k, shards.v))
+            parts.append(self.partial_attention(q[row : row + 1], k, v, causal=False, scale=scale))
+        return Partial(torch.cat([part.out for part in parts]), torch.cat([part.lse for part in parts]))

@@ -11,9 +11,12 @@ from typing import Any, ClassVar
 import torch
 
 from cp_core.attention import Partial, empty_partial
+from cp_core.paged import PagedShards, cumulative
 
 # What the kernel is compiled for: head dimensions up to this one, in steps of 8.
 MAX_HEAD_DIM = 256
+# Tokens of a page, where the flash kernels follow a block table.
+PAGE_MULTIPLE = 256
 
 
 class TorchCudaFlash:
@@ -24,10 +27,14 @@ class TorchCudaFlash:
 
     name: ClassVar[str] = "torch_cuda_flash"
     is_fast: ClassVar[bool] = True
+    page_multiple: ClassVar[int] = PAGE_MULTIPLE
 
-    def __init__(self, kernel: Callable[..., Any] | None = None) -> None:
-        """`kernel` stands in for the operator in tests."""
+    def __init__(
+        self, kernel: Callable[..., Any] | None = None, paged_kernel: Callable[..., Any] | None = None
+    ) -> None:
+        """`kernel` and `paged_kernel` stand in for the operators in tests."""
         self._kernel = kernel or torch.ops.aten._scaled_dot_product_flash_attention
+        self._paged_kernel = paged_kernel or torch.ops.aten._flash_attention_forward
 
     @staticmethod
     def supports(device: torch.device, dtype: torch.dtype) -> bool:
@@ -47,6 +54,29 @@ class TorchCudaFlash:
             *(each.transpose(0, 1).unsqueeze(0) for each in (q, k, v)), 0.0, causal, False, scale=scale
         )
         return Partial(out_bhtd[0].transpose(0, 1).float(), lse_bht[0].transpose(0, 1))
+
+    def paged_attention(self, q: torch.Tensor, shards: PagedShards, *, scale: float) -> Partial:
+        """See PagedBackend: one call of the operator behind `torch.nn.attention.varlen`, which follows the table."""
+        check_head_dim(q.shape[-1])
+        stored = torch.tensor(shards.stored, dtype=torch.int32).to(q.device)
+        out_bhd, lse_hb, *_ = self._paged_kernel(
+            q,
+            shards.k,
+            shards.v,
+            cumulative([1] * len(shards), q.device),
+            cumulative(shards.stored, q.device),
+            1,
+            max(shards.stored),
+            0.0,
+            False,
+            return_debug_mask=False,
+            scale=scale,
+            window_size_left=-1,
+            window_size_right=-1,
+            seqused_k=stored,
+            block_table=shards.table,
+        )
+        return Partial(out_bhd.float(), lse_hb.transpose(0, 1))
 
 
 def check_head_dim(head_dim: int) -> None:

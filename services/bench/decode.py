@@ -8,8 +8,9 @@ from functools import partial
 
 import psutil
 
+from cp_core.decode_variant import GATHER, VARIANT_POLICIES
 from cp_core.errors import ConfigError
-from services.bench.decode_station import DecodeCase, DecodeStation
+from services.bench.decode_station import DecodeCase, DecodeStation, DecodeTask
 from services.bench.figures import Target, paired_ratio
 from services.bench.model_rank import with_layers
 from services.bench.report import Report, Row
@@ -18,8 +19,6 @@ from services.bench.rounds import Contender, Series, alternate
 from workers.model_info import read_model_info
 from workers.steps import ModelInfo
 
-# What every rank computes the whole batch for: partial results are gathered on all of them (vLLM RFC #26133).
-VARIANT = "all-gathered partials"
 # The KV of all rings stands in memory at once; a machine that begins to swap measures its disk.
 SHARE_OF_MEMORY = 0.8
 
@@ -29,12 +28,20 @@ LONG_OVER_ONE = 0.65
 SHORT_CONTEXT = 2048
 SHORT_OVER_ONE = 1.2
 SHORT_LAYERS = 16
+# The rule that chooses between variants may lose so much against the better one.
+AUTO = "auto"
+AUTO_OVER_BEST = 1.05
 
 Measured = Mapping[tuple[str, int], Series]
 
 
 def num_measurements(ranks: Sequence[int], cases: Sequence[DecodeCase], num_rounds: int) -> int:
-    return len(cases) * (num_rounds + 1) * len(ranks)
+    return len(cases) * (num_rounds + 1) * sum(len(_policies(size)) for size in ranks)
+
+
+def _policies(num_ranks: int) -> Sequence[str]:
+    """One rank has no choice."""
+    return VARIANT_POLICIES if num_ranks > 1 else (GATHER,)
 
 
 def measure_decode(
@@ -60,7 +67,11 @@ def measure_decode(
         made = partial(DecodeStation, str(path), tuple(fitting))
         rings = {size: stack.enter_context(RingProcesses(size, made, transport)) for size in ranks}
         for case in fitting:
-            contenders = [Contender(VARIANT, size, partial(ring.measure, case)) for size, ring in rings.items()]
+            contenders = [
+                Contender(policy, size, partial(ring.measure, DecodeTask(case, policy)))
+                for size, ring in rings.items()
+                for policy in _policies(size)
+            ]
             alternate(contenders, 1, tell)
             measured = alternate(contenders, num_rounds, tell)
             rows += [_row(case, series, measured) for series in measured.values()]
@@ -88,9 +99,9 @@ def _left_out(info: ModelInfo, ranks: Sequence[int], case: DecodeCase) -> str:
 
 def _row(case: DecodeCase, series: Series, measured: Measured) -> Row:
     ranks = series.contender.ranks
-    one = measured.get((VARIANT, 1)) if ranks > 1 else None
+    one = measured.get((GATHER, 1)) if ranks > 1 else None
     return Row(
-        name=VARIANT,
+        name=series.contender.name,
         ranks=ranks,
         tokens=case.context,
         batch=case.batch,
@@ -100,9 +111,27 @@ def _row(case: DecodeCase, series: Series, measured: Measured) -> Row:
 
 
 def _targets(info: ModelInfo, case: DecodeCase, measured: Measured) -> list[Target]:
-    if case.batch != 1 or not {(VARIANT, 1), (VARIANT, 2)} <= measured.keys():
+    return [*_rule_targets(case, measured), *_scaling_targets(info, case, measured)]
+
+
+def _rule_targets(case: DecodeCase, measured: Measured) -> list[Target]:
+    """How much the rule loses, in each ring that has a choice."""
+    targets = []
+    for ranks in (ranks for name, ranks in measured if name == AUTO):
+        best = min(
+            (series for (name, size), series in measured.items() if size == ranks and name != AUTO),
+            key=lambda series: series.figures.median,
+        )
+        loss = paired_ratio(measured[AUTO, ranks].seconds, best.seconds)
+        text = f"auto over {best.contender.name}, {ranks} ranks, {case.context} tokens, batch {case.batch}"
+        targets.append(Target(text, loss, AUTO_OVER_BEST, is_at_least=False))
+    return targets
+
+
+def _scaling_targets(info: ModelInfo, case: DecodeCase, measured: Measured) -> list[Target]:
+    if case.batch != 1 or not {(GATHER, 1), (AUTO, 2)} <= measured.keys():
         return []
-    over_one = paired_ratio(measured[VARIANT, 2].seconds, measured[VARIANT, 1].seconds)
+    over_one = paired_ratio(measured[AUTO, 2].seconds, measured[GATHER, 1].seconds)
     text = f"TTIT of 2 ranks over one, {case.context} tokens"
     if case.context == LONG_CONTEXT:
         return [Target(text, over_one, LONG_OVER_ONE, is_at_least=False)]

@@ -33,6 +33,14 @@ class DecodeCase:
         return self.batch * BLOCK_TOKENS * self.blocks_per_sequence(1)
 
 
+@dataclass(frozen=True, slots=True)
+class DecodeTask:
+    """A case, served as `policy` says: by a variant, or by what the ring's rule takes (`auto`)."""
+
+    case: DecodeCase
+    policy: str
+
+
 class DecodeStation:
     """`steps` steps at a time. The first rank submits the batch, and sees a step end when its tokens come."""
 
@@ -41,20 +49,23 @@ class DecodeStation:
         num_blocks = max(case.batch * case.blocks_per_sequence(seat.num_ranks) for case in cases)
         self._worker = start_worker(seat, "decode", model, num_blocks, max(case.batch for case in cases))
         self._worker.fill_kv(seat.rank)
+        self._worker.probe()
         self._cursor = 0
         self._burst = 0
         self._loop = threading.Thread(target=self._worker.run_decode, name="decode", daemon=True)
         self._loop.start()
 
-    def measure(self, task: DecodeCase) -> Sample:
-        """Seconds of one step, the mean over the task's steps: TTIT. Ranks but the first have none to tell."""
+    def measure(self, task: DecodeTask) -> Sample:
+        """Seconds of one step, the mean over the case's steps: TTIT. Ranks but the first have none to tell."""
         if self._seat.rank:
             return Sample(seconds=0.0, peak_memory_bytes=peak_memory_bytes())
+        case = task.case
         self._burst += 1
-        self._worker.submit([self._admission(task, row) for row in range(task.batch)])
+        self._worker.follow_decode_variant(task.policy)
+        self._worker.submit([self._admission(case, row) for row in range(case.batch)])
         times: list[float] = []
         first_steps = 0
-        left = task.batch
+        left = case.batch
         while left:
             events = self._worker.poll(self._cursor, EVENT_SECONDS)
             assert events.events, f"no token in {EVENT_SECONDS:g} s"
@@ -62,9 +73,9 @@ class DecodeStation:
             self._cursor = events.stop
             left -= sum(event.finish_reason is not None for event in events.events)
             if len(times) == 1:
-                first_steps = len(events.events) // task.batch
-        assert first_steps < task.steps, f"all {task.steps} tokens came at once"
-        seconds = (times[-1] - times[0]) / (task.steps - first_steps)
+                first_steps = len(events.events) // case.batch
+        assert first_steps < case.steps, f"all {case.steps} tokens came at once"
+        seconds = (times[-1] - times[0]) / (case.steps - first_steps)
         return Sample(seconds=seconds, peak_memory_bytes=peak_memory_bytes())
 
     def close(self) -> None:

@@ -38,7 +38,6 @@ def start_worker(seat: Seat, role: str, model: str, num_blocks: int, max_batch: 
             num_blocks=num_blocks,
             block_tokens=BLOCK_TOKENS,
             max_batch=max_batch,
-            decode_variant="gather",
         )
     )
     worker.attach(seat.transport)

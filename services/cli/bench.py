@@ -1,4 +1,4 @@
-"""`ringserve bench`: measure rings of processes on this machine, beside what others do in the same run."""
+"""`ringserve bench`: measure a service, or rings of processes on this machine beside what others do in the same run."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from cp_core.errors import ConfigError
 from cp_core.ring_backend import SERVING
 from services.bench.plot import require_matplotlib, write_plot
 from services.bench.report import Report, closing_lines, load_now, to_json, to_table, with_load
+from services.cli import bench_load
 from services.cli.options import Subcommands
 from workers.steps import Algorithm
 
@@ -67,6 +68,8 @@ def add(commands: Subcommands) -> None:
         help=f"layers of the model, 0 for its own (default: {DECODE_LAYERS})",
     )
     decode.set_defaults(run=run_decode)
+
+    bench_load.add(kinds)
 
 
 def run_attention(options: argparse.Namespace) -> int:

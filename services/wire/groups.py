@@ -63,6 +63,7 @@ def status_to(status: GroupStatus) -> inference_pb2.GroupInfo:
         num_requests_waiting=status.num_requests_waiting,
         rebuilds=status.rebuilds,
         rank_pids=status.rank_pids,
+        decode_variant=status.decode_variant,
         kv_usage=[
             inference_pb2.RankKvUsage(
                 total_blocks=rank.total_blocks,
@@ -90,6 +91,7 @@ def status_from(message: inference_pb2.GroupInfo) -> GroupStatus:
         num_requests_waiting=message.num_requests_waiting,
         rebuilds=message.rebuilds,
         rank_pids=tuple(message.rank_pids),
+        decode_variant=message.decode_variant,
         kv_usage=tuple(
             RankKvUsage(
                 total_blocks=rank.total_blocks,

@@ -34,6 +34,7 @@ RATES = DecodeRates(
         gemm_flops=5e10, attention_flops=3e10, link_bytes_per_second=1e9, link_latency_seconds=3e-4, overlap=0.5
     ),
     weight_bytes_per_second=1e10,
+    lone_weight_bytes_per_second=1e10,
     kv_bytes_per_second=1e10,
     busy_message_seconds=3e-4,
 )
@@ -56,7 +57,7 @@ def test_what_is_configured_is_used(work: DecodeLoad, variant: str) -> None:
 @given(loads)
 def test_auto_takes_pass_q_only_where_it_is_predicted_to_be_clearly_better(work: DecodeLoad) -> None:
     gather, pass_q = (predict_step(variant, work, SHAPE, RATES) for variant in VARIANTS)
-    wanted = PASS_Q if pass_q < 0.95 * gather and work.batch > 1 else GATHER
+    wanted = PASS_Q if pass_q < 0.95 * gather else GATHER
     assert choose_variant("auto", work, SHAPE, RATES) == wanted
 
 
@@ -73,8 +74,20 @@ def test_small_batches_gather_and_large_ones_split_their_rows() -> None:
 
 
 def test_where_reading_the_weights_rules_splitting_the_rows_gains_nothing() -> None:
-    slow_memory = dataclasses.replace(RATES, weight_bytes_per_second=1e8)
+    slow_memory = dataclasses.replace(RATES, weight_bytes_per_second=1e8, lone_weight_bytes_per_second=1e8)
     assert choose_variant("auto", load(32), SHAPE, slow_memory) == GATHER
+
+
+def test_where_ranks_share_a_slow_memory_a_lone_row_is_computed_by_one_of_them() -> None:
+    shared = dataclasses.replace(RATES, weight_bytes_per_second=5e9)
+    assert choose_variant("auto", load(1), SHAPE, shared) == PASS_Q
+    assert choose_variant("auto", load(2), SHAPE, shared) == GATHER, "both ranks read all weights either way"
+    near = dataclasses.replace(
+        shared, busy_message_seconds=1e-5, ring=dataclasses.replace(RATES.ring, link_latency_seconds=0.0)
+    )
+    assert choose_variant("auto", load(2, num_ranks=8), SHAPE, near) == PASS_Q
+    assert [shared.weight_rate(reading, 3) for reading in (1, 2, 3)] == [1e10, 7.5e9, 5e9]
+    assert shared.weight_rate(1, 1) == 5e9
 
 
 def test_slow_messages_keep_the_variant_with_fewer_of_them() -> None:

@@ -15,6 +15,7 @@ from cp_core.backends.flash_attn import FlashAttention
 from cp_core.backends.reference import ReferenceAttention
 from cp_core.backends.torch_cuda import TorchCudaFlash
 from cp_core.errors import ConfigError
+from cp_core.paged import PagedBackend, PagedShards, attend_pages, takes_pages
 from tests.oracles import largest, oracle_partial, random_tokens
 
 
@@ -58,6 +59,12 @@ def varlen_kernel(
     assert return_attn_probs
     assert dropout_p == 0.0
     assert softmax_scale is not None
+    if block_table is not None:
+        assert not causal
+        assert max_seqlen_q == 1
+        stored = _lengths(cu_seqlens_k)
+        assert max(stored) == max_seqlen_k
+        return *_paged_answer(q, k, v, cu_seqlens_q, stored, block_table, softmax_scale), None
     for lengths, longest, tensor in ((cu_seqlens_q, max_seqlen_q, q), (cu_seqlens_k, max_seqlen_k, k)):
         assert lengths.dtype == torch.int32
         assert lengths.tolist() == [0, tensor.shape[0]] == [0, longest]
@@ -65,7 +72,59 @@ def varlen_kernel(
     return part.out.to(q.dtype), part.lse.transpose(0, 1).contiguous(), None
 
 
+def torch_paged_kernel(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cum_seq_q: torch.Tensor,
+    cum_seq_k: torch.Tensor,
+    max_q: int,
+    max_k: int,
+    dropout: float,
+    causal: bool,
+    *,
+    return_debug_mask: bool,
+    scale: float,
+    window_size_left: int,
+    window_size_right: int,
+    seqused_k: torch.Tensor,
+    block_table: torch.Tensor,
+) -> tuple[Any, ...]:
+    """`aten::_flash_attention_forward` as `torch.nn.attention.varlen` calls it for a paged cache."""
+    names = [each.name for each in torch.ops.aten._flash_attention_forward.default._schema.arguments]
+    assert {"scale", "window_size_left", "window_size_right", "seqused_k", "block_table"} <= set(names)
+    assert (dropout, causal, return_debug_mask, window_size_left, window_size_right) == (0.0, False, False, -1, -1)
+    assert (max_q, max_k, seqused_k.dtype) == (1, int(seqused_k.max()), torch.int32)
+    assert _lengths(cum_seq_k) == seqused_k.tolist()
+    out, lse = _paged_answer(q, k, v, cum_seq_q, seqused_k.tolist(), block_table, scale)
+    return out, lse, None, None, None
+
+
+def _lengths(cumulative: torch.Tensor) -> list[int]:
+    assert cumulative.dtype == torch.int32
+    assert int(cumulative[0]) == 0
+    return [int(each) for each in cumulative.diff()]
+
+
+def _paged_answer(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    stored: list[int],
+    table: torch.Tensor,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    assert _lengths(cu_seqlens_q) == [1] * q.shape[0]
+    assert table.dtype == torch.int32
+    assert table.stride(-1) == 1
+    assert k.shape[1] % 256 == 0
+    part = ReferenceAttention().paged_attention(q, PagedShards(k, v, table, tuple(stored)), scale=scale)
+    return part.out.to(q.dtype), part.lse.transpose(0, 1).contiguous()
+
+
 BACKENDS: list[AttentionBackend] = [TorchCudaFlash(torch_kernel), FlashAttention(varlen_kernel)]
+PAGED: list[PagedBackend] = [TorchCudaFlash(torch_kernel, torch_paged_kernel), FlashAttention(varlen_kernel)]
 
 
 def _name(backend: AttentionBackend) -> str:
@@ -110,6 +169,29 @@ def test_what_the_kernels_are_not_made_for_is_refused(backend: AttentionBackend)
     tokens = random_tokens(5, dtype=torch.float16)
     with pytest.raises(AssertionError, match="causal needs T == S, not 3 and 5"):
         backend.partial_attention(tokens.q[:3], tokens.k, tokens.v, causal=True, scale=0.125)
+
+
+@pytest.mark.parametrize("backend", PAGED, ids=_name)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_block_tables_reach_the_kernel(backend: PagedBackend, dtype: torch.dtype) -> None:
+    """Three sequences over scattered pages of 256 tokens, one of them not on this rank."""
+    assert takes_pages(backend, 256)
+    assert takes_pages(backend, 512)
+    assert not takes_pages(backend, 16)
+    sequences = [random_tokens(length, dtype=dtype, seed=length) for length in (300, 0, 256)]
+    k_pages, v_pages = (torch.full((5, 256, 2, 64), torch.nan, dtype=dtype) for _ in range(2))
+    for page, (sequence, start) in {4: (0, 0), 1: (0, 256), 2: (2, 0)}.items():
+        for pages, stored in ((k_pages, sequences[sequence].k), (v_pages, sequences[sequence].v)):
+            piece = stored[start : start + 256]
+            pages[page, : piece.shape[0]] = piece
+    shards = PagedShards(k_pages, v_pages, torch.tensor([[4, 1], [0, 0], [2, 0]], dtype=torch.int32), (300, 0, 256))
+    q = random_tokens(3, dtype=dtype, seed=1).q
+    part = attend_pages(backend, q, shards, 0.125)
+    assert torch.isneginf(part.lse[1]).all()
+    for row in (0, 2):
+        right = oracle_partial(q[row : row + 1], sequences[row].k, sequences[row].v, causal=False, scale=0.125)
+        assert largest(part.out[row] - right.out[0]) <= 1.05 * largest(right.out.to(dtype).double() - right.out)
+        assert largest(part.lse[row] - right.lse[0]) <= 2e-6 * max(1.0, largest(right.lse))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -55,6 +55,7 @@ class FakeRank:
         self.is_killed = False
         self.seconds_since_step = 0.0
         self.running = 0
+        self.decode_variant = ""
         self.submitted: list[DecodeCommand] = []
         self.polled: list[int] = []
         self.gate = asyncio.Event()
@@ -144,7 +145,13 @@ class FakeRank:
 
     async def status(self, timeout: float) -> RankStatus:
         self._check()
-        return RankStatus(steps=0, seconds_since_step=self.seconds_since_step, running=self.running, open_transfers=0)
+        return RankStatus(
+            steps=0,
+            seconds_since_step=self.seconds_since_step,
+            running=self.running,
+            open_transfers=0,
+            decode_variant=self.decode_variant,
+        )
 
     async def run_decode(self) -> None:
         await self._failed.wait()

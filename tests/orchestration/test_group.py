@@ -124,3 +124,14 @@ async def test_a_status_before_the_ring_is_up_says_so() -> None:
     assert (status.num_requests_running, status.num_requests_waiting) == (1, 2)
     assert [rank.total_blocks for rank in status.kv_usage] == [5, 5]
     await leader.close()
+
+
+async def test_a_status_tells_what_served_the_latest_decode_step() -> None:
+    leader, _, ranks = made()
+    await leader.start("here:1")
+    assert leader.status_with(running=0, waiting=0).decode_variant == ""
+    ranks.latest[0].decode_variant = "gather"
+    await until(lambda: leader.status_with(running=0, waiting=0).decode_variant == "gather")
+    ranks.latest[0].decode_variant = "pass_q"
+    await until(lambda: leader.status_with(running=0, waiting=0).decode_variant == "pass_q")
+    await leader.close()

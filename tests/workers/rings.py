@@ -79,6 +79,7 @@ class LocalRing:
         ring_transport: str | None = None,
         tp: int = 1,
         decode_variant: str = "auto",
+        attention_backend: str = "auto",
     ) -> None:
         """`num_ranks` share the tokens; with `tp` each of them is `tp` workers that share the heads."""
         self.num_ranks = num_ranks
@@ -108,6 +109,7 @@ class LocalRing:
                 max_batch=max_batch,
                 ring_transport=ring_transport or "auto",
                 decode_variant=decode_variant,
+                attention_backend=attention_backend,
             )
             info = worker.start(spec, poisoned=True)
             if ring_transport is None:

@@ -68,6 +68,17 @@ def test_sequences_that_join_and_leave_get_the_tokens_of_one_process(
     assert answers == {name: oracles["llama_gqa"].greedy(PROMPTS[name], end) for name, end in ENDS.items()}
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_kernel_that_follows_block_tables_gives_the_same_tokens(
+    variant: str, num_ranks: int, model_paths: Models, oracles: Oracles
+) -> None:
+    """The reference is such a kernel; blocks are scattered, and what was never written is NaN."""
+    with LocalRing(model_paths["llama_gqa"], num_ranks, decode_variant=variant, attention_backend="reference") as ring:
+        answers = serve_all(ring, greedy())
+    assert answers == {name: oracles["llama_gqa"].greedy(PROMPTS[name], end) for name, end in ENDS.items()}
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_model_decodes_the_same_in_pass_q(kind: str, model_paths: Models, oracles: Oracles) -> None:
     prompt, sampling = random_tokens(33), Sampling(max_tokens=16)
@@ -220,7 +231,11 @@ def test_auto_gathers_until_the_ring_has_measured_itself(model_paths: Models) ->
     assert choice(8, 1000) == GATHER
     link = Rates(gemm_flops=1e9, attention_flops=1e9, link_bytes_per_second=1e15, link_latency_seconds=0.0)
     free_messages = DecodeRates(
-        ring=link, weight_bytes_per_second=1e12, kv_bytes_per_second=1e12, busy_message_seconds=0.0
+        ring=link,
+        weight_bytes_per_second=1e12,
+        lone_weight_bytes_per_second=1e12,
+        kv_bytes_per_second=1e12,
+        busy_message_seconds=0.0,
     )
     assert choice.predicted(8, 1000) == []
     choice.measured(free_messages)
@@ -232,4 +247,7 @@ def test_probing_lets_auto_choose_by_what_was_measured(model_paths: Models) -> N
     with LocalRing(model_paths["llama_gqa"], 2) as ring:
         ring.together(lambda worker, _: worker.probe())
         assert all(worker._choose_variant._rates is not None for worker in ring.workers)
-        assert ring.workers[0]._choose_variant(1, 100) == GATHER
+        choice = ring.workers[0]._choose_variant
+        for batch in (1, 64):
+            seconds = dict(choice.predicted(batch, 100 * batch))
+            assert choice(batch, 100 * batch) == (PASS_Q if seconds[PASS_Q] < 0.95 * seconds[GATHER] else GATHER)

@@ -719,6 +719,7 @@ class GroupInfo(_message.Message):
     RANK_PIDS_FIELD_NUMBER: _builtins.int
     RING_TRANSPORT_FIELD_NUMBER: _builtins.int
     TP_FIELD_NUMBER: _builtins.int
+    DECODE_VARIANT_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     name: _builtins.str
     endpoint: _builtins.str
@@ -734,6 +735,8 @@ class GroupInfo(_message.Message):
     """What carries messages within the ring: "gloo", "nccl" or "sockets"."""
     tp: _builtins.int
     """Tensor parallelism: processes a rank, which hold the same tokens, each a share of the heads."""
+    decode_variant: _builtins.str
+    """Of a decode ring: what served its latest step, "gather" or "pass_q"; empty before the first."""
     @_builtins.property
     def kv_usage(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankKvUsage]: ...
     @_builtins.property
@@ -757,10 +760,11 @@ class GroupInfo(_message.Message):
         rank_pids: _abc.Iterable[_builtins.int] | None = ...,
         ring_transport: _builtins.str = ...,
         tp: _builtins.int = ...,
+        decode_variant: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_backend", b"attention_backend", "endpoint", b"endpoint", "incarnation", b"incarnation", "kv_usage", b"kv_usage", "name", b"name", "num_ranks", b"num_ranks", "num_requests_running", b"num_requests_running", "num_requests_waiting", b"num_requests_waiting", "rank_pids", b"rank_pids", "rebuilds", b"rebuilds", "ring_transport", b"ring_transport", "role", b"role", "state", b"state", "tp", b"tp"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_backend", b"attention_backend", "decode_variant", b"decode_variant", "endpoint", b"endpoint", "incarnation", b"incarnation", "kv_usage", b"kv_usage", "name", b"name", "num_ranks", b"num_ranks", "num_requests_running", b"num_requests_running", "num_requests_waiting", b"num_requests_waiting", "rank_pids", b"rank_pids", "rebuilds", b"rebuilds", "ring_transport", b"ring_transport", "role", b"role", "state", b"state", "tp", b"tp"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -32,10 +32,15 @@ def test_prefill_sets_rings_beside_transformers_with_as_many_threads(capsys: pyt
     assert ring["peak_memory_bytes"] > 46_000_000, "the weights alone take as much"
 
 
-def test_decode_measures_every_context_and_batch(capsys: pytest.CaptureFixture[str]) -> None:
+def test_decode_measures_every_variant_at_every_context_and_batch(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ("--context", "64,128", "--batch", "1,2", "--steps", "8", "--layers", "2")
     report = bench(capsys, "decode", "--ranks", "2", *sizes)
-    assert [(row["tokens"], row["batch"]) for row in report["rows"]] == [(64, 1), (64, 2), (128, 1), (128, 2)]
+    assert [(row["tokens"], row["batch"], row["name"]) for row in report["rows"]] == [
+        (context, batch, name) for context in (64, 128) for batch in (1, 2) for name in ("auto", "gather", "pass_q")
+    ]
+    assert [target["text"].partition(", ")[2] for target in report["targets"]] == [
+        f"2 ranks, {context} tokens, batch {batch}" for context in (64, 128) for batch in (1, 2)
+    ]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,223 @@
+"""`ringserve bench load`: open-loop load on a whole service, running already or started for the measurement."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import grpc
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from cp_core.errors import ConfigError, Unavailable
+from services.bench.load.plot import write_load_plot
+from services.bench.load.replay import replay
+from services.bench.load.summary import Bounds, LoadReport, Percentiles, summarize
+from services.bench.load.trace import KINDS, Arrival, RequestKind, draw_trace, read_trace, write_trace
+from services.bench.plot import require_matplotlib
+from services.bench.report import load_now
+from services.cli.options import Subcommands, add_config_options, add_target_options, config_of, target_of
+from services.cluster import LocalCluster
+from services.config import LogConfig
+
+EXAMPLE = """example:
+  ringserve bench load --rate 2 --duration 60 --mix short:0.8,long:0.2
+  ringserve bench load --start --rate 4 --duration 60 --mix short:1 --every long:10 --plot load.png
+  ringserve bench load --target 127.0.0.1:50051 --trace requests.jsonl --json
+"""
+HELP = """Requests arrive by chance at a rate (Poisson), whatever became of those before, and besides at fixed
+intervals with --every. A kind is NAME=PROMPT or LEAST-MOST:ANSWER in tokens."""
+PIPE_WIDTH = 120
+
+
+def add(kinds: Subcommands) -> None:
+    parser = kinds.add_parser(
+        "load",
+        help="time to first token and between tokens of a whole service under load",
+        description=HELP,
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
+    parser.add_argument("--rate", type=_positive, default=1.0, help="requests a second (default: 1)")
+    parser.add_argument("--duration", type=_positive, default=60.0, help="seconds of arrivals (default: 60)")
+    parser.add_argument(
+        "--mix", default="short:1", help="weights of the kinds that arrive by chance (default: short:1)"
+    )
+    parser.add_argument("--every", default="", metavar="KIND:SECONDS", help="one of a kind at fixed intervals besides")
+    defaults = " ".join(f"{kind.name}={kind.least_prompt}-{kind.most_prompt}:{kind.max_tokens}" for kind in KINDS)
+    parser.add_argument(
+        "--kind", action="append", metavar="NAME=TOKENS:ANSWER", help=f"another kind; repeatable (default: {defaults})"
+    )
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="arrivals from a file of JSON lines, not by chance")
+    parser.add_argument("--save-trace", type=Path, metavar="FILE", help="write the arrivals that were drawn")
+    parser.add_argument("--ttft-bound", type=_positive, default=2.0, help="seconds, for goodput (default: 2)")
+    parser.add_argument("--ttit-bound", type=_positive, default=0.1, help="seconds, for goodput (default: 0.1)")
+    parser.add_argument("--timeout", type=_positive, default=300.0, help="of each request, seconds (default: 300)")
+    parser.add_argument("--seed", type=int, default=0, help="of arrivals and prompts (default: 0)")
+    parser.add_argument("--start", action="store_true", help="start a cluster for the measurement, and stop it")
+    add_target_options(parser)
+    add_config_options(parser)
+    parser.add_argument("--json", action="store_true", help="print the report as one JSON object")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE.png", help="draw the figures; needs matplotlib, the extra `plot`"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    if options.plot is not None:
+        require_matplotlib()
+    trace = _trace(options)
+    bounds = Bounds(ttft=options.ttft_bound, ttit=options.ttit_bound)
+    before = load_now()
+    with _target(options) as target, _progress(len(trace)) as tell:
+        try:
+            outcomes = asyncio.run(replay(target, trace, options.timeout, options.seed, tell))
+        except grpc.aio.AioRpcError as failure:
+            raise Unavailable(f"{target} cannot be asked what it serves: {failure.details()}") from None
+    report = summarize(outcomes, bounds, _settings(options), (before, load_now()))
+    if options.plot is not None:
+        write_load_plot(report, outcomes, options.plot)
+    if options.json:
+        print(json.dumps(asdict(report)))
+    else:
+        Console(width=None if sys.stdout.isatty() else PIPE_WIDTH).print(_table(report))
+        print(*_closing_lines(report), sep="\n")
+    return 0 if any(outcome.status == "ok" for outcome in outcomes) else 1
+
+
+def _trace(options: argparse.Namespace) -> list[Arrival]:
+    if options.trace is not None:
+        return read_trace(options.trace)
+    kinds = {kind.name: kind for kind in (*KINDS, *map(_kind, options.kind or ()))}
+    mix, every = _numbers("--mix", options.mix, kinds), _numbers("--every", options.every, kinds)
+    if not mix:
+        raise ConfigError("--mix: names no kind; write it as short:0.8,long:0.2")
+    trace = draw_trace(
+        kinds=kinds, rate=options.rate, duration=options.duration, mix=mix, every=every, seed=options.seed
+    )
+    if not trace:
+        raise ConfigError(f"--duration: nobody came in {options.duration:g} s; give a longer one or a higher --rate")
+    if options.save_trace is not None:
+        write_trace(options.save_trace, trace)
+    return trace
+
+
+def _settings(options: argparse.Namespace) -> str:
+    if options.trace is not None:
+        return f"arrivals of {options.trace}"
+    every = f", besides {options.every} s" if options.every else ""
+    return f"{options.rate:g} requests/s for {options.duration:g} s, {options.mix}{every}, seed {options.seed}"
+
+
+@contextmanager
+def _target(options: argparse.Namespace) -> Iterator[str]:
+    if not options.start:
+        if options.config is not None or options.set:
+            raise ConfigError("--config and --set: only for a cluster that --start starts")
+        yield target_of(options)
+        return
+    if options.target is not None:
+        raise ConfigError("--target: a cluster that --start starts has its own")
+    config = config_of(options)
+    # On ports of the system's choice, so that it stands beside any other; its log lines would tear the bar.
+    gateway = replace(config.gateway, listen="127.0.0.1:0", metrics="")
+    cluster = LocalCluster(replace(config, gateway=gateway, logs=LogConfig(level="warning")))
+    try:
+        cluster.start()
+        yield cluster.gateway_address
+    finally:
+        cluster.stop()
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[str], None]]:
+    """A bar of requests that have ended, on standard error: standard output is the report's."""
+    progress = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    )
+    with progress:
+        task = progress.add_task("requests", total=total)
+        yield lambda status: progress.update(task, advance=1)
+
+
+def _table(report: LoadReport) -> Table:
+    table = Table(title=f"load: {report.settings}", box=SIMPLE)
+    for header in ("kind", "requests", "ended", "what", "p50 ms", "p90 ms", "p99 ms", "most", "good"):
+        table.add_column(header, justify="left" if header in ("kind", "ended", "what") else "right", no_wrap=True)
+    for kind in report.kinds:
+        ended = ", ".join(f"{count} {status}" for status, count in sorted(kind.statuses.items()))
+        for number, (name, figures) in enumerate((("TTFT", kind.ttft), ("TTIT", kind.ttit), ("queue", kind.queue))):
+            lead = ("", "", "") if number else (kind.kind, str(kind.requests), ended)
+            table.add_row(*lead, name, *_milliseconds(figures), "" if number else f"{kind.good:.0%}")
+    return table
+
+
+def _milliseconds(figures: Percentiles) -> list[str]:
+    return [f"{value * 1e3:.1f}" for value in (figures.p50, figures.p90, figures.p99, figures.most)]
+
+
+def _closing_lines(report: LoadReport) -> list[str]:
+    lag = max(kind.lag.p99 for kind in report.kinds)
+    before, after = report.load
+    return [
+        f"{report.requests_per_second:.2f} requests/s, {report.prompt_tokens_per_second:.0f} prompt tokens/s, "
+        f"{report.completion_tokens_per_second:.1f} tokens/s of answers over {report.seconds:.1f} s",
+        f"goodput {report.good_requests_per_second:.2f} requests/s within TTFT {report.bounds.ttft:g} s "
+        f"and TTIT {report.bounds.ttit:g} s on average",
+        f"requests were sent {lag * 1e3:.1f} ms late at p99; load {before:.1f} before and {after:.1f} after",
+    ]
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value > 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; give a number above 0")
+    return value
+
+
+def _numbers(option: str, text: str, kinds: dict[str, RequestKind]) -> dict[str, float]:
+    """`name:number` with commas. Raises ConfigError."""
+    numbers = {}
+    for part in filter(None, text.split(",")):
+        name, _, number = part.partition(":")
+        if name not in kinds:
+            raise ConfigError(f"{option}: {name!r} is no kind; there are {', '.join(kinds)}, more with --kind")
+        try:
+            numbers[name] = _positive(number)
+        except argparse.ArgumentTypeError as error:
+            raise ConfigError(f"{option}: {part!r} is not NAME:NUMBER: {error}") from None
+    return numbers
+
+
+def _kind(text: str) -> RequestKind:
+    """Raises ConfigError."""
+    name, _, sizes = text.partition("=")
+    prompt, _, answer = sizes.partition(":")
+    least, dash, most = prompt.partition("-")
+    try:
+        kind = RequestKind(
+            name=name, least_prompt=int(least), most_prompt=int(most if dash else least), max_tokens=int(answer)
+        )
+    except ValueError:
+        raise ConfigError(f"--kind: {text!r} is not NAME=TOKENS:ANSWER, e.g. short=64-192:32") from None
+    if not name or not 1 <= kind.least_prompt <= kind.most_prompt or kind.max_tokens < 1:
+        raise ConfigError(f"--kind: {text!r} needs a name, 1 or more tokens, the least first, and 1 or more of answer")
+    return kind
