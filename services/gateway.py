@@ -102,7 +102,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         started, outcome = time.monotonic(), "cancelled"
         request_id = ""
-        router = ScopedRouter(self._whole_router, tenant)
+        router = self.router_for(tenant)
         self._metrics.began()
         try:
             turn_request = await asyncio.to_thread(self._reader.read, request, seconds_left)
@@ -187,6 +187,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             num_parameters=model.num_parameters,
         )
 
+    def router_for(self, tenant: Tenant) -> ScopedRouter:
+        """The router as a tenant sees it."""
+        return ScopedRouter(self._whole_router, tenant)
+
     async def server_view(self) -> ServerView:
         """The service as the router sees it. Raises Unavailable."""
         return await self._whole_router.get_server_info()
@@ -223,7 +227,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         """What the router says to the tenant that calls; an error becomes its status."""
 
         async def asked() -> T:
-            return await ask(ScopedRouter(self._whole_router, self._caller(context)))
+            return await ask(self.router_for(self._caller(context)))
 
         return await answer(context, asked())
 

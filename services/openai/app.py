@@ -21,12 +21,13 @@ from cp_core.errors import RingserveError, Unavailable
 from orchestration.turn import ServerView
 from ringserve.v1 import inference_pb2
 from services.auth.doorkeeper import Doorkeeper
+from services.auth.scoped_router import ScopedRouter
 from services.auth.tenants import Tenant
 from services.grpc_server import MAX_MESSAGE_BYTES
 from services.openai.errors import BadHttpRequest, error_body, headers_of, status_of
 from services.openai.hang_up import EventStream, ended_by_hang_up
 from services.openai.requests import HttpRequestReader, HttpTurn
-from services.openai.responses import ChatShape, CompletionShape, Shape, TurnAnswer, model_json
+from services.openai.responses import ChatShape, CompletionShape, Shape, TurnAnswer, conversation_json, model_json
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +44,9 @@ class TurnService(Protocol):
         self, request: inference_pb2.GenerateRequest, tenant: Tenant, seconds_left: float | None
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         """One turn's responses. Raises RingserveError. Closing it ends the turn."""
+
+    def router_for(self, tenant: Tenant) -> ScopedRouter:
+        """The router as a tenant sees it."""
 
     async def server_view(self) -> ServerView:
         """The service as the router sees it. Raises Unavailable."""
@@ -68,6 +72,8 @@ class HttpDoor:
             Route("/v1/completions", self._completion, methods=["POST"]),
             Route("/v1/models", self._models, methods=["GET"]),
             Route("/v1/models/{name:path}", self._model, methods=["GET"]),
+            Route("/v1/conversations/{name:path}", self._conversation, methods=["GET"]),
+            Route("/v1/conversations/{name:path}", self._forget, methods=["DELETE"]),
             Route("/health", self._health, methods=["GET"]),
         ]
         return Starlette(
@@ -120,6 +126,15 @@ class HttpDoor:
 
     def _model_json(self) -> dict[str, Any]:
         return model_json(self._model_name, self._created, self._max_positions)
+
+    async def _conversation(self, request: Request) -> Response:
+        view = await self._service.router_for(self._caller(request)).get_conversation(request.path_params["name"])
+        return JSONResponse(conversation_json(view))
+
+    async def _forget(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        await self._service.router_for(self._caller(request)).delete_conversation(name)
+        return JSONResponse({"id": name, "object": "conversation.deleted", "deleted": True})
 
     async def _health(self, request: Request) -> Response:
         """200 where a turn could be served now: the router answers, and a ring of each role serves."""

@@ -5,8 +5,12 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from google.protobuf.json_format import MessageToDict
+
+from orchestration.turn import ConversationView
 from ringserve.v1 import inference_pb2
 from services.answer import plan_dict
+from services.wire import groups as wire_groups
 
 Json = dict[str, Any]
 
@@ -131,6 +135,14 @@ def usage_json(usage: inference_pb2.Usage) -> Json:
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
     }
+
+
+def conversation_json(view: ConversationView) -> Json:
+    """A conversation under OpenAI's name for one, with what is known of it in `ringserve`."""
+    message = wire_groups.conversation_to(view)
+    known = MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+    known["epoch"] = int(known["epoch"])  # 64-bit numbers stay numbers
+    return {"id": view.conversation_id, "object": "conversation", "metadata": {}, "ringserve": known}
 
 
 def model_json(name: str, created: int, max_positions: int) -> Json:

@@ -108,6 +108,9 @@ async def test_over_http_it_is_the_same(guarded: Doors) -> None:
         with pytest.raises(openai.NotFoundError) as caught:
             await beta.completions.create(**asked | {"prompt": [1]}, **append)
         assert "acme" not in str(caught.value)
+        for call in (beta.conversations.retrieve("web"), beta.conversations.delete("web")):
+            with pytest.raises(openai.NotFoundError, match="there is no conversation 'web'"):
+                await call
         other = await beta.completions.create(**asked, **extra)
         assert (other.model_extra or {})["ringserve"]["plan"]["cached_tokens"] == 0
         second = await acme.completions.create(**asked | {"prompt": [1]}, **append)
@@ -161,6 +164,8 @@ async def test_strangers_get_nothing_over_http(guarded: Doors, sent: str | None,
             ("POST", "/v1/completions"),
             ("GET", "/v1/models"),
             ("GET", f"/v1/models/{MODEL}"),
+            ("GET", "/v1/conversations/c"),
+            ("DELETE", "/v1/conversations/c"),
         ):
             answer = await http.request(method, path, content=b"not even JSON" if method == "POST" else None)
             assert answer.status_code == 401

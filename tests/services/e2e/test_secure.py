@@ -101,7 +101,7 @@ def test_strangers_and_plain_text_get_nowhere(secure: Secure) -> None:
             stub = health_pb2_grpc.HealthStub(channel)
             with pytest.raises(grpc.RpcError) as caught:
                 stub.Check(health_pb2.HealthCheckRequest(), timeout=10)  # type: ignore[attr-defined]
-            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE  # type: ignore[attr-defined]
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
     # Of the authority that the router trusts, and yet no certificate is no certificate.
     trusted = grpc.ssl_channel_credentials(secure.authority.own.cert.read_bytes())
     name = (("grpc.ssl_target_name_override", "ringserve.internal"),)

@@ -136,6 +136,26 @@ async def test_a_conversation_goes_on_by_its_id_and_computes_only_what_is_new(
     assert extra(second)["token_ids"] == oracle.greedy(codec.encode_chat(roles).tolist(), 6)
 
 
+async def test_a_conversation_can_be_looked_at_and_forgotten(doors: Doors) -> None:
+    free = doors.service.free_blocks()
+    async with doors.openai() as client:
+        name = "of rings/1 ü"
+        await client.completions.create(
+            model=MODEL, prompt="x" * 40, max_tokens=4, extra_body={"conversation_id": name}
+        )
+        seen = await client.conversations.retrieve(name)
+        known = extra(seen)
+        assert (seen.id, seen.object) == (name, "conversation")
+        assert (known["num_turns"], known["num_tokens"], known["running_request_id"]) == (1, 44, "")
+        assert {place["role"] for place in known["placements"]} == {"prefill", "decode"}
+        gone = await client.conversations.delete(name)
+        assert (gone.id, gone.deleted) == (name, True)
+        for call in (client.conversations.retrieve(name), client.conversations.delete(name)):
+            with pytest.raises(openai.NotFoundError, match="there is no conversation 'of rings/1 ü'"):
+                await call
+    assert doors.service.free_blocks() == free
+
+
 async def test_a_completion_may_send_only_what_is_new(doors: Doors, oracle: Oracle) -> None:
     ids = random_tokens(40)
     async with doors.openai() as client:
