@@ -287,7 +287,7 @@ def _typed(name: str, value: Any, wanted: type[Any]) -> Any:
             return float(value)  # also of a text: YAML 1.1 takes 5e14 for one
         except (TypeError, ValueError, OverflowError):
             pass
-    elif isinstance(value, wanted) and (wanted is bool or not isinstance(value, bool)):
+    elif isinstance(value, wanted) and isinstance(value, bool) == (wanted is bool):
         return value
     raise ConfigError(f"{name}: {value!r} is not of type {wanted.__name__}")
 

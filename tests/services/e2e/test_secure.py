@@ -7,7 +7,7 @@ import ssl
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import grpc
@@ -16,11 +16,12 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from openai import DefaultHttpxClient, OpenAI
 
-from cp_core.errors import Forbidden, NotFound, Unauthenticated
+from cp_core.errors import Forbidden, NotFound, Unauthenticated, Unavailable
 from services.client import Client, Sampling, TlsFiles
+from services.client.retries import NO_RETRIES
 from services.reference import StockModel
 from tests.services.auth.certificates import Authority
-from tests.services.e2e.cluster import Cluster, Ringserve, running_cluster
+from tests.services.e2e.cluster import Cluster, Ringserve, running_cluster, wait_until
 from tests.workers.models import random_tokens
 
 pytestmark = pytest.mark.timeout(240)
@@ -33,6 +34,7 @@ class Secure:
     cluster: Cluster
     authority: Authority
     tokens: dict[str, str]
+    config: Path
 
     def client(self, tenant: str) -> Client:
         return Client(self.cluster.gateway, token=self.tokens.get(tenant, ""), tls=TlsFiles(ca=self.authority.own.cert))
@@ -68,9 +70,14 @@ def secure(ringserve: Ringserve, model_path: Path, tmp_path_factory: pytest.Temp
         "auth.tokens": file,
         "gateway.model_name": "tiny-and-secret",
     }
-    options = [word for key, value in values.items() for word in ("--set", f"{key}={value}")]
-    with running_cluster(ringserve, "secure", model_path, *options) as cluster:
-        yield Secure(cluster, authority, {name: entry["token"] for name, entry in made.items()})
+    sections: dict[str, dict[str, str]] = {}
+    for key, value in values.items():
+        section, _, name = key.partition(".")
+        sections.setdefault(section, {})[name] = str(value)
+    config = directory / "cluster.yaml"
+    config.write_text(json.dumps(sections))
+    with running_cluster(ringserve, "secure", model_path, "--config", str(config)) as cluster:
+        yield Secure(cluster, authority, {name: entry["token"] for name, entry in made.items()}, config)
 
 
 def test_tenants_are_served_exactly_and_apart_over_both_doors(secure: Secure, stock: StockModel) -> None:
@@ -132,6 +139,46 @@ def test_commands_call_by_tls_with_the_token_of_the_environment(secure: Secure) 
     without = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert without.returncode == 1
     assert without.stderr == "ringserve: authorization: none given; send 'Bearer TOKEN'\n"
+
+
+def test_one_more_gateway_guards_the_same_conversations(secure: Secure, model_path: Path, tmp_path: Path) -> None:
+    """`ringserve gateway` takes keys and tokens from the same configuration; without them it has no way in."""
+    log, plain = tmp_path / "gateway.log", tmp_path / "plain.log"
+    command = ["gateway", "--listen", "127.0.0.1:0", "--http", "127.0.0.1:0", "--router", secure.cluster.router]
+    command += ["--model", str(model_path)]
+    second = secure.cluster.ringserve.start(*command, "--config", str(secure.config), output=log)
+    open_one = secure.cluster.ringserve.start(*command, output=plain)
+    try:
+        addresses = _addresses(log)
+        with secure.client("acme") as first:
+            answer = first.ask([1, 2, 3], conversation_id="both", sampling=Sampling(max_tokens=4), timeout=60)
+        other = replace(secure, cluster=replace(secure.cluster, gateway=addresses["gateway"], http=addresses["http"]))
+        with other.client("beta") as beta, pytest.raises(NotFound):
+            beta.conversation("both")
+        with other.client("acme") as acme:
+            assert acme.conversation("both").num_tokens == 3 + answer.usage.completion_tokens
+            acme.delete_conversation("both")
+        with Client(_addresses(plain)["gateway"], retry=NO_RETRIES) as stranger, pytest.raises(Unavailable):
+            stranger.ask("x", timeout=30)
+    finally:
+        for process in (second, open_one):
+            process.terminate()
+        assert [process.wait(30) for process in (second, open_one)] == [0, 0], log.read_text() + plain.read_text()
+
+
+def _addresses(log: Path) -> dict[str, str]:
+    """What a gateway says it listens on."""
+    wait_until(lambda: "\n" in log.read_text() and '"gateway"' in log.read_text(), "the gateway serves", 60)
+    addresses: dict[str, str] = json.loads(next(line for line in log.read_text().splitlines() if '"gateway"' in line))
+    return addresses
+
+
+def test_a_gateway_for_strangers_is_refused_unless_asked_for(secure: Secure, model_path: Path) -> None:
+    command = ["gateway", "--listen", "0.0.0.0:0", "--router", secure.cluster.router, "--model", str(model_path)]
+    refused = secure.cluster.ringserve.run(*command)
+    assert refused.returncode == 1
+    assert refused.stderr.startswith("ringserve: --listen: 0.0.0.0:0 is reached from other machines and lacks TLS")
+    assert len(refused.stderr.splitlines()) == 1
 
 
 def test_the_log_of_the_cluster_holds_no_secret(secure: Secure) -> None:

@@ -318,6 +318,16 @@ async def test_a_busy_conversation_is_a_conflict_and_an_abort_ends_its_stream_as
                 pass
 
 
+async def test_a_gateway_that_stops_says_so_to_whoever_still_reads(doors: Doors) -> None:
+    async with doors.openai() as client:
+        stream = await client.completions.create(model=MODEL, prompt="x", max_tokens=8000, stream=True)
+        await anext(stream)
+        await doors.servicer.end_turns(0.0)
+        with pytest.raises(openai.APIError, match="the gateway is stopping; retry at another"):
+            async for _ in stream:
+                pass
+
+
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 async def test_hanging_up_ends_the_turn_and_frees_its_memory(doors: Doors, stream: bool) -> None:
     free = doors.service.free_blocks()
