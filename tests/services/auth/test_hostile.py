@@ -30,8 +30,9 @@ IDS = ["", "c1", "c2", "c1/", "acme/c1", "\x7f", "ü", "z" * 256, "z" * 257]
 
 def hostile(draw: random.Random) -> inference_pb2.GenerateRequest:
     """A request whose every field may be anything that its type can hold."""
+    mode: Any = draw.choice([0, 0, 0, 1, 2, 3, -1])
     request = inference_pb2.GenerateRequest(
-        request_id=draw.choice(IDS), conversation_id=draw.choice(IDS), prompt_mode=draw.choice([0, 0, 0, 1, 2, 3, -1])
+        request_id=draw.choice(IDS), conversation_id=draw.choice(IDS), prompt_mode=mode
     )
     match draw.randrange(4):
         case 0:
