@@ -5,12 +5,14 @@ Shapes: T query tokens, S stored tokens, H query heads, K key/value heads (H is 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
 
 from cp_core.errors import ConfigError
+from cp_core.prefill_plan import KvRun
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,16 @@ class AttentionBackend(Protocol):
         Inputs may be strided views (the last dimension contiguous); none is copied when it is fp32. T or S may be 0.
         `causal` needs T == S: query t sees keys 0..t.
         """
+        ...
+
+
+@runtime_checkable
+class RowAttention(Protocol):
+    """A backend that attends many single queries, each over keys of its own, with less ado than one call each."""
+
+    def attend_rows(self, q: torch.Tensor, runs: Sequence[KvRun], *, scale: float) -> Partial:
+        """Query b of q[B, H, D] over k[S, K, D] and v[S, K, D] of runs[b], S >= 1 and of any size; the bits of B
+        calls of `partial_attention`."""
         ...
 
 

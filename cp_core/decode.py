@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import torch
 
-from cp_core.attention import AttentionBackend, Partial, empty_partial
+from cp_core.attention import AttentionBackend, Partial, RowAttention, empty_partial
 from cp_core.decode_plan import DecodePlan, PassQRoute, Visit
 from cp_core.merge import Accumulator, finished_out, merge
 from cp_core.packing import PartialBuffer
@@ -122,14 +122,14 @@ def _attend_rows(
     scale: float,
 ) -> list[Partial]:
     """The parts of queries q[places], which belong to these rows of the batch, over this rank's shards of them."""
-    if not isinstance(shards, PagedShards):
-        return [
-            _attend_shard(q_bhd[place : place + 1], shards[row], backend, scale)
-            for place, row in zip(places, rows, strict=True)
-        ]
-    assert takes_pages(backend, shards.k.shape[1]), f"{backend.name} takes no pages of {shards.k.shape[1]} tokens"
     queries = q_bhd if list(places) == list(range(q_bhd.shape[0])) else q_bhd[list(places)]
-    return [attend_pages(backend, queries, shards.of(rows), scale)]
+    if isinstance(shards, PagedShards):
+        assert takes_pages(backend, shards.k.shape[1]), f"{backend.name} takes no pages of {shards.k.shape[1]} tokens"
+        return [attend_pages(backend, queries, shards.of(rows), scale)]
+    runs = [shards[row] for row in rows]
+    if rows and isinstance(backend, RowAttention) and all(len(each) == 1 and len(each[0].k) for each in runs):
+        return [backend.attend_rows(queries, [each[0] for each in runs], scale=scale)]
+    return [_attend_shard(queries[number : number + 1], each, backend, scale) for number, each in enumerate(runs)]
 
 
 def _attend_shard(q_1hd: torch.Tensor, runs: Sequence[KvRun], backend: AttentionBackend, scale: float) -> Partial:

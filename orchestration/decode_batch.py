@@ -7,13 +7,13 @@ lost answer is asked for again and no token is seen twice.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from bisect import insort
 from collections.abc import Callable, Sequence
 
 from cp_core.errors import RingserveError
 from orchestration.decode_turn import DecodeTurn
 from orchestration.ports import RankPort
-from workers.steps import DecodeCommand, DecodeEvent, RemoveSequence
+from workers.steps import DecodeCommand, DecodeEvent, GrowSequence, RemoveSequence
 
 POLL_SECONDS = 2.0
 
@@ -21,17 +21,25 @@ POLL_SECONDS = 2.0
 class DecodeBatch:
     """The turns that decode, at most `max_batch`, and those that wait for a place, in order of arrival.
 
-    One object a ring incarnation. `on_event` gets every event of a turn that is still in the batch.
+    One object a ring incarnation. `on_event` gets every event of a turn that is still in the batch. Turns join and
+    leave at every step; with `continuous` False, which is for comparisons, nobody joins until the batch is empty.
     """
 
     def __init__(
-        self, lead: RankPort, max_batch: int, timeout: float, on_event: Callable[[DecodeTurn, DecodeEvent], None]
+        self,
+        lead: RankPort,
+        max_batch: int,
+        timeout: float,
+        on_event: Callable[[DecodeTurn, DecodeEvent], None],
+        *,
+        continuous: bool = True,
     ) -> None:
         self._lead = lead
         self._max_batch = max_batch
         self._timeout = timeout
         self._on_event = on_event
-        self._waiting: deque[DecodeTurn] = deque()
+        self._continuous = continuous
+        self._waiting: list[DecodeTurn] = []
         self._running: dict[str, DecodeTurn] = {}
         self._submitting = asyncio.Lock()  # fair: commands reach the loop in the order in which they were given
         self._submissions: set[asyncio.Task[None]] = set()
@@ -46,9 +54,20 @@ class DecodeBatch:
         return len(self._waiting)
 
     async def join(self, turn: DecodeTurn) -> None:
-        """Admit the turn, or let it wait for a place."""
-        self._waiting.append(turn)
-        await self._fill()
+        """Admit the turn, or let it wait for a place. Raises Unavailable when the ring cannot be told."""
+        if (submission := self.join_soon(turn)) is not None:
+            await asyncio.shield(submission)
+
+    def join_soon(self, turn: DecodeTurn) -> asyncio.Task[None] | None:
+        """As `join`, without waiting for the ring to know; a failure ends the reading."""
+        turn.left_batch.clear()
+        insort(self._waiting, turn, key=lambda other: other.arrival)
+        return self._fill()
+
+    def grow(self, turn: DecodeTurn, blocks: Sequence[Sequence[int]]) -> None:
+        """Blocks were appended to the turn's tables. Whoever joins later joins with the whole tables."""
+        if turn.turn_id in self._running:
+            self._submit([GrowSequence(sequence_id=turn.turn_id, blocks=tuple(map(tuple, blocks)))])
 
     async def leave(self, turn: DecodeTurn) -> None:
         """Take the turn out; returns when the loop no longer writes to its blocks."""
@@ -56,28 +75,28 @@ class DecodeBatch:
             self._waiting.remove(turn)
             return
         if turn.turn_id in self._running:
-            await self._submit([RemoveSequence(sequence_id=turn.turn_id)])
+            await asyncio.shield(self._submit([RemoveSequence(sequence_id=turn.turn_id)]))
             await turn.left_batch.wait()
 
-    async def _fill(self) -> None:
+    def _fill(self) -> asyncio.Task[None] | None:
+        if self._running and not self._continuous:
+            return None
         admitted: list[DecodeCommand] = []
         while self._waiting and len(self._running) < self._max_batch:
-            turn = self._waiting.popleft()
-            turn.in_batch = True
+            turn = self._waiting.pop(0)
             self._running[turn.turn_id] = turn
             admitted.append(turn.admission())
-        if admitted:
-            await self._submit(admitted)
+        return self._submit(admitted) if admitted else None
 
-    async def _submit(self, commands: Sequence[DecodeCommand]) -> None:
-        """Hand commands to the loop, in order, and also when the caller is cancelled.
+    def _submit(self, commands: Sequence[DecodeCommand]) -> asyncio.Task[None]:
+        """Hand commands to the loop, in the order of the calls, and also when the caller is cancelled.
 
         A removal that overtook its admission would remove nothing, and admissions may be those of other turns.
         """
         submission = asyncio.create_task(self._submit_in_order(commands))
         self._submissions.add(submission)
         submission.add_done_callback(self._submitted)
-        await asyncio.shield(submission)
+        return submission
 
     async def _submit_in_order(self, commands: Sequence[DecodeCommand]) -> None:
         async with self._submitting:
@@ -104,13 +123,13 @@ class DecodeBatch:
                 turn = self._running.get(event.sequence_id)
                 if turn is None:
                     continue
-                if event.finish_reason is not None:
+                if event.has_left:
                     del self._running[event.sequence_id]
                     turn.left_batch.set()
                     left = True
                 self._on_event(turn, event)
             if left:
-                await self._fill()
+                self._fill()
 
     def abandon(self, error: RingserveError) -> None:
         """The ring is gone: nothing of it writes any more."""

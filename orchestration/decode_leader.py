@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import replace
 
 from cp_core.errors import (
     Busy,
@@ -16,13 +18,15 @@ from cp_core.errors import (
     TurnCancelled,
     Unavailable,
 )
-from cp_core.layout import level_counts, spread
+from cp_core.layout import ShardMap, spread
 from orchestration.decode_batch import DecodeBatch
+from orchestration.decode_preemption import Preemption
+from orchestration.decode_pull import send_back
+from orchestration.decode_room import DecodeRoom
 from orchestration.decode_turn import DecodeTurn
 from orchestration.group import GroupLeader
 from orchestration.handoff import HandoffState
 from orchestration.ports import RankFactory, RouterPort
-from orchestration.reshard_sends import sends_for
 from orchestration.ring import GroupSettings, gather_all, gather_first_error
 from orchestration.turn import (
     Admit,
@@ -59,13 +63,23 @@ class DecodeLeader(GroupLeader):
         self._router = router
         self._turns: dict[str, DecodeTurn] = {}
         self._unread: dict[str, DecodeTurn] = {}  # ended before their stream came; for a while
+        self._arrivals = itertools.count()
         self._batch: DecodeBatch | None = None
+        self._room: DecodeRoom | None = None
+        self._earlier_preemptions = 0  # of incarnations that are gone
 
     async def on_ready(self) -> None:
         """A new incarnation of the ring has an empty batch of its own."""
-        incarnation = self.ring.incarnation
-        batch = DecodeBatch(self.ring.ranks[0], self.settings.max_batch, self.settings.control_timeout, self._on_event)
+        settings, incarnation = self.settings, self.ring.incarnation
+        batch = DecodeBatch(
+            self.ring.ranks[0],
+            settings.max_batch,
+            settings.control_timeout,
+            self._on_event,
+            continuous=settings.continuous,
+        )
         self._batch = batch
+        self._room = Preemption(self.ring, batch, self._router, self.spawn).room
         self.spawn(self._read(batch, incarnation))
         await super().on_ready()
 
@@ -78,11 +92,15 @@ class DecodeLeader(GroupLeader):
     # --- the verbs of DecodeService ----------------------------------------------------------------------------------
 
     async def reserve(self, request: Reserve) -> Reservation:
-        """Pin the sequence, set blocks aside for prompt and answer, and make the ranks expect the KV. Idempotent."""
+        """Pin the sequence, set blocks aside, and make the ranks expect the KV. Idempotent per attempt."""
         known = self._turns.get(request.turn_id)
         if known is not None:
+            if request.attempt > known.request.attempt:
+                await self._reserve_again(known, request)
             return known.reservation
         self.ring.require_ready()
+        if self._room is None:
+            raise Unavailable(f"ring {self.settings.name} is shutting down")
         limit = self.settings.max_batch + self.settings.max_waiting
         if len(self._turns) >= limit:
             raise CapacityExceeded(
@@ -97,6 +115,7 @@ class DecodeLeader(GroupLeader):
             del self._turns[request.turn_id]
             await self._let_go(turn)
             turn.pool.settle(request.sequence_id, request.turn_id, turn.reservation.kept_tokens)
+            self._freed(turn)
             raise
         loop = asyncio.get_running_loop()
         expired = DeadlineExceeded(f"the turn did not end within its deadline of {request.deadline_seconds:.1f} s")
@@ -113,22 +132,45 @@ class DecodeLeader(GroupLeader):
         sequence = pool.pin(request.sequence_id, request.turn_id, request.match_tokens)
         kept, held = sequence.shards.num_tokens, sequence.shards.held
         coming = spread(kept, request.num_tokens - kept, held)
-        filled = sequence.shards.extend(coming).held
-        growth = level_counts(filled, request.sampling.max_tokens)
+        assert self._room is not None, "asked for before"
         try:
-            pool.make_room(sequence, [own + more for own, more in zip(filled, growth, strict=True)])
+            room = self._room.reserve(sequence, sequence.shards.extend(coming).held, request.sampling.max_tokens)
         except CapacityExceeded:
             pool.settle(request.sequence_id, request.turn_id, kept)
             raise
-        reservation = Reservation(
+        return DecodeTurn(
+            request,
+            self._key(request),
+            pool,
+            sequence,
+            self._reservation(kept, coming),
+            arrival=next(self._arrivals),
+            prompt_tokens=request.num_tokens,
+            room=room,
+        )
+
+    def _key(self, request: Reserve) -> TransferKey:
+        return TransferKey(request.turn_id, request.attempt, request.source_incarnation, self.ring.incarnation)
+
+    def _reservation(self, kept_tokens: int, coming: ShardMap) -> Reservation:
+        return Reservation(
             incarnation=self.ring.incarnation,
-            kept_tokens=kept,
+            kept_tokens=kept_tokens,
             shards=coming,
             kv_endpoints=self.ring.kv_endpoints,
             tp=self.settings.tp,
         )
-        key = TransferKey(request.turn_id, request.attempt, request.source_incarnation, self.ring.incarnation)
-        return DecodeTurn(request, key, pool, sequence, reservation)
+
+    async def _reserve_again(self, turn: DecodeTurn, request: Reserve) -> None:
+        """The router follows `resume`: the blocks are there, and KV comes once more, of prompt and answer so far."""
+        if turn.is_ending or turn.state is not HandoffState.PREEMPTED or request.num_tokens != turn.kv_tokens:
+            raise NotFound(f"turn {turn.turn_id} does not wait to be resumed on decode ring {self.settings.name}")
+        self.ring.require_ready(turn.reservation.incarnation)
+        turn.request, turn.key = request, self._key(request)
+        turn.reservation = self._reservation(0, spread(0, request.num_tokens, turn.sequence.shards.held))
+        turn.state = turn.state.to(HandoffState.RESERVED)
+        await self._expect(turn)
+        turn.sealing = self.spawn(self._seal(turn))
 
     async def _expect(self, turn: DecodeTurn) -> None:
         held, coming = turn.sequence.shards.held, turn.reservation.shards.ranks
@@ -151,8 +193,8 @@ class DecodeLeader(GroupLeader):
             return
         turn.state = turn.state.to(HandoffState.SEALED)
         turn.sequence.shards = turn.sequence.shards.extend(turn.reservation.shards)
-        turn.migrated_bytes = sum(report.payload_bytes for report in reports)
-        turn.migration_seconds = max(report.seconds for report in reports)
+        turn.migrated_bytes += sum(report.payload_bytes for report in reports)
+        turn.migration_seconds += max(report.seconds for report in reports)
         await self._advance(turn)
 
     async def admit(self, admit: Admit) -> None:
@@ -161,7 +203,7 @@ class DecodeLeader(GroupLeader):
         if turn is None or turn.is_ending or admit.attempt != turn.request.attempt:
             raise NotFound(f"turn {admit.turn_id} is not waiting on decode ring {self.settings.name}")
         if turn.tokens:
-            return
+            return  # told again; or of a later attempt, whose last token the client has already
         turn.report, turn.first_token_at = admit.report, time.monotonic()
         turn.tokens.append(admit.first_token)
         turn.events.put_nowait(admit.report)
@@ -173,12 +215,13 @@ class DecodeLeader(GroupLeader):
     async def _advance(self, turn: DecodeTurn) -> None:
         if turn.state is not HandoffState.SEALED or not turn.tokens or turn.is_ending:
             return
-        reason = turn.finish_reason_of(turn.tokens[0])
+        reason = turn.finish_reason_of(turn.tokens[-1])
         if reason is not None:
             self._end_soon(turn, reason)
             return
         turn.state = turn.state.to(HandoffState.ADMITTED)
-        assert self._batch is not None, "a sealed turn has a ring"
+        assert self._batch is not None and self._room is not None, "a sealed turn has a ring"
+        self._room.enter(turn)
         await self._batch.join(turn)
 
     def _on_event(self, turn: DecodeTurn, event: DecodeEvent) -> None:
@@ -187,9 +230,14 @@ class DecodeLeader(GroupLeader):
                 turn.note_first_step()
             turn.tokens.append(event.token_id)
             turn.events.put_nowait(TokensEvent(token_ids=(event.token_id,)))
-        if event.finish_reason not in (None, FinishReason.ABORT):
-            assert event.finish_reason is not None
+        if turn.is_ending or self._room is None:
+            return
+        if event.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
             self._end_soon(turn, event.finish_reason)
+        elif event.is_paused:
+            self._room.pause(turn)
+        else:
+            self._room.note_token(turn)
 
     async def stream_turn(self, turn_id: str) -> AsyncGenerator[TurnEvent, None]:
         """The turn's events; closing the iterator early aborts the turn. Raises what ended a failed turn."""
@@ -217,28 +265,7 @@ class DecodeLeader(GroupLeader):
         turn = self._turns.get(turn_id)
         if turn is None or turn.is_ending:
             raise NotFound(f"turn {turn_id} holds no KV on decode ring {self.settings.name}")
-        started = time.monotonic()
-        sequence = turn.sequence
-        key = TransferKey(
-            request.transfer_id, request.attempt, request.source_incarnation, request.destination_incarnation
-        )
-        sends = sends_for(
-            key,
-            sequence.shards,
-            request.shards,
-            request.tokens,
-            blocks=[sequence.table(rank) for rank in range(self.settings.num_ranks)],
-            kv_endpoints=request.kv_endpoints,
-            num_kv_heads=self.ring.model.num_kv_heads,
-            source_tp=self.settings.tp,
-            destination_tp=request.tp,
-        )
-        calls = zip(self.ring.ranks, sends, strict=True)
-        pull = asyncio.create_task(gather_all(port.send_kv(send, request.deadline_seconds) for port, send in calls))
-        turn.pulls.add(pull)
-        pull.add_done_callback(turn.pulls.discard)
-        reports = await asyncio.shield(pull)
-        return SentKv(payload_bytes=sum(report.payload_bytes for report in reports), seconds=time.monotonic() - started)
+        return await send_back(self.ring, turn, request)
 
     async def abort_turn(self, turn_id: str, error: RingserveError) -> None:
         """End a turn in any state; returns when its blocks are settled. Idempotent."""
@@ -259,8 +286,14 @@ class DecodeLeader(GroupLeader):
         """Turns in the decode batch."""
         return self._batch.num_running if self._batch else 0
 
+    @property
+    def num_preemptions(self) -> int:
+        """How often a turn gave its blocks to an older one."""
+        return self._earlier_preemptions + (self._room.num_preemptions if self._room else 0)
+
     async def get_status(self) -> GroupStatus:
-        return self.status_with(running=self.num_running, waiting=len(self._turns) - self.num_running)
+        status = self.status_with(running=self.num_running, waiting=len(self._turns) - self.num_running)
+        return replace(status, num_preemptions=self.num_preemptions)
 
     # --- ends --------------------------------------------------------------------------------------------------------
 
@@ -268,6 +301,8 @@ class DecodeLeader(GroupLeader):
         """The first call decides how the turn ends."""
         if turn.ending is None:
             turn.ending = self.spawn(self._end(turn, how))
+            if self._room is not None:
+                self._room.end(turn)
 
     def _end_if_unclaimed(self, turn: DecodeTurn, error: RingserveError) -> None:
         if not turn.is_streamed:
@@ -285,12 +320,17 @@ class DecodeLeader(GroupLeader):
             turn.state = turn.state.to(HandoffState.ABORTED if failed else HandoffState.DONE)
             self._turns.pop(turn.turn_id, None)
         turn.pool.settle(turn.request.sequence_id, turn.turn_id, keep)
+        self._freed(turn)
         turn.events.put_nowait(how if isinstance(how, RingserveError) else self._finished(turn, how))
         turn.over.set()
         if not turn.is_streamed:
             self._unread[turn.turn_id] = turn
             forget = asyncio.get_running_loop().call_later
             forget(self.settings.attach_timeout, self._unread.pop, turn.turn_id, None)
+
+    def _freed(self, turn: DecodeTurn) -> None:
+        if self._room is not None and self.ring.is_serving(turn.reservation.incarnation):
+            self._room.freed(turn)
 
     async def _let_go(self, turn: DecodeTurn) -> None:
         """After this neither a receiver nor the decode loop writes to the turn's blocks."""
@@ -340,6 +380,7 @@ class DecodeLeader(GroupLeader):
         if self._batch is not None:
             self._batch.abandon(error)
             self._batch = None
+        self._earlier_preemptions, self._room = self.num_preemptions, None
         for turn in list(self._turns.values()):
             self._end_soon(turn, error)
 

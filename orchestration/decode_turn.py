@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, field
 
 from cp_core.errors import RingserveError
-from cp_core.layout import ShardMap, appended
+from cp_core.layout import ShardMap, appended, level_counts
 from orchestration.handoff import HandoffState
 from orchestration.kv_pool import KvPool, SequenceKv
 from orchestration.turn import PrefillReport, Reservation, Reserve, TurnEvent
@@ -16,19 +16,28 @@ from workers.steps import AdmitSequence, FinishReason, TransferKey, TransferRepo
 
 @dataclass(slots=True)
 class DecodeTurn:
-    """`events` is what the gateway's stream reads; an error in it is its last item."""
+    """`events` is what the gateway's stream reads; an error in it is its last item.
+
+    `arrival` orders the ring's turns. `request`, `key` and `reservation` are those of the latest attempt, whose prompt
+    is the turn's own `prompt_tokens` and, after a preemption, what was decoded until then; `num_attempts` also counts
+    those that the router could not begin. `room` tokens of the sequence find a slot in its block tables.
+    """
 
     request: Reserve
     key: TransferKey
     pool: KvPool
     sequence: SequenceKv
     reservation: Reservation
+    arrival: int
+    prompt_tokens: int
+    room: int
     state: HandoffState = HandoffState.RESERVED
     tokens: list[int] = field(default_factory=list)
     report: PrefillReport | None = None
     events: asyncio.Queue[TurnEvent | RingserveError] = field(default_factory=asyncio.Queue)
     is_streamed: bool = False
-    in_batch: bool = False
+    is_paused: bool = False
+    num_attempts: int = 1
     left_batch: asyncio.Event = field(default_factory=asyncio.Event)
     over: asyncio.Event = field(default_factory=asyncio.Event)
     ending: asyncio.Task[None] | None = None
@@ -54,24 +63,41 @@ class DecodeTurn:
             return FinishReason.STOP
         return FinishReason.LENGTH if len(self.tokens) >= self.request.sampling.max_tokens else None
 
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens of the sequence so far but for the newest, whose KV the next step computes."""
+        return self.prompt_tokens + len(self.tokens) - 1
+
+    @property
+    def final_tokens(self) -> int:
+        """The most tokens that the sequence may come to have."""
+        return self.prompt_tokens + self.request.sampling.max_tokens
+
+    def held_with(self, num_tokens: int) -> list[int]:
+        """What each rank holds when the sequence has `num_tokens` tokens, at least as many as its KV has now."""
+        held = self.sequence.shards.held
+        growth = level_counts(held, num_tokens - sum(held))
+        return [own + more for own, more in zip(held, growth, strict=True)]
+
     def admission(self) -> AdmitSequence:
-        """Join the batch with the prefill ring's first token, whose own KV is the first to be computed."""
-        ranks = range(self.sequence.shards.num_ranks)
+        """Join the batch with the newest token, whose own KV is the first to be computed."""
+        shards = self.note_decoded()
         return AdmitSequence(
             sequence_id=self.turn_id,
-            token_id=self.tokens[0],
-            position=self.request.num_tokens,
-            held=self.sequence.shards.held,
-            blocks=tuple(self.sequence.table(rank) for rank in ranks),
+            token_id=self.tokens[-1],
+            position=shards.num_tokens,
+            held=shards.held,
+            blocks=tuple(self.sequence.table(rank) for rank in range(shards.num_ranks)),
             sampling=self.request.sampling,
-            num_generated=1,
+            num_generated=len(self.tokens),
         )
 
     def note_decoded(self) -> ShardMap:
-        """Enter the decoded tokens' KV into the sequence; the newest token has none. Returns where all KV lies."""
-        num_tokens = self.request.num_tokens
-        decoded = appended(num_tokens, len(self.tokens) - 1, self.sequence.shards.held)
-        self.sequence.shards = self.sequence.shards.extend(decoded)
+        """Enter the decoded tokens' KV into the sequence, where it has any. Returns where all KV lies."""
+        shards = self.sequence.shards
+        if self.state is HandoffState.ADMITTED:
+            known = shards.num_tokens
+            self.sequence.shards = shards.extend(appended(known, self.kv_tokens - known, shards.held))
         return self.sequence.shards
 
     def stop_timers(self) -> None:

@@ -64,6 +64,8 @@ class GroupLeader(ABC):
             rates=ring.rates,
             capacity_tokens=ring.pool.capacity_tokens,
             chunk_tokens=self.settings.chunk_tokens,
+            step_budget=self.settings.prefill_scheduling.step_budget,
+            min_chunk_tokens=self.settings.prefill_scheduling.min_chunk_tokens,
         )
         await self._announce(registration)
 

@@ -4,11 +4,13 @@ RESERVED ──first frame / admit──> STREAMING ──every token, layer, he
     │                                 │                                          │                             │
     └─────────────────────────────────┴──────────────> ABORTED <─────────────────┴─────────────────────────────┘
                                                                                                     ADMITTED ──> DONE
+    ADMITTED ──its blocks go to an older turn──> PREEMPTED ──room again: a new attempt──> RESERVED
+    RESERVED, STREAMING ──a new attempt could not begin──> PREEMPTED
 
 Who owns the decode ring's blocks: the decode leader from RESERVED on, always. Until SEALED the ranks' receivers may
-write to them, in ADMITTED the decode loop may; ABORTED and DONE are reached only after both have let go, so that only
-then the blocks go back to the pool. Until the prefill leader's `finish_sends` returns, its ranks may read their own
-blocks of the sequence, and its pool keeps them pinned.
+write to them, in ADMITTED the decode loop may; ABORTED, DONE and PREEMPTED are reached only after both have let go, so
+that only then the blocks go back to the pool. Until the prefill leader's `finish_sends` returns, its ranks may read
+their own blocks of the sequence, and its pool keeps them pinned.
 """
 
 from __future__ import annotations
@@ -16,10 +18,11 @@ from __future__ import annotations
 from enum import Enum, auto
 
 ALLOWED = {
-    "RESERVED": {"STREAMING", "SEALED", "ABORTED"},
-    "STREAMING": {"SEALED", "ABORTED"},
+    "RESERVED": {"STREAMING", "SEALED", "ABORTED", "PREEMPTED"},
+    "STREAMING": {"SEALED", "ABORTED", "PREEMPTED"},
     "SEALED": {"ADMITTED", "DONE", "ABORTED"},
-    "ADMITTED": {"DONE", "ABORTED"},
+    "ADMITTED": {"DONE", "ABORTED", "PREEMPTED"},
+    "PREEMPTED": {"RESERVED", "DONE", "ABORTED"},
     "ABORTED": set(),
     "DONE": set(),
 }
@@ -32,6 +35,7 @@ class HandoffState(Enum):
     STREAMING = auto()
     SEALED = auto()
     ADMITTED = auto()
+    PREEMPTED = auto()
     ABORTED = auto()
     DONE = auto()
 

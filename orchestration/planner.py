@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from cp_core.cost_model import ModelShape, Rates, predict_prefill
 from cp_core.layout import TokenRange
 from cp_core.selector import EmpiricalFit, Selection, Turn, select
+from orchestration.prefill_work import StepLimits, WorkModel, cut
 from orchestration.turn import CachedSource, Chunk, GroupRegistration, Plan, PromptMode
 from workers.model_info import tensor_share
 from workers.steps import Algorithm, ModelInfo, RingRates
@@ -34,6 +34,7 @@ class Planner:
         self.selector = settings.selector
         self._settings = settings
         self._model = model
+        self._work = WorkModel.of_shape(model.shape)
 
     def plan(
         self,
@@ -47,15 +48,14 @@ class Planner:
     ) -> Plan:
         """The plan of a turn of `num_tokens` prompt tokens whose beginnings both rings have kept.
 
-        Long prompts are cut where the ring's longest step ends; each chunk chooses its own algorithm, since what is
-        cached grows from one to the next.
+        Long prompts are cut as the ring would with nothing else to do; each chunk chooses its own algorithm, since what
+        is cached grows from one to the next.
         """
         cached = max(kept_on_prefill, kept_on_decode)
         rates, shape = self._rates(prefill.rates), self._shape(prefill.tp)
-        bounds = [*range(cached, num_tokens, prefill.chunk_tokens), num_tokens]
+        pieces = self._cut(prefill, TokenRange(cached, num_tokens))
         turns = [
-            Turn(new_tokens=stop - start, cached_tokens=start, num_ranks=prefill.num_ranks)
-            for start, stop in pairwise(bounds)
+            Turn(new_tokens=len(piece), cached_tokens=piece.start, num_ranks=prefill.num_ranks) for piece in pieces
         ]
         chosen = [select(self.selector, turn, shape, rates, self._settings.fit) for turn in turns]
         sums = sum(self._tensor_sums(turn, rates, prefill.tp) for turn in turns)
@@ -75,8 +75,8 @@ class Planner:
             decode_ranks=decode.num_ranks,
             cached_sources=tuple(source for source in sources if len(source.tokens)),
             chunks=tuple(
-                Chunk(tokens=TokenRange(start, stop), algorithm=Algorithm(selection.algorithm))
-                for (start, stop), selection in zip(pairwise(bounds), chosen, strict=True)
+                Chunk(tokens=piece, algorithm=Algorithm(selection.algorithm))
+                for piece, selection in zip(pieces, chosen, strict=True)
             ),
             predicted_prefill_seconds=sums
             + sum(
@@ -87,6 +87,15 @@ class Planner:
             ),
             prompt_mode=mode,
         )
+
+    def _cut(self, ring: GroupRegistration, tokens: TokenRange) -> list[TokenRange]:
+        limits = StepLimits.of(
+            self._work,
+            step_budget=ring.step_budget,
+            chunk_tokens=ring.chunk_tokens,
+            min_chunk_tokens=ring.min_chunk_tokens,
+        )
+        return cut(self._work, limits, tokens)
 
     def _rates(self, measured: RingRates) -> Rates:
         return Rates(

@@ -1,19 +1,23 @@
-"""The leader of a prefill ring: pins sequences, takes turns first come first served, keeps KV between turns."""
+"""The leader of a prefill ring: pins sequences, queues turns for its steps, keeps KV between turns."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
 
 from cp_core.errors import CapacityExceeded, DeadlineExceeded, NotFound, RingserveError, TurnCancelled, Unavailable
+from cp_core.layout import TokenRange
 from orchestration.group import GroupLeader
 from orchestration.kv_pool import KvPool, SequenceKv
 from orchestration.ports import Peers, RankFactory
+from orchestration.prefill_loop import PrefillLoop
+from orchestration.prefill_room import most_held
 from orchestration.prefill_run import PrefillRun
+from orchestration.prefill_scheduler import PrefillScheduler
+from orchestration.prefill_work import StepLimits, WorkModel
 from orchestration.ring import GroupSettings
 from orchestration.turn import (
     Admit,
@@ -34,30 +38,35 @@ LEASE_SECONDS = 30.0
 
 @dataclass(slots=True)
 class _Turn:
-    """A reserved turn. `pool` is that of its reservation: a rebuilt ring has another."""
+    """A reserved turn. `pool` and `loop` are those of its reservation: a rebuilt ring has others."""
 
     request: Reserve
     reservation: Reservation
     pool: KvPool
+    loop: PrefillLoop
     sequence: SequenceKv
     lease: asyncio.TimerHandle
     run: PrefillRun | None = None
     task: asyncio.Task[PrefillDone] | None = None
-    is_computing: bool = False
+    is_letting_go: bool = False
     error: RingserveError | None = None
     reserved_at: float = field(default_factory=time.monotonic)
 
     def stop(self, error: RingserveError) -> None:
-        """Ask the turn to end: at once where it waits, at the next chunk where it computes."""
+        """Ask the turn to end: at once where it waits, when the step under way is over where it computes."""
         self.error = self.error or error
+        self.loop.scheduler.remove(self.request.turn_id)
         if self.run is not None:
             self.run.stop_error = self.error
-        if self.task is not None and not self.is_computing:
+        if self.task is not None and not self.is_letting_go and not (self.run and self.run.is_computing):
             self.task.cancel()
 
 
 class PrefillLeader(GroupLeader):
-    """Owns one prefill ring. `announce` tells the router when the ring (again) serves."""
+    """Owns one prefill ring. `announce` tells the router when the ring (again) serves.
+
+    `loop` runs the steps of the ring's present incarnation; None before the first.
+    """
 
     def __init__(
         self,
@@ -69,8 +78,24 @@ class PrefillLeader(GroupLeader):
         super().__init__(settings, factory, announce)
         self._peers = peers
         self._turns: dict[str, _Turn] = {}
-        self._turn_at_work = asyncio.Lock()  # fair: turns compute in the order in which they asked
-        self._num_waiting = 0
+        self.loop: PrefillLoop | None = None
+
+    async def on_ready(self) -> None:
+        """A new incarnation of the ring has a queue and a loop of its own."""
+        ring, settings = self.ring, self.settings
+        work = WorkModel.of_shape(ring.model.shape)
+        scheduling = settings.prefill_scheduling
+        limits = StepLimits.of(
+            work,
+            step_budget=scheduling.step_budget,
+            chunk_tokens=settings.chunk_tokens,
+            min_chunk_tokens=scheduling.min_chunk_tokens,
+        )
+        # Until steps have been measured: as if they were matrix products alone.
+        rate = settings.num_processes * ring.rates.gemm_flops / work.flops_per_unit
+        self.loop = PrefillLoop(ring, PrefillScheduler(settings.name, work, limits, scheduling, rate=rate))
+        self.spawn(self.loop.run())
+        await super().on_ready()
 
     async def reserve(self, request: Reserve) -> Reservation:
         """Pin the sequence and hold room for the whole prompt on every rank. Idempotent per turn."""
@@ -78,17 +103,18 @@ class PrefillLeader(GroupLeader):
         if known is not None:
             return known.reservation
         self.ring.require_ready()
-        if len(self._turns) >= self.settings.max_waiting:
-            raise CapacityExceeded(
-                f"prefill ring {self.settings.name}: {len(self._turns)} turns are under way and at most "
-                f"{self.settings.max_waiting} are allowed; retry later"
-            )
+        loop = self.loop
+        assert loop is not None, "a ring that serves has a loop"
+        self._check_turns(loop.scheduler)
         pool = self.ring.pool
         sequence = pool.pin(request.sequence_id, request.turn_id, request.match_tokens)
         kept = sequence.shards.num_tokens
         try:
-            pool.make_room(sequence, _most_held(sequence.shards.held, request.num_tokens - kept))
+            new = TokenRange(kept, request.num_tokens)  # at most: what the decode ring has of them is pulled
+            loop.scheduler.reserve(request.turn_id, tokens=new, priority=request.priority, now=time.monotonic())
+            pool.make_room(sequence, most_held(sequence.shards.held, len(new)))
         except CapacityExceeded:
+            loop.scheduler.remove(request.turn_id)
             pool.settle(request.sequence_id, request.turn_id, kept)
             raise
         reservation = Reservation(
@@ -100,7 +126,7 @@ class PrefillLeader(GroupLeader):
         )
         delay = request.deadline_seconds + LEASE_SECONDS
         lease = asyncio.get_running_loop().call_later(delay, self._lease_ended, request)
-        self._turns[request.turn_id] = _Turn(request, reservation, pool, sequence, lease)
+        self._turns[request.turn_id] = _Turn(request, reservation, pool, loop, sequence, lease)
         return reservation
 
     async def prefill(self, request: PrefillTurn) -> PrefillDone:
@@ -115,22 +141,23 @@ class PrefillLeader(GroupLeader):
             incarnation = turn.reservation.incarnation
             turn.run = PrefillRun(self.ring, turn.pool, turn.sequence, incarnation, request, decode)
             turn.task = asyncio.create_task(self._run(turn, turn.run, request))
-        return await asyncio.shield(turn.task)
+        try:
+            return await asyncio.shield(turn.task)
+        except asyncio.CancelledError:
+            if turn.error is not None and turn.task.cancelled():  # stopped before it had begun
+                raise turn.error from None
+            raise
 
     async def _run(self, turn: _Turn, run: PrefillRun, request: PrefillTurn) -> PrefillDone:
-        pulling = asyncio.create_task(run.pull())  # while others compute
         try:
-            async with self._my_turn():
-                pulled = await pulling
-                queue_seconds = time.monotonic() - turn.reserved_at
-                turn.is_computing = True
-                first_token, seconds = await run.compute()
-                turn.is_computing = False
+            pulled = await run.pull()  # while others compute
+            first_token = await turn.loop.compute(run)
             report = PrefillReport(
-                prefill_seconds=seconds,
-                queue_seconds=queue_seconds,
+                prefill_seconds=run.prefill_seconds,
+                queue_seconds=time.monotonic() - turn.reserved_at - run.prefill_seconds,
                 pulled_bytes=pulled.payload_bytes,
                 pull_seconds=pulled.seconds,
+                chunks=tuple(run.chunks),
             )
             admit = Admit(turn_id=request.turn_id, attempt=request.attempt, first_token=first_token, report=report)
             await self._peers.decode(request.decode_endpoint).admit(admit)
@@ -141,21 +168,20 @@ class PrefillLeader(GroupLeader):
                 raise
             raise turn.error from None
         finally:
-            pulling.cancel()
-            await asyncio.gather(pulling, return_exceptions=True)
+            turn.is_letting_go = True
+            turn.loop.scheduler.remove(request.turn_id)
             await run.let_go()
 
-    @asynccontextmanager
-    async def _my_turn(self) -> AsyncIterator[None]:
-        self._num_waiting += 1
-        try:
-            await self._turn_at_work.acquire()
-        finally:
-            self._num_waiting -= 1
-        try:
-            yield
-        finally:
-            self._turn_at_work.release()
+    def _check_turns(self, scheduler: PrefillScheduler) -> None:
+        """A turn counts until it is settled, decoding included: until then its KV is pinned here."""
+        limit, count = self.settings.max_waiting, len(self._turns)
+        if count >= limit:
+            seconds = scheduler.seconds_for(scheduler.load / count)
+            raise CapacityExceeded(
+                f"prefill ring {self.settings.name}: {count} turns are under way and at most {limit} are allowed; "
+                f"retry later",
+                retry_after_seconds=seconds,
+            )
 
     async def abort_turn(self, turn_id: str, error: RingserveError) -> None:
         """End a turn; returns when no rank touches its blocks. Idempotent.
@@ -189,30 +215,36 @@ class PrefillLeader(GroupLeader):
         self.spawn(self.settle(request.sequence_id, request.turn_id, 0))
 
     async def measure(self) -> None:
-        """Between two turns."""
-        async with self._turn_at_work:
+        """Between two steps."""
+        assert self.loop is not None, "the ring has started"
+        async with self.loop.at_work:
             await self.ring.measure()
         await self.announce()
 
     @property
     def is_computing(self) -> bool:
-        return self._turn_at_work.locked()
+        return self.loop is not None and self.loop.at_work.locked()
 
     async def get_status(self) -> GroupStatus:
-        return self.status_with(running=int(self.is_computing), waiting=self._num_waiting)
+        runs = [turn.run for turn in self._turns.values() if turn.run is not None]
+        computing = sum(run.is_computing for run in runs)
+        scheduler = self.loop.scheduler if self.loop is not None else None
+        status = self.status_with(
+            running=computing, waiting=max(0, scheduler.num_waiting - computing) if scheduler else 0
+        )
+        return replace(
+            status,
+            waiting_work=scheduler.load if scheduler else 0.0,
+            max_waiting_work=self.settings.prefill_scheduling.max_queue_work,
+        )
 
     async def fail_all(self, error: RingserveError) -> None:
         for turn in self._turns.values():
             turn.stop(error)
+        if self.loop is not None:
+            self.loop.end()
 
     async def close(self) -> None:
         """End every turn and the ring."""
         await self.fail_all(Unavailable(f"ring {self.settings.name} is shutting down"))
         await super().close()
-
-
-def _most_held(held: tuple[int, ...], num_tokens: int) -> list[int]:
-    """Tokens that each rank may come to hold when `num_tokens` more arrive, pulled (levelling) or computed (even)."""
-    num_ranks = len(held)
-    level = -(-(sum(held) + num_tokens) // num_ranks)
-    return [max(own + -(-num_tokens // num_ranks), level) + 4 if num_tokens else own for own in held]

@@ -1,4 +1,4 @@
-"""One turn's way through a prefill ring: pull what is missing, compute the new tokens in chunks, hand the KV over."""
+"""One turn's way through a prefill ring: pull what is missing, take part in steps, hand the KV over."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import time
 from collections.abc import Awaitable
 from dataclasses import dataclass
 
-from cp_core.errors import RingserveError, Unavailable
-from cp_core.layout import TokenRange, balanced_layout, spread
+from cp_core.errors import RingserveError
+from cp_core.layout import ShardMap, TokenRange, balanced_layout, spread
 from orchestration.kv_pool import KvPool, SequenceKv
 from orchestration.ports import DecodePort
 from orchestration.reshard_sends import sends_for
 from orchestration.ring import Ring, gather_all, gather_first_error
 from orchestration.turn import Chunk, PrefillTurn, SendKv
-from workers.steps import KvExpect, PrefillStep, SequencePrefill, TransferKey
+from workers.steps import Algorithm, KvExpect, SequencePrefill, TransferKey
 
 log = logging.getLogger(__name__)
 
@@ -27,8 +27,21 @@ class Pulled:
     seconds: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class PreparedPiece:
+    """A turn's part of a step, by process, and where the sequence lies after it."""
+
+    run: PrefillRun
+    tokens: TokenRange
+    sequences: tuple[SequencePrefill, ...]
+    after: ShardMap
+
+
 class PrefillRun:
-    """One attempt of one turn on one incarnation of a ring. The caller pins `sequence` until `let_go` has returned."""
+    """One attempt of one turn on one incarnation of a ring. The caller pins `sequence` until `let_go` has returned.
+
+    While `is_computing`, ranks read and write the sequence's blocks. `chunks` and `prefill_seconds` tell what was done.
+    """
 
     def __init__(
         self, ring: Ring, pool: KvPool, sequence: SequenceKv, incarnation: str, turn: PrefillTurn, decode: DecodePort
@@ -43,6 +56,21 @@ class PrefillRun:
         self._decode = decode
         self._sending: TransferKey | None = None
         self.stop_error: RingserveError | None = None
+        self.is_computing = False
+        self.chunks: list[Chunk] = []
+        self.prefill_seconds = 0.0
+
+    @property
+    def turn_id(self) -> str:
+        return self._turn.turn_id
+
+    @property
+    def sequence_id(self) -> str:
+        return self._turn.sequence_id
+
+    @property
+    def planned_chunks(self) -> tuple[Chunk, ...]:
+        return self._turn.chunks
 
     async def pull(self) -> Pulled:
         """Fetch cached KV that only the decode ring has: tokens it made, or what was evicted here."""
@@ -81,26 +109,19 @@ class PrefillRun:
         sequence.shards = after
         return Pulled(sent.payload_bytes, time.monotonic() - started)
 
-    async def compute(self) -> tuple[int, float]:
-        """Prefill the new tokens chunk by chunk, their KV leaving layer by layer. Returns (first token, seconds)."""
-        turn = self._turn
-        started = time.monotonic()
-        self._sending = TransferKey(turn.turn_id, turn.attempt, self._incarnation, turn.destination.incarnation)
-        tokens: dict[str, int] = {}
-        for chunk in turn.chunks:
-            if self.stop_error is not None:
-                raise self.stop_error
-            self._ring.require_ready(self._incarnation)
-            tokens = await self._step(chunk, self._sending)
-        return tokens[turn.sequence_id], time.monotonic() - started
+    def prepare(self, piece: TokenRange) -> PreparedPiece:
+        """What each process is told of the turn's new tokens `piece`, whose KV leaves layer by layer.
 
-    async def _step(self, chunk: Chunk, key: TransferKey) -> dict[str, int]:
-        turn, sequence, piece = self._turn, self._sequence, chunk.tokens
+        Raises what has stopped the turn, and CapacityExceeded, ReshardError; nothing has changed then.
+        """
+        if self.stop_error is not None:
+            raise self.stop_error
+        turn, sequence = self._turn, self._sequence
         held = sequence.shards.held
         layout = balanced_layout(piece.start, len(piece), held)
         after = sequence.shards.extend(layout.shard_map())
         self._pool.make_room(sequence, after.held)
-        tables = [sequence.table(rank) for rank in range(len(held))]
+        key = TransferKey(turn.turn_id, turn.attempt, self._incarnation, turn.destination.incarnation)
         # The first chunk also carries cached KV that the decode ring no longer has.
         first = min(piece.start, turn.destination.kept_tokens) if piece.start == turn.cached_tokens else piece.start
         sends = sends_for(
@@ -108,41 +129,38 @@ class PrefillRun:
             after,
             turn.destination.shards,
             TokenRange(first, piece.stop),
-            blocks=tables,
+            blocks=[sequence.table(rank) for rank in range(len(held))],
             kv_endpoints=turn.destination.kv_endpoints,
             num_kv_heads=self._ring.model.num_kv_heads,
             source_tp=self._settings.tp,
             destination_tp=turn.destination.tp,
         )
         is_last = piece.stop == len(turn.token_ids)
-        steps = [
-            PrefillStep(
-                step_id=piece.start,
-                algorithm=chunk.algorithm,
-                sequences=(
-                    SequencePrefill(
-                        sequence_id=turn.sequence_id,
-                        token_ids=turn.token_ids[piece.start : piece.stop],
-                        layout=layout,
-                        cached=held,
-                        blocks=send.blocks,
-                        sample=turn.sampling if is_last else None,
-                        sends=(send,),
-                    ),
-                ),
+        sequences = (
+            SequencePrefill(
+                sequence_id=turn.sequence_id,
+                token_ids=turn.token_ids[piece.start : piece.stop],
+                layout=layout,
+                cached=held,
+                blocks=send.blocks,
+                sample=turn.sampling if is_last else None,
+                sends=(send,),
             )
             for send in sends
-        ]
-        timeout = self._settings.step_timeout
-        calls = (port.prefill(step, timeout) for port, step in zip(self._ranks, steps, strict=True))
-        try:
-            outputs = await gather_first_error(calls)
-        except RingserveError as error:
-            # Whatever it was, the other ranks now wait for a message that will not come.
-            self._ring.report_lost(error, self._incarnation)
-            raise Unavailable(f"prefill ring {self._settings.name} failed in a step: {error}") from error
-        sequence.shards = after
-        return {name: token for output in outputs for name, token in output.tokens.items()}
+        )
+        self._sending = key
+        return PreparedPiece(self, piece, tuple(sequences), after)
+
+    def commit(self, done: PreparedPiece, algorithm: Algorithm, num_turns: int, seconds: float) -> None:
+        """The step that `done` was part of has been computed, together with `num_turns` - 1 other turns."""
+        self._sequence.shards = done.after
+        self.chunks.append(Chunk(tokens=done.tokens, algorithm=algorithm, num_turns=num_turns))
+        self.prefill_seconds += seconds
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the last token of the prompt has been computed."""
+        return bool(self.chunks) and self.chunks[-1].tokens.stop == len(self._turn.token_ids)
 
     async def hand_over(self) -> None:
         """Wait until the decode ring has acknowledged every byte."""

@@ -14,13 +14,14 @@ import logging
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TypeVar
 
 from cp_core.errors import RingserveError, Unavailable
 from orchestration.kv_pool import KvPool
 from orchestration.ports import RankFactory, RankPort
+from orchestration.prefill_scheduler import PrefillScheduling
 from workers.steps import ModelInfo, RankInfo, RankSpec, RingRates, RingSpec
 
 log = logging.getLogger(__name__)
@@ -62,8 +63,12 @@ class GroupSettings:
     listen_host: str = "127.0.0.1"
     max_batch: int = 32
     decode_variant: str = "auto"
+    continuous: bool = True
+    preemption: bool = True
+    headroom_tokens: int = 128
     max_waiting: int = 256
     chunk_tokens: int = 4096
+    prefill_scheduling: PrefillScheduling = field(default_factory=PrefillScheduling)
     start_timeout: float = 120.0
     step_timeout: float = 300.0
     control_timeout: float = 20.0

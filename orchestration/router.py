@@ -11,7 +11,9 @@ import uuid
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 
-from cp_core.errors import Busy, InvalidRequest, RingserveError, TurnCancelled, Unavailable
+import numpy as np
+
+from cp_core.errors import Busy, InvalidRequest, NotFound, RingserveError, TurnCancelled, Unavailable
 from orchestration.conversations import Conversation, ConversationStore
 from orchestration.groups import Group, GroupRegistry
 from orchestration.planner import Planner
@@ -28,11 +30,13 @@ from orchestration.turn import (
     PrefillDone,
     PrefillTurn,
     Reserve,
+    ResumeTurn,
     ServerView,
     TurnOutcome,
     TurnRequest,
 )
 from orchestration.turn_ends import TurnEnds
+from workers.steps import TokenIds
 
 log = logging.getLogger(__name__)
 
@@ -123,16 +127,19 @@ class Router:
         history = turn.conversation.tokens
         match = 0 if history is None else common_prefix(history, turn.prompt)
         # The last prompt token is always computed: its logits give the first new one.
-        match = turn.match_tokens = min(match, len(turn.prompt) - 1)
+        turn.match_tokens = min(match, len(turn.prompt) - 1)
+        num_tokens = len(turn.token_ids)
         request = Reserve(
             turn_id=turn.turn_id,
-            attempt=1,
+            attempt=turn.attempt,
             sequence_id=turn.sequence_id,
-            match_tokens=match,
-            num_tokens=len(turn.prompt),
+            # Of a later attempt the rings hold nothing but the turn's own tokens.
+            match_tokens=turn.match_tokens if turn.attempt == 1 else num_tokens - 1,
+            num_tokens=num_tokens,
             deadline_seconds=turn.request.deadline_seconds,
             source_incarnation=turn.prefill.registration.incarnation,
             sampling=turn.request.sampling,
+            priority=turn.request.priority,
         )
         answers = await asyncio.gather(
             self._prefill_port(turn).reserve(request), self._decode_port(turn).reserve(request), return_exceptions=True
@@ -150,7 +157,7 @@ class Router:
     def _plan(self, turn: RunningTurn) -> Plan:
         assert turn.on_prefill and turn.on_decode, "both rings have answered"
         return self._planner.plan(
-            num_tokens=len(turn.prompt),
+            num_tokens=len(turn.token_ids),
             kept_on_prefill=turn.on_prefill.kept_tokens,
             kept_on_decode=turn.on_decode.kept_tokens,
             prefill=turn.prefill.registration,
@@ -162,9 +169,9 @@ class Router:
         assert turn.on_decode, "the decode ring has answered"
         request = PrefillTurn(
             turn_id=turn.turn_id,
-            attempt=1,
+            attempt=turn.attempt,
             sequence_id=turn.sequence_id,
-            token_ids=turn.prompt,
+            token_ids=turn.token_ids,
             cached_tokens=plan.cached_tokens,
             chunks=plan.chunks,
             sampling=turn.request.sampling,
@@ -201,6 +208,45 @@ class Router:
         except RingserveError as error:
             log.info("decode ring %s could not be told to drop %s: %s", turn.decode.name, turn.turn_id, error)
         await self.end_turn(TurnOutcome(turn_id=turn.turn_id, ok=False))
+
+    # --- resuming ----------------------------------------------------------------------------------------------------
+
+    async def resume_turn(self, request: ResumeTurn) -> None:
+        """From the decode leader: make the KV of a turn again, of its prompt and of what was decoded. Idempotent.
+
+        Answers when it has been handed over. What the prefill ring keeps of it is not computed again. Raises NotFound
+        for a turn that has ended, else what kept a ring from it; then the turn may be resumed later.
+        """
+        turn = self._turns.of_turn(request.turn_id)
+        if turn is None or turn.ending is not None:
+            raise NotFound(f"turn {request.turn_id} has ended")
+        if request.attempt > turn.attempt:
+            turn.attempt = request.attempt
+            turn.resuming = asyncio.create_task(self._resume(turn, np.asarray(request.token_ids, dtype=np.int64)))
+        assert turn.resuming is not None, f"attempt {request.attempt} of turn {request.turn_id} was begun by no resume"
+        await asyncio.shield(turn.resuming)
+        assert turn.prefilling is not None, "resumed"
+        prefilling = turn.prefilling
+        await asyncio.wait([prefilling])  # its end, and what ends a cancelled turn, see to it
+        if prefilling.cancelled():
+            raise NotFound(f"turn {request.turn_id} has ended")
+        if (error := prefilling.exception()) is not None:
+            raise (
+                error if isinstance(error, RingserveError) else Unavailable("the prefill failed for an internal reason")
+            )
+
+    async def _resume(self, turn: RunningTurn, decoded: TokenIds) -> None:
+        assert turn.prefilling is not None, "a turn that was decoded was prefilled"
+        # Of the attempt before: the decode ring had all KV, or gave it up, and its sender may not know yet.
+        await asyncio.wait([turn.prefilling], timeout=self._settings.control_timeout)
+        if not turn.prefilling.done():
+            raise Unavailable(f"prefill ring {turn.prefill.name} still works on turn {turn.turn_id}")
+        turn.decoded = decoded
+        await self._prefill_port(turn).settle(turn.sequence_id, turn.turn_id, len(turn.token_ids) - 1)
+        await self._reserve(turn)
+        if turn.ending is not None:
+            raise NotFound(f"turn {turn.turn_id} has ended")
+        turn.prefilling = asyncio.create_task(self._prefill(turn, self._plan(turn)))
 
     # --- asking ------------------------------------------------------------------------------------------------------
 

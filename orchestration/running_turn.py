@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import numpy as np
 
 from cp_core.errors import RingserveError
 from orchestration.conversations import Conversation
@@ -14,7 +16,10 @@ from workers.steps import TokenIds
 
 @dataclass(slots=True)
 class RunningTurn:
-    """`on_prefill` and `on_decode` are the rings' reservations, None until they have answered."""
+    """`on_prefill` and `on_decode` are the rings' reservations, None until they have answered.
+
+    `attempt` counts the times that its KV is made for the decode ring; `decoded` are tokens whose KV belongs to that.
+    """
 
     turn_id: str
     request: TurnRequest
@@ -30,6 +35,14 @@ class RunningTurn:
     ending: asyncio.Task[int] | None = None
     lease: asyncio.TimerHandle | None = None
     stop_error: RingserveError | None = None
+    attempt: int = 1
+    decoded: TokenIds = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    resuming: asyncio.Task[None] | None = None
+
+    @property
+    def token_ids(self) -> TokenIds:
+        """All whose KV the decode ring is to get."""
+        return np.concatenate([self.prompt, self.decoded])
 
     @property
     def is_kept(self) -> bool:

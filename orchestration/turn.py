@@ -8,6 +8,9 @@ from enum import StrEnum
 from cp_core.layout import ShardMap, TokenRange
 from workers.steps import Algorithm, FinishReason, RingRates, Sampling, TokenIds
 
+MAX_PRIORITY = 100
+"""Of a turn, and its negative the least."""
+
 
 class PromptMode(StrEnum):
     """How a prompt relates to its conversation's earlier tokens; NEW where there are none."""
@@ -20,7 +23,8 @@ class PromptMode(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TurnRequest:
-    """A turn as the gateway hands it in. `conversation_id` empty: nothing is kept after the turn."""
+    """A turn as the gateway hands it in. `conversation_id` empty: nothing is kept after the turn. A higher `priority`
+    goes first."""
 
     request_id: str
     conversation_id: str
@@ -28,6 +32,7 @@ class TurnRequest:
     token_ids: TokenIds
     sampling: Sampling
     deadline_seconds: float
+    priority: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,17 +45,19 @@ class CachedSource:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chunk:
-    """New tokens that are computed in one step, after all before them."""
+    """New tokens that are computed in one step, after all before them. `num_turns` shared the step; 0 if planned."""
 
     tokens: TokenRange
     algorithm: Algorithm
+    num_turns: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
     """How a turn is computed and why. `algorithm` is that of most new tokens, and `reason` tells of those chunks.
 
-    `alternatives` are (algorithm, predicted seconds) of computing every chunk by it.
+    `alternatives` are (algorithm, predicted seconds) of computing every chunk by it. `chunks` are those of a ring that
+    has nothing else to do: the prefill leader cuts by what waits, and reports what it did.
     """
 
     algorithm: Algorithm
@@ -90,6 +97,7 @@ class Reserve:
     deadline_seconds: float
     source_incarnation: str
     sampling: Sampling
+    priority: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,7 +118,8 @@ class Reservation:
 class PrefillTurn:
     """Run the prefill of a reserved turn; `destination` is the decode ring's reservation.
 
-    `chunks` cover tokens [cached_tokens, len(token_ids)) in order.
+    `chunks` cover tokens [cached_tokens, len(token_ids)) in order. They are advice: the leader cuts by what else waits,
+    and takes from them which algorithm to prefer where.
     """
 
     turn_id: str
@@ -127,12 +136,17 @@ class PrefillTurn:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillReport:
-    """What the prefill ring measured."""
+    """What the prefill ring measured, and the chunks as it computed them.
+
+    `prefill_seconds` are those of the steps the turn was in, shared ones whole; `queue_seconds` the rest of the time
+    from its reservation to its first token.
+    """
 
     prefill_seconds: float = 0.0
     queue_seconds: float = 0.0
     pulled_bytes: int = 0
     pull_seconds: float = 0.0
+    chunks: tuple[Chunk, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,6 +165,19 @@ class Admit:
     attempt: int
     first_token: int
     report: PrefillReport
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResumeTurn:
+    """From the decode leader: a turn whose KV it dropped has room again, for the prompt and these decoded tokens.
+
+    `attempt` counts from 1, the turn's first prefill. The answer is waited for until the turn's deadline.
+    """
+
+    turn_id: str
+    attempt: int
+    token_ids: tuple[int, ...]
+    deadline_seconds: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -213,7 +240,7 @@ class GroupRegistration:
     """A group that is ready to serve. `capacity_tokens` is the KV room of the whole ring.
 
     `num_ranks` ranks share the tokens, and each is `tp` processes that share the heads. `chunk_tokens` is the most that
-    one of its prefill steps may compute.
+    one of its prefill steps may compute, `step_budget` its most work units (0: those of `chunk_tokens` tokens).
     """
 
     role: str
@@ -225,6 +252,8 @@ class GroupRegistration:
     capacity_tokens: int
     chunk_tokens: int
     tp: int = 1
+    step_budget: float = 0.0
+    min_chunk_tokens: int = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -240,7 +269,7 @@ class RankKvUsage:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupStatus:
     """What a group tells operators. `rank_pids` are those of `tp` processes a rank, in order; `decode_variant` served
-    the latest decode step that was looked at.
+    the latest decode step that was looked at. `waiting_work` and its bound are in work units, of prefill rings.
     """
 
     role: str
@@ -257,6 +286,9 @@ class GroupStatus:
     rebuilds: int
     rank_pids: tuple[int, ...]
     tp: int = 1
+    waiting_work: float = 0.0
+    max_waiting_work: float = 0.0
+    num_preemptions: int = 0
     decode_variant: str = ""
 
 

@@ -51,6 +51,9 @@ class TurnEnds:
     def of_request(self, request_id: str) -> RunningTurn | None:
         return self._running.get(self._turn_of_request.get(request_id, ""))
 
+    def of_turn(self, turn_id: str) -> RunningTurn | None:
+        return self._running.get(turn_id)
+
     async def end(self, outcome: TurnOutcome) -> int:
         """Enter what a turn came to. Returns how many tokens its decode ring should keep. Idempotent."""
         turn = self._running.get(outcome.turn_id)
@@ -68,6 +71,8 @@ class TurnEnds:
 
     async def _end(self, turn: RunningTurn, outcome: TurnOutcome) -> int:
         keep = 0
+        if turn.resuming is not None:  # reserves on the prefill ring, which is to be settled
+            await asyncio.gather(turn.resuming, return_exceptions=True)
         try:
             keep = await (self._finish(turn, outcome) if outcome.ok else self._roll_back(turn))
         finally:
@@ -83,7 +88,8 @@ class TurnEnds:
                 done = await asyncio.shield(turn.prefilling)
         except (RingserveError, TimeoutError) as error:
             log.warning("prefill ring %s lost the KV of %s: %s", turn.prefill.name, turn.sequence_id, error)
-        await self._settle_prefill(turn, len(turn.prompt) if done and turn.is_kept else 0)
+        # The prompt and, after a preemption, what had been decoded before.
+        await self._settle_prefill(turn, done.shards.num_tokens if done and turn.is_kept else 0)
         if not turn.is_kept:
             return 0
         await self._leave_other_rings(turn)
@@ -160,4 +166,4 @@ def _kept(turn: RunningTurn, reservation: Reservation | None) -> int:
     """What is left of a conversation's KV after a turn that failed. A ring that refused has cut nothing beyond it."""
     if not turn.is_kept:
         return 0
-    return turn.match_tokens if reservation is None else reservation.kept_tokens
+    return turn.match_tokens if reservation is None else min(turn.match_tokens, reservation.kept_tokens)

@@ -17,6 +17,7 @@ from cp_core.decode_variant import VARIANT_POLICIES
 from cp_core.errors import ConfigError
 from cp_core.ring_backend import select_ring_backend
 from cp_core.selector import POLICIES
+from orchestration.prefill_scheduler import PrefillScheduling
 from services.auth.exposure import check_exposure
 from services.auth.tls import DoorTls, PeerTls
 
@@ -41,15 +42,38 @@ class ModelConfig:
 @dataclass(frozen=True, kw_only=True)
 class PrefillConfig:
     """The prefill pool: `groups` rings of `cp` ranks, which share the tokens; each is `tp` processes, which share the
-    heads. `chunk_tokens` is the longest single step.
+    heads.
+
+    A step computes at most `chunk_tokens` new tokens and `step_budget` work units: one is what the matrix products of a
+    token cost, attention counts by what it costs beside them; 0 is the work of `chunk_tokens` tokens with nothing
+    before them. Long prompts are cut accordingly, into chunks of at least `min_chunk_tokens`. `fuse` lets a step hold
+    tokens of several turns, `interleave` lets other turns in between the chunks of a long one. `ageing_seconds` of
+    waiting make up for one step of priority. A ring whose queue holds `max_queue_work` work units refuses more.
     """
 
     groups: int = 1
     cp: int = 2
     tp: int = 1
     chunk_tokens: int = 4096
+    step_budget: float = 0.0
+    min_chunk_tokens: int = 1024
+    fuse: bool = True
+    interleave: bool = True
+    ageing_seconds: float = 10.0
+    max_queue_work: float = 50e6
     max_waiting: int = 256
     threads_per_rank: int = 1
+
+    @property
+    def scheduling(self) -> PrefillScheduling:
+        return PrefillScheduling(
+            step_budget=self.step_budget,
+            min_chunk_tokens=self.min_chunk_tokens,
+            fuse=self.fuse,
+            interleave=self.interleave,
+            ageing_seconds=self.ageing_seconds,
+            max_queue_work=self.max_queue_work,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +81,9 @@ class DecodeConfig:
     """The decode pool: `groups` rings of `cp` ranks of `tp` processes, each ring decoding up to `max_batch` turns.
 
     `variant` is how a ring decodes its batch: every rank all of it (`gather`), each rank a part (`pass_q`), or
-    whichever is predicted to be faster (`auto`).
+    whichever is predicted to be faster (`auto`). `preemption`: a turn begins with KV room for `headroom_tokens` of its
+    answer and grows; where no room is left the youngest turn gives way and is resumed later. Without, room for the
+    whole answer is set aside at once. `continuous`: turns join the batch at every step; without, when it is empty.
     """
 
     groups: int = 1
@@ -67,6 +93,9 @@ class DecodeConfig:
     max_waiting: int = 256
     threads_per_rank: int = 1
     variant: str = "auto"
+    continuous: bool = True
+    preemption: bool = True
+    headroom_tokens: int = 128
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -287,7 +316,7 @@ def _typed(name: str, value: Any, wanted: type[Any]) -> Any:
             return float(value)  # also of a text: YAML 1.1 takes 5e14 for one
         except (TypeError, ValueError, OverflowError):
             pass
-    elif isinstance(value, wanted) and isinstance(value, bool) == (wanted is bool):
+    elif isinstance(value, wanted) and (wanted is bool or not isinstance(value, bool)):
         return value
     raise ConfigError(f"{name}: {value!r} is not of type {wanted.__name__}")
 
@@ -308,7 +337,12 @@ def _check(config: Config) -> None:
         _within(f"{name}.max_waiting", pool.max_waiting, 1, 1_000_000)
         _within(f"{name}.threads_per_rank", pool.threads_per_rank, 1, 1024)
     _within("prefill.chunk_tokens", config.prefill.chunk_tokens, 1, 1 << 24)
+    _within("prefill.step_budget", config.prefill.step_budget, 0, 1e15)
+    _within("prefill.min_chunk_tokens", config.prefill.min_chunk_tokens, 1, 1 << 24)
+    _within("prefill.ageing_seconds", config.prefill.ageing_seconds, 0.001, 86_400)
+    _within("prefill.max_queue_work", config.prefill.max_queue_work, 1, 1e15)
     _within("decode.max_batch", config.decode.max_batch, 1, 4096)
+    _within("decode.headroom_tokens", config.decode.headroom_tokens, 1, 1 << 20)
     _within("kv_cache.block_tokens", config.kv_cache.block_tokens, 1, 4096)
     _within("kv_cache.tokens_per_rank", config.kv_cache.tokens_per_rank, config.kv_cache.block_tokens, 1 << 30)
     _within("router.max_conversations", config.router.max_conversations, 1, 1 << 24)

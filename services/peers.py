@@ -18,6 +18,7 @@ from orchestration.turn import (
     PrefillTurn,
     Reservation,
     Reserve,
+    ResumeTurn,
     SendKv,
     SentKv,
     ServerView,
@@ -135,6 +136,9 @@ class GrpcRouter:
             prompt_tokens=answer.prompt_tokens,
             plan=wire.plan_from(answer.plan),
         )
+
+    async def resume_turn(self, request: ResumeTurn) -> None:
+        await _reach(self._peer, self._stub.ResumeTurn(wire.resume_to(request), timeout=request.deadline_seconds))
 
     async def end_turn(self, outcome: TurnOutcome) -> int:
         call = self._stub.EndTurn(wire.outcome_to(outcome), timeout=ABORT_SECONDS)

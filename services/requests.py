@@ -9,7 +9,7 @@ import uuid
 import numpy as np
 
 from cp_core.errors import InvalidRequest
-from orchestration.turn import PromptMode, TurnRequest
+from orchestration.turn import MAX_PRIORITY, PromptMode, TurnRequest
 from ringserve.v1 import inference_pb2
 from services.text import TextCodec
 from services.wire.turns import prompt_mode_from
@@ -47,6 +47,7 @@ class RequestReader:
             token_ids=self._prompt(request),
             sampling=self._sampling(request.sampling_params),
             deadline_seconds=max(deadline, 0.001),
+            priority=_priority(request.priority),
         )
 
     def _prompt(self, request: inference_pb2.GenerateRequest) -> TokenIds:
@@ -107,6 +108,12 @@ def _identifier(field: str, value: str) -> str:
         raise InvalidRequest(f"{field}: {len(value)} characters are too many; at most {MAX_ID_LENGTH} are allowed")
     if not value.isprintable():
         raise InvalidRequest(f"{field}: {value!r} holds characters that cannot be printed")
+    return value
+
+
+def _priority(value: int) -> int:
+    if abs(value) > MAX_PRIORITY:
+        raise InvalidRequest(f"priority: {value} is out of range; allowed are -{MAX_PRIORITY} to {MAX_PRIORITY}")
     return value
 
 

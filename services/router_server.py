@@ -34,6 +34,12 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         keep = await answer(context, self._router.end_turn(wire.outcome_from(request)))
         return router_pb2.EndTurnResponse(keep_tokens=keep)
 
+    async def ResumeTurn(
+        self, request: router_pb2.ResumeTurnRequest, context: Context
+    ) -> router_pb2.ResumeTurnResponse:
+        await answer(context, self._router.resume_turn(wire.resume_from(request)))
+        return router_pb2.ResumeTurnResponse()
+
     async def AbortTurns(self, request: inference_pb2.AbortRequest, context: Context) -> inference_pb2.AbortResponse:
         aborted, unknown = await answer(context, self._router.abort_requests(list(request.request_ids)))
         return inference_pb2.AbortResponse(aborted=aborted, unknown=unknown)

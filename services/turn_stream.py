@@ -11,7 +11,7 @@ from orchestration.ports import DecodePort
 from orchestration.turn import BegunTurn, FinishedEvent, PrefillReport, TokensEvent, TurnRequest
 from ringserve.v1 import inference_pb2
 from services.text import IncrementalText
-from services.wire.turns import plan_to
+from services.wire.turns import note_chunks, plan_to
 from workers.steps import FinishReason
 
 
@@ -71,6 +71,8 @@ class TurnStream:
         self._plan.queue_seconds = report.queue_seconds
         self._plan.pulled_bytes = report.pulled_bytes
         self._plan.pull_seconds = report.pull_seconds
+        if report.chunks:
+            note_chunks(self._plan, report.chunks)
 
     def _chunk(self, event: TokensEvent) -> inference_pb2.GenerateResponse:
         self._last_at = time.monotonic()

@@ -43,14 +43,23 @@ class Admission:
 
 
 @dataclass(frozen=True, slots=True)
+class Growth:
+    """More blocks for a sequence: `blocks[r]` follow rank r's table."""
+
+    sequence_id: str
+    blocks: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class BatchChange:
-    """Who leaves and who joins at a step border; leaving comes first."""
+    """Who leaves, who joins and whose tables grow at a step border, in this order."""
 
     removed: tuple[str, ...] = ()
     admitted: tuple[Admission, ...] = ()
+    grown: tuple[Growth, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.removed or self.admitted)
+        return bool(self.removed or self.admitted or self.grown)
 
 
 @dataclass(slots=True)
@@ -64,7 +73,7 @@ class BatchRow:
     token_id: int
     position: int
     held: list[int]
-    blocks: tuple[int, ...]
+    blocks: list[int]
     runs: list[SlotRun]
     sampling: Sampling
 
@@ -84,14 +93,14 @@ class DecodeBatch:
     def __init__(self, rank: int, num_ranks: int, block_tokens: int) -> None:
         self._rank = rank
         self._num_ranks = num_ranks
-        self._block_tokens = block_tokens
+        self.block_tokens = block_tokens
         self.rows: list[BatchRow] = []
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def advance(self, token_ids: Sequence[int], change: BatchChange) -> None:
-        """Take the tokens sampled from the last step, in the order of its rows, then let rows leave and join."""
+        """Take the tokens sampled from the last step, in the order of its rows, then let rows leave, join and grow."""
         if token_ids:
             for row, token_id in zip(self.rows, token_ids, strict=True):
                 row.token_id = token_id
@@ -99,9 +108,9 @@ class DecodeBatch:
         if change.removed:
             self.rows = [row for row in self.rows if row.sequence_id not in change.removed]
         for admission in change.admitted:
-            blocks, held = admission.blocks[self._rank], list(admission.held)
+            blocks, held = list(admission.blocks[self._rank]), list(admission.held)
             assert sum(held) == admission.position, "tokens before the newest one must all be stored"
-            where = list(runs(blocks, held[self._rank], self._block_tokens))
+            where = list(runs(blocks, held[self._rank], self.block_tokens))
             self.rows.append(
                 BatchRow(
                     admission.sequence_id,
@@ -113,6 +122,9 @@ class DecodeBatch:
                     Sampling(temperature=admission.temperature, seed=admission.seed),
                 )
             )
+        for growth in change.grown:
+            row = next(row for row in self.rows if row.sequence_id == growth.sequence_id)
+            row.blocks += growth.blocks[self._rank]
 
     def append(self) -> Appended:
         """Give every row's newest token to the rank that holds least of the sequence."""
@@ -135,9 +147,9 @@ class DecodeBatch:
         return DecodePlan(self._num_ranks, tuple(appended.owners), tuple(tuple(row.held) for row in self.rows))
 
     def _take_slot(self, row: BatchRow) -> int:
-        block, offset = divmod(row.held[self._rank], self._block_tokens)
+        block, offset = divmod(row.held[self._rank], self.block_tokens)
         assert block < len(row.blocks), f"{row.sequence_id!r} has outgrown its {len(row.blocks)} blocks"
-        slot = row.blocks[block] * self._block_tokens + offset
+        slot = row.blocks[block] * self.block_tokens + offset
         if row.runs and row.runs[-1].stop == slot:
             row.runs[-1] = SlotRun(row.runs[-1].start, slot + 1)
         else:

@@ -10,12 +10,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from workers.decode_batch import Admission, BatchChange, DecodeBatch
+from cp_core.layout import append_owner
+from workers.decode_batch import Admission, BatchChange, DecodeBatch, Growth
 from workers.decode_header import HEARTBEAT_SECONDS, Header, HeaderChannel, HeaderKind
 from workers.decode_mailbox import DecodeMailbox
 from workers.decode_step import DecodePass
 from workers.progress import Progress
-from workers.steps import AdmitSequence, DecodeCommand, DecodeEvent, FinishReason, RemoveSequence, Sampling
+from workers.steps import (
+    AdmitSequence,
+    DecodeCommand,
+    DecodeEvent,
+    FinishReason,
+    GrowSequence,
+    Sampling,
+)
 
 # (sequences, stored tokens of all) of the next step -> which variant serves it.
 VariantChoice = Callable[[int, int], str]
@@ -23,10 +31,16 @@ VariantChoice = Callable[[int, int], str]
 
 @dataclass(slots=True)
 class Generation:
-    """What rank 0 alone knows of a running sequence."""
+    """What rank 0 alone knows of a running sequence. `room[r]` tokens fit into rank r's table."""
 
     sampling: Sampling
     num_generated: int
+    room: list[int]
+
+    def is_full(self, held: Sequence[int]) -> bool:
+        """Whether the next token would not fit where it is to be stored."""
+        owner = append_owner(held)
+        return held[owner] >= self.room[owner]
 
 
 class DecodeFollower:
@@ -104,24 +118,54 @@ class DecodeLeader:
         return len(stored), sum(stored)
 
     def _change(self, commands: Sequence[DecodeCommand]) -> BatchChange:
-        """The finished leave, commands are followed in their order; whoever is removed is answered by an event."""
+        """The finished leave, commands are followed in their order, then whoever has no room for its token pauses."""
         removed, self._finished = self._finished, []
-        # Each row's newest token was sampled but not computed: the batch itself learns of it with the next header.
-        positions = {row.sequence_id: row.position + 1 for row in self._batch.rows}
         joining: dict[str, AdmitSequence] = {}
-        aborted: list[DecodeEvent] = []
+        growing: list[Growth] = []
+        left: list[DecodeEvent] = []
         for command in commands:
             name = command.sequence_id
             if isinstance(command, AdmitSequence):
                 joining[name] = command
-                self._generations[name] = Generation(command.sampling, command.num_generated)
-            elif isinstance(command, RemoveSequence) and self._generations.pop(name, None) is not None:
-                kv_tokens = joining.pop(name).position if name in joining else positions[name]
-                removed += [name] if name in positions else []
-                aborted.append(_event(name, None, FinishReason.ABORT, kv_tokens))
-        if aborted:
-            self._mailbox.post(aborted)
-        return BatchChange(tuple(removed), tuple(Admission.of(command) for command in joining.values()))
+                room = [self._batch.block_tokens * len(blocks) for blocks in command.blocks]
+                self._generations[name] = Generation(command.sampling, command.num_generated, room)
+            elif name not in self._generations:
+                continue  # it has just left
+            elif isinstance(command, GrowSequence):
+                growing.append(Growth(name, command.blocks))
+                room = self._generations[name].room
+                for rank, blocks in enumerate(command.blocks):
+                    room[rank] += self._batch.block_tokens * len(blocks)
+            else:
+                left.append(self._leaves(name, FinishReason.ABORT, joining, removed))
+        for name in self._full(joining):
+            left.append(self._leaves(name, None, joining, removed))
+        if left:
+            self._mailbox.post(left)
+        return BatchChange(
+            tuple(removed),
+            tuple(Admission.of(command) for command in joining.values()),
+            tuple(growth for growth in growing if growth.sequence_id in self._generations),
+        )
+
+    def _full(self, joining: dict[str, AdmitSequence]) -> list[str]:
+        """Who would not find a slot for its newest token in the next step."""
+        held: list[tuple[str, Sequence[int]]] = [(row.sequence_id, row.held) for row in self._batch.rows]
+        held += [(name, command.held) for name, command in joining.items()]
+        generations = self._generations
+        return [name for name, tokens in held if name in generations and generations[name].is_full(tokens)]
+
+    def _leaves(
+        self, name: str, reason: FinishReason | None, joining: dict[str, AdmitSequence], removed: list[str]
+    ) -> DecodeEvent:
+        """Take a sequence out, for a reason or to pause."""
+        del self._generations[name]
+        if name in joining:
+            return _left(name, reason, joining.pop(name).position)
+        removed.append(name)
+        # The row's newest token was sampled but not computed: the batch itself learns of it with the next header.
+        position = next(row.position for row in self._batch.rows if row.sequence_id == name)
+        return _left(name, reason, position + 1)
 
     def _commit(self, sampled: Sequence[int]) -> None:
         """Report the tokens of all rows and the ends."""
@@ -133,7 +177,11 @@ class DecodeLeader:
             if reason is not None:
                 self._finished.append(row.sequence_id)
                 del self._generations[row.sequence_id]
-            events.append(_event(row.sequence_id, token_id, reason, row.position + 1))
+            events.append(
+                DecodeEvent(
+                    sequence_id=row.sequence_id, token_id=token_id, finish_reason=reason, kv_tokens=row.position + 1
+                )
+            )
         self._sampled = tuple(sampled)
         self._mailbox.post(events)
 
@@ -144,5 +192,7 @@ def _finish_reason(token_id: int, generation: Generation) -> FinishReason | None
     return FinishReason.LENGTH if generation.num_generated >= generation.sampling.max_tokens else None
 
 
-def _event(name: str, token_id: int | None, reason: FinishReason | None, kv_tokens: int) -> DecodeEvent:
-    return DecodeEvent(sequence_id=name, token_id=token_id, finish_reason=reason, kv_tokens=kv_tokens)
+def _left(name: str, reason: FinishReason | None, kv_tokens: int) -> DecodeEvent:
+    return DecodeEvent(
+        sequence_id=name, token_id=None, finish_reason=reason, kv_tokens=kv_tokens, is_paused=reason is None
+    )

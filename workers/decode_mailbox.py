@@ -29,8 +29,8 @@ class DecodeMailbox:
     def submit(self, commands: Sequence[DecodeCommand]) -> None:
         """Hand commands to the next step border. Raises Unavailable once the loop has ended.
 
-        A removal of a sequence that is not there (it just finished) is no error. Admissions are checked here, so that
-        a wrong one fails its caller and not the ring.
+        A removal or growth of a sequence that is not there (it just finished) is no error. Admissions are checked here,
+        so that a wrong one fails its caller and not the ring.
         """
         with self._changed:
             self._check_open()
@@ -38,6 +38,7 @@ class DecodeMailbox:
             for command in commands:
                 if isinstance(command, RemoveSequence):
                     expected.discard(command.sequence_id)
+                if not isinstance(command, AdmitSequence):
                     continue
                 _check_admission(command)
                 assert command.sequence_id not in expected, f"{command.sequence_id!r} is in the batch already"
@@ -76,7 +77,7 @@ class DecodeMailbox:
     def post(self, events: Sequence[DecodeEvent]) -> None:
         with self._changed:
             self._events.extend(events)
-            self._admitted.difference_update(event.sequence_id for event in events if event.finish_reason is not None)
+            self._admitted.difference_update(event.sequence_id for event in events if event.has_left)
             self._changed.notify_all()
 
     def close(self, reason: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgpack
 
-from workers.decode_batch import Admission, BatchChange
+from workers.decode_batch import Admission, BatchChange, Growth
 
 
 def encode_change(change: BatchChange) -> bytes:
@@ -12,17 +12,19 @@ def encode_change(change: BatchChange) -> bytes:
         [item.sequence_id, item.token_id, item.position, item.held, item.blocks, item.temperature, item.seed]
         for item in change.admitted
     ]
-    encoded = msgpack.packb([change.removed, admitted])
+    grown = [[item.sequence_id, item.blocks] for item in change.grown]
+    encoded = msgpack.packb([change.removed, admitted, grown])
     assert isinstance(encoded, bytes)
     return encoded
 
 
 def decode_change(payload: bytes) -> BatchChange:
-    removed, admitted = msgpack.unpackb(payload, use_list=False)
+    removed, admitted, grown = msgpack.unpackb(payload, use_list=False)
     return BatchChange(
         removed=removed,
         admitted=tuple(
             Admission(sequence_id, token_id, position, held, blocks, temperature, seed)
             for sequence_id, token_id, position, held, blocks, temperature, seed in admitted
         ),
+        grown=tuple(Growth(sequence_id, blocks) for sequence_id, blocks in grown),
     )

@@ -259,7 +259,7 @@ class PrefillOutput:
 class AdmitSequence:
     """Join the decode batch. `token_id` at `position` is the newest token, its KV not computed yet.
 
-    `held[r]` tokens lie on rank r; `blocks[r]` is rank r's table and has room for `sampling.max_tokens` more.
+    `held[r]` tokens lie on rank r; `blocks[r]` is rank r's table. A sequence whose next token has no place pauses.
     `num_generated` tokens of the turn exist already (the prefill ring's first token counts).
     """
 
@@ -279,17 +279,34 @@ class RemoveSequence:
     sequence_id: str
 
 
-DecodeCommand = AdmitSequence | RemoveSequence
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GrowSequence:
+    """Append `blocks[r]` to rank r's table at the next step border. One that left meanwhile is passed over."""
+
+    sequence_id: str
+    blocks: tuple[tuple[int, ...], ...]
+
+
+DecodeCommand = AdmitSequence | RemoveSequence | GrowSequence
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeEvent:
-    """One token, or the end, or both, of a sequence. `kv_tokens` positions have their KV stored after this step."""
+    """One token, or the end, or both, of a sequence. `kv_tokens` positions have their KV stored after this step.
+
+    `is_paused`: it left because its block tables are full, and may join again.
+    """
 
     sequence_id: str
     token_id: int | None
     finish_reason: FinishReason | None
     kv_tokens: int
+    is_paused: bool = False
+
+    @property
+    def has_left(self) -> bool:
+        """Whether the sequence is out of the batch."""
+        return self.is_paused or self.finish_reason is not None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

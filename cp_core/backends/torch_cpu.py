@@ -6,11 +6,13 @@ D head dimension.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
 
 from cp_core.attention import Partial, empty_partial
+from cp_core.prefill_plan import KvRun
 
 # Up to this many tokens the G query heads of a KV head become G * T rows of one head: each K and V is then read once
 # instead of G times (65,536 keys, T = 1: 6.5 ms for 26.5). Above it the copy of q costs as much as it saves.
@@ -60,6 +62,23 @@ class TorchCpuFlash:
             out_ktgd.transpose(0, 1).reshape(num_tokens, num_heads, head_dim),
             lse_ktg.transpose(0, 1).reshape(num_tokens, num_heads),
         )
+
+    def attend_rows(self, q: torch.Tensor, runs: Sequence[KvRun], *, scale: float) -> Partial:
+        """See RowAttention. What is the same for all rows is done once: per row are left two views and the kernel."""
+        batch, num_heads, head_dim = q.shape
+        num_kv_heads = runs[0].k.shape[1]
+        q_bkgd = q.float().reshape(batch, 1, num_kv_heads, num_heads // num_kv_heads, head_dim)
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+        is_wide = runs[0].k.dtype == torch.float32
+        outs, lses = [], []
+        for q_1kgd, run in zip(q_bkgd.unbind(0), runs, strict=True):
+            k_skd, v_skd = (run.k, run.v) if is_wide else (run.k.float(), run.v.float())
+            out, lse = kernel(
+                q_1kgd, k_skd.transpose(0, 1).unsqueeze(0), v_skd.transpose(0, 1).unsqueeze(0), 0.0, False, scale=scale
+            )
+            outs.append(out)
+            lses.append(lse)
+        return Partial(torch.cat(outs).view(batch, num_heads, head_dim), torch.cat(lses).view(batch, num_heads))
 
 
 def _fold(q_thd: torch.Tensor, num_kv_heads: int) -> torch.Tensor:

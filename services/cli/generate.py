@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from cp_core.errors import InvalidRequest
+from orchestration.turn import MAX_PRIORITY
 from ringserve.v1 import inference_pb2
 from services.answer import answer_dict, collect, plan_line
 from services.cli.options import Subcommands, add_target_options, client_of
@@ -43,6 +44,7 @@ def add(commands: Subcommands) -> None:
     )
     add_sampling_options(parser)
     parser.add_argument("--timeout", type=float, metavar="SECONDS", help="end the turn everywhere after this long")
+    parser.add_argument("--priority", type=int, default=0, metavar="N", help="-100 to 100, higher first (default: 0)")
     parser.add_argument("--request-id", default="", help="name the request, e.g. to abort it")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
     parser.set_defaults(run=run)
@@ -73,12 +75,19 @@ def sampling_of(options: argparse.Namespace) -> inference_pb2.SamplingParams:
     )
 
 
+def _priority(value: int) -> int:
+    if abs(value) > MAX_PRIORITY:
+        raise InvalidRequest(f"--priority: {value} is out of range; allowed are -{MAX_PRIORITY} to {MAX_PRIORITY}")
+    return value
+
+
 def run(options: argparse.Namespace) -> int:
     request = inference_pb2.GenerateRequest(
         request_id=options.request_id,
         sampling_params=sampling_of(options),
         conversation_id=options.conversation,
         prompt_mode=MODES[options.mode],
+        priority=_priority(options.priority),
     )
     if options.prompt is not None:
         request.text = sys.stdin.read() if options.prompt == "-" else options.prompt

@@ -53,6 +53,7 @@ def _table(info: inference_pb2.GetServerInfoResponse) -> Table:
         "running",
         "waiting",
         "KV blocks free/active/kept of total, a rank",
+        "preempted",
         "rebuilds",
     )
     for group in info.groups:
@@ -66,8 +67,16 @@ def _table(info: inference_pb2.GetServerInfoResponse) -> Table:
             f"{group.num_ranks} x {group.tp}" if group.tp > 1 else str(group.num_ranks),
             ", ".join(name for name in (group.attention_backend, group.ring_transport, group.decode_variant) if name),
             str(group.num_requests_running),
-            str(group.num_requests_waiting),
+            _waiting(group),
             usage,
+            str(group.num_preemptions),
             str(group.rebuilds),
         )
     return table
+
+
+def _waiting(group: inference_pb2.GroupInfo) -> str:
+    """Turns, and of a prefill ring their work beside its bound."""
+    if not group.max_waiting_work:
+        return str(group.num_requests_waiting)
+    return f"{group.num_requests_waiting} ({group.waiting_work:,.0f} of {group.max_waiting_work:,.0f} work units)"

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from cp_core.errors import InvalidRequest
+from orchestration.turn import MAX_PRIORITY
 
 Reader = Callable[[str, Any], Any]
 """Takes a field's name and its JSON value, returns what the contract wants. Raises InvalidRequest."""
@@ -32,6 +33,14 @@ def integer(bits: int) -> Reader:
         return value
 
     return read
+
+
+def priority(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or abs(value) > MAX_PRIORITY:
+        raise InvalidRequest(
+            f"{name}: {shown(value)} is not allowed; give a whole number from -{MAX_PRIORITY} to {MAX_PRIORITY}"
+        )
+    return value
 
 
 def boolean(name: str, value: Any) -> bool:
@@ -75,7 +84,7 @@ SAMPLING: dict[str, tuple[str, Reader]] = {
 }
 """Field -> (field of SamplingParams, reader)."""
 
-OURS: dict[str, Reader] = {"conversation_id": text, "request_id": text}
+OURS: dict[str, Reader] = {"conversation_id": text, "request_id": text, "priority": priority}
 """Fields of the contract that OpenAI's requests lack; clients send them as extra fields (`extra_body`)."""
 
 INERT = frozenset(

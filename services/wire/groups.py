@@ -18,6 +18,8 @@ def registration_to(group: GroupRegistration) -> router_pb2.RegisterGroupRequest
         tp=group.tp,
         capacity_tokens=group.capacity_tokens,
         chunk_tokens=group.chunk_tokens,
+        step_budget=group.step_budget,
+        min_chunk_tokens=group.min_chunk_tokens,
         rates=router_pb2.RingRates(
             gemm_flops=group.rates.gemm_flops,
             attention_flops=group.rates.attention_flops,
@@ -38,6 +40,8 @@ def registration_from(message: router_pb2.RegisterGroupRequest) -> GroupRegistra
         tp=message.tp,
         capacity_tokens=message.capacity_tokens,
         chunk_tokens=message.chunk_tokens,
+        step_budget=message.step_budget,
+        min_chunk_tokens=message.min_chunk_tokens,
         rates=RingRates(
             gemm_flops=message.rates.gemm_flops,
             attention_flops=message.rates.attention_flops,
@@ -61,8 +65,11 @@ def status_to(status: GroupStatus) -> inference_pb2.GroupInfo:
         ring_transport=status.ring_transport,
         num_requests_running=status.num_requests_running,
         num_requests_waiting=status.num_requests_waiting,
+        waiting_work=status.waiting_work,
+        max_waiting_work=status.max_waiting_work,
         rebuilds=status.rebuilds,
         rank_pids=status.rank_pids,
+        num_preemptions=status.num_preemptions,
         decode_variant=status.decode_variant,
         kv_usage=[
             inference_pb2.RankKvUsage(
@@ -89,8 +96,11 @@ def status_from(message: inference_pb2.GroupInfo) -> GroupStatus:
         ring_transport=message.ring_transport,
         num_requests_running=message.num_requests_running,
         num_requests_waiting=message.num_requests_waiting,
+        waiting_work=message.waiting_work,
+        max_waiting_work=message.max_waiting_work,
         rebuilds=message.rebuilds,
         rank_pids=tuple(message.rank_pids),
+        num_preemptions=message.num_preemptions,
         decode_variant=message.decode_variant,
         kv_usage=tuple(
             RankKvUsage(

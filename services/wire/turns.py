@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from cp_core.layout import TokenRange
 from orchestration.turn import (
@@ -16,6 +16,7 @@ from orchestration.turn import (
     PromptMode,
     Reservation,
     Reserve,
+    ResumeTurn,
     SendKv,
     TokensEvent,
     TurnEvent,
@@ -64,6 +65,7 @@ def turn_request_to(request: TurnRequest) -> router_pb2.BeginTurnRequest:
         token_ids=request.token_ids.tolist(),
         sampling=sampling_to(request.sampling),
         deadline_seconds=request.deadline_seconds,
+        priority=request.priority,
     )
 
 
@@ -75,19 +77,27 @@ def turn_request_from(message: router_pb2.BeginTurnRequest) -> TurnRequest:
         token_ids=token_array(message.token_ids),
         sampling=sampling_from(message.sampling),
         deadline_seconds=message.deadline_seconds,
+        priority=message.priority,
     )
 
 
 def chunks_to(chunks: Iterable[Chunk]) -> list[inference_pb2.Chunk]:
     return [
-        inference_pb2.Chunk(start=chunk.tokens.start, stop=chunk.tokens.stop, algorithm=chunk.algorithm)
+        inference_pb2.Chunk(
+            start=chunk.tokens.start, stop=chunk.tokens.stop, algorithm=chunk.algorithm, num_turns=chunk.num_turns
+        )
         for chunk in chunks
     ]
 
 
 def chunks_from(chunks: Iterable[inference_pb2.Chunk]) -> tuple[Chunk, ...]:
     return tuple(
-        Chunk(tokens=TokenRange(chunk.start, chunk.stop), algorithm=Algorithm(chunk.algorithm)) for chunk in chunks
+        Chunk(
+            tokens=TokenRange(chunk.start, chunk.stop),
+            algorithm=Algorithm(chunk.algorithm),
+            num_turns=chunk.num_turns,
+        )
+        for chunk in chunks
     )
 
 
@@ -136,6 +146,19 @@ def plan_from(message: inference_pb2.Plan) -> Plan:
     )
 
 
+def note_chunks(plan: inference_pb2.Plan, chunks: Sequence[Chunk]) -> None:
+    """Replace a plan's predicted chunks by those that were computed; its algorithm is that of most of their tokens."""
+    del plan.chunks[:]
+    plan.chunks.extend(chunks_to(chunks))
+    tokens = dict.fromkeys(Algorithm, 0)
+    for chunk in chunks:
+        tokens[chunk.algorithm] += len(chunk.tokens)
+    algorithm = max(tokens, key=lambda name: tokens[name])
+    if tokens[algorithm] > tokens[Algorithm(plan.algorithm)]:
+        plan.reason += f"; computed by {algorithm}, in steps shared with other turns"
+        plan.algorithm = algorithm
+
+
 def reserve_to(request: Reserve) -> groups_pb2.ReserveRequest:
     return groups_pb2.ReserveRequest(
         turn_id=request.turn_id,
@@ -146,6 +169,7 @@ def reserve_to(request: Reserve) -> groups_pb2.ReserveRequest:
         deadline_seconds=request.deadline_seconds,
         source_incarnation=request.source_incarnation,
         sampling=sampling_to(request.sampling),
+        priority=request.priority,
     )
 
 
@@ -159,6 +183,7 @@ def reserve_from(message: groups_pb2.ReserveRequest) -> Reserve:
         deadline_seconds=message.deadline_seconds,
         source_incarnation=message.source_incarnation,
         sampling=sampling_from(message.sampling),
+        priority=message.priority,
     )
 
 
@@ -218,6 +243,7 @@ def report_to(report: PrefillReport) -> groups_pb2.PrefillReport:
         queue_seconds=report.queue_seconds,
         pulled_bytes=report.pulled_bytes,
         pull_seconds=report.pull_seconds,
+        chunks=chunks_to(report.chunks),
     )
 
 
@@ -227,6 +253,7 @@ def report_from(message: groups_pb2.PrefillReport) -> PrefillReport:
         queue_seconds=message.queue_seconds,
         pulled_bytes=message.pulled_bytes,
         pull_seconds=message.pull_seconds,
+        chunks=chunks_from(message.chunks),
     )
 
 
@@ -302,6 +329,24 @@ def event_from(message: groups_pb2.TurnEvent) -> TurnEvent:
         migrated_bytes=finished.migrated_bytes,
         migration_seconds=finished.migration_seconds,
         handoff_seconds=finished.handoff_seconds,
+    )
+
+
+def resume_to(request: ResumeTurn) -> router_pb2.ResumeTurnRequest:
+    return router_pb2.ResumeTurnRequest(
+        turn_id=request.turn_id,
+        attempt=request.attempt,
+        token_ids=request.token_ids,
+        deadline_seconds=request.deadline_seconds,
+    )
+
+
+def resume_from(message: router_pb2.ResumeTurnRequest) -> ResumeTurn:
+    return ResumeTurn(
+        turn_id=message.turn_id,
+        attempt=message.attempt,
+        token_ids=tuple(message.token_ids),
+        deadline_seconds=message.deadline_seconds,
     )
 
 

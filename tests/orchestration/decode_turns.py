@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+
 from cp_core.layout import ShardMap, level_counts, spread
 from orchestration.decode_turn import DecodeTurn
+from orchestration.handoff import HandoffState
 from orchestration.kv_pool import KvPool
 from orchestration.turn import Reservation, Reserve
 from workers.steps import Sampling, TransferKey
 
 BLOCK_TOKENS = 4
 PROMPT_TOKENS = 10
+ARRIVALS = itertools.count()
 
 
 def decode_turn(
@@ -40,7 +44,17 @@ def decode_turn(
     reservation = Reservation(
         incarnation="decode", kept_tokens=0, shards=ShardMap.empty(num_ranks), kv_endpoints=("kv:0",) * num_ranks
     )
-    turn = DecodeTurn(request, TransferKey(name, 1, "prefill", "decode"), pool, sequence, reservation)
+    turn = DecodeTurn(
+        request,
+        TransferKey(name, 1, "prefill", "decode"),
+        pool,
+        sequence,
+        reservation,
+        arrival=next(ARRIVALS),
+        prompt_tokens=PROMPT_TOKENS,
+        room=PROMPT_TOKENS + max_tokens,
+        state=HandoffState.ADMITTED,
+    )
     if first_token is not None:
         turn.tokens.append(first_token)
     return turn

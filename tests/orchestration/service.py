@@ -15,6 +15,7 @@ import numpy as np
 from orchestration.decode_leader import DecodeLeader
 from orchestration.planner import Planner, PlannerSettings
 from orchestration.prefill_leader import PrefillLeader
+from orchestration.prefill_scheduler import PrefillScheduling
 from orchestration.ring import GroupSettings
 from orchestration.router import Router, RouterSettings
 from orchestration.turn import BegunTurn, FinishedEvent, PrefillReport, PromptMode, TokensEvent, TurnRequest
@@ -66,8 +67,13 @@ class Service:
         chunk_tokens: int = 4096,
         max_batch: int = 8,
         max_waiting: int = 256,
+        decode_blocks: int | None = None,
+        continuous: bool = True,
+        preemption: bool = True,
+        headroom_tokens: int = 128,
         prefill_tp: int = 1,
         decode_tp: int = 1,
+        scheduling: PrefillScheduling | None = None,
     ) -> None:
         self.model = read_model_info(model_path)
         self.peers = DirectPeers()
@@ -84,11 +90,15 @@ class Service:
                 num_ranks=num_ranks,
                 tp=tp,
                 model_path=str(model_path),
-                num_blocks=num_blocks,
+                num_blocks=num_blocks if decode_blocks is None or role == "prefill" else decode_blocks,
                 block_tokens=BLOCK_TOKENS,
                 chunk_tokens=chunk_tokens,
                 max_batch=max_batch,
                 max_waiting=max_waiting,
+                prefill_scheduling=scheduling or PrefillScheduling(),
+                continuous=continuous,
+                preemption=preemption,
+                headroom_tokens=headroom_tokens,
             )
 
         register = self.router.register_group
@@ -124,6 +134,7 @@ class Service:
         seed: int = 0,
         stop_token_ids: tuple[int, ...] = (),
         deadline: float = 60.0,
+        priority: int = 0,
     ) -> TurnRequest:
         return TurnRequest(
             request_id=f"request-{next(self._numbers)}",
@@ -132,6 +143,7 @@ class Service:
             token_ids=np.asarray(prompt, dtype=np.int64),
             sampling=Sampling(temperature=temperature, seed=seed, max_tokens=max_tokens, stop_token_ids=stop_token_ids),
             deadline_seconds=deadline,
+            priority=priority,
         )
 
     async def answer(self, request: TurnRequest) -> Answer:

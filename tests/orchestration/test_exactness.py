@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -127,7 +128,12 @@ async def test_the_chunks_of_a_long_prompt_choose_their_own_algorithm(
     async with Service(model_paths["llama_gqa"], 2, 2, chunk_tokens=32) as service:
         service.select("alg1")
         answer = await service.answer(service.request(prompt, max_tokens=MAX_TOKENS))
-        algorithms = [chunk.algorithm for chunk in answer.begun.plan.chunks]
-        # A first chunk caches nothing before it; for the last, 768 cached tokens make Q the smaller message.
-        assert (len(algorithms), algorithms[0], algorithms[-1]) == (25, "pass_kv", "pass_q")
+        planned = answer.begun.plan.chunks
+        # A first chunk caches nothing before it; for the last, nearly 800 cached tokens make Q the smaller message.
+        assert (planned[0].algorithm, planned[-1].algorithm) == ("pass_kv", "pass_q")
+        # Alone on its ring, the prompt is computed as it was planned; the further in, the shorter the chunks.
+        assert answer.report.chunks == tuple(replace(chunk, num_turns=1) for chunk in planned)
+        lengths = [len(chunk.tokens) for chunk in planned]
+        assert (lengths[0], sum(lengths)) == (32, 800)
+        assert lengths[:-1] == sorted(lengths[:-1], reverse=True)
         assert answer.token_ids == oracles["llama_gqa"].greedy(prompt, MAX_TOKENS)

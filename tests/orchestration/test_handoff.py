@@ -8,7 +8,7 @@ import pytest
 
 from orchestration.handoff import HandoffState
 
-RESERVED, STREAMING, SEALED, ADMITTED, ABORTED, DONE = HandoffState
+RESERVED, STREAMING, SEALED, ADMITTED, PREEMPTED, ABORTED, DONE = HandoffState
 
 ARROWS = {
     (RESERVED, STREAMING),
@@ -21,6 +21,12 @@ ARROWS = {
     (SEALED, ABORTED),
     (ADMITTED, DONE),
     (ADMITTED, ABORTED),
+    (ADMITTED, PREEMPTED),
+    (PREEMPTED, RESERVED),
+    (PREEMPTED, DONE),
+    (PREEMPTED, ABORTED),
+    (RESERVED, PREEMPTED),
+    (STREAMING, PREEMPTED),
 }
 
 
@@ -35,4 +41,4 @@ def test_a_state_follows_only_along_an_arrow(before: HandoffState, after: Handof
 
 def test_only_what_is_over_leads_nowhere() -> None:
     assert {state for state in HandoffState if state.is_over} == {ABORTED, DONE}
-    assert {before for before, _ in ARROWS} == {RESERVED, STREAMING, SEALED, ADMITTED}
+    assert {before for before, _ in ARROWS} == {RESERVED, STREAMING, SEALED, ADMITTED, PREEMPTED}

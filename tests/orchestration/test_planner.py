@@ -55,3 +55,26 @@ def test_their_sums_cost_every_algorithm_the_same(tp: int) -> None:
 def test_a_share_of_heads_that_cannot_be_is_refused() -> None:
     with pytest.raises(ConfigError, match="tp: 3 does not divide the 4 KV heads of fake; allowed are 1, 2, 4"):
         planned(3)
+
+
+def test_a_long_prompt_is_planned_in_chunks_that_get_shorter_but_not_too_short() -> None:
+    ring = GroupRegistration(
+        role="prefill",
+        name="ring",
+        endpoint="host:1",
+        incarnation="ring-1",
+        num_ranks=2,
+        rates=RATES,
+        capacity_tokens=1 << 20,
+        chunk_tokens=512,
+        min_chunk_tokens=100,
+    )
+    plan = Planner(MODEL, PlannerSettings()).plan(
+        num_tokens=4096, kept_on_prefill=100, kept_on_decode=40, prefill=ring, decode=ring, mode=PromptMode.NEW
+    )
+    lengths = [len(chunk.tokens) for chunk in plan.chunks]
+    assert (plan.chunks[0].tokens.start, plan.chunks[-1].tokens.stop) == (100, 4096)
+    assert all(chunk.num_turns == 0 for chunk in plan.chunks)
+    assert lengths[:-1] == sorted(lengths[:-1], reverse=True)
+    assert lengths[0] < 512, "a hundred cached tokens cost something too"
+    assert min(lengths[:-1]) == 100

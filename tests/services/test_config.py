@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from cp_core.errors import ConfigError
+from orchestration.prefill_scheduler import PrefillScheduling
 from services.config import Config, KvCacheConfig, config_from, load_config
 
 
@@ -38,6 +39,13 @@ def test_command_line_beats_environment_beats_file_beats_default(tmp_path: Path)
     assert (config.prefill.cp, config.prefill.chunk_tokens, config.prefill.max_waiting) == (5, 200, 7)
     assert config.decode.max_batch == 5
     assert config.prefill.groups == 1
+
+
+def test_a_switch_is_read_from_every_place(tmp_path: Path) -> None:
+    path = written(tmp_path, "prefill: {fuse: false}")
+    config = load_config(path, {"prefill.interleave": "false"}, {"RINGSERVE_PREFILL__STEP_BUDGET": "2e4"})
+    assert (config.prefill.fuse, config.prefill.interleave, config.prefill.step_budget) == (False, False, 2e4)
+    assert config.prefill.scheduling == PrefillScheduling(fuse=False, interleave=False, step_budget=2e4)
 
 
 def test_variables_that_are_no_keys_are_left_alone() -> None:
@@ -117,11 +125,16 @@ RANGES = [
     ("prefill.max_waiting", 1, 1_000_000),
     ("prefill.threads_per_rank", 1, 1024),
     ("prefill.chunk_tokens", 1, 1 << 24),
+    ("prefill.step_budget", 0, 1e15),
+    ("prefill.min_chunk_tokens", 1, 1 << 24),
+    ("prefill.ageing_seconds", 0.001, 86_400),
+    ("prefill.max_queue_work", 1, 1e15),
     ("decode.groups", 1, 1024),
     ("decode.cp", 1, 64),
     ("decode.tp", 1, 64),
     ("decode.max_batch", 1, 4096),
     ("decode.max_waiting", 1, 1_000_000),
+    ("decode.headroom_tokens", 1, 1 << 20),
     ("decode.threads_per_rank", 1, 1024),
     ("kv_cache.block_tokens", 1, 4096),
     ("kv_cache.tokens_per_rank", 16, 1 << 30),
@@ -168,6 +181,8 @@ def test_every_number_has_a_range() -> None:
         ("timeouts.step", None, "float"),
         ("timeouts.step", {"a": 1}, "float"),
         ("timeouts.step", 10**400, "float"),
+        ("prefill.fuse", 1, "bool"),
+        ("prefill.interleave", "yes", "bool"),
         ("model.path", 7, "str"),
         ("gateway.metrics", None, "str"),
     ],

@@ -116,6 +116,11 @@ def test_the_limits_themselves_are_allowed(reader: RequestReader, temperature: f
     assert (sampling.temperature, sampling.max_tokens) == (temperature, max_tokens)
 
 
+@pytest.mark.parametrize("priority", [-100, 0, 100])
+def test_a_priority_is_kept(reader: RequestReader, priority: int) -> None:
+    assert reader.read(text_request(priority=priority), None).priority == priority
+
+
 # --- what is refused -------------------------------------------------------------------------------------------------
 
 
@@ -139,6 +144,8 @@ def test_the_limits_themselves_are_allowed(reader: RequestReader, temperature: f
             "prompt_mode: chat messages are the whole history; APPEND needs text or token ids",
         ),
         (lambda: text_request(prompt_mode=7), "prompt_mode: 7 is not one of 0, 1, 2"),
+        (lambda: text_request(priority=101), "priority: 101 is out of range; allowed are -100 to 100"),
+        (lambda: text_request(priority=-101), "priority: -101 is out of range; allowed are -100 to 100"),
         (
             lambda: sampled(temperature=-0.1),
             "sampling_params.temperature: -0.1 is out of range; allowed are 0 to 100",

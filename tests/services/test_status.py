@@ -13,8 +13,9 @@ import pytest
 from cp_core import errors
 from cp_core.errors import RingserveError, Unavailable
 from ringserve.v1 import inference_pb2, inference_pb2_grpc
+from services.client import Client
 from services.grpc_server import GrpcServer
-from services.status import CODES, MAX_MESSAGE, answer, answer_stream, code_of, error_from, error_named
+from services.status import CODES, MAX_MESSAGE, RETRY_KEY, answer, answer_stream, code_of, error_from, error_named
 
 Context = grpc.aio.ServicerContext[Any, Any]
 ABORT = inference_pb2.AbortRequest()
@@ -69,7 +70,8 @@ class Failing(inference_pb2_grpc.InferenceServicer):
 class Door:
     """A real server on loopback and a client of it."""
 
-    def __init__(self, stub: inference_pb2_grpc.InferenceAsyncStub, servicer: Failing) -> None:
+    def __init__(self, address: str, stub: inference_pb2_grpc.InferenceAsyncStub, servicer: Failing) -> None:
+        self.address = address
         self._stub = stub
         self._servicer = servicer
 
@@ -93,7 +95,7 @@ async def door() -> AsyncIterator[Door]:
     )
     address = await server.start("127.0.0.1:0")
     async with grpc.aio.insecure_channel(address) as channel:
-        yield Door(inference_pb2_grpc.InferenceStub(channel), servicer)
+        yield Door(address, inference_pb2_grpc.InferenceStub(channel), servicer)
     await server.stop(0)
 
 
@@ -148,6 +150,29 @@ async def test_an_error_that_quotes_too_much_still_arrives(door: Door, character
         assert said.startswith("role: " + character)
         assert said.endswith(character + " ...")
         assert len(said) == MAX_MESSAGE
+
+
+@pytest.mark.parametrize(("seconds", "milliseconds"), [(2.5, "2500"), (0.0101, "11"), (0.0, "0"), (1e6, "1000000000")])
+async def test_a_refusal_carries_when_to_retry_to_peers_and_clients(
+    door: Door, seconds: float, milliseconds: str
+) -> None:
+    refused = errors.CapacityExceeded("the queue is full", retry_after_seconds=seconds)
+    for failure in await door.fail(refused):
+        assert (RETRY_KEY, milliseconds) in list(failure.trailing_metadata() or ())
+        back = error_from(failure, "the peer")
+        assert isinstance(back, errors.CapacityExceeded)
+        assert back.retry_after_seconds == int(milliseconds) / 1000
+    with Client(door.address) as client, pytest.raises(errors.CapacityExceeded, match="the queue is full") as caught:
+        await asyncio.to_thread(client.abort, ["r"])
+    assert caught.value.retry_after_seconds == int(milliseconds) / 1000
+
+
+async def test_a_refusal_that_knows_no_time_names_none(door: Door) -> None:
+    for failure in await door.fail(errors.CapacityExceeded("no blocks")):
+        assert RETRY_KEY not in dict(failure.trailing_metadata() or ())
+        back = error_from(failure, "the peer")
+        assert isinstance(back, errors.CapacityExceeded)
+        assert back.retry_after_seconds is None
 
 
 class Slow(inference_pb2_grpc.InferenceServicer):

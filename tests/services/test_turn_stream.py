@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -124,6 +125,25 @@ async def test_the_completion_accounts_for_the_whole_turn(byte_codec: TextCodec)
     assert (plan.migrated_bytes, plan.migration_seconds, plan.handoff_seconds) == (2**40, 0.2, 0.3)
     assert complete.seed == 2**64 - 1
     assert complete.ttft_seconds == turn.stream.ttft_seconds > 0
+
+
+async def test_the_completion_shows_the_chunks_that_were_computed_instead_of_those_planned(
+    byte_codec: TextCodec,
+) -> None:
+    chunks = (
+        Chunk(tokens=TokenRange(97, 98), algorithm=Algorithm.PASS_Q, num_turns=1),
+        Chunk(tokens=TokenRange(98, 100), algorithm=Algorithm.PASS_KV, num_turns=4),
+    )
+    turn = Turn(byte_codec, replace(REPORT, chunks=chunks), tokens(b"a"), finished(FinishReason.LENGTH))
+    planned = turn.stream.start().start.plan
+    assert [(chunk.start, chunk.stop, chunk.num_turns) for chunk in planned.chunks] == [(97, 100, 0)]
+    plan = (await turn.read())[-1].complete.plan
+    assert [(chunk.start, chunk.stop, chunk.algorithm, chunk.num_turns) for chunk in plan.chunks] == [
+        (97, 98, "pass_q", 1),
+        (98, 100, "pass_kv", 4),
+    ]
+    assert plan.algorithm == "pass_kv"
+    assert plan.reason == "few new tokens; computed by pass_kv, in steps shared with other turns"
 
 
 async def test_a_turn_that_ends_by_length_matched_no_stop_token(byte_codec: TextCodec) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from cp_core.errors import Unavailable
 from cp_core.layout import appended
 from tests.workers.rings import run_in_thread
-from workers.decode_batch import Admission, BatchChange, DecodeBatch
+from workers.decode_batch import Admission, BatchChange, DecodeBatch, Growth
 from workers.decode_mailbox import DecodeMailbox
 from workers.kv_cache import runs
 from workers.step_codec import decode_change, encode_change
@@ -71,6 +71,19 @@ def test_rows_leave_before_others_join_and_keep_their_order() -> None:
     ]
 
 
+def test_tables_grow_and_new_tokens_go_there() -> None:
+    batch = DecodeBatch(1, 2, BLOCK_TOKENS)
+    join = Admission("a", token_id=9, position=8, held=(5, 3), blocks=((0, 1), (7,)))
+    batch.advance((), BatchChange(admitted=(join,), grown=(Growth("a", ((2,), (8, 3))),)))
+    slots = []
+    for step in range(12):
+        slots += batch.append().slots
+        batch.advance((step,), BatchChange())
+    # Slots of blocks 7, 8 and 3 after the three stored tokens.
+    assert slots == [31, 32, 33, 34, 35, 12, 13]
+    assert [len(run) for run in batch.rows[0].runs] == [8, 2]
+
+
 def test_a_sequence_that_outgrows_its_blocks_is_a_bug_and_says_so() -> None:
     batch = DecodeBatch(0, 1, BLOCK_TOKENS)
     batch.advance((), BatchChange(admitted=(Admission("a", 9, 4, (4,), ((0,),)),)))
@@ -92,6 +105,13 @@ def test_a_sequence_that_outgrows_its_blocks_is_a_bug_and_says_so() -> None:
                 blocks=st.lists(st.lists(st.integers(0, 1 << 30)).map(tuple)).map(tuple),
                 temperature=st.floats(0.0, 2.0),
                 seed=st.integers(0, (1 << 64) - 1),
+            )
+        ).map(tuple),
+        grown=st.lists(
+            st.builds(
+                Growth,
+                sequence_id=st.text(max_size=9),
+                blocks=st.lists(st.lists(st.integers(0, 1 << 30)).map(tuple)).map(tuple),
             )
         ).map(tuple),
     )

@@ -10,8 +10,8 @@ import pytest
 
 from cp_core.errors import Unavailable
 from tests.workers.models import KINDS, Oracle, random_tokens
-from tests.workers.rings import Conversation, LocalRing, Turn
-from workers.steps import Algorithm, DecodeEvent, FinishReason, Sampling
+from tests.workers.rings import BLOCK_TOKENS, Conversation, LocalRing, Turn
+from workers.steps import Algorithm, DecodeEvent, FinishReason, GrowSequence, Sampling
 
 RING_SIZES = (1, 2, 3)
 
@@ -207,3 +207,66 @@ def test_stopping_ends_every_rank_without_an_error(model_paths: Models) -> None:
     assert threading.active_count() <= before
     with pytest.raises(Unavailable, match="the ring is being stopped"):
         ring.workers[0].poll(0, 10.0)
+
+
+def test_a_sequence_without_room_for_its_next_token_pauses_and_goes_on_where_it_was(
+    model_paths: Models, oracles: Oracles
+) -> None:
+    """Tables that end after 17 + 5 tokens, then after 9 more, then not at all: the same tokens as in one go."""
+    prompt, sampling = random_tokens(17), Sampling(max_tokens=30)
+    with LocalRing(model_paths["llama_gqa"], 2) as ring:
+        conversation = ring.open("a", 64)
+        first = start_turn(ring, conversation, prompt, sampling)
+        tables = conversation.blocks
+        ring.start_decode()
+        told = [first]
+        for num_blocks in (3, 5, 16):
+            conversation.blocks = tuple(table[:num_blocks] for table in tables)
+            ring.admit(conversation, told[-1], sampling, num_generated=len(told))
+            events: list[DecodeEvent] = []
+            while not (events and events[-1].has_left):
+                events += ring.next_events()
+            ring.keep(conversation, told[-1], tokens_of(events), events[-1].kv_tokens)
+            told += tokens_of(events)
+            assert events[-1].kv_tokens == len(prompt) + len(told) - 1
+            if num_blocks < 16:
+                assert (events[-1].is_paused, events[-1].finish_reason, events[-1].token_id) == (True, None, None)
+                assert max(conversation.held) == num_blocks * BLOCK_TOKENS, "all slots of a rank are used first"
+    assert events[-1].finish_reason is FinishReason.LENGTH
+    assert told == oracles["llama_gqa"].greedy(prompt, 30)
+
+
+@pytest.mark.parametrize("num_ranks", RING_SIZES)
+@pytest.mark.parametrize("variant", ["gather", "pass_q"])
+def test_tables_grow_under_a_running_sequence(
+    variant: str, num_ranks: int, model_paths: Models, oracles: Oracles
+) -> None:
+    """Room comes at the sequence's own step border and at later ones; of what has left it is passed over."""
+    prompt, sampling = random_tokens(9), Sampling(max_tokens=40)
+    with LocalRing(model_paths["llama_gqa"], num_ranks, decode_variant=variant) as ring:
+        conversation, other = ring.open("a", 64), ring.open("b", 64)
+        first = start_turn(ring, conversation, prompt, sampling)
+        start_turn(ring, other, prompt, sampling)
+        tables = conversation.blocks
+        conversation.blocks = tuple(table[:3] for table in tables)
+        commands = [
+            GrowSequence(sequence_id="a", blocks=tuple(table[known : known + 1] for table in tables))
+            for known in range(3, 16)
+        ]
+        ring.admit(conversation, first, sampling)
+        ring.admit(other, 5, Sampling(max_tokens=2))
+        ring.workers[0].submit(commands[:7])
+        ring.start_decode()
+        events: list[DecodeEvent] = []
+        for command in commands[7:]:
+            events += ring.next_events()
+            ring.workers[0].submit([command, GrowSequence(sequence_id="b", blocks=((),) * num_ranks)])
+        while not any(event.sequence_id == "a" and event.has_left for event in events):
+            events += ring.next_events()
+        told = [first, *tokens_of([event for event in events if event.sequence_id == "a"])]
+        if events[-1].is_paused:  # on a busy machine the loop may be faster than the later commands
+            ring.keep(conversation, first, told[1:], events[-1].kv_tokens)
+            conversation.blocks = tables
+            ring.admit(conversation, told[-1], sampling, num_generated=len(told))
+            told += tokens_of(ring.events_until_finished(["a"])["a"])
+    assert told == oracles["llama_gqa"].greedy(prompt, 40)

@@ -31,6 +31,7 @@ class ReserveRequest(_message.Message):
     DEADLINE_SECONDS_FIELD_NUMBER: _builtins.int
     SOURCE_INCARNATION_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
     turn_id: _builtins.str
     attempt: _builtins.int
     sequence_id: _builtins.str
@@ -41,6 +42,8 @@ class ReserveRequest(_message.Message):
     deadline_seconds: _builtins.float
     source_incarnation: _builtins.str
     """Decode only: the incarnation of the prefill ring that will send, how to sample, and the request id for errors."""
+    priority: _builtins.int
+    """Higher first."""
     @_builtins.property
     def sampling(self) -> Global___Sampling: ...
     def __init__(
@@ -54,10 +57,11 @@ class ReserveRequest(_message.Message):
         deadline_seconds: _builtins.float = ...,
         source_incarnation: _builtins.str = ...,
         sampling: Global___Sampling | None = ...,
+        priority: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "deadline_seconds", b"deadline_seconds", "match_tokens", b"match_tokens", "num_tokens", b"num_tokens", "sampling", b"sampling", "sequence_id", b"sequence_id", "source_incarnation", b"source_incarnation", "turn_id", b"turn_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "deadline_seconds", b"deadline_seconds", "match_tokens", b"match_tokens", "num_tokens", b"num_tokens", "priority", b"priority", "sampling", b"sampling", "sequence_id", b"sequence_id", "source_incarnation", b"source_incarnation", "turn_id", b"turn_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -155,7 +159,7 @@ class PrefillRequest(_message.Message):
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def chunks(self) -> _containers.RepeatedCompositeFieldContainer[_inference_pb2.Chunk]:
-        """They cover the new tokens in order."""
+        """They cover the new tokens in order. Advice: the leader cuts and fuses by what else waits, and follows the algorithms."""
 
     @_builtins.property
     def sampling(self) -> Global___Sampling: ...
@@ -217,10 +221,15 @@ class PrefillReport(_message.Message):
     QUEUE_SECONDS_FIELD_NUMBER: _builtins.int
     PULLED_BYTES_FIELD_NUMBER: _builtins.int
     PULL_SECONDS_FIELD_NUMBER: _builtins.int
+    CHUNKS_FIELD_NUMBER: _builtins.int
     prefill_seconds: _builtins.float
     queue_seconds: _builtins.float
     pulled_bytes: _builtins.int
     pull_seconds: _builtins.float
+    @_builtins.property
+    def chunks(self) -> _containers.RepeatedCompositeFieldContainer[_inference_pb2.Chunk]:
+        """As they were computed."""
+
     def __init__(
         self,
         *,
@@ -228,10 +237,11 @@ class PrefillReport(_message.Message):
         queue_seconds: _builtins.float = ...,
         pulled_bytes: _builtins.int = ...,
         pull_seconds: _builtins.float = ...,
+        chunks: _abc.Iterable[_inference_pb2.Chunk] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["prefill_seconds", b"prefill_seconds", "pull_seconds", b"pull_seconds", "pulled_bytes", b"pulled_bytes", "queue_seconds", b"queue_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunks", b"chunks", "prefill_seconds", b"prefill_seconds", "pull_seconds", b"pull_seconds", "pulled_bytes", b"pulled_bytes", "queue_seconds", b"queue_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -58,12 +58,15 @@ class GenerateRequest(_message.Message):
     SAMPLING_PARAMS_FIELD_NUMBER: _builtins.int
     CONVERSATION_ID_FIELD_NUMBER: _builtins.int
     PROMPT_MODE_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Names the request in logs and for Abort. Generated when empty."""
     text: _builtins.str
     conversation_id: _builtins.str
     """Goes on with (or begins) a conversation whose KV is kept between turns. Empty: a single turn, nothing is kept."""
     prompt_mode: Global___PromptMode.ValueType
+    priority: _builtins.int
+    """-100 to 100, higher first: prefill rings compute it before others. Waiting makes up for a lower one in time."""
     @_builtins.property
     def tokenized(self) -> Global___TokenizedInput: ...
     @_builtins.property
@@ -80,10 +83,11 @@ class GenerateRequest(_message.Message):
         sampling_params: Global___SamplingParams | None = ...,
         conversation_id: _builtins.str = ...,
         prompt_mode: Global___PromptMode.ValueType = ...,
+        priority: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "input", b"input", "sampling_params", b"sampling_params", "text", b"text", "tokenized", b"tokenized"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "conversation_id", b"conversation_id", "input", b"input", "prompt_mode", b"prompt_mode", "request_id", b"request_id", "sampling_params", b"sampling_params", "text", b"text", "tokenized", b"tokenized"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "conversation_id", b"conversation_id", "input", b"input", "priority", b"priority", "prompt_mode", b"prompt_mode", "request_id", b"request_id", "sampling_params", b"sampling_params", "text", b"text", "tokenized", b"tokenized"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["tokenized", "text", "chat"]  # noqa: Y015
     _WhichOneofArgType_input: _TypeAlias = _typing.Literal["input", b"input"]  # noqa: Y015
@@ -408,6 +412,9 @@ class Plan(_message.Message):
     decode_ring: _builtins.str
     predicted_prefill_seconds: _builtins.float
     prefill_seconds: _builtins.float
+    """The steps the turn was in, those shared with other turns included; and the rest of the time to the first token on
+    the prefill ring: waiting, also between its steps, and fetching cached KV.
+    """
     queue_seconds: _builtins.float
     migrated_bytes: _builtins.int
     """Prefill ring to decode ring."""
@@ -426,7 +433,9 @@ class Plan(_message.Message):
     @_builtins.property
     def alternatives(self) -> _containers.RepeatedCompositeFieldContainer[Global___Alternative]: ...
     @_builtins.property
-    def chunks(self) -> _containers.RepeatedCompositeFieldContainer[Global___Chunk]: ...
+    def chunks(self) -> _containers.RepeatedCompositeFieldContainer[Global___Chunk]:
+        """In `start` as predicted for a ring without other work; in `complete` as they were computed."""
+
     def __init__(
         self,
         *,
@@ -468,19 +477,23 @@ class Chunk(_message.Message):
     START_FIELD_NUMBER: _builtins.int
     STOP_FIELD_NUMBER: _builtins.int
     ALGORITHM_FIELD_NUMBER: _builtins.int
+    NUM_TURNS_FIELD_NUMBER: _builtins.int
     start: _builtins.int
     stop: _builtins.int
     algorithm: _builtins.str
+    num_turns: _builtins.int
+    """Turns that shared the step, this one included; 0 where it is a prediction."""
     def __init__(
         self,
         *,
         start: _builtins.int = ...,
         stop: _builtins.int = ...,
         algorithm: _builtins.str = ...,
+        num_turns: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["algorithm", b"algorithm", "start", b"start", "stop", b"stop"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["algorithm", b"algorithm", "num_turns", b"num_turns", "start", b"start", "stop", b"stop"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -719,6 +732,9 @@ class GroupInfo(_message.Message):
     RANK_PIDS_FIELD_NUMBER: _builtins.int
     RING_TRANSPORT_FIELD_NUMBER: _builtins.int
     TP_FIELD_NUMBER: _builtins.int
+    WAITING_WORK_FIELD_NUMBER: _builtins.int
+    MAX_WAITING_WORK_FIELD_NUMBER: _builtins.int
+    NUM_PREEMPTIONS_FIELD_NUMBER: _builtins.int
     DECODE_VARIANT_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     name: _builtins.str
@@ -735,6 +751,11 @@ class GroupInfo(_message.Message):
     """What carries messages within the ring: "gloo", "nccl" or "sockets"."""
     tp: _builtins.int
     """Tensor parallelism: processes a rank, which hold the same tokens, each a share of the heads."""
+    waiting_work: _builtins.float
+    """Prefill rings: the queue in work units (one is what the matrix products of one token cost), and its bound."""
+    max_waiting_work: _builtins.float
+    num_preemptions: _builtins.int
+    """Decode rings: how often a turn gave its KV blocks to an older one, to be resumed later."""
     decode_variant: _builtins.str
     """Of a decode ring: what served its latest step, "gather" or "pass_q"; empty before the first."""
     @_builtins.property
@@ -760,11 +781,14 @@ class GroupInfo(_message.Message):
         rank_pids: _abc.Iterable[_builtins.int] | None = ...,
         ring_transport: _builtins.str = ...,
         tp: _builtins.int = ...,
+        waiting_work: _builtins.float = ...,
+        max_waiting_work: _builtins.float = ...,
+        num_preemptions: _builtins.int = ...,
         decode_variant: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_backend", b"attention_backend", "decode_variant", b"decode_variant", "endpoint", b"endpoint", "incarnation", b"incarnation", "kv_usage", b"kv_usage", "name", b"name", "num_ranks", b"num_ranks", "num_requests_running", b"num_requests_running", "num_requests_waiting", b"num_requests_waiting", "rank_pids", b"rank_pids", "rebuilds", b"rebuilds", "ring_transport", b"ring_transport", "role", b"role", "state", b"state", "tp", b"tp"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_backend", b"attention_backend", "decode_variant", b"decode_variant", "endpoint", b"endpoint", "incarnation", b"incarnation", "kv_usage", b"kv_usage", "max_waiting_work", b"max_waiting_work", "name", b"name", "num_preemptions", b"num_preemptions", "num_ranks", b"num_ranks", "num_requests_running", b"num_requests_running", "num_requests_waiting", b"num_requests_waiting", "rank_pids", b"rank_pids", "rebuilds", b"rebuilds", "ring_transport", b"ring_transport", "role", b"role", "state", b"state", "tp", b"tp", "waiting_work", b"waiting_work"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -30,10 +30,12 @@ class BeginTurnRequest(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     DEADLINE_SECONDS_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     conversation_id: _builtins.str
     prompt_mode: _inference_pb2.PromptMode.ValueType
     deadline_seconds: _builtins.float
+    priority: _builtins.int
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -47,10 +49,11 @@ class BeginTurnRequest(_message.Message):
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         sampling: _groups_pb2.Sampling | None = ...,
         deadline_seconds: _builtins.float = ...,
+        priority: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["conversation_id", b"conversation_id", "deadline_seconds", b"deadline_seconds", "prompt_mode", b"prompt_mode", "request_id", b"request_id", "sampling", b"sampling", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["conversation_id", b"conversation_id", "deadline_seconds", b"deadline_seconds", "priority", b"priority", "prompt_mode", b"prompt_mode", "request_id", b"request_id", "sampling", b"sampling", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -141,6 +144,54 @@ class EndTurnResponse(_message.Message):
 Global___EndTurnResponse: _TypeAlias = EndTurnResponse  # noqa: Y015
 
 @_typing.final
+class ResumeTurnRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TURN_ID_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    DEADLINE_SECONDS_FIELD_NUMBER: _builtins.int
+    turn_id: _builtins.str
+    attempt: _builtins.int
+    """Counts from 1, the turn's first prefill."""
+    deadline_seconds: _builtins.float
+    """The turn's own: the answer comes when the KV has been handed over."""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Decoded tokens whose KV is needed behind the prompt's."""
+
+    def __init__(
+        self,
+        *,
+        turn_id: _builtins.str = ...,
+        attempt: _builtins.int = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        deadline_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "deadline_seconds", b"deadline_seconds", "token_ids", b"token_ids", "turn_id", b"turn_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResumeTurnRequest: _TypeAlias = ResumeTurnRequest  # noqa: Y015
+
+@_typing.final
+class ResumeTurnResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResumeTurnResponse: _TypeAlias = ResumeTurnResponse  # noqa: Y015
+
+@_typing.final
 class RegisterGroupRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -153,6 +204,8 @@ class RegisterGroupRequest(_message.Message):
     CAPACITY_TOKENS_FIELD_NUMBER: _builtins.int
     CHUNK_TOKENS_FIELD_NUMBER: _builtins.int
     TP_FIELD_NUMBER: _builtins.int
+    STEP_BUDGET_FIELD_NUMBER: _builtins.int
+    MIN_CHUNK_TOKENS_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     name: _builtins.str
     endpoint: _builtins.str
@@ -163,6 +216,9 @@ class RegisterGroupRequest(_message.Message):
     """The most new tokens of one prefill step."""
     tp: _builtins.int
     """Processes a rank: they hold the same tokens, each a share of the heads."""
+    step_budget: _builtins.float
+    """The most work units of one prefill step, 0 for those of `chunk_tokens` tokens; the least tokens of a chunk."""
+    min_chunk_tokens: _builtins.int
     @_builtins.property
     def rates(self) -> Global___RingRates: ...
     def __init__(
@@ -177,10 +233,12 @@ class RegisterGroupRequest(_message.Message):
         capacity_tokens: _builtins.int = ...,
         chunk_tokens: _builtins.int = ...,
         tp: _builtins.int = ...,
+        step_budget: _builtins.float = ...,
+        min_chunk_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["rates", b"rates"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_tokens", b"capacity_tokens", "chunk_tokens", b"chunk_tokens", "endpoint", b"endpoint", "incarnation", b"incarnation", "name", b"name", "num_ranks", b"num_ranks", "rates", b"rates", "role", b"role", "tp", b"tp"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_tokens", b"capacity_tokens", "chunk_tokens", b"chunk_tokens", "endpoint", b"endpoint", "incarnation", b"incarnation", "min_chunk_tokens", b"min_chunk_tokens", "name", b"name", "num_ranks", b"num_ranks", "rates", b"rates", "role", b"role", "step_budget", b"step_budget", "tp", b"tp"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

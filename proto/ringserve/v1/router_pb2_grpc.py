@@ -45,6 +45,11 @@ class RouterServiceStub:
                 request_serializer=ringserve_dot_v1_dot_router__pb2.EndTurnRequest.SerializeToString,
                 response_deserializer=ringserve_dot_v1_dot_router__pb2.EndTurnResponse.FromString,
                 _registered_method=True)
+        self.ResumeTurn = channel.unary_unary(
+                '/ringserve.v1.RouterService/ResumeTurn',
+                request_serializer=ringserve_dot_v1_dot_router__pb2.ResumeTurnRequest.SerializeToString,
+                response_deserializer=ringserve_dot_v1_dot_router__pb2.ResumeTurnResponse.FromString,
+                _registered_method=True)
         self.AbortTurns = channel.unary_unary(
                 '/ringserve.v1.RouterService/AbortTurns',
                 request_serializer=ringserve_dot_v1_dot_inference__pb2.AbortRequest.SerializeToString,
@@ -84,6 +89,13 @@ class RouterServiceServicer:
 
     def EndTurn(self, request, context):
         """From a decode leader, before it reports the end to the client. Idempotent per turn.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ResumeTurn(self, request, context):
+        """From a decode leader that dropped a turn's KV and has room for it again: have it made again. Idempotent per attempt.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -132,6 +144,11 @@ def add_RouterServiceServicer_to_server(servicer, server):
                     servicer.EndTurn,
                     request_deserializer=ringserve_dot_v1_dot_router__pb2.EndTurnRequest.FromString,
                     response_serializer=ringserve_dot_v1_dot_router__pb2.EndTurnResponse.SerializeToString,
+            ),
+            'ResumeTurn': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResumeTurn,
+                    request_deserializer=ringserve_dot_v1_dot_router__pb2.ResumeTurnRequest.FromString,
+                    response_serializer=ringserve_dot_v1_dot_router__pb2.ResumeTurnResponse.SerializeToString,
             ),
             'AbortTurns': grpc.unary_unary_rpc_method_handler(
                     servicer.AbortTurns,
@@ -213,6 +230,33 @@ class RouterService:
             '/ringserve.v1.RouterService/EndTurn',
             ringserve_dot_v1_dot_router__pb2.EndTurnRequest.SerializeToString,
             ringserve_dot_v1_dot_router__pb2.EndTurnResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResumeTurn(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ringserve.v1.RouterService/ResumeTurn',
+            ringserve_dot_v1_dot_router__pb2.ResumeTurnRequest.SerializeToString,
+            ringserve_dot_v1_dot_router__pb2.ResumeTurnResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -36,6 +36,8 @@ class RouterServiceStub:
     """From a gateway. Plans the turn, reserves room on both rings, starts the prefill. Tokens come from `decode_endpoint`."""
     EndTurn: _grpc.UnaryUnaryMultiCallable[_router_pb2.EndTurnRequest, _router_pb2.EndTurnResponse]
     """From a decode leader, before it reports the end to the client. Idempotent per turn."""
+    ResumeTurn: _grpc.UnaryUnaryMultiCallable[_router_pb2.ResumeTurnRequest, _router_pb2.ResumeTurnResponse]
+    """From a decode leader that dropped a turn's KV and has room for it again: have it made again. Idempotent per attempt."""
     AbortTurns: _grpc.UnaryUnaryMultiCallable[_inference_pb2.AbortRequest, _inference_pb2.AbortResponse]
     GetConversation: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GetConversationRequest, _inference_pb2.GetConversationResponse]
     DeleteConversation: _grpc.UnaryUnaryMultiCallable[_inference_pb2.DeleteConversationRequest, _inference_pb2.DeleteConversationResponse]
@@ -50,6 +52,8 @@ class RouterServiceAsyncStub(RouterServiceStub):
     """From a gateway. Plans the turn, reserves room on both rings, starts the prefill. Tokens come from `decode_endpoint`."""
     EndTurn: _aio.UnaryUnaryMultiCallable[_router_pb2.EndTurnRequest, _router_pb2.EndTurnResponse]  # type: ignore[assignment]
     """From a decode leader, before it reports the end to the client. Idempotent per turn."""
+    ResumeTurn: _aio.UnaryUnaryMultiCallable[_router_pb2.ResumeTurnRequest, _router_pb2.ResumeTurnResponse]  # type: ignore[assignment]
+    """From a decode leader that dropped a turn's KV and has room for it again: have it made again. Idempotent per attempt."""
     AbortTurns: _aio.UnaryUnaryMultiCallable[_inference_pb2.AbortRequest, _inference_pb2.AbortResponse]  # type: ignore[assignment]
     GetConversation: _aio.UnaryUnaryMultiCallable[_inference_pb2.GetConversationRequest, _inference_pb2.GetConversationResponse]  # type: ignore[assignment]
     DeleteConversation: _aio.UnaryUnaryMultiCallable[_inference_pb2.DeleteConversationRequest, _inference_pb2.DeleteConversationResponse]  # type: ignore[assignment]
@@ -73,6 +77,14 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_router_pb2.EndTurnResponse, _abc.Awaitable[_router_pb2.EndTurnResponse]]:
         """From a decode leader, before it reports the end to the client. Idempotent per turn."""
+
+    @_abc_1.abstractmethod
+    def ResumeTurn(
+        self,
+        request: _router_pb2.ResumeTurnRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_router_pb2.ResumeTurnResponse, _abc.Awaitable[_router_pb2.ResumeTurnResponse]]:
+        """From a decode leader that dropped a turn's KV and has room for it again: have it made again. Idempotent per attempt."""
 
     @_abc_1.abstractmethod
     def AbortTurns(

@@ -221,6 +221,7 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {
         "not supported",
     ),
     "usage of no stream": ({"stream_options": {"include_usage": True}}, "stream_options", "where stream is true"),
+    "priority": ({"extra_body": {"priority": 101}}, "priority", "priority: 101 is not allowed"),
     "conversation": ({"extra_body": {"conversation_id": "x" * 300}}, "conversation_id", "300 characters are too many"),
 }
 

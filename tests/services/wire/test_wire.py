@@ -30,6 +30,7 @@ from orchestration.turn import (
     PromptMode,
     Reservation,
     Reserve,
+    ResumeTurn,
     SendKv,
     ServerView,
     TurnEvent,
@@ -44,7 +45,9 @@ from workers.steps import FinishReason, Sampling, TokenIds
 M = TypeVar("M", bound=Message)
 
 SIXTY_FOUR_BITS = {"seed", "pulled_bytes", "migrated_bytes", "capacity_tokens"}
+SIGNED = {"priority"}
 small = st.integers(0, 2**32 - 1)
+signed = st.integers(-(2**31), 2**31 - 1)
 large = st.integers(0, 2**64 - 1)
 token_ids = st.lists(small, max_size=8)
 positions = st.integers(0, 2**28)
@@ -78,8 +81,9 @@ def values_of(kind: Any) -> st.SearchStrategy[Any]:
     if issubclass(kind, Enum):
         return st.sampled_from(kind)
     hints = get_type_hints(kind)
+    special = dict.fromkeys(SIXTY_FOUR_BITS, large) | dict.fromkeys(SIGNED, signed)
     return st.builds(
-        kind, **{name: large if name in SIXTY_FOUR_BITS else values_of(hint) for name, hint in hints.items()}
+        kind, **{name: special[name] if name in special else values_of(hint) for name, hint in hints.items()}
     )
 
 
@@ -112,6 +116,7 @@ PAIRS: list[tuple[st.SearchStrategy[Any], Callable[[Any], Any], Callable[[Any], 
     (values_of(Admit), turns.admit_to, turns.admit_from),
     (values_of(SendKv), turns.send_kv_to, turns.send_kv_from),
     (values_of(TurnEvent), turns.event_to, turns.event_from),
+    (values_of(ResumeTurn), turns.resume_to, turns.resume_from),
     (values_of(TurnOutcome), turns.outcome_to, turns.outcome_from),
     (values_of(GroupRegistration), groups.registration_to, groups.registration_from),
     (values_of(GroupStatus), groups.status_to, groups.status_from),
