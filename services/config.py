@@ -19,6 +19,7 @@ from cp_core.ring_backend import select_ring_backend
 from cp_core.selector import POLICIES
 from orchestration.prefill_scheduler import PrefillScheduling
 from services.auth.exposure import check_exposure
+from services.auth.sections import AuthConfig, InternalTlsConfig, TlsConfig
 from services.auth.tls import DoorTls, PeerTls
 
 ENV_PREFIX = "RINGSERVE_"
@@ -148,35 +149,6 @@ class GatewayConfig:
     metrics: str = "127.0.0.1:9464"
     max_seconds: float = 600.0
     insecure: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class TlsConfig:
-    """TLS of the gateway's doors, gRPC and HTTP: PEM files. With `client_ca` clients must show a certificate of its."""
-
-    cert: str = ""
-    key: str = ""
-    client_ca: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class InternalTlsConfig:
-    """Mutual TLS between gateway, router and leaders: each shows `cert` and takes only what `ca` signed.
-
-    `server_name` is the name in that certificate, where it is not the host that is called.
-    """
-
-    cert: str = ""
-    key: str = ""
-    ca: str = ""
-    server_name: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class AuthConfig:
-    """`tokens` is the file that says which bearer tokens are whose; empty: everybody may call."""
-
-    tokens: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
