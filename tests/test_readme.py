@@ -52,8 +52,9 @@ def target() -> Iterator[str]:
 
 def example_with(language: str, word: str) -> str:
     """The one example of the README in a language that holds a word."""
-    (example,) = (each for each in EXAMPLES if each[0] == language and word in each[1])
-    return example[1]
+    example: str
+    (example,) = (text for kind, text in EXAMPLES if kind == language and word in text)
+    return example
 
 
 def test_python_example_of_the_readme_runs_and_prints_plan_text_and_usage(target: str) -> None:
