@@ -46,6 +46,7 @@ from workers.decode_step import DecodePass
 from workers.kv_cache import KvCache
 from workers.model import LoadedModel, load_model
 from workers.progress import Progress
+from workers.sampling.parameters import Sampled
 from workers.steps import AdmitSequence, Sampling
 
 WARM_UP_STEPS = 3
@@ -154,7 +155,7 @@ class TimedPass(DecodePass):
         super().__init__(*parts)
         self._clock = clock
 
-    def run(self, variant: str) -> list[int]:
+    def run(self, variant: str) -> list[Sampled]:
         sampled = super().run(variant)
         self._clock.now["sampling"] = time.perf_counter() - self._clock.now["computed at"]
         return sampled

@@ -59,7 +59,7 @@ class ModelShape:
 class Rates:
     """What one rank does: FLOP/s in matrix products and in attention, bytes/s in each direction of a busy link,
     seconds to start a message, seconds a layer that nothing else explains, and the share of communication that can
-    pass behind attention (0 to 1).
+    pass behind attention (0 to 1). An all-to-all has the link's rate and start unless its own are given.
     """
 
     gemm_flops: float
@@ -68,6 +68,8 @@ class Rates:
     link_latency_seconds: float
     layer_overhead_seconds: float = 0.0
     overlap: float = 1.0
+    all_to_all_bytes_per_second: float | None = None
+    all_to_all_latency_seconds: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("gemm_flops", "attention_flops", "link_bytes_per_second"):
@@ -81,8 +83,15 @@ class Rates:
             raise ConfigError(f"overlap is {self.overlap}; allowed are 0 to 1")
 
     def message_seconds(self, num_bytes: float) -> float:
-        """One message of a ring hop, or the messages of an all-to-all that share a rank's link."""
+        """One message of a ring hop, or the messages of a collective that share a rank's link."""
         return self.link_latency_seconds + num_bytes / self.link_bytes_per_second if num_bytes else 0.0
+
+    def all_to_all_seconds(self, num_bytes: float) -> float:
+        """All that one rank sends in an all-to-all."""
+        rate, start = self.all_to_all_bytes_per_second, self.all_to_all_latency_seconds
+        rate = self.link_bytes_per_second if rate is None else rate
+        start = self.link_latency_seconds if start is None else start
+        return start + num_bytes / rate if num_bytes else 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,6 +144,6 @@ def predict_prefill(
         attention_seconds=model.num_layers * num_ranks * iteration,
         exposed_seconds=model.num_layers * exposed,
         hidden_seconds=model.num_layers * (hops * message - exposed),
-        all_to_all_seconds=model.num_layers * rates.message_seconds(return_bytes),
+        all_to_all_seconds=model.num_layers * rates.all_to_all_seconds(return_bytes),
         overhead_seconds=model.num_layers * rates.layer_overhead_seconds,
     )

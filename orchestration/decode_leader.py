@@ -30,18 +30,20 @@ from orchestration.ports import RankFactory, RouterPort
 from orchestration.ring import GroupSettings, gather_all, gather_first_error
 from orchestration.turn import (
     Admit,
+    EndingEvent,
     FinishedEvent,
     GroupRegistration,
     GroupStatus,
     Reservation,
     Reserve,
+    ScoredEvent,
     SendKv,
     SentKv,
     TokensEvent,
     TurnEvent,
     TurnOutcome,
 )
-from workers.steps import DecodeEvent, FinishReason, KvExpect, TransferKey
+from workers.steps import DecodeEvent, FinishReason, KvExpect, TokenLogprobs, TransferKey
 
 log = logging.getLogger(__name__)
 
@@ -207,17 +209,24 @@ class DecodeLeader(GroupLeader):
         turn.report, turn.first_token_at = admit.report, time.monotonic()
         turn.tokens.append(admit.first_token)
         turn.events.put_nowait(admit.report)
-        turn.events.put_nowait(TokensEvent(token_ids=(admit.first_token,)))
+        if admit.prompt_logprobs:
+            turn.events.put_nowait(ScoredEvent(logprobs=admit.prompt_logprobs))
+        turn.events.put_nowait(_tokens_event(admit.first_token, admit.logprobs))
         if turn.state is HandoffState.RESERVED:
             turn.state = turn.state.to(HandoffState.STREAMING)
         await self._advance(turn)
 
     async def _advance(self, turn: DecodeTurn) -> None:
-        if turn.state is not HandoffState.SEALED or not turn.tokens or turn.is_ending:
+        if turn.state not in (HandoffState.SEALED, HandoffState.ADMITTED) or not turn.tokens or turn.is_ending:
+            return
+        if turn.num_finished is not None:
+            self._end_soon(turn, turn.finish_reason)
+            return
+        if turn.state is HandoffState.ADMITTED:
             return
         reason = turn.finish_reason_of(turn.tokens[-1])
         if reason is not None:
-            self._end_soon(turn, reason)
+            self._no_more_tokens(turn, reason)
             return
         turn.state = turn.state.to(HandoffState.ADMITTED)
         assert self._batch is not None and self._room is not None, "a sealed turn has a ring"
@@ -229,15 +238,35 @@ class DecodeLeader(GroupLeader):
             if len(turn.tokens) == 1:
                 turn.note_first_step()
             turn.tokens.append(event.token_id)
-            turn.events.put_nowait(TokensEvent(token_ids=(event.token_id,)))
+            turn.events.put_nowait(_tokens_event(event.token_id, event.logprobs))
         if turn.is_ending or self._room is None:
             return
         if event.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
-            self._end_soon(turn, event.finish_reason)
+            self._no_more_tokens(turn, event.finish_reason)
         elif event.is_paused:
             self._room.pause(turn)
         else:
             self._room.note_token(turn)
+
+    def _no_more_tokens(self, turn: DecodeTurn, reason: FinishReason) -> None:
+        """The turn is over, unless its reader may find that it was over before."""
+        if not turn.request.sampling.ends_by_text:
+            self._end_soon(turn, reason)
+        elif turn.own_end is None:
+            turn.own_end = reason
+            turn.events.put_nowait(EndingEvent(finish_reason=reason))
+
+    async def finish_turn(self, turn_id: str, num_tokens: int) -> None:
+        """End a turn well after its first `num_tokens` tokens; later ones, and their KV, are discarded.
+
+        The stream tells the end. Idempotent: the first word counts, and a turn that is over stays as it ended. One
+        that gave way to another, and is being resumed, ends when it is back.
+        """
+        turn = self._turns.get(turn_id)
+        if turn is None or turn.is_ending:
+            return
+        turn.finish(num_tokens)
+        await self._advance(turn)
 
     async def stream_turn(self, turn_id: str) -> AsyncGenerator[TurnEvent, None]:
         """The turn's events; closing the iterator early aborts the turn. Raises what ended a failed turn."""
@@ -310,6 +339,8 @@ class DecodeLeader(GroupLeader):
 
     async def _end(self, turn: DecodeTurn, how: FinishReason | RingserveError) -> None:
         turn.stop_timers()
+        if turn.num_finished is not None and not isinstance(how, RingserveError):
+            how = await self._cut(turn, how)
         failed = isinstance(how, RingserveError)
         try:
             if failed:
@@ -331,6 +362,19 @@ class DecodeLeader(GroupLeader):
     def _freed(self, turn: DecodeTurn) -> None:
         if self._room is not None and self.ring.is_serving(turn.reservation.incarnation):
             self._room.freed(turn)
+
+    async def _cut(self, turn: DecodeTurn, how: FinishReason) -> FinishReason | RingserveError:
+        """Stop decoding a turn whose answer is complete, and forget what came after it."""
+        try:
+            if self._batch is not None and self.ring.is_serving(turn.reservation.incarnation):
+                async with asyncio.timeout(self.settings.control_timeout):
+                    await self._batch.leave(turn)
+        except (RingserveError, TimeoutError) as error:
+            # As in `_let_go`: it may still be writing.
+            self.ring.report_lost(error, turn.reservation.incarnation)
+            return Unavailable(f"ring {self.settings.name} could not end turn {turn.turn_id}: {error}")
+        turn.cut()
+        return how
 
     async def _let_go(self, turn: DecodeTurn) -> None:
         """After this neither a receiver nor the decode loop writes to the turn's blocks."""
@@ -391,3 +435,7 @@ class DecodeLeader(GroupLeader):
         if endings:
             await asyncio.wait(endings, timeout=self.settings.control_timeout)
         await super().close()
+
+
+def _tokens_event(token_id: int, logprobs: TokenLogprobs | None) -> TokensEvent:
+    return TokensEvent(token_ids=(token_id,), logprobs=() if logprobs is None else (logprobs,))

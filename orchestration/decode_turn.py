@@ -6,12 +6,12 @@ import asyncio
 import time
 from dataclasses import dataclass, field
 
-from cp_core.errors import RingserveError
+from cp_core.errors import InvalidRequest, RingserveError
 from cp_core.layout import ShardMap, appended, level_counts
 from orchestration.handoff import HandoffState
 from orchestration.kv_pool import KvPool, SequenceKv
 from orchestration.turn import PrefillReport, Reservation, Reserve, TurnEvent
-from workers.steps import AdmitSequence, FinishReason, TransferKey, TransferReport
+from workers.steps import AdmitSequence, FinishReason, TokenHistory, TransferKey, TransferReport
 
 
 @dataclass(slots=True)
@@ -47,6 +47,9 @@ class DecodeTurn:
     migrated_bytes: int = 0
     migration_seconds: float = 0.0
     handoff_seconds: float = 0.0
+    # How many tokens make the answer, where the reader says so; and how it ends if they are all.
+    num_finished: int | None = None
+    own_end: FinishReason | None = None
     first_token_at: float = 0.0
 
     @property
@@ -79,6 +82,30 @@ class DecodeTurn:
         growth = level_counts(held, num_tokens - sum(held))
         return [own + more for own, more in zip(held, growth, strict=True)]
 
+    def finish(self, num_tokens: int) -> None:
+        """The reader says that its answer is the first `num_tokens` tokens; the first word counts.
+
+        Raises InvalidRequest where there are fewer.
+        """
+        if not 1 <= num_tokens <= len(self.tokens):
+            raise InvalidRequest(
+                f"num_tokens: {num_tokens} is out of range; turn {self.turn_id} has {len(self.tokens)} tokens"
+            )
+        if self.num_finished is None:
+            self.num_finished = num_tokens
+
+    def cut(self) -> None:
+        """Forget tokens after the answer, and their KV. Nobody may add any more."""
+        if self.num_finished is not None:
+            del self.tokens[self.num_finished :]
+            self.sequence.shards = self.sequence.shards.truncate(self.kv_tokens)
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """Of a turn whose reader has finished it."""
+        is_whole = self.own_end is not None and self.num_finished == len(self.tokens)
+        return self.own_end if is_whole and self.own_end is not None else FinishReason.STOP
+
     def admission(self) -> AdmitSequence:
         """Join the batch with the newest token, whose own KV is the first to be computed."""
         shards = self.note_decoded()
@@ -90,6 +117,7 @@ class DecodeTurn:
             blocks=tuple(self.sequence.table(rank) for rank in range(shards.num_ranks)),
             sampling=self.request.sampling,
             num_generated=len(self.tokens),
+            history=TokenHistory.of(self.request.sampling, self.request.penalized_ids, self.tokens),
         )
 
     def note_decoded(self) -> ShardMap:

@@ -159,7 +159,14 @@ class PrefillLeader(GroupLeader):
                 pull_seconds=pulled.seconds,
                 chunks=tuple(run.chunks),
             )
-            admit = Admit(turn_id=request.turn_id, attempt=request.attempt, first_token=first_token, report=report)
+            admit = Admit(
+                turn_id=request.turn_id,
+                attempt=request.attempt,
+                first_token=first_token,
+                report=report,
+                logprobs=run.first_logprobs,
+                prompt_logprobs=run.prompt_logprobs,
+            )
             await self._peers.decode(request.decode_endpoint).admit(admit)
             await run.hand_over()
             return PrefillDone(report=report, shards=turn.sequence.shards)

@@ -112,6 +112,8 @@ class PrefillLoop:
         timeout = self._ring.settings.step_timeout
         calls = zip(self._ring.ranks, steps, strict=True)
         outputs = await gather_first_error(port.prefill(step, timeout) for port, step in calls)
+        for piece in prepared:
+            piece.run.note_logprobs(outputs)
         return {name: token for output in outputs for name, token in output.tokens.items()}
 
     def _commit(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from cp_core.errors import RingserveError
 from cp_core.layout import ShardMap, TokenRange, balanced_layout, spread
@@ -14,7 +16,17 @@ from orchestration.ports import DecodePort
 from orchestration.reshard_sends import sends_for
 from orchestration.ring import Ring, gather_all, gather_first_error
 from orchestration.turn import Chunk, PrefillTurn, SendKv
-from workers.steps import Algorithm, KvExpect, SequencePrefill, TransferKey
+from workers.steps import (
+    NO_HISTORY,
+    Algorithm,
+    KvExpect,
+    PrefillOutput,
+    PromptScore,
+    SequencePrefill,
+    TokenHistory,
+    TokenLogprobs,
+    TransferKey,
+)
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +68,8 @@ class PrefillRun:
         self._decode = decode
         self._sending: TransferKey | None = None
         self.stop_error: RingserveError | None = None
+        self.first_logprobs: TokenLogprobs | None = None
+        self._scores: dict[int, TokenLogprobs] = {}
         self.is_computing = False
         self.chunks: list[Chunk] = []
         self.prefill_seconds = 0.0
@@ -145,6 +159,8 @@ class PrefillRun:
                 blocks=send.blocks,
                 sample=turn.sampling if is_last else None,
                 sends=(send,),
+                history=_history(turn) if is_last else NO_HISTORY,
+                score=_score(turn, piece.stop),
             )
             for send in sends
         )
@@ -161,6 +177,18 @@ class PrefillRun:
     def is_complete(self) -> bool:
         """Whether the last token of the prompt has been computed."""
         return bool(self.chunks) and self.chunks[-1].tokens.stop == len(self._turn.token_ids)
+
+    def note_logprobs(self, outputs: Sequence[PrefillOutput]) -> None:
+        """What the ranks found in a step that the turn was part of."""
+        for output in outputs:
+            self._scores.update(output.scores.get(self.sequence_id, {}))
+            self.first_logprobs = output.logprobs.get(self.sequence_id, self.first_logprobs)
+
+    @property
+    def prompt_logprobs(self) -> tuple[TokenLogprobs, ...]:
+        """How likely the prompt's tokens from the second on were; none where that was not asked."""
+        assert sorted(self._scores) == list(range(1, len(self._scores) + 1)), "ranks and chunks cover the prompt"
+        return tuple(self._scores[position] for position in sorted(self._scores))
 
     async def hand_over(self) -> None:
         """Wait until the decode ring has acknowledged every byte."""
@@ -182,3 +210,17 @@ class PrefillRun:
         except RingserveError as error:
             # A rank that cannot be asked is dead, and what is dead neither reads nor writes.
             log.info("cleaning up turn %s: %s", self._turn.turn_id, error)
+
+
+def _history(turn: PrefillTurn) -> TokenHistory:
+    """What the first token's sampling looks back at."""
+    prompt = np.unique(turn.token_ids) if turn.sampling.looks_at_prompt else ()
+    return TokenHistory.of(turn.sampling, prompt)
+
+
+def _score(turn: PrefillTurn, stop: int) -> PromptScore | None:
+    """What a step that ends before position `stop` is asked about the prompt's tokens."""
+    num_top = turn.sampling.prompt_logprobs
+    if num_top is None or turn.attempt > 1:
+        return None  # or told already
+    return PromptScore(num_top=num_top, following=int(turn.token_ids[stop]) if stop < len(turn.token_ids) else None)

@@ -40,6 +40,9 @@ from workers.steps import TokenIds
 
 log = logging.getLogger(__name__)
 
+MAX_PROMPT_LOGPROBS = 1 << 18
+"""Log-probabilities of one prompt, the most likely tokens' included: they cross the control plane in one message."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RouterSettings:
@@ -106,6 +109,7 @@ class Router:
         prefill = self._groups.choose("prefill", conversation.prefill)
         decode = self._groups.choose("decode", conversation.decode)
         self._check_length(len(prompt), request.sampling.max_tokens, prefill, decode)
+        _check_scores(len(prompt), request.sampling.prompt_logprobs)
         turn = RunningTurn(f"turn-{uuid.uuid4().hex[:16]}", request, conversation, prompt, mode, prefill, decode)
         self._turns.add(turn)
         return turn
@@ -125,7 +129,10 @@ class Router:
 
     async def _reserve(self, turn: RunningTurn) -> None:
         history = turn.conversation.tokens
-        match = 0 if history is None else common_prefix(history, turn.prompt)
+        sampling = turn.request.sampling
+        # What is cached has no logits any more: a prompt whose log-probabilities are asked for is computed whole.
+        is_new = history is None or sampling.prompt_logprobs is not None
+        match = 0 if history is None or is_new else common_prefix(history, turn.prompt)
         # The last prompt token is always computed: its logits give the first new one.
         turn.match_tokens = min(match, len(turn.prompt) - 1)
         num_tokens = len(turn.token_ids)
@@ -138,7 +145,8 @@ class Router:
             num_tokens=num_tokens,
             deadline_seconds=turn.request.deadline_seconds,
             source_incarnation=turn.prefill.registration.incarnation,
-            sampling=turn.request.sampling,
+            sampling=sampling,
+            penalized_ids=tuple(np.unique(turn.prompt).tolist()) if sampling.looks_at_prompt else (),
             priority=turn.request.priority,
         )
         answers = await asyncio.gather(
@@ -333,3 +341,11 @@ class Router:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+def _check_scores(num_tokens: int, num_top: int | None) -> None:
+    if num_top is not None and num_tokens * (num_top + 1) > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequest(
+            f"sampling_params.prompt_logprobs: {num_top} for a prompt of {num_tokens} tokens make "
+            f"{num_tokens * (num_top + 1)} log-probabilities; allowed are {MAX_PROMPT_LOGPROBS}"
+        )

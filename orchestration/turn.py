@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from cp_core.layout import ShardMap, TokenRange
-from workers.steps import Algorithm, FinishReason, RingRates, Sampling, TokenIds
+from workers.steps import Algorithm, FinishReason, RingRates, Sampling, TokenIds, TokenLogprobs
 
 MAX_PRIORITY = 100
 """Of a turn, and its negative the least."""
@@ -87,7 +87,10 @@ class BegunTurn:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reserve:
-    """Pin a sequence for a turn. `sampling` and `source_incarnation` matter to the decode ring only."""
+    """Pin a sequence for a turn. `sampling` and `source_incarnation` matter to the decode ring only.
+
+    So do `penalized_ids`, the prompt's distinct tokens where a penalty looks at them.
+    """
 
     turn_id: str
     attempt: int
@@ -97,6 +100,7 @@ class Reserve:
     deadline_seconds: float
     source_incarnation: str
     sampling: Sampling
+    penalized_ids: tuple[int, ...] = ()
     priority: int = 0
 
 
@@ -159,12 +163,17 @@ class PrefillDone:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Admit:
-    """The first token exists; decoding may begin once the KV is sealed."""
+    """The first token exists; decoding may begin once the KV is sealed.
+
+    Where asked for, `logprobs` are the first token's, `prompt_logprobs` those of the prompt's from the second on.
+    """
 
     turn_id: str
     attempt: int
     first_token: int
     report: PrefillReport
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -206,9 +215,24 @@ class SentKv:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokensEvent:
-    """Newly decoded tokens of a turn."""
+    """Newly decoded tokens of a turn; `logprobs` has one for each token, or none."""
 
     token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScoredEvent:
+    """How likely the prompt's tokens from the second on were."""
+
+    logprobs: tuple[TokenLogprobs, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EndingEvent:
+    """No token follows; the turn waits to be told by `finish_turn` how many of them make the answer."""
+
+    finish_reason: FinishReason
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -221,7 +245,7 @@ class FinishedEvent:
     handoff_seconds: float
 
 
-TurnEvent = PrefillReport | TokensEvent | FinishedEvent
+TurnEvent = PrefillReport | ScoredEvent | TokensEvent | EndingEvent | FinishedEvent
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from google.protobuf.json_format import MessageToDict
@@ -15,15 +15,26 @@ def collect(
     responses: Iterator[inference_pb2.GenerateResponse], on_text: Callable[[str], None] = lambda text: None
 ) -> inference_pb2.GenerateComplete:
     """Read a turn to its end, handing on text as it comes. Raises what ended it, or Unavailable if nothing did."""
+    return collect_all(responses, on_text)[0]
+
+
+def collect_all(
+    responses: Iterator[inference_pb2.GenerateResponse], on_text: Callable[[str], None] = lambda text: None
+) -> list[inference_pb2.GenerateComplete]:
+    """Read every answer of a request to its end, in the order of their numbers; the first one's text is handed on."""
     shown = 0
+    answers = []
     for response in responses:
-        if response.HasField("chunk"):
+        if response.HasField("chunk") and response.chunk.index == 0:
             on_text(response.chunk.text)
             shown += len(response.chunk.text)
         elif response.HasField("complete"):
-            on_text(response.complete.text[shown:])
-            return response.complete
-    raise Unavailable("the stream ended without a completion")
+            answers.append(response.complete)
+            if response.complete.index == 0:
+                on_text(response.complete.text[shown:])
+    if not answers:
+        raise Unavailable("the stream ended without a completion")
+    return sorted(answers, key=lambda answer: answer.index)
 
 
 def plan_dict(plan: inference_pb2.Plan) -> dict[str, Any]:
@@ -35,11 +46,12 @@ def plan_dict(plan: inference_pb2.Plan) -> dict[str, Any]:
 
 
 def answer_dict(complete: inference_pb2.GenerateComplete, conversation_id: str) -> dict[str, Any]:
-    """The object that `ringserve generate --json` prints."""
-    return {
+    """The object that `ringserve generate --json` prints for one answer."""
+    values: dict[str, Any] = {
         "token_ids": list(complete.output_ids),
         "text": complete.text,
         "finish_reason": complete.finish_reason,
+        "matched_stop": _matched_stop(complete),
         "conversation_id": conversation_id,
         "usage": {
             "prompt_tokens": complete.usage.prompt_tokens,
@@ -51,6 +63,32 @@ def answer_dict(complete: inference_pb2.GenerateComplete, conversation_id: str) 
         "ttit_seconds": complete.ttit_seconds,
         "seed": complete.seed,
     }
+    for name in ("output_logprobs", "prompt_logprobs"):
+        if found := getattr(complete, name):
+            values[name] = [logprobs_dict(each) for each in found]
+    return values
+
+
+def answers_dict(answers: Sequence[inference_pb2.GenerateComplete]) -> dict[str, Any]:
+    """The object that `ringserve generate --json --n N` prints."""
+    return {"answers": [{"index": answer.index, **answer_dict(answer, "")} for answer in answers]}
+
+
+def logprobs_dict(logprobs: inference_pb2.TokenLogprobs) -> dict[str, Any]:
+    """A token's log-probability; `top` are [token id, log-probability], the most likely first."""
+    return {
+        "token_id": logprobs.token_id,
+        "logprob": logprobs.logprob,
+        "rank": logprobs.rank,
+        "top": [list(pair) for pair in zip(logprobs.top_token_ids, logprobs.top_logprobs, strict=True)],
+    }
+
+
+def _matched_stop(complete: inference_pb2.GenerateComplete) -> int | str | None:
+    """What ended the answer: a string, a token, or its length."""
+    if complete.HasField("matched_stop_str"):
+        return complete.matched_stop_str
+    return complete.matched_stop if complete.HasField("matched_stop") else None
 
 
 def plan_line(complete: inference_pb2.GenerateComplete) -> str:

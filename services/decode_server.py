@@ -38,6 +38,12 @@ class DecodeServicer(groups_pb2_grpc.DecodeServiceServicer):
             async for event in answer_stream(context, events):
                 yield wire.event_to(event)
 
+    async def FinishTurn(
+        self, request: groups_pb2.FinishTurnRequest, context: Context
+    ) -> groups_pb2.FinishTurnResponse:
+        await answer(context, self._leader.finish_turn(request.turn_id, request.num_tokens))
+        return groups_pb2.FinishTurnResponse()
+
     async def SendKv(self, request: groups_pb2.SendKvRequest, context: Context) -> groups_pb2.SendKvResponse:
         sent = await answer(context, self._leader.send_kv(wire.send_kv_from(request)))
         return groups_pb2.SendKvResponse(payload_bytes=sent.payload_bytes, seconds=sent.seconds)

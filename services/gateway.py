@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import ExitStack, aclosing, contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TypeVar
 
@@ -14,15 +14,18 @@ import grpc
 
 from cp_core.errors import InvalidRequest, RingserveError, Unavailable
 from orchestration.ports import Peers, RouterPort
-from orchestration.turn import Plan, ServerView
+from orchestration.turn import Plan, ServerView, TurnRequest
 from ringserve.v1 import inference_pb2, inference_pb2_grpc
 from services.auth.doorkeeper import Doorkeeper
 from services.auth.scoped_router import ScopedRouter
 from services.auth.tenants import Tenant
+from services.completions import Responses, merged, turns_of
 from services.metrics import GatewayMetrics
 from services.requests import RequestReader
+from services.sampling_params import num_completions, stop_rule
 from services.status import answer, answer_stream, code_of
 from services.text import IncrementalText, TextCodec
+from services.text_stops import AnswerText, StopRule
 from services.turn_stream import TurnStream
 from services.wire import groups as wire_groups
 from workers.steps import ModelInfo
@@ -83,34 +86,50 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def _generate_for(
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
-        turn = self.generate(request, self._caller(context), context.time_remaining())
-        async with aclosing(turn) as responses:  # type: ignore[type-var]
+        async with aclosing(self.generate(request, self._caller(context), context.time_remaining())) as responses:
             async for response in responses:
                 yield response
 
     async def generate(
         self, request: inference_pb2.GenerateRequest, tenant: Tenant, seconds_left: float | None
-    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+    ) -> Responses:
         """One turn, from whatever door. Raises RingserveError; closing the iterator ends the turn everywhere."""
-        with self._doorkeeper.limits.turn(tenant):
-            async with aclosing(self._turn(request, tenant, seconds_left)) as responses:  # type: ignore[type-var]
+        started = time.monotonic()
+        with ExitStack() as held:
+            with self._refusals_counted():
+                count = num_completions(request.sampling_params)
+                held.enter_context(self._doorkeeper.limits.turns(tenant, count))
+                turn_request = await asyncio.to_thread(self._reader.read, request, seconds_left)
+            rule, router = stop_rule(request.sampling_params), self.router_for(tenant)
+            turns = [
+                self._turn(each, router, rule, started, index)
+                for index, each in enumerate(turns_of(turn_request, count))
+            ]
+            async with aclosing(merged(turns) if count > 1 else turns[0]) as responses:
                 async for response in responses:
                     yield response
 
+    @contextmanager
+    def _refusals_counted(self) -> Iterator[None]:
+        try:
+            yield
+        except RingserveError as error:
+            self._metrics.began()
+            self._metrics.ended(code_of(error).name.lower())
+            raise
+
     async def _turn(
-        self, request: inference_pb2.GenerateRequest, tenant: Tenant, seconds_left: float | None
-    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
-        started, outcome = time.monotonic(), "cancelled"
-        request_id = ""
-        router = self.router_for(tenant)
+        self, turn_request: TurnRequest, router: ScopedRouter, rule: StopRule, started: float, index: int
+    ) -> Responses:
+        """The responses of one answer."""
+        outcome, request_id = "cancelled", router.scoped(turn_request.request_id)
         self._metrics.began()
         try:
-            turn_request = await asyncio.to_thread(self._reader.read, request, seconds_left)
-            request_id = router.scoped(turn_request.request_id)
             self._running.add(request_id)
             begun = await router.begin_turn(turn_request)
             self._note_plan(request_id, begun.prompt_tokens, begun.plan)
-            stream = TurnStream(turn_request, begun, IncrementalText(self._codec), started)
+            text = AnswerText(IncrementalText(self._codec), rule)
+            stream = TurnStream(turn_request, begun, text, started, index)
             yield stream.start()
             async for response in stream.responses(self._peers.decode(begun.decode_endpoint)):
                 if response.HasField("complete"):
@@ -125,7 +144,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         finally:
             self._running.discard(request_id)
             self._metrics.ended(outcome)
-            if outcome in UNSETTLED and request_id:
+            if outcome in UNSETTLED:
                 self._abort_soon(request_id)
 
     def _note_plan(self, request_id: str, prompt_tokens: int, plan: Plan) -> None:

@@ -103,6 +103,10 @@ class GrpcDecode:
         finally:
             call.cancel()
 
+    async def finish_turn(self, turn_id: str, num_tokens: int) -> None:
+        request = groups_pb2.FinishTurnRequest(turn_id=turn_id, num_tokens=num_tokens)
+        await _reach(self._peer, self._stub.FinishTurn(request, timeout=CONTROL_SECONDS))
+
     async def send_kv(self, request: SendKv) -> SentKv:
         call = self._stub.SendKv(wire.send_kv_to(request), timeout=request.deadline_seconds + CONTROL_SECONDS)
         answer = await _reach(self._peer, call)

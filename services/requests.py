@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import secrets
 import uuid
 
 import numpy as np
@@ -11,14 +9,12 @@ import numpy as np
 from cp_core.errors import InvalidRequest
 from orchestration.turn import MAX_PRIORITY, PromptMode, TurnRequest
 from ringserve.v1 import inference_pb2
+from services.sampling_params import check_vocabulary, num_completions, read_sampling
 from services.text import TextCodec
 from services.wire.turns import prompt_mode_from
-from workers.steps import ModelInfo, Sampling, TokenIds
+from workers.steps import ModelInfo, TokenIds
 
-DEFAULT_MAX_TOKENS = 16
 MAX_ID_LENGTH = 256
-MAX_TEMPERATURE = 100.0
-MAX_STOP_TOKENS = 256
 ROLES = ("system", "user", "assistant", "tool")
 
 
@@ -39,13 +35,19 @@ class RequestReader:
             if mode is PromptMode.APPEND:
                 raise InvalidRequest("prompt_mode: chat messages are the whole history; APPEND needs text or token ids")
             mode = PromptMode.WHOLE_HISTORY
+        answers = num_completions(request.sampling_params)
+        if request.conversation_id and answers > 1:
+            raise InvalidRequest(
+                f"sampling_params.n: {answers} answers cannot all continue one conversation; allowed with a "
+                f"conversation_id is 1"
+            )
         deadline = self._max_seconds if seconds_left is None else min(seconds_left, self._max_seconds)
         return TurnRequest(
             request_id=_identifier("request_id", request.request_id) or f"req-{uuid.uuid4().hex[:16]}",
             conversation_id=_identifier("conversation_id", request.conversation_id),
             prompt_mode=mode,
             token_ids=self._prompt(request),
-            sampling=self._sampling(request.sampling_params),
+            sampling=read_sampling(request.sampling_params, self._model),
             deadline_seconds=max(deadline, 0.001),
             priority=_priority(request.priority),
         )
@@ -63,44 +65,10 @@ class RequestReader:
         if not len(ids):
             raise InvalidRequest(f"input.{kind}: the prompt has 0 tokens, at least 1 is needed")
         # Also of a text: a tokenizer may know tokens that the model has no embedding for.
-        self._check_vocabulary("input.tokenized.input_ids" if kind == "tokenized" else f"input.{kind}", ids)
-        return ids
-
-    def _check_vocabulary(self, field: str, ids: TokenIds) -> None:
-        outside = np.flatnonzero(ids >= self._model.vocab_size)
-        if len(outside):
-            place = int(outside[0])
-            raise InvalidRequest(
-                f"{field}[{place}]: token {int(ids[place])} is outside the vocabulary; "
-                f"allowed are 0 to {self._model.vocab_size - 1}"
-            )
-
-    def _sampling(self, params: inference_pb2.SamplingParams) -> Sampling:
-        temperature = params.temperature
-        if not (math.isfinite(temperature) and 0 <= temperature <= MAX_TEMPERATURE):
-            raise InvalidRequest(
-                f"sampling_params.temperature: {temperature} is out of range; allowed are 0 to {MAX_TEMPERATURE:g}"
-            )
-        max_tokens = params.max_tokens if params.HasField("max_tokens") else DEFAULT_MAX_TOKENS
-        if not 1 <= max_tokens <= self._model.max_positions:
-            raise InvalidRequest(
-                f"sampling_params.max_tokens: {max_tokens} is out of range; "
-                f"allowed are 1 to {self._model.max_positions}"
-            )
-        if len(params.stop_token_ids) > MAX_STOP_TOKENS:
-            raise InvalidRequest(
-                f"sampling_params.stop_token_ids: {len(params.stop_token_ids)} are given, at most {MAX_STOP_TOKENS} "
-                f"are allowed"
-            )
-        stops = np.fromiter(params.stop_token_ids, dtype=np.int64)
-        self._check_vocabulary("sampling_params.stop_token_ids", stops)
-        ends = () if params.ignore_eos else self._model.eos_token_ids
-        return Sampling(
-            temperature=temperature,
-            seed=params.seed if params.HasField("seed") else secrets.randbits(63),
-            max_tokens=max_tokens,
-            stop_token_ids=tuple(sorted({*stops.tolist(), *ends})),
+        check_vocabulary(
+            "input.tokenized.input_ids" if kind == "tokenized" else f"input.{kind}", ids, self._model.vocab_size
         )
+        return ids
 
 
 def _identifier(field: str, value: str) -> str:

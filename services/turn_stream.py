@@ -8,9 +8,18 @@ from contextlib import aclosing
 
 from cp_core.errors import Unavailable
 from orchestration.ports import DecodePort
-from orchestration.turn import BegunTurn, FinishedEvent, PrefillReport, TokensEvent, TurnRequest
+from orchestration.turn import (
+    BegunTurn,
+    EndingEvent,
+    FinishedEvent,
+    PrefillReport,
+    ScoredEvent,
+    TokensEvent,
+    TurnRequest,
+)
 from ringserve.v1 import inference_pb2
-from services.text import IncrementalText
+from services.text_stops import AnswerText
+from services.wire.sampling import all_logprobs_to
 from services.wire.turns import note_chunks, plan_to
 from workers.steps import FinishReason
 
@@ -18,11 +27,16 @@ from workers.steps import FinishReason
 class TurnStream:
     """Turns the events of a begun turn into responses."""
 
-    def __init__(self, request: TurnRequest, begun: BegunTurn, text: IncrementalText, started: float) -> None:
+    def __init__(
+        self, request: TurnRequest, begun: BegunTurn, text: AnswerText, started: float, index: int = 0
+    ) -> None:
         self._request = request
         self._begun = begun
         self._text = text
         self._started = started
+        self._index = index
+        self._logprobs: list[inference_pb2.TokenLogprobs] = []
+        self._prompt_logprobs: list[inference_pb2.TokenLogprobs] = []
         self._tokens: list[int] = []
         self._first_at = 0.0
         self._last_at = 0.0
@@ -55,12 +69,22 @@ class TurnStream:
 
     async def responses(self, decode: DecodePort) -> AsyncIterator[inference_pb2.GenerateResponse]:
         """Chunks, then the completion. Raises what ended a failed turn."""
+        is_complete = False
         async with aclosing(decode.stream_turn(self._begun.turn_id)) as events:
             async for event in events:
                 if isinstance(event, PrefillReport):
                     self._note_prefill(event)
+                elif isinstance(event, ScoredEvent):
+                    self._prompt_logprobs = all_logprobs_to(event.logprobs)
                 elif isinstance(event, TokensEvent):
+                    if is_complete:
+                        continue  # decoded before the ring heard that the answer was complete
                     yield self._chunk(event)
+                    is_complete = self._text.matched is not None
+                    if is_complete:
+                        await decode.finish_turn(self._begun.turn_id, len(self._tokens))
+                elif isinstance(event, EndingEvent):
+                    await decode.finish_turn(self._begun.turn_id, len(self._tokens))
                 else:
                     yield self._complete(event)
                     return
@@ -78,14 +102,24 @@ class TurnStream:
         self._last_at = time.monotonic()
         if not self._tokens:
             self._first_at = self._last_at
-        self._tokens.extend(event.token_ids)
+        text, token_ids = "", []
+        for token_id in event.token_ids:
+            token_ids.append(token_id)
+            text += self._text.push(token_id)
+            if self._text.matched is not None:
+                break
+        logprobs = all_logprobs_to(event.logprobs[: len(token_ids)])
+        self._tokens.extend(token_ids)
+        self._logprobs.extend(logprobs)
         return inference_pb2.GenerateResponse(
             chunk=inference_pb2.GenerateStreamChunk(
-                token_ids=event.token_ids,
-                text=self._text.push(event.token_ids),
+                token_ids=token_ids,
+                text=text,
                 prompt_tokens=self._begun.prompt_tokens,
                 completion_tokens=len(self._tokens),
                 cached_tokens=self._begun.plan.cached_tokens,
+                index=self._index,
+                logprobs=logprobs,
             )
         )
 
@@ -95,13 +129,16 @@ class TurnStream:
         plan.migrated_bytes = event.migrated_bytes
         plan.migration_seconds = event.migration_seconds
         plan.handoff_seconds = event.handoff_seconds
-        is_stopped = event.finish_reason is FinishReason.STOP
+        matched = self._text.matched
+        reason = event.finish_reason if matched is None else FinishReason.STOP
+        is_stopped = reason is FinishReason.STOP and matched is None
         return inference_pb2.GenerateResponse(
             complete=inference_pb2.GenerateComplete(
                 output_ids=self._tokens,
                 text=self._text.text,
-                finish_reason=event.finish_reason,
+                finish_reason=reason,
                 matched_stop=self._tokens[-1] if is_stopped else None,
+                matched_stop_str=matched,
                 usage=inference_pb2.Usage(
                     prompt_tokens=self._begun.prompt_tokens,
                     cached_tokens=self._begun.plan.cached_tokens,
@@ -111,5 +148,8 @@ class TurnStream:
                 ttft_seconds=self.ttft_seconds,
                 ttit_seconds=self.ttit_seconds,
                 seed=self._request.sampling.seed,
+                index=self._index,
+                output_logprobs=self._logprobs,
+                prompt_logprobs=self._prompt_logprobs,
             )
         )

@@ -21,6 +21,9 @@ TORCH_FREE = (
     "cp_core.reshard",
     "cp_core.selector",
     "cp_core.cost_model",
+    "cp_core.cost.fit",
+    "cp_core.cost.fit_selector",
+    "cp_core.cost.migration",
     "workers.steps",
     "workers.model_info",
 )

@@ -6,14 +6,17 @@ Every rank derives this from the same headers, so the step path carries nothing 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cp_core.decode_plan import DecodePlan
 from cp_core.layout import append_owner
 from workers.kv_cache import SlotRun, runs
-from workers.steps import AdmitSequence, Sampling
+from workers.sampling.parameters import Sampling, TokenHistory
+from workers.sampling.processors import RowSampler
+from workers.steps import AdmitSequence
 
-SEED_MASK = 0xFFFF_FFFF_FFFF_FFFF
+GREEDY = Sampling()
+ONE_TOKEN = TokenHistory(num_generated=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,20 +28,19 @@ class Admission:
     position: int
     held: tuple[int, ...]
     blocks: tuple[tuple[int, ...], ...]
-    temperature: float = 0.0
-    seed: int = 0
+    sampling: Sampling = GREEDY
+    history: TokenHistory = ONE_TOKEN
 
     @classmethod
     def of(cls, command: AdmitSequence) -> Admission:
-        sampling = command.sampling
         return cls(
             command.sequence_id,
             command.token_id,
             command.position,
             command.held,
             command.blocks,
-            sampling.temperature,
-            sampling.seed & SEED_MASK,  # all that a draw uses of it, and all that fits the wire
+            command.sampling,
+            replace(command.history, num_generated=command.num_generated),
         )
 
 
@@ -66,7 +68,7 @@ class BatchChange:
 class BatchRow:
     """A running sequence. `token_id` at `position` is its newest token, whose KV the next step computes.
 
-    `runs` are the slots of this rank's shard in stored order. `sampling` says how tokens are drawn, not when to stop.
+    `runs` are the slots of this rank's shard in stored order. `sampler` says how tokens are drawn, not when to stop.
     """
 
     sequence_id: str
@@ -75,7 +77,12 @@ class BatchRow:
     held: list[int]
     blocks: list[int]
     runs: list[SlotRun]
-    sampling: Sampling
+    sampler: RowSampler
+
+    @property
+    def next_position(self) -> int:
+        """Where the token stands that the next step samples."""
+        return self.position + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +112,7 @@ class DecodeBatch:
             for row, token_id in zip(self.rows, token_ids, strict=True):
                 row.token_id = token_id
                 row.position += 1
+                row.sampler.push(token_id)
         if change.removed:
             self.rows = [row for row in self.rows if row.sequence_id not in change.removed]
         for admission in change.admitted:
@@ -119,7 +127,7 @@ class DecodeBatch:
                     held,
                     blocks,
                     where,
-                    Sampling(temperature=admission.temperature, seed=admission.seed),
+                    RowSampler(admission.sampling, admission.history),
                 )
             )
         for growth in change.grown:

@@ -16,6 +16,7 @@ from workers.decode_header import HEARTBEAT_SECONDS, Header, HeaderChannel, Head
 from workers.decode_mailbox import DecodeMailbox
 from workers.decode_step import DecodePass
 from workers.progress import Progress
+from workers.sampling.parameters import Sampled
 from workers.steps import (
     AdmitSequence,
     DecodeCommand,
@@ -167,10 +168,11 @@ class DecodeLeader:
         position = next(row.position for row in self._batch.rows if row.sequence_id == name)
         return _left(name, reason, position + 1)
 
-    def _commit(self, sampled: Sequence[int]) -> None:
+    def _commit(self, sampled: Sequence[Sampled]) -> None:
         """Report the tokens of all rows and the ends."""
         events = []
-        for row, token_id in zip(self._batch.rows, sampled, strict=True):
+        for row, drawn in zip(self._batch.rows, sampled, strict=True):
+            token_id = drawn.token_id
             generation = self._generations[row.sequence_id]
             generation.num_generated += 1
             reason = _finish_reason(token_id, generation)
@@ -179,10 +181,14 @@ class DecodeLeader:
                 del self._generations[row.sequence_id]
             events.append(
                 DecodeEvent(
-                    sequence_id=row.sequence_id, token_id=token_id, finish_reason=reason, kv_tokens=row.position + 1
+                    sequence_id=row.sequence_id,
+                    token_id=token_id,
+                    finish_reason=reason,
+                    kv_tokens=row.position + 1,
+                    logprobs=drawn.logprobs,
                 )
             )
-        self._sampled = tuple(sampled)
+        self._sampled = tuple(drawn.token_id for drawn in sampled)
         self._mailbox.post(events)
 
 

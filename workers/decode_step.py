@@ -21,7 +21,9 @@ from workers.decode_batch import DecodeBatch
 from workers.decode_header import LEADER
 from workers.kv_cache import KvCache
 from workers.model import LoadedModel
-from workers.sampling import choose_token
+from workers.sampling.parameters import Sampled
+from workers.sampling.rows import sample_rows
+from workers.sampling.words import num_words, read_words, write_words
 
 
 class DecodePass:
@@ -56,7 +58,7 @@ class DecodePass:
         self._table = torch.empty(0, 0, dtype=torch.int32)
         self._stored_tokens: tuple[int, ...] = ()
 
-    def run(self, variant: str) -> list[int]:
+    def run(self, variant: str) -> list[Sampled]:
         """One step of the whole batch -> in the first process the token after each row, in order; elsewhere none.
 
         Raises Unavailable when a peer is lost, FloatingPointError for a NaN in attention or logits.
@@ -104,34 +106,34 @@ class DecodePass:
         positions = torch.tensor([row.position for row in rows], device=self._cache.device)
         return self._model.hidden_states(token_ids, positions, self)
 
-    def _sample(self, computed: Sequence[int], states: Tensor) -> list[int]:
+    def _sample(self, computed: Sequence[int], states: Tensor) -> list[Sampled]:
         """The token after each of these rows, from states[R, hidden_size]; none where another process draws."""
         if not computed:
             return []
         logits = self._model.logits(states)
         if not self._draws:
             return []
-        rows = [self._batch.rows[number] for number in computed]
-        return [
-            choose_token(row_logits, row.sampling, row.position + 1)
-            for row, row_logits in zip(rows, logits, strict=True)
-        ]
+        return sample_rows([self._batch.rows[number] for number in computed], logits)
 
-    def _bring_to_leader(self, sampled: Sequence[int]) -> list[int]:
-        """Each rank sends the tokens of its rows to the first, which puts them in the batch's order."""
+    def _bring_to_leader(self, sampled: Sequence[Sampled]) -> list[Sampled]:
+        """Each rank sends what it drew for its rows to the first, which puts them in the batch's order.
+
+        Every rank knows of every row whether and how many log-probabilities it wants, and so each message's length.
+        """
         transport, device = self._transport, self._cache.device
         nothing = torch.empty(0, dtype=torch.int64, device=device)
-        own = torch.tensor(sampled, dtype=torch.int64, device=device)
+        own = torch.tensor(write_words(sampled), dtype=torch.int64, device=device)
         if transport.rank != LEADER:
             sends = [own if peer == LEADER else nothing for peer in range(transport.size)]
             transport.all_to_all(sends, [nothing] * transport.size).wait()
             return []
         rows_of = [self._plan.rows_of(rank) for rank in range(transport.size)]
-        arrived = [torch.empty(len(rows), dtype=torch.int64, device=device) for rows in rows_of]
+        tops_of = [[self._batch.rows[row].sampler.sampling.logprobs for row in rows] for rows in rows_of]
+        arrived = [torch.empty(sum(map(num_words, tops)), dtype=torch.int64, device=device) for tops in tops_of]
         transport.all_to_all([own, *[nothing] * (transport.size - 1)], arrived).wait()
-        token_of = {
-            row: token
-            for rows, tokens in zip(rows_of, arrived, strict=True)
-            for row, token in zip(rows, tokens.tolist(), strict=True)
+        drawn_for = {
+            row: drawn
+            for rows, tops, words in zip(rows_of, tops_of, arrived, strict=True)
+            for row, drawn in zip(rows, read_words(words.tolist(), tops), strict=True)
         }
-        return [token_of[row] for row in range(len(self._batch))]
+        return [drawn_for[row] for row in range(len(self._batch))]

@@ -17,17 +17,29 @@ from cp_core.prefill import ring_prefill
 from cp_core.prefill_plan import PrefillPlan, SequencePlan
 from cp_core.transport import RingTransport
 from workers.kv_cache import KvCache, SlotRun
-from workers.steps import PrefillStep, Sampling, SequencePrefill, TransferKey
+from workers.sampling.processors import RowSampler
+from workers.steps import PrefillStep, SequencePrefill, TransferKey
 
 
 @dataclass(frozen=True, slots=True)
 class LastRow:
-    """A row of this rank's hidden states from which a sequence's next token, at `position`, is sampled."""
+    """A row of this rank's hidden states from which a sequence's next token, at `next_position`, is sampled."""
 
     sequence_id: str
     row: int
-    position: int
-    sampling: Sampling
+    next_position: int
+    sampler: RowSampler
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredRows:
+    """Rows of this rank's hidden states that tell how likely the prompt's tokens at `positions` were."""
+
+    sequence_id: str
+    rows: tuple[int, ...]
+    positions: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    num_top: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +73,7 @@ class PrefillPass:
         self._shares = self._place(step.sequences)
         self.token_ids, self.positions = self._tokens(step.sequences)
         self.last_rows = self._last_rows(step.sequences)
+        self.scored_rows = self._scored_rows(step.sequences)
 
     @property
     def num_tokens(self) -> int:
@@ -116,5 +129,32 @@ class PrefillPass:
             stop = sequence.layout.tokens.stop
             owner, index = sequence.layout.owner_of(stop - 1)
             if owner == self._transport.rank:
-                rows.append(LastRow(sequence.sequence_id, share.begin + index, stop, sequence.sample))
+                sampler = RowSampler(sequence.sample, sequence.history)
+                rows.append(LastRow(sequence.sequence_id, share.begin + index, stop, sampler))
         return tuple(rows)
+
+    def _scored_rows(self, sequences: Sequence[SequencePrefill]) -> tuple[ScoredRows, ...]:
+        """A token here tells how likely the one after it was, which may lie on another rank or in the next step."""
+        scored = []
+        for sequence, share in zip(sequences, self._shares, strict=True):
+            if sequence.score is None:
+                continue
+            start = sequence.layout.start
+            end = [] if sequence.score.following is None else [sequence.score.following]
+            following = [*sequence.token_ids[1:].tolist(), *end]
+            here = [
+                position
+                for chunk in sequence.layout.chunks(self._transport.rank)
+                for position in range(chunk.start, chunk.stop)
+            ]
+            rows = [row for row, position in enumerate(here) if position - start < len(following)]
+            scored.append(
+                ScoredRows(
+                    sequence.sequence_id,
+                    rows=tuple(share.begin + row for row in rows),
+                    positions=tuple(here[row] + 1 for row in rows),
+                    token_ids=tuple(following[here[row] - start] for row in rows),
+                    num_top=sequence.score.num_top,
+                )
+            )
+        return tuple(scored)

@@ -35,10 +35,11 @@ from workers.kv_cache import KvCache
 from workers.kv_transfer.receiver import KvReceiver
 from workers.kv_transfer.sender import KvSender
 from workers.model import DTYPES, LoadedModel, load_model
-from workers.prefill_step import PrefillPass
+from workers.prefill_step import PrefillPass, ScoredRows
 from workers.probe import probe_rates
 from workers.progress import Progress
-from workers.sampling import choose_token
+from workers.sampling.logprobs import logprobs_of
+from workers.sampling.rows import sample_rows
 from workers.steps import (
     DecodeCommand,
     DecodeEvents,
@@ -51,12 +52,15 @@ from workers.steps import (
     RankStatus,
     RingRates,
     RingSpec,
+    TokenLogprobs,
     TransferKey,
     TransferReport,
 )
 
 # A decode loop that was asked to end sends its last header within a heartbeat; after this it is ended from outside.
 STOP_SECONDS = 3.0
+# Logits of at most so many prompt tokens are held at a time where the prompt's log-probabilities are asked for.
+SCORED_ROWS = 256
 
 
 class RankWorker:
@@ -188,17 +192,34 @@ class RankWorker:
             began, waited = time.perf_counter(), self._seconds_waited(ring)
             forward, states = self._run_prefill(step, ring)
             logits = self._model.logits(states[[last.row for last in forward.last_rows]])
-            tokens = {
-                last.sequence_id: choose_token(row, last.sampling, last.position)
-                for last, row in zip(forward.last_rows, logits, strict=True)
-                if self._spec.tp_rank == 0
-            }
+            names = [last.sequence_id for last in forward.last_rows]
+            draws = self._spec.tp_rank == 0
+            sampled = dict(zip(names, sample_rows(forward.last_rows, logits), strict=True)) if draws else {}
+            scores = self._score(forward.scored_rows, states)
             self._progress.stepped(running=0)
             return PrefillOutput(
-                tokens=tokens,
+                tokens={name: drawn.token_id for name, drawn in sampled.items()},
+                logprobs={name: drawn.logprobs for name, drawn in sampled.items() if drawn.logprobs is not None},
+                scores=scores if draws else {},
                 seconds=time.perf_counter() - began,
                 wait_seconds=self._seconds_waited(ring) - waited,
             )
+
+    def _score(self, scored: Sequence[ScoredRows], states: Tensor) -> dict[str, dict[int, TokenLogprobs]]:
+        """By sequence and position, a few rows at a time: logits of a whole step would take as much memory as its KV.
+
+        The tensor parallel ranks of one rank of the ring make the logits together.
+        """
+        scores: dict[str, dict[int, TokenLogprobs]] = {}
+        for each in scored:
+            own = scores.setdefault(each.sequence_id, {})
+            for begin in range(0, len(each.rows), SCORED_ROWS):
+                part = slice(begin, begin + SCORED_ROWS)
+                found = logprobs_of(
+                    self._model.logits(states[list(each.rows[part])]), each.token_ids[part], each.num_top
+                )
+                own.update(zip(each.positions[part], found, strict=True))
+        return scores
 
     def _seconds_waited(self, ring: RingTransport) -> float:
         return ring.stats.seconds_waited + (self._tensor.stats.seconds_waited if self._tensor else 0.0)

@@ -15,6 +15,10 @@ import numpy.typing as npt
 from cp_core.cost_model import ModelShape
 from cp_core.layout import PrefillLayout, TokenRange
 from cp_core.reshard import KvPiece as KvPiece
+from workers.sampling.parameters import NO_HISTORY as NO_HISTORY
+from workers.sampling.parameters import Sampling as Sampling
+from workers.sampling.parameters import TokenHistory as TokenHistory
+from workers.sampling.parameters import TokenLogprobs as TokenLogprobs
 
 TokenIds = npt.NDArray[np.int64]
 
@@ -32,20 +36,6 @@ class FinishReason(StrEnum):
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Sampling:
-    """How tokens are chosen. temperature 0 is greedy; otherwise softmax(logits / temperature) drawn by `seed`.
-
-    The draw at position p depends only on (seed, p), so it is the same for every ring size and batch.
-    `stop_token_ids` includes the model's end-of-sequence ids unless the caller ignores them.
-    """
-
-    temperature: float = 0.0
-    seed: int = 0
-    max_tokens: int = 16
-    stop_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -218,11 +208,23 @@ class TransferReport:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PromptScore:
+    """Asks how likely the prompt's tokens were, with the `num_top` most likely ones beside each.
+
+    `following` is the prompt's token after the step's last one, None where there is none.
+    """
+
+    num_top: int
+    following: int | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SequencePrefill:
     """One sequence of a prefill step, as one rank gets it: the layout is common, `blocks` and `sends` its own.
 
     `token_ids` are all new tokens of this step, in order. `cached[r]` is what rank r already holds. `sample` is set
-    on the step that holds the prompt's last token. `sends` leave layer by layer, as soon as a layer's KV is written.
+    on the step that holds the prompt's last token, with what it looks back at in `history`. `sends` leave layer by
+    layer, as soon as a layer's KV is written. `score` asks for log-probabilities of the prompt's tokens.
     """
 
     sequence_id: str
@@ -232,6 +234,8 @@ class SequencePrefill:
     blocks: tuple[int, ...]
     sample: Sampling | None = None
     sends: tuple[KvSend, ...] = ()
+    history: TokenHistory = NO_HISTORY
+    score: PromptScore | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -245,9 +249,14 @@ class PrefillStep:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillOutput:
-    """`tokens` holds the sampled token of the sequences whose last position this rank owns."""
+    """`tokens` holds the sampled token of the sequences whose last position this rank owns, `logprobs` those asked for.
+
+    `scores` holds, by sequence and position, how likely prompt tokens were whose predecessors this rank computed.
+    """
 
     tokens: dict[str, int] = field(default_factory=dict)
+    logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)
+    scores: dict[str, dict[int, TokenLogprobs]] = field(default_factory=dict)
     seconds: float = 0.0
     wait_seconds: float = 0.0
 
@@ -260,7 +269,8 @@ class AdmitSequence:
     """Join the decode batch. `token_id` at `position` is the newest token, its KV not computed yet.
 
     `held[r]` tokens lie on rank r; `blocks[r]` is rank r's table. A sequence whose next token has no place pauses.
-    `num_generated` tokens of the turn exist already (the prefill ring's first token counts).
+    `num_generated` tokens of the turn exist already (the prefill ring's first token counts); `history` holds them where
+    the sampling looks back at them.
     """
 
     sequence_id: str
@@ -270,6 +280,7 @@ class AdmitSequence:
     blocks: tuple[tuple[int, ...], ...]
     sampling: Sampling
     num_generated: int = 1
+    history: TokenHistory = NO_HISTORY
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -302,6 +313,7 @@ class DecodeEvent:
     finish_reason: FinishReason | None
     kv_tokens: int
     is_paused: bool = False
+    logprobs: TokenLogprobs | None = None
 
     @property
     def has_left(self) -> bool:

@@ -23,24 +23,24 @@ class TenantLimits:
         self._allowance: dict[str, tuple[float, float]] = {}
 
     @contextmanager
-    def turn(self, tenant: Tenant) -> Iterator[None]:
-        """Around one turn. Raises CapacityExceeded."""
+    def turns(self, tenant: Tenant, count: int = 1) -> Iterator[None]:
+        """Around so many turns that run together. Raises CapacityExceeded."""
         limit = tenant.max_concurrent_turns
-        if limit and self._running[tenant.name] >= limit:
+        if limit and self._running[tenant.name] + count > limit:
             raise CapacityExceeded(
-                f"tenant {tenant.name!r} runs {self._running[tenant.name]} turns and may run {limit} at a time",
+                f"tenant {tenant.name!r} runs {self._running[tenant.name]} turns, asks for {count} and may run {limit} at a time",
                 BUSY_RETRY_SECONDS,
             )
-        self._take_allowance(tenant)
-        self._running[tenant.name] += 1
+        self._take_allowance(tenant, count)
+        self._running[tenant.name] += count
         try:
             yield
         finally:
-            self._running[tenant.name] -= 1
+            self._running[tenant.name] -= count
             if not self._running[tenant.name]:
                 del self._running[tenant.name]
 
-    def _take_allowance(self, tenant: Tenant) -> None:
+    def _take_allowance(self, tenant: Tenant, count: int) -> None:
         """A bucket that fills evenly and holds what may begin in one minute."""
         limit = tenant.max_turns_per_minute
         if not limit:
@@ -48,7 +48,7 @@ class TenantLimits:
         now = self._clock()
         left, then = self._allowance.get(tenant.name, (float(limit), now))
         left = min(float(limit), left + (now - then) * limit / 60)
-        if left < 1:
+        if left < count:
             self._allowance[tenant.name] = (left, now)
-            raise CapacityExceeded(f"tenant {tenant.name!r} may begin {limit} turns a minute", (1 - left) * 60 / limit)
-        self._allowance[tenant.name] = (left - 1, now)
+            raise CapacityExceeded(f"tenant {tenant.name!r} may begin {limit} turns a minute", (count - left) * 60 / limit)
+        self._allowance[tenant.name] = (left - count, now)

@@ -9,8 +9,8 @@ import uuid
 from cp_core.errors import NotFound, RingserveError
 from ringserve.v1 import inference_pb2
 from services.answer import collect, plan_line
-from services.cli.generate import add_sampling_options, sampling_of
 from services.cli.options import Subcommands, add_target_options, client_of
+from services.cli.sampling import add_sampling_options, sampling_of
 
 EXAMPLE = """example:
   ringserve chat

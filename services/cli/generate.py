@@ -10,8 +10,9 @@ from pathlib import Path
 from cp_core.errors import InvalidRequest
 from orchestration.turn import MAX_PRIORITY
 from ringserve.v1 import inference_pb2
-from services.answer import answer_dict, collect, plan_line
+from services.answer import answer_dict, answers_dict, collect_all, plan_line
 from services.cli.options import Subcommands, add_target_options, client_of
+from services.cli.sampling import add_answer_options, add_sampling_options, check_ids, sampling_of
 
 EXAMPLE = """example:
   ringserve generate --prompt "Once upon a time" --max-tokens 32
@@ -43,36 +44,12 @@ def add(commands: Subcommands) -> None:
         help="is the prompt only what is new, or the whole history? (default: auto)",
     )
     add_sampling_options(parser)
+    add_answer_options(parser)
     parser.add_argument("--timeout", type=float, metavar="SECONDS", help="end the turn everywhere after this long")
     parser.add_argument("--priority", type=int, default=0, metavar="N", help="-100 to 100, higher first (default: 0)")
     parser.add_argument("--request-id", default="", help="name the request, e.g. to abort it")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
     parser.set_defaults(run=run)
-
-
-def add_sampling_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--max-tokens", type=int, default=64, metavar="N", help="new tokens at most (default: 64)")
-    parser.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0 is greedy (default: 0)")
-    parser.add_argument("--seed", type=int, metavar="N", help="same seed, same tokens (default: drawn)")
-    parser.add_argument(
-        "--stop-token-ids", type=int, nargs="*", default=[], metavar="ID", help="end after any of these"
-    )
-    parser.add_argument("--ignore-eos", action="store_true", help="do not end at the model's end-of-sequence token")
-
-
-def sampling_of(options: argparse.Namespace) -> inference_pb2.SamplingParams:
-    """Raises InvalidRequest for what the contract's types cannot carry."""
-    for name, value in (("max_tokens", options.max_tokens), ("seed", options.seed or 0)):
-        limit = 2**32 if name == "max_tokens" else 2**64
-        if not 0 <= value < limit:
-            raise InvalidRequest(f"--{name.replace('_', '-')}: {value} is out of range; allowed are 0 to {limit - 1}")
-    return inference_pb2.SamplingParams(
-        temperature=options.temperature,
-        max_tokens=options.max_tokens,
-        seed=options.seed,
-        stop_token_ids=check_ids("--stop-token-ids", options.stop_token_ids),
-        ignore_eos=options.ignore_eos,
-    )
 
 
 def _priority(value: int) -> int:
@@ -96,14 +73,16 @@ def run(options: argparse.Namespace) -> int:
         request.tokenized.CopyFrom(inference_pb2.TokenizedInput(input_ids=ids))
     else:
         request.chat.CopyFrom(_chat(options.messages))
+    is_streamed = not options.json and options.n == 1
     with client_of(options) as client:
-        show = _nothing if options.json else _show
-        complete = collect(client.generate(request, options.timeout), show)
+        answers = collect_all(client.generate(request, options.timeout), _show if is_streamed else _nothing)
     if options.json:
-        print(json.dumps(answer_dict(complete, options.conversation)))
-    else:
-        print()
-        print(plan_line(complete), file=sys.stderr)
+        one = options.n == 1
+        print(json.dumps(answer_dict(answers[0], options.conversation) if one else answers_dict(answers)))
+        return 0
+    for answer in answers:
+        print("" if is_streamed else f"[{answer.index + 1} of {len(answers)}] {answer.text}")
+        print(plan_line(answer), file=sys.stderr)
     return 0
 
 
@@ -122,16 +101,6 @@ def _read_json(path: Path) -> object:
         raise InvalidRequest(f"{path} cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise InvalidRequest(f"{path} is not valid JSON: {error}") from error
-
-
-def check_ids(name: str, ids: object) -> list[int]:
-    """A list of token ids. Raises InvalidRequest."""
-    if not isinstance(ids, list):
-        raise InvalidRequest(f"{name}: must be a list of token ids, e.g. [1, 2, 3]")
-    for place, token in enumerate(ids):
-        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < 2**32:
-            raise InvalidRequest(f"{name}[{place}]: {token!r} is no token id; allowed are integers from 0")
-    return ids
 
 
 def _chat(path: Path) -> inference_pb2.ChatInput:

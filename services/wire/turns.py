@@ -9,6 +9,7 @@ from orchestration.turn import (
     Admit,
     CachedSource,
     Chunk,
+    EndingEvent,
     FinishedEvent,
     Plan,
     PrefillReport,
@@ -17,6 +18,7 @@ from orchestration.turn import (
     Reservation,
     Reserve,
     ResumeTurn,
+    ScoredEvent,
     SendKv,
     TokensEvent,
     TurnEvent,
@@ -25,7 +27,15 @@ from orchestration.turn import (
 )
 from ringserve.v1 import groups_pb2, inference_pb2, router_pb2
 from services.wire.layouts import shards_from, shards_to, token_array
-from workers.steps import Algorithm, FinishReason, Sampling
+from services.wire.sampling import (
+    all_logprobs_from,
+    all_logprobs_to,
+    logprobs_from,
+    logprobs_to,
+    sampling_from,
+    sampling_to,
+)
+from workers.steps import Algorithm, FinishReason
 
 PROMPT_MODES = {
     PromptMode.AUTO: inference_pb2.PROMPT_MODE_UNSPECIFIED,
@@ -37,24 +47,6 @@ PROMPT_MODES = {
 def prompt_mode_from(value: int) -> PromptMode | None:
     """None for a number that the contract does not define."""
     return next((mode for mode, number in PROMPT_MODES.items() if number == value), None)
-
-
-def sampling_to(sampling: Sampling) -> groups_pb2.Sampling:
-    return groups_pb2.Sampling(
-        temperature=sampling.temperature,
-        seed=sampling.seed,
-        max_tokens=sampling.max_tokens,
-        stop_token_ids=sampling.stop_token_ids,
-    )
-
-
-def sampling_from(message: groups_pb2.Sampling) -> Sampling:
-    return Sampling(
-        temperature=message.temperature,
-        seed=message.seed,
-        max_tokens=message.max_tokens,
-        stop_token_ids=tuple(message.stop_token_ids),
-    )
 
 
 def turn_request_to(request: TurnRequest) -> router_pb2.BeginTurnRequest:
@@ -169,6 +161,7 @@ def reserve_to(request: Reserve) -> groups_pb2.ReserveRequest:
         deadline_seconds=request.deadline_seconds,
         source_incarnation=request.source_incarnation,
         sampling=sampling_to(request.sampling),
+        penalized_ids=request.penalized_ids,
         priority=request.priority,
     )
 
@@ -183,6 +176,7 @@ def reserve_from(message: groups_pb2.ReserveRequest) -> Reserve:
         deadline_seconds=message.deadline_seconds,
         source_incarnation=message.source_incarnation,
         sampling=sampling_from(message.sampling),
+        penalized_ids=tuple(message.penalized_ids),
         priority=message.priority,
     )
 
@@ -259,7 +253,12 @@ def report_from(message: groups_pb2.PrefillReport) -> PrefillReport:
 
 def admit_to(admit: Admit) -> groups_pb2.AdmitRequest:
     return groups_pb2.AdmitRequest(
-        turn_id=admit.turn_id, attempt=admit.attempt, first_token=admit.first_token, report=report_to(admit.report)
+        turn_id=admit.turn_id,
+        attempt=admit.attempt,
+        first_token=admit.first_token,
+        report=report_to(admit.report),
+        logprobs=None if admit.logprobs is None else logprobs_to(admit.logprobs),
+        prompt_logprobs=all_logprobs_to(admit.prompt_logprobs),
     )
 
 
@@ -269,6 +268,8 @@ def admit_from(message: groups_pb2.AdmitRequest) -> Admit:
         attempt=message.attempt,
         first_token=message.first_token,
         report=report_from(message.report),
+        logprobs=logprobs_from(message.logprobs) if message.HasField("logprobs") else None,
+        prompt_logprobs=all_logprobs_from(message.prompt_logprobs),
     )
 
 
@@ -306,7 +307,12 @@ def event_to(event: TurnEvent) -> groups_pb2.TurnEvent:
     if isinstance(event, PrefillReport):
         return groups_pb2.TurnEvent(prefilled=report_to(event))
     if isinstance(event, TokensEvent):
-        return groups_pb2.TurnEvent(tokens=groups_pb2.Tokens(token_ids=event.token_ids))
+        tokens = groups_pb2.Tokens(token_ids=event.token_ids, logprobs=all_logprobs_to(event.logprobs))
+        return groups_pb2.TurnEvent(tokens=tokens)
+    if isinstance(event, ScoredEvent):
+        return groups_pb2.TurnEvent(scored=groups_pb2.PromptScored(logprobs=all_logprobs_to(event.logprobs)))
+    if isinstance(event, EndingEvent):
+        return groups_pb2.TurnEvent(ending=groups_pb2.Ending(finish_reason=event.finish_reason))
     return groups_pb2.TurnEvent(
         finished=groups_pb2.Finished(
             finish_reason=event.finish_reason,
@@ -322,7 +328,12 @@ def event_from(message: groups_pb2.TurnEvent) -> TurnEvent:
     if kind == "prefilled":
         return report_from(message.prefilled)
     if kind == "tokens":
-        return TokensEvent(token_ids=tuple(message.tokens.token_ids))
+        tokens = message.tokens
+        return TokensEvent(token_ids=tuple(tokens.token_ids), logprobs=all_logprobs_from(tokens.logprobs))
+    if kind == "scored":
+        return ScoredEvent(logprobs=all_logprobs_from(message.scored.logprobs))
+    if kind == "ending":
+        return EndingEvent(finish_reason=FinishReason(message.ending.finish_reason))
     finished = message.finished
     return FinishedEvent(
         finish_reason=FinishReason(finished.finish_reason),

@@ -18,9 +18,18 @@ from orchestration.prefill_leader import PrefillLeader
 from orchestration.prefill_scheduler import PrefillScheduling
 from orchestration.ring import GroupSettings
 from orchestration.router import Router, RouterSettings
-from orchestration.turn import BegunTurn, FinishedEvent, PrefillReport, PromptMode, TokensEvent, TurnRequest
+from orchestration.turn import (
+    BegunTurn,
+    EndingEvent,
+    FinishedEvent,
+    PrefillReport,
+    PromptMode,
+    ScoredEvent,
+    TokensEvent,
+    TurnRequest,
+)
 from workers.model_info import read_model_info
-from workers.steps import Sampling
+from workers.steps import Sampling, TokenLogprobs
 from workers.thread_ranks import ThreadRanks
 
 BLOCK_TOKENS = 4
@@ -34,6 +43,8 @@ class Answer:
     begun: BegunTurn
     report: PrefillReport
     finished: FinishedEvent
+    logprobs: list[TokenLogprobs]
+    prompt_logprobs: tuple[TokenLogprobs, ...]
 
 
 class DirectPeers:
@@ -73,6 +84,7 @@ class Service:
         headroom_tokens: int = 128,
         prefill_tp: int = 1,
         decode_tp: int = 1,
+        decode_variant: str = "auto",
         scheduling: PrefillScheduling | None = None,
     ) -> None:
         self.model = read_model_info(model_path)
@@ -95,6 +107,7 @@ class Service:
                 chunk_tokens=chunk_tokens,
                 max_batch=max_batch,
                 max_waiting=max_waiting,
+                decode_variant=decode_variant,
                 prefill_scheduling=scheduling or PrefillScheduling(),
                 continuous=continuous,
                 preemption=preemption,
@@ -134,32 +147,45 @@ class Service:
         seed: int = 0,
         stop_token_ids: tuple[int, ...] = (),
         deadline: float = 60.0,
+        sampling: Sampling | None = None,
         priority: int = 0,
     ) -> TurnRequest:
+        """`sampling` takes the place of the four that are part of it."""
         return TurnRequest(
             request_id=f"request-{next(self._numbers)}",
             conversation_id=conversation,
             prompt_mode=mode,
             token_ids=np.asarray(prompt, dtype=np.int64),
-            sampling=Sampling(temperature=temperature, seed=seed, max_tokens=max_tokens, stop_token_ids=stop_token_ids),
+            sampling=sampling
+            or Sampling(temperature=temperature, seed=seed, max_tokens=max_tokens, stop_token_ids=stop_token_ids),
             deadline_seconds=deadline,
             priority=priority,
         )
 
-    async def answer(self, request: TurnRequest) -> Answer:
-        """Run one turn to its end, as a gateway does."""
+    async def answer(self, request: TurnRequest, *, finish_after: int | None = None) -> Answer:
+        """Run one turn to its end, as a gateway does; finish it after so many tokens where the text ends it."""
         begun = await self.router.begin_turn(request)
+        decode = self.peers.decode(begun.decode_endpoint)
         tokens: list[int] = []
+        logprobs: list[TokenLogprobs] = []
+        scores: tuple[TokenLogprobs, ...] = ()
         report: PrefillReport | None = None
-        async with aclosing(self.peers.decode(begun.decode_endpoint).stream_turn(begun.turn_id)) as events:
+        async with aclosing(decode.stream_turn(begun.turn_id)) as events:
             async for event in events:
                 if isinstance(event, PrefillReport):
                     report = event
                 elif isinstance(event, TokensEvent):
                     tokens.extend(event.token_ids)
+                    logprobs.extend(event.logprobs)
+                    if len(tokens) == finish_after:
+                        await decode.finish_turn(begun.turn_id, finish_after)
+                elif isinstance(event, ScoredEvent):
+                    scores = event.logprobs
+                elif isinstance(event, EndingEvent):
+                    await decode.finish_turn(begun.turn_id, len(tokens))
                 else:
                     assert report is not None
-                    return Answer(tokens, begun, report, event)
+                    return Answer(tokens[:finish_after], begun, report, event, logprobs[:finish_after], scores)
         raise AssertionError("the stream ended without a finish")
 
     def free_blocks(self) -> list[int]:

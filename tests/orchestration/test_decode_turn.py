@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cp_core.errors import InvalidRequest
 from cp_core.layout import TokenRange
 from tests.orchestration.decode_turns import BLOCK_TOKENS, PROMPT_TOKENS, decode_turn
-from workers.steps import FinishReason
+from workers.steps import FinishReason, Sampling, TokenHistory
 
 
 def test_a_turn_joins_with_its_first_token_whose_kv_is_the_first_to_compute() -> None:
@@ -66,3 +68,36 @@ async def test_stopped_timers_never_fire() -> None:
     for _ in range(3):
         await asyncio.sleep(0)
     assert not fired.is_set()
+
+
+@given(st.integers(1, 5), st.integers(1, 20), st.integers(1, 20))
+def test_a_finished_turn_has_the_kv_of_the_tokens_that_count(num_ranks: int, num_tokens: int, counted: int) -> None:
+    turn = decode_turn(num_ranks=num_ranks, max_tokens=30, first_token=None)
+    turn.tokens += range(num_tokens)
+    if counted > num_tokens:
+        with pytest.raises(InvalidRequest, match=f"num_tokens: {counted} is out of range; turn turn has {num_tokens}"):
+            turn.finish(counted)
+        return
+    turn.finish(counted)
+    turn.finish(1)  # too late
+    turn.cut()
+    assert turn.tokens == list(range(counted))
+    turn.note_decoded().check(TokenRange(0, PROMPT_TOKENS + counted - 1))
+    turn.pool.check_integrity()
+
+
+def test_a_turn_that_ended_by_itself_stopped_only_if_its_reader_says_less() -> None:
+    for counted, reason in [(3, FinishReason.LENGTH), (2, FinishReason.STOP)]:
+        turn = decode_turn(max_tokens=3, first_token=None)
+        turn.tokens += [5, 6, 7]
+        turn.own_end = FinishReason.LENGTH
+        turn.finish(counted)
+        assert turn.finish_reason is reason
+
+
+def test_a_turn_joins_with_the_past_that_its_sampling_looks_at() -> None:
+    turn = decode_turn(first_token=50)
+    assert turn.admission().history == TokenHistory(num_generated=1)
+    sampling = Sampling(repetition_penalty=1.5)
+    turn.request = replace(turn.request, sampling=sampling, penalized_ids=(3, 4))
+    assert turn.admission().history == TokenHistory(num_generated=1, prompt_ids=(3, 4), answer_ids=(50,))

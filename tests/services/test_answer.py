@@ -8,7 +8,7 @@ import pytest
 
 from cp_core.errors import Unavailable
 from ringserve.v1 import inference_pb2
-from services.answer import answer_dict, collect, plan_dict, plan_line
+from services.answer import answer_dict, answers_dict, collect, collect_all, plan_dict, plan_line
 
 Response = inference_pb2.GenerateResponse
 
@@ -77,3 +77,28 @@ def test_a_plan_fits_in_one_line() -> None:
     assert plan_line(complete()) == (
         "pass_q: T=3 P=7 on p -> d, TTFT 0.250 s, TTIT 12.5 ms, 2 tokens (length); because"
     )
+
+
+def test_answers_come_in_the_order_of_their_numbers_and_only_the_first_is_shown() -> None:
+    shown: list[str] = []
+    first, second = complete("ab"), complete("xy")
+    second.index = 1
+    other = Response(chunk=inference_pb2.GenerateStreamChunk(text="x", index=1))
+    responses = iter([other, chunk("a"), Response(complete=second), Response(complete=first)])
+    assert collect_all(responses, shown.append) == [first, second]
+    assert shown == ["a", "b"]
+    assert [each["index"] for each in answers_dict([first, second])["answers"]] == [0, 1]
+
+
+def test_what_ended_an_answer_is_told_and_log_probabilities_where_there_are_any() -> None:
+    answer = complete()
+    assert answer_dict(answer, "")["matched_stop"] is None
+    assert "output_logprobs" not in answer_dict(answer, "")
+    answer.matched_stop = 0
+    assert answer_dict(answer, "")["matched_stop"] == 0
+    answer.matched_stop_str = "END"
+    assert answer_dict(answer, "")["matched_stop"] == "END"
+    answer.output_logprobs.add(token_id=5, logprob=-0.5, rank=1, top_token_ids=[5, 7], top_logprobs=[-0.5, -1.0])
+    assert answer_dict(answer, "")["output_logprobs"] == [
+        {"token_id": 5, "logprob": -0.5, "rank": 1, "top": [[5, -0.5], [7, -1.0]]}
+    ]

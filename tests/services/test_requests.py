@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from ringserve.v1 import inference_pb2
 from services.requests import RequestReader
 from services.text import TextCodec
 from tests.orchestration.fake_ranks import MODEL
+from workers.sampling.parameters import Sampling, TokenBias
 
 Request = inference_pb2.GenerateRequest
 MODEL_WITH_ENDS = dataclasses.replace(MODEL, vocab_size=261, max_positions=1000, eos_token_ids=(257, 260))
@@ -116,6 +118,44 @@ def test_the_limits_themselves_are_allowed(reader: RequestReader, temperature: f
     assert (sampling.temperature, sampling.max_tokens) == (temperature, max_tokens)
 
 
+def test_what_is_not_given_changes_nothing(reader: RequestReader) -> None:
+    sampling = reader.read(sampled(seed=3), None).sampling
+    ends = sampling.stop_token_ids
+    assert sampling == Sampling(seed=3, stop_token_ids=ends)
+    assert not any([sampling.changes_logits, sampling.filters, sampling.ends_by_text])
+
+
+def test_every_field_arrives(reader: RequestReader) -> None:
+    params: dict[str, Any] = {
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 7,
+        "min_p": 0.25,
+        "presence_penalty": 1.5,
+        "frequency_penalty": -0.5,
+        "repetition_penalty": 1.25,
+        "min_tokens": 3,
+        "max_tokens": 9,
+        "seed": 4,
+    }
+    request = sampled(**params, logit_bias={5: -1.5, 2: 3}, stop=["x"], ignore_eos=True, logprobs=0, prompt_logprobs=2)
+    assert reader.read(request, None).sampling == Sampling(
+        **params,
+        logit_bias=(TokenBias(2, 3.0), TokenBias(5, -1.5)),
+        ends_by_text=True,
+        logprobs=0,
+        prompt_logprobs=2,
+    )
+
+
+def test_no_token_would_be_left_to_draw(byte_codec: TextCodec) -> None:
+    tiny = RequestReader(dataclasses.replace(MODEL, vocab_size=2, eos_token_ids=(1,)), byte_codec, MAX_SECONDS)
+    request = tokenized(0)
+    request.sampling_params.CopyFrom(inference_pb2.SamplingParams(min_tokens=1, stop_token_ids=[0]))
+    with pytest.raises(InvalidRequest, match="min_tokens: 1 is not allowed where every token is a stop token"):
+        tiny.read(request, None)
+
+
 @pytest.mark.parametrize("priority", [-100, 0, 100])
 def test_a_priority_is_kept(reader: RequestReader, priority: int) -> None:
     assert reader.read(text_request(priority=priority), None).priority == priority
@@ -163,6 +203,49 @@ def test_a_priority_is_kept(reader: RequestReader, priority: int) -> None:
             lambda: sampled(stop_token_ids=[1] * 257),
             "sampling_params.stop_token_ids: 257 are given, at most 256 are allowed",
         ),
+        (
+            lambda: sampled(top_p=0.0),
+            "sampling_params.top_p: 0.0 is out of range; allowed are numbers above 0, up to 1",
+        ),
+        (lambda: sampled(top_p=float("nan")), "sampling_params.top_p: nan is out of range"),
+        (lambda: sampled(min_p=1.5), "sampling_params.min_p: 1.5 is out of range; allowed are 0 to 1"),
+        (
+            lambda: sampled(presence_penalty=-2.5),
+            "sampling_params.presence_penalty: -2.5 is out of range; allowed are -2 to 2",
+        ),
+        (lambda: sampled(frequency_penalty=3), "sampling_params.frequency_penalty: 3.0 is out of range"),
+        (
+            lambda: sampled(repetition_penalty=0.0),
+            "sampling_params.repetition_penalty: 0.0 is out of range; allowed are 0.01 to 100",
+        ),
+        (
+            lambda: sampled(logit_bias={3: 200.0}),
+            "sampling_params.logit_bias[3]: 200.0 is out of range; allowed are -100 to 100",
+        ),
+        (
+            lambda: sampled(logit_bias={261: 1.0}),
+            "sampling_params.logit_bias: token 261 is outside the vocabulary; allowed are 0 to 260",
+        ),
+        (
+            lambda: sampled(min_tokens=9, max_tokens=8),
+            "sampling_params.min_tokens: 9 is out of range; allowed are 0 to 8",
+        ),
+        (
+            lambda: sampled(stop=["a", ""]),
+            "sampling_params.stop[1]: 0 characters are out of range; allowed are 1 to 256",
+        ),
+        (lambda: sampled(stop=["a"] * 17), "sampling_params.stop: 17 strings are out of range; allowed are 0 to 16"),
+        (lambda: sampled(stop=["\ufffd"]), "sampling_params.stop[0]: '\ufffd' holds the replacement character U+FFFD"),
+        (lambda: sampled(logprobs=21), "sampling_params.logprobs: 21 is out of range; allowed are 0 to 20"),
+        (
+            lambda: sampled(prompt_logprobs=21),
+            "sampling_params.prompt_logprobs: 21 is out of range; allowed are 0 to 20",
+        ),
+        (
+            lambda: text_request(sampling_params=inference_pb2.SamplingParams(n=2), conversation_id="c"),
+            "sampling_params.n: 2 answers cannot all continue one conversation; allowed with a conversation_id is 1",
+        ),
+        (lambda: sampled(n=17), "sampling_params.n: 17 is out of range; allowed are 1 to 16"),
         (lambda: text_request(request_id="r" * 257), "request_id: 257 characters are too many; at most 256"),
         (lambda: text_request(conversation_id="c" * 257), "conversation_id: 257 characters are too many; at most 256"),
         (lambda: text_request(conversation_id="a\nb"), r"conversation_id: 'a\nb' holds characters that cannot be"),

@@ -127,22 +127,6 @@ def test_a_tokenizer_that_drops_the_first_space_loses_none_later(tmp_path: Path)
     assert pieces[:3] == ["a", " b", "c"]
 
 
-@pytest.fixture(scope="session")
-def fallback_codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
-    """As SentencePiece models do: a few pieces, and `<0xNN>` tokens for the bytes of everything else."""
-    pieces = [*(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abcé"]
-    vocab = {piece: number for number, piece in enumerate(pieces)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True))
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    directory = tmp_path_factory.mktemp("fallback")
-    tokenizer.save(str(directory / "tokenizer.json"))
-    (directory / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
-    return TextCodec(directory)
-
-
 @given(st.text("abcé 😀€\n", max_size=40) | texts)
 def test_a_tokenizer_that_falls_back_to_bytes_shows_whole_characters_too(fallback_codec: TextCodec, text: str) -> None:
     ids = fallback_codec.encode(text).tolist()

@@ -15,18 +15,21 @@ from orchestration.turn import (
     BegunTurn,
     CachedSource,
     Chunk,
+    EndingEvent,
     FinishedEvent,
     Plan,
     PrefillReport,
     PromptMode,
+    ScoredEvent,
     TokensEvent,
     TurnEvent,
     TurnRequest,
 )
 from ringserve.v1 import inference_pb2
 from services.text import REPLACEMENT, IncrementalText, TextCodec
+from services.text_stops import AnswerText, StopRule
 from services.turn_stream import TurnStream
-from workers.steps import Algorithm, FinishReason, Sampling
+from workers.steps import Algorithm, FinishReason, Sampling, TokenLogprobs
 
 PLAN = Plan(
     algorithm=Algorithm.PASS_Q,
@@ -51,12 +54,16 @@ def finished(reason: FinishReason) -> FinishedEvent:
 
 
 class Leader:
-    """The one verb of a decode leader that a stream uses."""
+    """The two verbs of a decode leader that a stream uses."""
 
     def __init__(self, *events: TurnEvent | RingserveError) -> None:
         self._events = events
         self.asked = ""
+        self.finished: list[tuple[str, int]] = []
         self.is_closed = False
+
+    async def finish_turn(self, turn_id: str, num_tokens: int) -> None:
+        self.finished.append((turn_id, num_tokens))
 
     async def stream_turn(self, turn_id: str) -> AsyncGenerator[TurnEvent, None]:
         self.asked = turn_id
@@ -69,10 +76,13 @@ class Leader:
             self.is_closed = True
 
 
+NO_RULE = StopRule()
+
+
 class Turn:
     """A begun turn whose events come from `leader`."""
 
-    def __init__(self, codec: TextCodec, *events: TurnEvent | RingserveError) -> None:
+    def __init__(self, codec: TextCodec, *events: TurnEvent | RingserveError, rule: StopRule = NO_RULE) -> None:
         request = TurnRequest(
             request_id="r",
             conversation_id="c",
@@ -83,7 +93,7 @@ class Turn:
         )
         begun = BegunTurn(turn_id="t", decode_endpoint="d", prompt_tokens=100, plan=PLAN)
         self.leader = Leader(*events)
-        self.stream = TurnStream(request, begun, IncrementalText(codec), started=0.0)
+        self.stream = TurnStream(request, begun, AnswerText(IncrementalText(codec), rule), started=0.0)
 
     async def read(self) -> list[inference_pb2.GenerateResponse]:
         return [response async for response in self.stream.responses(self.leader)]  # type: ignore[arg-type]
@@ -191,3 +201,65 @@ async def test_leaving_early_closes_the_leaders_stream(byte_codec: TextCodec) ->
     await anext(responses)
     await responses.aclose()  # type: ignore[attr-defined]
     assert turn.leader.is_closed
+
+
+# --- stop strings and log-probabilities ------------------------------------------------------------------------------
+
+
+async def test_a_stop_string_ends_the_answer_at_the_token_that_completes_it(byte_codec: TextCodec) -> None:
+    """Tokens that were decoded meanwhile are neither shown nor counted."""
+    turn = Turn(
+        byte_codec,
+        REPORT,
+        *(tokens(part) for part in (b"ab", b"c<", b"/", b"e>x", b"y", b"z")),
+        EndingEvent(finish_reason=FinishReason.LENGTH),
+        finished(FinishReason.STOP),
+        rule=StopRule(strings=("</e>",)),
+    )
+    *chunks, last = await turn.read()
+    assert [response.chunk.text for response in chunks] == ["ab", "c", "", ""]
+    assert [bytes(response.chunk.token_ids) for response in chunks] == [b"ab", b"c<", b"/", b"e>"]
+    complete = last.complete
+    assert (complete.text, complete.finish_reason, complete.matched_stop_str) == ("abc", "stop", "</e>")
+    assert not complete.HasField("matched_stop")
+    assert bytes(complete.output_ids) == b"abc</e>"
+    assert complete.usage.completion_tokens == 7
+    # The second word is harmless: the first counts.
+    assert turn.leader.finished[0] == ("t", 7)
+
+
+async def test_an_answer_without_its_stop_string_is_finished_whole_when_it_ends_by_itself(
+    byte_codec: TextCodec,
+) -> None:
+    turn = Turn(
+        byte_codec,
+        REPORT,
+        tokens(b"ab<"),
+        EndingEvent(finish_reason=FinishReason.LENGTH),
+        finished(FinishReason.LENGTH),
+        rule=StopRule(strings=("</e>",)),
+    )
+    chunk, last = await turn.read()
+    assert (chunk.chunk.text, last.complete.text) == ("ab", "ab<"), "what was held is shown in the end"
+    assert last.complete.finish_reason == "length"
+    assert not last.complete.HasField("matched_stop_str")
+    assert turn.leader.finished == [("t", 3)]
+
+
+async def test_log_probabilities_come_with_their_tokens(byte_codec: TextCodec) -> None:
+    each = [
+        TokenLogprobs(token_id=token, logprob=-0.5, rank=1, top_ids=(token,), top_logprobs=(-0.5,)) for token in b"abc"
+    ]
+    turn = Turn(
+        byte_codec,
+        REPORT,
+        ScoredEvent(logprobs=(each[2],)),
+        TokensEvent(token_ids=tuple(b"ab"), logprobs=tuple(each[:2])),
+        finished(FinishReason.STOP),
+        rule=StopRule(strings=("a",)),
+    )
+    chunk, last = await turn.read()
+    assert [item.token_id for item in chunk.chunk.logprobs] == [ord("a")], "as many as tokens"
+    assert [item.token_id for item in last.complete.output_logprobs] == [ord("a")]
+    assert [item.token_id for item in last.complete.prompt_logprobs] == [ord("c")]
+    assert list(last.complete.output_logprobs[0].top_token_ids) == [ord("a")]

@@ -12,6 +12,8 @@ from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    LogitsProcessor,
+    LogitsProcessorList,
     MistralConfig,
     MistralForCausalLM,
     PreTrainedModel,
@@ -79,6 +81,18 @@ class Oracle:
         for _ in range(num_tokens):
             tokens.append(int(self.logits(tokens)[-1].argmax()))
         return tokens[len(token_ids) :]
+
+    def generate(self, token_ids: Sequence[int], num_tokens: int, processors: Sequence[LogitsProcessor]) -> list[int]:
+        """The tokens that follow by transformers' own greedy generation with these processors."""
+        with torch.inference_mode():
+            ids = self._model.generate(
+                torch.tensor([list(token_ids)]),
+                max_new_tokens=num_tokens,
+                do_sample=False,
+                logits_processor=LogitsProcessorList(processors),
+            )
+        tokens: list[int] = ids[0, len(token_ids) :].tolist()
+        return tokens
 
 
 def random_tokens(num_tokens: int, seed: int = 0) -> list[int]:

@@ -19,6 +19,7 @@ from cp_core.inprocess import InProcessRing
 from cp_core.layout import ShardMap, appended, balanced_layout
 from workers.rank import RankWorker
 from workers.steps import (
+    NO_HISTORY,
     AdmitSequence,
     Algorithm,
     DecodeEvent,
@@ -31,6 +32,7 @@ from workers.steps import (
     RingSpec,
     Sampling,
     SequencePrefill,
+    TokenHistory,
 )
 
 T = TypeVar("T")
@@ -204,7 +206,12 @@ class LocalRing:
         self._decoding = [self._threads.submit(worker.run_decode) for worker in self.workers]
 
     def admit(
-        self, conversation: Conversation, token_id: int, sampling: Sampling, num_generated: int = 1
+        self,
+        conversation: Conversation,
+        token_id: int,
+        sampling: Sampling,
+        num_generated: int = 1,
+        history: TokenHistory = NO_HISTORY,
     ) -> AdmitSequence:
         command = AdmitSequence(
             sequence_id=conversation.name,
@@ -214,6 +221,7 @@ class LocalRing:
             blocks=conversation.blocks,
             sampling=sampling,
             num_generated=num_generated,
+            history=history,
         )
         self.workers[0].submit([command])
         return command

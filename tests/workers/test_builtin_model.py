@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from cp_core.errors import ModelRefused
 from workers.builtin_model import cache_directory, resolve_model_path
 from workers.model_info import read_model_info
-from workers.sampling import choose_token
+from workers.sampling.rows import choose_token
 from workers.steps import Sampling
 
 TEXT = "".join(topics.values())

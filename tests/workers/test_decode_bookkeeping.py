@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -14,8 +15,9 @@ from tests.workers.rings import run_in_thread
 from workers.decode_batch import Admission, BatchChange, DecodeBatch, Growth
 from workers.decode_mailbox import DecodeMailbox
 from workers.kv_cache import runs
+from workers.sampling.parameters import TokenBias
 from workers.step_codec import decode_change, encode_change
-from workers.steps import AdmitSequence, DecodeEvent, FinishReason, RemoveSequence, Sampling
+from workers.steps import AdmitSequence, DecodeEvent, FinishReason, RemoveSequence, Sampling, TokenHistory
 
 BLOCK_TOKENS = 4
 
@@ -26,7 +28,7 @@ def admission(name: str = "a", held: tuple[int, ...] = (3, 2)) -> Admission:
 
 
 def command(name: str, **changes: int) -> AdmitSequence:
-    fields = {"token_id": 9, "position": 5, "num_generated": 1} | changes
+    fields: dict[str, Any] = {"token_id": 9, "position": 5, "num_generated": 1} | changes
     return AdmitSequence(
         sequence_id=name,
         held=(3, 2),
@@ -91,6 +93,19 @@ def test_a_sequence_that_outgrows_its_blocks_is_a_bug_and_says_so() -> None:
         batch.append()
 
 
+samplings = st.builds(
+    Sampling,
+    seed=st.integers(0, (1 << 64) - 1),
+    max_tokens=st.integers(1, 1 << 31),
+    logprobs=st.none() | st.integers(0, 20),
+    prompt_logprobs=st.none() | st.integers(0, 20),
+    top_k=st.integers(0, 1 << 31),
+    min_tokens=st.integers(0, 1 << 31),
+    stop_token_ids=st.lists(st.integers(0, 1 << 31)).map(tuple),
+    logit_bias=st.lists(st.builds(TokenBias, st.integers(0, 1 << 31), st.floats(-100, 100))).map(tuple),
+)
+
+
 @given(
     st.builds(
         BatchChange,
@@ -103,8 +118,8 @@ def test_a_sequence_that_outgrows_its_blocks_is_a_bug_and_says_so() -> None:
                 position=st.integers(0, 1 << 40),
                 held=st.lists(st.integers(0, 1 << 40)).map(tuple),
                 blocks=st.lists(st.lists(st.integers(0, 1 << 30)).map(tuple)).map(tuple),
-                temperature=st.floats(0.0, 2.0),
-                seed=st.integers(0, (1 << 64) - 1),
+                sampling=samplings,
+                history=st.builds(TokenHistory),
             )
         ).map(tuple),
         grown=st.lists(

@@ -301,6 +301,11 @@ class DecodeServiceStub:
                 request_serializer=ringserve_dot_v1_dot_groups__pb2.StreamTurnRequest.SerializeToString,
                 response_deserializer=ringserve_dot_v1_dot_groups__pb2.TurnEvent.FromString,
                 _registered_method=True)
+        self.FinishTurn = channel.unary_unary(
+                '/ringserve.v1.DecodeService/FinishTurn',
+                request_serializer=ringserve_dot_v1_dot_groups__pb2.FinishTurnRequest.SerializeToString,
+                response_deserializer=ringserve_dot_v1_dot_groups__pb2.FinishTurnResponse.FromString,
+                _registered_method=True)
         self.SendKv = channel.unary_unary(
                 '/ringserve.v1.DecodeService/SendKv',
                 request_serializer=ringserve_dot_v1_dot_groups__pb2.SendKvRequest.SerializeToString,
@@ -342,6 +347,13 @@ class DecodeServiceServicer:
 
     def StreamTurn(self, request, context):
         """Tokens of a turn to the gateway. One stream a turn; its cancellation aborts the turn.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def FinishTurn(self, request, context):
+        """Ends a turn well after its first `num_tokens` tokens; later ones are discarded. The stream tells the end. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -389,6 +401,11 @@ def add_DecodeServiceServicer_to_server(servicer, server):
                     servicer.StreamTurn,
                     request_deserializer=ringserve_dot_v1_dot_groups__pb2.StreamTurnRequest.FromString,
                     response_serializer=ringserve_dot_v1_dot_groups__pb2.TurnEvent.SerializeToString,
+            ),
+            'FinishTurn': grpc.unary_unary_rpc_method_handler(
+                    servicer.FinishTurn,
+                    request_deserializer=ringserve_dot_v1_dot_groups__pb2.FinishTurnRequest.FromString,
+                    response_serializer=ringserve_dot_v1_dot_groups__pb2.FinishTurnResponse.SerializeToString,
             ),
             'SendKv': grpc.unary_unary_rpc_method_handler(
                     servicer.SendKv,
@@ -493,6 +510,33 @@ class DecodeService:
             '/ringserve.v1.DecodeService/StreamTurn',
             ringserve_dot_v1_dot_groups__pb2.StreamTurnRequest.SerializeToString,
             ringserve_dot_v1_dot_groups__pb2.TurnEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FinishTurn(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ringserve.v1.DecodeService/FinishTurn',
+            ringserve_dot_v1_dot_groups__pb2.FinishTurnRequest.SerializeToString,
+            ringserve_dot_v1_dot_groups__pb2.FinishTurnResponse.FromString,
             options,
             channel_credentials,
             insecure,

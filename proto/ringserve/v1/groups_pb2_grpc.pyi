@@ -114,6 +114,8 @@ class DecodeServiceStub:
     """From the prefill leader: the first token exists. Decoding begins when the KV is sealed. Idempotent per attempt."""
     StreamTurn: _grpc.UnaryStreamMultiCallable[_groups_pb2.StreamTurnRequest, _groups_pb2.TurnEvent]
     """Tokens of a turn to the gateway. One stream a turn; its cancellation aborts the turn."""
+    FinishTurn: _grpc.UnaryUnaryMultiCallable[_groups_pb2.FinishTurnRequest, _groups_pb2.FinishTurnResponse]
+    """Ends a turn well after its first `num_tokens` tokens; later ones are discarded. The stream tells the end. Idempotent."""
     SendKv: _grpc.UnaryUnaryMultiCallable[_groups_pb2.SendKvRequest, _groups_pb2.SendKvResponse]
     """Sends kept KV of a sequence back to a prefill ring; answers when it has been acknowledged."""
     AbortTurn: _grpc.UnaryUnaryMultiCallable[_groups_pb2.AbortTurnRequest, _groups_pb2.AbortTurnResponse]
@@ -130,6 +132,8 @@ class DecodeServiceAsyncStub(DecodeServiceStub):
     """From the prefill leader: the first token exists. Decoding begins when the KV is sealed. Idempotent per attempt."""
     StreamTurn: _aio.UnaryStreamMultiCallable[_groups_pb2.StreamTurnRequest, _groups_pb2.TurnEvent]  # type: ignore[assignment]
     """Tokens of a turn to the gateway. One stream a turn; its cancellation aborts the turn."""
+    FinishTurn: _aio.UnaryUnaryMultiCallable[_groups_pb2.FinishTurnRequest, _groups_pb2.FinishTurnResponse]  # type: ignore[assignment]
+    """Ends a turn well after its first `num_tokens` tokens; later ones are discarded. The stream tells the end. Idempotent."""
     SendKv: _aio.UnaryUnaryMultiCallable[_groups_pb2.SendKvRequest, _groups_pb2.SendKvResponse]  # type: ignore[assignment]
     """Sends kept KV of a sequence back to a prefill ring; answers when it has been acknowledged."""
     AbortTurn: _aio.UnaryUnaryMultiCallable[_groups_pb2.AbortTurnRequest, _groups_pb2.AbortTurnResponse]  # type: ignore[assignment]
@@ -161,6 +165,14 @@ class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_groups_pb2.TurnEvent], _abc.AsyncIterator[_groups_pb2.TurnEvent]]:
         """Tokens of a turn to the gateway. One stream a turn; its cancellation aborts the turn."""
+
+    @_abc_1.abstractmethod
+    def FinishTurn(
+        self,
+        request: _groups_pb2.FinishTurnRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_groups_pb2.FinishTurnResponse, _abc.Awaitable[_groups_pb2.FinishTurnResponse]]:
+        """Ends a turn well after its first `num_tokens` tokens; later ones are discarded. The stream tells the end. Idempotent."""
 
     @_abc_1.abstractmethod
     def SendKv(

@@ -71,7 +71,8 @@ class InferenceServicer:
 
     def Generate(self, request, context):
         """One turn. The stream is: one `start`, any number of `chunk`, one `complete`. A stream that ends without `complete`
-        ends with an error status, and the turn's KV is free again. Cancelling the call aborts the turn.
+        ends with an error status, and the turn's KV is free again. Cancelling the call aborts the turn. With `n` answers
+        each is a turn, their chunks are mixed and each has its `complete`; `start` is that of the first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

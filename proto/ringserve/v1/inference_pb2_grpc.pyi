@@ -33,7 +33,8 @@ class InferenceStub:
     def __new__(cls, channel: _aio.Channel) -> InferenceAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]
     """One turn. The stream is: one `start`, any number of `chunk`, one `complete`. A stream that ends without `complete`
-    ends with an error status, and the turn's KV is free again. Cancelling the call aborts the turn.
+    ends with an error status, and the turn's KV is free again. Cancelling the call aborts the turn. With `n` answers
+    each is a turn, their chunks are mixed and each has its `complete`; `start` is that of the first.
     """
     Abort: _grpc.UnaryUnaryMultiCallable[_inference_pb2.AbortRequest, _inference_pb2.AbortResponse]
     """Ends running turns by request id, wherever they are. Idempotent: an unknown id is reported, not an error."""
@@ -49,7 +50,8 @@ class InferenceAsyncStub(InferenceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]  # type: ignore[assignment]
     """One turn. The stream is: one `start`, any number of `chunk`, one `complete`. A stream that ends without `complete`
-    ends with an error status, and the turn's KV is free again. Cancelling the call aborts the turn.
+    ends with an error status, and the turn's KV is free again. Cancelling the call aborts the turn. With `n` answers
+    each is a turn, their chunks are mixed and each has its `complete`; `start` is that of the first.
     """
     Abort: _aio.UnaryUnaryMultiCallable[_inference_pb2.AbortRequest, _inference_pb2.AbortResponse]  # type: ignore[assignment]
     """Ends running turns by request id, wherever they are. Idempotent: an unknown id is reported, not an error."""
@@ -68,7 +70,8 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_inference_pb2.GenerateResponse], _abc.AsyncIterator[_inference_pb2.GenerateResponse]]:
         """One turn. The stream is: one `start`, any number of `chunk`, one `complete`. A stream that ends without `complete`
-        ends with an error status, and the turn's KV is free again. Cancelling the call aborts the turn.
+        ends with an error status, and the turn's KV is free again. Cancelling the call aborts the turn. With `n` answers
+        each is a turn, their chunks are mixed and each has its `complete`; `start` is that of the first.
         """
 
     @_abc_1.abstractmethod

@@ -160,19 +160,19 @@ def test_without_tokens_everybody_is_one_tenant_who_may_ask_anything() -> None:
 
 def test_a_tenant_runs_no_more_turns_at_a_time_than_it_may() -> None:
     limits, acme = TenantLimits(), Tenant(name="acme", max_concurrent_turns=2)
-    with limits.turn(acme), limits.turn(acme):
-        with pytest.raises(CapacityExceeded, match="'acme' runs 2 turns and may run 2 at a time"), limits.turn(acme):
+    with limits.turns(acme), limits.turns(acme):
+        with pytest.raises(CapacityExceeded, match="'acme' runs 2 turns, asks for 1 and may run 2 at a time"), limits.turns(acme):
             raise AssertionError("one too many")
-        with limits.turn(Tenant(name="beta", max_concurrent_turns=1)):
+        with limits.turns(Tenant(name="beta", max_concurrent_turns=1)):
             pass
-    with limits.turn(acme):
+    with limits.turns(acme):
         pass
 
 
 def test_a_turn_that_fails_is_no_longer_counted() -> None:
     limits, acme = TenantLimits(), Tenant(name="acme", max_concurrent_turns=1)
     for _ in range(3):
-        with pytest.raises(ZeroDivisionError), limits.turn(acme):
+        with pytest.raises(ZeroDivisionError), limits.turns(acme):
             raise ZeroDivisionError
 
 
@@ -180,19 +180,19 @@ def test_turns_a_minute_come_back_evenly_and_the_refusal_says_when() -> None:
     clock = Clock(0.0)
     limits, acme = TenantLimits(clock), Tenant(name="acme", max_turns_per_minute=30)
     for _ in range(30):
-        with limits.turn(acme):
+        with limits.turns(acme):
             pass
-    with pytest.raises(CapacityExceeded, match="30 turns a minute") as caught, limits.turn(acme):
+    with pytest.raises(CapacityExceeded, match="30 turns a minute") as caught, limits.turns(acme):
         raise AssertionError("one too many")
     assert caught.value.retry_after_seconds == pytest.approx(2.0)
     clock.now += 2.0
-    with limits.turn(acme):
+    with limits.turns(acme):
         pass
-    with pytest.raises(CapacityExceeded), limits.turn(acme):
+    with pytest.raises(CapacityExceeded), limits.turns(acme):
         raise AssertionError("one too many")
     clock.now += 3600
     for _ in range(30):
-        with limits.turn(acme):
+        with limits.turns(acme):
             pass
-    with pytest.raises(CapacityExceeded), limits.turn(acme):
+    with pytest.raises(CapacityExceeded), limits.turns(acme):
         raise AssertionError("what was not used is not saved up")

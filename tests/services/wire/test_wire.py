@@ -38,9 +38,9 @@ from orchestration.turn import (
     TurnRequest,
 )
 from ringserve.v1 import inference_pb2
-from services.wire import groups, turns
+from services.wire import groups, sampling, turns
 from services.wire.layouts import shards_from, shards_to, token_array
-from workers.steps import FinishReason, Sampling, TokenIds
+from workers.steps import FinishReason, Sampling, TokenIds, TokenLogprobs
 
 M = TypeVar("M", bound=Message)
 
@@ -106,7 +106,8 @@ def sent(message: M) -> M:
 
 
 PAIRS: list[tuple[st.SearchStrategy[Any], Callable[[Any], Any], Callable[[Any], Any]]] = [
-    (values_of(Sampling), turns.sampling_to, turns.sampling_from),
+    (values_of(Sampling), sampling.sampling_to, sampling.sampling_from),
+    (values_of(TokenLogprobs), sampling.logprobs_to, sampling.logprobs_from),
     (requests(), turns.turn_request_to, turns.turn_request_from),
     (values_of(Plan), turns.plan_to, turns.plan_from),
     (values_of(Reserve), turns.reserve_to, turns.reserve_from),
@@ -138,8 +139,8 @@ def test_there_and_back_again_is_identity(
 
 
 def test_every_pair_is_tested() -> None:
-    written = {name for module in (turns, groups) for name in vars(module) if name.endswith("_to")}
-    assert written - {"shards_to", "chunks_to"} == {to.__name__ for _, to, _ in PAIRS}
+    written = {name for module in (turns, groups, sampling) for name in vars(module) if name.endswith("_to")}
+    assert written - {"shards_to", "chunks_to", "all_logprobs_to"} == {to.__name__ for _, to, _ in PAIRS}
 
 
 @given(shard_maps)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.sampling import choose_token
+from workers.sampling.rows import choose_token
 from workers.steps import Sampling
 
 

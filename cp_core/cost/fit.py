@@ -1,0 +1,157 @@
+"""Fits constants of a hardware profile to times that were published or measured. Errors are relative ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+
+from cp_core.cost.decode import StepCost, predict_step
+from cp_core.cost.least_squares import Vector, minimise
+from cp_core.cost.memory import WeightBytes
+from cp_core.cost.prefill import predict_turn
+from cp_core.cost.profile import HardwareProfile
+from cp_core.cost_model import ModelShape
+from cp_core.errors import ConfigError
+
+PREFILL_CONSTANTS = (
+    "gemm_flops",
+    "attention_flops",
+    "link_latency_seconds",
+    "rank_overhead_seconds",
+    "cached_overhead_seconds",
+    "sum_bytes_per_second",
+)
+DECODE_CONSTANTS = (
+    "kv_bytes_per_second",
+    "attention_seconds",
+    "row_seconds",
+    "hop_seconds",
+    "all_to_all_seconds",
+    "ring_seconds",
+    "sum_seconds",
+    "host_seconds",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefillSample:
+    """A prefill and how long it took."""
+
+    cp: int
+    tp: int
+    algorithm: str
+    new_tokens: int
+    cached_tokens: int
+    seconds: float
+
+
+class StepPart(StrEnum):
+    """Which time of a decode step was taken: the whole step, or something of one layer. Fields of `StepCost`."""
+
+    STEP = "total_seconds"
+    CALL = "call_seconds"
+    ATTENTION = "layer_attention_seconds"
+    HOPS = "layer_hops_seconds"
+    COLLECTIVE = "layer_collective_seconds"
+    WHOLE = "layer_whole_seconds"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepSample:
+    """A pass-Q decode step of B rows and how long `part` of it took. Its residual counts `weight` times."""
+
+    cp: int
+    tp: int
+    batch: int
+    context_tokens: int
+    part: StepPart
+    seconds: float
+    weight: float = 1.0
+
+
+def predicted_prefill(model: ModelShape, profile: HardwareProfile, sample: PrefillSample) -> float:
+    """Seconds that the profile predicts for it."""
+    return predict_turn(
+        model,
+        profile,
+        cp=sample.cp,
+        tp=sample.tp,
+        algorithm=sample.algorithm,
+        new_tokens=sample.new_tokens,
+        cached_tokens=sample.cached_tokens,
+    ).total_seconds
+
+
+def predicted_step(model: ModelShape, weights: WeightBytes, profile: HardwareProfile, sample: StepSample) -> float:
+    """Seconds that the profile predicts for it."""
+    cost: StepCost = predict_step(
+        model,
+        weights,
+        profile,
+        cp=sample.cp,
+        tp=sample.tp,
+        batch=sample.batch,
+        context_tokens=sample.context_tokens,
+    )
+    return float(getattr(cost, sample.part.value))
+
+
+def fit_prefill(
+    model: ModelShape,
+    profile: HardwareProfile,
+    samples: Sequence[PrefillSample],
+    names: Sequence[str] = PREFILL_CONSTANTS,
+) -> HardwareProfile:
+    """`profile` with its constants `names` moved, from where they are, to those that fit the samples best.
+
+    Raises ConfigError where there are fewer samples than constants.
+    """
+    _require(samples, names)
+
+    def residuals(values: Vector) -> Vector:
+        moved = _with_prefill(profile, names, values)
+        return np.array([np.log(predicted_prefill(model, moved, each) / each.seconds) for each in samples])
+
+    start = [float(getattr(profile.prefill, name)) for name in names]
+    return _with_prefill(profile, names, minimise(residuals, start))
+
+
+def fit_decode(
+    model: ModelShape,
+    weights: WeightBytes,
+    profile: HardwareProfile,
+    samples: Sequence[StepSample],
+    names: Sequence[str] = DECODE_CONSTANTS,
+) -> HardwareProfile:
+    """As `fit_prefill`, of the decode constants. Samples whose time is 0 are refused with ConfigError."""
+    _require(samples, names)
+    if any(each.seconds <= 0.0 for each in samples):
+        raise ConfigError("a sample of a decode step took 0 s; allowed is any time above 0")
+
+    def residuals(values: Vector) -> Vector:
+        moved = _with_decode(profile, names, values)
+        return np.array(
+            [each.weight * np.log(predicted_step(model, weights, moved, each) / each.seconds) for each in samples]
+        )
+
+    start = [float(getattr(profile.decode, name)) for name in names]
+    return _with_decode(profile, names, minimise(residuals, start))
+
+
+def _require(samples: Sequence[object], names: Sequence[str]) -> None:
+    if len(samples) < len(names):
+        raise ConfigError(f"{len(samples)} samples cannot fit {len(names)} constants; at least as many are needed")
+
+
+def _with_prefill(profile: HardwareProfile, names: Sequence[str], values: Vector) -> HardwareProfile:
+    moved: dict[str, Any] = dict(zip(names, map(float, values), strict=True))
+    return replace(profile, prefill=replace(profile.prefill, **moved))
+
+
+def _with_decode(profile: HardwareProfile, names: Sequence[str], values: Vector) -> HardwareProfile:
+    moved: dict[str, Any] = dict(zip(names, map(float, values), strict=True))
+    return replace(profile, decode=replace(profile.decode, **moved))

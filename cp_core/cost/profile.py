@@ -1,0 +1,168 @@
+"""A hardware profile: what one process (a GPU) does, its links and its overheads. Shipped or measured, as JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, fields
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, TypeVar
+
+from cp_core.cost_model import Rates
+from cp_core.errors import ConfigError
+
+SUFFIX = ".json"
+# Everything else is a rate or a size, and must be above 0.
+MAY_BE_ZERO = ("_seconds", "free_rows", "overlap")
+
+Section = TypeVar("Section")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefillConstants:
+    """FLOP/s, bytes/s and seconds of one process. The links are those of a ring, between hosts.
+
+    A hop's latency is all it takes to start, waiting for a late peer included. Overheads are a layer's: always, for
+    each rank after the first, and where there are cached tokens. Sums are those of tensor parallelism: bytes/s of a
+    ring all-reduce inside one host, and over several.
+    """
+
+    gemm_flops: float
+    attention_flops: float
+    link_bytes_per_second: float
+    link_latency_seconds: float
+    all_to_all_bytes_per_second: float
+    all_to_all_latency_seconds: float
+    host_sum_bytes_per_second: float
+    sum_bytes_per_second: float
+    overlap: float = 1.0
+    layer_overhead_seconds: float = 0.0
+    rank_overhead_seconds: float = 0.0
+    cached_overhead_seconds: float = 0.0
+
+    def rates(self, num_ranks: int, *, is_cached: bool) -> Rates:
+        """What a rank of a ring of `num_ranks` does."""
+        overhead = self.layer_overhead_seconds + (num_ranks - 1) * self.rank_overhead_seconds
+        return Rates(
+            gemm_flops=self.gemm_flops,
+            attention_flops=self.attention_flops,
+            link_bytes_per_second=self.link_bytes_per_second,
+            link_latency_seconds=self.link_latency_seconds,
+            layer_overhead_seconds=overhead + (self.cached_overhead_seconds if is_cached else 0.0),
+            overlap=self.overlap,
+            all_to_all_bytes_per_second=self.all_to_all_bytes_per_second,
+            all_to_all_latency_seconds=self.all_to_all_latency_seconds,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecodeConstants:
+    """Bytes/s and seconds of one process in a decode step.
+
+    One attention call costs `attention_seconds`, the reading of its KV, and `row_seconds` for every query row after
+    the first `free_rows`. `hop_seconds` start an exchange of queries, `all_to_all_seconds` a collective,
+    `ring_seconds` are a layer's further cost in any ring of more than one. A tensor parallel sum starts in
+    `sum_seconds`, and takes `host_seconds` more for every host after the first.
+    """
+
+    weight_bytes_per_second: float
+    kv_bytes_per_second: float
+    attention_seconds: float
+    free_rows: int
+    row_seconds: float
+    hop_seconds: float
+    all_to_all_seconds: float
+    ring_seconds: float
+    sum_seconds: float
+    host_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HardwareProfile:
+    """`source` says where the constants come from. `kv_link_bytes_per_second` is what one process sends of migrating KV
+    beside its ring's messages; `processes_per_host` are those that tensor parallel sums reach without the links.
+    """
+
+    name: str
+    source: str
+    processes_per_host: int
+    memory_bytes: float
+    kv_link_bytes_per_second: float
+    prefill: PrefillConstants
+    decode: DecodeConstants
+
+
+def shipped_profiles() -> tuple[str, ...]:
+    """Names that `read_profile` knows."""
+    names = (entry.name for entry in files("cp_core").joinpath("profiles").iterdir())
+    return tuple(sorted(name.removesuffix(SUFFIX) for name in names if name.endswith(SUFFIX)))
+
+
+def read_profile(name: str) -> HardwareProfile:
+    """A shipped profile by its name, or one in a JSON file by its path. Raises ConfigError."""
+    if name in shipped_profiles():
+        return parse_profile(files("cp_core").joinpath("profiles", name + SUFFIX).read_text(encoding="utf-8"), name)
+    path = Path(name).expanduser()
+    if not path.is_file():
+        raise ConfigError(
+            f"hardware profile {name!r} is unknown; allowed are {', '.join(shipped_profiles())}, or the path of a file"
+        )
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"hardware profile {name} cannot be read: {error}") from error
+    return parse_profile(text, name)
+
+
+def parse_profile(text: str, where: str) -> HardwareProfile:
+    """Raises ConfigError, naming `where` and the key: every constant is needed, and none that is unknown is taken."""
+    try:
+        content = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"hardware profile {where} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"hardware profile {where} does not hold a JSON object")
+    sections = {
+        "prefill": _section(PrefillConstants, content.get("prefill"), where, "prefill."),
+        "decode": _section(DecodeConstants, content.get("decode"), where, "decode."),
+    }
+    return _section(HardwareProfile, content | sections, where, "")
+
+
+def format_profile(profile: HardwareProfile) -> str:
+    """As `read_profile` takes it."""
+    return json.dumps(asdict(profile), indent=2) + "\n"
+
+
+def _section(kind: type[Section], content: object, where: str, prefix: str) -> Section:
+    if not isinstance(content, Mapping):
+        raise ConfigError(f"hardware profile {where} has no section {prefix.rstrip('.')!r}")
+    known = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
+    if unknown := sorted(content.keys() - known.keys()):
+        raise ConfigError(f"hardware profile {where}: {prefix}{unknown[0]} is unknown; allowed are {', '.join(known)}")
+    values: dict[str, Any] = {}
+    for name, field in known.items():
+        if name in content:
+            values[name] = _checked(name, field.type, content[name], f"hardware profile {where}: {prefix}{name}")
+        elif field.default is MISSING:
+            raise ConfigError(f"hardware profile {where}: {prefix}{name} is missing")
+    return kind(**values)
+
+
+def _checked(name: str, annotation: object, value: object, where: str) -> object:
+    if annotation not in ("float", "int"):
+        if annotation == "str" and not isinstance(value, str):
+            raise ConfigError(f"{where} is {value!r}; a text is needed")
+        return value
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
+        raise ConfigError(f"{where} is {value!r}; a number is needed")
+    if annotation == "int" and not isinstance(value, int):
+        raise ConfigError(f"{where} is {value!r}; a whole number is needed")
+    if name.endswith("overlap") and not 0.0 <= value <= 1.0:
+        raise ConfigError(f"{where} is {value}; allowed are 0 to 1")
+    # Rates end in "_per_second".
+    if value < 0 or (value == 0 and not name.endswith(MAY_BE_ZERO)):
+        raise ConfigError(f"{where} is {value}; allowed is any {'number from 0' if value else 'number above 0'}")
+    return value

@@ -1,0 +1,130 @@
+"""What clients do: conversations of turns, each sent a while after the answer before it."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from cp_core.errors import ConfigError
+
+DAY = 86_400.0
+MAX_TOKENS = 1_000_000_000
+FIELDS = {"new_tokens", "output_tokens", "think_seconds"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TracedTurn:
+    """`new_tokens` after all that was said before, sent `think_seconds` after the last answer; the answer's tokens."""
+
+    new_tokens: int
+    output_tokens: int
+    think_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TracedConversation:
+    """Begins at `start_seconds`, plus the first turn's think time."""
+
+    start_seconds: float
+    turns: tuple[TracedTurn, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TraceShape:
+    """A made-up trace. First prompts are drawn from `first_tokens`, each equally often, and vary by a factor of up to
+    `spread` both ways; a conversation has `mean_turns` turns on average; follow-ups add `follow_up_tokens` on average.
+    """
+
+    num_conversations: int
+    seconds: float = DAY
+    first_tokens: tuple[int, ...] = (4_000, 32_000, 128_000)
+    spread: float = 1.5
+    mean_turns: float = 4.0
+    follow_up_tokens: int = 1_000
+    mean_output_tokens: int = 300
+    mean_think_seconds: float = 60.0
+
+
+def made_trace(shape: TraceShape, seed: int) -> list[TracedConversation]:
+    """The same for the same seed. Starts follow the day: twice the average at its middle, none at its ends."""
+    draw = random.Random(seed)
+    return sorted(
+        (_conversation(shape, draw) for _ in range(shape.num_conversations)), key=lambda one: one.start_seconds
+    )
+
+
+def _conversation(shape: TraceShape, draw: random.Random) -> TracedConversation:
+    turns = [_turn(shape, draw, _around(draw.choice(shape.first_tokens), shape.spread, draw), think=0.0)]
+    while draw.random() > 1.0 / shape.mean_turns:
+        new = 1 + round(draw.expovariate(1.0 / shape.follow_up_tokens))
+        turns.append(_turn(shape, draw, new, draw.expovariate(1.0 / shape.mean_think_seconds)))
+    # The sum of two uniform draws is a triangle with its peak in the middle.
+    start = shape.seconds * (draw.random() + draw.random()) / 2.0
+    return TracedConversation(start_seconds=start, turns=tuple(turns))
+
+
+def _turn(shape: TraceShape, draw: random.Random, new: int, think: float) -> TracedTurn:
+    output = 1 + round(draw.expovariate(1.0 / shape.mean_output_tokens))
+    return TracedTurn(new_tokens=new, output_tokens=output, think_seconds=think)
+
+
+def _around(tokens: int, spread: float, draw: random.Random) -> int:
+    return max(1, round(tokens * math.pow(spread, draw.uniform(-1.0, 1.0))))
+
+
+def read_trace(path: Path) -> list[TracedConversation]:
+    """One JSON object a line, {"start_seconds": s, "turns": [{"new_tokens", "output_tokens", "think_seconds"}]}.
+
+    Raises ConfigError, naming the line.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--trace: {path} cannot be read: {error}") from error
+    trace = [_parse(line, f"--trace: {path} line {number}") for number, line in enumerate(lines, start=1) if line]
+    if not trace:
+        raise ConfigError(f"--trace: {path} has no conversation; a line with a JSON object is needed for each")
+    return sorted(trace, key=lambda one: one.start_seconds)
+
+
+def format_trace(trace: Iterable[TracedConversation]) -> str:
+    """As `read_trace` takes it."""
+    return "".join(json.dumps(asdict(conversation)) + "\n" for conversation in trace)
+
+
+def _parse(line: str, where: str) -> TracedConversation:
+    try:
+        content = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"{where} is not JSON: {error}") from error
+    if not isinstance(content, dict) or content.keys() != {"start_seconds", "turns"}:
+        raise ConfigError(f"{where} is no conversation; allowed is an object of start_seconds and turns")
+    turns = content["turns"]
+    if not isinstance(turns, Sequence) or not turns or not all(isinstance(turn, dict) for turn in turns):
+        raise ConfigError(f"{where} has turns={turns!r}; allowed is a list of objects, one at least")
+    return TracedConversation(
+        start_seconds=_number(content["start_seconds"], f"{where} start_seconds", 0.0),
+        turns=tuple(_parse_turn(turn, where) for turn in turns),
+    )
+
+
+def _parse_turn(turn: dict[str, object], where: str) -> TracedTurn:
+    if turn.keys() != FIELDS:
+        raise ConfigError(f"{where} has a turn of {', '.join(sorted(turn))}; allowed are {', '.join(sorted(FIELDS))}")
+    return TracedTurn(
+        new_tokens=round(_number(turn["new_tokens"], f"{where} new_tokens", 1)),
+        output_tokens=round(_number(turn["output_tokens"], f"{where} output_tokens", 1)),
+        think_seconds=_number(turn["think_seconds"], f"{where} think_seconds", 0.0),
+    )
+
+
+def _number(value: object, where: str, least: float) -> float:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
+        raise ConfigError(f"{where} is {value!r}; a number is needed")
+    if not least <= value <= MAX_TOKENS:
+        raise ConfigError(f"{where} is {value}; allowed are {least:g} to {MAX_TOKENS}")
+    return float(value)

@@ -1,0 +1,84 @@
+"""`ringserve explain`: how a turn would be computed, why, and what every other way would cost."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from rich.console import Console
+
+from cp_core.cost.profile import read_profile
+from cp_core.errors import ConfigError
+from cp_core.selector import POLICIES, EmpiricalFit
+from services.cli.options import Subcommands
+from services.planning.explanation import explain_turn
+from services.planning.models import planned_model
+from services.planning.report import explanation_json, explanation_lines, explanation_table
+from services.planning.sizing import RingShape, require_tp
+from services.planning.units import parse_tokens
+
+EXAMPLE = """example:
+  ringserve explain --model llama3-405b-fp8 --hardware gtt --tokens 3200 --cached 124800 --ranks 4 --tp 8
+  ringserve explain --model llama3-70b --hardware gti --tokens 8k --ranks 2 --tp 8 --json
+"""
+HELP = """Predicted by a hardware profile, for one turn computed in one step on an idle ring; * marks what is chosen.
+Linear layers, tensor parallel sums, attention, messages exposed and hidden behind it, all-to-all, overhead."""
+PIPE_WIDTH = 150
+NUM_CONSTANTS = 3
+
+
+def add(commands: Subcommands) -> None:
+    parser = commands.add_parser(
+        "explain",
+        help="say how a turn would be computed, and why",
+        description=HELP,
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
+    parser.add_argument("--model", metavar="DIR_OR_NAME", required=True, help="a shipped shape, or a model directory")
+    parser.add_argument(
+        "--hardware", metavar="PROFILE", default="gtt", help="a shipped profile or a file (default: gtt)"
+    )
+    parser.add_argument("--tokens", metavar="T", required=True, help="new tokens, e.g. 3200 or 8k")
+    parser.add_argument("--cached", metavar="P", default="0", help="cached tokens before them (default: 0)")
+    parser.add_argument("--ranks", metavar="N", type=int, required=True, help="ranks of the ring")
+    parser.add_argument("--tp", metavar="N", type=int, default=1, help="processes of a rank (default: 1)")
+    parser.add_argument("--selector", choices=POLICIES, default="auto", help="who chooses (default: auto)")
+    parser.add_argument(
+        "--fit", metavar="ALPHA,BETA,GAMMA", help="constants of the empirical selector, as --fit=-1,1,12"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    for key, value in (("--ranks", options.ranks), ("--tp", options.tp)):
+        if value < 1:
+            raise ConfigError(f"{key}: {value} is none; allowed are 1 or more")
+    model, profile = planned_model(options.model), read_profile(options.hardware)
+    require_tp(model, options.tp)
+    explanation = explain_turn(
+        model,
+        profile,
+        RingShape(cp=options.ranks, tp=options.tp),
+        policy=options.selector,
+        new_tokens=parse_tokens("--tokens", options.tokens),
+        cached_tokens=0 if options.cached == "0" else parse_tokens("--cached", options.cached),
+        fit=None if options.fit is None else _fit(options.fit),
+    )
+    if options.json:
+        print(explanation_json(explanation))
+    else:
+        Console(width=None if sys.stdout.isatty() else PIPE_WIDTH).print(explanation_table(explanation))
+        print(*explanation_lines(explanation), sep="\n")
+    return 0
+
+
+def _fit(text: str) -> EmpiricalFit:
+    try:
+        values = [float(item) for item in text.split(",")]
+    except ValueError:
+        values = []
+    if len(values) != NUM_CONSTANTS:
+        raise ConfigError(f"--fit: {text!r} are no three numbers; allowed are those like -1.059,1.145,12.68")
+    return EmpiricalFit(alpha=values[0], beta=values[1], gamma=values[2])

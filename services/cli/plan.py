@@ -1,0 +1,202 @@
+"""`ringserve plan`: size a cluster by prediction, or set the predictions beside published times."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from cp_core.cost.profile import HardwareProfile, read_profile
+from cp_core.errors import ConfigError
+from services.bench.plot import require_matplotlib
+from services.cli.options import Subcommands
+from services.planning.models import PlannedModel, planned_model
+from services.planning.proposal import Proposal, Traffic, propose
+from services.planning.report import (
+    plan_json,
+    plan_table,
+    proposal_lines,
+    proposal_table,
+    reproduction_json,
+    reproduction_tables,
+)
+from services.planning.reproduction import reproduce
+from services.planning.sizing import (
+    RingForecast,
+    RingShape,
+    Workload,
+    first_that_fits,
+    forecast_ring,
+    require_tp,
+)
+from services.planning.units import format_tokens, parse_contexts, parse_rate, parse_seconds, parse_tokens
+
+EXAMPLE = """example:
+  ringserve plan --model llama3-405b-fp8 --hardware gtt --context 128k,1m
+  ringserve plan --model llama3-405b-fp8 --hardware gtt --context 128k:9,1m:1 --rate 0.1/s --ttft 60s --ttit 100ms
+  ringserve plan --model ./my-model --hardware ./measured.json --context 64k --cp 1,2,4 --tp 2 --plot plan.png
+  ringserve plan --reproduce --plot figures/
+"""
+HELP = """Predicts time to first token, time between tokens, KV memory and throughput of rings, and how many of which
+shape a traffic mix needs. 128k is 128,000 tokens. Times are predictions: --reproduce shows what they are worth."""
+CP_SIZES = (1, 2, 4, 8, 16, 32, 64)
+PIPE_WIDTH = 150
+MAX_SIZE = 4096
+
+
+def add(commands: Subcommands) -> None:
+    parser = commands.add_parser(
+        "plan",
+        help="size a cluster by prediction",
+        description=HELP,
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
+    parser.add_argument("--model", metavar="DIR_OR_NAME", help="a shipped shape, or a model directory")
+    parser.add_argument(
+        "--hardware", metavar="PROFILE", default="gtt", help="a shipped profile or a file (default: gtt)"
+    )
+    parser.add_argument("--context", metavar="TOKENS,...", help="prompt lengths; 128k:9,1m:1 weighs them")
+    parser.add_argument("--cached", type=float, default=0.0, help="share of a prompt that is cached (default: 0)")
+    parser.add_argument("--chunk", metavar="TOKENS", help="longest prefill step (default: whole prompts)")
+    parser.add_argument("--cp", metavar="N,...", help=f"ranks of a ring (default: {','.join(map(str, CP_SIZES))})")
+    parser.add_argument("--tp", metavar="N,...", help="processes of a rank (default: the most on one host)")
+    parser.add_argument("--rate", metavar="TURNS", help="traffic, e.g. 0.1/s or 360/h: proposes a cluster for it")
+    parser.add_argument("--output", metavar="TOKENS", default="256", help="tokens a turn writes (default: 256)")
+    parser.add_argument("--ttft", metavar="TIME", help="mean time to first token that must be kept, e.g. 60s")
+    parser.add_argument("--ttit", metavar="TIME", help="time between tokens that must be kept, e.g. 100ms")
+    parser.add_argument("--max-batch", type=int, default=32, help="sequences a decode ring takes (default: 32)")
+    parser.add_argument(
+        "--reproduce", action="store_true", help="published times of arXiv 2411.01783 beside predictions"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--plot", type=Path, metavar="PATH", help="draw it: FILE.png, with --reproduce a directory; needs matplotlib"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    if options.plot is not None:
+        require_matplotlib()
+    return run_reproduction(options) if options.reproduce else run_plan(options)
+
+
+def run_reproduction(options: argparse.Namespace) -> int:
+    reproduction = reproduce()
+    if options.plot is not None:
+        from services.planning.figures import write_published_figures
+
+        written = write_published_figures(options.plot)
+    if options.json:
+        print(reproduction_json(reproduction))
+        return 0
+    console = _console()
+    for table in reproduction_tables(reproduction):
+        console.print(table)
+    print(*reproduction.targets, sep="\n")
+    if options.plot is not None:
+        print(*(f"figure: {path}" for path in written), sep="\n")
+    return 0
+
+
+def run_plan(options: argparse.Namespace) -> int:
+    for name in ("model", "context"):
+        if getattr(options, name) is None:
+            raise ConfigError(f"--{name}: nothing is given; it is needed unless with --reproduce")
+    model, profile = planned_model(options.model), read_profile(options.hardware)
+    workload, traffic = _workload(options), _traffic(options)
+    shapes = [RingShape(cp=cp, tp=tp) for tp in _tp_sizes(options, model, profile) for cp in _cp_sizes(options)]
+    forecasts = [forecast_ring(model, profile, shape, workload) for shape in shapes]
+    smallest = first_that_fits(forecasts)
+    proposal = None if traffic is None else propose(model, profile, workload, traffic, forecasts)
+    if options.plot is not None:
+        from services.planning.figures import write_plan_figure
+
+        write_plan_figure(f"{model.name} on {profile.name}", forecasts, options.plot)
+    if options.json:
+        print(plan_json(forecasts, proposal))
+        return 0
+    _print_plan(model, profile, workload, forecasts, smallest)
+    if proposal is not None and traffic is not None:
+        _print_proposal(proposal, workload, traffic)
+    return 0
+
+
+def _print_plan(
+    model: PlannedModel,
+    profile: HardwareProfile,
+    workload: Workload,
+    forecasts: list[RingForecast],
+    smallest: RingForecast,
+) -> None:
+    _console().print(plan_table(forecasts))
+    refusals = [forecast.refusal for forecast in forecasts if forecast.refusal]
+    if refusals:
+        print(f"no: {refusals[0]}" + (f"; and {len(refusals) - 1} more" if len(refusals) > 1 else ""))
+    shape = smallest.shape
+    print(f"{model.name} on {profile.name}: the smallest ring that holds it is cp {shape.cp} x tp {shape.tp}")
+    if workload.longest > model.max_positions:
+        made_for = format_tokens(model.max_positions)
+        print(f"{model.name} was made for {made_for} tokens: longer contexts are timed, not vouched for")
+
+
+def _print_proposal(proposal: Proposal, workload: Workload, traffic: Traffic) -> None:
+    _console().print(proposal_table(proposal))
+    print(*proposal_lines(proposal, workload, traffic), sep="\n")
+
+
+def _workload(options: argparse.Namespace) -> Workload:
+    if not 0.0 <= options.cached < 1.0:
+        raise ConfigError(f"--cached: {options.cached} is no share; allowed are 0 to below 1")
+    return Workload(
+        contexts=parse_contexts("--context", options.context),
+        cached_share=options.cached,
+        chunk_tokens=None if options.chunk is None else parse_tokens("--chunk", options.chunk),
+    )
+
+
+def _traffic(options: argparse.Namespace) -> Traffic | None:
+    """None without --rate; limits without it are refused, since there is nothing they could limit."""
+    if options.rate is None:
+        for name in ("ttft", "ttit"):
+            if getattr(options, name) is not None:
+                raise ConfigError(f"--{name}: a limit needs traffic; give --rate too")
+        return None
+    if options.max_batch < 1:
+        raise ConfigError(f"--max-batch: {options.max_batch} is no batch; allowed are 1 or more")
+    return Traffic(
+        turns_per_second=parse_rate("--rate", options.rate),
+        output_tokens=parse_tokens("--output", options.output),
+        max_ttft_seconds=None if options.ttft is None else parse_seconds("--ttft", options.ttft),
+        max_ttit_seconds=None if options.ttit is None else parse_seconds("--ttit", options.ttit),
+        max_batch=options.max_batch,
+    )
+
+
+def _cp_sizes(options: argparse.Namespace) -> list[int]:
+    return list(CP_SIZES) if options.cp is None else _sizes("--cp", options.cp)
+
+
+def _tp_sizes(options: argparse.Namespace, model: PlannedModel, profile: HardwareProfile) -> list[int]:
+    """Those asked for, else the largest that divides the KV heads and stays on one host."""
+    if options.tp is None:
+        heads = model.shape.num_kv_heads
+        return [max(size for size in range(1, profile.processes_per_host + 1) if heads % size == 0)]
+    sizes = _sizes("--tp", options.tp)
+    for size in sizes:
+        require_tp(model, size)
+    return sizes
+
+
+def _sizes(key: str, text: str) -> list[int]:
+    sizes = [int(item) if item.isdecimal() else 0 for item in text.split(",")]
+    if not all(1 <= size <= MAX_SIZE for size in sizes):
+        raise ConfigError(f"{key}: {text!r} is no list of sizes; allowed are numbers of 1 to {MAX_SIZE}, with commas")
+    return list(dict.fromkeys(sizes))
+
+
+def _console() -> Console:
+    return Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)

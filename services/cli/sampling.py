@@ -1,0 +1,94 @@
+"""Options of commands that say how tokens are drawn and where an answer ends."""
+
+from __future__ import annotations
+
+import argparse
+
+from cp_core.errors import InvalidRequest
+from ringserve.v1 import inference_pb2
+
+UNSIGNED = {"max_tokens": 32, "seed": 64, "top_k": 32, "min_tokens": 32, "n": 32, "logprobs": 32, "prompt_logprobs": 32}
+"""Bits of the contract's unsigned numbers."""
+
+
+def add_sampling_options(parser: argparse.ArgumentParser) -> None:
+    """Those of every answer."""
+    parser.add_argument("--max-tokens", type=int, default=64, metavar="N", help="new tokens at most (default: 64)")
+    parser.add_argument("--min-tokens", type=int, default=0, metavar="N", help="no stop within the first N tokens")
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0 is greedy (default: 0)")
+    parser.add_argument("--seed", type=int, metavar="N", help="same seed, same tokens (default: drawn)")
+    parser.add_argument("--top-p", type=float, metavar="X", help="draw from the most likely tokens that make up X")
+    parser.add_argument("--top-k", type=int, default=0, metavar="N", help="draw from the N most likely tokens")
+    parser.add_argument(
+        "--min-p", type=float, default=0.0, metavar="X", help="draw from tokens X times as likely as the likeliest"
+    )
+    parser.add_argument(
+        "--presence-penalty", type=float, default=0.0, metavar="X", help="against tokens that the answer holds"
+    )
+    parser.add_argument(
+        "--frequency-penalty", type=float, default=0.0, metavar="X", help="the same for each time it holds them"
+    )
+    parser.add_argument(
+        "--repetition-penalty", type=float, metavar="X", help="above 1: against tokens of prompt and answer"
+    )
+    parser.add_argument("--logit-bias", nargs="*", default=[], metavar="ID=X", help="add X to a token's logit")
+    parser.add_argument("--stop", nargs="*", default=[], metavar="TEXT", help="end before any of these")
+    parser.add_argument("--include-stop", action="store_true", help="show the stop text that ended the answer")
+    parser.add_argument(
+        "--stop-token-ids", type=int, nargs="*", default=[], metavar="ID", help="end after any of these"
+    )
+    parser.add_argument("--ignore-eos", action="store_true", help="do not end at the model's end-of-sequence token")
+
+
+def add_answer_options(parser: argparse.ArgumentParser) -> None:
+    """Those of a single turn."""
+    parser.add_argument("--n", type=int, default=1, metavar="N", help="answers to the prompt (default: 1)")
+    parser.add_argument("--logprobs", type=int, metavar="N", help="with --json: of each token and the N most likely")
+    parser.add_argument("--prompt-logprobs", type=int, metavar="N", help="the same of the prompt's tokens")
+
+
+def sampling_of(options: argparse.Namespace) -> inference_pb2.SamplingParams:
+    """Raises InvalidRequest for what the contract's types cannot carry."""
+    given = vars(options)
+    for name, bits in UNSIGNED.items():
+        value = given.get(name)
+        if value is not None and not 0 <= value < 2**bits:
+            raise InvalidRequest(f"--{name.replace('_', '-')}: {value} is out of range; allowed are 0 to {2**bits - 1}")
+    return inference_pb2.SamplingParams(
+        temperature=options.temperature,
+        max_tokens=options.max_tokens,
+        seed=options.seed,
+        stop_token_ids=check_ids("--stop-token-ids", options.stop_token_ids),
+        ignore_eos=options.ignore_eos,
+        top_p=options.top_p,
+        top_k=options.top_k,
+        min_p=options.min_p,
+        presence_penalty=options.presence_penalty,
+        frequency_penalty=options.frequency_penalty,
+        repetition_penalty=options.repetition_penalty,
+        logit_bias=dict(_bias(item) for item in options.logit_bias),
+        min_tokens=options.min_tokens,
+        stop=options.stop,
+        include_stop_str_in_output=options.include_stop,
+        n=given.get("n", 1),
+        logprobs=given.get("logprobs"),
+        prompt_logprobs=given.get("prompt_logprobs"),
+    )
+
+
+def check_ids(name: str, ids: object) -> list[int]:
+    """A list of token ids. Raises InvalidRequest."""
+    if not isinstance(ids, list):
+        raise InvalidRequest(f"{name}: must be a list of token ids, e.g. [1, 2, 3]")
+    for place, token in enumerate(ids):
+        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < 2**32:
+            raise InvalidRequest(f"{name}[{place}]: {token!r} is no token id; allowed are integers from 0")
+    return ids
+
+
+def _bias(item: str) -> tuple[int, float]:
+    token_id, _, bias = item.partition("=")
+    try:
+        return check_ids("--logit-bias", [int(token_id)])[0], float(bias)
+    except ValueError:
+        raise InvalidRequest(f"--logit-bias: {item!r} is not ID=X, e.g. 50256=-100") from None

@@ -1,0 +1,166 @@
+"""What planning says in the end: tables for people, JSON for programs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from rich.box import SIMPLE
+from rich.table import Table
+
+from services.planning.explanation import Explanation
+from services.planning.proposal import Proposal, Traffic
+from services.planning.reproduction import ReproducedRow, Reproduction
+from services.planning.sizing import GIGABYTE, RingForecast, Workload
+from services.planning.units import format_seconds, format_tokens
+
+CHOSEN = "chosen, from T = 1,280 to 128,000"
+LEFT = ("row", "what", "how", "", "pool", CHOSEN)
+
+
+def plan_json(forecasts: Sequence[RingForecast], proposal: Proposal | None) -> str:
+    """One object: `rings`, and `proposal`, which is null where no rate was given."""
+    proposed = None if proposal is None else asdict(proposal) | {"ratio": proposal.ratio}
+    return json.dumps({"rings": [asdict(forecast) for forecast in forecasts], "proposal": proposed})
+
+
+def plan_table(forecasts: Sequence[RingForecast]) -> Table:
+    """One line a ring and context, those that do not fit marked so."""
+    table = _table(
+        "", "cp", "tp", "context", "algorithm", "TTFT", "tokens/s", "TTIT", "KV GB a process", "contexts that fit"
+    )
+    for forecast in forecasts:
+        for context in forecast.contexts:
+            table.add_row(
+                "no" if forecast.refusal else "",
+                str(forecast.shape.cp),
+                str(forecast.shape.tp),
+                format_tokens(context.tokens),
+                context.algorithm,
+                format_seconds(context.ttft_seconds),
+                f"{context.prompt_tokens_per_second:.0f}",
+                format_seconds(context.ttit_seconds),
+                f"{context.kv_bytes / GIGABYTE:.2f}",
+                str(context.max_contexts),
+            )
+    return table
+
+
+def proposal_table(proposal: Proposal) -> Table:
+    """The two pools."""
+    table = _table("pool", "rings", "cp", "tp", "processes", "busy or batch", "seconds")
+    prefill, decode = proposal.prefill, proposal.decode
+    ttft = ", ".join(map(format_seconds, prefill.ttft_seconds))
+    shape = prefill.shape
+    table.add_row(
+        "prefill",
+        str(prefill.num_rings),
+        str(shape.cp),
+        str(shape.tp),
+        str(prefill.num_processes),
+        f"busy {prefill.busy:.0%}",
+        f"mean TTFT {ttft}, of it waiting {format_seconds(prefill.wait_seconds)}",
+    )
+    shape = decode.shape
+    table.add_row(
+        "decode",
+        str(decode.num_rings),
+        str(shape.cp),
+        str(shape.tp),
+        str(decode.num_processes),
+        f"batch {decode.batch}",
+        f"TTIT {format_seconds(decode.ttit_seconds)}, {decode.tokens_per_second:.0f} tokens/s a ring",
+    )
+    return table
+
+
+def proposal_lines(proposal: Proposal, workload: Workload, traffic: Traffic) -> list[str]:
+    """What the proposal comes to, in words."""
+    mix = ", ".join(f"{each.share:.0%} of {format_tokens(each.tokens)}" for each in workload.contexts)
+    return [
+        f"prefill:decode {proposal.ratio} by processes, {proposal.num_processes} in all, for "
+        f"{traffic.turns_per_second:.3g} turns/s ({mix}), {traffic.output_tokens} tokens out each",
+    ]
+
+
+def explanation_json(explanation: Explanation) -> str:
+    """One object, each alternative with its sum."""
+    alternatives = [asdict(each) | {"total_seconds": each.cost.total_seconds} for each in explanation.alternatives]
+    step = asdict(explanation.step) | {"total_seconds": explanation.step.total_seconds}
+    return json.dumps(asdict(explanation) | {"alternatives": alternatives, "step": step})
+
+
+def explanation_table(explanation: Explanation) -> Table:
+    """One line a way to compute the turn."""
+    table = _table("", "how", "total", "linear", "sums", "attention", "exposed", "hidden", "all-to-all", "overhead")
+    for each in explanation.alternatives:
+        cost = each.cost
+        table.add_row(
+            "*" if each.is_chosen else "",
+            each.name,
+            *(
+                format_seconds(seconds)
+                for seconds in (
+                    cost.total_seconds,
+                    cost.linear_seconds,
+                    cost.sum_seconds,
+                    cost.attention_seconds,
+                    cost.exposed_seconds,
+                    cost.hidden_seconds,
+                    cost.all_to_all_seconds,
+                    cost.overhead_seconds,
+                )
+            ),
+        )
+    return table
+
+
+def explanation_lines(explanation: Explanation) -> list[str]:
+    """The choice and its reason, and what the other policies would take."""
+    step = explanation.step
+    return [
+        f"{explanation.policy} takes {explanation.chosen.algorithm}: {explanation.chosen.reason}",
+        *(f"{name} would take {selection.algorithm}: {selection.reason}" for name, selection in explanation.selections),
+        f"then {format_seconds(step.total_seconds)} a token on such a ring, by {step.variant}",
+    ]
+
+
+def reproduction_json(reproduction: Reproduction) -> str:
+    """One object with rows, selectors and targets."""
+    targets = [asdict(target) | {"is_met": target.is_met} for target in reproduction.targets]
+    return json.dumps(asdict(reproduction) | {"targets": targets})
+
+
+def reproduction_tables(reproduction: Reproduction) -> list[Table]:
+    """Row by row: published, predicted, error; then the selectors."""
+    selectors = _table("what", "right of 14", "worst loss", CHOSEN, title="Selection on table 4")
+    for score in reproduction.selectors:
+        marks = " ".join("KV" if name == "pass_kv" else "Q" for name in score.chosen)
+        selectors.add_row(score.name, str(score.num_right), f"{score.worst_loss:.1%}", marks)
+    return [
+        _rows("Prefill: TTFT", reproduction.prefills),
+        _rows("Prefill: one ring iteration of table 5", reproduction.iterations),
+        _rows("Decode: TTIT, and one layer's pass-Q", reproduction.steps),
+        _rows("Decode: the other columns of table 8, one layer's", reproduction.parts),
+        selectors,
+    ]
+
+
+def _rows(title: str, rows: Sequence[ReproducedRow]) -> Table:
+    is_held_out = any(row.held_out is not None for row in rows)
+    headers = ["table", "row", "published", "predicted", "error", *(["held out", "its error"] if is_held_out else [])]
+    table = _table(*headers, title=title)
+    for row in rows:
+        cells = [row.table, row.label, *map(format_seconds, (row.published, row.predicted)), f"{row.error:+.1%}"]
+        if row.held_out is not None:
+            cells += [format_seconds(row.held_out), f"{row.held_out_error:+.1%}"]
+        table.add_row(*cells)
+    return table
+
+
+def _table(*headers: str, title: str | None = None) -> Table:
+    table = Table(box=SIMPLE, title=title)
+    for header in headers:
+        table.add_column(header, justify="left" if header in LEFT else "right", no_wrap=True)
+    return table

@@ -1,0 +1,84 @@
+"""Numbers as people write them: 128k tokens, 0.1/s, 60s."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from cp_core.errors import ConfigError
+
+TOKENS = {"": 1, "k": 1_000, "m": 1_000_000}
+SECONDS = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
+MAX_TOKENS = 1_000_000_000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ContextShare:
+    """Turns whose prompt, cached tokens included, has `tokens` tokens: `share` of all turns (0 to 1)."""
+
+    tokens: int
+    share: float
+
+
+def parse_tokens(key: str, text: str) -> int:
+    """ "128k" is 128,000 and "1m" is 1,000,000. Raises ConfigError."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([km]?)", text.strip().lower())
+    tokens = round(float(found[1]) * TOKENS[found[2]]) if found else 0
+    if not 1 <= tokens <= MAX_TOKENS:
+        raise ConfigError(f"{key}: {text!r} is no number of tokens; allowed are those like 4096, 128k or 1m")
+    return tokens
+
+
+def parse_contexts(key: str, text: str) -> tuple[ContextShare, ...]:
+    """ "128k:9,1m:1" is nine turns of 128k for each of 1m; without weights all are as frequent. Raises ConfigError."""
+    weights: dict[int, float] = {}
+    for item in text.split(","):
+        size, colon, weight = item.partition(":")
+        tokens = parse_tokens(key, size)
+        if tokens in weights:
+            raise ConfigError(f"{key}: {size!r} is there twice; allowed is each context once")
+        weights[tokens] = _positive(key, weight, "a weight like 128k:9") if colon else 1.0
+    total = sum(weights.values())
+    return tuple(ContextShare(tokens=tokens, share=weight / total) for tokens, weight in sorted(weights.items()))
+
+
+def parse_seconds(key: str, text: str) -> float:
+    """ "60s", "500ms", "2min". Raises ConfigError."""
+    found = re.fullmatch(r"([\d.]+)\s*(ms|s|min|h)", text.strip().lower())
+    if found is None:
+        raise ConfigError(f"{key}: {text!r} is no duration; allowed are those like 500ms, 60s or 2min")
+    return _positive(key, found[1], "a duration like 60s") * SECONDS[found[2]]
+
+
+def parse_rate(key: str, text: str) -> float:
+    """Turns a second, of "0.1/s", "6/min" or "360/h". Raises ConfigError."""
+    found = re.fullmatch(r"([\d.]+)\s*/\s*(s|min|h)", text.strip().lower())
+    if found is None:
+        raise ConfigError(f"{key}: {text!r} is no rate; allowed are those like 0.1/s, 6/min or 360/h")
+    return _positive(key, found[1], "a rate like 0.1/s") / SECONDS[found[2]]
+
+
+def format_seconds(seconds: float) -> str:
+    """Three digits, in the unit that suits."""
+    if seconds >= 1.0:
+        return f"{seconds:.3g} s" if seconds < 1000.0 else f"{seconds:.0f} s"
+    return f"{seconds * 1e3:.3g} ms"
+
+
+def format_tokens(tokens: int) -> str:
+    """The shortest exact form: 128k, 1m, 4096."""
+    for suffix, size in (("m", TOKENS["m"]), ("k", TOKENS["k"])):
+        if tokens % size == 0:
+            return f"{tokens // size}{suffix}"
+    return str(tokens)
+
+
+def _positive(key: str, text: str, allowed: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not (value > 0.0 and math.isfinite(value)):
+        raise ConfigError(f"{key}: {text!r} is not above 0; allowed is {allowed}")
+    return value

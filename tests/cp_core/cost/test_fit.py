@@ -1,0 +1,111 @@
+"""Fits find what made the samples."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from cp_core.cost.fit import (
+    DECODE_CONSTANTS,
+    PREFILL_CONSTANTS,
+    PrefillSample,
+    StepPart,
+    StepSample,
+    fit_decode,
+    fit_prefill,
+    predicted_prefill,
+    predicted_step,
+)
+from cp_core.cost.least_squares import Vector, minimise
+from cp_core.cost.profile import HardwareProfile, read_profile
+from cp_core.errors import ConfigError
+from services.planning.published import published_model
+
+MODEL = published_model()
+
+
+def moved(profile: HardwareProfile, factor: float) -> HardwareProfile:
+    """With every constant that is fitted `factor` times as large."""
+    prefill = {name: factor * getattr(profile.prefill, name) for name in PREFILL_CONSTANTS}
+    decode = {name: factor * getattr(profile.decode, name) for name in DECODE_CONSTANTS}
+    return replace(profile, prefill=replace(profile.prefill, **prefill), decode=replace(profile.decode, **decode))
+
+
+def prefills(profile: HardwareProfile) -> list[PrefillSample]:
+    """What the profile itself would measure: rings, shares of cached tokens, tensor parallelism over hosts."""
+    shapes = [
+        *((cp, 8, algorithm, new, cached) for cp in (1, 2, 4, 8) for algorithm in ("pass_kv", "pass_q")
+          for new, cached in ((2000, 0), (2000, 100_000), (64_000, 0), (64_000, 64_000))),
+        (1, 16, "pass_kv", 64_000, 0),
+        (1, 32, "pass_kv", 64_000, 0),
+    ]  # fmt: skip
+    samples = [
+        PrefillSample(cp=cp, tp=tp, algorithm=algorithm, new_tokens=new, cached_tokens=cached, seconds=1.0)
+        for cp, tp, algorithm, new, cached in shapes
+    ]
+    return [replace(each, seconds=predicted_prefill(MODEL.shape, profile, each)) for each in samples]
+
+
+def steps(profile: HardwareProfile) -> list[StepSample]:
+    samples = [
+        StepSample(cp=cp, tp=tp, batch=batch, context_tokens=context, part=part, seconds=1.0)
+        for cp, tp in ((1, 8), (2, 8), (4, 8), (1, 16))
+        for batch in (1, 4, 12)
+        for context in (8000, 128_000)
+        for part in (StepPart.STEP, StepPart.WHOLE)
+    ]
+    return [replace(each, seconds=predicted_step(MODEL.shape, MODEL.weights, profile, each)) for each in samples]
+
+
+def test_prefill_constants_are_found_again_from_what_they_predict() -> None:
+    truth = read_profile("gtt")
+    found = fit_prefill(MODEL.shape, moved(truth, 1.3), prefills(truth))
+    for name in PREFILL_CONSTANTS:
+        assert getattr(found.prefill, name) == pytest.approx(getattr(truth.prefill, name), rel=1e-3), name
+
+
+def test_decode_constants_are_found_again_from_what_they_predict() -> None:
+    truth = read_profile("gtt")
+    found = fit_decode(MODEL.shape, MODEL.weights, moved(truth, 0.8), steps(truth))
+    for name in DECODE_CONSTANTS:
+        assert getattr(found.decode, name) == pytest.approx(getattr(truth.decode, name), rel=1e-3), name
+
+
+def test_only_the_constants_that_are_named_are_moved() -> None:
+    truth = read_profile("gtt")
+    found = fit_prefill(MODEL.shape, moved(truth, 1.3), prefills(truth), ["gemm_flops"])
+    assert found.prefill.attention_flops == 1.3 * truth.prefill.attention_flops
+    assert found.prefill.gemm_flops != 1.3 * truth.prefill.gemm_flops
+
+
+def test_fewer_samples_than_constants_are_refused() -> None:
+    truth = read_profile("gtt")
+    with pytest.raises(ConfigError, match="2 samples cannot fit 6 constants"):
+        fit_prefill(MODEL.shape, truth, prefills(truth)[:2])
+
+
+def test_a_step_that_took_no_time_is_refused() -> None:
+    truth = read_profile("gtt")
+    samples = [replace(each, seconds=0.0) for each in steps(truth)]
+    with pytest.raises(ConfigError, match="took 0 s"):
+        fit_decode(MODEL.shape, MODEL.weights, truth, samples)
+
+
+def test_least_squares_of_a_line_are_those_of_the_normal_equations() -> None:
+    x = np.array([1.0, 2.0, 3.0, 4.0])
+    y = np.array([3.1, 4.9, 7.2, 8.8])
+
+    def residuals(values: Vector) -> Vector:
+        return np.asarray(values[0] * x + values[1] - y)
+
+    slope, offset = np.polyfit(x, y, 1)
+    assert minimise(residuals, [1.0, 0.1]) == pytest.approx([slope, offset], rel=1e-5)
+
+
+def test_a_minimum_is_left_where_it_is() -> None:
+    def residuals(values: Vector) -> Vector:
+        return np.asarray(np.log(values / np.array([2.0, 3.0])))
+
+    assert minimise(residuals, [2.0, 3.0]).tolist() == pytest.approx([2.0, 3.0])

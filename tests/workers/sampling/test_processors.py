@@ -1,0 +1,213 @@
+"""Processors and filters give the distribution and the greedy token of transformers' own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import LogitsProcessorList
+from transformers.generation.logits_process import (
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from workers.sampling.parameters import Sampling, TokenBias, TokenHistory
+from workers.sampling.processors import RowSampler, filtered
+from workers.sampling.rows import choose_token, sample_rows
+
+VOCAB_SIZE = 40
+tokens = st.integers(0, VOCAB_SIZE - 1)
+seeds = st.integers(0, 2**32 - 1)
+
+
+def random_logits(seed: int, spread: float = 4.0) -> Tensor:
+    """[V] fp64, all different."""
+    return spread * torch.randn(VOCAB_SIZE, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@st.composite
+def samplings(draw: st.DrawFn) -> Sampling:
+    """Every feature on or off by itself."""
+
+    def maybe(default: Any, values: st.SearchStrategy[Any]) -> Any:
+        return draw(st.just(default) | values)
+
+    biased = draw(st.lists(tokens, unique=True, max_size=5))
+    return Sampling(
+        temperature=draw(st.floats(0.05, 5.0)),
+        top_k=maybe(0, st.integers(1, 2 * VOCAB_SIZE)),
+        top_p=maybe(1.0, st.floats(0.01, 0.999)),
+        min_p=maybe(0.0, st.floats(0.001, 1.0)),
+        repetition_penalty=maybe(1.0, st.floats(0.2, 5.0)),
+        logit_bias=tuple(TokenBias(token, draw(st.floats(-20, 20))) for token in biased),
+        min_tokens=maybe(0, st.integers(1, 8)),
+        stop_token_ids=tuple(draw(st.lists(tokens, unique=True, max_size=4))),
+    )
+
+
+def processors(sampling: Sampling, num_prompt: int) -> LogitsProcessorList:
+    """As transformers' generate would list them, in its order."""
+    listed: list[Any] = []
+    if sampling.logit_bias:
+        listed.append(SequenceBiasLogitsProcessor([[[item.token_id], item.bias] for item in sampling.logit_bias]))
+    if sampling.repetition_penalty != 1.0:
+        listed.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
+    if sampling.min_tokens and sampling.stop_token_ids:
+        stops = list(sampling.stop_token_ids)
+        listed.append(MinNewTokensLengthLogitsProcessor(num_prompt, sampling.min_tokens, stops))
+    return LogitsProcessorList(listed)
+
+
+def warpers(sampling: Sampling) -> LogitsProcessorList:
+    listed: list[Any] = [TemperatureLogitsWarper(sampling.temperature)]
+    if sampling.top_k:
+        listed.append(TopKLogitsWarper(sampling.top_k))
+    if sampling.top_p < 1.0:
+        listed.append(TopPLogitsWarper(sampling.top_p))
+    if sampling.min_p:
+        listed.append(MinPLogitsWarper(sampling.min_p))
+    return LogitsProcessorList(listed)
+
+
+@given(samplings(), seeds, st.lists(tokens, min_size=1, max_size=12), st.lists(tokens, max_size=12))
+def test_the_distribution_is_that_of_transformers(
+    sampling: Sampling, seed: int, prompt: list[int], answer: list[int]
+) -> None:
+    logits = random_logits(seed)
+    ids: Any = torch.tensor([prompt + answer])
+    theirs = processors(sampling, len(prompt))(ids, _scores(logits))
+    ours = RowSampler(sampling, TokenHistory.of(sampling, prompt, answer)).process(logits.numpy())
+    # Their bias is kept in fp32.
+    np.testing.assert_allclose(ours, theirs[0].numpy(), rtol=1e-6, atol=1e-6)
+    theirs = warpers(sampling)(ids, _scores(torch.from_numpy(ours)))[0]
+    kept = filtered((ours - ours.max()) / sampling.temperature, sampling)
+    np.testing.assert_array_equal(np.isfinite(kept), np.isfinite(theirs.numpy()))
+    np.testing.assert_allclose(
+        torch.softmax(torch.from_numpy(kept), 0), torch.softmax(theirs, 0), rtol=1e-9, atol=1e-12
+    )
+
+
+@given(samplings(), seeds, st.lists(tokens, min_size=1, max_size=12), st.lists(tokens, max_size=12))
+def test_the_greedy_token_is_that_of_transformers(
+    sampling: Sampling, seed: int, prompt: list[int], answer: list[int]
+) -> None:
+    sampling, logits = replace(sampling, temperature=0.0), random_logits(seed)
+    ids: Any = torch.tensor([prompt + answer])
+    theirs = processors(sampling, len(prompt))(ids, _scores(logits))
+    row = Row(RowSampler(sampling, TokenHistory.of(sampling, prompt, answer)), len(prompt) + len(answer))
+    assert sample_rows([row], logits[None])[0].token_id == int(theirs.argmax())
+
+
+def _scores(logits: Tensor) -> Any:
+    """[1, V], their own to change."""
+    return logits[None].clone()
+
+
+class Row:
+    def __init__(self, sampler: RowSampler, next_position: int = 7) -> None:
+        self.sampler = sampler
+        self.next_position = next_position
+
+
+@given(samplings(), st.lists(tokens, max_size=20), st.integers(0, 20), seeds)
+def test_a_row_told_token_by_token_equals_one_told_at_once(
+    sampling: Sampling, answer: list[int], told_before: int, seed: int
+) -> None:
+    """A sequence moves between rings with the tokens so far; logits may have been looked at in between."""
+    sampling = replace(sampling, presence_penalty=0.7, frequency_penalty=-0.3)
+    prompt, logits = [3, 3, 5], random_logits(seed).numpy()
+    row = RowSampler(sampling, TokenHistory.of(sampling, prompt, answer[:told_before]))
+    for token in answer[told_before:]:
+        row.process(logits)
+        row.push(token)
+    whole = RowSampler(sampling, TokenHistory.of(sampling, prompt, answer))
+    np.testing.assert_array_equal(row.process(logits), whole.process(logits))
+    assert row.num_generated == whole.num_generated == len(answer)
+
+
+@given(seeds, st.lists(tokens, max_size=20), st.floats(-2, 2), st.floats(-2, 2))
+def test_presence_and_frequency_count_the_answer_and_not_the_prompt(
+    seed: int, answer: list[int], presence: float, frequency: float
+) -> None:
+    """OpenAI: mu[j] -> mu[j] - c[j] * frequency - (1 if c[j] > 0 else 0) * presence."""
+    logits = random_logits(seed).numpy()
+    sampling = Sampling(presence_penalty=presence, frequency_penalty=frequency)
+    ours = RowSampler(sampling, TokenHistory.of(sampling, list(range(VOCAB_SIZE)), answer)).process(logits)
+    wanted = [
+        logit - answer.count(token) * frequency - (presence if token in answer else 0.0)
+        for token, logit in enumerate(logits)
+    ]
+    np.testing.assert_allclose(ours, wanted, rtol=1e-12, atol=1e-12)
+
+
+@given(st.lists(st.integers(-3, 3), min_size=2, max_size=30), st.floats(0.01, 0.99))
+def test_among_equals_at_the_border_of_top_p_the_smaller_ids_stay(levels: list[int], top_p: float) -> None:
+    """transformers leaves open which of them stay, but how many do is the same."""
+    logits = np.array(levels, dtype=np.float64)
+    kept = np.isfinite(filtered(logits, Sampling(temperature=1.0, top_p=top_p)))
+    theirs = TopPLogitsWarper(top_p)(torch.zeros(1, 1), torch.from_numpy(logits)[None])
+    assert kept.sum() == int(torch.isfinite(theirs).sum())
+    border = logits[kept].min()
+    equals = np.flatnonzero(logits == border)
+    assert kept[equals].tolist() == sorted(kept[equals].tolist(), reverse=True)
+    assert kept[logits > border].all()
+
+
+def test_all_equals_of_the_kth_stay() -> None:
+    kept = filtered(np.array([1.0, 2.0, 1.0, 3.0, 0.0]), Sampling(temperature=1.0, top_k=3))
+    assert np.isfinite(kept).tolist() == [True, True, True, True, False]
+
+
+@given(samplings(), seeds)
+def test_only_tokens_that_pass_the_filters_are_drawn(sampling: Sampling, seed: int) -> None:
+    logits = random_logits(seed)
+    processed = RowSampler(sampling).process(logits.numpy())
+    kept = np.isfinite(filtered((processed - processed.max()) / sampling.temperature, sampling))
+    for position in range(5):
+        assert kept[choose_token(logits, replace(sampling, seed=seed), position)]
+
+
+@given(st.lists(st.tuples(samplings(), st.booleans(), seeds, st.lists(tokens, max_size=6)), min_size=1, max_size=6))
+def test_a_row_gets_its_token_whatever_else_is_in_the_batch(
+    wanted: list[tuple[Sampling, bool, int, list[int]]],
+) -> None:
+    rows, alone = [], []
+    logits = torch.stack([random_logits(seed) for *_, seed, _ in wanted])
+    for number, (sampling, is_plain, seed, answer) in enumerate(wanted):
+        temperature = sampling.temperature if seed % 3 else 0.0
+        if is_plain:
+            sampling = Sampling(temperature=temperature, seed=seed)
+        sampling = replace(sampling, seed=seed, temperature=temperature, logprobs=seed % 4 or None)
+        history = TokenHistory.of(sampling, [1, 2, 3], answer)
+        rows.append(Row(RowSampler(sampling, history), 3 + len(answer)))
+        alone += sample_rows([Row(RowSampler(sampling, history), 3 + len(answer))], logits[number : number + 1])
+    assert sample_rows(rows, logits) == alone
+    assert sample_rows(rows[::-1], logits.flip(0)) == alone[::-1]
+
+
+def test_a_broken_row_fails_the_step_before_any_token_leaves_it() -> None:
+    logits = torch.zeros(2, 5)
+    logits[1, 3] = torch.nan
+    rows = [Row(RowSampler(Sampling())), Row(RowSampler(Sampling(temperature=1.0, top_k=2)), 9)]
+    with pytest.raises(FloatingPointError, match="the largest logit for position 9 is nan"):
+        sample_rows(rows, logits)
+
+
+def test_no_rows_have_no_tokens() -> None:
+    assert sample_rows([], torch.zeros(0, 5)) == []
+
+
+def test_nearly_no_temperature_is_greedy_and_overflows_nothing() -> None:
+    logits = torch.tensor([1e30, -1e30, 3e30, 0.0])
+    assert choose_token(logits, Sampling(temperature=1e-300, top_p=0.5, min_p=0.1), 1) == 2
