@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, aclosing, contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TypeVar
@@ -205,6 +205,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             kv_bytes_per_token=model.kv_bytes_per_token,
             num_parameters=model.num_parameters,
         )
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of token ids."""
+        return self._codec.decode(token_ids)
 
     def router_for(self, tenant: Tenant) -> ScopedRouter:
         """The router as a tenant sees it."""

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from cp_core.errors import CapacityExceeded
+from cp_core.errors import CapacityExceeded, InvalidRequest
 from services.auth.tenants import Tenant
 
 BUSY_RETRY_SECONDS = 1.0
@@ -24,11 +24,12 @@ class TenantLimits:
 
     @contextmanager
     def turns(self, tenant: Tenant, count: int = 1) -> Iterator[None]:
-        """Around so many turns that run together. Raises CapacityExceeded."""
-        limit = tenant.max_concurrent_turns
-        if limit and self._running[tenant.name] + count > limit:
+        """Around so many turns that run together. Raises CapacityExceeded; InvalidRequest where it can never be."""
+        limit, running = tenant.max_concurrent_turns, self._running[tenant.name]
+        if limit and running + count > limit:
+            _check_possible(tenant, count, limit, "at a time")
             raise CapacityExceeded(
-                f"tenant {tenant.name!r} runs {self._running[tenant.name]} turns, asks for {count} and may run {limit} at a time",
+                f"tenant {tenant.name!r} runs {running} turns, asks for {count} and may run {limit} at a time",
                 BUSY_RETRY_SECONDS,
             )
         self._take_allowance(tenant, count)
@@ -49,6 +50,16 @@ class TenantLimits:
         left, then = self._allowance.get(tenant.name, (float(limit), now))
         left = min(float(limit), left + (now - then) * limit / 60)
         if left < count:
+            _check_possible(tenant, count, limit, "a minute")
             self._allowance[tenant.name] = (left, now)
-            raise CapacityExceeded(f"tenant {tenant.name!r} may begin {limit} turns a minute", (count - left) * 60 / limit)
+            wait = (count - left) * 60 / limit
+            raise CapacityExceeded(f"tenant {tenant.name!r} may begin {limit} turns a minute", wait)
         self._allowance[tenant.name] = (left - count, now)
+
+
+def _check_possible(tenant: Tenant, count: int, limit: int, when: str) -> None:
+    """Waiting would not help. Raises InvalidRequest."""
+    if count > limit:
+        raise InvalidRequest(
+            f"sampling_params.n: {count} answers are too many, tenant {tenant.name!r} may have {limit} {when}"
+        )

@@ -37,6 +37,15 @@ class Sampling:
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    include_stop_str_in_output: bool = False
 
     def to_message(self) -> inference_pb2.SamplingParams:
         """Raises InvalidRequest for what the contract's types cannot carry."""

@@ -8,6 +8,7 @@ from typing import Any, Self
 from google.protobuf.message import Message as ProtoMessage
 
 from ringserve.v1 import inference_pb2
+from services.answer import matched_stop
 
 
 def _scalars(kind: type[Any], message: ProtoMessage) -> dict[str, Any]:
@@ -96,14 +97,14 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """A finished turn. `matched_stop` is the token that ended it where `finish_reason` is "stop"."""
+    """A finished turn. `matched_stop` is the token or string that ended it where `finish_reason` is "stop"."""
 
     request_id: str
     conversation_id: str
     text: str
     token_ids: tuple[int, ...]
     finish_reason: str
-    matched_stop: int | None
+    matched_stop: int | str | None
     usage: Usage
     plan: Plan
     ttft_seconds: float
@@ -137,7 +138,7 @@ class AnswerReader:
             text=complete.text,
             token_ids=tuple(complete.output_ids),
             finish_reason=complete.finish_reason,
-            matched_stop=complete.matched_stop if complete.HasField("matched_stop") else None,
+            matched_stop=matched_stop(complete),
             usage=Usage(**_scalars(Usage, complete.usage)),
             plan=self.plan,
             ttft_seconds=complete.ttft_seconds,

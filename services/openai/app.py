@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any, Protocol
 
@@ -44,6 +44,9 @@ class TurnService(Protocol):
         self, request: inference_pb2.GenerateRequest, tenant: Tenant, seconds_left: float | None
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         """One turn's responses. Raises RingserveError. Closing it ends the turn."""
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of token ids."""
 
     def router_for(self, tenant: Tenant) -> ScopedRouter:
         """The router as a tenant sees it."""
@@ -98,7 +101,7 @@ class HttpDoor:
         tenant = self._caller(request)  # first: strangers' bodies are not even read
         body = await _body(request)
         turn = await asyncio.to_thread(lambda: read(_parsed(body)))
-        answer = TurnAnswer(shape, self._model_name, turn.include_usage)
+        answer = TurnAnswer(shape, self._model_name, self._service.decode, turn)
         responses = self._service.generate(turn.request, tenant, None)
         if not turn.stream:
             async with ended_by_hang_up(request.receive):
@@ -153,10 +156,8 @@ class HttpDoor:
 async def _whole(responses: AsyncIterator[inference_pb2.GenerateResponse], answer: TurnAnswer) -> dict[str, Any]:
     async with aclosing(responses) as closing:  # type: ignore[type-var]
         async for response in closing:
-            if response.HasField("complete"):
-                return answer.whole(response.complete)
             answer.events(response)
-    raise Unavailable("the stream ended without a completion")
+    return answer.whole()
 
 
 async def _events(
@@ -170,6 +171,8 @@ async def _events(
                 for event in answer.events(response):
                     yield _line(event)
                     is_begun = True
+        for event in answer.last_events():
+            yield _line(event)
     except Exception as error:
         if not is_begun:
             raise

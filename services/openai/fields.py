@@ -68,6 +68,30 @@ def token_ids(name: str, value: Any) -> list[int]:
     return [read(f"{name}[{place}]", item) for place, item in enumerate(value)]
 
 
+def stops(name: str, value: Any) -> list[str]:
+    """A string or a list of them."""
+    if not isinstance(value, list):
+        return [text(name, value)]
+    return [text(f"{name}[{place}]", item) for place, item in enumerate(value)]
+
+
+def top_k(name: str, value: Any) -> int:
+    """vLLM's clients write -1 for all tokens."""
+    return 0 if value == -1 and not isinstance(value, bool) else int(integer(32)(name, value))
+
+
+def logit_bias(name: str, value: Any) -> dict[int, float]:
+    """JSON's keys are strings; these hold token ids."""
+    if not isinstance(value, dict):
+        raise InvalidRequest(f"{name}: {shown(value)} is not allowed; give an object of token ids and numbers")
+    biases = {}
+    for key, bias in value.items():
+        if not (key.isascii() and key.isdigit() and len(key) < 10):
+            raise InvalidRequest(f"{name}: {shown(key)} is no token id")
+        biases[int(key)] = number(f"{name}[{key}]", bias)
+    return biases
+
+
 def shown(value: Any) -> str:
     """A value as a message quotes it, never at length."""
     words = repr(value)
@@ -81,6 +105,17 @@ SAMPLING: dict[str, tuple[str, Reader]] = {
     "seed": ("seed", integer(64)),
     "stop_token_ids": ("stop_token_ids", token_ids),
     "ignore_eos": ("ignore_eos", boolean),
+    "top_p": ("top_p", number),
+    "top_k": ("top_k", top_k),
+    "min_p": ("min_p", number),
+    "presence_penalty": ("presence_penalty", number),
+    "frequency_penalty": ("frequency_penalty", number),
+    "repetition_penalty": ("repetition_penalty", number),
+    "logit_bias": ("logit_bias", logit_bias),
+    "min_tokens": ("min_tokens", integer(32)),
+    "stop": ("stop", stops),
+    "include_stop_str_in_output": ("include_stop_str_in_output", boolean),
+    "n": ("n", integer(32)),
 }
 """Field -> (field of SamplingParams, reader)."""
 
@@ -104,30 +139,18 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "best_of": (1,),
     "echo": (False,),
-    "frequency_penalty": (0,),
     "function_call": ("none",),
     "functions": ([],),
-    "logit_bias": ({},),
-    "logprobs": (False,),
-    "min_p": (0,),
-    "min_tokens": (0,),
     "moderation": (),
     "modalities": (["text"],),
-    "n": (1,),
     "parallel_tool_calls": (True, False),
     "prediction": (),
-    "presence_penalty": (0,),
     "reasoning_effort": ("none",),
-    "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
-    "stop": ([],),
     "store": (False,),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
-    "top_k": (0, -1),
-    "top_logprobs": (),
-    "top_p": (1,),
     "verbosity": ("medium",),
     "web_search_options": (),
 }

@@ -7,7 +7,7 @@ from typing import Any
 
 from cp_core.errors import InvalidRequest, NotFound
 from ringserve.v1 import inference_pb2
-from services.openai.fields import OURS, SAMPLING, boolean, check_names, shown, text, token_ids
+from services.openai.fields import OURS, SAMPLING, boolean, check_names, integer, shown, text, token_ids
 
 DEFAULT_TEMPERATURE = 1.0
 """OpenAI's. Over gRPC it is 0."""
@@ -15,8 +15,8 @@ CHAT_MAX_TOKENS = 1024
 """OpenAI lets a chat answer run to the model's limit; a ring has to set the room aside first."""
 
 COMMON = frozenset({"model", "stream", "stream_options"})
-CHAT = COMMON | {"messages"}
-COMPLETION = COMMON | {"prompt", "prompt_mode"}
+CHAT = COMMON | {"messages", "logprobs", "top_logprobs"}
+COMPLETION = COMMON | {"prompt", "prompt_mode", "logprobs"}
 ROLES = {"developer": "system"}
 """Roles that chat templates know by another name."""
 MESSAGE_FIELDS = frozenset({"role", "content"})
@@ -55,6 +55,11 @@ class HttpRequestReader:
         if not messages:
             turn.request.chat.SetInParent()
         params = turn.request.sampling_params
+        num_top = integer(32)("top_logprobs", values.get("top_logprobs", 0))
+        if boolean("logprobs", values.get("logprobs", False)):
+            params.logprobs = num_top
+        elif num_top:
+            raise InvalidRequest("top_logprobs: only allowed where logprobs is true")
         if not params.HasField("max_tokens"):
             params.max_tokens = self._chat_max_tokens
         return turn
@@ -73,6 +78,8 @@ class HttpRequestReader:
         if mode not in PROMPT_MODES:
             raise InvalidRequest(f"prompt_mode: {shown(mode)} is not allowed; use one of {', '.join(PROMPT_MODES)}")
         turn.request.prompt_mode = PROMPT_MODES[mode]
+        if "logprobs" in values:
+            turn.request.sampling_params.logprobs = integer(32)("logprobs", values["logprobs"])
         return turn
 
     def _values(self, body: Any, own: frozenset[str]) -> dict[str, Any]:
@@ -115,7 +122,10 @@ def _sampling(values: dict[str, Any]) -> inference_pb2.SamplingParams:
     for name, (field, read) in SAMPLING.items():
         if name in values:
             given[field] = read(name, values[name])
-    return inference_pb2.SamplingParams(**given)
+    try:
+        return inference_pb2.SamplingParams(**given)
+    except ValueError as error:  # a number that only fits in more bits than the contract has for it
+        raise InvalidRequest(f"sampling_params: {error}") from None
 
 
 def _message(place: int, message: Any) -> inference_pb2.ChatMessage:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from cp_core.errors import CapacityExceeded, ConfigError, Forbidden, Unauthenticated
+from cp_core.errors import CapacityExceeded, ConfigError, Forbidden, InvalidRequest, Unauthenticated
 from services.auth.doorkeeper import Doorkeeper
 from services.auth.limits import TenantLimits
 from services.auth.tenants import ANYBODY, Tenant, TokenFile, hash_of, new_token
@@ -161,7 +161,10 @@ def test_without_tokens_everybody_is_one_tenant_who_may_ask_anything() -> None:
 def test_a_tenant_runs_no_more_turns_at_a_time_than_it_may() -> None:
     limits, acme = TenantLimits(), Tenant(name="acme", max_concurrent_turns=2)
     with limits.turns(acme), limits.turns(acme):
-        with pytest.raises(CapacityExceeded, match="'acme' runs 2 turns, asks for 1 and may run 2 at a time"), limits.turns(acme):
+        with (
+            pytest.raises(CapacityExceeded, match="'acme' runs 2 turns, asks for 1 and"),
+            limits.turns(acme),
+        ):
             raise AssertionError("one too many")
         with limits.turns(Tenant(name="beta", max_concurrent_turns=1)):
             pass
@@ -196,3 +199,16 @@ def test_turns_a_minute_come_back_evenly_and_the_refusal_says_when() -> None:
             pass
     with pytest.raises(CapacityExceeded), limits.turns(acme):
         raise AssertionError("what was not used is not saved up")
+
+
+def test_answers_to_one_prompt_count_each_and_what_can_never_be_is_no_matter_of_waiting() -> None:
+    limits, acme = TenantLimits(Clock(0.0)), Tenant(name="acme", max_concurrent_turns=3, max_turns_per_minute=5)
+    with limits.turns(acme, 3), pytest.raises(CapacityExceeded), limits.turns(acme, 1):
+        raise AssertionError("one too many")
+    with pytest.raises(CapacityExceeded, match="5 turns a minute") as caught, limits.turns(acme, 3):
+        raise AssertionError("one too many")
+    assert caught.value.retry_after_seconds == pytest.approx(12.0)
+    with pytest.raises(InvalidRequest, match="n: 4 answers are too many, tenant 'acme' may have 3 at a time"):
+        limits.turns(acme, 4).__enter__()
+    with pytest.raises(InvalidRequest, match="may have 5 a minute"):
+        limits.turns(Tenant(name="beta", max_turns_per_minute=5), 6).__enter__()
