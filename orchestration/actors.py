@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import ray
@@ -21,7 +22,7 @@ from ray.util.placement_group import (
     placement_group_table,
     remove_placement_group,
 )
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from cp_core.errors import RingserveError, Unavailable
 from workers.steps import (
@@ -85,6 +86,11 @@ class RankActor:
 
         self._worker = RankWorker()
 
+    @ray.method(concurrency_group="control")
+    def start(self, spec: RankSpec) -> RankInfo:
+        """A rank that is not told where to listen does so at the address of the node that Ray put it on."""
+        return self._worker.start(replace(spec, listen_host=spec.listen_host or ray.util.get_node_ip_address()))
+
     @ray.method(concurrency_group="compute")
     def compute(self, method: str, *arguments: Any) -> Any:
         return getattr(self._worker, method)(*arguments)
@@ -106,7 +112,9 @@ class RayRank:
         self._actor = actor
 
     async def _call(self, group: str, method: str, timeout: float | None, *arguments: Any) -> Any:
-        reference = getattr(self._actor, group).remote(method, *arguments)
+        return await self._answer(getattr(self._actor, group).remote(method, *arguments), method, timeout)
+
+    async def _answer(self, reference: ray.ObjectRef[Any], method: str, timeout: float | None) -> Any:
         try:
             async with asyncio.timeout(timeout):  # wait_for of Python 3.11 can swallow a cancellation
                 return await asyncio.wrap_future(reference.future())
@@ -121,7 +129,7 @@ class RayRank:
             raise Unavailable(f"{self._name} died") from error
 
     async def start(self, spec: RankSpec, timeout: float) -> RankInfo:
-        return await self._call("control", "start", timeout, spec)
+        return await self._answer(self._actor.start.remote(spec), "start", timeout)
 
     async def open_store(self, host: str, timeout: float) -> int:
         return await self._call("control", "open_store", timeout, host)
@@ -224,5 +232,6 @@ class RayRanks:
 
 
 def host(name: str, compose: Callable[[], Hosted]) -> Any:
-    """A named actor around what `compose` builds. It takes no CPU of its own from the cluster's count."""
-    return HostActor.options(name=name, num_cpus=0).remote(compose)
+    """A named actor around what `compose` builds, on the caller's node. It takes no CPU from the cluster's count."""
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    return HostActor.options(name=name, num_cpus=0, scheduling_strategy=here).remote(compose)

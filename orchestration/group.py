@@ -26,6 +26,7 @@ class GroupLeader(ABC):
     ) -> None:
         self.settings = settings
         self.endpoint = ""
+        self.metrics_endpoint = ""
         self.ring = Ring(settings, factory, on_ready=self.on_ready, on_lost=self.fail_all)
         self._announce = announce
         self._tasks: set[asyncio.Task[None]] = set()
@@ -35,9 +36,18 @@ class GroupLeader(ABC):
         self.endpoint = endpoint
         await self.ring.start()
 
+    @property
+    def step_budget(self) -> float:
+        """Work units of a prefill step at most; 0: those of `chunk_tokens` tokens."""
+        return self.settings.prefill_scheduling.step_budget
+
     @abstractmethod
     async def measure(self) -> None:
         """Measure the ring's rates again, now that nothing else starts on its machine."""
+
+    @abstractmethod
+    async def get_status(self) -> GroupStatus:
+        """How the ring is."""
 
     async def close(self) -> None:
         """End background work, kill the ranks. Idempotent."""
@@ -64,7 +74,7 @@ class GroupLeader(ABC):
             rates=ring.rates,
             capacity_tokens=ring.pool.capacity_tokens,
             chunk_tokens=self.settings.chunk_tokens,
-            step_budget=self.settings.prefill_scheduling.step_budget,
+            step_budget=self.step_budget,
             min_chunk_tokens=self.settings.prefill_scheduling.min_chunk_tokens,
         )
         await self._announce(registration)
@@ -113,5 +123,6 @@ class GroupLeader(ABC):
             kv_usage=ring.pool.usage(),
             rebuilds=ring.rebuilds,
             rank_pids=tuple(info.pid for info in ring.infos),
+            metrics_endpoint=self.metrics_endpoint,
             decode_variant=ring.decode_variant,
         )

@@ -36,6 +36,7 @@ class KvPool:
     def __init__(self, num_ranks: int, num_blocks: int, block_tokens: int) -> None:
         self.num_ranks = num_ranks
         self.block_tokens = block_tokens
+        self.num_evictions = 0
         self._ranks = [BlockAllocator(num_blocks) for _ in range(num_ranks)]
         self._sequences: OrderedDict[str, SequenceKv] = OrderedDict()
 
@@ -84,6 +85,7 @@ class KvPool:
             if all(need <= rank.num_free for need, rank in zip(needs, self._ranks, strict=True)):
                 break
             self._drop(other)
+            self.num_evictions += 1
         for allocator, table, need in zip(self._ranks, sequence.blocks, needs, strict=True):
             if need > 0:
                 table += allocator.allocate(need, after=table[-1] if table else None)

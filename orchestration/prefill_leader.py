@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
@@ -84,18 +85,30 @@ class PrefillLeader(GroupLeader):
         """A new incarnation of the ring has a queue and a loop of its own."""
         ring, settings = self.ring, self.settings
         work = WorkModel.of_shape(ring.model.shape)
-        scheduling = settings.prefill_scheduling
-        limits = StepLimits.of(
-            work,
-            step_budget=scheduling.step_budget,
-            chunk_tokens=settings.chunk_tokens,
-            min_chunk_tokens=scheduling.min_chunk_tokens,
+        scheduler = PrefillScheduler(
+            settings.name, work, self._limits(work), settings.prefill_scheduling, rate=self._rate(work)
         )
-        # Until steps have been measured: as if they were matrix products alone.
-        rate = settings.num_processes * ring.rates.gemm_flops / work.flops_per_unit
-        self.loop = PrefillLoop(ring, PrefillScheduler(settings.name, work, limits, scheduling, rate=rate))
+        self.loop = PrefillLoop(ring, scheduler)
         self.spawn(self.loop.run())
         await super().on_ready()
+
+    def _rate(self, work: WorkModel) -> float:
+        """Work units a second by what the ring measured of itself: as if steps were matrix products alone."""
+        return self.settings.num_processes * self.ring.rates.gemm_flops / work.flops_per_unit
+
+    def _limits(self, work: WorkModel) -> StepLimits:
+        scheduling = self.settings.prefill_scheduling
+        return StepLimits.of(
+            work,
+            step_budget=scheduling.step_budget,
+            chunk_tokens=self.settings.chunk_tokens,
+            min_chunk_tokens=scheduling.min_chunk_tokens,
+            most_work=scheduling.step_seconds * self._rate(work) if scheduling.step_seconds else math.inf,
+        )
+
+    @property
+    def step_budget(self) -> float:
+        return self.loop.scheduler.limits.budget if self.loop is not None else super().step_budget
 
     async def reserve(self, request: Reserve) -> Reservation:
         """Pin the sequence and hold room for the whole prompt on every rank. Idempotent per turn."""
@@ -226,6 +239,7 @@ class PrefillLeader(GroupLeader):
         assert self.loop is not None, "the ring has started"
         async with self.loop.at_work:
             await self.ring.measure()
+            self.loop.scheduler.limits = self._limits(WorkModel.of_shape(self.ring.model.shape))
         await self.announce()
 
     @property

@@ -35,7 +35,8 @@ class PrefillScheduling:
     """How a prefill ring shares its steps; see `services.config.PrefillConfig` for what each key means to a user."""
 
     step_budget: float = 0.0
-    min_chunk_tokens: int = 1024
+    step_seconds: float = 0.0
+    min_chunk_tokens: int = 256
     fuse: bool = True
     interleave: bool = True
     ageing_seconds: float = 10.0

@@ -64,13 +64,21 @@ class StepLimits:
     min_chunk: int
 
     @classmethod
-    def of(cls, work: WorkModel, *, step_budget: float, chunk_tokens: int, min_chunk_tokens: int) -> StepLimits:
-        """`step_budget` 0 is the work of `chunk_tokens` tokens with nothing before them.
+    def of(
+        cls,
+        work: WorkModel,
+        *,
+        step_budget: float,
+        chunk_tokens: int,
+        min_chunk_tokens: int,
+        most_work: float = math.inf,
+    ) -> StepLimits:
+        """`step_budget` 0 is the work of `chunk_tokens` tokens with nothing before them; either way, `most_work`.
 
         The least chunk is kept to a quarter of `chunk_tokens`, so that a step has room for more than one turn.
         """
         return cls(
-            budget=step_budget or work.work(chunk_tokens, 0),
+            budget=max(1.0, min(step_budget or work.work(chunk_tokens, 0), most_work)),
             tokens=chunk_tokens,
             min_chunk=max(1, min(min_chunk_tokens, chunk_tokens // 4)),
         )

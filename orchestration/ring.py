@@ -22,7 +22,7 @@ from cp_core.errors import RingserveError, Unavailable
 from orchestration.kv_pool import KvPool
 from orchestration.ports import RankFactory, RankPort
 from orchestration.prefill_scheduler import PrefillScheduling
-from workers.steps import ModelInfo, RankInfo, RankSpec, RingRates, RingSpec
+from workers.steps import ModelInfo, RankInfo, RankSpec, RankStatus, RingRates, RingSpec
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -45,7 +45,7 @@ class GroupSettings:
     """One group. Times in seconds; `capacity` is `num_blocks` blocks of `block_tokens` tokens on every rank.
 
     `num_ranks` ranks share the tokens; each of them is `tp` processes that share the heads, and so hold the same tokens
-    by the same block table.
+    by the same block table. `listen_host` is where ranks listen; empty: each at the address of its node.
     """
 
     role: str
@@ -128,6 +128,7 @@ class Ring:
         self.decode_variant = ""  # what served the latest decode step, as the watch saw it
         self.ranks: Sequence[RankPort] = ()
         self.infos: list[RankInfo] = []
+        self.rank_statuses: dict[int, RankStatus] = {}
         self.rates = RingRates(gemm_flops=0, attention_flops=0, link_bytes_per_second=0, link_latency_seconds=0)
         self.pool = KvPool(settings.num_ranks, 0, settings.block_tokens)
         self._factory = factory
@@ -179,18 +180,21 @@ class Ring:
         specs = [self._spec(rank, incarnation) for rank in range(settings.num_processes)]
         starts = zip(ranks, specs, strict=True)
         infos = await gather_first_error(rank.start(spec, settings.start_timeout) for rank, spec in starts)
-        port = await ranks[0].open_store(settings.listen_host, settings.control_timeout)
-        meeting = RingSpec(
-            host=settings.listen_host, port=port, name=incarnation, timeout_seconds=settings.stuck_timeout
-        )
+        # Where ranks listen at their own node's address, the ring meets at that of the first.
+        host = settings.listen_host or infos[0].kv_endpoint.rpartition(":")[0].strip("[]")
+        port = await ranks[0].open_store(host, settings.control_timeout)
+        meeting = RingSpec(host=host, port=port, name=incarnation, timeout_seconds=settings.stuck_timeout)
         await gather_first_error(rank.join(meeting, settings.start_timeout) for rank in ranks)
         rates = await gather_first_error(rank.probe(settings.start_timeout) for rank in ranks)
         if self.state is RingState.CLOSED:
             raise Unavailable(f"ring {settings.name} was closed while it started")
         self.ranks, self.infos, self.rates, self.incarnation = ranks, infos, rates[0], incarnation
+        self.rank_statuses.clear()
         self.pool = KvPool(settings.num_ranks, settings.num_blocks, settings.block_tokens)
         self.state = RingState.READY
-        self._watch = [asyncio.create_task(self._watch_rank(rank, incarnation)) for rank in ranks]
+        self._watch = [
+            asyncio.create_task(self._watch_rank(number, rank, incarnation)) for number, rank in enumerate(ranks)
+        ]
         if settings.role == "decode":
             self._watch += [asyncio.create_task(self._watch_loop(rank, incarnation)) for rank in ranks]
 
@@ -222,7 +226,7 @@ class Ring:
             decode_variant=settings.decode_variant,
         )
 
-    async def _watch_rank(self, rank: RankPort, incarnation: str) -> None:
+    async def _watch_rank(self, number: int, rank: RankPort, incarnation: str) -> None:
         """A rank that cannot be asked, or says it has been stuck in a step for too long, is lost."""
         while True:
             try:
@@ -230,6 +234,7 @@ class Ring:
             except RingserveError as error:
                 self.report_lost(error, incarnation)
                 return
+            self.rank_statuses[number] = status
             self.decode_variant = status.decode_variant or self.decode_variant
             if status.running and status.seconds_since_step > self.settings.step_timeout:
                 stuck = f"a rank of {self.settings.name} made no step for {status.seconds_since_step:.0f} s"

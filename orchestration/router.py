@@ -274,6 +274,16 @@ class Router:
         """Turns begun and not ended."""
         return len(self._turns)
 
+    @property
+    def num_conversations(self) -> int:
+        """Conversations remembered."""
+        return len(self._conversations)
+
+    @property
+    def groups(self) -> Sequence[Group]:
+        """Every ring that has announced itself."""
+        return self._groups.all()
+
     async def get_conversation(self, conversation_id: str) -> ConversationView:
         return self._conversations.get(conversation_id).view()
 

@@ -310,6 +310,7 @@ class GroupStatus:
     rebuilds: int
     rank_pids: tuple[int, ...]
     tp: int = 1
+    metrics_endpoint: str = ""
     waiting_work: float = 0.0
     max_waiting_work: float = 0.0
     num_preemptions: int = 0
@@ -341,9 +342,10 @@ class ConversationView:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerView:
-    """The whole service as the router sees it."""
+    """The whole service as the router sees it. `metrics_endpoint` is the router's."""
 
     selector: str
     groups: tuple[GroupStatus, ...]
     conversations: int
     running_turns: int
+    metrics_endpoint: str = ""

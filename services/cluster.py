@@ -1,10 +1,11 @@
-"""A cluster on this machine: a Ray of our own, the router, the rings, a gateway process. `ringserve up` runs one.
+"""Router, rings and a gateway process on a Ray of our own, or without gateway on a Ray cluster. `ringserve up` runs it.
 
 What is started here is ended here, by handle: Ray with its driver, the gateway by its process, whatever happens.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -15,11 +16,13 @@ import sys
 import tempfile
 import threading
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 from ray.exceptions import RayError, RayTaskError
 
@@ -29,7 +32,7 @@ from services.auth.tenants import read_tokens
 from services.config import Config
 from services.gateway_settings import GatewaySettings
 from services.hosts import LeaderHost, RouterHost
-from services.stopping import check_stop
+from services.stopping import check_stop, keeping_handlers
 from workers.builtin_model import PREFIX as BUILTIN_PREFIX
 from workers.builtin_model import resolve_model_path
 from workers.model_info import read_model_info, tensor_share
@@ -38,9 +41,9 @@ log = logging.getLogger(__name__)
 
 OBJECT_STORE_BYTES = 80 * 1024 * 1024
 """The least Ray allows: no tensor ever passes through it."""
-NAMESPACE = "ringserve"
 ROUTER_NAME = "router"
 GATEWAY_STOP_SECONDS = 10.0
+RAY_END_SECONDS = 8.0
 POLL_SECONDS = 0.2
 RESTART_SECONDS = 1.0
 """Least time between two starts of one leader: one that cannot start must not keep the machine busy with trying."""
@@ -72,17 +75,26 @@ class _Leader:
 
 
 class LocalCluster:
-    """`start`, then `watch`, both until `stopped` is set, then `stop`. `progress` gets one line for each stage."""
+    """`start`, then `watch`, both until `stopped` is set, then `stop`. `progress` gets one line for each stage.
+
+    With `config.ray.address` it runs on that Ray cluster, which it leaves as it was. Router and leaders are on the node
+    it is called on, which so is where gateways and Prometheus find them.
+    """
 
     def __init__(
         self,
         config: Config,
         progress: Callable[[str], None] = lambda line: None,
         stopped: threading.Event | None = None,
+        *,
+        with_gateway: bool = True,
     ) -> None:
         self._config = config
         self._progress = progress
+        self._with_gateway = with_gateway
         self._stopped = stopped or threading.Event()
+        # Of its own, so that names of one that has just ended are not in the way.
+        self._namespace = f"ringserve-{uuid.uuid4().hex[:8]}"
         self._temp = Path(tempfile.mkdtemp(prefix="ringserve-"))
         self._leaders: dict[str, _Leader] = {}
         self._num_leaders_made = 0
@@ -104,10 +116,15 @@ class LocalCluster:
         for role, pool in (("prefill", config.prefill), ("decode", config.decode)):
             tensor_share(model, pool.tp, f"{role}.tp")
         _check_secrets(config)
-        for key in ("listen", "http", "metrics"):
-            _check_free(f"gateway.{key}", getattr(config.gateway, key))
-        self._progress("starting Ray")
-        self._start_ray()
+        if self._with_gateway:
+            for key in ("listen", "http", "metrics"):
+                _check_free(f"gateway.{key}", getattr(config.gateway, key))
+        if config.ray.address:
+            self._progress(f"joining the Ray cluster at {config.ray.address}")
+            self._join_ray()
+        else:
+            self._progress("starting Ray")
+            self._start_ray()
         self._progress("starting the router")
         self._router = host_actor(ROUTER_NAME, RouterHost(config=config, model=model))
         self.router_endpoint = self._result(self._router.start.remote())
@@ -118,20 +135,24 @@ class LocalCluster:
                 role=role,
                 index=index,
                 router_endpoint=self.router_endpoint,
+                listen_host="" if config.ray.address else "127.0.0.1",
             )
             for role, pool in (("prefill", config.prefill), ("decode", config.decode))
             for index in range(pool.groups)
         ]
-        self._progress(f"starting {len(hosts)} rings and a gateway")
-        self._start_gateway(path)
+        self._progress(f"starting {len(hosts)} rings{' and a gateway' if self._with_gateway else ''}")
+        if self._with_gateway:
+            self._start_gateway(path)
         for host in hosts:
             self._make_leader(host)
         for leader in self._leaders.values():
             self._result(leader.serves)
             self._progress(f"ring {leader.host.name} serves")
-        self._await_gateway()
-        http = f", OpenAI's HTTP at http://{self.http_address}/v1" if self.http_address else ""
-        self._progress(f"gateway serves at {self.gateway_address}{http}")
+        if self._with_gateway:
+            self._await_gateway()
+            scheme = "https" if config.door_tls else "http"
+            http = f", OpenAI's HTTP at {scheme}://{self.http_address}/v1" if self.http_address else ""
+            self._progress(f"gateway serves at {self.gateway_address}{http}")
         for leader in self._leaders.values():
             # Not while the others start: rates measured on a busy machine would mislead the plans.
             self._result(leader.actor.measure.remote())
@@ -144,16 +165,36 @@ class LocalCluster:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         # Ray guards a local cluster by a token, and warns that it does.
         logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
-        ray.init(
-            address="local",
-            namespace=NAMESPACE,
-            num_cpus=max(1, needed),
-            include_dashboard=False,
-            object_store_memory=OBJECT_STORE_BYTES,
-            _temp_dir=str(self._temp),
-            _node_ip_address="127.0.0.1",
-            logging_level=logging.WARNING,
-        )
+        with keeping_handlers():
+            ray.init(
+                address="local",
+                namespace=self._namespace,
+                num_cpus=max(1, needed),
+                include_dashboard=False,
+                object_store_memory=OBJECT_STORE_BYTES,
+                _temp_dir=str(self._temp),
+                _node_ip_address="127.0.0.1",
+                logging_level=logging.WARNING,
+            )
+
+    def _join_ray(self) -> None:
+        """The cluster may be starting still: it has the start timeout. Raises Unavailable."""
+        address, deadline = self._config.ray.address, time.monotonic() + self._config.timeouts.start
+        while True:
+            try:
+                with keeping_handlers():
+                    ray.init(address=address, namespace=self._namespace, logging_level=logging.WARNING)
+                return
+            except (ConnectionError, RuntimeError, ValueError) as error:
+                if ray.is_initialized():
+                    ray.shutdown()
+                if time.monotonic() > deadline:
+                    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+                    raise Unavailable(
+                        f"ray.address: the Ray cluster at {address} cannot be joined: {reason}"
+                    ) from error
+            self._stopped.wait(RESTART_SECONDS)
+            check_stop(self._stopped)
 
     def _make_leader(self, host: LeaderHost) -> None:
         # Ray frees the name of a dead actor when it likes: the successor gets another.
@@ -192,6 +233,7 @@ class LocalCluster:
             dtype=config.model.dtype,
             max_seconds=config.gateway.max_seconds,
             log_level=config.logs.level,
+            metric_names=config.metrics.also_as,
             follow_stdin=True,
             tokens=config.auth.tokens,
             tls=config.door_tls,
@@ -238,7 +280,9 @@ class LocalCluster:
             self._gateway = None
         if ray.is_initialized():
             self._stop_actors()
+            own = [] if self._config.ray.address else psutil.Process().children(recursive=True)
             ray.shutdown()
+            _end_left_behind(own)
         shutil.rmtree(self._temp, ignore_errors=True)
 
     def _stop_actors(self) -> None:
@@ -291,6 +335,14 @@ def _read_line(process: subprocess.Popen[bytes], timeout: float) -> bytes:
     reader.start()
     reader.join(timeout)
     return lines[0] if lines else b""
+
+
+def _end_left_behind(processes: list[psutil.Process]) -> None:
+    """Agents of a Ray that has ended sometimes hang on their way out, and nobody else would ever end them."""
+    _, alive = psutil.wait_procs(processes, timeout=RAY_END_SECONDS)
+    for process in alive:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 def _end_process(process: subprocess.Popen[bytes]) -> None:

@@ -19,14 +19,14 @@ from cp_core.ring_backend import select_ring_backend
 from cp_core.selector import POLICIES
 from orchestration.prefill_scheduler import PrefillScheduling
 from services.auth.exposure import check_exposure
-from services.auth.sections import AuthConfig, InternalTlsConfig, TlsConfig
+from services.auth.sections import AuthConfig, InternalTlsConfig, TlsConfig, absolute_paths, check_sections
 from services.auth.tls import DoorTls, PeerTls
 
 ENV_PREFIX = "RINGSERVE_"
 DTYPES = ("float32", "bfloat16", "float16")
 DEVICES = ("cpu", "cuda")
-SECRET_FILES = {"tls": ("cert", "key", "client_ca"), "internal_tls": ("cert", "key", "ca"), "auth": ("tokens",)}
 LOG_LEVELS = ("debug", "info", "warning", "error")
+METRIC_NAMES = ("", "vllm")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,8 @@ class PrefillConfig:
 
     A step computes at most `chunk_tokens` new tokens and `step_budget` work units: one is what the matrix products of a
     token cost, attention counts by what it costs beside them; 0 is the work of `chunk_tokens` tokens with nothing
-    before them. Long prompts are cut accordingly, into chunks of at least `min_chunk_tokens`. `fuse` lets a step hold
+    before them. Nor should it take longer than `step_seconds`, by what the ring measured of itself when it started:
+    about so long a short prompt may have to wait for a step of others; 0 sets no such limit. Long prompts are cut accordingly, into chunks of at least `min_chunk_tokens`. `fuse` lets a step hold
     tokens of several turns, `interleave` lets other turns in between the chunks of a long one. `ageing_seconds` of
     waiting make up for one step of priority. A ring whose queue holds `max_queue_work` work units refuses more.
     """
@@ -57,7 +58,8 @@ class PrefillConfig:
     tp: int = 1
     chunk_tokens: int = 4096
     step_budget: float = 0.0
-    min_chunk_tokens: int = 1024
+    step_seconds: float = 0.25
+    min_chunk_tokens: int = 256
     fuse: bool = True
     interleave: bool = True
     ageing_seconds: float = 10.0
@@ -69,6 +71,7 @@ class PrefillConfig:
     def scheduling(self) -> PrefillScheduling:
         return PrefillScheduling(
             step_budget=self.step_budget,
+            step_seconds=self.step_seconds,
             min_chunk_tokens=self.min_chunk_tokens,
             fuse=self.fuse,
             interleave=self.interleave,
@@ -152,6 +155,33 @@ class GatewayConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MetricsConfig:
+    """Where router and ring leaders serve Prometheus; the gateway has `gateway.metrics`. Empty switches one off.
+
+    Ring i of a pool listens at the pool's port + i, or at any free port where that is 0. `also_as` "vllm" shows what
+    vLLM has too under its names as well.
+    """
+
+    router: str = "127.0.0.1:0"
+    prefill: str = "127.0.0.1:0"
+    decode: str = "127.0.0.1:0"
+    also_as: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RayConfig:
+    """Where the rings run: a Ray of our own on this machine, or the cluster at `address` ("auto" or HOST:PORT).
+
+    In a cluster every process listens at the address of its node. A rank takes one unit of its pool's resource, which
+    places it on the nodes that offer it; empty: on any node.
+    """
+
+    address: str = ""
+    prefill_resource: str = ""
+    decode_resource: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class TimeoutConfig:
     """Deadlines between our own processes, seconds."""
 
@@ -182,6 +212,8 @@ class Config:
     tls: TlsConfig = field(default_factory=TlsConfig)
     internal_tls: InternalTlsConfig = field(default_factory=InternalTlsConfig)
     auth: AuthConfig = field(default_factory=AuthConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    ray: RayConfig = field(default_factory=RayConfig)
     timeouts: TimeoutConfig = field(default_factory=TimeoutConfig)
     logs: LogConfig = field(default_factory=LogConfig)
 
@@ -191,14 +223,12 @@ class Config:
     @property
     def door_tls(self) -> DoorTls | None:
         """TLS of the public doors, None where they are plain."""
-        tls = self.tls
-        return DoorTls(cert=tls.cert, key=tls.key, client_ca=tls.client_ca) if tls.cert else None
+        return self.tls.files
 
     @property
     def peer_tls(self) -> PeerTls | None:
         """TLS between our own processes, None where they talk plainly."""
-        tls = self.internal_tls
-        return PeerTls(cert=tls.cert, key=tls.key, ca=tls.ca, server_name=tls.server_name) if tls.cert else None
+        return self.internal_tls.files
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -261,16 +291,7 @@ def config_from(values: Mapping[str, Mapping[str, Any]]) -> Config:
     unknown = sorted(set(values) - set(sections))
     if unknown:
         raise ConfigError(f"{unknown[0]}: no such section; allowed are {', '.join(sections)}")
-    return Config(**{name: _section(name, sections[name], _absolute(name, part)) for name, part in values.items()})
-
-
-def _absolute(section: str, part: Mapping[str, Any]) -> dict[str, Any]:
-    """With paths of secrets made absolute: other processes, which may run elsewhere, read them."""
-    paths = SECRET_FILES.get(section, ())
-    return {
-        key: str(Path(value).expanduser().absolute()) if key in paths and isinstance(value, str) and value else value
-        for key, value in part.items()
-    }
+    return Config(**{name: _section(name, sections[name], absolute_paths(name, part)) for name, part in values.items()})
 
 
 def _section(name: str, kind: type[Any], values: Mapping[str, Any]) -> Any:
@@ -310,6 +331,7 @@ def _check(config: Config) -> None:
         _within(f"{name}.threads_per_rank", pool.threads_per_rank, 1, 1024)
     _within("prefill.chunk_tokens", config.prefill.chunk_tokens, 1, 1 << 24)
     _within("prefill.step_budget", config.prefill.step_budget, 0, 1e15)
+    _within("prefill.step_seconds", config.prefill.step_seconds, 0, 3600)
     _within("prefill.min_chunk_tokens", config.prefill.min_chunk_tokens, 1, 1 << 24)
     _within("prefill.ageing_seconds", config.prefill.ageing_seconds, 0.001, 86_400)
     _within("prefill.max_queue_work", config.prefill.max_queue_work, 1, 1e15)
@@ -333,24 +355,18 @@ def _check(config: Config) -> None:
     for key in ("http", "metrics"):
         if address := getattr(config.gateway, key):
             _address(f"gateway.{key}", address)
-    _check_doors(config)
-
-
-def _check_doors(config: Config) -> None:
-    tls, internal, gateway = config.tls, config.internal_tls, config.gateway
-    if bool(tls.cert) != bool(tls.key):
-        raise ConfigError("tls.cert: belongs together with tls.key; give both or neither")
-    if tls.client_ca and not tls.cert:
-        raise ConfigError("tls.client_ca: clients can prove themselves only to a server with tls.cert and tls.key")
-    if len({bool(internal.cert), bool(internal.key), bool(internal.ca)}) > 1:
-        raise ConfigError("internal_tls.cert: belongs together with internal_tls.key and .ca; give all or none")
+    _among("metrics.also_as", config.metrics.also_as, METRIC_NAMES)
+    for key in ("router", "prefill", "decode"):
+        if getattr(config.metrics, key):
+            _address(f"metrics.{key}", getattr(config.metrics, key))
+    check_sections(config.tls, config.internal_tls)
     for key in ("listen", "http"):
         check_exposure(
             f"gateway.{key}",
-            getattr(gateway, key),
-            has_tls=bool(tls.cert),
+            getattr(config.gateway, key),
+            has_tls=bool(config.tls.cert),
             has_tokens=bool(config.auth.tokens),
-            is_insecure=gateway.insecure,
+            is_insecure=config.gateway.insecure,
         )
 
 

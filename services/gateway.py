@@ -20,7 +20,7 @@ from services.auth.doorkeeper import Doorkeeper
 from services.auth.scoped_router import ScopedRouter
 from services.auth.tenants import Tenant
 from services.completions import Responses, merged, turns_of
-from services.metrics import GatewayMetrics
+from services.metrics.gateway import GatewayMetrics
 from services.requests import RequestReader
 from services.sampling_params import num_completions, stop_rule
 from services.status import answer, answer_stream, code_of
@@ -96,7 +96,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         """One turn, from whatever door. Raises RingserveError; closing the iterator ends the turn everywhere."""
         started = time.monotonic()
         with ExitStack() as held:
-            with self._refusals_counted():
+            with self._refusals_counted(started):
                 count = num_completions(request.sampling_params)
                 held.enter_context(self._doorkeeper.limits.turns(tenant, count))
                 turn_request = await asyncio.to_thread(self._reader.read, request, seconds_left)
@@ -110,12 +110,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                     yield response
 
     @contextmanager
-    def _refusals_counted(self) -> Iterator[None]:
+    def _refusals_counted(self, started: float) -> Iterator[None]:
         try:
             yield
         except RingserveError as error:
             self._metrics.began()
-            self._metrics.ended(code_of(error).name.lower())
+            self._metrics.ended(code_of(error).name.lower(), time.monotonic() - started)
             raise
 
     async def _turn(
@@ -134,7 +134,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             async for response in stream.responses(self._peers.decode(begun.decode_endpoint)):
                 if response.HasField("complete"):
                     outcome = response.complete.finish_reason
-                    self._metrics.generated(stream.num_tokens, stream.ttft_seconds, stream.ttit_seconds)
+                    self._metrics.completed(response.complete)
                 yield response
         except RingserveError as error:
             outcome = code_of(error).name.lower()
@@ -143,7 +143,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             raise router.shown(error) from None
         finally:
             self._running.discard(request_id)
-            self._metrics.ended(outcome)
+            self._metrics.ended(outcome, time.monotonic() - started)
             if outcome in UNSETTLED:
                 self._abort_soon(request_id)
 

@@ -11,9 +11,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from prometheus_client import start_http_server
+from prometheus_client.registry import Collector
 
-from cp_core.errors import ConfigError, RingserveError
+from cp_core.errors import RingserveError
 from ringserve.v1 import inference_pb2_grpc
 from services.auth.doorkeeper import Doorkeeper
 from services.auth.tenants import TokenFile
@@ -21,7 +21,10 @@ from services.gateway import InferenceServicer
 from services.gateway_settings import GatewaySettings
 from services.grpc_server import GrpcServer
 from services.logs import set_up_logs
-from services.metrics import GatewayMetrics
+from services.metrics.endpoint import MetricsEndpoint, metrics_page
+from services.metrics.gateway import GatewayMetrics
+from services.metrics.targets import targets_page
+from services.metrics.vllm_names import GATEWAY_NAMES, WithVllmNames
 from services.openai.app import HttpDoor
 from services.openai.server import HttpServer
 from services.peers import GrpcPeers
@@ -57,7 +60,8 @@ async def serve(settings: GatewaySettings) -> None:
     if settings.follow_stdin:
         descriptor = sys.stdin.fileno()
         loop.add_reader(descriptor, lambda: None if os.read(descriptor, 4096) else stopped.set())
-    metrics_address = _serve_metrics(settings.metrics, metrics)
+    endpoint = _serve_metrics(settings, metrics, peers)
+    metrics_address = endpoint.address if endpoint else ""
     door = HttpDoor(servicer, _model_name(settings), model.max_positions, doorkeeper)
     http_server = HttpServer(door.app, settings.tls.http_context() if settings.tls else None)
     http_address = await http_server.start(settings.http) if settings.http else ""
@@ -70,6 +74,8 @@ async def serve(settings: GatewaySettings) -> None:
     ending.cancel()
     await asyncio.gather(ending, return_exceptions=True)
     await peers.close()
+    if endpoint:
+        await asyncio.to_thread(endpoint.close)
 
 
 def _model_name(settings: GatewaySettings) -> str:
@@ -77,15 +83,18 @@ def _model_name(settings: GatewaySettings) -> str:
     return settings.model_name or Path(settings.model).name
 
 
-def _serve_metrics(address: str, metrics: GatewayMetrics) -> str:
-    if not address:
-        return ""
-    host, _, port = address.rpartition(":")
-    try:
-        server, _ = start_http_server(int(port), host, metrics.registry)
-    except OSError as error:
-        raise ConfigError(f"gateway.metrics: cannot listen on {address}: {error.strerror}") from error
-    return f"{host}:{server.server_port}"
+def _serve_metrics(settings: GatewaySettings, metrics: GatewayMetrics, peers: GrpcPeers) -> MetricsEndpoint | None:
+    """/metrics of this gateway, and /targets: where the router and the rings serve theirs."""
+    if not settings.metrics:
+        return None
+    shown: Collector = metrics.registry
+    if settings.metric_names == "vllm":
+        shown = WithVllmNames(metrics.registry.collect, GATEWAY_NAMES, Path(settings.model).name)
+    router, loop = peers.router(settings.router), asyncio.get_running_loop()
+    pages = {"/metrics": metrics_page(shown), "/targets": targets_page(router.get_server_info, lambda: own, loop)}
+    endpoint = MetricsEndpoint("gateway.metrics", settings.metrics, pages)
+    own = endpoint.address
+    return endpoint
 
 
 def run_gateway(settings: GatewaySettings) -> int:

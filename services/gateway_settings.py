@@ -22,6 +22,7 @@ class GatewaySettings:
     dtype: str
     max_seconds: float
     log_level: str = "info"
+    metric_names: str = ""
     follow_stdin: bool = False
     tokens: str = ""
     tls: DoorTls | None = None

@@ -6,6 +6,11 @@ import asyncio
 import contextlib
 import logging
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import ray
+from prometheus_client.registry import Collector
 
 from cp_core.selector import EmpiricalFit
 from orchestration.actors import RayRanks
@@ -20,6 +25,11 @@ from services.config import Config
 from services.decode_server import DecodeServicer
 from services.grpc_server import GrpcServer
 from services.logs import set_up_logs
+from services.metrics.endpoint import MetricsEndpoint, metrics_page
+from services.metrics.process import new_registry
+from services.metrics.ring import RingCollector, view_of
+from services.metrics.router import RouterMetrics, RouterView
+from services.metrics.vllm_names import RING_NAMES, WithVllmNames
 from services.peers import GrpcPeers
 from services.prefill_server import PrefillServicer
 from services.router_server import RouterServicer
@@ -28,6 +38,14 @@ from workers.steps import ModelInfo
 log = logging.getLogger(__name__)
 
 STOP_GRACE_SECONDS = 2.0
+
+
+def reachable(address: str) -> str:
+    """The address by which others reach what listens on HOST:PORT: of every interface, that of this node."""
+    host, _, port = address.rpartition(":")
+    if host in ("0.0.0.0", "[::]"):
+        return f"{ray.util.get_node_ip_address()}:{port}"
+    return address
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +64,7 @@ class RunningRouter:
 
     def __init__(self, host: RouterHost) -> None:
         set_up_logs("router", host.config.logs.level)
-        self._listen = host.config.router.listen
+        self._config = host.config
         self._tls = host.config.peer_tls
         self._peers = GrpcPeers(self._tls)
         router = host.config.router
@@ -66,15 +84,29 @@ class RunningRouter:
         )
         self._router = Router(settings, planner, self._peers)
         self._server: GrpcServer | None = None
+        self._metrics: MetricsEndpoint | None = None
 
     async def start(self) -> str:
         self._server = GrpcServer(self._tls.server_credentials() if self._tls else None)
-        servicer = RouterServicer(self._router)
+        metrics = RouterMetrics(self._config.router.selector, self._view, asyncio.get_running_loop())
+        servicer = RouterServicer(self._router, metrics)
+        if self._config.metrics.router:
+            pages = {"/metrics": metrics_page(metrics.registry)}
+            self._metrics = MetricsEndpoint("metrics.router", self._config.metrics.router, pages)
+            servicer.metrics_endpoint = reachable(self._metrics.address)
         self._server.add(
             "ringserve.v1.RouterService",
             lambda server: router_pb2_grpc.add_RouterServiceServicer_to_server(servicer, server),
         )
-        return await self._server.start(self._listen)
+        return reachable(await self._server.start(self._config.router.listen))
+
+    def _view(self) -> RouterView:
+        rings = ((group.registration.role, group.name, group.is_ready) for group in self._router.groups)
+        return RouterView(
+            conversations=self._router.num_conversations,
+            running_turns=self._router.num_running,
+            rings=tuple(rings),
+        )
 
     async def measure(self) -> None:
         """A router has nothing to measure."""
@@ -82,13 +114,19 @@ class RunningRouter:
     async def stop(self) -> None:
         if self._server is not None:
             await self._server.stop(STOP_GRACE_SECONDS)
+        await _close(self._metrics)
         await self._router.close()
         await self._peers.close()
 
 
+async def _close(endpoint: MetricsEndpoint | None) -> None:
+    if endpoint is not None:
+        await asyncio.to_thread(endpoint.close)
+
+
 @dataclass(frozen=True, kw_only=True)
 class LeaderHost:
-    """Builds the leader of one ring. Picklable."""
+    """Builds the leader of one ring. Picklable. `listen_host` empty: leader and ranks listen at their nodes' own."""
 
     config: Config
     model_path: str
@@ -103,6 +141,21 @@ class LeaderHost:
 
     def __call__(self) -> RunningLeader:
         return RunningLeader(self)
+
+    def resources(self) -> dict[str, float]:
+        """What one rank takes of a Ray node."""
+        taken = {"CPU": float(self.settings().num_threads)}
+        if self.config.model.device == "cuda":
+            taken["GPU"] = 1.0
+        ray_config = self.config.ray
+        own = ray_config.prefill_resource if self.role == "prefill" else ray_config.decode_resource
+        return taken | ({own: 1.0} if own else {})
+
+    def metrics_address(self) -> str:
+        """Where this ring's leader serves its metrics; rings of one pool take ports in a row."""
+        metrics = self.config.metrics
+        host, _, port = (metrics.prefill if self.role == "prefill" else metrics.decode).rpartition(":")
+        return f"{host}:{int(port) and int(port) + self.index}" if host else ""
 
     def settings(self) -> GroupSettings:
         config, timeouts = self.config, self.config.timeouts
@@ -147,16 +200,14 @@ class RunningLeader:
         self._peers = GrpcPeers(self._tls)
         self._server: GrpcServer | None = None
         self._leader: GroupLeader | None = None
+        self._metrics: MetricsEndpoint | None = None
 
     async def start(self) -> str:
         """Door first, ring second: the ring is announced by its endpoint when it is ready."""
         host = self._host
         server = self._server = GrpcServer(self._tls.server_credentials() if self._tls else None)
         router = self._peers.router(host.router_endpoint)
-        resources = {"CPU": float(host.settings().num_threads)}
-        if host.config.model.device == "cuda":
-            resources["GPU"] = 1.0
-        ranks = RayRanks(host.name, resources)
+        ranks = RayRanks(host.name, host.resources())
         leader: GroupLeader
         if host.role == "prefill":
             leader = prefill = PrefillLeader(host.settings(), ranks, self._peers, router.register_group)
@@ -173,13 +224,28 @@ class RunningLeader:
                 lambda target: groups_pb2_grpc.add_DecodeServiceServicer_to_server(decode_servicer, target),
             )
         self._leader = leader
-        endpoint = await server.start(f"{host.listen_host}:0")
+        endpoint = await server.start(f"{host.listen_host or ray.util.get_node_ip_address()}:0")
         try:
+            self._serve_metrics(leader)
             await leader.start(endpoint)
         except BaseException:
             await server.stop(0)
+            await _close(self._metrics)
             raise
         return endpoint
+
+    def _serve_metrics(self, leader: GroupLeader) -> None:
+        """Before the ring starts: one that cannot start is seen as not ready, and not as missing."""
+        host, address = self._host, self._host.metrics_address()
+        if not address:
+            return
+        registry = new_registry(host.role)
+        registry.register(RingCollector(host.role, host.name, partial(view_of, leader), asyncio.get_running_loop()))
+        shown: Collector = registry
+        if host.config.metrics.also_as == "vllm":
+            shown = WithVllmNames(registry.collect, RING_NAMES, Path(host.model_path).name)
+        self._metrics = MetricsEndpoint(f"metrics.{host.role}", address, {"/metrics": metrics_page(shown)})
+        leader.metrics_endpoint = reachable(self._metrics.address)
 
     async def measure(self) -> None:
         assert self._leader is not None, "the leader has not started"
@@ -190,5 +256,6 @@ class RunningLeader:
             await self._server.stop(STOP_GRACE_SECONDS)
         if self._leader is not None:
             await self._leader.close()
+        await _close(self._metrics)
         with contextlib.suppress(asyncio.CancelledError):
             await self._peers.close()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import grpc
 
 from orchestration.ports import RouterPort
 from ringserve.v1 import inference_pb2, router_pb2, router_pb2_grpc
+from services.metrics.router import RouterMetrics
 from services.status import answer
 from services.wire import groups as wire_groups
 from services.wire import turns as wire
@@ -16,13 +18,15 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class RouterServicer(router_pb2_grpc.RouterServiceServicer):
-    """Each method is one verb of the router."""
+    """Each method is one verb of the router. `metrics_endpoint` is told to whoever asks for the whole service."""
 
-    def __init__(self, router: RouterPort) -> None:
+    def __init__(self, router: RouterPort, metrics: RouterMetrics) -> None:
         self._router = router
+        self._metrics = metrics
+        self.metrics_endpoint = ""
 
     async def BeginTurn(self, request: router_pb2.BeginTurnRequest, context: Context) -> router_pb2.BeginTurnResponse:
-        turn = await answer(context, self._router.begin_turn(wire.turn_request_from(request)))
+        turn = await answer(context, self._metrics.planned(self._router.begin_turn(wire.turn_request_from(request))))
         return router_pb2.BeginTurnResponse(
             turn_id=turn.turn_id,
             decode_endpoint=turn.decode_endpoint,
@@ -65,4 +69,5 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     async def GetServerInfo(
         self, request: inference_pb2.GetServerInfoRequest, context: Context
     ) -> inference_pb2.GetServerInfoResponse:
-        return wire_groups.server_to(await answer(context, self._router.get_server_info()))
+        view = await answer(context, self._router.get_server_info())
+        return wire_groups.server_to(replace(view, metrics_endpoint=self.metrics_endpoint))

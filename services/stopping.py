@@ -45,6 +45,22 @@ class StopSignals:
             self._may_raise = False
 
 
+@contextmanager
+def keeping_handlers() -> Iterator[None]:
+    """Around `ray.init`, which puts its own handlers before those that stand, for good.
+
+    Its native one logs a stack and sets an alarm that aborts the process three seconds after SIGTERM: too soon for an
+    orderly end on a busy machine, and what Ray started would be left behind.
+    """
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+
 def check_stop(requested: threading.Event) -> None:
     """Raise StopRequest if that was asked for."""
     if requested.is_set():

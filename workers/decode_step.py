@@ -24,6 +24,7 @@ from workers.model import LoadedModel
 from workers.sampling.parameters import Sampled
 from workers.sampling.rows import sample_rows
 from workers.sampling.words import num_words, read_words, write_words
+from workers.step_clock import StepClock
 
 
 class DecodePass:
@@ -47,6 +48,9 @@ class DecodePass:
         self._backend = backend
         self._batch = batch
         self._draws = model.tensor.rank == 0
+        # Whose clock runs during steps, and whose waits it counts: the rank's own, where it sets them.
+        self.clock = StepClock()
+        self.timed: Sequence[RingTransport] = (transport,)
         self._plan: DecodePlan
         # Of a pass-Q step; None where every rank computes every row.
         self._route: PassQRoute | None = None
@@ -63,6 +67,10 @@ class DecodePass:
 
         Raises Unavailable when a peer is lost, FloatingPointError for a NaN in attention or logits.
         """
+        with self.clock.step(*self.timed):
+            return self._run(variant)
+
+    def _run(self, variant: str) -> list[Sampled]:
         device = self._cache.device
         appended = self._batch.append()
         self._plan = self._batch.plan(appended)

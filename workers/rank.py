@@ -40,6 +40,7 @@ from workers.probe import probe_rates
 from workers.progress import Progress
 from workers.sampling.logprobs import logprobs_of
 from workers.sampling.rows import sample_rows
+from workers.step_clock import StepClock
 from workers.steps import (
     DecodeCommand,
     DecodeEvents,
@@ -68,6 +69,7 @@ class RankWorker:
 
     def __init__(self) -> None:
         self._progress = Progress()
+        self._clock = StepClock()
         self._computing = threading.Lock()
         self._spec: RankSpec
         self._model: LoadedModel
@@ -190,7 +192,8 @@ class RankWorker:
         self._begin_sends(step)
         with self._compute() as ring:
             began, waited = time.perf_counter(), self._seconds_waited(ring)
-            forward, states = self._run_prefill(step, ring)
+            with self._clock.step(*self._transports):
+                forward, states = self._run_prefill(step, ring)
             logits = self._model.logits(states[[last.row for last in forward.last_rows]])
             names = [last.sequence_id for last in forward.last_rows]
             draws = self._spec.tp_rank == 0
@@ -204,6 +207,10 @@ class RankWorker:
                 seconds=time.perf_counter() - began,
                 wait_seconds=self._seconds_waited(ring) - waited,
             )
+
+    @property
+    def _transports(self) -> tuple[RingTransport, ...]:
+        return tuple(each for each in (self._transport, self._tensor) if each is not None)
 
     def _score(self, scored: Sequence[ScoredRows], states: Tensor) -> dict[str, dict[int, TokenLogprobs]]:
         """By sequence and position, a few rows at a time: logits of a whole step would take as much memory as its KV.
@@ -256,6 +263,7 @@ class RankWorker:
         with self._compute() as ring:
             batch = DecodeBatch(ring.rank, ring.size, self._spec.block_tokens)
             step = DecodePass(self._model, ring, self._cache, self._backend, batch)
+            step.clock, step.timed = self._clock, self._transports
             channel = HeaderChannel(self._header_hops(ring), self._spec.max_batch, self._cache.device)
             if self._spec.rank != LEADER:
                 DecodeFollower(channel, batch, step, self._progress).run()
@@ -318,6 +326,9 @@ class RankWorker:
             running=self._progress.running,
             open_transfers=self._receiver.num_open if self._receiver else 0,
             decode_variant=self._progress.decode_variant,
+            step_seconds=self._clock.step_seconds,
+            wait_seconds=self._clock.wait_seconds,
+            bytes_sent=sum(transport.stats.bytes_sent for transport in self._transports),
         )
 
     def stop(self) -> None:

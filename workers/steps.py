@@ -334,7 +334,8 @@ class DecodeEvents:
 class RankStatus:
     """Progress, for watchdogs: a step counter and the seconds since it last moved.
 
-    `decode_variant` served the latest decode step: `gather` or `pass_q`, empty before the first.
+    `decode_variant` served the latest decode step: `gather` or `pass_q`, empty before the first. `step_seconds` is the
+    time in steps, `wait_seconds` the part of it in which the rank waited for peers, `bytes_sent` what it sent them.
     """
 
     steps: int
@@ -342,3 +343,6 @@ class RankStatus:
     running: int
     open_transfers: int
     decode_variant: str = ""
+    step_seconds: float = 0.0
+    wait_seconds: float = 0.0
+    bytes_sent: int = 0

@@ -6,7 +6,7 @@ import argparse
 
 from services.auth.exposure import check_exposure
 from services.cli.options import Subcommands, add_config_options, config_of
-from services.config import LOG_LEVELS
+from services.config import LOG_LEVELS, METRIC_NAMES
 from services.gateway_settings import GatewaySettings
 
 EXAMPLE = """example:
@@ -22,6 +22,9 @@ def add(commands: Subcommands) -> None:
     parser.add_argument("--listen", required=True, help="HOST:PORT for clients")
     parser.add_argument("--http", default="", help="HOST:PORT for OpenAI's HTTP (default: none)")
     parser.add_argument("--metrics", default="", help="HOST:PORT for Prometheus (default: none)")
+    parser.add_argument(
+        "--metric-names", choices=METRIC_NAMES, default="", help="vllm: show its names as well (default: ours alone)"
+    )
     parser.add_argument("--router", required=True, help="HOST:PORT of the router, as 'ringserve status' shows it")
     parser.add_argument("--model", required=True, help="model directory or builtin:tiny")
     parser.add_argument("--model-name", default="", help="what HTTP clients call it (default: the directory's name)")
@@ -48,6 +51,7 @@ def run(options: argparse.Namespace) -> int:
             listen=options.listen,
             http=options.http,
             metrics=options.metrics,
+            metric_names=options.metric_names,
             router=options.router,
             model=options.model,
             model_name=options.model_name or (options.model if options.model.startswith("builtin:") else ""),

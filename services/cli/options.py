@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cp_core.errors import ConfigError
+from cp_core.errors import ConfigError, NotFound
 from services.client import Client, TlsFiles
 from services.client.retries import NO_RETRIES
 from services.config import Config, load_config
@@ -64,4 +64,7 @@ def client_of(options: argparse.Namespace) -> Client:
 
 def target_of(options: argparse.Namespace) -> str:
     """Raises NotFound when neither a target nor a local cluster is there."""
-    return options.target or require_state(options.name).gateway
+    target = options.target or require_state(options.name).gateway
+    if not target:
+        raise NotFound(f"the cluster {options.name!r} runs no gateway of its own; give --target HOST:PORT")
+    return str(target)

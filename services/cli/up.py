@@ -1,4 +1,4 @@
-"""`ringserve up`: run a cluster on this machine until Ctrl-C, SIGTERM or `ringserve down`."""
+"""`ringserve up`: run a cluster on this machine, or on one of Ray, until Ctrl-C, SIGTERM or `ringserve down`."""
 
 from __future__ import annotations
 
@@ -23,17 +23,25 @@ from services.stopping import StopRequest, StopSignals
 EXAMPLE = """example:
   ringserve up --config cluster.yaml --detach
   ringserve up --set prefill.cp=4 --set gateway.listen=127.0.0.1:0 --ready-file ready.json
+  ringserve up --config cluster.yaml --ray-address auto --no-gateway
 """
 
 
 def add(commands: Subcommands) -> None:
     parser = commands.add_parser(
-        "up", help="start a cluster on this machine", epilog=EXAMPLE, formatter_class=argparse.RawTextHelpFormatter
+        "up",
+        help="start a cluster on this machine, or the rings on a Ray cluster",
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawTextHelpFormatter,
     )
     add_config_options(parser)
     parser.add_argument(
         "--name", default="default", help="name of the cluster for 'down' and 'status' (default: default)"
     )
+    parser.add_argument(
+        "--ray-address", help="run on this Ray cluster, auto or HOST:PORT (default: ray.address of the configuration)"
+    )
+    parser.add_argument("--no-gateway", action="store_true", help="start none: 'ringserve gateway' runs elsewhere")
     parser.add_argument("--detach", action="store_true", help="return when the cluster serves, and leave it running")
     parser.add_argument("--ready-file", type=Path, help="write the addresses here, as JSON, when the cluster serves")
     parser.add_argument("--json", action="store_true", help="print the addresses as JSON")
@@ -41,6 +49,8 @@ def add(commands: Subcommands) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    if options.ray_address is not None:
+        options.set = [*(options.set or ()), f"ray.address={options.ray_address}"]
     config = config_of(options)  # before anything else: a wrong key must not cost half a minute
     running = read_state(options.name)
     if running is not None:
@@ -55,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
     set_up_logs("up", config.logs.level)
     signals = StopSignals()
     show = partial(print, "ringserve:", file=sys.stderr, flush=True)
-    cluster = LocalCluster(config, show, signals.requested)
+    cluster = LocalCluster(config, show, signals.requested, with_gateway=not options.no_gateway)
     try:
         cluster.start()
         _announce(options, cluster)
@@ -89,7 +99,8 @@ def _announce(options: argparse.Namespace, cluster: LocalCluster) -> None:
     if options.json:
         print(text, flush=True)
     else:
-        print(f"ringserve: ready, gateway at {state.gateway}; stop with Ctrl-C or 'ringserve down'", flush=True)
+        door = f"gateway at {state.gateway}" if state.gateway else f"router at {state.router}"
+        print(f"ringserve: ready, {door}; stop with Ctrl-C or 'ringserve down'", flush=True)
 
 
 def remove_state_of(name: str) -> None:
@@ -110,6 +121,8 @@ def _detach(options: argparse.Namespace, start_timeout: float) -> int:
         command += ["--config", str(options.config.resolve())]
     for item in options.set or ():
         command += ["--set", item]
+    if options.no_gateway:
+        command.append("--no-gateway")
     with log_path.open("wb") as log:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
@@ -138,7 +151,8 @@ def _detach(options: argparse.Namespace, start_timeout: float) -> int:
     if options.ready_file is not None:
         options.ready_file.write_text(text, encoding="utf-8")
     state = json.loads(text)
-    message = f"ringserve: ready, gateway at {state['gateway']} (pid {state['pid']}, log {log_path})"
+    door = f"gateway at {state['gateway']}" if state["gateway"] else f"router at {state['router']}"
+    message = f"ringserve: ready, {door} (pid {state['pid']}, log {log_path})"
     print(text.strip() if options.json else message, flush=True)
     return 0
 

@@ -69,6 +69,7 @@ def status_to(status: GroupStatus) -> inference_pb2.GroupInfo:
         max_waiting_work=status.max_waiting_work,
         rebuilds=status.rebuilds,
         rank_pids=status.rank_pids,
+        metrics_endpoint=status.metrics_endpoint,
         num_preemptions=status.num_preemptions,
         decode_variant=status.decode_variant,
         kv_usage=[
@@ -100,6 +101,7 @@ def status_from(message: inference_pb2.GroupInfo) -> GroupStatus:
         max_waiting_work=message.max_waiting_work,
         rebuilds=message.rebuilds,
         rank_pids=tuple(message.rank_pids),
+        metrics_endpoint=message.metrics_endpoint,
         num_preemptions=message.num_preemptions,
         decode_variant=message.decode_variant,
         kv_usage=tuple(
@@ -160,6 +162,7 @@ def server_to(view: ServerView) -> inference_pb2.GetServerInfoResponse:
         groups=[status_to(group) for group in view.groups],
         conversations=view.conversations,
         running_turns=view.running_turns,
+        router_metrics_endpoint=view.metrics_endpoint,
     )
 
 
@@ -169,4 +172,5 @@ def server_from(message: inference_pb2.GetServerInfoResponse) -> ServerView:
         groups=tuple(status_from(group) for group in message.groups),
         conversations=message.conversations,
         running_turns=message.running_turns,
+        metrics_endpoint=message.router_metrics_endpoint,
     )

@@ -10,7 +10,7 @@ import pytest
 from cp_core.errors import RingserveError, Unavailable
 from orchestration.group import GroupLeader
 from orchestration.ring import GroupSettings
-from orchestration.turn import GroupRegistration
+from orchestration.turn import GroupRegistration, GroupStatus
 from tests.orchestration.fake_ranks import RATES, FakeRanks
 
 WAIT_SECONDS = 10.0
@@ -24,6 +24,9 @@ class Leader(GroupLeader):
 
     async def fail_all(self, error: RingserveError) -> None:
         return
+
+    async def get_status(self) -> GroupStatus:
+        return self.status_with(running=0, waiting=0)
 
 
 class Router:

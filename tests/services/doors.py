@@ -14,7 +14,7 @@ from services.auth.doorkeeper import Doorkeeper
 from services.auth.tls import DoorTls
 from services.gateway import InferenceServicer
 from services.grpc_server import GrpcServer
-from services.metrics import GatewayMetrics
+from services.metrics.gateway import GatewayMetrics
 from services.openai.app import HttpDoor
 from services.openai.server import HttpServer
 from services.requests import RequestReader

@@ -45,7 +45,9 @@ def test_a_switch_is_read_from_every_place(tmp_path: Path) -> None:
     path = written(tmp_path, "prefill: {fuse: false}")
     config = load_config(path, {"prefill.interleave": "false"}, {"RINGSERVE_PREFILL__STEP_BUDGET": "2e4"})
     assert (config.prefill.fuse, config.prefill.interleave, config.prefill.step_budget) == (False, False, 2e4)
-    assert config.prefill.scheduling == PrefillScheduling(fuse=False, interleave=False, step_budget=2e4)
+    assert config.prefill.scheduling == PrefillScheduling(
+        fuse=False, interleave=False, step_budget=2e4, step_seconds=0.25
+    )
 
 
 def test_variables_that_are_no_keys_are_left_alone() -> None:
@@ -126,6 +128,7 @@ RANGES = [
     ("prefill.threads_per_rank", 1, 1024),
     ("prefill.chunk_tokens", 1, 1 << 24),
     ("prefill.step_budget", 0, 1e15),
+    ("prefill.step_seconds", 0, 3600),
     ("prefill.min_chunk_tokens", 1, 1 << 24),
     ("prefill.ageing_seconds", 0.001, 86_400),
     ("prefill.max_queue_work", 1, 1e15),
@@ -199,6 +202,7 @@ def test_a_value_of_the_wrong_type_is_refused_by_name(key: str, value: object, k
         ("model.device", "gpu", "cpu, cuda"),
         ("decode.variant", "pass_kv", "auto, gather, pass_q"),
         ("router.selector", "best", "auto, alg1, alg5, empirical, pass_kv, pass_q"),
+        ("metrics.also_as", "sglang", ", vllm"),
     ],
 )
 def test_a_word_that_is_not_allowed_is_refused_with_those_that_are(key: str, value: str, allowed: str) -> None:
@@ -221,7 +225,13 @@ def test_a_ring_transport_that_does_not_serve_the_device_is_refused(device: str,
     assert config_from({"model": {"device": device, "ring_transport": "auto"}}).model.device == device
 
 
-@pytest.mark.parametrize("key", ["gateway.listen", "gateway.http", "gateway.metrics", "router.listen"])
+@pytest.mark.parametrize(
+    "key",
+    [
+        *("gateway.listen", "gateway.http", "gateway.metrics", "router.listen"),
+        *("metrics.router", "metrics.prefill", "metrics.decode"),
+    ],
+)
 @pytest.mark.parametrize("value", ["localhost", ":1", "h:", "h:x", "h:65536", "h:-1", "h:²", "h:" + "9" * 5000])
 def test_what_is_no_address_is_refused(key: str, value: str) -> None:
     section, name = key.split(".")
@@ -233,6 +243,7 @@ def test_listening_nowhere_is_refused_and_no_metrics_are_allowed() -> None:
     assert "gateway.listen: '' is no address" in refusal({"gateway": {"listen": ""}})
     assert config_from({"gateway": {"metrics": ""}}).gateway.metrics == ""
     assert config_from({"gateway": {"http": ""}}).gateway.http == ""
+    assert config_from({"metrics": {"decode": ""}}).metrics.decode == ""
 
 
 LOOPBACK = ["127.0.0.1:1", "127.5.5.5:1", "[::1]:1", "localhost:1"]

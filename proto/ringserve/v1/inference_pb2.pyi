@@ -854,11 +854,14 @@ class GetServerInfoResponse(_message.Message):
     GROUPS_FIELD_NUMBER: _builtins.int
     CONVERSATIONS_FIELD_NUMBER: _builtins.int
     RUNNING_TURNS_FIELD_NUMBER: _builtins.int
+    ROUTER_METRICS_ENDPOINT_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     uptime_seconds: _builtins.float
     selector: _builtins.str
     conversations: _builtins.int
     running_turns: _builtins.int
+    router_metrics_endpoint: _builtins.str
+    """HOST:PORT where the router serves /metrics; empty where it does not."""
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupInfo]: ...
     def __init__(
@@ -870,10 +873,11 @@ class GetServerInfoResponse(_message.Message):
         groups: _abc.Iterable[Global___GroupInfo] | None = ...,
         conversations: _builtins.int = ...,
         running_turns: _builtins.int = ...,
+        router_metrics_endpoint: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["conversations", b"conversations", "groups", b"groups", "running_turns", b"running_turns", "selector", b"selector", "uptime_seconds", b"uptime_seconds", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["conversations", b"conversations", "groups", b"groups", "router_metrics_endpoint", b"router_metrics_endpoint", "running_turns", b"running_turns", "selector", b"selector", "uptime_seconds", b"uptime_seconds", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -897,6 +901,7 @@ class GroupInfo(_message.Message):
     RANK_PIDS_FIELD_NUMBER: _builtins.int
     RING_TRANSPORT_FIELD_NUMBER: _builtins.int
     TP_FIELD_NUMBER: _builtins.int
+    METRICS_ENDPOINT_FIELD_NUMBER: _builtins.int
     WAITING_WORK_FIELD_NUMBER: _builtins.int
     MAX_WAITING_WORK_FIELD_NUMBER: _builtins.int
     NUM_PREEMPTIONS_FIELD_NUMBER: _builtins.int
@@ -916,6 +921,8 @@ class GroupInfo(_message.Message):
     """What carries messages within the ring: "gloo", "nccl" or "sockets"."""
     tp: _builtins.int
     """Tensor parallelism: processes a rank, which hold the same tokens, each a share of the heads."""
+    metrics_endpoint: _builtins.str
+    """HOST:PORT where the ring's leader serves /metrics; empty where it does not."""
     waiting_work: _builtins.float
     """Prefill rings: the queue in work units (one is what the matrix products of one token cost), and its bound."""
     max_waiting_work: _builtins.float
@@ -946,6 +953,7 @@ class GroupInfo(_message.Message):
         rank_pids: _abc.Iterable[_builtins.int] | None = ...,
         ring_transport: _builtins.str = ...,
         tp: _builtins.int = ...,
+        metrics_endpoint: _builtins.str = ...,
         waiting_work: _builtins.float = ...,
         max_waiting_work: _builtins.float = ...,
         num_preemptions: _builtins.int = ...,
@@ -953,7 +961,7 @@ class GroupInfo(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_backend", b"attention_backend", "decode_variant", b"decode_variant", "endpoint", b"endpoint", "incarnation", b"incarnation", "kv_usage", b"kv_usage", "max_waiting_work", b"max_waiting_work", "name", b"name", "num_preemptions", b"num_preemptions", "num_ranks", b"num_ranks", "num_requests_running", b"num_requests_running", "num_requests_waiting", b"num_requests_waiting", "rank_pids", b"rank_pids", "rebuilds", b"rebuilds", "ring_transport", b"ring_transport", "role", b"role", "state", b"state", "tp", b"tp", "waiting_work", b"waiting_work"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_backend", b"attention_backend", "decode_variant", b"decode_variant", "endpoint", b"endpoint", "incarnation", b"incarnation", "kv_usage", b"kv_usage", "max_waiting_work", b"max_waiting_work", "metrics_endpoint", b"metrics_endpoint", "name", b"name", "num_preemptions", b"num_preemptions", "num_ranks", b"num_ranks", "num_requests_running", b"num_requests_running", "num_requests_waiting", b"num_requests_waiting", "rank_pids", b"rank_pids", "rebuilds", b"rebuilds", "ring_transport", b"ring_transport", "role", b"role", "state", b"state", "tp", b"tp", "waiting_work", b"waiting_work"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,63 @@
+# The image of every pod: ringserve, Ray and torch, for CPUs or for NVIDIA GPUs.
+#   docker build --target cpu  -t registry.example/ringserve:0.1.0-cpu .
+#   docker build --target cuda -t registry.example/ringserve:0.1.0-cuda .
+# CUDA's libraries come with torch; a node needs the driver and NVIDIA's container runtime.
+
+FROM python:3.11-slim-bookworm AS base
+ENV PIP_NO_CACHE_DIR=1 \
+    PIP_DISABLE_PIP_VERSION_CHECK=1 \
+    PYTHONDONTWRITEBYTECODE=1 \
+    PYTHONUNBUFFERED=1 \
+    VIRTUAL_ENV=/venv \
+    PATH=/venv/bin:$PATH
+
+# torch goes first and by its exact version; see docs/decisions/0002.
+FROM base AS build-cpu
+RUN python -m venv /venv
+WORKDIR /src
+COPY constraints.txt ./
+RUN pip install "$(grep '^torch==' constraints.txt)" -c constraints.txt --extra-index-url https://download.pytorch.org/whl/cpu
+
+FROM base AS build-cuda
+RUN python -m venv /venv
+WORKDIR /src
+COPY constraints.txt ./
+RUN pip install "$(grep '^torch==' constraints.txt)" -c constraints.txt
+
+# ray[default]: the agent that KubeRay's probes ask is not in plain ray.
+FROM build-cpu AS install-cpu
+COPY pyproject.toml README.md LICENSE ./
+COPY cp_core cp_core
+COPY workers workers
+COPY orchestration orchestration
+COPY services services
+COPY proto proto
+RUN pip install . "ray[default]" -c constraints.txt && pip check
+
+FROM build-cuda AS install-cuda
+COPY pyproject.toml README.md LICENSE ./
+COPY cp_core cp_core
+COPY workers workers
+COPY orchestration orchestration
+COPY services services
+COPY proto proto
+RUN pip install . "ray[default]" -c constraints.txt && pip check
+
+# Nothing of the build but the environment. wget is what KubeRay's probes call.
+FROM base AS runtime
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends wget \
+    && rm -rf /var/lib/apt/lists/* \
+    && groupadd --gid 10001 ringserve \
+    && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /tmp --shell /usr/sbin/nologin ringserve
+ENV HOME=/tmp
+WORKDIR /tmp
+ENTRYPOINT ["ringserve"]
+
+FROM runtime AS cuda
+COPY --from=install-cuda /venv /venv
+USER 10001:10001
+
+FROM runtime AS cpu
+COPY --from=install-cpu /venv /venv
+USER 10001:10001

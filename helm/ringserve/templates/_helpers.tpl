@@ -1,0 +1,47 @@
+{{- define "ringserve.name" -}}
+{{- default .Chart.Name .Values.nameOverride | trunc 40 | trimSuffix "-" }}
+{{- end }}
+
+{{/* Short enough for what KubeRay appends to the names of pods and services. */}}
+{{- define "ringserve.fullname" -}}
+{{- if .Values.fullnameOverride }}
+{{- .Values.fullnameOverride | trunc 40 | trimSuffix "-" }}
+{{- else if contains (include "ringserve.name" .) .Release.Name }}
+{{- .Release.Name | trunc 40 | trimSuffix "-" }}
+{{- else }}
+{{- printf "%s-%s" .Release.Name (include "ringserve.name" .) | trunc 40 | trimSuffix "-" }}
+{{- end }}
+{{- end }}
+
+{{- define "ringserve.selectorLabels" -}}
+app.kubernetes.io/name: {{ include "ringserve.name" . }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end }}
+
+{{- define "ringserve.labels" -}}
+{{ include "ringserve.selectorLabels" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | quote }}
+{{- end }}
+
+{{- define "ringserve.image" -}}
+{{- $repository := required "image.repository: required; build an image with the repository's Dockerfile and say where it is" .Values.image.repository -}}
+{{ $repository }}:{{ .Values.image.tag | default (printf "%s-%s" .Chart.AppVersion .Values.model.device) }}
+{{- end }}
+
+{{- define "ringserve.serviceAccountName" -}}
+{{- if .Values.serviceAccount.create }}
+{{- default (include "ringserve.fullname" .) .Values.serviceAccount.name }}
+{{- else }}
+{{- default "default" .Values.serviceAccount.name }}
+{{- end }}
+{{- end }}
+
+{{/* Ports that are told to several objects. */}}
+{{- define "ringserve.port.router" -}}50050{{- end }}
+{{- define "ringserve.port.gateway" -}}50051{{- end }}
+{{- define "ringserve.port.gatewayMetrics" -}}9464{{- end }}
+{{- define "ringserve.port.routerMetrics" -}}9465{{- end }}
+{{- define "ringserve.port.prefillMetrics" -}}9500{{- end }}
+{{- define "ringserve.port.decodeMetrics" -}}9600{{- end }}

@@ -1,0 +1,34 @@
+{{/* Values that contradict each other. The schema cannot see across keys. */}}
+{{- define "ringserve.validate" -}}
+{{- range $role := list "prefill" "decode" }}
+{{- $pool := index $.Values $role }}
+{{- $cp := int $pool.parallelism.cp }}
+{{- $tp := int $pool.parallelism.tp }}
+{{- $perPod := int $pool.ranksPerPod }}
+{{- if ne 0 (mod (mul $cp $tp) $perPod) }}
+{{- fail (printf "%s.ranksPerPod: %d does not divide cp * tp = %d; choose a divisor, so that a ring fills its pods" $role $perPod (mul $cp $tp)) }}
+{{- end }}
+{{- if gt $tp 1 }}
+{{- $heads := int (required (printf "model.numKvHeads: required because %s.parallelism.tp is %d; take num_key_value_heads of the model's config.json" $role $tp) $.Values.model.numKvHeads) }}
+{{- if ne 0 (mod $heads $tp) }}
+{{- fail (printf "%s.parallelism.tp: %d does not divide the model's %d KV heads; choose a divisor" $role $tp $heads) }}
+{{- end }}
+{{- end }}
+{{- $gpus := int (index (default dict $pool.resources.limits) "nvidia.com/gpu" | default 0) }}
+{{- if and (eq $.Values.model.device "cuda") (ne $gpus $perPod) }}
+{{- fail (printf "%s.resources: model.device is cuda and %d processes run in a pod, so its limit nvidia.com/gpu must be %d and is %d" $role $perPod $perPod $gpus) }}
+{{- end }}
+{{- if and (eq $.Values.model.device "cpu") (gt $gpus 0) }}
+{{- fail (printf "%s.resources: %d GPUs are asked for and model.device is cpu, which would leave them idle; set model.device to cuda" $role $gpus) }}
+{{- end }}
+{{- end }}
+{{- if and (not (hasPrefix "builtin:" .Values.model.path)) (empty .Values.model.volume) }}
+{{- fail (printf "model.volume: required because model.path is %s, a directory; name the volume that holds it" .Values.model.path) }}
+{{- end }}
+{{- if and (not (hasPrefix "builtin:" .Values.model.path)) (not (hasPrefix .Values.model.mountPath .Values.model.path)) }}
+{{- fail (printf "model.path: %s does not lie under model.mountPath %s" .Values.model.path .Values.model.mountPath) }}
+{{- end }}
+{{- if lt (int .Values.gateway.autoscaling.maxReplicas) (int .Values.gateway.autoscaling.minReplicas) }}
+{{- fail (printf "gateway.autoscaling: maxReplicas %d is less than minReplicas %d" (int .Values.gateway.autoscaling.maxReplicas) (int .Values.gateway.autoscaling.minReplicas)) }}
+{{- end }}
+{{- end }}

@@ -1,0 +1,89 @@
+"""A small HTTP server for Prometheus: /metrics, and at a gateway /targets, the metrics ports of the others."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import urlsplit
+
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
+
+from cp_core.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+Page = Callable[[str], tuple[str, bytes]]
+"""Accept header -> (content type, body)."""
+IDLE_SECONDS = 30.0
+"""A connection that asks nothing for so long is closed."""
+
+
+def metrics_page(source: Collector) -> Page:
+    """All of a registry in the format that the scraper prefers."""
+
+    def page(accept: str) -> tuple[str, bytes]:
+        encode, content_type = choose_encoder(accept)
+        return content_type, encode(source)
+
+    return page
+
+
+class MetricsEndpoint:
+    """Listens from the start until `close`."""
+
+    def __init__(self, key: str, address: str, pages: dict[str, Page]) -> None:
+        """`key` names the setting in errors; `address` is HOST:PORT, port 0 any free one. Raises ConfigError."""
+        host, _, port = address.rpartition(":")
+        try:
+            self._server = _Server((host.strip("[]"), int(port)), pages)
+        except OSError as error:
+            raise ConfigError(f"{key}: cannot listen on {address}: {error.strerror}") from error
+        self.address = f"{host}:{self._server.server_port}"
+        self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop listening. Idempotent."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    block_on_close = False  # a scraper that keeps its connection open must not keep the process
+
+    def __init__(self, address: tuple[str, int], pages: dict[str, Page]) -> None:
+        self.pages = pages
+        super().__init__(address, _Handler)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    timeout = IDLE_SECONDS
+    server: _Server
+
+    def do_GET(self) -> None:
+        page = self.server.pages.get(urlsplit(self.path).path)
+        if page is None:
+            self._send(404, "text/plain; charset=utf-8", f"pages are {', '.join(self.server.pages)}\n".encode())
+            return
+        try:
+            content_type, body = page(self.headers.get("Accept", ""))
+        except Exception:  # the last door before the network: logged whole, shown as one sentence
+            log.exception("the page %s failed", self.path)
+            self._send(500, "text/plain; charset=utf-8", b"internal error; the process's log has the details\n")
+            return
+        self._send(200, content_type, body)
+
+    def _send(self, status: int, content_type: str, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", content_type)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        log.debug(format, *arguments)

@@ -1,0 +1,94 @@
+"""What the router tells Prometheus: plans, and the rings and conversations it knows."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+
+from prometheus_client import Counter, Histogram
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from cp_core.errors import RingserveError
+from cp_core.selector import POLICIES
+from orchestration.turn import BegunTurn
+from services.metrics import buckets
+from services.metrics.gateway import ALGORITHMS
+from services.metrics.process import new_registry
+from services.metrics.ring import SCRAPE_SECONDS
+
+log = logging.getLogger(__name__)
+
+ROLES = ("prefill", "decode")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterView:
+    """What the router holds just now. `rings` are (role, name, whether turns go there)."""
+
+    conversations: int
+    running_turns: int
+    rings: tuple[tuple[str, str, bool], ...]
+
+
+class RouterMetrics:
+    """All series of the router process. `view` is called in `loop`."""
+
+    def __init__(self, selector: str, view: Callable[[], RouterView], loop: asyncio.AbstractEventLoop) -> None:
+        registry = self.registry = new_registry("router")
+        self._selector = selector if selector in POLICIES else "other"
+        self._plans = Counter(
+            "ringserve_router_plans",
+            "Planned turns by algorithm and by the policy that chose it.",
+            ["algorithm", "selector"],
+            registry=registry,
+        )
+        for algorithm in ALGORITHMS:
+            self._plans.labels(algorithm, self._selector)
+        self._refusals = Counter("ringserve_router_refusals", "Turns that got no plan.", registry=registry)
+        self._planning = Histogram(
+            "ringserve_router_begin_turn_seconds",
+            "Request to plan, reservations on both rings included.",
+            buckets=buckets.CONTROL,
+            registry=registry,
+        )
+        registry.register(_RouterCollector(view, loop))
+
+    async def planned(self, planning: Awaitable[BegunTurn]) -> BegunTurn:
+        """Await a plan, counting and timing it."""
+        started = time.monotonic()
+        try:
+            begun = await planning
+        except RingserveError:
+            self._refusals.inc()
+            raise
+        self._planning.observe(time.monotonic() - started)
+        self._plans.labels(begun.plan.algorithm.value, self._selector).inc()
+        return begun
+
+
+class _RouterCollector(Collector):
+    def __init__(self, view: Callable[[], RouterView], loop: asyncio.AbstractEventLoop) -> None:
+        self._view = view
+        self._loop = loop
+
+    def collect(self) -> Iterator[Metric]:
+        try:
+            view = asyncio.run_coroutine_threadsafe(self._ask(), self._loop).result(SCRAPE_SECONDS)
+        except Exception as error:  # a scrape must be answered; the missing series raise an alert
+            log.warning("the router cannot tell its state: %s", error or type(error).__name__)
+            return
+        yield GaugeMetricFamily("ringserve_conversations", "Conversations remembered.", view.conversations)
+        yield GaugeMetricFamily("ringserve_router_running_turns", "Turns begun and not ended.", view.running_turns)
+        rings = GaugeMetricFamily(
+            "ringserve_router_ring_ready", "1 where turns go to the ring.", labels=("role", "group")
+        )
+        for role, name, is_ready in view.rings:
+            rings.add_metric((role, name), float(is_ready))
+        yield rings
+
+    async def _ask(self) -> RouterView:
+        return self._view()

@@ -1,0 +1,89 @@
+"""The chart as Helm renders it, offline."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from helm_python import Chart
+
+ROOT = Path(__file__).resolve().parents[2]
+CHART = ROOT / "helm" / "ringserve"
+Object = dict[str, Any]
+"""A Kubernetes object."""
+REQUIRED: Object = {"image": {"repository": "registry.example/ringserve"}}
+CUDA: Object = {
+    "model": {"device": "cuda", "path": "/models/llama", "numKvHeads": 8, "volume": {"emptyDir": {}}},
+    "prefill": {
+        "replicas": 2,
+        "parallelism": {"cp": 4, "tp": 2},
+        "ranksPerPod": 4,
+        "resources": {"limits": {"nvidia.com/gpu": 4}},
+    },
+    "decode": {"parallelism": {"cp": 2, "tp": 1}, "resources": {"limits": {"nvidia.com/gpu": 1}}},
+}
+ALL_OPTIONS: Object = {
+    "image": {"pullSecrets": [{"name": "registry"}]},
+    "gateway": {
+        "autoscaling": {"enabled": True},
+        "service": {"annotations": {"a": "b"}},
+        "topologySpreadConstraints": [
+            {"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "ScheduleAnyway", "labelSelector": {}}
+        ],
+    },
+    "metrics": {
+        "vllmNames": True,
+        "serviceMonitor": {"enabled": True},
+        "podMonitor": {"enabled": True},
+        "prometheusRule": {"enabled": True},
+        "dashboards": {"enabled": True},
+    },
+    "networkPolicy": {"enabled": True},
+    "podDisruptionBudget": {"enabled": True},
+}
+
+
+def merged(*parts: Mapping[str, Any]) -> Object:
+    """Values laid over each other, the last on top."""
+    result: Object = {}
+    for part in parts:
+        for key, value in part.items():
+            is_both = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)
+            result[key] = merged(result[key], value) if is_both else copy.deepcopy(value)
+    return result
+
+
+def render_files(values: Mapping[str, Any]) -> dict[str, str]:
+    """Rendered texts by file name; raises what Helm says."""
+    with Chart.load(CHART) as chart:
+        rendered = chart.render(dict(values), name="test", namespace="serving")
+    return {Path(name).name: text for name, text in rendered.items()}
+
+
+def render(*values: Mapping[str, Any]) -> list[Object]:
+    """All objects of a release `test` that has what is required, and `values` over it."""
+    files = render_files(merged(REQUIRED, *values))
+    texts = (text for name, text in files.items() if name.endswith(".yaml"))
+    return [item for text in texts for item in yaml.safe_load_all(text) if item]
+
+
+def only(objects: Sequence[Object], kind: str, suffix: str = "") -> Object:
+    """The one object of a kind whose name is that of the release and `suffix`."""
+    name = f"test-ringserve{suffix}"
+    (found,) = (item for item in objects if item["kind"] == kind and item["metadata"]["name"] == name)
+    return found
+
+
+def kinds(objects: Sequence[Object]) -> set[str]:
+    return {item["kind"] for item in objects}
+
+
+def pod_templates(objects: Sequence[Object]) -> dict[str, Object]:
+    """Pod templates by component: gateway, head, prefill, decode."""
+    cluster = only(objects, "RayCluster")["spec"]
+    groups = {group["groupName"]: group["template"] for group in cluster["workerGroupSpecs"]}
+    gateway = only(objects, "Deployment", "-gateway")["spec"]["template"]
+    return {"gateway": gateway, "head": cluster["headGroupSpec"]["template"], **groups}

@@ -1,0 +1,39 @@
+"""The dashboards as data."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from tests.helm.charts import CHART
+
+
+@dataclass(frozen=True)
+class Query:
+    """One expression of one panel."""
+
+    dashboard: str
+    panel: str
+    expression: str
+
+    def __str__(self) -> str:
+        return f"{self.dashboard} / {self.panel}: {self.expression}"
+
+    @property
+    def resolved(self) -> str:
+        """With Grafana's variables as they are when nothing is chosen."""
+        return self.expression.replace("$__rate_interval", "1m").replace("$group", ".*")
+
+
+def load_dashboards() -> dict[str, dict[str, Any]]:
+    return {path.stem: json.loads(path.read_text()) for path in sorted((CHART / "files/dashboards").glob("*.json"))}
+
+
+def load_queries() -> list[Query]:
+    return [
+        Query(name, panel["title"], target["expr"])
+        for name, dashboard in load_dashboards().items()
+        for panel in dashboard["panels"]
+        for target in panel["targets"]
+    ]

@@ -1,0 +1,82 @@
+"""Prometheus' own programs, which Debian packages as `prometheus`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+def tool(name: str) -> str:
+    """Path of `prometheus` or `promtool`; says how to install it where it is missing."""
+    path = shutil.which(name)
+    assert path, f"{name} is not installed; on Debian: apt-get install --no-install-recommends prometheus"
+    return path
+
+
+@dataclass(frozen=True)
+class Prometheus:
+    """A running server."""
+
+    address: str
+
+    def get(self, path: str, **query: str) -> Any:
+        """The `data` of an API answer."""
+        url = f"http://{self.address}/api/v1/{path}?{urllib.parse.urlencode(query)}"
+        with urllib.request.urlopen(url, timeout=30) as answer:
+            body = json.load(answer)
+        assert body["status"] == "success", body
+        return body["data"]
+
+    def query(self, expression: str) -> list[dict[str, Any]]:
+        """What an expression gives just now."""
+        result: list[dict[str, Any]] = self.get("query", query=expression)["result"]
+        return result
+
+
+@contextmanager
+def running_prometheus(directory: Path, configuration: str, port: int) -> Iterator[Prometheus]:
+    """Start a server on loopback; it is ended and its data removed with the directory."""
+    config = directory / "prometheus.yml"
+    config.write_text(configuration)
+    log = (directory / "prometheus.log").open("wb")
+    process = subprocess.Popen(
+        [
+            tool("prometheus"),
+            f"--config.file={config}",
+            f"--storage.tsdb.path={directory / 'data'}",
+            f"--web.listen-address=127.0.0.1:{port}",
+        ],
+        stdout=log,
+        stderr=subprocess.STDOUT,
+    )
+    try:
+        _wait_ready(process, f"http://127.0.0.1:{port}/-/ready", directory / "prometheus.log")
+        yield Prometheus(f"127.0.0.1:{port}")
+    finally:
+        process.terminate()
+        process.wait(30)
+        log.close()
+
+
+def _wait_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        assert process.poll() is None, log.read_text()
+        try:
+            with urllib.request.urlopen(url, timeout=5):
+                return
+        except OSError:
+            try:
+                process.wait(0.1)
+            except subprocess.TimeoutExpired:
+                continue
+    raise AssertionError(f"Prometheus was not ready in 30 s: {log.read_text()}")

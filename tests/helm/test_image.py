@@ -1,0 +1,64 @@
+"""The Dockerfile beside the chart that runs what it builds. No engine is needed: it is read, not built."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+
+import pytest
+import yaml
+
+from tests.helm.charts import CHART, ROOT
+
+LINES = re.sub(r"\\\n\s*", "", (ROOT / "Dockerfile").read_text()).splitlines()
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def stage(name: str) -> list[str]:
+    """Instructions of a build stage."""
+    starts = [number for number, line in enumerate(LINES) if line.startswith("FROM ")]
+    (start,) = (number for number in starts if LINES[number].endswith(f" AS {name}"))
+    stop = min([number for number in starts if number > start], default=len(LINES))
+    return LINES[start:stop]
+
+
+def values() -> dict[str, dict[str, object]]:
+    loaded: dict[str, dict[str, object]] = yaml.safe_load((CHART / "values.yaml").read_text())
+    return loaded
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_image_of_each_device_runs_as_the_user_that_the_chart_demands(device: str) -> None:
+    (user,) = (line for line in stage(device) if line.startswith("USER "))
+    context = values()["podSecurityContext"]
+    assert user == f"USER {context['runAsUser']}:{context['runAsGroup']}"
+    assert f"COPY --from=install-{device} /venv /venv" in stage(device)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_all_packages_of_the_project_are_copied_and_installed_with_the_pinned_versions(device: str) -> None:
+    copied = {
+        line.split()[1] for line in stage(f"install-{device}") if line.startswith("COPY ") and "--from" not in line
+    }
+    packages = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+    assert {package.partition("/")[0] for package in packages} <= copied
+    assert all((ROOT / name).exists() for name in copied)
+    installs = [line for name in ("build", "install") for line in stage(f"{name}-{device}") if "pip install" in line]
+    assert len(installs) == 2
+    assert all("-c constraints.txt" in line for line in installs)
+    assert ("whl/cpu" in installs[0]) == (device == "cpu")
+
+
+def test_what_is_copied_is_let_into_the_build() -> None:
+    let_in = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    copied = {
+        word for line in LINES if line.startswith("COPY ") and "--from" not in line for word in line.split()[1:-1]
+    }
+    assert copied == let_in
+
+
+def test_chart_project_and_image_are_of_one_version() -> None:
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert chart["appVersion"] == PROJECT["project"]["version"]
+    pins = (ROOT / "constraints.txt").read_text().splitlines()
+    assert f"ray=={values()['ray']['version']}" in pins

@@ -1,0 +1,293 @@
+"""What each value of the chart does."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from helm_python import lint
+
+from services.config import Config, config_from
+from tests.helm.charts import (
+    ALL_OPTIONS,
+    CHART,
+    CUDA,
+    REQUIRED,
+    kinds,
+    merged,
+    only,
+    pod_templates,
+    render,
+    render_files,
+)
+
+OPTIONS: dict[str, tuple[Mapping[str, Any], set[str]]] = {
+    "serviceMonitor": ({"metrics": {"serviceMonitor": {"enabled": True}}}, {"ServiceMonitor"}),
+    "podMonitor": ({"metrics": {"podMonitor": {"enabled": True}}}, {"PodMonitor"}),
+    "prometheusRule": ({"metrics": {"prometheusRule": {"enabled": True}}}, {"PrometheusRule"}),
+    "networkPolicy": ({"networkPolicy": {"enabled": True}}, {"NetworkPolicy"}),
+    "podDisruptionBudget": ({"podDisruptionBudget": {"enabled": True}}, {"PodDisruptionBudget"}),
+    "autoscaling": ({"gateway": {"autoscaling": {"enabled": True}}}, {"HorizontalPodAutoscaler"}),
+}
+
+
+def configuration(*values: Mapping[str, Any]) -> Config:
+    """What the pods read, as ringserve reads it."""
+    return config_from(yaml.safe_load(only(render(*values), "ConfigMap")["data"]["config.yaml"]))
+
+
+def test_what_is_optional_is_off_by_default() -> None:
+    assert kinds(render()) == {"ConfigMap", "Deployment", "RayCluster", "Service", "ServiceAccount"}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_each_option_adds_its_own_kind_and_nothing_else(name: str) -> None:
+    values, added = OPTIONS[name]
+    assert kinds(render(values)) - kinds(render()) == added
+
+
+@pytest.mark.parametrize("values", [{}, CUDA, ALL_OPTIONS, merged(CUDA, ALL_OPTIONS)])
+def test_the_chart_lints_strictly(values: Mapping[str, Any]) -> None:
+    report = lint(CHART, merged(REQUIRED, values), strict=True)
+    assert report["errors"] == []
+    assert [message for message in report["messages"] if message["severity"] > 1] == []
+
+
+def test_the_rendered_configuration_is_one_that_ringserve_takes() -> None:
+    config = configuration()
+    assert (config.prefill.groups, config.prefill.cp, config.decode.groups, config.decode.cp) == (1, 2, 1, 2)
+    assert config.ray.address == "auto"
+    assert config.router.listen == "0.0.0.0:50050"
+    assert config.timeouts.start == 1800
+
+
+def test_further_configuration_is_passed_on_but_not_what_the_chart_must_know() -> None:
+    config = configuration(
+        CUDA,
+        {"prefill": {"config": {"chunk_tokens": 8192, "cp": 3}, "threadsPerRank": 2}},
+        {"decode": {"config": {"max_batch": 64}}},
+        {
+            "config": {
+                "kv_cache": {"tokens_per_rank": 1_000_000},
+                "ray": {"address": "elsewhere:1"},
+                "logs": {"level": "debug"},
+            }
+        },
+    )
+    assert (config.prefill.groups, config.prefill.cp, config.prefill.tp) == (2, 4, 2)
+    assert (config.prefill.chunk_tokens, config.prefill.threads_per_rank, config.decode.max_batch) == (8192, 2, 64)
+    assert (config.kv_cache.tokens_per_rank, config.logs.level) == (1_000_000, "debug")
+    assert config.ray.address == "auto"
+    assert (config.model.path, config.model.device) == ("/models/llama", "cuda")
+
+
+@pytest.mark.parametrize(("role", "replicas", "hosts"), [("prefill", 2, 2), ("decode", 1, 2)])
+def test_a_ring_is_a_replica_that_fills_its_pods_with_ranks(role: str, replicas: int, hosts: int) -> None:
+    cluster = only(render(CUDA), "RayCluster")["spec"]
+    group = next(group for group in cluster["workerGroupSpecs"] if group["groupName"] == role)
+    per_pod = 4 if role == "prefill" else 1
+    assert (group["replicas"], group["minReplicas"], group["maxReplicas"]) == (replicas, replicas, replicas)
+    assert group["numOfHosts"] == hosts
+    assert group["rayStartParams"]["num-gpus"] == str(per_pod)
+    # As the shell that KubeRay passes it through reads it.
+    (resources,) = shlex.split(group["rayStartParams"]["resources"])
+    assert json.loads(resources) == {f"ringserve-{role}": per_pod}
+    assert getattr(configuration(CUDA).ray, f"{role}_resource") == f"ringserve-{role}"
+
+
+def test_ranks_never_run_on_the_head() -> None:
+    head = only(render(), "RayCluster")["spec"]["headGroupSpec"]
+    assert head["rayStartParams"]["num-cpus"] == "0"
+    assert "resources" not in head["rayStartParams"]
+
+
+def test_the_gateway_is_told_where_the_router_listens() -> None:
+    objects = render()
+    args = pod_templates(objects)["gateway"]["spec"]["containers"][0]["args"]
+    service = only(objects, "Service", "-router")
+    assert f"--router={service['metadata']['name']}:{service['spec']['ports'][0]['port']}" in args
+    assert configuration().router.listen.endswith(f":{service['spec']['ports'][0]['port']}")
+    assert service["spec"]["selector"] == {"ray.io/cluster": "test-ringserve", "ray.io/node-type": "head"}
+    ports = pod_templates(objects)["head"]["spec"]["containers"][0]["ports"]
+    assert {"name": "router", "containerPort": 50050} in ports
+
+
+def test_the_gateways_arguments_are_those_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    from services.cli.main import build_parser
+
+    container = pod_templates(render(ALL_OPTIONS))["gateway"]["spec"]["containers"][0]
+    assert container["command"] == ["ringserve", "gateway"]
+    options = build_parser().parse_args([*container["command"][1:], *container["args"]])
+    assert (options.listen, options.metrics, options.metric_names) == ("0.0.0.0:50051", "0.0.0.0:9464", "vllm")
+    assert (options.model, options.dtype, options.max_seconds) == ("builtin:tiny", "float32", 600.0)
+
+
+def test_every_ring_has_a_metrics_port_and_every_metrics_port_is_scraped() -> None:
+    objects = render(CUDA, ALL_OPTIONS, {"decode": {"replicas": 3}})
+    config = configuration(CUDA, {"decode": {"replicas": 3}})
+    ports = {
+        port["name"]: port["containerPort"] for port in pod_templates(objects)["head"]["spec"]["containers"][0]["ports"]
+    }
+    bases = {role: int(getattr(config.metrics, role).rpartition(":")[2]) for role in ("prefill", "decode")}
+    wanted = {
+        f"m-{role}-{index}": bases[role] + index for role, n in (("prefill", 2), ("decode", 3)) for index in range(n)
+    }
+    wanted["m-router"] = int(config.metrics.router.rpartition(":")[2])
+    assert {name: port for name, port in ports.items() if name.startswith("m-")} == wanted
+    monitor = only(objects, "PodMonitor", "-rings")["spec"]
+    assert {endpoint["port"] for endpoint in monitor["podMetricsEndpoints"]} == set(wanted)
+    service = only(objects, "Service")
+    labels = only(objects, "ServiceMonitor", "-gateway")["spec"]["selector"]["matchLabels"]
+    assert labels.items() <= service["metadata"]["labels"].items()
+    assert "metrics" in {port["name"] for port in service["spec"]["ports"]}
+
+
+def test_the_network_policy_lets_in_only_who_is_named() -> None:
+    clients = [{"namespaceSelector": {"matchLabels": {"team": "chat"}}}]
+    objects = render({"networkPolicy": {"enabled": True, "clients": clients}})
+    grpc, metrics = only(objects, "NetworkPolicy", "-gateway")["spec"]["ingress"]
+    assert (grpc["from"], grpc["ports"][0]["port"]) == (clients, 50051)
+    assert "from" not in metrics
+    rings = only(objects, "NetworkPolicy", "-rings")["spec"]
+    for component, template in pod_templates(objects).items():
+        is_ring = component in rings["podSelector"]["matchExpressions"][0]["values"]
+        assert is_ring == (component != "gateway")
+        assert rings["podSelector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
+    ranges = [(port["port"], port.get("endPort", port["port"])) for port in rings["ingress"][1]["ports"]]
+    for port in (9465, 9500, 9600, 9699):
+        assert any(low <= port <= high for low, high in ranges)
+    assert not any(low <= 50050 <= high for low, high in ranges), "the router is for this release's gateways"
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode", "head", "gateway"])
+def test_pods_go_where_they_are_told(role: str) -> None:
+    values = {
+        "nodeSelector": {"pool": role},
+        "tolerations": [{"key": "gpu", "operator": "Exists"}],
+        "affinity": {"nodeAffinity": {}},
+        "priorityClassName": "high",
+        "podAnnotations": {"note": role},
+        "podLabels": {"cost": "research"},
+        "env": [{"name": "NCCL_DEBUG", "value": "INFO"}],
+        "resources": {"requests": {"cpu": "3"}},
+    }
+    template = pod_templates(render({role: values}))[role]
+    spec, container = template["spec"], template["spec"]["containers"][0]
+    for key in ("nodeSelector", "tolerations", "affinity", "priorityClassName"):
+        assert spec[key] == values[key]
+    assert template["metadata"]["annotations"]["note"] == role
+    assert template["metadata"]["labels"]["cost"] == "research"
+    assert {"name": "NCCL_DEBUG", "value": "INFO"} in container["env"]
+    assert container["resources"]["requests"]["cpu"] == "3"
+
+
+def test_models_are_mounted_read_only_in_every_pod() -> None:
+    claim = {"persistentVolumeClaim": {"claimName": "models", "readOnly": True}}
+    for template in pod_templates(render({"model": {"path": "/models/llama", "volume": claim}})).values():
+        assert {"name": "model", **claim} in template["spec"]["volumes"]
+        mounts = template["spec"]["containers"][0]["volumeMounts"]
+        assert {"name": "model", "mountPath": "/models", "readOnly": True} in mounts
+
+
+def test_the_image_is_that_of_the_device() -> None:
+    images = {each["spec"]["containers"][0]["image"] for each in pod_templates(render(CUDA)).values()}
+    assert images == {"registry.example/ringserve:0.1.0-cuda"}
+    images = {
+        each["spec"]["containers"][0]["image"] for each in pod_templates(render({"image": {"tag": "mine"}})).values()
+    }
+    assert images == {"registry.example/ringserve:mine"}
+
+
+def test_a_change_of_the_configuration_restarts_the_pods() -> None:
+    def checksums(level: str) -> set[str]:
+        templates = pod_templates(render({"config": {"logs": {"level": level}}})).values()
+        return {template["metadata"]["annotations"]["checksum/config"] for template in templates}
+
+    assert len(checksums("info")) == 1
+    assert checksums("info") != checksums("debug")
+
+
+def test_ray_is_guarded_by_a_token_unless_switched_off() -> None:
+    assert only(render(), "RayCluster")["spec"]["authOptions"] == {"mode": "token"}
+    assert "authOptions" not in only(render({"ray": {"tokenAuthentication": False}}), "RayCluster")["spec"]
+
+
+def test_autoscaling_leaves_the_number_of_gateways_to_the_autoscaler() -> None:
+    assert only(render(), "Deployment", "-gateway")["spec"]["replicas"] == 1
+    scaled = render({"gateway": {"autoscaling": {"enabled": True, "maxReplicas": 9}}})
+    assert "replicas" not in only(scaled, "Deployment", "-gateway")["spec"]
+    autoscaler = only(scaled, "HorizontalPodAutoscaler", "-gateway")["spec"]
+    assert (autoscaler["maxReplicas"], autoscaler["scaleTargetRef"]["name"]) == (9, "test-ringserve-gateway")
+
+
+def test_dashboards_and_rules_are_the_files_of_the_chart() -> None:
+    objects = render(ALL_OPTIONS)
+    dashboards = only(objects, "ConfigMap", "-dashboards")
+    assert dashboards["metadata"]["labels"]["grafana_dashboard"] == "1"
+    files = {path.name: json.loads(path.read_text()) for path in (CHART / "files/dashboards").glob("*.json")}
+    assert {name: json.loads(text) for name, text in dashboards["data"].items()} == files
+    assert only(objects, "PrometheusRule")["spec"] == yaml.safe_load((CHART / "files/rules.yaml").read_text())
+
+
+def test_a_service_account_of_ones_own_may_be_named() -> None:
+    objects = render({"serviceAccount": {"create": False, "name": "mine"}})
+    assert "ServiceAccount" not in kinds(objects)
+    assert {each["spec"]["serviceAccountName"] for each in pod_templates(objects).values()} == {"mine"}
+
+
+def test_the_notes_tell_how_to_call_the_service() -> None:
+    notes = render_files(merged(REQUIRED, CUDA))["NOTES.txt"]
+    assert "kubectl -n serving port-forward service/test-ringserve 50051" in notes
+    assert "2 prefill rings of 4 x 2, 1 decode rings of 2 x 1" in notes
+    assert "neither TLS nor authentication" in notes
+
+
+def test_the_values_shown_in_the_readme_render() -> None:
+    (example,) = re.findall(
+        r"^```\n(image:.*?)^```", (CHART.parent / "README.md").read_text(), re.MULTILINE | re.DOTALL
+    )
+    values = yaml.safe_load(example)
+    config = configuration(values)
+    assert (config.prefill.cp, config.prefill.tp, config.kv_cache.tokens_per_rank) == (4, 2, 1_000_000)
+    hosts = [group["numOfHosts"] for group in only(render(values), "RayCluster")["spec"]["workerGroupSpecs"]]
+    assert hosts == [1, 1]
+
+
+def test_every_value_is_documented_and_has_its_place_in_the_schema() -> None:
+    lines = (CHART / "values.yaml").read_text().splitlines()
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    values = yaml.safe_load("\n".join(lines))
+
+    def check(node: Mapping[str, Any], part: Mapping[str, Any], path: str) -> None:
+        part = schema["definitions"][part["$ref"].rpartition("/")[2]] if "$ref" in part else part
+        for key, value in node.items():
+            assert key in part["properties"], f"{path}{key} is not in the schema"
+            inner = part["properties"][key]
+            inner = schema["definitions"][inner["$ref"].rpartition("/")[2]] if "$ref" in inner else inner
+            if isinstance(value, dict) and "properties" in inner:
+                assert inner["additionalProperties"] is False
+                check(value, inner, f"{path}{key}.")
+
+    check(values, schema, "")
+    for number, line in enumerate(lines):
+        is_leaf = ": " in line and not line.strip().startswith("#")
+        if is_leaf and not line.startswith("    requests") and "limits:" not in line and not _in_context(lines, number):
+            above = lines[number - 1].strip()
+            assert above.startswith("#"), f"values.yaml:{number + 1} has no comment: {line.strip()}"
+
+
+def _in_context(lines: list[str], number: int) -> bool:
+    """Inside the two security contexts, which are documented whole."""
+    tops = [line for line in lines[: number + 1] if line and line[0] not in " #"]
+    return tops[-1].startswith(("podSecurityContext", "securityContext"))
+
+
+def test_the_chart_needs_nothing_that_is_not_in_its_folder() -> None:
+    assert not (CHART / "charts").exists()
+    assert "dependencies" not in yaml.safe_load(Path(CHART, "Chart.yaml").read_text())

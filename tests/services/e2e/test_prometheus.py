@@ -1,0 +1,118 @@
+"""A real Prometheus scrapes a running cluster: every panel and every rule finds what it asks for."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+import pytest
+import yaml
+
+from tests.helm.charts import CHART
+from tests.helm.dashboards import load_queries
+from tests.helm.prometheus import Prometheus, running_prometheus, tool
+from tests.services.e2e.cluster import Cluster, Inference, ids, wait_until
+from tests.services.e2e.ports import free_port
+from tests.workers.models import random_tokens
+
+CONFIGURATION = """
+global: {{scrape_interval: 1s, evaluation_interval: 1s}}
+rule_files: [{rules}]
+scrape_configs:
+  - job_name: ringserve
+    http_sd_configs: [{{url: "http://{metrics}/targets", refresh_interval: 1s}}]
+"""
+METRIC = re.compile(r"\bringserve_\w+")
+LOAD_TURNS = 6
+
+
+def load(cluster: Cluster) -> None:
+    """Turns of two lengths, follow-ups, a refusal: something of everything that is counted."""
+    door = Inference(cluster.gateway)
+    try:
+        for number in range(LOAD_TURNS):
+            name = f"prometheus-{number}"
+            door.answer(ids(random_tokens(40 + 60 * (number % 2), seed=number), max_tokens=4, conversation=name))
+            door.answer(ids([1, 2, 3], max_tokens=4, conversation=name))
+            door.delete(name)
+        with pytest.raises(grpc.RpcError):
+            door.answer(ids([300]))
+    finally:
+        door.channel.close()
+
+
+@pytest.fixture(scope="module")
+def prometheus(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
+    """One that has watched the cluster before, under and after a load."""
+    configuration = CONFIGURATION.format(rules=CHART / "files" / "rules.yaml", metrics=cluster.metrics)
+    with running_prometheus(tmp_path_factory.mktemp("prometheus"), configuration, free_port()) as server:
+
+        def scraped(number: int) -> bool:
+            counts = server.query('min(count_over_time(up{job="ringserve"}[5m]))')
+            return bool(counts) and float(counts[0]["value"][1]) >= number and len(server.query("up == 1")) == 4
+
+        wait_until(lambda: scraped(2), "Prometheus does not find the four processes by /targets", 60)
+        before = int(server.query('max(count_over_time(up{job="ringserve"}[5m]))')[0]["value"][1])
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(load, cluster).result(90)
+        # Rates need samples on both sides of the load, and rules one evaluation after the last of them.
+        wait_until(lambda: scraped(before + 4), "Prometheus does not go on scraping", 60)
+        evaluated = "count_over_time(ringserve:requests_failed:ratio_rate5m[5m])"
+        wait_until(lambda: bool(server.query(evaluated)), "the rules give nothing", 60)
+        yield server
+
+
+def test_every_process_is_found_and_scraped(prometheus: Prometheus) -> None:
+    targets = prometheus.get("targets")["activeTargets"]
+    assert {target["labels"]["ringserve_role"] for target in targets} == {"gateway", "router", "prefill", "decode"}
+    assert {target["health"] for target in targets} == {"up"}, [target["lastError"] for target in targets]
+
+
+def test_every_expression_of_every_panel_has_data(prometheus: Prometheus) -> None:
+    queries = load_queries()
+    empty = [str(query) for query in queries if not has_data(prometheus, query.resolved)]
+    assert len(queries) > 50
+    assert empty == []
+
+
+def has_data(prometheus: Prometheus, expression: str) -> bool:
+    """A number, that is: a quotient of nothing by nothing is no data either."""
+    return any(sample["value"][1] != "NaN" for sample in prometheus.query(expression))
+
+
+def test_every_rule_is_evaluated_and_every_recorded_series_exists(prometheus: Prometheus) -> None:
+    rules: list[dict[str, Any]] = [rule for group in prometheus.get("rules")["groups"] for rule in group["rules"]]
+    declared = yaml.safe_load((CHART / "files/rules.yaml").read_text())["groups"]
+    assert len(rules) == sum(len(group["rules"]) for group in declared)
+    assert [(rule["name"], rule.get("lastError")) for rule in rules if rule["health"] != "ok"] == []
+    recorded = [rule["name"] for rule in rules if rule["type"] == "recording"]
+    assert [name for name in recorded if not has_data(prometheus, name)] == []
+
+
+def test_every_metric_that_an_alert_reads_exists_and_none_fires_on_a_healthy_service(prometheus: Prometheus) -> None:
+    rules = [
+        rule for group in prometheus.get("rules")["groups"] for rule in group["rules"] if rule["type"] == "alerting"
+    ]
+    names = {name for rule in rules for name in METRIC.findall(rule["query"])}
+    assert names
+    assert [name for name in names if not prometheus.query(name)] == []
+    assert [rule["name"] for rule in rules if rule["state"] == "firing"] == []
+
+
+def test_metrics_of_every_process_are_as_prometheus_likes_them(cluster: Cluster) -> None:
+    with urllib.request.urlopen(f"http://{cluster.metrics}/targets", timeout=30) as answer:
+        addresses = [target["targets"][0] for target in json.load(answer)]
+    assert len(addresses) == 4
+    for address in addresses:
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=30) as answer:
+            text = answer.read()
+        checked = subprocess.run(
+            [tool("promtool"), "check", "metrics"], input=text, capture_output=True, timeout=60, check=False
+        )
+        assert (checked.returncode, checked.stdout, checked.stderr) == (0, b"", b""), address

@@ -1,0 +1,82 @@
+"""The HTTP server that Prometheus asks, and the list of targets that a gateway serves beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+
+import pytest
+
+from cp_core.errors import ConfigError, Unavailable
+from orchestration.turn import ServerView
+from services.metrics.endpoint import MetricsEndpoint, metrics_page
+from services.metrics.process import new_registry
+from services.metrics.targets import targets_page
+from tests.services.metrics.test_ring import status
+
+
+def fetch(address: str, path: str, accept: str = "*/*") -> tuple[str, bytes]:
+    request = urllib.request.Request(f"http://{address}{path}", headers={"Accept": accept})
+    with urllib.request.urlopen(request, timeout=10) as answer:
+        return answer.headers["Content-Type"], answer.read()
+
+
+@pytest.fixture
+def endpoint() -> Iterator[MetricsEndpoint]:
+    endpoint = MetricsEndpoint("metrics.router", "127.0.0.1:0", {"/metrics": metrics_page(new_registry("test"))})
+    yield endpoint
+    endpoint.close()
+
+
+def test_metrics_come_in_the_format_that_is_asked_for(endpoint: MetricsEndpoint) -> None:
+    plain_type, plain = fetch(endpoint.address, "/metrics")
+    open_type, opened = fetch(endpoint.address, "/metrics?x=1", "application/openmetrics-text;version=1.0.0,*/*;q=0.1")
+    assert plain_type.startswith("text/plain")
+    assert b"ringserve_build_info{" in plain
+    assert open_type.startswith("application/openmetrics-text")
+    assert opened.endswith(b"# EOF\n")
+
+
+def test_another_page_is_not_found_by_a_sentence(endpoint: MetricsEndpoint) -> None:
+    with pytest.raises(urllib.error.HTTPError) as failure:
+        fetch(endpoint.address, "/secret")
+    assert failure.value.code == 404
+    assert failure.value.read() == b"pages are /metrics\n"
+
+
+def test_a_page_that_fails_shows_no_trace_of_it() -> None:
+    def broken(accept: str) -> tuple[str, bytes]:
+        raise Unavailable("the reason is for the log")
+
+    endpoint = MetricsEndpoint("metrics.router", "127.0.0.1:0", {"/metrics": broken})
+    try:
+        with pytest.raises(urllib.error.HTTPError) as failure:
+            fetch(endpoint.address, "/metrics")
+        assert failure.value.code == 500
+        assert b"reason" not in failure.value.read()
+    finally:
+        endpoint.close()
+
+
+def test_a_port_in_use_is_refused_by_the_key_that_names_it(endpoint: MetricsEndpoint) -> None:
+    with pytest.raises(ConfigError, match=f"metrics.decode: cannot listen on {endpoint.address}"):
+        MetricsEndpoint("metrics.decode", endpoint.address, {})
+
+
+async def test_targets_name_every_process_that_serves_metrics() -> None:
+    ring = status()
+    served = ServerView(selector="auto", groups=(ring,), conversations=0, running_turns=0, metrics_endpoint="r:1")
+
+    async def get_server_info() -> ServerView:
+        return served
+
+    page = targets_page(get_server_info, lambda: "g:2", asyncio.get_running_loop())
+    content_type, body = await asyncio.to_thread(page, "")
+    assert content_type == "application/json"
+    assert json.loads(body) == [
+        {"targets": ["g:2"], "labels": {"ringserve_role": "gateway", "ringserve_group": ""}},
+        {"targets": ["r:1"], "labels": {"ringserve_role": "router", "ringserve_group": ""}},
+    ], "a ring without a metrics port is no target"
