@@ -231,13 +231,23 @@ def receive_kv_transfer(load: Load, pipe: Connection) -> None:
 
 
 def send_kv_transfer(load: Load, pipe: Connection) -> Runs:
+    """As configured by default: with a checksum of every frame."""
+    yield from _send_kv(load, pipe, checksums=True)
+
+
+def send_kv_transfer_unsummed(load: Load, pipe: Connection) -> Runs:
+    """With `kv_cache.checksums` off."""
+    yield from _send_kv(load, pipe, checksums=False)
+
+
+def _send_kv(load: Load, pipe: Connection, *, checksums: bool) -> Runs:
     from cp_core.layout import TokenRange
     from workers.kv_transfer import KvSender
     from workers.steps import KvPart, KvPiece, KvSend, TransferKey
 
     cache = kv_cache(load)
     endpoint = pipe.recv()
-    sender = KvSender(cache, "source")
+    sender = KvSender(cache, "source", checksums=checksums)
     attempts = iter(range(load.repeats + 1))
     piece = KvPiece(TokenRange(0, cache.num_blocks * 16), 0, 0, cache.num_kv_heads)
 
@@ -267,6 +277,7 @@ CANDIDATES = (
     Candidate("zeromq", "zmq", receive_zeromq, send_zeromq),
     Candidate("grpc", "grpc", receive_grpc, send_grpc),
     Candidate("kv_transfer", "torch", receive_kv_transfer, send_kv_transfer),
+    Candidate("kv unsummed", "torch", receive_kv_transfer, send_kv_transfer_unsummed),
 )
 
 

@@ -26,6 +26,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from cp_core.errors import RingserveError, Unavailable
 from workers.steps import (
+    BlockPair,
     DecodeCommand,
     DecodeEvents,
     KvExpect,
@@ -160,6 +161,9 @@ class RayRank:
 
     async def drop_kv(self, key: TransferKey, timeout: float) -> None:
         await self._call("control", "drop_kv", timeout, key)
+
+    async def copy_blocks(self, pairs: Sequence[BlockPair], timeout: float) -> None:
+        await self._call("control", "copy_blocks", timeout, list(pairs))
 
     async def submit(self, commands: Sequence[DecodeCommand], timeout: float) -> None:
         await self._call("control", "submit", timeout, list(commands))

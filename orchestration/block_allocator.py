@@ -1,8 +1,12 @@
-"""Free KV blocks of one rank, kept as intervals so that sequences get runs of adjacent blocks."""
+"""Free KV blocks of one rank, kept as intervals so that sequences get runs of adjacent blocks.
+
+A block may have several holders; it is free again when the last of them gives it back.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Iterable
 
 
@@ -13,6 +17,7 @@ class BlockAllocator:
         self.num_blocks = num_blocks
         self._free: list[tuple[int, int]] = [(0, num_blocks)] if num_blocks else []
         self.num_free = num_blocks
+        self._more_holders: dict[int, int] = {}  # beyond the first, of blocks that have several
 
     def allocate(self, count: int, after: int | None = None) -> list[int]:
         """`count` blocks; the run that follows block `after` first, else the first run that holds all, else pieces.
@@ -43,10 +48,23 @@ class BlockAllocator:
         self.num_free -= end - start
         return list(range(start, end))
 
-    def free(self, blocks: Iterable[int]) -> None:
-        """Give blocks back. Freeing a free or unknown block is a bug and raises AssertionError."""
+    def share(self, blocks: Iterable[int]) -> None:
+        """One holder more for each of these blocks, which are held already."""
         for block in blocks:
-            self._give_back(block)
+            self._more_holders[block] = self._more_holders.get(block, 0) + 1
+
+    def num_holders(self, block: int) -> int:
+        """Of a block that is not free."""
+        return 1 + self._more_holders.get(block, 0)
+
+    def free(self, blocks: Iterable[int]) -> None:
+        """Give blocks back, one holder's hold each. Freeing a free or unknown block is a bug: AssertionError."""
+        for block in blocks:
+            more = self._more_holders.pop(block, 0)
+            if not more:
+                self._give_back(block)
+            elif more > 1:
+                self._more_holders[block] = more - 1
 
     def _give_back(self, block: int) -> None:
         assert 0 <= block < self.num_blocks, f"block {block} does not exist"
@@ -66,7 +84,12 @@ class BlockAllocator:
         self.num_free += 1
 
     def check_integrity(self, used: Iterable[int]) -> None:
-        """Prove that free and `used` blocks together are each block exactly once."""
-        every = sorted([*used, *(block for start, stop in self._free for block in range(start, stop))])
+        """Prove that each block is free or `used`, and named there exactly once by each of its holders."""
+        holders = Counter(used)
+        every = sorted([*holders, *(block for start, stop in self._free for block in range(start, stop))])
         assert every == list(range(self.num_blocks)), "a block is lost or held twice"
+        assert all(count == self.num_holders(block) for block, count in holders.items()), (
+            "a block is lost or held twice by a holder, or by one that is not counted"
+        )
+        assert self._more_holders.keys() <= holders.keys(), "a free block has holders"
         assert self.num_free == sum(stop - start for start, stop in self._free), "free count is off"

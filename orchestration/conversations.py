@@ -1,11 +1,16 @@
-"""The conversations a router knows: their tokens, and which ring holds how much of their KV."""
+"""The conversations a router knows: their tokens, which ring holds how much of their KV, and whose turn it is."""
 
 from __future__ import annotations
 
+import asyncio
+import heapq
+import math
+import time
 from collections import OrderedDict
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
-from cp_core.errors import Busy, NotFound
+from cp_core.errors import Busy, CapacityExceeded, InvalidRequest, NotFound, RingserveError
 from cp_core.layout import ShardMap
 from orchestration.turn import ConversationView, PlacementView
 from workers.steps import TokenIds
@@ -28,8 +33,27 @@ class Placement:
 
 
 @dataclass(slots=True)
+class Waiter:
+    """A turn that waits for its conversation. `error` ends the wait."""
+
+    request_id: str
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    is_granted: bool = False
+    error: RingserveError | None = None
+
+    def end(self, error: RingserveError) -> None:
+        self.error = error
+        self.changed.set()
+
+
+@dataclass(slots=True)
 class Conversation:
-    """`tokens` are those of all finished turns. `epoch` grows with every change of placement."""
+    """`tokens` are those of all finished turns. `epoch` grows with every change of placement.
+
+    It belongs to one turn at a time (`running_request`); `waiting` ones get it in the order in which they came, each
+    from the one before. `num_forks` are under way: until they have ended no other turn begins. Times are on the store's
+    clock; `ttl_seconds` 0 means for ever. At `is_due_at` the store looks whether it has expired.
+    """
 
     conversation_id: str
     tokens: TokenIds | None = None
@@ -38,8 +62,28 @@ class Conversation:
     running_request: str = ""
     prefill: Placement | None = None
     decode: Placement | None = None
+    num_forks: int = 0
+    forked_from: str = ""
+    waiting: OrderedDict[str, Waiter] = field(default_factory=OrderedDict)
+    ttl_seconds: float = 0.0
+    last_used: float = 0.0
+    is_due_at: float = math.inf
 
-    def view(self) -> ConversationView:
+    @property
+    def expires_at(self) -> float:
+        """Infinity: never."""
+        return self.last_used + self.ttl_seconds if self.ttl_seconds else math.inf
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.running_request and not self.num_forks
+
+    @property
+    def occupant(self) -> str:
+        """Who keeps others from it, for errors."""
+        return f"request {self.running_request!r}" if self.running_request else "a fork of it"
+
+    def view(self, now: float = 0.0) -> ConversationView:
         sides = (("prefill", self.prefill), ("decode", self.decode))
         return ConversationView(
             conversation_id=self.conversation_id,
@@ -47,6 +91,9 @@ class Conversation:
             num_turns=self.num_turns,
             running_request_id=self.running_request,
             epoch=self.epoch,
+            idle_seconds=0.0 if self.running_request else max(0.0, now - self.last_used),
+            ttl_seconds=self.ttl_seconds,
+            num_waiting=len(self.waiting),
             placements=tuple(
                 PlacementView(
                     role=role,
@@ -62,11 +109,27 @@ class Conversation:
 
 
 class ConversationStore:
-    """At most `limit` conversations; an idle one that was used least recently makes place for a new one."""
+    """At most `limit` conversations; an idle one that was used least recently makes place for a new one.
 
-    def __init__(self, limit: int) -> None:
+    `ttl_seconds` is for those that name none. `clock` tells seconds.
+    """
+
+    def __init__(
+        self,
+        limit: int,
+        *,
+        max_waiting: int = 64,
+        ttl_seconds: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._limit = limit
+        self._max_waiting = max_waiting
+        self._ttl_seconds = ttl_seconds
+        self.clock = clock
         self._known: OrderedDict[str, Conversation] = OrderedDict()
+        self._waiters: dict[str, Waiter] = {}
+        # (when to look, id), soonest first. Used since then, a conversation is entered again with a later moment.
+        self._expiries: list[tuple[float, str]] = []
 
     def __len__(self) -> int:
         return len(self._known)
@@ -78,39 +141,176 @@ class ConversationStore:
             raise NotFound(f"conversation_id: there is no conversation {conversation_id!r}")
         return conversation
 
-    def open(self, conversation_id: str, request_id: str) -> tuple[Conversation, list[Conversation]]:
+    def page(self, prefix: str, after: str, limit: int) -> tuple[list[Conversation], str]:
+        """Conversations whose id begins with `prefix` and follows `after`, by id, and where the next page begins."""
+        names = (name for name in self._known if name.startswith(prefix) and name > after)
+        found = heapq.nsmallest(limit + 1, names)
+        next_after = found[limit - 1] if len(found) > limit else ""
+        return [self._known[name] for name in found[:limit]], next_after
+
+    # --- one turn at a time ------------------------------------------------------------------------------------------
+
+    def open(
+        self, conversation_id: str, request_id: str, ttl_seconds: float | None = None
+    ) -> tuple[Conversation, list[Conversation]]:
         """Begin a turn of a conversation, new or old. Returns it and those that had to go to make place.
 
         Raises Busy while another turn of it runs.
         """
         conversation = self._known.get(conversation_id)
-        if conversation is None:
-            conversation = self._known[conversation_id] = Conversation(conversation_id)
-        if conversation.running_request:
+        if conversation is not None and not conversation.is_idle:
             raise Busy(
-                f"conversation_id: {conversation_id!r} is busy with request {conversation.running_request!r}; "
-                f"one turn at a time is allowed"
+                f"conversation_id: {conversation_id!r} is busy with {conversation.occupant}; "
+                f"one turn at a time is allowed (wait=true waits for it)"
             )
+        if conversation is None:
+            conversation = self._known[conversation_id] = self._new(conversation_id)
         conversation.running_request = request_id
+        self._set_ttl(conversation, ttl_seconds)
+        return conversation, self._make_place(conversation)
+
+    async def open_in_turn(
+        self, conversation_id: str, request_id: str, ttl_seconds: float | None = None
+    ) -> tuple[Conversation, list[Conversation]]:
+        """As `open`, but wait behind the turns that came before: until this is cancelled, or `end_wait` is called.
+
+        Raises CapacityExceeded where too many wait already, and what `end_wait` was given.
+        """
+        conversation = self._known.get(conversation_id)
+        if conversation is None or conversation.is_idle:
+            return self.open(conversation_id, request_id, ttl_seconds)
+        if len(conversation.waiting) >= self._max_waiting:
+            raise CapacityExceeded(
+                f"conversation_id: {len(conversation.waiting)} turns wait for {conversation_id!r} and at most "
+                f"{self._max_waiting} are allowed; retry later"
+            )
+        waiter = Waiter(request_id)
+        conversation.waiting[request_id] = self._waiters[request_id] = waiter
+        try:
+            await waiter.changed.wait()
+            if waiter.error is not None:
+                raise waiter.error
+        except BaseException:
+            if waiter.is_granted:
+                self.close(conversation)
+            raise
+        finally:
+            conversation.waiting.pop(request_id, None)
+            self._waiters.pop(request_id, None)
+        self._set_ttl(conversation, ttl_seconds)
         self._known.move_to_end(conversation_id)
-        idle = [item for item in self._known.values() if not item.running_request]
-        dropped = idle[: max(0, len(self._known) - self._limit)]
-        for item in dropped:
-            del self._known[item.conversation_id]
-        return conversation, dropped
+        return conversation, []
+
+    def is_waiting(self, request_id: str) -> bool:
+        return request_id in self._waiters
+
+    def end_wait(self, request_id: str, error: RingserveError) -> bool:
+        """End a waiting turn with `error`. False where none of that name waits."""
+        waiter = self._waiters.get(request_id)
+        if waiter is not None:
+            waiter.end(error)
+        return waiter is not None
 
     def close(self, conversation: Conversation) -> None:
-        """End the running turn; a conversation that never finished a turn is forgotten."""
+        """End the running turn; the next that waits gets its place. One that never finished a turn is forgotten."""
         conversation.running_request = ""
-        if conversation.tokens is None:
+        self._pass_on(conversation)
+        self._touch(conversation)
+        if conversation.tokens is None and conversation.is_idle:
             self._known.pop(conversation.conversation_id, None)
+
+    def _pass_on(self, conversation: Conversation) -> None:
+        while conversation.is_idle and conversation.waiting:
+            request_id, waiter = conversation.waiting.popitem(last=False)
+            if waiter.error is None:
+                conversation.running_request = request_id
+                waiter.is_granted = True
+                waiter.changed.set()
+
+    # --- forks -------------------------------------------------------------------------------------------------------
+
+    def begin_fork(self, source: Conversation, new_id: str, num_tokens: int) -> tuple[Conversation, list[Conversation]]:
+        """A conversation of the source's first `num_tokens` tokens, and those that had to go to make place.
+
+        Until `end_fork` neither takes a new turn. Raises InvalidRequest where `new_id` exists.
+        """
+        assert source.tokens is not None, "a conversation without a finished turn has nothing to fork"
+        if new_id in self._known:
+            raise InvalidRequest(f"new_id: conversation {new_id!r} exists already; choose another or delete it")
+        fork = self._known[new_id] = self._new(new_id)
+        fork.tokens = source.tokens[:num_tokens]
+        fork.forked_from = source.conversation_id
+        fork.ttl_seconds = source.ttl_seconds
+        source.num_forks += 1
+        fork.num_forks += 1
+        return fork, self._make_place(fork)
+
+    def fork_of(self, source_id: str, new_id: str, num_tokens: int) -> Conversation | None:
+        """The conversation `new_id`, if it is just such a fork and no turn has begun in it."""
+        fork = self._known.get(new_id)
+        if fork is None or fork.forked_from != source_id or fork.num_turns or fork.running_request:
+            return None
+        return fork if fork.tokens is not None and len(fork.tokens) == num_tokens else None
+
+    def end_fork(self, source: Conversation, fork: Conversation) -> None:
+        for conversation in (source, fork):
+            conversation.num_forks -= 1
+            self._pass_on(conversation)
+            self._touch(conversation)
+
+    # --- ends --------------------------------------------------------------------------------------------------------
 
     def remove(self, conversation_id: str) -> Conversation:
         """Raises NotFound, or Busy while a turn runs."""
         conversation = self.get(conversation_id)
-        if conversation.running_request:
+        if not conversation.is_idle:
             raise Busy(
-                f"conversation_id: {conversation_id!r} is busy with request {conversation.running_request!r} "
+                f"conversation_id: {conversation_id!r} is busy with {conversation.occupant} "
                 f"and cannot be deleted until that ends"
             )
         return self._known.pop(conversation_id)
+
+    def expire(self) -> list[Conversation]:
+        """Take out the idle conversations that nobody has used for their time to live."""
+        now, expired = self.clock(), []
+        while self._expiries and self._expiries[0][0] <= now:
+            _, name = heapq.heappop(self._expiries)
+            conversation = self._known.get(name)
+            if conversation is None:
+                continue
+            conversation.is_due_at = math.inf
+            if not conversation.is_idle or conversation.expires_at > now:
+                self._note_expiry(conversation)
+            else:
+                expired.append(self._known.pop(name))
+        return expired
+
+    @property
+    def next_expiry(self) -> float | None:
+        """When `expire` may have something to do, on the clock."""
+        return self._expiries[0][0] if self._expiries else None
+
+    def _new(self, conversation_id: str) -> Conversation:
+        return Conversation(conversation_id, ttl_seconds=self._ttl_seconds, last_used=self.clock())
+
+    def _set_ttl(self, conversation: Conversation, ttl_seconds: float | None) -> None:
+        if ttl_seconds is not None:
+            conversation.ttl_seconds = ttl_seconds
+
+    def _touch(self, conversation: Conversation) -> None:
+        conversation.last_used = self.clock()
+        self._note_expiry(conversation)
+
+    def _note_expiry(self, conversation: Conversation) -> None:
+        """Enter when to look, unless that is noted for an earlier moment; a busy one is entered when it is idle."""
+        if conversation.is_idle and conversation.expires_at < conversation.is_due_at:
+            conversation.is_due_at = conversation.expires_at
+            heapq.heappush(self._expiries, (conversation.expires_at, conversation.conversation_id))
+
+    def _make_place(self, newest: Conversation) -> list[Conversation]:
+        self._known.move_to_end(newest.conversation_id)
+        idle = [item for item in self._known.values() if item.is_idle]
+        dropped = idle[: max(0, len(self._known) - self._limit)]
+        for item in dropped:
+            del self._known[item.conversation_id]
+        return dropped

@@ -19,6 +19,7 @@ from cp_core.errors import (
     Unavailable,
 )
 from cp_core.layout import ShardMap, spread
+from orchestration.block_copies import copy_blocks
 from orchestration.decode_batch import DecodeBatch
 from orchestration.decode_preemption import Preemption
 from orchestration.decode_pull import send_back
@@ -95,6 +96,7 @@ class DecodeLeader(GroupLeader):
 
     async def reserve(self, request: Reserve) -> Reservation:
         """Pin the sequence, set blocks aside, and make the ranks expect the KV. Idempotent per attempt."""
+        await self._until_settled(request.sequence_id)
         known = self._turns.get(request.turn_id)
         if known is not None:
             if request.attempt > known.request.attempt:
@@ -111,10 +113,14 @@ class DecodeLeader(GroupLeader):
             )
         turn = self._pin(request)
         self._turns[request.turn_id] = turn
+        turn.copying = asyncio.create_task(
+            copy_blocks(self.ring, turn.pool, turn.sequence, turn.reservation.incarnation)
+        )
         try:
+            await asyncio.shield(turn.copying)
             await self._expect(turn)
         except RingserveError:
-            del self._turns[request.turn_id]
+            self._turns.pop(request.turn_id, None)  # where it was aborted meanwhile it is gone already
             await self._let_go(turn)
             turn.pool.settle(request.sequence_id, request.turn_id, turn.reservation.kept_tokens)
             self._freed(turn)
@@ -128,6 +134,16 @@ class DecodeLeader(GroupLeader):
         ]
         turn.sealing = self.spawn(self._seal(turn))
         return turn.reservation
+
+    async def _until_settled(self, sequence_id: str) -> None:
+        """A turn whose end the router knows may be about to settle here, and the sequence's next one comes already."""
+        ending = [turn for turn in self._turns.values() if turn.request.sequence_id == sequence_id and turn.is_ending]
+        try:
+            async with asyncio.timeout(self.settings.control_timeout):
+                for turn in ending:
+                    await turn.over.wait()
+        except TimeoutError:
+            return  # `pin` says what it waits for
 
     def _pin(self, request: Reserve) -> DecodeTurn:
         pool = self.ring.pool
@@ -346,7 +362,7 @@ class DecodeLeader(GroupLeader):
             if failed:
                 await self._let_go(turn)
             keep = await self._tell_router(turn, failed)
-            await asyncio.gather(*turn.pulls, return_exceptions=True)
+            await asyncio.gather(*turn.pulls, *filter(None, [turn.copying]), return_exceptions=True)
         finally:
             turn.state = turn.state.to(HandoffState.ABORTED if failed else HandoffState.DONE)
             self._turns.pop(turn.turn_id, None)

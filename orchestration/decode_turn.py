@@ -43,6 +43,7 @@ class DecodeTurn:
     ending: asyncio.Task[None] | None = None
     sealing: asyncio.Task[None] | None = None
     pulls: set[asyncio.Task[list[TransferReport]]] = field(default_factory=set)
+    copying: asyncio.Task[None] | None = None
     timers: list[asyncio.TimerHandle] = field(default_factory=list)
     migrated_bytes: int = 0
     migration_seconds: float = 0.0

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 
 from cp_core.errors import RingserveError
+from orchestration.block_copies import copy_blocks
 from orchestration.ports import RankFactory
 from orchestration.ring import GroupSettings, Ring
-from orchestration.turn import GroupRegistration, GroupStatus
+from orchestration.turn import ForkedKv, ForkKv, GroupRegistration, GroupStatus, KeptKv
 
 log = logging.getLogger(__name__)
 
@@ -105,6 +106,25 @@ class GroupLeader(ABC):
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
             log.error("background work of %s failed", self.settings.name, exc_info=task.exception())
+
+    async def fork_kv(self, request: ForkKv) -> ForkedKv:
+        """Begin a sequence with KV that another keeps here. Raises Busy, CapacityExceeded, Unavailable."""
+        self.ring.require_ready()
+        pool, incarnation, name = self.ring.pool, self.ring.incarnation, f"fork of {request.source_id}"
+        sequence = pool.fork(request.source_id, request.sequence_id, name, request.num_tokens)
+        shards, keep = sequence.shards, 0
+        try:
+            await copy_blocks(self.ring, pool, sequence, incarnation)
+            keep = shards.num_tokens
+        finally:
+            pool.settle(request.sequence_id, name, keep)
+        return ForkedKv(incarnation=incarnation, shards=shards.truncate(pool.num_kept(request.sequence_id)))
+
+    async def get_kept(self, sequence_ids: Sequence[str]) -> KeptKv:
+        """What is still here of these sequences. Raises Unavailable."""
+        self.ring.require_ready()
+        kept = tuple(self.ring.pool.num_kept(sequence_id) for sequence_id in sequence_ids)
+        return KeptKv(incarnation=self.ring.incarnation, num_tokens=kept)
 
     def status_with(self, *, running: int, waiting: int) -> GroupStatus:
         ring = self.ring

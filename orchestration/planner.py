@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from cp_core.cost_model import ModelShape, Rates, predict_prefill
 from cp_core.layout import TokenRange
 from cp_core.selector import EmpiricalFit, Selection, Turn, select
+from orchestration.cached_kv import AUTO, CachedKv, choose_source
 from orchestration.prefill_work import StepLimits, WorkModel, cut
-from orchestration.turn import CachedSource, Chunk, GroupRegistration, Plan, PromptMode
+from orchestration.turn import Chunk, GroupRegistration, Plan, PromptMode
 from workers.model_info import tensor_share
 from workers.steps import Algorithm, ModelInfo, RingRates
 
@@ -18,13 +19,15 @@ from workers.steps import Algorithm, ModelInfo, RingRates
 class PlannerSettings:
     """`compute_flops` and `link_bytes_per_second` are C and BW, per rank; 0 takes what the ring measured at its start.
 
-    `fit` holds the constants of the empirical selector, which has no defaults: they belong to one cluster.
+    `fit` holds the constants of the empirical selector, which has no defaults: they belong to one cluster. What only
+    the decode ring keeps is pulled or computed again as `missing_kv` says: one of `cached_kv.MISSING_KV`.
     """
 
     selector: str = "auto"
     compute_flops: float = 0.0
     link_bytes_per_second: float = 0.0
     fit: EmpiricalFit | None = None
+    missing_kv: str = AUTO
 
 
 class Planner:
@@ -51,29 +54,26 @@ class Planner:
         Long prompts are cut as the ring would with nothing else to do; each chunk chooses its own algorithm, since what
         is cached grows from one to the next.
         """
-        cached = max(kept_on_prefill, kept_on_decode)
         rates, shape = self._rates(prefill.rates), self._shape(prefill.tp)
+        source = self._choose_source(num_tokens, kept_on_prefill, kept_on_decode, prefill, decode)
+        cached = source.cached_tokens
         pieces = self._cut(prefill, TokenRange(cached, num_tokens))
         turns = [
             Turn(new_tokens=len(piece), cached_tokens=piece.start, num_ranks=prefill.num_ranks) for piece in pieces
         ]
         chosen = [select(self.selector, turn, shape, rates, self._settings.fit) for turn in turns]
         sums = sum(self._tensor_sums(turn, rates, prefill.tp) for turn in turns)
-        sources = (
-            CachedSource(source="kept_on_prefill", tokens=TokenRange(0, kept_on_prefill)),
-            CachedSource(source="pulled_from_decode", tokens=TokenRange(kept_on_prefill, cached)),
-        )
         algorithm = _of_most_tokens(turns, chosen)
         return Plan(
             algorithm=algorithm,
-            reason=_reason(algorithm, chosen),
+            reason=_reason(algorithm, chosen) + source.reason,
             new_tokens=num_tokens - cached,
             cached_tokens=cached,
             prefill_ring=prefill.name,
             decode_ring=decode.name,
             prefill_ranks=prefill.num_ranks,
             decode_ranks=decode.num_ranks,
-            cached_sources=tuple(source for source in sources if len(source.tokens)),
+            cached_sources=source.sources,
             chunks=tuple(
                 Chunk(tokens=piece, algorithm=Algorithm(selection.algorithm))
                 for piece, selection in zip(pieces, chosen, strict=True)
@@ -84,8 +84,36 @@ class Planner:
             ),
             alternatives=tuple(
                 (name, sums + sum(_predict(shape, rates, name, turn) for turn in turns)) for name in Algorithm
-            ),
+            )
+            + source.alternatives,
             prompt_mode=mode,
+        )
+
+    def _choose_source(
+        self,
+        num_tokens: int,
+        kept_on_prefill: int,
+        kept_on_decode: int,
+        prefill: GroupRegistration,
+        decode: GroupRegistration,
+    ) -> CachedKv:
+        """Compares the turn's prefill after a pull with a longer one. Each is taken whole, by its faster algorithm."""
+        rates, shape = self._rates(prefill.rates), self._shape(prefill.tp)
+
+        def prefill_seconds(cached: int) -> float:
+            turn = Turn(new_tokens=num_tokens - cached, cached_tokens=cached, num_ranks=prefill.num_ranks)
+            sums = self._tensor_sums(turn, rates, prefill.tp)
+            return sums + min(_predict(shape, rates, name, turn) for name in Algorithm)
+
+        missing = max(0, kept_on_decode - kept_on_prefill)
+        links = min(prefill.num_ranks * prefill.tp, decode.num_ranks * decode.tp)
+        pull_seconds = rates.message_seconds(missing * self._model.kv_bytes_per_token / links)
+        return choose_source(
+            self._settings.missing_kv,
+            kept_on_prefill=kept_on_prefill,
+            kept_on_decode=kept_on_decode,
+            pull_seconds=pull_seconds + prefill_seconds(max(kept_on_prefill, kept_on_decode)),
+            recompute_seconds=prefill_seconds(kept_on_prefill),
         )
 
     def _cut(self, ring: GroupRegistration, tokens: TokenRange) -> list[TokenRange]:

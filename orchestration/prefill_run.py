@@ -11,6 +11,7 @@ import numpy as np
 
 from cp_core.errors import RingserveError
 from cp_core.layout import ShardMap, TokenRange, balanced_layout, spread
+from orchestration.block_copies import copy_blocks
 from orchestration.kv_pool import KvPool, SequenceKv
 from orchestration.ports import DecodePort
 from orchestration.reshard_sends import sends_for
@@ -89,6 +90,7 @@ class PrefillRun:
     async def pull(self) -> Pulled:
         """Fetch cached KV that only the decode ring has: tokens it made, or what was evicted here."""
         turn, sequence = self._turn, self._sequence
+        await copy_blocks(self._ring, self._pool, sequence, self._incarnation)
         held = sequence.shards.held
         missing = TokenRange(sequence.shards.num_tokens, turn.cached_tokens)
         if not len(missing):
@@ -136,13 +138,14 @@ class PrefillRun:
         after = sequence.shards.extend(layout.shard_map())
         self._pool.make_room(sequence, after.held)
         key = TransferKey(turn.turn_id, turn.attempt, self._incarnation, turn.destination.incarnation)
-        # The first chunk also carries cached KV that the decode ring no longer has.
-        first = min(piece.start, turn.destination.kept_tokens) if piece.start == turn.cached_tokens else piece.start
+        # The first chunk also carries cached KV that the decode ring no longer has; what it still has, none carries.
+        kept = turn.destination.kept_tokens
+        first = kept if piece.start == turn.cached_tokens else max(piece.start, kept)
         sends = sends_for(
             key,
             after,
             turn.destination.shards,
-            TokenRange(first, piece.stop),
+            TokenRange(first, max(first, piece.stop)),
             blocks=[sequence.table(rank) for rank in range(len(held))],
             kv_endpoints=turn.destination.kv_endpoints,
             num_kv_heads=self._ring.model.num_kv_heads,

@@ -42,7 +42,8 @@ class RingState(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class GroupSettings:
-    """One group. Times in seconds; `capacity` is `num_blocks` blocks of `block_tokens` tokens on every rank.
+    """One group. Times in seconds; `capacity` is `num_blocks` blocks of `block_tokens` tokens on every rank, of which
+    at most `kept_fraction` are kept between turns.
 
     `num_ranks` ranks share the tokens; each of them is `tp` processes that share the heads, and so hold the same tokens
     by the same block table. `listen_host` is where ranks listen; empty: each at the address of its node.
@@ -59,6 +60,8 @@ class GroupSettings:
     ring_transport: str = "auto"
     num_blocks: int
     block_tokens: int = 16
+    kept_fraction: float = 1.0
+    kv_checksums: bool = True
     num_threads: int = 1
     listen_host: str = "127.0.0.1"
     max_batch: int = 32
@@ -190,7 +193,9 @@ class Ring:
             raise Unavailable(f"ring {settings.name} was closed while it started")
         self.ranks, self.infos, self.rates, self.incarnation = ranks, infos, rates[0], incarnation
         self.rank_statuses.clear()
-        self.pool = KvPool(settings.num_ranks, settings.num_blocks, settings.block_tokens)
+        self.pool = KvPool(
+            settings.num_ranks, settings.num_blocks, settings.block_tokens, kept_fraction=settings.kept_fraction
+        )
         self.state = RingState.READY
         self._watch = [
             asyncio.create_task(self._watch_rank(number, rank, incarnation)) for number, rank in enumerate(ranks)
@@ -220,6 +225,7 @@ class Ring:
             ring_transport=settings.ring_transport,
             num_blocks=settings.num_blocks,
             block_tokens=settings.block_tokens,
+            kv_checksums=settings.kv_checksums,
             num_threads=settings.num_threads,
             listen_host=settings.listen_host,
             max_batch=settings.max_batch,

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 import uuid
-from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from cp_core.errors import Busy, InvalidRequest, NotFound, RingserveError, TurnCancelled, Unavailable
+from cp_core.errors import Busy, DeadlineExceeded, InvalidRequest, NotFound, RingserveError, TurnCancelled, Unavailable
+from orchestration.conversation_desk import ConversationDesk
 from orchestration.conversations import Conversation, ConversationStore
 from orchestration.groups import Group, GroupRegistry
 from orchestration.planner import Planner
@@ -23,6 +25,7 @@ from orchestration.ring import RingState
 from orchestration.running_turn import RunningTurn
 from orchestration.turn import (
     BegunTurn,
+    ConversationList,
     ConversationView,
     GroupRegistration,
     GroupStatus,
@@ -40,38 +43,60 @@ from workers.steps import TokenIds
 
 log = logging.getLogger(__name__)
 
+EXPIRY_INTERVAL = 1.0
+"""Seconds: how late a conversation may be forgotten."""
 MAX_PROMPT_LOGPROBS = 1 << 18
 """Log-probabilities of one prompt, the most likely tokens' included: they cross the control plane in one message."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RouterSettings:
-    """Times in seconds."""
+    """Times in seconds. `conversation_ttl` 0: conversations are not forgotten for their age.
+
+    `max_waiting_turns` bounds those that wait for one conversation.
+    """
 
     max_conversations: int = 10_000
+    conversation_ttl: float = 0.0
+    max_waiting_turns: int = 64
     control_timeout: float = 20.0
     max_positions: int
 
 
 class Router:
-    """Knows every ring, conversation and running turn. `peers` reaches the leaders."""
+    """Knows every ring, conversation and running turn. `peers` reaches the leaders, `clock` tells seconds."""
 
-    def __init__(self, settings: RouterSettings, planner: Planner, peers: Peers) -> None:
+    def __init__(
+        self, settings: RouterSettings, planner: Planner, peers: Peers, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._settings = settings
         self._planner = planner
         self._peers = peers
         self._groups = GroupRegistry()
-        self._conversations = ConversationStore(settings.max_conversations)
+        self._conversations = ConversationStore(
+            settings.max_conversations,
+            max_waiting=settings.max_waiting_turns,
+            ttl_seconds=settings.conversation_ttl,
+            clock=clock,
+        )
         self._turns = TurnEnds(peers, self._groups, self._conversations, settings.control_timeout)
+        self._desk = ConversationDesk(self._conversations, peers, self._groups, self._turns)
+        self._expiring: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     # --- beginning ---------------------------------------------------------------------------------------------------
 
     async def begin_turn(self, request: TurnRequest) -> BegunTurn:
         """Plan a turn and set it going. Raises InvalidRequest, NotFound, Busy, CapacityExceeded, Unavailable."""
-        if self._turns.of_request(request.request_id) is not None:
-            raise Busy(f"request_id: {request.request_id!r} is running already; choose another")
-        conversation = self._open(request)
+        request_id = request.request_id
+        if self._turns.of_request(request_id) is not None or self._conversations.is_waiting(request_id):
+            raise Busy(f"request_id: {request_id!r} is running already; choose another")
+        self.expire_conversations()
+        deadline = asyncio.get_running_loop().time() + request.deadline_seconds
+        conversation = await self._open(request)
+        if request.wait:
+            left = deadline - asyncio.get_running_loop().time()
+            request = replace(request, deadline_seconds=max(left, 0.001))
         try:
             turn = self._admit(request, conversation)
         except BaseException:
@@ -86,6 +111,8 @@ class Router:
             # Also when the gateway hangs up while we wait: what was reserved must not stay.
             reason = error if isinstance(error, RingserveError) else TurnCancelled("the turn was cancelled")
             self._spawn(self._give_up(turn, reason))
+            if turn.stop_error is not None and isinstance(error, RingserveError):
+                raise turn.stop_error from None  # whatever else a ring says of a turn that was ended meanwhile
             raise
         turn.prefilling = asyncio.create_task(self._prefill(turn, plan))
         turn.prefilling.add_done_callback(lambda task: self._prefilled(turn, task))
@@ -96,12 +123,25 @@ class Router:
             plan=plan,
         )
 
-    def _open(self, request: TurnRequest) -> Conversation:
-        if not request.conversation_id:
+    async def _open(self, request: TurnRequest) -> Conversation:
+        """Awaits nothing unless the request is to wait for its conversation."""
+        name, ttl = request.conversation_id, request.conversation_ttl_seconds
+        if not name:
             return Conversation("", running_request=request.request_id)
-        conversation, dropped = self._conversations.open(request.conversation_id, request.request_id)
+        if request.wait:
+            try:
+                async with asyncio.timeout(request.deadline_seconds):
+                    conversation, dropped = await self._conversations.open_in_turn(name, request.request_id, ttl)
+            except TimeoutError:
+                raise DeadlineExceeded(
+                    f"the turn waited for conversation {name!r} until its deadline of {request.deadline_seconds:.1f} s"
+                ) from None
+        else:
+            conversation, dropped = self._conversations.open(name, request.request_id, ttl)
         for old in dropped:
             self._spawn(self._turns.free(old))
+        if conversation.ttl_seconds:
+            self._watch_ages()
         return conversation
 
     def _admit(self, request: TurnRequest, conversation: Conversation) -> RunningTurn:
@@ -263,11 +303,14 @@ class Router:
         return await self._turns.end(outcome)
 
     async def abort_requests(self, request_ids: Sequence[str]) -> tuple[list[str], list[str]]:
-        """End running turns by request id. Returns (aborted, unknown)."""
-        found = {name: self._turns.of_request(name) for name in request_ids}
+        """End running and waiting turns by request id. Returns (aborted, unknown)."""
         error = TurnCancelled("the request was aborted")
-        await asyncio.gather(*(self._abort_on_decode(turn, error) for turn in found.values() if turn is not None))
-        return [name for name, turn in found.items() if turn], [name for name, turn in found.items() if not turn]
+        aborted = {name for name in request_ids if self._conversations.end_wait(name, error)}
+        running = {name: self._turns.of_request(name) for name in request_ids}
+        await asyncio.gather(*(self._abort_on_decode(turn, error) for turn in running.values() if turn is not None))
+        aborted |= {name for name, turn in running.items() if turn is not None}
+        names = list(dict.fromkeys(request_ids))
+        return [name for name in names if name in aborted], [name for name in names if name not in aborted]
 
     @property
     def num_running(self) -> int:
@@ -285,11 +328,40 @@ class Router:
         return self._groups.all()
 
     async def get_conversation(self, conversation_id: str) -> ConversationView:
-        return self._conversations.get(conversation_id).view()
+        """Raises NotFound."""
+        self.expire_conversations()
+        return await self._desk.get(conversation_id)
+
+    async def list_conversations(self, prefix: str, after: str, limit: int) -> ConversationList:
+        """A page of those whose id begins with `prefix`. Raises InvalidRequest."""
+        self.expire_conversations()
+        return await self._desk.list(prefix, after, limit)
+
+    async def fork_conversation(self, source_id: str, new_id: str, at_token: int | None) -> ConversationView:
+        """See `ConversationDesk.fork`. Raises NotFound, InvalidRequest, Busy."""
+        self.expire_conversations()
+        return await self._desk.fork(source_id, new_id, at_token)
 
     async def delete_conversation(self, conversation_id: str) -> None:
         """Forget a conversation and free its KV. Raises NotFound, Busy."""
-        await self._turns.free(self._conversations.remove(conversation_id))
+        self.expire_conversations()
+        await self._desk.delete(conversation_id)
+
+    def expire_conversations(self) -> None:
+        """Forget those whose time to live is over; their KV is freed in the background."""
+        for old in self._conversations.expire():
+            log.info("conversation %s has not been used for %.0f s", old.conversation_id, old.ttl_seconds)
+            self._spawn(self._turns.free(old))
+
+    def _watch_ages(self) -> None:
+        if self._expiring is None or self._expiring.done():
+            self._expiring = self._spawn(self._expire_regularly())
+
+    async def _expire_regularly(self) -> None:
+        """Until no conversation has an age to reach."""
+        while len(self._turns) or self._conversations.next_expiry is not None:
+            await asyncio.sleep(EXPIRY_INTERVAL)
+            self.expire_conversations()
 
     async def register_group(self, group: GroupRegistration) -> None:
         if self._groups.register(group):
@@ -341,10 +413,11 @@ class Router:
     def _decode_port(self, turn: RunningTurn) -> DecodePort:
         return self._peers.decode(turn.decode.registration.endpoint)
 
-    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+    def _spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     async def close(self) -> None:
         """End background work."""

@@ -24,7 +24,11 @@ class PromptMode(StrEnum):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TurnRequest:
     """A turn as the gateway hands it in. `conversation_id` empty: nothing is kept after the turn. A higher `priority`
-    goes first."""
+    goes first.
+
+    The conversation is forgotten when nobody has used it for `conversation_ttl_seconds` (0: never; None: as before, or
+    as the router is set). `wait`: behind the conversation's running turn, instead of being refused.
+    """
 
     request_id: str
     conversation_id: str
@@ -32,6 +36,8 @@ class TurnRequest:
     token_ids: TokenIds
     sampling: Sampling
     deadline_seconds: float
+    conversation_ttl_seconds: float | None = None
+    wait: bool = False
     priority: int = 0
 
 
@@ -56,8 +62,9 @@ class Chunk:
 class Plan:
     """How a turn is computed and why. `algorithm` is that of most new tokens, and `reason` tells of those chunks.
 
-    `alternatives` are (algorithm, predicted seconds) of computing every chunk by it. `chunks` are those of a ring that
-    has nothing else to do: the prefill leader cuts by what waits, and reports what it did.
+    `alternatives` are (algorithm, predicted seconds) of computing every chunk by it; where only the decode ring keeps
+    a part, also those of a "pull" and of a "recompute", each until the prefill has ended. `chunks` are those of a ring
+    that has nothing else to do: the prefill leader cuts by what waits, and reports what it did.
     """
 
     algorithm: Algorithm
@@ -214,6 +221,31 @@ class SentKv:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ForkKv:
+    """Begin a sequence with the kept KV of another's first `num_tokens` tokens."""
+
+    source_id: str
+    sequence_id: str
+    num_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ForkedKv:
+    """What of it was there, and is now there for both."""
+
+    incarnation: str
+    shards: ShardMap
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeptKv:
+    """How many tokens of each sequence that was asked for have their KV on this incarnation of a ring."""
+
+    incarnation: str
+    num_tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TokensEvent:
     """Newly decoded tokens of a turn; `logprobs` has one for each token, or none."""
 
@@ -330,7 +362,7 @@ class PlacementView:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConversationView:
-    """A conversation as `GetConversation` shows it."""
+    """A conversation as `GetConversation` shows it. `ttl_seconds` 0: it is never forgotten for its age."""
 
     conversation_id: str
     num_tokens: int
@@ -338,6 +370,36 @@ class ConversationView:
     running_request_id: str
     epoch: int
     placements: tuple[PlacementView, ...]
+    idle_seconds: float = 0.0
+    ttl_seconds: float = 0.0
+    num_waiting: int = 0
+
+    def kept_on(self, role: str) -> int:
+        """Tokens whose KV a ring of that role keeps."""
+        return max((place.num_tokens for place in self.placements if place.role == role), default=0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConversationSummary:
+    """A conversation in a list: as `ConversationView`, without where each token lies."""
+
+    conversation_id: str
+    num_tokens: int
+    num_turns: int
+    running_request_id: str
+    idle_seconds: float
+    ttl_seconds: float
+    num_waiting: int
+    kept_on_prefill: int
+    kept_on_decode: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConversationList:
+    """One page, by id. The next one begins after `next_after`; empty where there is none."""
+
+    conversations: tuple[ConversationSummary, ...]
+    next_after: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

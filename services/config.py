@@ -17,6 +17,7 @@ from cp_core.decode_variant import VARIANT_POLICIES
 from cp_core.errors import ConfigError
 from cp_core.ring_backend import select_ring_backend
 from cp_core.selector import POLICIES
+from orchestration.cached_kv import MISSING_KV
 from orchestration.prefill_scheduler import PrefillScheduling
 from services.auth.exposure import check_exposure
 from services.auth.sections import AuthConfig, InternalTlsConfig, TlsConfig, absolute_paths, check_sections
@@ -48,9 +49,10 @@ class PrefillConfig:
     A step computes at most `chunk_tokens` new tokens and `step_budget` work units: one is what the matrix products of a
     token cost, attention counts by what it costs beside them; 0 is the work of `chunk_tokens` tokens with nothing
     before them. Nor should it take longer than `step_seconds`, by what the ring measured of itself when it started:
-    about so long a short prompt may have to wait for a step of others; 0 sets no such limit. Long prompts are cut accordingly, into chunks of at least `min_chunk_tokens`. `fuse` lets a step hold
-    tokens of several turns, `interleave` lets other turns in between the chunks of a long one. `ageing_seconds` of
-    waiting make up for one step of priority. A ring whose queue holds `max_queue_work` work units refuses more.
+    about so long a short prompt may have to wait for a step of others; 0 sets no such limit. Long prompts are cut
+    accordingly, into chunks of at least `min_chunk_tokens`. `fuse` lets a step hold tokens of several turns,
+    `interleave` lets other turns in between the chunks of a long one. `ageing_seconds` of waiting make up for one step
+    of priority. A ring whose queue holds `max_queue_work` work units refuses more.
     """
 
     groups: int = 1
@@ -106,12 +108,16 @@ class DecodeConfig:
 class KvCacheConfig:
     """KV of every rank: `tokens_per_rank` tokens in blocks of `block_tokens`, of its own heads where `tp` is not 1.
 
+    At most `kept_fraction` of it is kept between turns. `checksums` guard KV on its way between rings.
+
     Kernels that follow block tables do so where `block_tokens` is a multiple of their page (256 on GPUs); elsewhere
     runs of adjacent blocks are attended one by one.
     """
 
     block_tokens: int = 16
     tokens_per_rank: int = 65536
+    kept_fraction: float = 1.0
+    checksums: bool = True
 
     @property
     def num_blocks(self) -> int:
@@ -125,6 +131,10 @@ class RouterConfig:
     `compute_flops` (C, FLOP/s per rank) and `link_bytes_per_second` (BW) feed Algorithms 1 and 5; 0 takes what the
     ring measured when it started. alpha, beta and gamma are the constants of the empirical selector (natural
     logarithm); they are fitted on one cluster, so there are no defaults that work.
+
+    KV that only the decode ring keeps is pulled, computed again, or whichever is predicted to be faster (`missing_kv`:
+    pull, recompute, auto). A conversation that names no time to live is forgotten `conversation_ttl_seconds` after its
+    last use (0: never); at most `max_waiting_turns` wait for one.
     """
 
     selector: str = "auto"
@@ -133,7 +143,10 @@ class RouterConfig:
     alpha: float = 0.0
     beta: float = 0.0
     gamma: float = 0.0
+    missing_kv: str = "auto"
     max_conversations: int = 10_000
+    conversation_ttl_seconds: float = 0.0
+    max_waiting_turns: int = 64
     listen: str = "127.0.0.1:0"
 
 
@@ -309,7 +322,7 @@ def _typed(name: str, value: Any, wanted: type[Any]) -> Any:
             return float(value)  # also of a text: YAML 1.1 takes 5e14 for one
         except (TypeError, ValueError, OverflowError):
             pass
-    elif isinstance(value, wanted) and (wanted is bool or not isinstance(value, bool)):
+    elif isinstance(value, wanted) and isinstance(value, bool) == (wanted is bool):
         return value
     raise ConfigError(f"{name}: {value!r} is not of type {wanted.__name__}")
 
@@ -339,6 +352,10 @@ def _check(config: Config) -> None:
     _within("decode.headroom_tokens", config.decode.headroom_tokens, 1, 1 << 20)
     _within("kv_cache.block_tokens", config.kv_cache.block_tokens, 1, 4096)
     _within("kv_cache.tokens_per_rank", config.kv_cache.tokens_per_rank, config.kv_cache.block_tokens, 1 << 30)
+    _within("kv_cache.kept_fraction", config.kv_cache.kept_fraction, 0.0, 1.0)
+    _among("router.missing_kv", config.router.missing_kv, MISSING_KV)
+    _within("router.conversation_ttl_seconds", config.router.conversation_ttl_seconds, 0.0, 1e9)
+    _within("router.max_waiting_turns", config.router.max_waiting_turns, 1, 100_000)
     _within("router.max_conversations", config.router.max_conversations, 1, 1 << 24)
     router = config.router
     if router.selector == "empirical" and router.alpha == router.beta == router.gamma == 0:

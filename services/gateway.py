@@ -14,25 +14,29 @@ import grpc
 
 from cp_core.errors import InvalidRequest, RingserveError, Unavailable
 from orchestration.ports import Peers, RouterPort
-from orchestration.turn import Plan, ServerView, TurnRequest
+from orchestration.turn import ConversationView, Plan, ServerView, TurnRequest
 from ringserve.v1 import inference_pb2, inference_pb2_grpc
 from services.auth.doorkeeper import Doorkeeper
 from services.auth.scoped_router import ScopedRouter
 from services.auth.tenants import Tenant
 from services.completions import Responses, merged, turns_of
 from services.metrics.gateway import GatewayMetrics
-from services.requests import RequestReader
+from services.requests import RequestReader, identifier
 from services.sampling_params import num_completions, stop_rule
 from services.status import answer, answer_stream, code_of
 from services.text import IncrementalText, TextCodec
 from services.text_stops import AnswerText, StopRule
 from services.turn_stream import TurnStream
+from services.wire import conversations as wire_conversations
 from services.wire import groups as wire_groups
 from workers.steps import ModelInfo
 
 log = logging.getLogger(__name__)
 Context = grpc.aio.ServicerContext[Any, Any]
 T = TypeVar("T")
+
+DEFAULT_PAGE = 100
+"""Conversations on a page of a list."""
 
 UNSETTLED = ("cancelled", "unavailable")
 """Outcomes after which the router may still take the turn for running: it is told, once more than needed perhaps."""
@@ -231,7 +235,21 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     ) -> inference_pb2.GetConversationResponse:
         name = request.conversation_id
         view = await self._answer(context, lambda router: _named(name, router.get_conversation))
-        return wire_groups.conversation_to(view)
+        return wire_conversations.conversation_to(view)
+
+    async def ListConversations(
+        self, request: inference_pb2.ListConversationsRequest, context: Context
+    ) -> inference_pb2.ListConversationsResponse:
+        size = request.page_size if request.HasField("page_size") else DEFAULT_PAGE
+        listing = await self._answer(
+            context, lambda router: router.list_conversations(request.prefix, request.page_token, size)
+        )
+        return wire_conversations.list_to(listing)
+
+    async def ForkConversation(
+        self, request: inference_pb2.ForkConversationRequest, context: Context
+    ) -> inference_pb2.GetConversationResponse:
+        return wire_conversations.conversation_to(await self._answer(context, lambda router: _fork(router, request)))
 
     async def DeleteConversation(
         self, request: inference_pb2.DeleteConversationRequest, context: Context
@@ -261,6 +279,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
 async def _nothing(router: ScopedRouter) -> None:
     """Asks the router nothing; the caller had to be known all the same."""
+
+
+async def _fork(router: ScopedRouter, request: inference_pb2.ForkConversationRequest) -> ConversationView:
+    for field, value in (("source_id", request.source_id), ("new_id", request.new_id)):
+        if not identifier(field, value):
+            raise InvalidRequest(f"{field}: '' is not allowed; name a conversation")
+    at_token = request.at_token if request.HasField("at_token") else None
+    return await router.fork_conversation(request.source_id, request.new_id, at_token)
 
 
 async def _named(conversation_id: str, call: Callable[[str], Awaitable[T]]) -> T:

@@ -75,10 +75,13 @@ class RunningRouter:
                 compute_flops=router.compute_flops,
                 link_bytes_per_second=router.link_bytes_per_second,
                 fit=EmpiricalFit(alpha=router.alpha, beta=router.beta, gamma=router.gamma),
+                missing_kv=router.missing_kv,
             ),
         )
         settings = RouterSettings(
             max_conversations=router.max_conversations,
+            conversation_ttl=router.conversation_ttl_seconds,
+            max_waiting_turns=router.max_waiting_turns,
             control_timeout=host.config.timeouts.control,
             max_positions=host.model.max_positions,
         )
@@ -172,6 +175,8 @@ class LeaderHost:
             ring_transport=config.model.ring_transport,
             num_blocks=config.kv_cache.num_blocks,
             block_tokens=config.kv_cache.block_tokens,
+            kept_fraction=config.kv_cache.kept_fraction,
+            kv_checksums=config.kv_cache.checksums,
             num_threads=pool.threads_per_rank,
             listen_host=self.listen_host,
             max_batch=config.decode.max_batch,

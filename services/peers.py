@@ -11,9 +11,13 @@ from cp_core.errors import RingserveError
 from orchestration.turn import (
     Admit,
     BegunTurn,
+    ConversationList,
     ConversationView,
+    ForkedKv,
+    ForkKv,
     GroupRegistration,
     GroupStatus,
+    KeptKv,
     PrefillDone,
     PrefillTurn,
     Reservation,
@@ -30,6 +34,7 @@ from ringserve.v1 import groups_pb2, groups_pb2_grpc, inference_pb2, router_pb2_
 from services.auth.tls import PeerTls
 from services.grpc_server import OPTIONS
 from services.status import error_from
+from services.wire import conversations as wire_conversations
 from services.wire import groups as wire_groups
 from services.wire import turns as wire
 from services.wire.layouts import shards_from
@@ -72,6 +77,14 @@ class GrpcPrefill:
     async def settle(self, sequence_id: str, turn_id: str, keep_tokens: int) -> None:
         request = groups_pb2.SettleRequest(sequence_id=sequence_id, turn_id=turn_id, keep_tokens=keep_tokens)
         await _reach(self._peer, self._stub.Settle(request, timeout=ABORT_SECONDS))
+
+    async def fork_kv(self, request: ForkKv) -> ForkedKv:
+        call = self._stub.ForkKv(wire_conversations.fork_to(request), timeout=CONTROL_SECONDS)
+        return wire_conversations.forked_from(await _reach(self._peer, call))
+
+    async def get_kept(self, sequence_ids: Sequence[str]) -> KeptKv:
+        call = self._stub.GetKept(groups_pb2.GetKeptRequest(sequence_ids=sequence_ids), timeout=CONTROL_SECONDS)
+        return wire_conversations.kept_from(await _reach(self._peer, call))
 
     async def get_status(self) -> GroupStatus:
         call = self._stub.GetStatus(groups_pb2.GetStatusRequest(), timeout=CONTROL_SECONDS)
@@ -119,6 +132,14 @@ class GrpcDecode:
         request = groups_pb2.SettleRequest(sequence_id=sequence_id, turn_id=turn_id, keep_tokens=keep_tokens)
         await _reach(self._peer, self._stub.Settle(request, timeout=CONTROL_SECONDS))
 
+    async def fork_kv(self, request: ForkKv) -> ForkedKv:
+        call = self._stub.ForkKv(wire_conversations.fork_to(request), timeout=CONTROL_SECONDS)
+        return wire_conversations.forked_from(await _reach(self._peer, call))
+
+    async def get_kept(self, sequence_ids: Sequence[str]) -> KeptKv:
+        call = self._stub.GetKept(groups_pb2.GetKeptRequest(sequence_ids=sequence_ids), timeout=CONTROL_SECONDS)
+        return wire_conversations.kept_from(await _reach(self._peer, call))
+
     async def get_status(self) -> GroupStatus:
         call = self._stub.GetStatus(groups_pb2.GetStatusRequest(), timeout=CONTROL_SECONDS)
         return wire_groups.status_from((await _reach(self._peer, call)).info)
@@ -132,7 +153,9 @@ class GrpcRouter:
         self._stub = router_pb2_grpc.RouterServiceStub(channel)
 
     async def begin_turn(self, request: TurnRequest) -> BegunTurn:
-        call = self._stub.BeginTurn(wire.turn_request_to(request), timeout=request.deadline_seconds)
+        # One that waits for its conversation is told by the router when its deadline has passed.
+        timeout = request.deadline_seconds + (CONTROL_SECONDS if request.wait else 0.0)
+        call = self._stub.BeginTurn(wire.turn_request_to(request), timeout=timeout)
         answer = await _reach(self._peer, call)
         return BegunTurn(
             turn_id=answer.turn_id,
@@ -156,7 +179,17 @@ class GrpcRouter:
     async def get_conversation(self, conversation_id: str) -> ConversationView:
         request = inference_pb2.GetConversationRequest(conversation_id=conversation_id)
         answer = await _reach(self._peer, self._stub.GetConversation(request, timeout=CONTROL_SECONDS))
-        return wire_groups.conversation_from(answer)
+        return wire_conversations.conversation_from(answer)
+
+    async def list_conversations(self, prefix: str, after: str, limit: int) -> ConversationList:
+        request = inference_pb2.ListConversationsRequest(prefix=prefix, page_token=after, page_size=limit)
+        call = self._stub.ListConversations(request, timeout=CONTROL_SECONDS)
+        return wire_conversations.list_from(await _reach(self._peer, call))
+
+    async def fork_conversation(self, source_id: str, new_id: str, at_token: int | None) -> ConversationView:
+        request = inference_pb2.ForkConversationRequest(source_id=source_id, new_id=new_id, at_token=at_token)
+        answer = await _reach(self._peer, self._stub.ForkConversation(request, timeout=CONTROL_SECONDS))
+        return wire_conversations.conversation_from(answer)
 
     async def delete_conversation(self, conversation_id: str) -> None:
         request = inference_pb2.DeleteConversationRequest(conversation_id=conversation_id)

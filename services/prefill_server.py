@@ -10,6 +10,7 @@ from orchestration.ports import PrefillPort
 from orchestration.turn import PrefillTurn
 from ringserve.v1 import groups_pb2, groups_pb2_grpc
 from services.status import answer, error_named
+from services.wire import conversations as wire_conversations
 from services.wire import groups as wire_groups
 from services.wire import turns as wire
 from services.wire.layouts import shards_to
@@ -41,6 +42,14 @@ class PrefillServicer(groups_pb2_grpc.PrefillServiceServicer):
     async def Settle(self, request: groups_pb2.SettleRequest, context: Context) -> groups_pb2.SettleResponse:
         await answer(context, self._leader.settle(request.sequence_id, request.turn_id, request.keep_tokens))
         return groups_pb2.SettleResponse()
+
+    async def ForkKv(self, request: groups_pb2.ForkKvRequest, context: Context) -> groups_pb2.ForkKvResponse:
+        return wire_conversations.forked_to(
+            await answer(context, self._leader.fork_kv(wire_conversations.fork_from(request)))
+        )
+
+    async def GetKept(self, request: groups_pb2.GetKeptRequest, context: Context) -> groups_pb2.GetKeptResponse:
+        return wire_conversations.kept_to(await answer(context, self._leader.get_kept(list(request.sequence_ids))))
 
     async def GetStatus(self, request: groups_pb2.GetStatusRequest, context: Context) -> groups_pb2.GroupStatus:
         status = await answer(context, self._leader.get_status())

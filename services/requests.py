@@ -15,6 +15,7 @@ from services.wire.turns import prompt_mode_from
 from workers.steps import ModelInfo, TokenIds
 
 MAX_ID_LENGTH = 256
+MAX_TTL_SECONDS = 1e9
 ROLES = ("system", "user", "assistant", "tool")
 
 
@@ -43,12 +44,14 @@ class RequestReader:
             )
         deadline = self._max_seconds if seconds_left is None else min(seconds_left, self._max_seconds)
         return TurnRequest(
-            request_id=_identifier("request_id", request.request_id) or f"req-{uuid.uuid4().hex[:16]}",
-            conversation_id=_identifier("conversation_id", request.conversation_id),
+            request_id=identifier("request_id", request.request_id) or f"req-{uuid.uuid4().hex[:16]}",
+            conversation_id=identifier("conversation_id", request.conversation_id),
             prompt_mode=mode,
             token_ids=self._prompt(request),
             sampling=read_sampling(request.sampling_params, self._model),
             deadline_seconds=max(deadline, 0.001),
+            conversation_ttl_seconds=_time_to_live(request),
+            wait=request.wait,
             priority=_priority(request.priority),
         )
 
@@ -71,7 +74,21 @@ class RequestReader:
         return ids
 
 
-def _identifier(field: str, value: str) -> str:
+def _time_to_live(request: inference_pb2.GenerateRequest) -> float | None:
+    if not request.HasField("conversation_ttl_seconds"):
+        return None
+    seconds = request.conversation_ttl_seconds
+    if not 0 <= seconds <= MAX_TTL_SECONDS:
+        raise InvalidRequest(
+            f"conversation_ttl_seconds: {seconds} is out of range; allowed are 0 (never) to {MAX_TTL_SECONDS:g}"
+        )
+    if not request.conversation_id:
+        raise InvalidRequest(f"conversation_ttl_seconds: {seconds:g} is given without a conversation_id")
+    return seconds
+
+
+def identifier(field: str, value: str) -> str:
+    """A name that a client chose. Raises InvalidRequest."""
     if len(value) > MAX_ID_LENGTH:
         raise InvalidRequest(f"{field}: {len(value)} characters are too many; at most {MAX_ID_LENGTH} are allowed")
     if not value.isprintable():

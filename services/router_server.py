@@ -11,6 +11,7 @@ from orchestration.ports import RouterPort
 from ringserve.v1 import inference_pb2, router_pb2, router_pb2_grpc
 from services.metrics.router import RouterMetrics
 from services.status import answer
+from services.wire import conversations as wire_conversations
 from services.wire import groups as wire_groups
 from services.wire import turns as wire
 
@@ -52,7 +53,20 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         self, request: inference_pb2.GetConversationRequest, context: Context
     ) -> inference_pb2.GetConversationResponse:
         view = await answer(context, self._router.get_conversation(request.conversation_id))
-        return wire_groups.conversation_to(view)
+        return wire_conversations.conversation_to(view)
+
+    async def ListConversations(
+        self, request: inference_pb2.ListConversationsRequest, context: Context
+    ) -> inference_pb2.ListConversationsResponse:
+        listing = self._router.list_conversations(request.prefix, request.page_token, request.page_size)
+        return wire_conversations.list_to(await answer(context, listing))
+
+    async def ForkConversation(
+        self, request: inference_pb2.ForkConversationRequest, context: Context
+    ) -> inference_pb2.GetConversationResponse:
+        at_token = request.at_token if request.HasField("at_token") else None
+        view = await answer(context, self._router.fork_conversation(request.source_id, request.new_id, at_token))
+        return wire_conversations.conversation_to(view)
 
     async def DeleteConversation(
         self, request: inference_pb2.DeleteConversationRequest, context: Context

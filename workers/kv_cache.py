@@ -188,6 +188,12 @@ class KvCache:
         """Every slot of the runs, in order: int64[T] on this device."""
         return torch.cat([torch.arange(run.start, run.stop, device=self.device) for run in where])
 
+    def copy_block(self, source: int, destination: int) -> None:
+        """Give a block what another holds, in every layer. Slots that were never written are copied as they are."""
+        size = self.block_tokens
+        for tensor in (*self.k_layers, *self.v_layers):
+            tensor[destination * size : (destination + 1) * size] = tensor[source * size : (source + 1) * size]
+
     def fill_random(self, seed: int) -> None:
         """Numbers of [-1, 1) in every slot, the same for the same seed and device."""
         generator = torch.Generator(self.device).manual_seed(seed)

@@ -42,6 +42,7 @@ from workers.sampling.logprobs import logprobs_of
 from workers.sampling.rows import sample_rows
 from workers.step_clock import StepClock
 from workers.steps import (
+    BlockPair,
     DecodeCommand,
     DecodeEvents,
     KvExpect,
@@ -116,7 +117,7 @@ class RankWorker:
             poisoned=poisoned,
         )
         self._receiver = KvReceiver(self._cache, spec.incarnation, listen_host=spec.listen_host)
-        self._sender = KvSender(self._cache, spec.incarnation)
+        self._sender = KvSender(self._cache, spec.incarnation, checksums=spec.kv_checksums)
         self._mailbox = DecodeMailbox(spec.max_batch)
         return RankInfo(
             rank=spec.rank,
@@ -304,6 +305,14 @@ class RankWorker:
     def drop_kv(self, key: TransferKey) -> None:
         """After this returns no byte of the transfer is written any more. May be repeated."""
         self._kv_receiver.drop(key)
+
+    def copy_blocks(self, pairs: Sequence[BlockPair]) -> None:
+        """Copy whole blocks of this rank's cache; they are done when this returns. Nobody writes to them meanwhile."""
+        for pair in pairs:
+            self._cache.copy_block(pair.source, pair.destination)
+        done = self._cache.fence()
+        if done is not None:
+            done.synchronize()
 
     def send_kv(self, send: KvSend, timeout: float) -> TransferReport:
         """Send KV that is complete in all layers, and wait until it arrived. Raises TransferError, Unavailable."""

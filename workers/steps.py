@@ -59,6 +59,7 @@ class RankSpec:
     ring_transport: str = "auto"
     num_blocks: int
     block_tokens: int
+    kv_checksums: bool = True
     num_threads: int = 1
     listen_host: str = "127.0.0.1"
     max_batch: int = 32
@@ -164,6 +165,14 @@ class TransferKey:
     attempt: int
     source: str
     destination: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockPair:
+    """Block `destination` of a rank's cache is to get what block `source` holds, in every layer."""
+
+    source: int
+    destination: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from cp_core.errors import RingserveError, Unavailable
 from cp_core.inprocess import InProcessRing
 from workers.rank import RankWorker
 from workers.steps import (
+    BlockPair,
     DecodeCommand,
     DecodeEvents,
     KvExpect,
@@ -120,6 +121,9 @@ class ThreadRank:
 
     async def drop_kv(self, key: TransferKey, timeout: float) -> None:
         await self._run(self._others, timeout, lambda: self.worker.drop_kv(key))
+
+    async def copy_blocks(self, pairs: Sequence[BlockPair], timeout: float) -> None:
+        await self._run(self._others, timeout, lambda: self.worker.copy_blocks(pairs))
 
     async def submit(self, commands: Sequence[DecodeCommand], timeout: float) -> None:
         await self._run(self._others, timeout, lambda: self.worker.submit(commands))

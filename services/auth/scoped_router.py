@@ -12,10 +12,18 @@ from typing import TypeVar
 
 from cp_core.errors import RingserveError
 from orchestration.ports import RouterPort
-from orchestration.turn import BegunTurn, ConversationView, ServerView, TurnRequest
+from orchestration.turn import (
+    BegunTurn,
+    ConversationList,
+    ConversationSummary,
+    ConversationView,
+    ServerView,
+    TurnRequest,
+)
 from services.auth.tenants import Tenant
 
 T = TypeVar("T")
+TView = TypeVar("TView", ConversationView, ConversationSummary)
 TError = TypeVar("TError", bound=RingserveError)
 
 
@@ -56,12 +64,21 @@ class ScopedRouter:
         return aborted, unknown
 
     async def get_conversation(self, conversation_id: str) -> ConversationView:
-        view = await self._shown(self._router.get_conversation(self.scoped(conversation_id)))
+        return self._own(await self._shown(self._router.get_conversation(self.scoped(conversation_id))))
+
+    async def list_conversations(self, prefix: str, after: str, limit: int) -> ConversationList:
+        """The tenant's own only: the router is asked for ids that begin with its name."""
+        listing = self._router.list_conversations(f"{self._prefix}{prefix}", self.scoped(after), limit)
+        page = await self._shown(listing)
         return replace(
-            view,
-            conversation_id=view.conversation_id.removeprefix(self._prefix),
-            running_request_id=view.running_request_id.removeprefix(self._prefix),
+            page,
+            conversations=tuple(map(self._own, page.conversations)),
+            next_after=page.next_after.removeprefix(self._prefix),
         )
+
+    async def fork_conversation(self, source_id: str, new_id: str, at_token: int | None) -> ConversationView:
+        fork = self._router.fork_conversation(self.scoped(source_id), self.scoped(new_id), at_token)
+        return self._own(await self._shown(fork))
 
     async def delete_conversation(self, conversation_id: str) -> None:
         await self._shown(self._router.delete_conversation(self.scoped(conversation_id)))
@@ -69,6 +86,14 @@ class ScopedRouter:
     async def get_server_info(self) -> ServerView:
         """Of the whole service; who may ask is the door's to decide."""
         return await self._shown(self._router.get_server_info())
+
+    def _own(self, view: TView) -> TView:
+        """With ids as the client gave them."""
+        return replace(
+            view,
+            conversation_id=view.conversation_id.removeprefix(self._prefix),
+            running_request_id=view.running_request_id.removeprefix(self._prefix),
+        )
 
     async def _shown(self, call: Awaitable[T]) -> T:
         try:

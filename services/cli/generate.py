@@ -46,6 +46,13 @@ def add(commands: Subcommands) -> None:
     add_sampling_options(parser)
     add_answer_options(parser)
     parser.add_argument("--timeout", type=float, metavar="SECONDS", help="end the turn everywhere after this long")
+    parser.add_argument("--wait", action="store_true", help="wait for the conversation's running turn")
+    parser.add_argument(
+        "--conversation-ttl",
+        type=float,
+        metavar="SECONDS",
+        help="forget the conversation so long after its last use; 0: never",
+    )
     parser.add_argument("--priority", type=int, default=0, metavar="N", help="-100 to 100, higher first (default: 0)")
     parser.add_argument("--request-id", default="", help="name the request, e.g. to abort it")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
@@ -64,6 +71,8 @@ def run(options: argparse.Namespace) -> int:
         sampling_params=sampling_of(options),
         conversation_id=options.conversation,
         prompt_mode=MODES[options.mode],
+        conversation_ttl_seconds=options.conversation_ttl,
+        wait=options.wait,
         priority=_priority(options.priority),
     )
     if options.prompt is not None:

@@ -187,6 +187,22 @@ class Client:
         request = inference_pb2.GetConversationRequest(conversation_id=conversation_id)
         return self._unary(self._stub.GetConversation, request)
 
+    def list_conversations(self, prefix: str = "", page_size: int = 100) -> Iterator[inference_pb2.ConversationSummary]:
+        """Every conversation whose id begins with `prefix`, fetched page by page."""
+        request = inference_pb2.ListConversationsRequest(prefix=prefix, page_size=page_size)
+        while True:
+            page = self._unary(self._stub.ListConversations, request)
+            yield from page.conversations
+            if not page.next_page_token:
+                return
+            request.page_token = page.next_page_token
+
+    def fork_conversation(
+        self, source_id: str, new_id: str, at_token: int | None = None
+    ) -> inference_pb2.GetConversationResponse:
+        request = inference_pb2.ForkConversationRequest(source_id=source_id, new_id=new_id, at_token=at_token)
+        return self._unary(self._stub.ForkConversation, request)
+
     def delete_conversation(self, conversation_id: str) -> None:
         request = inference_pb2.DeleteConversationRequest(conversation_id=conversation_id)
         self._unary(self._stub.DeleteConversation, request)

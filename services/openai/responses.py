@@ -15,7 +15,7 @@ from ringserve.v1 import inference_pb2
 from services.answer import plan_dict
 from services.openai.logprobs import Decode, chat_logprobs, completion_logprobs
 from services.openai.requests import HttpTurn
-from services.wire import groups as wire_groups
+from services.wire import conversations as wire_conversations
 
 Json = dict[str, Any]
 
@@ -189,7 +189,7 @@ class TurnAnswer:
 
 def conversation_json(view: ConversationView) -> Json:
     """A conversation under OpenAI's name for one, with what is known of it in `ringserve`."""
-    message = wire_groups.conversation_to(view)
+    message = wire_conversations.conversation_to(view)
     known = MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
     known["epoch"] = int(known["epoch"])  # 64-bit numbers stay numbers
     return {"id": view.conversation_id, "object": "conversation", "metadata": {}, "ringserve": known}

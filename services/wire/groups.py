@@ -1,10 +1,9 @@
-"""Registrations, statuses and views on the wire."""
+"""Registrations and statuses on the wire."""
 
 from __future__ import annotations
 
-from orchestration.turn import ConversationView, GroupRegistration, GroupStatus, PlacementView, RankKvUsage, ServerView
+from orchestration.turn import GroupRegistration, GroupStatus, RankKvUsage, ServerView
 from ringserve.v1 import inference_pb2, router_pb2
-from services.wire.layouts import shards_from, shards_to
 from workers.steps import RingRates
 
 
@@ -112,46 +111,6 @@ def status_from(message: inference_pb2.GroupInfo) -> GroupStatus:
                 kept_blocks=rank.kept_blocks,
             )
             for rank in message.kv_usage
-        ),
-    )
-
-
-def conversation_to(view: ConversationView) -> inference_pb2.GetConversationResponse:
-    return inference_pb2.GetConversationResponse(
-        conversation_id=view.conversation_id,
-        num_tokens=view.num_tokens,
-        num_turns=view.num_turns,
-        running_request_id=view.running_request_id,
-        epoch=view.epoch,
-        placements=[
-            inference_pb2.Placement(
-                role=place.role,
-                group=place.group,
-                incarnation=place.incarnation,
-                num_tokens=place.num_tokens,
-                ranks=shards_to(place.shards),
-            )
-            for place in view.placements
-        ],
-    )
-
-
-def conversation_from(message: inference_pb2.GetConversationResponse) -> ConversationView:
-    return ConversationView(
-        conversation_id=message.conversation_id,
-        num_tokens=message.num_tokens,
-        num_turns=message.num_turns,
-        running_request_id=message.running_request_id,
-        epoch=message.epoch,
-        placements=tuple(
-            PlacementView(
-                role=place.role,
-                group=place.group,
-                incarnation=place.incarnation,
-                num_tokens=place.num_tokens,
-                shards=shards_from(place.ranks),
-            )
-            for place in message.placements
         ),
     )
 

@@ -57,6 +57,8 @@ def turn_request_to(request: TurnRequest) -> router_pb2.BeginTurnRequest:
         token_ids=request.token_ids.tolist(),
         sampling=sampling_to(request.sampling),
         deadline_seconds=request.deadline_seconds,
+        conversation_ttl_seconds=request.conversation_ttl_seconds,
+        wait=request.wait,
         priority=request.priority,
     )
 
@@ -69,6 +71,10 @@ def turn_request_from(message: router_pb2.BeginTurnRequest) -> TurnRequest:
         token_ids=token_array(message.token_ids),
         sampling=sampling_from(message.sampling),
         deadline_seconds=message.deadline_seconds,
+        conversation_ttl_seconds=(
+            message.conversation_ttl_seconds if message.HasField("conversation_ttl_seconds") else None
+        ),
+        wait=message.wait,
         priority=message.priority,
     )
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from cp_core.errors import RingserveError
 from workers.steps import (
     AdmitSequence,
+    BlockPair,
     DecodeCommand,
     DecodeEvent,
     DecodeEvents,
@@ -58,6 +59,7 @@ class FakeRank:
         self.decode_variant = ""
         self.submitted: list[DecodeCommand] = []
         self.polled: list[int] = []
+        self.copied: list[BlockPair] = []
         self.gate = asyncio.Event()
         self.gate.set()
         self._start_error = start_error
@@ -131,6 +133,10 @@ class FakeRank:
 
     async def drop_kv(self, key: TransferKey, timeout: float) -> None:
         self._check()
+
+    async def copy_blocks(self, pairs: Sequence[BlockPair], timeout: float) -> None:
+        self._check()
+        self.copied += pairs
 
     async def submit(self, commands: Sequence[DecodeCommand], timeout: float) -> None:
         await self.gate.wait()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,6 +75,11 @@ class Service:
         num_decode: int,
         *,
         selector: str = "auto",
+        missing_kv: str = "pull",
+        kept_fraction: float = 1.0,
+        max_waiting_turns: int = 64,
+        conversation_ttl: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
         num_blocks: int = 2048,
         chunk_tokens: int = 4096,
         max_batch: int = 8,
@@ -89,9 +95,13 @@ class Service:
     ) -> None:
         self.model = read_model_info(model_path)
         self.peers = DirectPeers()
-        self._planner = Planner(self.model, PlannerSettings(selector=selector))
-        router_settings = RouterSettings(max_positions=self.model.max_positions)
-        self.router = Router(router_settings, self._planner, self.peers)
+        self._planner = Planner(self.model, PlannerSettings(selector=selector, missing_kv=missing_kv))
+        router_settings = RouterSettings(
+            max_positions=self.model.max_positions,
+            max_waiting_turns=max_waiting_turns,
+            conversation_ttl=conversation_ttl,
+        )
+        self.router = Router(router_settings, self._planner, self.peers, clock)
         self.prefill_ranks = ThreadRanks(poisoned=True)
         self.decode_ranks = ThreadRanks(poisoned=True)
 
@@ -104,6 +114,7 @@ class Service:
                 model_path=str(model_path),
                 num_blocks=num_blocks if decode_blocks is None or role == "prefill" else decode_blocks,
                 block_tokens=BLOCK_TOKENS,
+                kept_fraction=kept_fraction,
                 chunk_tokens=chunk_tokens,
                 max_batch=max_batch,
                 max_waiting=max_waiting,
@@ -147,6 +158,8 @@ class Service:
         seed: int = 0,
         stop_token_ids: tuple[int, ...] = (),
         deadline: float = 60.0,
+        wait: bool = False,
+        ttl: float | None = None,
         sampling: Sampling | None = None,
         priority: int = 0,
     ) -> TurnRequest:
@@ -159,6 +172,8 @@ class Service:
             sampling=sampling
             or Sampling(temperature=temperature, seed=seed, max_tokens=max_tokens, stop_token_ids=stop_token_ids),
             deadline_seconds=deadline,
+            conversation_ttl_seconds=ttl,
+            wait=wait,
             priority=priority,
         )
 

@@ -1,11 +1,13 @@
-"""The router's book of conversations: one turn at a time, a limit, and nothing left of what never finished."""
+"""The router's book of conversations: one turn at a time, a limit, an age, and nothing left of what never finished."""
 
 from __future__ import annotations
+
+import asyncio
 
 import numpy as np
 import pytest
 
-from cp_core.errors import Busy, NotFound
+from cp_core.errors import Busy, CapacityExceeded, NotFound, TurnCancelled
 from cp_core.layout import TokenRange, spread
 from orchestration.conversations import Conversation, ConversationStore, Placement
 
@@ -87,3 +89,205 @@ def test_a_placement_is_cut_like_its_shards() -> None:
     place = Placement(group="g", incarnation="x", shards=spread(0, 10, (0, 0))).cut(6)
     assert place.num_tokens == 6
     assert place.shards.ranks == ((TokenRange(0, 5),), (TokenRange(5, 6),))
+
+
+# --- waiting ---------------------------------------------------------------------------------------------------------
+
+
+async def settle() -> None:
+    """Let every task that can go on do so."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+async def test_turns_that_wait_get_the_conversation_in_the_order_in_which_they_came() -> None:
+    store = ConversationStore(10)
+    running, _ = store.open("c", "first")
+    order: list[str] = []
+
+    async def wait(name: str) -> None:
+        conversation, _ = await store.open_in_turn("c", name)
+        assert conversation.running_request == name
+        order.append(name)
+        await asyncio.sleep(0)
+        conversation.tokens = np.arange(3)
+        store.close(conversation)
+
+    async with asyncio.TaskGroup() as group:
+        for name in ("second", "third", "fourth"):
+            group.create_task(wait(name))
+            await settle()
+        assert store.get("c").view().num_waiting == 3
+        store.close(running)
+        with pytest.raises(Busy, match="'second'"):  # handed on at once: nobody comes between
+            store.open("c", "pusher")
+    assert order == ["second", "third", "fourth"]
+    assert store.get("c").is_idle
+
+
+async def test_one_that_stops_waiting_is_passed_over() -> None:
+    store = ConversationStore(10)
+    running, _ = store.open("c", "first")
+    waits = {name: asyncio.create_task(store.open_in_turn("c", name)) for name in ("a", "b", "c", "d")}
+    await settle()
+    waits["a"].cancel()
+    assert store.end_wait("b", TurnCancelled("the request was aborted"))
+    assert not store.end_wait("nobody", TurnCancelled("x"))
+    await settle()
+    running.tokens = np.arange(3)
+    store.close(running)
+    assert (await waits["c"])[0].running_request == "c"
+    with pytest.raises(TurnCancelled, match="aborted"):
+        await waits["b"]
+    assert waits["a"].cancelled()
+    assert not waits["d"].done()
+    waits["d"].cancel()
+    await asyncio.gather(waits["d"], return_exceptions=True)
+    assert not store.is_waiting("d")
+
+
+@pytest.mark.parametrize("how", ["cancelled", "aborted"])
+async def test_one_that_ends_just_when_it_gets_its_turn_passes_it_on(how: str) -> None:
+    store = ConversationStore(10)
+    running, _ = store.open("c", "first")
+    running.tokens = np.arange(3)
+    waits = {name: asyncio.create_task(store.open_in_turn("c", name)) for name in ("a", "b")}
+    await settle()
+    store.close(running)
+    if how == "cancelled":
+        waits["a"].cancel()
+    else:
+        assert store.end_wait("a", TurnCancelled("the request was aborted"))
+    assert (await waits["b"])[0].running_request == "b"
+    (ended,) = await asyncio.gather(waits["a"], return_exceptions=True)
+    assert isinstance(ended, asyncio.CancelledError if how == "cancelled" else TurnCancelled)
+
+
+async def test_only_so_many_may_wait() -> None:
+    store = ConversationStore(10, max_waiting=1)
+    store.open("c", "first")
+    waiting = asyncio.create_task(store.open_in_turn("c", "second"))
+    await settle()
+    with pytest.raises(CapacityExceeded, match="1 turns wait for 'c' and at most 1 are allowed"):
+        await store.open_in_turn("c", "third")
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    assert store.get("c").view().num_waiting == 0
+
+
+async def test_those_that_wait_for_a_first_turn_that_fails_begin_the_conversation_anew() -> None:
+    store = ConversationStore(10)
+    running, _ = store.open("c", "first")
+    waiting = asyncio.create_task(store.open_in_turn("c", "second"))
+    await settle()
+    store.close(running)
+    assert (await waiting)[0].tokens is None
+    assert store.get("c").running_request == "second"
+    store.close(running)
+    assert len(store) == 0
+
+
+# --- age -------------------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def names(conversations: list[Conversation]) -> list[str]:
+    return [item.conversation_id for item in conversations]
+
+
+def test_a_conversation_is_forgotten_when_it_was_not_used_for_its_time_to_live() -> None:
+    clock = Clock()
+    store = ConversationStore(10, ttl_seconds=10.0, clock=clock)
+    for name in ("a", "b"):
+        finish(store, name)
+    clock.now += 6
+    finish(store, "a")
+    clock.now += 6
+    assert store.get("a").view(clock.now).idle_seconds == 6
+    assert names(store.expire()) == ["b"]
+    clock.now += 4
+    assert names(store.expire()) == ["a"]
+    assert store.next_expiry is None
+    assert len(store) == 0
+
+
+def test_one_that_is_busy_does_not_age() -> None:
+    clock = Clock()
+    store = ConversationStore(10, ttl_seconds=10.0, clock=clock)
+    finish(store, "a")
+    conversation, _ = store.open("a", "long")
+    clock.now += 50
+    assert store.expire() == []
+    assert conversation.view(clock.now).idle_seconds == 0
+    store.close(conversation)
+    clock.now += 9
+    assert store.expire() == []
+    clock.now += 1
+    assert names(store.expire()) == ["a"]
+
+
+def test_a_turn_may_set_the_time_to_live_anew() -> None:
+    clock = Clock()
+    store = ConversationStore(10, clock=clock)
+    for ttl, named in ((100.0, None), (5.0, 5.0), (None, 5.0)):
+        conversation, _ = store.open("a", "turn", ttl)
+        conversation.tokens = np.arange(3)
+        store.close(conversation)
+        assert named is None or conversation.ttl_seconds == named
+    clock.now += 5
+    assert names(store.expire()) == ["a"]
+    conversation, _ = store.open("b", "turn", 5.0)
+    conversation.tokens = np.arange(3)
+    store.close(conversation)
+    store.close(store.open("b", "turn", 0.0)[0])  # for ever
+    clock.now += 1e6
+    assert store.expire() == []
+
+
+def test_one_made_again_under_an_old_name_has_an_age_of_its_own() -> None:
+    clock = Clock()
+    store = ConversationStore(10, ttl_seconds=10.0, clock=clock)
+    finish(store, "a")
+    clock.now += 9
+    store.remove("a")
+    finish(store, "a")
+    clock.now += 9
+    assert store.expire() == []
+    clock.now += 1
+    assert names(store.expire()) == ["a"]
+
+
+# --- lists -----------------------------------------------------------------------------------------------------------
+
+
+def test_pages_go_through_all_of_a_prefix_by_name_each_once() -> None:
+    store = ConversationStore(100)
+    expected = sorted(f"u{number}" for number in range(25))
+    for name in (*reversed(expected), "other", "v1"):
+        finish(store, name)
+    seen: list[str] = []
+    after = ""
+    while True:
+        page, after = store.page("u", after, 10)
+        seen += names(page)
+        if not after:
+            break
+        if len(seen) == 10:
+            store.remove(seen[3])  # what goes meanwhile moves nothing
+    assert seen == expected
+
+
+def test_a_page_that_is_just_full_is_the_last() -> None:
+    store = ConversationStore(100)
+    for name in "abc":
+        finish(store, name)
+    assert store.page("", "", 3)[1] == ""
+    assert store.page("", "", 2)[1] == "b"
+    assert store.page("x", "", 2) == ([], "")

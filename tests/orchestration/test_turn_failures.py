@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import random
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import aclosing
 from pathlib import Path
@@ -24,6 +22,7 @@ from cp_core.errors import (
 from orchestration.turn import PromptMode, TokensEvent, TurnRequest
 from tests.orchestration.service import Service
 from tests.workers.models import Oracle, random_tokens
+from workers.steps import KvExpect
 
 WAIT_SECONDS = 20.0
 
@@ -58,36 +57,6 @@ async def test_a_client_that_hangs_up_leaves_no_kv_behind(model_paths: Mapping[s
             await is_idle(service, free)
 
 
-async def test_two_hundred_requests_half_of_them_cancelled_leave_the_kv_as_it_was(
-    model_paths: Mapping[str, Path], oracles: Mapping[str, Oracle]
-) -> None:
-    chance = random.Random(5)
-    expected = {length: oracles["llama_gqa"].greedy(random_tokens(length, length), 6) for length in (5, 33, 120)}
-    async with Service(model_paths["llama_gqa"], 2, 3) as service:
-        free = service.free_blocks()
-
-        async def one(number: int) -> None:
-            length = chance.choice(list(expected))
-            conversation = f"c{number}" if number % 3 == 0 else ""
-            request = service.request(random_tokens(length, length), max_tokens=6, conversation=conversation)
-            if number % 2:
-                answer = await service.answer(request)
-                assert answer.token_ids == expected[length]
-            else:
-                turn = asyncio.create_task(service.answer(request))
-                await asyncio.wait([turn], timeout=chance.uniform(0, 0.2))
-                turn.cancel()
-                await asyncio.gather(turn, return_exceptions=True)
-
-        for start in range(0, 200, 20):
-            await asyncio.gather(*(one(number) for number in range(start, start + 20)))
-        await eventually(lambda: service.router.num_running == 0)
-        for number in range(0, 200, 3):
-            with contextlib.suppress(NotFound):  # cancelled in its first turn, so there is no conversation
-                await service.router.delete_conversation(f"c{number}")
-        await is_idle(service, free)
-
-
 async def test_a_deadline_ends_the_turn_everywhere(model_paths: Mapping[str, Path]) -> None:
     async with Service(model_paths["llama_gqa"], 2, 2) as service:
         free = service.free_blocks()
@@ -105,6 +74,31 @@ async def test_an_abort_by_request_id_ends_the_stream_and_frees_the_turn(model_p
         assert await service.router.abort_requests([request.request_id, "other"]) == ([request.request_id], ["other"])
         with pytest.raises(TurnCancelled, match="aborted"):
             await turn
+        await is_idle(service, free)
+
+
+async def test_an_abort_while_rings_still_reserve_is_what_the_client_hears_of(
+    model_paths: Mapping[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with Service(model_paths["llama_gqa"], 2, 2) as service:
+        free = service.free_blocks()
+        rank = service.decode_ranks.made[0]
+        expect_kv, asked, may_expect = rank.expect_kv, asyncio.Event(), asyncio.Event()
+
+        async def expect_late(expect: KvExpect, timeout: float) -> None:
+            asked.set()
+            await may_expect.wait()
+            await expect_kv(expect, timeout)
+
+        monkeypatch.setattr(rank, "expect_kv", expect_late)
+        request = service.request(random_tokens(60))
+        turn = asyncio.create_task(service.answer(request))
+        await asked.wait()
+        assert await service.router.abort_requests([request.request_id]) == ([request.request_id], [])
+        may_expect.set()
+        with pytest.raises(TurnCancelled, match="the request was aborted"):
+            await turn
+        await eventually(lambda: service.router.num_running == 0)
         await is_idle(service, free)
 
 

@@ -100,6 +100,14 @@ def test_ignoring_the_end_of_sequence_leaves_the_callers_own_stop_tokens(reader:
     assert turn.sampling.stop_token_ids == (257,)
 
 
+def test_waiting_and_a_time_to_live_are_for_who_asks(reader: RequestReader) -> None:
+    turn = reader.read(text_request(conversation_id="c"), None)
+    assert (turn.wait, turn.conversation_ttl_seconds) == (False, None)
+    for seconds in (0.0, 2.5, 1e9):
+        turn = reader.read(text_request(conversation_id="c", conversation_ttl_seconds=seconds, wait=True), None)
+        assert (turn.wait, turn.conversation_ttl_seconds) == (True, seconds)
+
+
 @pytest.mark.parametrize("seed", [0, 1, 2**64 - 1])
 def test_a_given_seed_is_kept(reader: RequestReader, seed: int) -> None:
     assert reader.read(sampled(seed=seed), None).sampling.seed == seed
@@ -202,6 +210,17 @@ def test_a_priority_is_kept(reader: RequestReader, priority: int) -> None:
         (
             lambda: sampled(stop_token_ids=[1] * 257),
             "sampling_params.stop_token_ids: 257 are given, at most 256 are allowed",
+        ),
+        *(
+            (
+                lambda seconds=seconds: text_request(conversation_id="c", conversation_ttl_seconds=seconds),
+                f"conversation_ttl_seconds: {seconds} is out of range; allowed are 0 (never) to 1e+09",
+            )
+            for seconds in (-1.0, 1.1e9, float("nan"), float("inf"))
+        ),
+        (
+            lambda: text_request(conversation_ttl_seconds=5.0),
+            "conversation_ttl_seconds: 5 is given without a conversation_id",
         ),
         (
             lambda: sampled(top_p=0.0),

@@ -155,3 +155,14 @@ def test_a_cache_far_larger_than_memory_in_use_costs_only_what_is_written() -> N
     resident_kib = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS"))
     # 16 GiB are reserved; the process with torch in it stays far below that.
     assert resident_kib < 4 * 1024 * 1024
+
+
+def test_a_copied_block_is_the_same_in_every_layer_and_nothing_else_changes() -> None:
+    cache = small_cache(num_blocks=6)
+    cache.fill_random(3)
+    before = [tensor.clone() for tensor in (*cache.k_layers, *cache.v_layers)]
+    cache.copy_block(4, 1)
+    size = cache.block_tokens
+    for was, now in zip(before, (*cache.k_layers, *cache.v_layers), strict=True):
+        was[size : 2 * size] = was[4 * size : 5 * size]
+        assert torch.equal(was, now)

@@ -31,7 +31,7 @@ from workers.kv_transfer.frames import (
 
 
 def layer(starts: list[int], counts: list[int]) -> LayerFrame:
-    return LayerFrame(key_of(), 3, "bfloat16", 2, 4, np.array(starts), np.array(counts))
+    return LayerFrame(key_of(), 3, "bfloat16", 2, 4, np.array(starts), np.array(counts), checksum=(1 << 32) - 1)
 
 
 def header_of(**changes: Any) -> bytes:
@@ -69,6 +69,7 @@ def test_a_layer_frame_is_decoded_as_it_was(gaps: list[tuple[int, int]], payload
     assert isinstance(decoded, LayerFrame)
     assert (decoded.key, decoded.layer, decoded.dtype) == (key_of(), 3, "bfloat16")
     assert (decoded.head_start, decoded.head_stop) == (2, 4)
+    assert decoded.checksum == (1 << 32) - 1
     assert (decoded.starts.tolist(), decoded.counts.tolist()) == (starts, counts)
 
 
@@ -106,6 +107,8 @@ def pairs(*numbers: int) -> bytes:
         ({"layer": "0"}, "'layer' is no number"),
         ({"layer": 1 << 41}, "'layer' is no number"),
         ({"dtype": 7}, "'dtype' is no text"),
+        ({"checksum": "0"}, "'checksum' is no number"),
+        ({"checksum": -1}, "'checksum' is no number"),
         ({"heads": [3, 3]}, "heads"),
         ({"heads": [1]}, "'heads' is not a list of 2"),
         ({"pieces": b""}, "pairs"),
@@ -143,7 +146,7 @@ anything = st.recursive(
 )
 
 
-@given(st.sampled_from(["kind", "key", "layer", "dtype", "heads", "pieces"]), anything)
+@given(st.sampled_from(["kind", "key", "layer", "dtype", "heads", "pieces", "checksum"]), anything)
 def test_any_value_in_any_field_is_decoded_or_refused(name: str, value: object) -> None:
     try:
         frame = decode_header(header_of(**{name: value}), 64)

@@ -6,11 +6,15 @@
 
 T tokens of the frame, K its KV heads, D head dimension. Source to destination go `layer`, `settle` and `abandon`,
 back come `settled` and `refused`. A frame that breaks these rules raises TransferError, and its connection ends.
+A layer frame may carry the checksum of its payload: then bytes that changed on the way, or under the source's hands
+while it sent them, are refused.
 """
 
 from __future__ import annotations
 
 import struct
+import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -57,6 +61,7 @@ class LayerFrame:
     head_stop: int
     starts: Column
     counts: Column
+    checksum: int | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -102,6 +107,14 @@ class RefusedFrame:
 Frame = LayerFrame | SettleFrame | AbandonFrame | SettledFrame | RefusedFrame
 
 
+def checksum_of(payload: Iterable[memoryview]) -> int:
+    """CRC-32 of the buffers, one after the other: about 0.25 s a GB on one core, and the GIL is not held."""
+    checksum = 0
+    for buffer in payload:
+        checksum = zlib.crc32(buffer, checksum)
+    return checksum
+
+
 def encode(frame: Frame, payload_bytes: int = 0) -> bytes:
     """Prefix and header of a frame whose payload of `payload_bytes` follows."""
     key = frame.key
@@ -111,6 +124,8 @@ def encode(frame: Frame, payload_bytes: int = 0) -> bytes:
             pieces = np.stack([frame.starts, frame.counts], axis=1).astype("<i8").tobytes()
             heads = [frame.head_start, frame.head_stop]
             fields |= {"kind": Kind.LAYER, "layer": frame.layer, "dtype": frame.dtype, "heads": heads, "pieces": pieces}
+            if frame.checksum is not None:
+                fields |= {"checksum": frame.checksum}
         case SettleFrame():
             fields |= {"kind": Kind.SETTLE}
         case AbandonFrame():
@@ -154,7 +169,8 @@ def decode_header(header: bytes | bytearray | memoryview, payload_bytes: int) ->
         case Kind.LAYER:
             head_start, head_stop = fields.heads()
             starts, counts = fields.pieces()
-            return LayerFrame(key, fields.number("layer"), fields.text("dtype"), head_start, head_stop, starts, counts)
+            layer, dtype, checksum = fields.number("layer"), fields.text("dtype"), fields.checksum()
+            return LayerFrame(key, layer, dtype, head_start, head_stop, starts, counts, checksum)
         case Kind.SETTLE:
             return SettleFrame(key)
         case Kind.ABANDON:
@@ -178,6 +194,9 @@ class _Fields:
 
     def number(self, name: str) -> int:
         return self._number(name, self._values.get(name))
+
+    def checksum(self) -> int | None:
+        return None if self._values.get("checksum") is None else self.number("checksum")
 
     def flag(self, name: str) -> bool:
         value = self._values.get(name)

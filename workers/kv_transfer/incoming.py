@@ -17,7 +17,7 @@ import torch
 from cp_core.errors import RingserveError, TransferError
 from cp_core.layout import coalesce
 from workers.kv_cache import KvCache, SlotRun, runs_of, slots_of
-from workers.kv_transfer.frames import LayerFrame
+from workers.kv_transfer.frames import LayerFrame, checksum_of
 from workers.steps import KvExpect, TransferReport
 
 
@@ -98,15 +98,22 @@ class IncomingTransfer:
     def store(self, frame: LayerFrame, payload: torch.Tensor) -> None:
         """Copy a frame's payload (2*T*K*D elements: K, then V) to its slots; the last one seals.
 
-        Raises what ended the transfer, or TransferError where tokens are not expected or are here already: then
-        nothing is written and the transfer is aborted, for its sender is wrong about what it sends.
+        Raises what ended the transfer, or TransferError where the payload is not what its checksum says, or where
+        tokens are not expected or are here already: then nothing is written and the transfer is aborted, for its
+        sender is wrong about what it sends.
         """
         cache = self._cache
+        is_whole = frame.checksum is None or frame.checksum == checksum_of([payload.view(torch.uint8).numpy().data])
         k, v = payload.view(2, -1, frame.num_heads, cache.head_dim).to(cache.device).unbind(0)
         heads = slice(frame.head_start - cache.head_start, frame.head_stop - cache.head_start)
         with self._changed:
             self._check_open()
             try:
+                if not is_whole:
+                    raise TransferError(
+                        f"KV of layer {frame.layer} from position {frame.starts[0]} on is damaged in {self}: "
+                        f"its checksum is wrong"
+                    )
                 place = self._place_of(frame)
                 arrived = self._arrived[frame.layer, heads]
                 if arrived[:, place.tokens].any():

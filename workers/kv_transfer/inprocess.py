@@ -8,6 +8,7 @@ import torch
 
 from cp_core.errors import RingserveError, TransferError, Unavailable
 from workers.kv_cache import KvCache
+from workers.kv_transfer.frames import checksum_of
 from workers.kv_transfer.outgoing import OutgoingPart, OutgoingTransfer
 from workers.kv_transfer.sender import KvSender
 from workers.kv_transfer.table import TransferTable
@@ -42,7 +43,7 @@ class InProcessLane:
         try:
             for layout in part.frames:
                 payload = bytearray(b"".join(layout.payload(layer, self._cache)))
-                frame = layout.of_layer(transfer.key, layer, self._cache)
+                frame = layout.of_layer(transfer.key, layer, self._cache, checksum_of([memoryview(payload)]))
                 incoming = self._receiver.find(transfer.key)
                 incoming.admit(frame, len(payload))
                 incoming.store(frame, torch.frombuffer(payload, dtype=self._receiver.dtype))

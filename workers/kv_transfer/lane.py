@@ -11,7 +11,7 @@ import torch
 from cp_core.errors import RingserveError, Unavailable
 from workers.kv_cache import KvCache
 from workers.kv_transfer.destination_connection import DestinationConnection
-from workers.kv_transfer.frames import AbandonFrame, SettleFrame
+from workers.kv_transfer.frames import AbandonFrame, SettleFrame, checksum_of
 from workers.kv_transfer.outgoing import OutgoingPart, OutgoingTransfer
 
 # A lane without work lets its thread go; the next work starts another.
@@ -28,9 +28,12 @@ class Lane:
     A broken connection is replaced when there is something to send again; what it carried has failed.
     """
 
-    def __init__(self, endpoint: str, cache: KvCache, *, connect_seconds: float, stall_seconds: float) -> None:
+    def __init__(
+        self, endpoint: str, cache: KvCache, *, connect_seconds: float, stall_seconds: float, checksums: bool = True
+    ) -> None:
         self.endpoint = endpoint
         self._cache = cache
+        self._checksums = checksums
         self._connect_seconds = connect_seconds
         self._stall_seconds = stall_seconds
         self._jobs: deque[Callable[[], None]] = deque()
@@ -121,7 +124,8 @@ class Lane:
                         return
                     self._reading = transfer
                 payload = frame.payload(layer, self._cache)
-                connection.send(frame.of_layer(transfer.key, layer, self._cache), payload)
+                checksum = checksum_of(payload) if self._checksums else None
+                connection.send(frame.of_layer(transfer.key, layer, self._cache, checksum), payload)
                 sent += sum(buffer.nbytes for buffer in payload)
                 del payload
             transfer.sent_part(sent)

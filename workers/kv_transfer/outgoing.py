@@ -36,8 +36,10 @@ class FrameLayout:
     heads: slice
     runs: tuple[SlotRun, ...]
 
-    def of_layer(self, key: TransferKey, layer: int, cache: KvCache) -> LayerFrame:
-        return LayerFrame(key, layer, cache.dtype_name, self.head_start, self.head_stop, self.starts, self.counts)
+    def of_layer(self, key: TransferKey, layer: int, cache: KvCache, checksum: int | None = None) -> LayerFrame:
+        return LayerFrame(
+            key, layer, cache.dtype_name, self.head_start, self.head_stop, self.starts, self.counts, checksum
+        )
 
     def payload(self, layer: int, cache: KvCache) -> list[memoryview]:
         """K, then V of the frame's tokens: the cache's own memory where that is possible, else one packed copy."""

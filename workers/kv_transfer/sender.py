@@ -60,10 +60,13 @@ class KvSender:
         *,
         connect_seconds: float = 5.0,
         stall_seconds: float = 30.0,
+        checksums: bool = True,
         open_lane: Callable[[str], Carrier] | None = None,
     ) -> None:
         def open_tcp(endpoint: str) -> Carrier:
-            return Lane(endpoint, cache, connect_seconds=connect_seconds, stall_seconds=stall_seconds)
+            return Lane(
+                endpoint, cache, connect_seconds=connect_seconds, stall_seconds=stall_seconds, checksums=checksums
+            )
 
         self._cache = cache
         self._incarnation = incarnation

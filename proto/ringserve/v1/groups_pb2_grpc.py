@@ -55,6 +55,16 @@ class PrefillServiceStub:
                 request_serializer=ringserve_dot_v1_dot_groups__pb2.SettleRequest.SerializeToString,
                 response_deserializer=ringserve_dot_v1_dot_groups__pb2.SettleResponse.FromString,
                 _registered_method=True)
+        self.ForkKv = channel.unary_unary(
+                '/ringserve.v1.PrefillService/ForkKv',
+                request_serializer=ringserve_dot_v1_dot_groups__pb2.ForkKvRequest.SerializeToString,
+                response_deserializer=ringserve_dot_v1_dot_groups__pb2.ForkKvResponse.FromString,
+                _registered_method=True)
+        self.GetKept = channel.unary_unary(
+                '/ringserve.v1.PrefillService/GetKept',
+                request_serializer=ringserve_dot_v1_dot_groups__pb2.GetKeptRequest.SerializeToString,
+                response_deserializer=ringserve_dot_v1_dot_groups__pb2.GetKeptResponse.FromString,
+                _registered_method=True)
         self.GetStatus = channel.unary_unary(
                 '/ringserve.v1.PrefillService/GetStatus',
                 request_serializer=ringserve_dot_v1_dot_groups__pb2.GetStatusRequest.SerializeToString,
@@ -94,6 +104,20 @@ class PrefillServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ForkKv(self, request, context):
+        """Begins a sequence with KV that another keeps here; both share it. Idempotent while nobody has used the new one.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetKept(self, request, context):
+        """How much is still here of each sequence.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetStatus(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -122,6 +146,16 @@ def add_PrefillServiceServicer_to_server(servicer, server):
                     servicer.Settle,
                     request_deserializer=ringserve_dot_v1_dot_groups__pb2.SettleRequest.FromString,
                     response_serializer=ringserve_dot_v1_dot_groups__pb2.SettleResponse.SerializeToString,
+            ),
+            'ForkKv': grpc.unary_unary_rpc_method_handler(
+                    servicer.ForkKv,
+                    request_deserializer=ringserve_dot_v1_dot_groups__pb2.ForkKvRequest.FromString,
+                    response_serializer=ringserve_dot_v1_dot_groups__pb2.ForkKvResponse.SerializeToString,
+            ),
+            'GetKept': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetKept,
+                    request_deserializer=ringserve_dot_v1_dot_groups__pb2.GetKeptRequest.FromString,
+                    response_serializer=ringserve_dot_v1_dot_groups__pb2.GetKeptResponse.SerializeToString,
             ),
             'GetStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStatus,
@@ -249,6 +283,60 @@ class PrefillService:
             _registered_method=True)
 
     @staticmethod
+    def ForkKv(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ringserve.v1.PrefillService/ForkKv',
+            ringserve_dot_v1_dot_groups__pb2.ForkKvRequest.SerializeToString,
+            ringserve_dot_v1_dot_groups__pb2.ForkKvResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetKept(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ringserve.v1.PrefillService/GetKept',
+            ringserve_dot_v1_dot_groups__pb2.GetKeptRequest.SerializeToString,
+            ringserve_dot_v1_dot_groups__pb2.GetKeptResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def GetStatus(request,
             target,
             options=(),
@@ -321,6 +409,16 @@ class DecodeServiceStub:
                 request_serializer=ringserve_dot_v1_dot_groups__pb2.SettleRequest.SerializeToString,
                 response_deserializer=ringserve_dot_v1_dot_groups__pb2.SettleResponse.FromString,
                 _registered_method=True)
+        self.ForkKv = channel.unary_unary(
+                '/ringserve.v1.DecodeService/ForkKv',
+                request_serializer=ringserve_dot_v1_dot_groups__pb2.ForkKvRequest.SerializeToString,
+                response_deserializer=ringserve_dot_v1_dot_groups__pb2.ForkKvResponse.FromString,
+                _registered_method=True)
+        self.GetKept = channel.unary_unary(
+                '/ringserve.v1.DecodeService/GetKept',
+                request_serializer=ringserve_dot_v1_dot_groups__pb2.GetKeptRequest.SerializeToString,
+                response_deserializer=ringserve_dot_v1_dot_groups__pb2.GetKeptResponse.FromString,
+                _registered_method=True)
         self.GetStatus = channel.unary_unary(
                 '/ringserve.v1.DecodeService/GetStatus',
                 request_serializer=ringserve_dot_v1_dot_groups__pb2.GetStatusRequest.SerializeToString,
@@ -378,6 +476,18 @@ class DecodeServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ForkKv(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetKept(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetStatus(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -421,6 +531,16 @@ def add_DecodeServiceServicer_to_server(servicer, server):
                     servicer.Settle,
                     request_deserializer=ringserve_dot_v1_dot_groups__pb2.SettleRequest.FromString,
                     response_serializer=ringserve_dot_v1_dot_groups__pb2.SettleResponse.SerializeToString,
+            ),
+            'ForkKv': grpc.unary_unary_rpc_method_handler(
+                    servicer.ForkKv,
+                    request_deserializer=ringserve_dot_v1_dot_groups__pb2.ForkKvRequest.FromString,
+                    response_serializer=ringserve_dot_v1_dot_groups__pb2.ForkKvResponse.SerializeToString,
+            ),
+            'GetKept': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetKept,
+                    request_deserializer=ringserve_dot_v1_dot_groups__pb2.GetKeptRequest.FromString,
+                    response_serializer=ringserve_dot_v1_dot_groups__pb2.GetKeptResponse.SerializeToString,
             ),
             'GetStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStatus,
@@ -618,6 +738,60 @@ class DecodeService:
             '/ringserve.v1.DecodeService/Settle',
             ringserve_dot_v1_dot_groups__pb2.SettleRequest.SerializeToString,
             ringserve_dot_v1_dot_groups__pb2.SettleResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ForkKv(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ringserve.v1.DecodeService/ForkKv',
+            ringserve_dot_v1_dot_groups__pb2.ForkKvRequest.SerializeToString,
+            ringserve_dot_v1_dot_groups__pb2.ForkKvResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetKept(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ringserve.v1.DecodeService/GetKept',
+            ringserve_dot_v1_dot_groups__pb2.GetKeptRequest.SerializeToString,
+            ringserve_dot_v1_dot_groups__pb2.GetKeptResponse.FromString,
             options,
             channel_credentials,
             insecure,

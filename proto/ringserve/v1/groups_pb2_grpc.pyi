@@ -41,6 +41,10 @@ class PrefillServiceStub:
     """Ends a turn in any state; answers when the ring no longer touches it. Idempotent."""
     Settle: _grpc.UnaryUnaryMultiCallable[_groups_pb2.SettleRequest, _groups_pb2.SettleResponse]
     """Unpins a sequence, keeping its first `keep_tokens` tokens for later turns; 0 frees it. Idempotent."""
+    ForkKv: _grpc.UnaryUnaryMultiCallable[_groups_pb2.ForkKvRequest, _groups_pb2.ForkKvResponse]
+    """Begins a sequence with KV that another keeps here; both share it. Idempotent while nobody has used the new one."""
+    GetKept: _grpc.UnaryUnaryMultiCallable[_groups_pb2.GetKeptRequest, _groups_pb2.GetKeptResponse]
+    """How much is still here of each sequence."""
     GetStatus: _grpc.UnaryUnaryMultiCallable[_groups_pb2.GetStatusRequest, _groups_pb2.GroupStatus]
 
 @_typing.type_check_only
@@ -56,6 +60,10 @@ class PrefillServiceAsyncStub(PrefillServiceStub):
     """Ends a turn in any state; answers when the ring no longer touches it. Idempotent."""
     Settle: _aio.UnaryUnaryMultiCallable[_groups_pb2.SettleRequest, _groups_pb2.SettleResponse]  # type: ignore[assignment]
     """Unpins a sequence, keeping its first `keep_tokens` tokens for later turns; 0 frees it. Idempotent."""
+    ForkKv: _aio.UnaryUnaryMultiCallable[_groups_pb2.ForkKvRequest, _groups_pb2.ForkKvResponse]  # type: ignore[assignment]
+    """Begins a sequence with KV that another keeps here; both share it. Idempotent while nobody has used the new one."""
+    GetKept: _aio.UnaryUnaryMultiCallable[_groups_pb2.GetKeptRequest, _groups_pb2.GetKeptResponse]  # type: ignore[assignment]
+    """How much is still here of each sequence."""
     GetStatus: _aio.UnaryUnaryMultiCallable[_groups_pb2.GetStatusRequest, _groups_pb2.GroupStatus]  # type: ignore[assignment]
 
 class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -94,6 +102,22 @@ class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
         """Unpins a sequence, keeping its first `keep_tokens` tokens for later turns; 0 frees it. Idempotent."""
 
     @_abc_1.abstractmethod
+    def ForkKv(
+        self,
+        request: _groups_pb2.ForkKvRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_groups_pb2.ForkKvResponse, _abc.Awaitable[_groups_pb2.ForkKvResponse]]:
+        """Begins a sequence with KV that another keeps here; both share it. Idempotent while nobody has used the new one."""
+
+    @_abc_1.abstractmethod
+    def GetKept(
+        self,
+        request: _groups_pb2.GetKeptRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_groups_pb2.GetKeptResponse, _abc.Awaitable[_groups_pb2.GetKeptResponse]]:
+        """How much is still here of each sequence."""
+
+    @_abc_1.abstractmethod
     def GetStatus(
         self,
         request: _groups_pb2.GetStatusRequest,
@@ -120,6 +144,8 @@ class DecodeServiceStub:
     """Sends kept KV of a sequence back to a prefill ring; answers when it has been acknowledged."""
     AbortTurn: _grpc.UnaryUnaryMultiCallable[_groups_pb2.AbortTurnRequest, _groups_pb2.AbortTurnResponse]
     Settle: _grpc.UnaryUnaryMultiCallable[_groups_pb2.SettleRequest, _groups_pb2.SettleResponse]
+    ForkKv: _grpc.UnaryUnaryMultiCallable[_groups_pb2.ForkKvRequest, _groups_pb2.ForkKvResponse]
+    GetKept: _grpc.UnaryUnaryMultiCallable[_groups_pb2.GetKeptRequest, _groups_pb2.GetKeptResponse]
     GetStatus: _grpc.UnaryUnaryMultiCallable[_groups_pb2.GetStatusRequest, _groups_pb2.GroupStatus]
 
 @_typing.type_check_only
@@ -138,6 +164,8 @@ class DecodeServiceAsyncStub(DecodeServiceStub):
     """Sends kept KV of a sequence back to a prefill ring; answers when it has been acknowledged."""
     AbortTurn: _aio.UnaryUnaryMultiCallable[_groups_pb2.AbortTurnRequest, _groups_pb2.AbortTurnResponse]  # type: ignore[assignment]
     Settle: _aio.UnaryUnaryMultiCallable[_groups_pb2.SettleRequest, _groups_pb2.SettleResponse]  # type: ignore[assignment]
+    ForkKv: _aio.UnaryUnaryMultiCallable[_groups_pb2.ForkKvRequest, _groups_pb2.ForkKvResponse]  # type: ignore[assignment]
+    GetKept: _aio.UnaryUnaryMultiCallable[_groups_pb2.GetKeptRequest, _groups_pb2.GetKeptResponse]  # type: ignore[assignment]
     GetStatus: _aio.UnaryUnaryMultiCallable[_groups_pb2.GetStatusRequest, _groups_pb2.GroupStatus]  # type: ignore[assignment]
 
 class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -195,6 +223,20 @@ class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _groups_pb2.SettleRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_groups_pb2.SettleResponse, _abc.Awaitable[_groups_pb2.SettleResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def ForkKv(
+        self,
+        request: _groups_pb2.ForkKvRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_groups_pb2.ForkKvResponse, _abc.Awaitable[_groups_pb2.ForkKvResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def GetKept(
+        self,
+        request: _groups_pb2.GetKeptRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_groups_pb2.GetKeptResponse, _abc.Awaitable[_groups_pb2.GetKeptResponse]]: ...
 
     @_abc_1.abstractmethod
     def GetStatus(

@@ -58,6 +58,8 @@ class GenerateRequest(_message.Message):
     SAMPLING_PARAMS_FIELD_NUMBER: _builtins.int
     CONVERSATION_ID_FIELD_NUMBER: _builtins.int
     PROMPT_MODE_FIELD_NUMBER: _builtins.int
+    CONVERSATION_TTL_SECONDS_FIELD_NUMBER: _builtins.int
+    WAIT_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Names the request in logs and for Abort. Generated when empty."""
@@ -65,6 +67,14 @@ class GenerateRequest(_message.Message):
     conversation_id: _builtins.str
     """Goes on with (or begins) a conversation whose KV is kept between turns. Empty: a single turn, nothing is kept."""
     prompt_mode: Global___PromptMode.ValueType
+    conversation_ttl_seconds: _builtins.float
+    """Seconds after its last use at which the conversation is forgotten and its KV freed; 0: never. Unset: as before, or
+    as the service is configured.
+    """
+    wait: _builtins.bool
+    """While the conversation has a turn running: wait for it, in the order of arrival and within this call's deadline,
+    instead of ABORTED.
+    """
     priority: _builtins.int
     """-100 to 100, higher first: prefill rings compute it before others. Waiting makes up for a lower one in time."""
     @_builtins.property
@@ -83,14 +93,21 @@ class GenerateRequest(_message.Message):
         sampling_params: Global___SamplingParams | None = ...,
         conversation_id: _builtins.str = ...,
         prompt_mode: Global___PromptMode.ValueType = ...,
+        conversation_ttl_seconds: _builtins.float | None = ...,
+        wait: _builtins.bool = ...,
         priority: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "input", b"input", "sampling_params", b"sampling_params", "text", b"text", "tokenized", b"tokenized"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_conversation_ttl_seconds", b"_conversation_ttl_seconds", "chat", b"chat", "conversation_ttl_seconds", b"conversation_ttl_seconds", "input", b"input", "sampling_params", b"sampling_params", "text", b"text", "tokenized", b"tokenized"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "conversation_id", b"conversation_id", "input", b"input", "priority", b"priority", "prompt_mode", b"prompt_mode", "request_id", b"request_id", "sampling_params", b"sampling_params", "text", b"text", "tokenized", b"tokenized"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_conversation_ttl_seconds", b"_conversation_ttl_seconds", "chat", b"chat", "conversation_id", b"conversation_id", "conversation_ttl_seconds", b"conversation_ttl_seconds", "input", b"input", "priority", b"priority", "prompt_mode", b"prompt_mode", "request_id", b"request_id", "sampling_params", b"sampling_params", "text", b"text", "tokenized", b"tokenized", "wait", b"wait"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__conversation_ttl_seconds: _TypeAlias = _typing.Literal["conversation_ttl_seconds"]  # noqa: Y015
+    _WhichOneofArgType__conversation_ttl_seconds: _TypeAlias = _typing.Literal["_conversation_ttl_seconds", b"_conversation_ttl_seconds"]  # noqa: Y015
     _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["tokenized", "text", "chat"]  # noqa: Y015
     _WhichOneofArgType_input: _TypeAlias = _typing.Literal["input", b"input"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__conversation_ttl_seconds) -> _WhichOneofReturnType__conversation_ttl_seconds | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_input) -> _WhichOneofReturnType_input | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
@@ -692,7 +709,9 @@ Global___CachedSource: _TypeAlias = CachedSource  # noqa: Y015
 
 @_typing.final
 class Alternative(_message.Message):
-    """What computing every chunk by one algorithm is predicted to take, the chosen one included."""
+    """What computing every chunk by one algorithm is predicted to take, the chosen one included. Where only the decode ring
+    keeps a part of the history, "pull" and "recompute" say how long the prefill takes with either, the pull included.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1026,12 +1045,20 @@ class GetConversationResponse(_message.Message):
     RUNNING_REQUEST_ID_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     PLACEMENTS_FIELD_NUMBER: _builtins.int
+    IDLE_SECONDS_FIELD_NUMBER: _builtins.int
+    TTL_SECONDS_FIELD_NUMBER: _builtins.int
+    NUM_WAITING_FIELD_NUMBER: _builtins.int
     conversation_id: _builtins.str
     num_tokens: _builtins.int
     num_turns: _builtins.int
     running_request_id: _builtins.str
     """The running turn's request id, empty when idle."""
     epoch: _builtins.int
+    idle_seconds: _builtins.float
+    ttl_seconds: _builtins.float
+    """0: it is never forgotten for its age."""
+    num_waiting: _builtins.int
+    """Turns that wait for the running one."""
     @_builtins.property
     def placements(self) -> _containers.RepeatedCompositeFieldContainer[Global___Placement]: ...
     def __init__(
@@ -1043,14 +1070,143 @@ class GetConversationResponse(_message.Message):
         running_request_id: _builtins.str = ...,
         epoch: _builtins.int = ...,
         placements: _abc.Iterable[Global___Placement] | None = ...,
+        idle_seconds: _builtins.float = ...,
+        ttl_seconds: _builtins.float = ...,
+        num_waiting: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["conversation_id", b"conversation_id", "epoch", b"epoch", "num_tokens", b"num_tokens", "num_turns", b"num_turns", "placements", b"placements", "running_request_id", b"running_request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["conversation_id", b"conversation_id", "epoch", b"epoch", "idle_seconds", b"idle_seconds", "num_tokens", b"num_tokens", "num_turns", b"num_turns", "num_waiting", b"num_waiting", "placements", b"placements", "running_request_id", b"running_request_id", "ttl_seconds", b"ttl_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetConversationResponse: _TypeAlias = GetConversationResponse  # noqa: Y015
+
+@_typing.final
+class ListConversationsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PREFIX_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    prefix: _builtins.str
+    """Only those whose id begins with it."""
+    page_size: _builtins.int
+    """At most 1000; 100 when unset."""
+    page_token: _builtins.str
+    """`next_page_token` of the page before; empty for the first."""
+    def __init__(
+        self,
+        *,
+        prefix: _builtins.str = ...,
+        page_size: _builtins.int | None = ...,
+        page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_page_size", b"_page_size", "page_size", b"page_size"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_page_size", b"_page_size", "page_size", b"page_size", "page_token", b"page_token", "prefix", b"prefix"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__page_size: _TypeAlias = _typing.Literal["page_size"]  # noqa: Y015
+    _WhichOneofArgType__page_size: _TypeAlias = _typing.Literal["_page_size", b"_page_size"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__page_size) -> _WhichOneofReturnType__page_size | None: ...
+
+Global___ListConversationsRequest: _TypeAlias = ListConversationsRequest  # noqa: Y015
+
+@_typing.final
+class ListConversationsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONVERSATIONS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """Empty on the last page."""
+    @_builtins.property
+    def conversations(self) -> _containers.RepeatedCompositeFieldContainer[Global___ConversationSummary]: ...
+    def __init__(
+        self,
+        *,
+        conversations: _abc.Iterable[Global___ConversationSummary] | None = ...,
+        next_page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["conversations", b"conversations", "next_page_token", b"next_page_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListConversationsResponse: _TypeAlias = ListConversationsResponse  # noqa: Y015
+
+@_typing.final
+class ConversationSummary(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONVERSATION_ID_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_TURNS_FIELD_NUMBER: _builtins.int
+    RUNNING_REQUEST_ID_FIELD_NUMBER: _builtins.int
+    IDLE_SECONDS_FIELD_NUMBER: _builtins.int
+    TTL_SECONDS_FIELD_NUMBER: _builtins.int
+    NUM_WAITING_FIELD_NUMBER: _builtins.int
+    KEPT_ON_PREFILL_FIELD_NUMBER: _builtins.int
+    KEPT_ON_DECODE_FIELD_NUMBER: _builtins.int
+    conversation_id: _builtins.str
+    num_tokens: _builtins.int
+    num_turns: _builtins.int
+    running_request_id: _builtins.str
+    idle_seconds: _builtins.float
+    ttl_seconds: _builtins.float
+    num_waiting: _builtins.int
+    kept_on_prefill: _builtins.int
+    """Tokens whose KV the rings keep now."""
+    kept_on_decode: _builtins.int
+    def __init__(
+        self,
+        *,
+        conversation_id: _builtins.str = ...,
+        num_tokens: _builtins.int = ...,
+        num_turns: _builtins.int = ...,
+        running_request_id: _builtins.str = ...,
+        idle_seconds: _builtins.float = ...,
+        ttl_seconds: _builtins.float = ...,
+        num_waiting: _builtins.int = ...,
+        kept_on_prefill: _builtins.int = ...,
+        kept_on_decode: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["conversation_id", b"conversation_id", "idle_seconds", b"idle_seconds", "kept_on_decode", b"kept_on_decode", "kept_on_prefill", b"kept_on_prefill", "num_tokens", b"num_tokens", "num_turns", b"num_turns", "num_waiting", b"num_waiting", "running_request_id", b"running_request_id", "ttl_seconds", b"ttl_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ConversationSummary: _TypeAlias = ConversationSummary  # noqa: Y015
+
+@_typing.final
+class ForkConversationRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SOURCE_ID_FIELD_NUMBER: _builtins.int
+    NEW_ID_FIELD_NUMBER: _builtins.int
+    AT_TOKEN_FIELD_NUMBER: _builtins.int
+    source_id: _builtins.str
+    new_id: _builtins.str
+    at_token: _builtins.int
+    """Only the first so many tokens of the source. Unset: all."""
+    def __init__(
+        self,
+        *,
+        source_id: _builtins.str = ...,
+        new_id: _builtins.str = ...,
+        at_token: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_at_token", b"_at_token", "at_token", b"at_token"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_at_token", b"_at_token", "at_token", b"at_token", "new_id", b"new_id", "source_id", b"source_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__at_token: _TypeAlias = _typing.Literal["at_token"]  # noqa: Y015
+    _WhichOneofArgType__at_token: _TypeAlias = _typing.Literal["_at_token", b"_at_token"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__at_token) -> _WhichOneofReturnType__at_token | None: ...
+
+Global___ForkConversationRequest: _TypeAlias = ForkConversationRequest  # noqa: Y015
 
 @_typing.final
 class Placement(_message.Message):

@@ -59,6 +59,16 @@ class InferenceStub:
                 request_serializer=ringserve_dot_v1_dot_inference__pb2.GetConversationRequest.SerializeToString,
                 response_deserializer=ringserve_dot_v1_dot_inference__pb2.GetConversationResponse.FromString,
                 _registered_method=True)
+        self.ListConversations = channel.unary_unary(
+                '/ringserve.v1.Inference/ListConversations',
+                request_serializer=ringserve_dot_v1_dot_inference__pb2.ListConversationsRequest.SerializeToString,
+                response_deserializer=ringserve_dot_v1_dot_inference__pb2.ListConversationsResponse.FromString,
+                _registered_method=True)
+        self.ForkConversation = channel.unary_unary(
+                '/ringserve.v1.Inference/ForkConversation',
+                request_serializer=ringserve_dot_v1_dot_inference__pb2.ForkConversationRequest.SerializeToString,
+                response_deserializer=ringserve_dot_v1_dot_inference__pb2.GetConversationResponse.FromString,
+                _registered_method=True)
         self.DeleteConversation = channel.unary_unary(
                 '/ringserve.v1.Inference/DeleteConversation',
                 request_serializer=ringserve_dot_v1_dot_inference__pb2.DeleteConversationRequest.SerializeToString,
@@ -98,7 +108,23 @@ class InferenceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetConversation(self, request, context):
-        """Where a conversation's KV lies. NOT_FOUND where there is none.
+        """Where a conversation's KV lies now, as the rings say. NOT_FOUND where there is none.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListConversations(self, request, context):
+        """Conversations by id, a page at a time.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ForkConversation(self, request, context):
+        """A new conversation that begins with another's finished turns; both share the KV that is kept of them. A running
+        turn of the source is no part of it. Asking again before the new one is used is answered as before. NOT_FOUND
+        where there is no source, INVALID_ARGUMENT where `new_id` is taken or `at_token` is out of range.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -137,6 +163,16 @@ def add_InferenceServicer_to_server(servicer, server):
             'GetConversation': grpc.unary_unary_rpc_method_handler(
                     servicer.GetConversation,
                     request_deserializer=ringserve_dot_v1_dot_inference__pb2.GetConversationRequest.FromString,
+                    response_serializer=ringserve_dot_v1_dot_inference__pb2.GetConversationResponse.SerializeToString,
+            ),
+            'ListConversations': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListConversations,
+                    request_deserializer=ringserve_dot_v1_dot_inference__pb2.ListConversationsRequest.FromString,
+                    response_serializer=ringserve_dot_v1_dot_inference__pb2.ListConversationsResponse.SerializeToString,
+            ),
+            'ForkConversation': grpc.unary_unary_rpc_method_handler(
+                    servicer.ForkConversation,
+                    request_deserializer=ringserve_dot_v1_dot_inference__pb2.ForkConversationRequest.FromString,
                     response_serializer=ringserve_dot_v1_dot_inference__pb2.GetConversationResponse.SerializeToString,
             ),
             'DeleteConversation': grpc.unary_unary_rpc_method_handler(
@@ -279,6 +315,60 @@ class Inference:
             target,
             '/ringserve.v1.Inference/GetConversation',
             ringserve_dot_v1_dot_inference__pb2.GetConversationRequest.SerializeToString,
+            ringserve_dot_v1_dot_inference__pb2.GetConversationResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListConversations(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ringserve.v1.Inference/ListConversations',
+            ringserve_dot_v1_dot_inference__pb2.ListConversationsRequest.SerializeToString,
+            ringserve_dot_v1_dot_inference__pb2.ListConversationsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ForkConversation(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ringserve.v1.Inference/ForkConversation',
+            ringserve_dot_v1_dot_inference__pb2.ForkConversationRequest.SerializeToString,
             ringserve_dot_v1_dot_inference__pb2.GetConversationResponse.FromString,
             options,
             channel_credentials,

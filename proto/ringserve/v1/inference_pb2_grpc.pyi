@@ -41,7 +41,14 @@ class InferenceStub:
     GetModelInfo: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GetModelInfoRequest, _inference_pb2.GetModelInfoResponse]
     GetServerInfo: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GetServerInfoRequest, _inference_pb2.GetServerInfoResponse]
     GetConversation: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GetConversationRequest, _inference_pb2.GetConversationResponse]
-    """Where a conversation's KV lies. NOT_FOUND where there is none."""
+    """Where a conversation's KV lies now, as the rings say. NOT_FOUND where there is none."""
+    ListConversations: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ListConversationsRequest, _inference_pb2.ListConversationsResponse]
+    """Conversations by id, a page at a time."""
+    ForkConversation: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ForkConversationRequest, _inference_pb2.GetConversationResponse]
+    """A new conversation that begins with another's finished turns; both share the KV that is kept of them. A running
+    turn of the source is no part of it. Asking again before the new one is used is answered as before. NOT_FOUND
+    where there is no source, INVALID_ARGUMENT where `new_id` is taken or `at_token` is out of range.
+    """
     DeleteConversation: _grpc.UnaryUnaryMultiCallable[_inference_pb2.DeleteConversationRequest, _inference_pb2.DeleteConversationResponse]
     """Forgets a conversation and frees its KV. NOT_FOUND where there is none, ABORTED while a turn runs."""
 
@@ -58,7 +65,14 @@ class InferenceAsyncStub(InferenceStub):
     GetModelInfo: _aio.UnaryUnaryMultiCallable[_inference_pb2.GetModelInfoRequest, _inference_pb2.GetModelInfoResponse]  # type: ignore[assignment]
     GetServerInfo: _aio.UnaryUnaryMultiCallable[_inference_pb2.GetServerInfoRequest, _inference_pb2.GetServerInfoResponse]  # type: ignore[assignment]
     GetConversation: _aio.UnaryUnaryMultiCallable[_inference_pb2.GetConversationRequest, _inference_pb2.GetConversationResponse]  # type: ignore[assignment]
-    """Where a conversation's KV lies. NOT_FOUND where there is none."""
+    """Where a conversation's KV lies now, as the rings say. NOT_FOUND where there is none."""
+    ListConversations: _aio.UnaryUnaryMultiCallable[_inference_pb2.ListConversationsRequest, _inference_pb2.ListConversationsResponse]  # type: ignore[assignment]
+    """Conversations by id, a page at a time."""
+    ForkConversation: _aio.UnaryUnaryMultiCallable[_inference_pb2.ForkConversationRequest, _inference_pb2.GetConversationResponse]  # type: ignore[assignment]
+    """A new conversation that begins with another's finished turns; both share the KV that is kept of them. A running
+    turn of the source is no part of it. Asking again before the new one is used is answered as before. NOT_FOUND
+    where there is no source, INVALID_ARGUMENT where `new_id` is taken or `at_token` is out of range.
+    """
     DeleteConversation: _aio.UnaryUnaryMultiCallable[_inference_pb2.DeleteConversationRequest, _inference_pb2.DeleteConversationResponse]  # type: ignore[assignment]
     """Forgets a conversation and frees its KV. NOT_FOUND where there is none, ABORTED while a turn runs."""
 
@@ -102,7 +116,26 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.GetConversationRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.GetConversationResponse, _abc.Awaitable[_inference_pb2.GetConversationResponse]]:
-        """Where a conversation's KV lies. NOT_FOUND where there is none."""
+        """Where a conversation's KV lies now, as the rings say. NOT_FOUND where there is none."""
+
+    @_abc_1.abstractmethod
+    def ListConversations(
+        self,
+        request: _inference_pb2.ListConversationsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.ListConversationsResponse, _abc.Awaitable[_inference_pb2.ListConversationsResponse]]:
+        """Conversations by id, a page at a time."""
+
+    @_abc_1.abstractmethod
+    def ForkConversation(
+        self,
+        request: _inference_pb2.ForkConversationRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.GetConversationResponse, _abc.Awaitable[_inference_pb2.GetConversationResponse]]:
+        """A new conversation that begins with another's finished turns; both share the KV that is kept of them. A running
+        turn of the source is no part of it. Asking again before the new one is used is answered as before. NOT_FOUND
+        where there is no source, INVALID_ARGUMENT where `new_id` is taken or `at_token` is out of range.
+        """
 
     @_abc_1.abstractmethod
     def DeleteConversation(

@@ -60,6 +60,16 @@ class RouterServiceStub:
                 request_serializer=ringserve_dot_v1_dot_inference__pb2.GetConversationRequest.SerializeToString,
                 response_deserializer=ringserve_dot_v1_dot_inference__pb2.GetConversationResponse.FromString,
                 _registered_method=True)
+        self.ListConversations = channel.unary_unary(
+                '/ringserve.v1.RouterService/ListConversations',
+                request_serializer=ringserve_dot_v1_dot_inference__pb2.ListConversationsRequest.SerializeToString,
+                response_deserializer=ringserve_dot_v1_dot_inference__pb2.ListConversationsResponse.FromString,
+                _registered_method=True)
+        self.ForkConversation = channel.unary_unary(
+                '/ringserve.v1.RouterService/ForkConversation',
+                request_serializer=ringserve_dot_v1_dot_inference__pb2.ForkConversationRequest.SerializeToString,
+                response_deserializer=ringserve_dot_v1_dot_inference__pb2.GetConversationResponse.FromString,
+                _registered_method=True)
         self.DeleteConversation = channel.unary_unary(
                 '/ringserve.v1.RouterService/DeleteConversation',
                 request_serializer=ringserve_dot_v1_dot_inference__pb2.DeleteConversationRequest.SerializeToString,
@@ -113,6 +123,18 @@ class RouterServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListConversations(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ForkConversation(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def DeleteConversation(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -158,6 +180,16 @@ def add_RouterServiceServicer_to_server(servicer, server):
             'GetConversation': grpc.unary_unary_rpc_method_handler(
                     servicer.GetConversation,
                     request_deserializer=ringserve_dot_v1_dot_inference__pb2.GetConversationRequest.FromString,
+                    response_serializer=ringserve_dot_v1_dot_inference__pb2.GetConversationResponse.SerializeToString,
+            ),
+            'ListConversations': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListConversations,
+                    request_deserializer=ringserve_dot_v1_dot_inference__pb2.ListConversationsRequest.FromString,
+                    response_serializer=ringserve_dot_v1_dot_inference__pb2.ListConversationsResponse.SerializeToString,
+            ),
+            'ForkConversation': grpc.unary_unary_rpc_method_handler(
+                    servicer.ForkConversation,
+                    request_deserializer=ringserve_dot_v1_dot_inference__pb2.ForkConversationRequest.FromString,
                     response_serializer=ringserve_dot_v1_dot_inference__pb2.GetConversationResponse.SerializeToString,
             ),
             'DeleteConversation': grpc.unary_unary_rpc_method_handler(
@@ -310,6 +342,60 @@ class RouterService:
             target,
             '/ringserve.v1.RouterService/GetConversation',
             ringserve_dot_v1_dot_inference__pb2.GetConversationRequest.SerializeToString,
+            ringserve_dot_v1_dot_inference__pb2.GetConversationResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListConversations(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ringserve.v1.RouterService/ListConversations',
+            ringserve_dot_v1_dot_inference__pb2.ListConversationsRequest.SerializeToString,
+            ringserve_dot_v1_dot_inference__pb2.ListConversationsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ForkConversation(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ringserve.v1.RouterService/ForkConversation',
+            ringserve_dot_v1_dot_inference__pb2.ForkConversationRequest.SerializeToString,
             ringserve_dot_v1_dot_inference__pb2.GetConversationResponse.FromString,
             options,
             channel_credentials,

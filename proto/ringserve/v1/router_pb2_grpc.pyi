@@ -40,6 +40,8 @@ class RouterServiceStub:
     """From a decode leader that dropped a turn's KV and has room for it again: have it made again. Idempotent per attempt."""
     AbortTurns: _grpc.UnaryUnaryMultiCallable[_inference_pb2.AbortRequest, _inference_pb2.AbortResponse]
     GetConversation: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GetConversationRequest, _inference_pb2.GetConversationResponse]
+    ListConversations: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ListConversationsRequest, _inference_pb2.ListConversationsResponse]
+    ForkConversation: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ForkConversationRequest, _inference_pb2.GetConversationResponse]
     DeleteConversation: _grpc.UnaryUnaryMultiCallable[_inference_pb2.DeleteConversationRequest, _inference_pb2.DeleteConversationResponse]
     RegisterGroup: _grpc.UnaryUnaryMultiCallable[_router_pb2.RegisterGroupRequest, _router_pb2.RegisterGroupResponse]
     """From a group leader, at start and after every rebuild."""
@@ -56,6 +58,8 @@ class RouterServiceAsyncStub(RouterServiceStub):
     """From a decode leader that dropped a turn's KV and has room for it again: have it made again. Idempotent per attempt."""
     AbortTurns: _aio.UnaryUnaryMultiCallable[_inference_pb2.AbortRequest, _inference_pb2.AbortResponse]  # type: ignore[assignment]
     GetConversation: _aio.UnaryUnaryMultiCallable[_inference_pb2.GetConversationRequest, _inference_pb2.GetConversationResponse]  # type: ignore[assignment]
+    ListConversations: _aio.UnaryUnaryMultiCallable[_inference_pb2.ListConversationsRequest, _inference_pb2.ListConversationsResponse]  # type: ignore[assignment]
+    ForkConversation: _aio.UnaryUnaryMultiCallable[_inference_pb2.ForkConversationRequest, _inference_pb2.GetConversationResponse]  # type: ignore[assignment]
     DeleteConversation: _aio.UnaryUnaryMultiCallable[_inference_pb2.DeleteConversationRequest, _inference_pb2.DeleteConversationResponse]  # type: ignore[assignment]
     RegisterGroup: _aio.UnaryUnaryMultiCallable[_router_pb2.RegisterGroupRequest, _router_pb2.RegisterGroupResponse]  # type: ignore[assignment]
     """From a group leader, at start and after every rebuild."""
@@ -97,6 +101,20 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
     def GetConversation(
         self,
         request: _inference_pb2.GetConversationRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.GetConversationResponse, _abc.Awaitable[_inference_pb2.GetConversationResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def ListConversations(
+        self,
+        request: _inference_pb2.ListConversationsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.ListConversationsResponse, _abc.Awaitable[_inference_pb2.ListConversationsResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def ForkConversation(
+        self,
+        request: _inference_pb2.ForkConversationRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.GetConversationResponse, _abc.Awaitable[_inference_pb2.GetConversationResponse]]: ...
 

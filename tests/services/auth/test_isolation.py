@@ -98,6 +98,29 @@ async def test_a_running_turn_is_its_tenants_alone_to_see_and_to_abort(guarded: 
             await stream.answer()
 
 
+async def test_a_tenant_lists_and_forks_its_own_conversations_only(guarded: Doors) -> None:
+    async with client_of(guarded, "a-token") as acme, client_of(guarded, "b-token") as beta:
+        for client, names in ((acme, ("one", "two", "three")), (beta, ("one",))):
+            for name in names:
+                await client.ask(random_tokens(20), conversation_id=name, sampling=THREE)
+        listed = [each.conversation_id async for each in acme.list_conversations(page_size=2)]
+        assert sorted(listed) == ["one", "three", "two"]
+        assert [each.conversation_id async for each in acme.list_conversations("t")] == ["three", "two"]
+        assert [each.conversation_id async for each in beta.list_conversations()] == ["one"]
+        assert [each.conversation_id async for each in beta.list_conversations("acme/")] == []
+        with pytest.raises(NotFound) as caught:
+            await beta.fork_conversation("two", "mine")
+        assert "acme" not in str(caught.value)
+        for source in ("acme/two", "/two", "../acme/two"):
+            with pytest.raises(NotFound):
+                await beta.fork_conversation(source, "mine")
+        fork = await acme.fork_conversation("two", "mine")
+        assert (fork.conversation_id, fork.num_tokens) == ("mine", 23)
+        for name in ("one", "two", "three", "mine"):
+            await acme.delete_conversation(name)
+        await beta.delete_conversation("one")
+
+
 async def test_over_http_it_is_the_same(guarded: Doors) -> None:
     extra: dict[str, Any] = {"extra_body": {"conversation_id": "web", "request_id": "web-1"}}
     asked: dict[str, Any] = {"model": MODEL, "prompt": random_tokens(40), "max_tokens": 3, "temperature": 0}
@@ -143,6 +166,8 @@ async def test_strangers_get_nothing_over_grpc(guarded: Doors, sent: str | None,
             "GetModelInfo": inference_pb2.GetModelInfoRequest(),
             "GetServerInfo": inference_pb2.GetServerInfoRequest(),
             "GetConversation": inference_pb2.GetConversationRequest(conversation_id="c"),
+            "ListConversations": inference_pb2.ListConversationsRequest(),
+            "ForkConversation": inference_pb2.ForkConversationRequest(source_id="c", new_id="d"),
             "DeleteConversation": inference_pb2.DeleteConversationRequest(conversation_id="c"),
         }
         calls = [getattr(stub, name)(request, metadata=metadata, timeout=10) for name, request in requests.items()]

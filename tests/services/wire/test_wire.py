@@ -20,10 +20,14 @@ from hypothesis import strategies as st
 from cp_core.layout import ShardMap, TokenRange
 from orchestration.turn import (
     Admit,
+    ConversationList,
     ConversationView,
     FinishedEvent,
+    ForkedKv,
+    ForkKv,
     GroupRegistration,
     GroupStatus,
+    KeptKv,
     Plan,
     PrefillReport,
     PrefillTurn,
@@ -38,7 +42,7 @@ from orchestration.turn import (
     TurnRequest,
 )
 from ringserve.v1 import inference_pb2
-from services.wire import groups, sampling, turns
+from services.wire import conversations, groups, sampling, turns
 from services.wire.layouts import shards_from, shards_to, token_array
 from workers.steps import FinishReason, Sampling, TokenIds, TokenLogprobs
 
@@ -71,6 +75,8 @@ def values_of(kind: Any) -> st.SearchStrategy[Any]:
     """Any value of a type as the control plane's dataclasses use it."""
     if kind in SIMPLE:
         return SIMPLE[kind]
+    if kind is type(None):
+        return st.none()
     if isinstance(kind, types.UnionType):
         return st.one_of([values_of(part) for part in get_args(kind)])
     if get_origin(kind) is tuple:
@@ -121,7 +127,11 @@ PAIRS: list[tuple[st.SearchStrategy[Any], Callable[[Any], Any], Callable[[Any], 
     (values_of(TurnOutcome), turns.outcome_to, turns.outcome_from),
     (values_of(GroupRegistration), groups.registration_to, groups.registration_from),
     (values_of(GroupStatus), groups.status_to, groups.status_from),
-    (values_of(ConversationView), groups.conversation_to, groups.conversation_from),
+    (values_of(ConversationView), conversations.conversation_to, conversations.conversation_from),
+    (values_of(ConversationList), conversations.list_to, conversations.list_from),
+    (values_of(ForkKv), conversations.fork_to, conversations.fork_from),
+    (values_of(ForkedKv), conversations.forked_to, conversations.forked_from),
+    (values_of(KeptKv), conversations.kept_to, conversations.kept_from),
     (values_of(ServerView), groups.server_to, groups.server_from),
 ]
 
@@ -139,7 +149,8 @@ def test_there_and_back_again_is_identity(
 
 
 def test_every_pair_is_tested() -> None:
-    written = {name for module in (turns, groups, sampling) for name in vars(module) if name.endswith("_to")}
+    modules = (turns, groups, sampling, conversations)
+    written = {name for module in modules for name in vars(module) if name.endswith("_to")}
     assert written - {"shards_to", "chunks_to", "all_logprobs_to"} == {to.__name__ for _, to, _ in PAIRS}
 
 

@@ -1,0 +1,48 @@
+"""Where a turn's cached KV comes from, and whether what only the decode ring keeps is worth fetching."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cp_core.layout import TokenRange
+from orchestration.turn import CachedSource
+
+AUTO, PULL, RECOMPUTE = "auto", "pull", "recompute"
+MISSING_KV = (AUTO, PULL, RECOMPUTE)
+"""What is done with KV that the decode ring keeps and the prefill ring lacks."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CachedKv:
+    """The first `cached_tokens` tokens are not computed. `reason` goes on where a plan's reason ends; `alternatives`
+    are (what to do, predicted seconds until the prefill has ended), the chosen one included; both may be empty.
+    """
+
+    cached_tokens: int
+    sources: tuple[CachedSource, ...]
+    reason: str = ""
+    alternatives: tuple[tuple[str, float], ...] = ()
+
+
+def choose_source(
+    policy: str, *, kept_on_prefill: int, kept_on_decode: int, pull_seconds: float, recompute_seconds: float
+) -> CachedKv:
+    """`policy` is one of MISSING_KV; the seconds are predicted for pull and prefill, and for the longer prefill alone.
+
+    What the prefill ring keeps is always used. Equal costs go to the pull.
+    """
+    kept = CachedSource(source="kept_on_prefill", tokens=TokenRange(0, kept_on_prefill))
+    if kept_on_decode <= kept_on_prefill:
+        return CachedKv(cached_tokens=kept_on_prefill, sources=(kept,) if kept_on_prefill else ())
+    missing = TokenRange(kept_on_prefill, kept_on_decode)
+    is_pulled = policy == PULL or (policy == AUTO and pull_seconds <= recompute_seconds)
+    verb, other = ("pulled", "computing them again") if is_pulled else ("computed again", "pulling them")
+    chosen, instead = (pull_seconds, recompute_seconds) if is_pulled else (recompute_seconds, pull_seconds)
+    why = "as configured" if policy != AUTO else f"{1e3 * chosen:.3g} ms predicted, {other} {1e3 * instead:.3g} ms"
+    sources = (kept, CachedSource(source="pulled_from_decode", tokens=missing)) if is_pulled else (kept,)
+    return CachedKv(
+        cached_tokens=missing.stop if is_pulled else missing.start,
+        sources=tuple(source for source in sources if len(source.tokens)),
+        reason=f"; tokens [{missing.start}, {missing.stop}), which only the decode ring keeps, are {verb}: {why}",
+        alternatives=((PULL, pull_seconds), (RECOMPUTE, recompute_seconds)),
+    )

@@ -1,0 +1,120 @@
+"""`ringserve conversations`: which there are, what the rings keep of them, forks, and ends."""
+
+from __future__ import annotations
+
+import argparse
+
+from google.protobuf.json_format import MessageToJson
+from google.protobuf.message import Message
+from rich.console import Console
+from rich.table import Table
+
+from cp_core.errors import InvalidRequest
+from ringserve.v1 import inference_pb2
+from services.cli.options import Subcommands, add_target_options, client_of
+
+EXAMPLE = """example:
+  ringserve conversations list --prefix tale
+  ringserve conversations show tale
+  ringserve conversations fork tale tale-2 --at-token 1000
+  ringserve conversations delete tale-2
+"""
+
+
+def add(commands: Subcommands) -> None:
+    parser = commands.add_parser(
+        "conversations",
+        help="list, show, fork and delete conversations",
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
+    verbs = parser.add_subparsers(required=True, metavar="VERB")
+    listing = _verb(verbs, "list", "every conversation, with what each kind of ring keeps of it", run_list)
+    listing.add_argument("--prefix", default="", help="only those whose id begins with it")
+    show = _verb(verbs, "show", "where the KV of one lies now", run_show)
+    show.add_argument("id")
+    fork = _verb(verbs, "fork", "begin a new one with the history of another", run_fork)
+    fork.add_argument("source")
+    fork.add_argument("new")
+    fork.add_argument("--at-token", type=int, metavar="N", help="only the first N tokens (default: all)")
+    delete = _verb(verbs, "delete", "forget one and free its KV", run_delete)
+    delete.add_argument("id")
+
+
+def _verb(verbs: Subcommands, name: str, says: str, run: object) -> argparse.ArgumentParser:
+    parser = verbs.add_parser(
+        name, help=says, epilog=EXAMPLE, formatter_class=argparse.RawTextHelpFormatter, description=says
+    )
+    add_target_options(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def run_list(options: argparse.Namespace) -> int:
+    with client_of(options) as client:
+        found = inference_pb2.ListConversationsResponse(conversations=client.list_conversations(options.prefix))
+    if options.json:
+        _print_json(found)
+        return 0
+    table = Table("conversation", "tokens", "turns", "idle s", "forgotten after s", "kept prefill/decode", "running")
+    for item in found.conversations:
+        waiting = f" +{item.num_waiting} waiting" if item.num_waiting else ""
+        table.add_row(
+            item.conversation_id,
+            str(item.num_tokens),
+            str(item.num_turns),
+            f"{item.idle_seconds:.0f}",
+            f"{item.ttl_seconds:g}" if item.ttl_seconds else "never",
+            f"{item.kept_on_prefill}/{item.kept_on_decode}",
+            item.running_request_id + waiting,
+        )
+    Console().print(table)
+    return 0
+
+
+def run_show(options: argparse.Namespace) -> int:
+    with client_of(options) as client:
+        _show(client.conversation(options.id), options.json)
+    return 0
+
+
+def run_fork(options: argparse.Namespace) -> int:
+    with client_of(options) as client:
+        _show(client.fork_conversation(options.source, options.new, _count(options.at_token)), options.json)
+    return 0
+
+
+def run_delete(options: argparse.Namespace) -> int:
+    with client_of(options) as client:
+        client.delete_conversation(options.id)
+    if options.json:
+        _print_json(inference_pb2.DeleteConversationResponse())
+    return 0
+
+
+def _count(value: int | None) -> int | None:
+    """Raises InvalidRequest for what the contract's type cannot carry."""
+    if value is not None and not 0 < value < 2**32:
+        raise InvalidRequest(f"--at-token: {value} is out of range; allowed are 1 to {2**32 - 1}")
+    return value
+
+
+def _show(view: inference_pb2.GetConversationResponse, as_json: bool) -> None:
+    if as_json:
+        _print_json(view)
+        return
+    kept = ", ".join(
+        f"{place.num_tokens} on {place.group} ({'+'.join(str(rank.num_tokens) for rank in place.ranks)})"
+        for place in view.placements
+    )
+    running = f", {view.running_request_id} running, {view.num_waiting} waiting" if view.running_request_id else ""
+    print(
+        f"{view.conversation_id}: {view.num_tokens} tokens, {view.num_turns} turns{running}; kept: {kept or 'nothing'}"
+    )
+
+
+def _print_json(message: Message) -> None:
+    print(
+        MessageToJson(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True, indent=None)
+    )
