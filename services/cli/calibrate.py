@@ -19,7 +19,7 @@ from services.calibration.fitting import Calibration, calibrate, profile_before,
 from services.calibration.grid import grid, room_of
 from services.calibration.measurement import Calibrator
 from services.calibration.report import calibration_json, calibration_table, closing_lines, write_calibration_plot
-from services.cli.options import Subcommands
+from services.cli.options import Subcommands, client_of
 from services.cli.started import add_serving_options, serving
 from services.client import Client
 from services.planning.units import parse_tokens
@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
     _check(options)
     if options.plot is not None:
         require_matplotlib()
-    with serving(options) as target, Client(target) as client:
+    with serving(options) as target, client_of(options, target) as client:
         calibration = _calibrate(client, options, new_tokens, cached_tokens)
     if options.write is not None:
         options.write.write_text(format_profile(calibration.profile), encoding="utf-8")

@@ -20,6 +20,7 @@ from services.cli import (
     plan,
     simulate,
     status,
+    token,
     up,
 )
 
@@ -32,21 +33,9 @@ def build_parser() -> argparse.ArgumentParser:
         prog="ringserve", description="Serve long-context language models on rings of ranks, exactly."
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for module in (
-        up,
-        down,
-        status,
-        generate,
-        chat,
-        conversations,
-        demo,
-        plan,
-        explain,
-        simulate,
-        calibrate,
-        bench,
-        gateway,
-    ):
+    planning = (plan, explain, simulate, calibrate)
+    modules = (up, down, status, generate, chat, conversations, demo, *planning, bench, gateway, token)
+    for module in modules:
         module.add(commands)
     return parser
 
