@@ -6,11 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from cp_core.cost.fit import PrefillSample, predicted_prefill
+from cp_core.cost.profile import read_profile
 from cp_core.errors import ConfigError
 from orchestration.planner import Planner, PlannerSettings
 from orchestration.turn import GroupRegistration, Plan, PromptMode
 from tests.orchestration.fake_ranks import MODEL
-from workers.steps import RingRates
+from workers.steps import Algorithm, RingRates
 
 # Links so fast that what is left is computing.
 RATES = RingRates(gemm_flops=1e9, attention_flops=1e9, link_bytes_per_second=1e15, link_latency_seconds=0.0)
@@ -78,3 +80,51 @@ def test_a_long_prompt_is_planned_in_chunks_that_get_shorter_but_not_too_short()
     assert lengths[:-1] == sorted(lengths[:-1], reverse=True)
     assert lengths[0] < 512, "a hundred cached tokens cost something too"
     assert min(lengths[:-1]) == 100
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_profile_predicts_in_place_of_what_the_ring_measured(tp: int) -> None:
+    profile = read_profile("gtt")
+    model = replace(MODEL, num_heads=8, num_kv_heads=4)
+    ring = GroupRegistration(
+        role="prefill",
+        name="ring",
+        endpoint="host:1",
+        incarnation="ring-1",
+        num_ranks=2,
+        tp=tp,
+        rates=RATES,
+        capacity_tokens=1 << 20,
+        chunk_tokens=1 << 20,
+    )
+    plan = Planner(model, PlannerSettings(profile=profile)).plan(
+        num_tokens=4096, kept_on_prefill=96, kept_on_decode=96, prefill=ring, decode=ring, mode=PromptMode.NEW
+    )
+    for name, seconds in plan.alternatives:
+        sample = PrefillSample(cp=2, tp=tp, algorithm=name, new_tokens=4000, cached_tokens=96, seconds=1.0)
+        assert seconds == pytest.approx(predicted_prefill(model.shape, profile, sample), rel=1e-6)
+
+
+def test_a_turn_that_asks_for_an_algorithm_gets_it_in_every_chunk() -> None:
+    ring = GroupRegistration(
+        role="prefill",
+        name="ring",
+        endpoint="host:1",
+        incarnation="ring-1",
+        num_ranks=2,
+        rates=RATES,
+        capacity_tokens=1 << 20,
+        chunk_tokens=512,
+    )
+    for name in Algorithm:
+        plan = Planner(MODEL, PlannerSettings(selector="pass_kv")).plan(
+            num_tokens=4096,
+            kept_on_prefill=0,
+            kept_on_decode=0,
+            prefill=ring,
+            decode=ring,
+            mode=PromptMode.NEW,
+            algorithm=name,
+        )
+        assert {chunk.algorithm for chunk in plan.chunks} == {plan.algorithm} == {name}
+        assert f"Forced: {name} was asked for" in plan.reason

@@ -16,6 +16,7 @@ from services.requests import RequestReader
 from services.text import TextCodec
 from tests.orchestration.fake_ranks import MODEL
 from workers.sampling.parameters import Sampling, TokenBias
+from workers.steps import Algorithm
 
 Request = inference_pb2.GenerateRequest
 MODEL_WITH_ENDS = dataclasses.replace(MODEL, vocab_size=261, max_positions=1000, eos_token_ids=(257, 260))
@@ -63,6 +64,13 @@ def test_a_bare_prompt_gets_every_default(reader: RequestReader) -> None:
     assert turn.sampling.stop_token_ids == (257, 260)
     assert turn.request_id.startswith("req-")
     assert turn.request_id != reader.read(text_request(), None).request_id
+
+
+def test_an_algorithm_is_taken_by_its_name_and_chosen_where_there_is_none(reader: RequestReader) -> None:
+    assert reader.read(text_request(), None).algorithm is None
+    assert reader.read(text_request(algorithm="pass_q"), None).algorithm is Algorithm.PASS_Q
+    with pytest.raises(InvalidRequest, match="algorithm: 'ring' is unknown; allowed are pass_kv, pass_q, or none"):
+        reader.read(text_request(algorithm="ring"), None)
 
 
 def test_what_the_client_names_is_kept(reader: RequestReader) -> None:

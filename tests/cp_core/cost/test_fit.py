@@ -109,3 +109,25 @@ def test_a_minimum_is_left_where_it_is() -> None:
         return np.asarray(np.log(values / np.array([2.0, 3.0])))
 
     assert minimise(residuals, [2.0, 3.0]).tolist() == pytest.approx([2.0, 3.0])
+
+
+def test_constants_that_samples_do_not_tell_stay_where_they_are_trusted() -> None:
+    truth = read_profile("gtt")
+    alone = [each for each in prefills(truth) if each.cp == 1]
+    found = fit_prefill(MODEL.shape, moved(truth, 1.3), alone, trust=0.05)
+    assert found.prefill.link_latency_seconds == pytest.approx(1.3 * truth.prefill.link_latency_seconds)
+    assert found.prefill.gemm_flops == pytest.approx(truth.prefill.gemm_flops, rel=0.05)
+
+
+def test_a_prefill_of_several_steps_takes_the_sum_of_them() -> None:
+    truth = read_profile("gtt")
+    whole = PrefillSample(
+        cp=4, tp=8, algorithm="pass_q", new_tokens=3000, cached_tokens=500, seconds=1.0, cuts=(1500, 2000)
+    )
+    steps_of_it = [
+        replace(whole, new_tokens=new, cached_tokens=cached, cuts=())
+        for new, cached in ((1000, 500), (500, 1500), (1500, 2000))
+    ]
+    assert predicted_prefill(MODEL.shape, truth, whole) == pytest.approx(
+        sum(predicted_prefill(MODEL.shape, truth, each) for each in steps_of_it)
+    )

@@ -13,7 +13,10 @@ from tests.orchestration.service import Service
 from tests.workers.models import save_model
 
 VIEW = RouterView(
-    conversations=4, running_turns=2, rings=(("prefill", "prefill-0", True), ("decode", "decode-0", False))
+    conversations=4,
+    running_turns=2,
+    rings=(("prefill", "prefill-0", True), ("decode", "decode-0", False)),
+    corrections=(("prefill-0", "pass_q", 1.25),),
 )
 
 
@@ -46,6 +49,9 @@ async def test_rings_and_conversations_are_shown_as_the_router_knows_them() -> N
             registry.get_sample_value("ringserve_router_running_turns"),
             registry.get_sample_value("ringserve_router_ring_ready", {"role": "prefill", "group": "prefill-0"}),
             registry.get_sample_value("ringserve_router_ring_ready", {"role": "decode", "group": "decode-0"}),
+            registry.get_sample_value(
+                "ringserve_router_prediction_correction", {"group": "prefill-0", "algorithm": "pass_q"}
+            ),
         ]
 
-    assert await asyncio.to_thread(ask) == [4, 2, 1, 0]
+    assert await asyncio.to_thread(ask) == [4, 2, 1, 0, 1.25]
