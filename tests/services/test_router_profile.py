@@ -39,13 +39,13 @@ def test_constants_of_the_configuration_come_first(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_not_there_is_named_with_its_key() -> None:
-    with pytest.raises(ConfigError, match="router.profile: hardware profile 'nowhere.json' is unknown"):
+    with pytest.raises(ConfigError, match=r"router.profile: hardware profile 'nowhere.json' is unknown"):
         router_profile(RouterConfig(profile="nowhere.json"))
 
 
 def test_the_empirical_selector_needs_constants_from_somewhere(tmp_path: Path) -> None:
     path = written(tmp_path / "measured.json", None)
-    with pytest.raises(ConfigError, match="needs alpha, beta and gamma, and router.profile .* has none"):
+    with pytest.raises(ConfigError, match=r"needs alpha, beta and gamma, and router.profile .* has none"):
         router_profile(RouterConfig(profile=path, selector="empirical"))
     with pytest.raises(ConfigError, match="fitted on this cluster, or its profile"):
         config_from({"router": {"selector": "empirical"}})

@@ -39,7 +39,7 @@ def test_a_selector_that_was_fitted_is_part_of_a_profile() -> None:
     assert parse_profile(format_profile(fitted), "x") == fitted
     lacking = json.loads(format_profile(fitted))
     del lacking["empirical"]["beta"]
-    with pytest.raises(ConfigError, match="hardware profile x: empirical.beta is missing"):
+    with pytest.raises(ConfigError, match=r"hardware profile x: empirical.beta is missing"):
         parse_profile(json.dumps(lacking), "x")
 
 
