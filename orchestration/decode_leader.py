@@ -24,7 +24,6 @@ from orchestration.turn import (
     EndingEvent,
     FinishedEvent,
     GroupRegistration,
-    GroupStatus,
     Reservation,
     Reserve,
     ScoredEvent,
@@ -32,6 +31,7 @@ from orchestration.turn import (
     SentKv,
     TurnEvent,
 )
+from orchestration.views import GroupStatus
 from workers.steps import FinishReason, KvExpect, TransferKey
 
 CAUSE_SECONDS = 1.0

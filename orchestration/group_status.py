@@ -6,7 +6,7 @@ from cp_core.errors import RingserveError
 from orchestration.groups import Group
 from orchestration.ports import Peers
 from orchestration.ring import RingState
-from orchestration.turn import GroupStatus
+from orchestration.views import GroupStatus
 
 
 async def status_of(group: Group, peers: Peers) -> GroupStatus:

@@ -22,18 +22,10 @@ from orchestration.planner import Planner
 from orchestration.ports import Peers
 from orchestration.prompts import resolve_prompt
 from orchestration.running_turn import RunningTurn
-from orchestration.turn import (
-    BegunTurn,
-    ConversationList,
-    ConversationView,
-    GroupRegistration,
-    ResumeTurn,
-    ServerView,
-    TurnOutcome,
-    TurnRequest,
-)
+from orchestration.turn import BegunTurn, GroupRegistration, ResumeTurn, TurnOutcome, TurnRequest
 from orchestration.turn_ends import TurnEnds
 from orchestration.turn_starts import TurnStarts
+from orchestration.views import ConversationList, ConversationView, ServerView
 
 log = logging.getLogger(__name__)
 
