@@ -7,7 +7,8 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 from statistics import median
 
-from orchestration.turn import Correction, GroupRegistration, GroupStatus
+from orchestration.turn import GroupRegistration
+from orchestration.views import Correction, GroupStatus
 from workers.steps import Algorithm, RingRates
 
 WINDOW = 32

@@ -18,7 +18,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from cp_core.errors import RingserveError, Unavailable
-from orchestration.turn import ServerView
+from orchestration.views import ServerView
 from ringserve.v1 import inference_pb2
 from services.auth.doorkeeper import Doorkeeper
 from services.auth.scoped_router import ScopedRouter

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from cp_core.layout import TokenRange
 from orchestration.corrections import LEAST, WINDOW, RingCorrections
 from orchestration.planner import Planner, PlannerSettings
-from orchestration.turn import Chunk, Correction, GroupRegistration, Plan, PrefillReport, PromptMode
+from orchestration.turn import Chunk, GroupRegistration, Plan, PrefillReport, PromptMode
+from orchestration.views import Correction
 from tests.orchestration.fake_ranks import MODEL
 from workers.steps import Algorithm, RingRates
 

@@ -13,7 +13,7 @@ import httpx2
 import pytest
 
 from cp_core.errors import ConfigError, RingserveError, Unavailable
-from orchestration.turn import ServerView
+from orchestration.views import ServerView
 from ringserve.v1 import router_pb2_grpc
 from services.auth.tls import DoorTls, PeerTls
 from services.client import AsyncClient, Client, Sampling, TlsFiles
