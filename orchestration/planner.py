@@ -98,23 +98,45 @@ class Planner:
         decode: GroupRegistration,
     ) -> CachedKv:
         """Compares the turn's prefill after a pull with a longer one. Each is taken whole, by its faster algorithm."""
-        rates, shape = self._rates(prefill.rates), self._shape(prefill.tp)
-
-        def prefill_seconds(cached: int) -> float:
-            turn = Turn(new_tokens=num_tokens - cached, cached_tokens=cached, num_ranks=prefill.num_ranks)
-            sums = self._tensor_sums(turn, rates, prefill.tp)
-            return sums + min(_predict(shape, rates, name, turn) for name in Algorithm)
-
         missing = max(0, kept_on_decode - kept_on_prefill)
-        links = min(prefill.num_ranks * prefill.tp, decode.num_ranks * decode.tp)
-        pull_seconds = rates.message_seconds(missing * self._model.kv_bytes_per_token / links)
+        most = max(kept_on_prefill, kept_on_decode)
+        pulled = self.predict_move(missing, prefill, decode) + self.predict_prefill(num_tokens, most, prefill)
         return choose_source(
             self._settings.missing_kv,
             kept_on_prefill=kept_on_prefill,
             kept_on_decode=kept_on_decode,
-            pull_seconds=pull_seconds + prefill_seconds(max(kept_on_prefill, kept_on_decode)),
-            recompute_seconds=prefill_seconds(kept_on_prefill),
+            pull_seconds=pulled,
+            recompute_seconds=self.predict_prefill(num_tokens, kept_on_prefill, prefill) if missing else pulled,
         )
+
+    def predict_turn(
+        self,
+        *,
+        num_tokens: int,
+        kept_on_prefill: int,
+        kept_on_decode: int,
+        prefill: GroupRegistration,
+        decode: GroupRegistration,
+    ) -> tuple[float, float]:
+        """Seconds to fetch KV that only the decode ring keeps, 0 where it is computed again, and of the prefill."""
+        source = self._choose_source(num_tokens, kept_on_prefill, kept_on_decode, prefill, decode)
+        missing = max(0, source.cached_tokens - kept_on_prefill)
+        return (
+            self.predict_move(missing, prefill, decode),
+            self.predict_prefill(num_tokens, source.cached_tokens, prefill),
+        )
+
+    def predict_move(self, num_tokens: int, prefill: GroupRegistration, decode: GroupRegistration) -> float:
+        """Seconds in which the KV of so many tokens goes from one of these rings to the other."""
+        links = min(prefill.num_ranks * prefill.tp, decode.num_ranks * decode.tp)
+        return self._rates(prefill.rates).message_seconds(num_tokens * self._model.kv_bytes_per_token / links)
+
+    def predict_prefill(self, num_tokens: int, cached_tokens: int, ring: GroupRegistration) -> float:
+        """Seconds of a prompt whose beginning is cached, taken whole by its faster algorithm, on an idle ring."""
+        rates, shape = self._rates(ring.rates), self._shape(ring.tp)
+        turn = Turn(new_tokens=num_tokens - cached_tokens, cached_tokens=cached_tokens, num_ranks=ring.num_ranks)
+        sums = self._tensor_sums(turn, rates, ring.tp)
+        return sums + min(_predict(shape, rates, name, turn) for name in Algorithm)
 
     def _cut(self, ring: GroupRegistration, tokens: TokenRange) -> list[TokenRange]:
         limits = StepLimits.of(

@@ -8,21 +8,30 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-import uuid
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from cp_core.errors import Busy, DeadlineExceeded, InvalidRequest, NotFound, RingserveError, TurnCancelled, Unavailable
+from cp_core.errors import (
+    Busy,
+    CapacityExceeded,
+    DeadlineExceeded,
+    InvalidRequest,
+    NotFound,
+    RingserveError,
+    TurnCancelled,
+    Unavailable,
+)
 from orchestration.conversation_desk import ConversationDesk
 from orchestration.conversations import Conversation, ConversationStore
 from orchestration.groups import Group, GroupRegistry
+from orchestration.placement import RingPlacer, WantedTurn
 from orchestration.planner import Planner
 from orchestration.ports import DecodePort, Peers, PrefillPort
 from orchestration.prompts import common_prefix, resolve_prompt
 from orchestration.ring import RingState
-from orchestration.running_turn import RunningTurn
+from orchestration.running_turn import RunningTurn, new_turn_id
 from orchestration.turn import (
     BegunTurn,
     ConversationList,
@@ -39,6 +48,7 @@ from orchestration.turn import (
     TurnRequest,
 )
 from orchestration.turn_ends import TurnEnds
+from orchestration.turn_placements import TurnPlacements
 from workers.steps import TokenIds
 
 log = logging.getLogger(__name__)
@@ -72,7 +82,7 @@ class Router:
         self._settings = settings
         self._planner = planner
         self._peers = peers
-        self._groups = GroupRegistry()
+        self._groups = GroupRegistry(clock)
         self._conversations = ConversationStore(
             settings.max_conversations,
             max_waiting=settings.max_waiting_turns,
@@ -80,6 +90,7 @@ class Router:
             clock=clock,
         )
         self._turns = TurnEnds(peers, self._groups, self._conversations, settings.control_timeout)
+        self._placements = TurnPlacements(peers, RingPlacer(self._groups, planner), self._turns)
         self._desk = ConversationDesk(self._conversations, peers, self._groups, self._turns)
         self._expiring: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -103,10 +114,10 @@ class Router:
             self._conversations.close(conversation)
             raise
         try:
-            await self._reserve(turn)
+            await self._reserve_somewhere(turn)
             if turn.stop_error is not None:
                 raise turn.stop_error
-            plan = self._plan(turn)
+            plan = self._placements.explain(turn, self._plan(turn))
         except BaseException as error:
             # Also when the gateway hangs up while we wait: what was reserved must not stay.
             reason = error if isinstance(error, RingserveError) else TurnCancelled("the turn was cancelled")
@@ -146,11 +157,18 @@ class Router:
 
     def _admit(self, request: TurnRequest, conversation: Conversation) -> RunningTurn:
         prompt, mode = resolve_prompt(conversation.tokens, request.token_ids, request.prompt_mode)
-        prefill = self._groups.choose("prefill", conversation.prefill)
-        decode = self._groups.choose("decode", conversation.decode)
-        self._check_length(len(prompt), request.sampling.max_tokens, prefill, decode)
         _check_scores(len(prompt), request.sampling.prompt_logprobs)
-        turn = RunningTurn(f"turn-{uuid.uuid4().hex[:16]}", request, conversation, prompt, mode, prefill, decode)
+        wanted = WantedTurn(
+            num_tokens=len(prompt),
+            answer_tokens=request.sampling.max_tokens,
+            match_tokens=_match(conversation, prompt, request),
+            prefill=conversation.prefill,
+            decode=conversation.decode,
+        )
+        choice = self._placements.choose(wanted)
+        self._check_length(len(prompt), request.sampling.max_tokens, choice.prefill, choice.decode)
+        placed = self._placements.place(wanted, choice)
+        turn = RunningTurn(new_turn_id(), request, conversation, prompt, mode, wanted, choice, placed)
         self._turns.add(turn)
         return turn
 
@@ -167,21 +185,22 @@ class Router:
                 f"and {name} allow at most {limit}"
             )
 
+    async def _reserve_somewhere(self, turn: RunningTurn) -> None:
+        """Reserve on the rings that were chosen or, where they have no room, on the next ones."""
+        while True:
+            try:
+                return await self._reserve(turn)
+            except (CapacityExceeded, Unavailable) as refusal:
+                await self._placements.try_elsewhere(turn, refusal)
+
     async def _reserve(self, turn: RunningTurn) -> None:
-        history = turn.conversation.tokens
         sampling = turn.request.sampling
-        # What is cached has no logits any more: a prompt whose log-probabilities are asked for is computed whole.
-        is_new = history is None or sampling.prompt_logprobs is not None
-        match = 0 if history is None or is_new else common_prefix(history, turn.prompt)
-        # The last prompt token is always computed: its logits give the first new one.
-        turn.match_tokens = min(match, len(turn.prompt) - 1)
         num_tokens = len(turn.token_ids)
         request = Reserve(
             turn_id=turn.turn_id,
             attempt=turn.attempt,
             sequence_id=turn.sequence_id,
-            # Of a later attempt the rings hold nothing but the turn's own tokens.
-            match_tokens=turn.match_tokens if turn.attempt == 1 else num_tokens - 1,
+            match_tokens=0,
             num_tokens=num_tokens,
             deadline_seconds=turn.request.deadline_seconds,
             source_incarnation=turn.prefill.registration.incarnation,
@@ -189,17 +208,26 @@ class Router:
             penalized_ids=tuple(np.unique(turn.prompt).tolist()) if sampling.looks_at_prompt else (),
             priority=turn.request.priority,
         )
+        rings = (turn.prefill, turn.decode)
+        # Of a later attempt the rings hold nothing but the turn's own tokens.
+        matches = [turn.match_on(ring) if turn.attempt == 1 else num_tokens - 1 for ring in rings]
+        on_prefill, on_decode = (replace(request, match_tokens=match) for match in matches)
         answers = await asyncio.gather(
-            self._prefill_port(turn).reserve(request), self._decode_port(turn).reserve(request), return_exceptions=True
+            self._prefill_port(turn).reserve(on_prefill),
+            self._decode_port(turn).reserve(on_decode),
+            return_exceptions=True,
         )
-        for group, answer in zip((turn.prefill, turn.decode), answers, strict=True):
+        for group, answer in zip(rings, answers, strict=True):
             if isinstance(answer, Unavailable):
                 group.is_ready = False
+            if isinstance(answer, Unavailable | CapacityExceeded):
+                turn.refused.append(group)
+        turn.on_prefill, turn.on_decode = (None if isinstance(each, BaseException) else each for each in answers)
         for answer in answers:
             if isinstance(answer, BaseException):
                 raise answer
-        turn.on_prefill, turn.on_decode = answers  # type: ignore[assignment]
         if turn.on_prefill.incarnation != request.source_incarnation:  # type: ignore[union-attr]
+            turn.refused.append(turn.prefill)
             raise Unavailable(f"ring {turn.prefill.name} was rebuilt just now; retry")
 
     def _plan(self, turn: RunningTurn) -> Plan:
@@ -231,6 +259,7 @@ class Router:
 
     def _prefilled(self, turn: RunningTurn, task: asyncio.Task[PrefillDone]) -> None:
         """A failed prefill ends the turn where its client waits: on the decode ring's stream."""
+        turn.placed.end_prefill()
         error = None if task.cancelled() else task.exception()
         if error is None or turn.ending is not None:
             return
@@ -421,9 +450,20 @@ class Router:
 
     async def close(self) -> None:
         """End background work."""
+        await self._placements.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+def _match(conversation: Conversation, prompt: TokenIds, request: TurnRequest) -> int:
+    """How many tokens of the prompt are the conversation's, and need not be computed where their KV is."""
+    history = conversation.tokens
+    # What is cached has no logits any more: a prompt whose log-probabilities are asked for is computed whole.
+    if history is None or request.sampling.prompt_logprobs is not None:
+        return 0
+    # The last prompt token is always computed: its logits give the first new one.
+    return min(common_prefix(history, prompt), len(prompt) - 1)
 
 
 def _check_scores(num_tokens: int, num_top: int | None) -> None:
