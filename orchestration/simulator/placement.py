@@ -92,8 +92,8 @@ class RoundRobin:
 
 
 class KvAware:
-    """Knows every queue and all kept KV as they are. The prefill ring where waiting and computing end first: that which holds the conversation, or the idlest other.
-    The decode ring that holds it, unless others have many turns fewer.
+    """Knows every queue and all kept KV as they are. The prefill ring where waiting and computing end first: that which
+    holds the conversation, or the idlest other. The decode ring that holds it, unless others have many turns fewer.
     """
 
     def __init__(self, rings: Rings, planner: Planner) -> None:

@@ -8,11 +8,9 @@ from dataclasses import dataclass, replace
 from cp_core.layout import TokenRange
 from orchestration.groups import Group
 from orchestration.prefill_scheduler import PrefillScheduler, ScheduledStep
-from orchestration.simulator.clock import Clock
+from orchestration.simulator.clock import ANNOUNCE_SECONDS, Clock
 from orchestration.simulator.kept_kv import KeptKv
 from orchestration.turn import Chunk
-
-ANNOUNCE_SECONDS = 2.0
 
 
 @dataclass(slots=True, eq=False)

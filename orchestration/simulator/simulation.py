@@ -343,6 +343,7 @@ class Simulation:
                 overlap=rates.overlap,
             ),
             capacity_tokens=memory.max_tokens(pool.cp),
+            max_batch=settings.max_batch if role == "decode" else 0,
             chunk_tokens=settings.chunk_tokens,
             step_budget=settings.scheduling.step_budget,
             min_chunk_tokens=settings.scheduling.min_chunk_tokens,
