@@ -27,6 +27,8 @@ from workers.steps import RingRates
 
 TIE = 0.1
 """Predictions this near to each other, relatively, say nothing: they are not that good."""
+LEAVE_SECONDS = 0.02
+"""A conversation leaves its KV for no less: what it saves is predicted, and what it loses is there."""
 RATE_STEP = 1.2
 """Rings of one size whose measured rates differ by less than such a step are predicted as one."""
 TURN_SECONDS = 0.02
@@ -101,16 +103,15 @@ class RingPlacer:
         """
         prefills, decodes = self._candidates("prefill", turn, refused), self._candidates("decode", turn, refused)
         now = self._groups.clock()
-        best: tuple[float, list[_Cost], _Cost, Group] | None = None
+        options = []
         for decode in self._decode_options(turn, decodes):
             costs = self._prefill_costs(turn, prefills, decode, now)
             cost = _first_of_the_quickest(turn, costs)
             # The pull that a decode ring without the KV makes impossible is in the prefill's cost.
-            total = cost.total + self._decode_seconds(turn, decode)
-            if best is None or total < best[0]:
-                best = total, costs, cost, decode
-        assert best is not None, "there is a candidate of either kind"
-        _, costs, cost, decode = best
+            options.append((cost.total + self._decode_seconds(turn, decode), cost, costs, decode))
+        total, cost, costs, decode = options[0]
+        if len(options) > 1 and total > _worth_leaving(options[1][0]):
+            _, cost, costs, decode = options[1]
         return Choice(
             prefill=cost.group,
             decode=decode,
@@ -199,11 +200,19 @@ class RingPlacer:
 
 def _first_of_the_quickest(turn: WantedTurn, costs: Sequence[_Cost]) -> _Cost:
     """Of those that tie: the conversation's own ring, then the smallest, then the one that had no turn the longest."""
-    limit = min(cost.total for cost in costs) * (1 + TIE)
+    least = min(cost.total for cost in costs)
+    for cost in costs:
+        if turn.is_at(cost.group) and cost.total <= _worth_leaving(least):
+            return cost
     return min(
-        (cost for cost in costs if cost.total <= limit),
-        key=lambda cost: (not turn.is_at(cost.group), _num_processes(cost.group.registration), cost.group.last_placed),
+        (cost for cost in costs if cost.total <= least * (1 + TIE)),
+        key=lambda cost: (_num_processes(cost.group.registration), cost.group.last_placed),
     )
+
+
+def _worth_leaving(other: float) -> float:
+    """Seconds on a conversation's own ring beyond which it goes to another that takes `other`."""
+    return other * (1 + TIE) + LEAVE_SECONDS
 
 
 def _listed(chosen: _Cost, costs: Sequence[_Cost]) -> tuple[RingAlternative, ...]:

@@ -211,7 +211,7 @@ async def test_kv_that_a_ring_could_not_be_told_to_free_is_never_taken_for_the_c
 async def test_many_turns_at_once_on_many_rings_are_exact_and_leave_nothing(
     model_paths: Mapping[str, Path], oracles: Mapping[str, Oracle]
 ) -> None:
-    async with Service(model_paths[KIND], 2, 2, other_prefill=[1, 3], other_decode=[1], max_batch=3) as service:
+    async with Service(model_paths[KIND], 2, 2, other_prefill=[2, 2], other_decode=[1], max_batch=3) as service:
         free = service.free_blocks()
         prompts = [random_tokens(20 + 7 * number, number) for number in range(9)]
         answers = await asyncio.gather(*(service.answer(service.request(prompt)) for prompt in prompts))
