@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from orchestration.turn import GroupRegistration
+
+RingKind = tuple[int, int, int, int]
+"""Ranks, processes a rank, and powers of two near to the measured rates of matrix products and links."""
 
 
 @dataclass(slots=True, eq=False)
@@ -25,6 +29,7 @@ class Group:
     busy_until: float = 0.0
     free_tokens: int = 0
     last_placed: int = 0
+    kind: RingKind = (0, 0, 0, 0)
 
     @property
     def name(self) -> str:
@@ -37,6 +42,7 @@ class Group:
     def announce(self, registration: GroupRegistration, now: float) -> None:
         """Take over what the ring says of itself. One that tells no rate keeps the router's own estimate."""
         self.registration, self.is_ready = registration, True
+        self.kind = _kind_of(registration)
         if registration.work_rate > 0.0:
             self.busy_until = now + registration.waiting_work / registration.work_rate
         free = registration.free_tokens
@@ -106,3 +112,11 @@ class GroupRegistry:
         prefill.busy_until = max(prefill.busy_until, now) + prefill_seconds
         prefill.num_prefilling += 1
         return Placed(prefill, self.clock)
+
+
+def _kind_of(registration: GroupRegistration) -> RingKind:
+    rates = registration.rates
+    speed, link = (
+        round(math.log2(rate)) if rate > 0.0 else 0 for rate in (rates.gemm_flops, rates.link_bytes_per_second)
+    )
+    return registration.num_ranks, registration.tp, speed, link

@@ -12,25 +12,22 @@ another, so with a new one the prefill ring computes again what only the old one
 from __future__ import annotations
 
 import heapq
-import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple
 
 from cp_core.errors import Unavailable
 from orchestration.conversations import Placement
-from orchestration.groups import Group, GroupRegistry, Placed
+from orchestration.groups import Group, GroupRegistry, Placed, RingKind
 from orchestration.planner import Planner
 from orchestration.turn import GroupRegistration, RingAlternative
-from workers.steps import RingRates
 
 TIE = 0.1
 """Predictions this near to each other, relatively, say nothing: they are not that good."""
 LEAVE_SECONDS = 0.02
 """A conversation leaves its KV for no less: what it saves is predicted, and what it loses is there."""
-RATE_STEP = 1.2
-"""Rings of one size whose measured rates differ by less than such a step are predicted as one."""
+NUM_COMPARED = 2
+"""Rings of each kind that are predicted: the others of the kind are busier, and so are no quicker."""
 TURN_SECONDS = 0.02
 """What a turn more in a decode batch costs those of the batch: about 0.1 ms a step for an answer of 200 tokens."""
 WAIT_SECONDS = 1.0
@@ -159,21 +156,15 @@ class RingPlacer:
 
     def _prefill_costs(self, turn: WantedTurn, prefills: Sequence[Group], decode: Group, now: float) -> list[_Cost]:
         on_decode = turn.kept_on(decode)
-        predicted: dict[tuple[object, int], tuple[float, float]] = {}
         costs = []
-        for group in prefills:
-            kept = turn.kept_on(group)
-            key = _kind_of(group.registration.rates, group.registration.num_ranks, group.registration.tp), kept
-            seconds = predicted.get(key)
-            if seconds is None:
-                seconds = predicted[key] = self._planner.predict_turn(
-                    num_tokens=turn.num_tokens,
-                    kept_on_prefill=kept,
-                    kept_on_decode=on_decode,
-                    prefill=group.registration,
-                    decode=decode.registration,
-                )
-            move, prefill = seconds
+        for group in _least_busy_of_each_kind(turn, prefills, now):
+            move, prefill = self._planner.predict_turn(
+                num_tokens=turn.num_tokens,
+                kept_on_prefill=turn.kept_on(group),
+                kept_on_decode=on_decode,
+                prefill=group.registration,
+                decode=decode.registration,
+            )
             queue = group.queue_seconds(now)
             costs.append(_Cost(group, queue, move, prefill, queue + move + prefill))
         return costs
@@ -196,6 +187,22 @@ class RingPlacer:
             if place is not None and place.group != chosen.name:
                 parts.append(f"the conversation leaves {role} ring {place.group}")
         return "".join(f"; {part}" for part in parts)
+
+
+def _least_busy_of_each_kind(turn: WantedTurn, prefills: Sequence[Group], now: float) -> list[Group]:
+    """And the conversation's own ring, however busy it is. Of the idle ones those that had no turn the longest."""
+    kinds: dict[RingKind, list[Group]] = {}
+    compared = []
+    for group in prefills:
+        if turn.is_at(group):
+            compared.append(group)
+        else:
+            kinds.setdefault(group.kind, []).append(group)
+    for same in kinds.values():
+        compared += heapq.nsmallest(
+            NUM_COMPARED, same, key=lambda group: (max(group.busy_until, now), group.last_placed)
+        )
+    return compared
 
 
 def _first_of_the_quickest(turn: WantedTurn, costs: Sequence[_Cost]) -> _Cost:
@@ -231,14 +238,6 @@ def _load_seconds(decode: Group) -> float:
 
 def _num_processes(ring: GroupRegistration) -> int:
     return ring.num_ranks * ring.tp
-
-
-@lru_cache(maxsize=4096)
-def _kind_of(rates: RingRates, num_ranks: int, tp: int) -> tuple[int, ...]:
-    """Rings of one kind are predicted alike: of one size, with rates in the same steps."""
-    measured = (rates.gemm_flops, rates.attention_flops, rates.link_bytes_per_second, rates.link_latency_seconds)
-    steps = (round(math.log(rate, RATE_STEP)) if rate > 0.0 else 0 for rate in measured)
-    return num_ranks, tp, round(10 * rates.overlap), *steps
 
 
 def _milliseconds(seconds: float) -> str:
