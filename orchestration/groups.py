@@ -116,7 +116,6 @@ class GroupRegistry:
 
 def _kind_of(registration: GroupRegistration) -> RingKind:
     rates = registration.rates
-    speed, link = (
-        round(math.log2(rate)) if rate > 0.0 else 0 for rate in (rates.gemm_flops, rates.link_bytes_per_second)
-    )
+    measured = (rates.gemm_flops, rates.link_bytes_per_second)
+    speed, link = (round(math.log2(rate)) if rate > 0.0 else 0 for rate in measured)
     return registration.num_ranks, registration.tp, speed, link

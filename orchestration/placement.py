@@ -26,8 +26,6 @@ TIE = 0.1
 """Predictions this near to each other, relatively, say nothing: they are not that good."""
 LEAVE_SECONDS = 0.02
 """A conversation leaves its KV for no less: what it saves is predicted, and what it loses is there."""
-NUM_COMPARED = 2
-"""Rings of each kind that are predicted: the others of the kind are busier, and so are no quicker."""
 TURN_SECONDS = 0.02
 """What a turn more in a decode batch costs those of the batch: about 0.1 ms a step for an answer of 200 tokens."""
 WAIT_SECONDS = 1.0
@@ -199,9 +197,7 @@ def _least_busy_of_each_kind(turn: WantedTurn, prefills: Sequence[Group], now: f
         else:
             kinds.setdefault(group.kind, []).append(group)
     for same in kinds.values():
-        compared += heapq.nsmallest(
-            NUM_COMPARED, same, key=lambda group: (max(group.busy_until, now), group.last_placed)
-        )
+        compared.append(min(same, key=lambda group: (max(group.busy_until, now), group.last_placed)))
     return compared
 
 

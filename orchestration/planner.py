@@ -119,6 +119,8 @@ class Planner:
         decode: GroupRegistration,
     ) -> tuple[float, float]:
         """Seconds to fetch KV that only the decode ring keeps, 0 where it is computed again, and of the prefill."""
+        if kept_on_decode <= kept_on_prefill:
+            return 0.0, self.predict_prefill(num_tokens, kept_on_prefill, prefill)
         source = self._choose_source(num_tokens, kept_on_prefill, kept_on_decode, prefill, decode)
         missing = max(0, source.cached_tokens - kept_on_prefill)
         return (
