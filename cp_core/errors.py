@@ -2,6 +2,8 @@
 
 RingserveError
 ├── InvalidRequest        a field of the request is wrong: the message names field, value and what is allowed
+├── Unauthenticated       no token, or one that is wrong or has expired
+├── Forbidden             the caller is known and may not do this
 ├── NotFound              no such conversation, request or turn
 ├── Busy                  the conversation has a turn running
 ├── CapacityExceeded      no free KV, batch slot or place in a queue now; the same request may succeed later
@@ -24,6 +26,14 @@ class RingserveError(Exception):
 
 class InvalidRequest(RingserveError):
     """A field of the request is wrong."""
+
+
+class Unauthenticated(RingserveError):
+    """No token, or one that is wrong or has expired."""
+
+
+class Forbidden(RingserveError):
+    """The caller is known and may not do this."""
 
 
 class NotFound(RingserveError):

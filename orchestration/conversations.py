@@ -13,7 +13,7 @@ from itertools import islice
 
 from cp_core.errors import Busy, CapacityExceeded, InvalidRequest, NotFound, RingserveError
 from cp_core.layout import ShardMap
-from orchestration.turn import ConversationView, PlacementView
+from orchestration.views import ConversationView, PlacementView
 from workers.steps import TokenIds
 
 

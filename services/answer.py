@@ -51,7 +51,7 @@ def answer_dict(complete: inference_pb2.GenerateComplete, conversation_id: str) 
         "token_ids": list(complete.output_ids),
         "text": complete.text,
         "finish_reason": complete.finish_reason,
-        "matched_stop": _matched_stop(complete),
+        "matched_stop": matched_stop(complete),
         "conversation_id": conversation_id,
         "usage": {
             "prompt_tokens": complete.usage.prompt_tokens,
@@ -84,7 +84,7 @@ def logprobs_dict(logprobs: inference_pb2.TokenLogprobs) -> dict[str, Any]:
     }
 
 
-def _matched_stop(complete: inference_pb2.GenerateComplete) -> int | str | None:
+def matched_stop(complete: inference_pb2.GenerateComplete) -> int | str | None:
     """What ended the answer: a string, a token, or its length."""
     if complete.HasField("matched_stop_str"):
         return complete.matched_stop_str

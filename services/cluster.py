@@ -28,9 +28,12 @@ from ray.exceptions import RayError, RayTaskError
 
 from cp_core.errors import ConfigError, RingserveError, Unavailable
 from orchestration.actors import host as host_actor
+from services.auth.tenants import read_tokens
 from services.config import Config
+from services.gateway_settings import GatewaySettings
 from services.hosts import LeaderHost, RouterHost
 from services.stopping import check_stop, keeping_handlers
+from workers.builtin_model import PREFIX as BUILTIN_PREFIX
 from workers.builtin_model import resolve_model_path
 from workers.model_info import read_model_info, tensor_share
 
@@ -98,6 +101,7 @@ class LocalCluster:
         self._router: Any = None
         self._gateway: subprocess.Popen[bytes] | None = None
         self.gateway_address = ""
+        self.http_address = ""
         self.metrics_address = ""
         self.router_endpoint = ""
 
@@ -111,9 +115,10 @@ class LocalCluster:
         model = read_model_info(path, dtype=config.model.dtype, name=Path(config.model.path).name)
         for role, pool in (("prefill", config.prefill), ("decode", config.decode)):
             tensor_share(model, pool.tp, f"{role}.tp")
+        _check_secrets(config)
         if self._with_gateway:
-            _check_free("gateway.listen", config.gateway.listen)
-            _check_free("gateway.metrics", config.gateway.metrics)
+            for key in ("listen", "http", "metrics"):
+                _check_free(f"gateway.{key}", getattr(config.gateway, key))
         if config.ray.address:
             self._progress(f"joining the Ray cluster at {config.ray.address}")
             self._join_ray()
@@ -145,7 +150,9 @@ class LocalCluster:
             self._progress(f"ring {leader.host.name} serves")
         if self._with_gateway:
             self._await_gateway()
-            self._progress(f"gateway serves at {self.gateway_address}")
+            scheme = "https" if config.tls.files else "http"
+            http = f", OpenAI's HTTP at {scheme}://{self.http_address}/v1" if self.http_address else ""
+            self._progress(f"gateway serves at {self.gateway_address}{http}")
         for leader in self._leaders.values():
             # Not while the others start: rates measured on a busy machine would mislead the plans.
             self._result(leader.actor.measure.remote())
@@ -216,17 +223,23 @@ class LocalCluster:
 
     def _start_gateway(self, model_path: Path) -> None:
         config = self._config
-        command = [
-            *(sys.executable, "-m", "services.gateway_process", "--follow-stdin"),
-            *("--listen", self.gateway_address or config.gateway.listen),
-            *("--metrics", self.metrics_address or config.gateway.metrics),
-            *("--router", self.router_endpoint),
-            *("--model", str(model_path)),
-            *("--dtype", config.model.dtype),
-            *("--max-seconds", str(config.gateway.max_seconds)),
-            *("--log-level", config.logs.level),
-            *("--metric-names", config.metrics.also_as),
-        ]
+        settings = GatewaySettings(
+            listen=self.gateway_address or config.gateway.listen,
+            http=self.http_address or config.gateway.http,
+            metrics=self.metrics_address or config.gateway.metrics,
+            router=self.router_endpoint,
+            model=str(model_path),
+            model_name=config.gateway.model_name or _model_name(config.model.path),
+            dtype=config.model.dtype,
+            max_seconds=config.gateway.max_seconds,
+            log_level=config.logs.level,
+            metric_names=config.metrics.also_as,
+            follow_stdin=True,
+            tokens=config.auth.tokens,
+            tls=config.tls.files,
+            peer_tls=config.internal_tls.files,
+        )
+        command = [sys.executable, "-m", "services.gateway_process", "--settings", settings.to_json()]
         # A session of its own: Ctrl-C reaches this process alone, which then ends the gateway in order.
         self._gateway = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
 
@@ -237,6 +250,7 @@ class LocalCluster:
             raise ConfigError("the gateway did not start; its reason stands above")
         addresses = json.loads(line)
         self.gateway_address, self.metrics_address = addresses["gateway"], addresses["metrics"]
+        self.http_address = addresses["http"]
 
     def watch(self) -> None:
         """Start again a leader or gateway that died, until stopped. Raises Unavailable when the router died."""
@@ -280,8 +294,23 @@ class LocalCluster:
             log.warning("%d of %d actors did not stop in time and are ended with Ray", len(late), len(done) + len(late))
 
 
+def _model_name(path: str) -> str:
+    """What HTTP clients call the model where the configuration names nothing."""
+    return path if path.startswith(BUILTIN_PREFIX) else Path(path).name
+
+
 def _is_done(reference: Any) -> bool:
     return bool(ray.wait([reference], timeout=0)[0])
+
+
+def _check_secrets(config: Config) -> None:
+    """Say that a file of keys or tokens cannot be used now, and not after half a minute. Raises ConfigError."""
+    if config.tls.files is not None:
+        config.tls.files.http_context()
+    if config.internal_tls.files is not None:
+        config.internal_tls.files.channel_credentials()
+    if config.auth.tokens:
+        read_tokens(Path(config.auth.tokens))
 
 
 def _check_free(key: str, address: str) -> None:

@@ -19,6 +19,7 @@ from cp_core.ring_backend import select_ring_backend
 from cp_core.selector import POLICIES
 from orchestration.cached_kv import MISSING_KV
 from orchestration.prefill_scheduler import PrefillScheduling
+from services.auth.sections import AuthConfig, InternalTlsConfig, TlsConfig, absolute_paths, check_doors, check_sections
 
 ENV_PREFIX = "RINGSERVE_"
 DTYPES = ("float32", "bfloat16", "float16")
@@ -149,11 +150,19 @@ class RouterConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class GatewayConfig:
-    """Where clients call. `metrics` serves Prometheus; empty switches it off. `max_seconds` bounds a turn."""
+    """Where clients call: gRPC at `listen`, OpenAI's HTTP at `http`; `metrics` serves Prometheus. Empty switches off
+    `http` and `metrics`.
+
+    `model_name` is what HTTP clients call the model; empty takes "builtin:tiny" or the name of the model's directory.
+    `max_seconds` bounds a turn. `insecure` allows to listen beyond loopback without TLS or tokens.
+    """
 
     listen: str = "127.0.0.1:50051"
+    http: str = "127.0.0.1:8000"
+    model_name: str = ""
     metrics: str = "127.0.0.1:9464"
     max_seconds: float = 600.0
+    insecure: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,6 +220,9 @@ class Config:
     kv_cache: KvCacheConfig = field(default_factory=KvCacheConfig)
     router: RouterConfig = field(default_factory=RouterConfig)
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
+    tls: TlsConfig = field(default_factory=TlsConfig)
+    internal_tls: InternalTlsConfig = field(default_factory=InternalTlsConfig)
+    auth: AuthConfig = field(default_factory=AuthConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     ray: RayConfig = field(default_factory=RayConfig)
     timeouts: TimeoutConfig = field(default_factory=TimeoutConfig)
@@ -280,7 +292,7 @@ def config_from(values: Mapping[str, Mapping[str, Any]]) -> Config:
     unknown = sorted(set(values) - set(sections))
     if unknown:
         raise ConfigError(f"{unknown[0]}: no such section; allowed are {', '.join(sections)}")
-    return Config(**{name: _section(name, sections[name], part) for name, part in values.items()})
+    return Config(**{name: _section(name, sections[name], absolute_paths(name, part)) for name, part in values.items()})
 
 
 def _section(name: str, kind: type[Any], values: Mapping[str, Any]) -> Any:
@@ -345,12 +357,16 @@ def _check(config: Config) -> None:
     _within("gateway.max_seconds", config.gateway.max_seconds, 0.1, 86_400)
     _address("gateway.listen", config.gateway.listen)
     _address("router.listen", config.router.listen)
-    if config.gateway.metrics:
-        _address("gateway.metrics", config.gateway.metrics)
+    for key in ("http", "metrics"):
+        if address := getattr(config.gateway, key):
+            _address(f"gateway.{key}", address)
     _among("metrics.also_as", config.metrics.also_as, METRIC_NAMES)
     for key in ("router", "prefill", "decode"):
         if getattr(config.metrics, key):
             _address(f"metrics.{key}", getattr(config.metrics, key))
+    check_sections(config.tls, config.internal_tls)
+    doors = {f"gateway.{key}": getattr(config.gateway, key) for key in ("listen", "http")}
+    check_doors(doors, config.tls, config.auth, is_insecure=config.gateway.insecure)
 
 
 def _ring_transport(model: ModelConfig) -> None:

@@ -36,7 +36,7 @@ def demo_config() -> Config:
         prefill=PrefillConfig(cp=2, chunk_tokens=16384),
         decode=DecodeConfig(cp=2, max_batch=8),
         kv_cache=KvCacheConfig(tokens_per_rank=16384),
-        gateway=GatewayConfig(listen="127.0.0.1:0", metrics="127.0.0.1:0"),
+        gateway=GatewayConfig(listen="127.0.0.1:0", http="", metrics="127.0.0.1:0"),
         logs=LogConfig(level="warning"),
     )
 

@@ -5,17 +5,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import ExitStack, aclosing, contextmanager
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 
 from cp_core.errors import InvalidRequest, RingserveError, Unavailable
 from orchestration.ports import Peers, RouterPort
-from orchestration.turn import ConversationView, Plan, TurnRequest
+from orchestration.turn import Plan, TurnRequest
+from orchestration.views import ConversationView, ServerView
 from ringserve.v1 import inference_pb2, inference_pb2_grpc
+from services.auth.doorkeeper import Doorkeeper
+from services.auth.scoped_router import ScopedRouter
+from services.auth.tenants import Tenant
 from services.completions import Responses, merged, turns_of
 from services.metrics.gateway import GatewayMetrics
 from services.requests import RequestReader, identifier
@@ -30,6 +34,7 @@ from workers.steps import ModelInfo
 
 log = logging.getLogger(__name__)
 Context = grpc.aio.ServicerContext[Any, Any]
+T = TypeVar("T")
 
 DEFAULT_PAGE = 100
 """Conversations on a page of a list."""
@@ -46,7 +51,10 @@ def package_version() -> str:
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
-    """The public methods. Tokens come straight from the decode leader of each turn."""
+    """The public methods. Tokens come straight from the decode leader of each turn.
+
+    Nothing here asks the router by itself: only a `ScopedRouter` of the tenant that calls does.
+    """
 
     def __init__(
         self,
@@ -57,12 +65,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         router: RouterPort,
         peers: Peers,
         metrics: GatewayMetrics,
+        doorkeeper: Doorkeeper | None = None,
     ) -> None:
         self._model = model
         self._model_path = model_path
         self._codec = codec
         self._reader = reader
-        self._router = router
+        self._whole_router = router
+        self._doorkeeper = doorkeeper or Doorkeeper()
         self._peers = peers
         self._metrics = metrics
         self._started = time.monotonic()
@@ -73,30 +83,55 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def Generate(
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
-        async for response in answer_stream(context, self._generate(request, context.time_remaining())):
-            yield response
+        turn = answer_stream(context, self._generate_for(request, context))
+        async with aclosing(turn) as responses:  # type: ignore[type-var]
+            async for response in responses:
+                yield response
 
-    async def _generate(self, request: inference_pb2.GenerateRequest, seconds_left: float | None) -> Responses:
+    async def _generate_for(
+        self, request: inference_pb2.GenerateRequest, context: Context
+    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        async with aclosing(self.generate(request, self._caller(context), context.time_remaining())) as responses:
+            async for response in responses:
+                yield response
+
+    async def generate(
+        self, request: inference_pb2.GenerateRequest, tenant: Tenant, seconds_left: float | None
+    ) -> Responses:
+        """One turn, from whatever door. Raises RingserveError; closing the iterator ends the turn everywhere."""
         started = time.monotonic()
+        with ExitStack() as held:
+            with self._refusals_counted(started):
+                count = num_completions(request.sampling_params)
+                held.enter_context(self._doorkeeper.limits.turns(tenant, count))
+                turn_request = await asyncio.to_thread(self._reader.read, request, seconds_left)
+            rule, router = stop_rule(request.sampling_params), self.router_for(tenant)
+            turns = [
+                self._turn(each, router, rule, started, index)
+                for index, each in enumerate(turns_of(turn_request, count))
+            ]
+            async with aclosing(merged(turns) if count > 1 else turns[0]) as responses:
+                async for response in responses:
+                    yield response
+
+    @contextmanager
+    def _refusals_counted(self, started: float) -> Iterator[None]:
         try:
-            turn_request = await asyncio.to_thread(self._reader.read, request, seconds_left)
+            yield
         except RingserveError as error:
             self._metrics.began()
             self._metrics.ended(code_of(error).name.lower(), time.monotonic() - started)
             raise
-        rule, count = stop_rule(request.sampling_params), num_completions(request.sampling_params)
-        turns = [self._turn(each, rule, started, index) for index, each in enumerate(turns_of(turn_request, count))]
-        async with aclosing(merged(turns) if count > 1 else turns[0]) as responses:
-            async for response in responses:
-                yield response
 
-    async def _turn(self, turn_request: TurnRequest, rule: StopRule, started: float, index: int) -> Responses:
+    async def _turn(
+        self, turn_request: TurnRequest, router: ScopedRouter, rule: StopRule, started: float, index: int
+    ) -> Responses:
         """The responses of one answer."""
-        outcome, request_id = "cancelled", turn_request.request_id
+        outcome, request_id = "cancelled", router.scoped(turn_request.request_id)
         self._metrics.began()
         try:
             self._running.add(request_id)
-            begun = await self._router.begin_turn(turn_request)
+            begun = await router.begin_turn(turn_request)
             self._note_plan(request_id, begun.prompt_tokens, begun.plan)
             text = AnswerText(IncrementalText(self._codec), rule)
             stream = TurnStream(turn_request, begun, text, started, index)
@@ -110,7 +145,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             outcome = code_of(error).name.lower()
             if self._is_stopping:
                 raise Unavailable("the gateway is stopping; retry at another") from error
-            raise
+            raise router.shown(error) from None
         finally:
             self._running.discard(request_id)
             self._metrics.ended(outcome, time.monotonic() - started)
@@ -139,7 +174,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
     async def _abort(self, request_id: str) -> None:
         try:
-            await self._router.abort_requests([request_id])
+            await self._whole_router.abort_requests([request_id])
         except RingserveError as error:
             log.warning("request %s could not be aborted: %s", request_id, error)
 
@@ -151,12 +186,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             await self._abort(request_id)
 
     async def Abort(self, request: inference_pb2.AbortRequest, context: Context) -> inference_pb2.AbortResponse:
-        aborted, unknown = await answer(context, self._router.abort_requests(list(request.request_ids)))
+        ids = list(request.request_ids)
+        aborted, unknown = await self._answer(context, lambda router: router.abort_requests(ids))
         return inference_pb2.AbortResponse(aborted=aborted, unknown=unknown)
 
     async def GetModelInfo(
         self, request: inference_pb2.GetModelInfoRequest, context: Context
     ) -> inference_pb2.GetModelInfoResponse:
+        await self._answer(context, _nothing)
         model = self._model
         return inference_pb2.GetModelInfoResponse(
             model_path=self._model_path,
@@ -174,10 +211,22 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             num_parameters=model.num_parameters,
         )
 
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of token ids."""
+        return self._codec.decode(token_ids)
+
+    def router_for(self, tenant: Tenant) -> ScopedRouter:
+        """The router as a tenant sees it."""
+        return ScopedRouter(self._whole_router, tenant)
+
+    async def server_view(self) -> ServerView:
+        """The service as the router sees it. Raises Unavailable."""
+        return await self._whole_router.get_server_info()
+
     async def GetServerInfo(
         self, request: inference_pb2.GetServerInfoRequest, context: Context
     ) -> inference_pb2.GetServerInfoResponse:
-        info = wire_groups.server_to(await answer(context, self._router.get_server_info()))
+        info = wire_groups.server_to(await self._answer(context, self._operators_view))
         info.version = package_version()
         info.uptime_seconds = time.monotonic() - self._started
         return info
@@ -185,35 +234,63 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def GetConversation(
         self, request: inference_pb2.GetConversationRequest, context: Context
     ) -> inference_pb2.GetConversationResponse:
-        view = await answer(context, self._named(request.conversation_id, self._router.get_conversation))
+        name = request.conversation_id
+        view = await self._answer(context, lambda router: _named(name, router.get_conversation))
         return wire_conversations.conversation_to(view)
 
     async def ListConversations(
         self, request: inference_pb2.ListConversationsRequest, context: Context
     ) -> inference_pb2.ListConversationsResponse:
         size = request.page_size if request.HasField("page_size") else DEFAULT_PAGE
-        listing = self._router.list_conversations(request.prefix, request.page_token, size)
-        return wire_conversations.list_to(await answer(context, listing))
+        listing = await self._answer(
+            context, lambda router: router.list_conversations(request.prefix, request.page_token, size)
+        )
+        return wire_conversations.list_to(listing)
 
     async def ForkConversation(
         self, request: inference_pb2.ForkConversationRequest, context: Context
     ) -> inference_pb2.GetConversationResponse:
-        return wire_conversations.conversation_to(await answer(context, self._fork(request)))
-
-    async def _fork(self, request: inference_pb2.ForkConversationRequest) -> ConversationView:
-        for field, value in (("source_id", request.source_id), ("new_id", request.new_id)):
-            if not identifier(field, value):
-                raise InvalidRequest(f"{field}: '' is not allowed; name a conversation")
-        at_token = request.at_token if request.HasField("at_token") else None
-        return await self._router.fork_conversation(request.source_id, request.new_id, at_token)
+        return wire_conversations.conversation_to(await self._answer(context, lambda router: _fork(router, request)))
 
     async def DeleteConversation(
         self, request: inference_pb2.DeleteConversationRequest, context: Context
     ) -> inference_pb2.DeleteConversationResponse:
-        await answer(context, self._named(request.conversation_id, self._router.delete_conversation))
+        name = request.conversation_id
+        await self._answer(context, lambda router: _named(name, router.delete_conversation))
         return inference_pb2.DeleteConversationResponse()
 
-    async def _named(self, conversation_id: str, call: Any) -> Any:
-        if not conversation_id:
-            raise InvalidRequest("conversation_id: '' is not allowed; name a conversation")
-        return await call(conversation_id)
+    def _caller(self, context: Context) -> Tenant:
+        """Raises Unauthenticated."""
+        metadata = dict(context.invocation_metadata() or ())
+        authorization = metadata.get("authorization")
+        return self._doorkeeper.tenant_of(None if authorization is None else str(authorization))
+
+    async def _answer(self, context: Context, ask: Callable[[ScopedRouter], Awaitable[T]]) -> T:
+        """What the router says to the tenant that calls; an error becomes its status."""
+
+        async def asked() -> T:
+            return await ask(self.router_for(self._caller(context)))
+
+        return await answer(context, asked())
+
+    async def _operators_view(self, router: ScopedRouter) -> ServerView:
+        self._doorkeeper.check_operator(router.tenant)
+        return await router.get_server_info()
+
+
+async def _nothing(router: ScopedRouter) -> None:
+    """Asks the router nothing; the caller had to be known all the same."""
+
+
+async def _fork(router: ScopedRouter, request: inference_pb2.ForkConversationRequest) -> ConversationView:
+    for field, value in (("source_id", request.source_id), ("new_id", request.new_id)):
+        if not identifier(field, value):
+            raise InvalidRequest(f"{field}: '' is not allowed; name a conversation")
+    at_token = request.at_token if request.HasField("at_token") else None
+    return await router.fork_conversation(request.source_id, request.new_id, at_token)
+
+
+async def _named(conversation_id: str, call: Callable[[str], Awaitable[T]]) -> T:
+    if not conversation_id:
+        raise InvalidRequest("conversation_id: '' is not allowed; name a conversation")
+    return await call(conversation_id)

@@ -9,20 +9,24 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from prometheus_client.registry import Collector
 
 from cp_core.errors import RingserveError
 from ringserve.v1 import inference_pb2_grpc
+from services.auth.doorkeeper import Doorkeeper
+from services.auth.tenants import TokenFile
 from services.gateway import InferenceServicer
+from services.gateway_settings import GatewaySettings
 from services.grpc_server import GrpcServer
 from services.logs import set_up_logs
 from services.metrics.endpoint import MetricsEndpoint, metrics_page
 from services.metrics.gateway import GatewayMetrics
 from services.metrics.targets import targets_page
 from services.metrics.vllm_names import GATEWAY_NAMES, WithVllmNames
+from services.openai.app import HttpDoor
+from services.openai.server import HttpServer
 from services.peers import GrpcPeers
 from services.requests import RequestReader
 from services.text import TextCodec
@@ -35,30 +39,17 @@ ABORT_GRACE_SECONDS = 5.0
 """For the rings to let go of the others."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class GatewaySettings:
-    """What a gateway needs to know. `follow_stdin`: end when standard input closes, i.e. with the parent."""
-
-    listen: str
-    metrics: str
-    router: str
-    model: str
-    dtype: str
-    max_seconds: float
-    log_level: str = "info"
-    metric_names: str = ""
-    follow_stdin: bool = False
-
-
 async def serve(settings: GatewaySettings) -> None:
-    """Serve until told to stop. The first line on standard output is JSON: {"gateway": ..., "metrics": ...}."""
+    """Serve until told to stop. The first line on standard output is JSON: the addresses listened on."""
     path = resolve_model_path(settings.model)
     model = read_model_info(path, dtype=settings.dtype, name=Path(settings.model).name)
     codec = TextCodec(path)
-    peers, metrics = GrpcPeers(), GatewayMetrics()
+    doorkeeper = Doorkeeper(TokenFile(Path(settings.tokens)) if settings.tokens else None)
+    peers, metrics = GrpcPeers(settings.peer_tls), GatewayMetrics()
     reader = RequestReader(model, codec, settings.max_seconds)
-    servicer = InferenceServicer(model, str(path), codec, reader, peers.router(settings.router), peers, metrics)
-    server = GrpcServer()
+    router = peers.router(settings.router)
+    servicer = InferenceServicer(model, str(path), codec, reader, router, peers, metrics, doorkeeper)
+    server = GrpcServer(settings.tls.grpc_credentials() if settings.tls else None)
     server.add(
         "ringserve.v1.Inference", lambda target: inference_pb2_grpc.add_InferenceServicer_to_server(servicer, target)
     )
@@ -71,16 +62,25 @@ async def serve(settings: GatewaySettings) -> None:
         loop.add_reader(descriptor, lambda: None if os.read(descriptor, 4096) else stopped.set())
     endpoint = _serve_metrics(settings, metrics, peers)
     metrics_address = endpoint.address if endpoint else ""
+    door = HttpDoor(servicer, _model_name(settings), model.max_positions, doorkeeper)
+    http_server = HttpServer(door.app, settings.tls.http_context() if settings.tls else None)
+    http_address = await http_server.start(settings.http) if settings.http else ""
     address = await server.start(settings.listen)
-    print(json.dumps({"gateway": address, "metrics": metrics_address}), flush=True)
+    print(json.dumps({"gateway": address, "http": http_address, "metrics": metrics_address}), flush=True)
     await stopped.wait()
     ending = asyncio.create_task(servicer.end_turns(STOP_GRACE_SECONDS))
-    await server.stop(STOP_GRACE_SECONDS + ABORT_GRACE_SECONDS)  # sooner where nothing runs
+    grace = STOP_GRACE_SECONDS + ABORT_GRACE_SECONDS  # sooner where nothing runs
+    await asyncio.gather(server.stop(grace), http_server.stop(grace))
     ending.cancel()
     await asyncio.gather(ending, return_exceptions=True)
     await peers.close()
     if endpoint:
         await asyncio.to_thread(endpoint.close)
+
+
+def _model_name(settings: GatewaySettings) -> str:
+    """What clients call the model over HTTP."""
+    return settings.model_name or Path(settings.model).name
 
 
 def _serve_metrics(settings: GatewaySettings, metrics: GatewayMetrics, peers: GrpcPeers) -> MetricsEndpoint | None:
@@ -111,13 +111,8 @@ def run_gateway(settings: GatewaySettings) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     """What a local cluster starts; users have `ringserve gateway`."""
     parser = argparse.ArgumentParser(prog="python -m services.gateway_process")
-    for option in ("--listen", "--metrics", "--router", "--model", "--dtype"):
-        parser.add_argument(option, required=True)
-    parser.add_argument("--max-seconds", type=float, required=True)
-    parser.add_argument("--log-level", required=True)
-    parser.add_argument("--metric-names", default="")
-    parser.add_argument("--follow-stdin", action="store_true")
-    return run_gateway(GatewaySettings(**vars(parser.parse_args(arguments))))
+    parser.add_argument("--settings", required=True, help="GatewaySettings as JSON")
+    return run_gateway(GatewaySettings.from_json(parser.parse_args(arguments).settings))
 
 
 if __name__ == "__main__":

@@ -9,13 +9,19 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from cp_core.errors import ConfigError
+from services.malformed import MalformedInterceptor
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 """A prompt of a million tokens is about 3 MB; gRPC's own default of 4 MB would be close."""
 
+MAX_METADATA_BYTES = 16 * 1024
+"""Of one call; a token takes 60 bytes."""
+
 OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+    ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
     ("grpc.so_reuseport", 0),  # a port in use must be an error, not a shared port
 )
 
@@ -23,8 +29,10 @@ OPTIONS = (
 class GrpcServer:
     """One listening gRPC server. `add` registers a servicer; `service` is its full name for health and reflection."""
 
-    def __init__(self) -> None:
-        self._server = grpc.aio.server(options=OPTIONS)
+    def __init__(self, tls: grpc.ServerCredentials | None = None) -> None:
+        """Without `tls` everybody may listen in."""
+        self._tls = tls
+        self._server = grpc.aio.server(options=OPTIONS, interceptors=[MalformedInterceptor()])
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._services: list[str] = []
@@ -39,7 +47,10 @@ class GrpcServer:
         reflection.enable_server_reflection(names, self._server)
         host, _, wanted = listen.rpartition(":")
         try:
-            port = self._server.add_insecure_port(listen)
+            if self._tls is None:
+                port = self._server.add_insecure_port(listen)
+            else:
+                port = self._server.add_secure_port(listen, self._tls)
         except RuntimeError as error:
             raise ConfigError(f"listen: cannot listen on {listen}; is the port {wanted} in use?") from error
         await self._server.start()

@@ -65,7 +65,8 @@ class RunningRouter:
     def __init__(self, host: RouterHost) -> None:
         set_up_logs("router", host.config.logs.level)
         self._config = host.config
-        self._peers = GrpcPeers()
+        self._tls = host.config.internal_tls.files
+        self._peers = GrpcPeers(self._tls)
         router = host.config.router
         planner = Planner(
             host.model,
@@ -89,7 +90,7 @@ class RunningRouter:
         self._metrics: MetricsEndpoint | None = None
 
     async def start(self) -> str:
-        self._server = GrpcServer()
+        self._server = GrpcServer(self._tls.server_credentials() if self._tls else None)
         metrics = RouterMetrics(self._config.router.selector, self._view, asyncio.get_running_loop())
         servicer = RouterServicer(self._router, metrics)
         if self._config.metrics.router:
@@ -200,7 +201,8 @@ class RunningLeader:
     def __init__(self, host: LeaderHost) -> None:
         set_up_logs(host.name, host.config.logs.level)
         self._host = host
-        self._peers = GrpcPeers()
+        self._tls = host.config.internal_tls.files
+        self._peers = GrpcPeers(self._tls)
         self._server: GrpcServer | None = None
         self._leader: GroupLeader | None = None
         self._metrics: MetricsEndpoint | None = None
@@ -208,7 +210,7 @@ class RunningLeader:
     async def start(self) -> str:
         """Door first, ring second: the ring is announced by its endpoint when it is ready."""
         host = self._host
-        server = self._server = GrpcServer()
+        server = self._server = GrpcServer(self._tls.server_credentials() if self._tls else None)
         router = self._peers.router(host.router_endpoint)
         ranks = RayRanks(host.name, host.resources())
         leader: GroupLeader

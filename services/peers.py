@@ -11,12 +11,9 @@ from cp_core.errors import RingserveError
 from orchestration.turn import (
     Admit,
     BegunTurn,
-    ConversationList,
-    ConversationView,
     ForkedKv,
     ForkKv,
     GroupRegistration,
-    GroupStatus,
     KeptKv,
     PrefillDone,
     PrefillTurn,
@@ -25,12 +22,13 @@ from orchestration.turn import (
     ResumeTurn,
     SendKv,
     SentKv,
-    ServerView,
     TurnEvent,
     TurnOutcome,
     TurnRequest,
 )
+from orchestration.views import ConversationList, ConversationView, GroupStatus, ServerView
 from ringserve.v1 import groups_pb2, groups_pb2_grpc, inference_pb2, router_pb2_grpc
+from services.auth.tls import PeerTls
 from services.grpc_server import OPTIONS
 from services.status import error_from
 from services.wire import conversations as wire_conversations
@@ -210,13 +208,21 @@ def _abort_request(turn_id: str, error: RingserveError) -> groups_pb2.AbortTurnR
 class GrpcPeers:
     """`Peers`: one channel an endpoint, made on first use and closed together."""
 
-    def __init__(self) -> None:
+    def __init__(self, tls: PeerTls | None = None) -> None:
+        """Raises ConfigError for TLS files that cannot be used."""
         self._channels: dict[str, grpc.aio.Channel] = {}
+        self._credentials = tls.channel_credentials() if tls else None
+        self._options = OPTIONS if tls is None else (*OPTIONS, *tls.channel_options())
 
     def _channel(self, endpoint: str) -> grpc.aio.Channel:
         if endpoint not in self._channels:
-            self._channels[endpoint] = grpc.aio.insecure_channel(endpoint, options=OPTIONS)
+            self._channels[endpoint] = self._open(endpoint)
         return self._channels[endpoint]
+
+    def _open(self, endpoint: str) -> grpc.aio.Channel:
+        if self._credentials is None:
+            return grpc.aio.insecure_channel(endpoint, options=self._options)
+        return grpc.aio.secure_channel(endpoint, self._credentials, options=self._options)
 
     def prefill(self, endpoint: str) -> GrpcPrefill:
         return GrpcPrefill(endpoint, self._channel(endpoint))

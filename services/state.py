@@ -27,6 +27,7 @@ class ClusterState:
     metrics: str
     router: str
     log: str = ""
+    http: str = ""
 
     @property
     def is_running(self) -> bool:

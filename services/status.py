@@ -26,6 +26,8 @@ MAX_MESSAGE = 600
 
 CODES: dict[type[RingserveError], grpc.StatusCode] = {
     errors.InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
+    errors.Forbidden: grpc.StatusCode.PERMISSION_DENIED,
     errors.NotFound: grpc.StatusCode.NOT_FOUND,
     errors.Busy: grpc.StatusCode.ABORTED,
     errors.CapacityExceeded: grpc.StatusCode.RESOURCE_EXHAUSTED,

@@ -1,5 +1,6 @@
 """What the README shows, done."""
 
+import asyncio
 import io
 import re
 from collections.abc import Iterator
@@ -11,9 +12,15 @@ import grpc
 import pytest
 
 from ringserve.v1 import inference_pb2
+from services.auth.tenants import hash_of, read_tokens
 from services.config import Config, load_config
+from tests.services.door_fixtures import codec, doors, model_path
+from tests.services.doors import MODEL, Doors
+
+__all__ = ["codec", "doors", "model_path"]
 
 README = (Path(__file__).resolve().parent.parent / "README.md").read_text()
+EXAMPLES = re.findall(r"^```(\w+)\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
 
 
 def answer(
@@ -43,16 +50,49 @@ def target() -> Iterator[str]:
     server.stop(grace=None).wait(timeout=10)
 
 
+def example_with(language: str, word: str) -> str:
+    """The one example of the README in a language that holds a word."""
+    example: str
+    (example,) = (text for kind, text in EXAMPLES if kind == language and word in text)
+    return example
+
+
 def test_python_example_of_the_readme_runs_and_prints_plan_text_and_usage(target: str) -> None:
-    (example,) = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
     with redirect_stdout(io.StringIO()) as printed:
-        exec(example.replace("127.0.0.1:50051", target), {})
+        exec(example_with("python", "InferenceStub").replace("127.0.0.1:50051", target), {})
     assert "pass_q because it is the follow-up of tale\nthere was" in printed.getvalue()
     assert "completion_tokens: 32" in printed.getvalue()
 
 
+async def test_both_clients_of_the_readme_are_answered(doors: Doors) -> None:
+    with redirect_stdout(io.StringIO()) as printed:
+        for word in ("from openai import", "from services.client import"):
+            example = example_with("python", word).replace("127.0.0.1:50051", doors.target)
+            example = example.replace("http://127.0.0.1:8000", doors.url).replace("builtin:tiny", MODEL)
+            await asyncio.to_thread(exec, example, {})
+    # Each of them prints the reason of a plan; the second one of a turn whose first is cached.
+    assert printed.getvalue().count("predicted pass-KV") == 2
+    assert "P=0" in printed.getvalue()
+    assert "P=47" in printed.getvalue()
+
+
 def test_configuration_shown_in_the_readme_is_the_default(tmp_path: Path) -> None:
-    (example,) = re.findall(r"^```yaml\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
     path = tmp_path / "cluster.yaml"
-    path.write_text(example)
+    path.write_text(example_with("yaml", "kv_cache:"))
     assert load_config(path, environment={}) == Config()
+
+
+def test_secure_configuration_of_the_readme_may_listen_anywhere(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(example_with("yaml", "internal_tls:"))
+    config = load_config(path, environment={})
+    assert config.gateway.listen.startswith("0.0.0.0")
+    assert config.tls.files is not None
+    assert config.internal_tls.files is not None
+
+
+def test_tokens_of_the_readme_can_be_read(tmp_path: Path) -> None:
+    path = tmp_path / "tokens.yaml"
+    hashes = iter([hash_of("a"), hash_of("b")])
+    path.write_text(re.sub(r"sha256: \.\.\.", lambda _: f"sha256: {next(hashes)}", example_with("yaml", "tenants:")))
+    assert len(read_tokens(path)) == 2

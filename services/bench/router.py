@@ -21,7 +21,6 @@ from orchestration.turn import (
     ForkedKv,
     ForkKv,
     GroupRegistration,
-    GroupStatus,
     KeptKv,
     PrefillDone,
     PrefillReport,
@@ -35,6 +34,7 @@ from orchestration.turn import (
     TurnOutcome,
     TurnRequest,
 )
+from orchestration.views import GroupStatus
 from workers.steps import ModelInfo, RingRates, Sampling, TokenIds
 
 INCARNATION = "first"
@@ -140,9 +140,8 @@ class YesRing:
     async def get_status(self) -> GroupStatus:
         raise AssertionError("nobody asks for the status of a ring of this bench")
 
-    async def stream_turn(self, turn_id: str) -> AsyncGenerator[TurnEvent, None]:
+    def stream_turn(self, turn_id: str) -> AsyncGenerator[TurnEvent, None]:
         raise AssertionError("no turn of this bench is streamed")
-        yield
 
 
 class YesRings:

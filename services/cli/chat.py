@@ -9,9 +9,8 @@ import uuid
 from cp_core.errors import NotFound, RingserveError
 from ringserve.v1 import inference_pb2
 from services.answer import collect, plan_line
-from services.cli.options import Subcommands, add_target_options, target_of
+from services.cli.options import Subcommands, add_target_options, client_of
 from services.cli.sampling import add_sampling_options, sampling_of
-from services.client import Client
 
 EXAMPLE = """example:
   ringserve chat
@@ -33,7 +32,7 @@ def run(options: argparse.Namespace) -> int:
     conversation = f"chat-{uuid.uuid4().hex[:12]}"
     messages = [inference_pb2.ChatMessage(role="system", content=options.system)] if options.system else []
     sampling = sampling_of(options)
-    with Client(target_of(options)) as client:
+    with client_of(options) as client:
         print("An empty line or Ctrl-D ends the conversation.", file=sys.stderr)
         while line := _ask():
             asked = [*messages, inference_pb2.ChatMessage(role="user", content=line)]

@@ -11,8 +11,7 @@ from rich.table import Table
 
 from cp_core.errors import InvalidRequest
 from ringserve.v1 import inference_pb2
-from services.cli.options import Subcommands, add_target_options, target_of
-from services.client import Client
+from services.cli.options import Subcommands, add_target_options, client_of
 
 EXAMPLE = """example:
   ringserve conversations list --prefix tale
@@ -53,7 +52,7 @@ def _verb(verbs: Subcommands, name: str, says: str, run: object) -> argparse.Arg
 
 
 def run_list(options: argparse.Namespace) -> int:
-    with Client(target_of(options)) as client:
+    with client_of(options) as client:
         found = inference_pb2.ListConversationsResponse(conversations=client.list_conversations(options.prefix))
     if options.json:
         _print_json(found)
@@ -75,19 +74,19 @@ def run_list(options: argparse.Namespace) -> int:
 
 
 def run_show(options: argparse.Namespace) -> int:
-    with Client(target_of(options)) as client:
+    with client_of(options) as client:
         _show(client.conversation(options.id), options.json)
     return 0
 
 
 def run_fork(options: argparse.Namespace) -> int:
-    with Client(target_of(options)) as client:
+    with client_of(options) as client:
         _show(client.fork_conversation(options.source, options.new, _count(options.at_token)), options.json)
     return 0
 
 
 def run_delete(options: argparse.Namespace) -> int:
-    with Client(target_of(options)) as client:
+    with client_of(options) as client:
         client.delete_conversation(options.id)
     if options.json:
         _print_json(inference_pb2.DeleteConversationResponse())

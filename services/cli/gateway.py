@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 
-from services.cli.options import Subcommands
+from services.auth.sections import check_doors
+from services.cli.options import Subcommands, add_config_options, config_of
 from services.config import LOG_LEVELS, METRIC_NAMES
+from services.gateway_settings import GatewaySettings
 
 EXAMPLE = """example:
   ringserve gateway --listen 127.0.0.1:50052 --router 127.0.0.1:41000 --model builtin:tiny
@@ -16,13 +18,16 @@ def add(commands: Subcommands) -> None:
     parser = commands.add_parser(
         "gateway", help="run one more gateway", epilog=EXAMPLE, formatter_class=argparse.RawTextHelpFormatter
     )
+    add_config_options(parser)
     parser.add_argument("--listen", required=True, help="HOST:PORT for clients")
+    parser.add_argument("--http", default="", help="HOST:PORT for OpenAI's HTTP (default: none)")
     parser.add_argument("--metrics", default="", help="HOST:PORT for Prometheus (default: none)")
     parser.add_argument(
         "--metric-names", choices=METRIC_NAMES, default="", help="vllm: show its names as well (default: ours alone)"
     )
     parser.add_argument("--router", required=True, help="HOST:PORT of the router, as 'ringserve status' shows it")
     parser.add_argument("--model", required=True, help="model directory or builtin:tiny")
+    parser.add_argument("--model-name", default="", help="what HTTP clients call it (default: the directory's name)")
     parser.add_argument("--dtype", default="float32", help="the rings' dtype (default: float32)")
     parser.add_argument("--max-seconds", type=float, default=600.0, help="longest a turn may take (default: 600)")
     parser.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="what to log (default: info)")
@@ -30,17 +35,25 @@ def add(commands: Subcommands) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from services.gateway_process import GatewaySettings, run_gateway
+    from services.gateway_process import run_gateway
 
+    config = config_of(options)  # sections tls, internal_tls and auth, and gateway.insecure: the rest are options
+    doors = {"--listen": options.listen, "--http": options.http}
+    check_doors(doors, config.tls, config.auth, is_insecure=config.gateway.insecure)
     return run_gateway(
         GatewaySettings(
             listen=options.listen,
+            http=options.http,
             metrics=options.metrics,
             metric_names=options.metric_names,
             router=options.router,
             model=options.model,
+            model_name=options.model_name or (options.model if options.model.startswith("builtin:") else ""),
             dtype=options.dtype,
             max_seconds=options.max_seconds,
             log_level=options.log_level,
+            tokens=config.auth.tokens,
+            tls=config.tls.files,
+            peer_tls=config.internal_tls.files,
         )
     )

@@ -11,9 +11,8 @@ from cp_core.errors import InvalidRequest
 from orchestration.turn import MAX_PRIORITY
 from ringserve.v1 import inference_pb2
 from services.answer import answer_dict, answers_dict, collect_all, plan_line
-from services.cli.options import Subcommands, add_target_options, target_of
+from services.cli.options import Subcommands, add_target_options, client_of
 from services.cli.sampling import add_answer_options, add_sampling_options, check_ids, sampling_of
-from services.client import Client
 
 EXAMPLE = """example:
   ringserve generate --prompt "Once upon a time" --max-tokens 32
@@ -84,7 +83,7 @@ def run(options: argparse.Namespace) -> int:
     else:
         request.chat.CopyFrom(_chat(options.messages))
     is_streamed = not options.json and options.n == 1
-    with Client(target_of(options)) as client:
+    with client_of(options) as client:
         answers = collect_all(client.generate(request, options.timeout), _show if is_streamed else _nothing)
     if options.json:
         one = options.n == 1

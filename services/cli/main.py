@@ -7,7 +7,21 @@ import sys
 from collections.abc import Sequence
 
 from cp_core.errors import RingserveError
-from services.cli import bench, chat, conversations, demo, down, explain, gateway, generate, plan, simulate, status, up
+from services.cli import (
+    bench,
+    chat,
+    conversations,
+    demo,
+    down,
+    explain,
+    gateway,
+    generate,
+    plan,
+    simulate,
+    status,
+    token,
+    up,
+)
 
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
@@ -18,7 +32,8 @@ def build_parser() -> argparse.ArgumentParser:
         prog="ringserve", description="Serve long-context language models on rings of ranks, exactly."
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for module in (up, down, status, generate, chat, conversations, demo, plan, explain, simulate, bench, gateway):
+    modules = (up, down, status, generate, chat, conversations, demo, plan, explain, simulate, bench, gateway, token)
+    for module in modules:
         module.add(commands)
     return parser
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cp_core.errors import ConfigError, NotFound
+from services.client import Client, TlsFiles
+from services.client.retries import NO_RETRIES
 from services.config import Config, load_config
 from services.state import require_state
 
@@ -14,6 +17,9 @@ if TYPE_CHECKING:
     Subcommands = argparse._SubParsersAction[argparse.ArgumentParser]
 else:
     Subcommands = object
+
+TOKEN_VARIABLE = "RINGSERVE_TOKEN"
+"""Environment variable with the bearer token of commands that call a gateway."""
 
 
 def add_config_options(parser: argparse.ArgumentParser) -> None:
@@ -36,7 +42,24 @@ def config_of(options: argparse.Namespace) -> Config:
 
 def add_target_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", help="gateway, HOST:PORT (default: that of the local cluster)")
+    parser.add_argument("--tls-ca", type=Path, metavar="FILE", help="call by TLS; who signed the gateway's certificate")
+    parser.add_argument("--tls-cert", type=Path, metavar="FILE", help="our own certificate, for mutual TLS")
+    parser.add_argument("--tls-key", type=Path, metavar="FILE", help="its key")
+    parser.add_argument("--tls-server-name", default="", metavar="NAME", help="name in the gateway's certificate")
     parser.add_argument("--name", default="default", help="name of the local cluster (default: default)")
+
+
+def client_of(options: argparse.Namespace) -> Client:
+    """A client of the target. The token comes from the environment: a command line is everybody's to read.
+
+    Raises NotFound when neither a target nor a local cluster is there, ConfigError for files that cannot be read.
+    """
+    tls = None
+    if options.tls_ca or options.tls_cert or options.tls_key:
+        tls = TlsFiles(
+            ca=options.tls_ca, cert=options.tls_cert, key=options.tls_key, server_name=options.tls_server_name
+        )
+    return Client(target_of(options), token=os.environ.get(TOKEN_VARIABLE, ""), tls=tls, retry=NO_RETRIES)
 
 
 def target_of(options: argparse.Namespace) -> str:

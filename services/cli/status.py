@@ -9,8 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ringserve.v1 import inference_pb2
-from services.cli.options import Subcommands, add_target_options, target_of
-from services.client import Client
+from services.cli.options import Subcommands, add_target_options, client_of
 
 EXAMPLE = """example:
   ringserve status
@@ -28,7 +27,7 @@ def add(commands: Subcommands) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    with Client(target_of(options)) as client:
+    with client_of(options) as client:
         info = client.server_info()
     if options.json:
         print(

@@ -85,11 +85,12 @@ def _announce(options: argparse.Namespace, cluster: LocalCluster) -> None:
         pid=os.getpid(),
         started=psutil.Process().create_time(),
         gateway=cluster.gateway_address,
+        http=cluster.http_address,
         metrics=cluster.metrics_address,
         router=cluster.router_endpoint,
     )
     write_state(state)
-    shown = ("gateway", "metrics", "router", "pid", "name")
+    shown = ("gateway", "http", "metrics", "router", "pid", "name")
     text = json.dumps({key: getattr(state, key) for key in shown})
     if options.ready_file is not None:
         draft = options.ready_file.with_name(options.ready_file.name + ".tmp")

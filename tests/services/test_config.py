@@ -232,7 +232,11 @@ def test_a_ring_transport_that_does_not_serve_the_device_is_refused(device: str,
 
 
 @pytest.mark.parametrize(
-    "key", ["gateway.listen", "gateway.metrics", "router.listen", "metrics.router", "metrics.prefill", "metrics.decode"]
+    "key",
+    [
+        *("gateway.listen", "gateway.http", "gateway.metrics", "router.listen"),
+        *("metrics.router", "metrics.prefill", "metrics.decode"),
+    ],
 )
 @pytest.mark.parametrize("value", ["localhost", ":1", "h:", "h:x", "h:65536", "h:-1", "h:²", "h:" + "9" * 5000])
 def test_what_is_no_address_is_refused(key: str, value: str) -> None:
@@ -244,7 +248,62 @@ def test_what_is_no_address_is_refused(key: str, value: str) -> None:
 def test_listening_nowhere_is_refused_and_no_metrics_are_allowed() -> None:
     assert "gateway.listen: '' is no address" in refusal({"gateway": {"listen": ""}})
     assert config_from({"gateway": {"metrics": ""}}).gateway.metrics == ""
+    assert config_from({"gateway": {"http": ""}}).gateway.http == ""
     assert config_from({"metrics": {"decode": ""}}).metrics.decode == ""
+
+
+LOOPBACK = ["127.0.0.1:1", "127.5.5.5:1", "[::1]:1", "localhost:1"]
+ELSEWHERE = ["0.0.0.0:1", "[::]:1", "10.0.0.1:1", "gateway.example:1", "localhost.example:1"]
+TLS = {"cert": "/c.pem", "key": "/k.pem"}
+
+
+@pytest.mark.parametrize("key", ["listen", "http"])
+def test_a_door_that_strangers_would_reach_is_refused_unless_it_is_asked_for(key: str) -> None:
+    for address in LOOPBACK:
+        assert getattr(config_from({"gateway": {key: address}}).gateway, key) == address
+    for address in ELSEWHERE:
+        door = {"gateway": {key: address}}
+        said = refusal(door)
+        assert said.startswith(f"gateway.{key}: {address} is reached from other machines and lacks TLS (tls.cert) and")
+        assert "gateway.insecure: true" in said
+        assert refusal(door | {"tls": TLS}).endswith("gateway.insecure: true")
+        assert "lacks TLS (tls.cert);" in refusal(door | {"auth": {"tokens": "/t"}})
+        config_from(door | {"tls": TLS, "auth": {"tokens": "/t"}})
+        config_from({"gateway": {key: address, "insecure": True}})
+
+
+def test_plain_doors_are_the_default_and_files_of_keys_are_found_from_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (Config().tls.files, Config().internal_tls.files, Config().auth.tokens) == (None, None, "")
+    monkeypatch.chdir("/")
+    config = config_from(
+        {
+            "tls": {"cert": "a/c.pem", "key": "a/k.pem", "client_ca": ""},
+            "internal_tls": {"cert": "c", "key": "k", "ca": "/ca", "server_name": "inside"},
+            "auth": {"tokens": "t"},
+        }
+    )
+    door, peer = config.tls.files, config.internal_tls.files
+    assert door is not None
+    assert peer is not None
+    assert (door.cert, door.key, door.client_ca) == ("/a/c.pem", "/a/k.pem", "")
+    assert (peer.cert, peer.key, peer.ca, peer.server_name) == ("/c", "/k", "/ca", "inside")
+    assert config.auth.tokens == "/t"
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"tls": {"cert": "c"}}, "tls.cert: belongs together with tls.key"),
+        ({"tls": {"key": "k"}}, "tls.cert: belongs together with tls.key"),
+        ({"tls": {"client_ca": "c"}}, "tls.client_ca: clients can prove themselves only"),
+        ({"internal_tls": {"cert": "c", "key": "k"}}, "internal_tls.cert: belongs together with"),
+        ({"internal_tls": {"ca": "c"}}, "internal_tls.cert: belongs together with"),
+        ({"gateway": {"insecure": "yes"}}, "gateway.insecure: 'yes' is not of type bool"),
+        ({"gateway": {"insecure": 1}}, "gateway.insecure: 1 is not of type bool"),
+    ],
+)
+def test_files_of_keys_belong_together(values: dict[str, dict[str, Any]], said: str) -> None:
+    assert refusal(values).startswith(said)
 
 
 def test_an_empty_model_path_is_refused() -> None:

@@ -23,6 +23,8 @@ GENERATE = inference_pb2.GenerateRequest()
 
 EXPECTED = {
     "InvalidRequest": grpc.StatusCode.INVALID_ARGUMENT,
+    "Unauthenticated": grpc.StatusCode.UNAUTHENTICATED,
+    "Forbidden": grpc.StatusCode.PERMISSION_DENIED,
     "NotFound": grpc.StatusCode.NOT_FOUND,
     "Busy": grpc.StatusCode.ABORTED,
     "CapacityExceeded": grpc.StatusCode.RESOURCE_EXHAUSTED,

@@ -12,7 +12,7 @@
     "prefill" (dict "groups" (int .Values.prefill.replicas) "cp" (int .Values.prefill.parallelism.cp) "tp" (int .Values.prefill.parallelism.tp))
     "decode" (dict "groups" (int .Values.decode.replicas) "cp" (int .Values.decode.parallelism.cp) "tp" (int .Values.decode.parallelism.tp))
     "router" (dict "listen" (printf "0.0.0.0:%s" (include "ringserve.port.router" .)))
-    "gateway" (dict "listen" (printf "0.0.0.0:%s" (include "ringserve.port.gateway" .)) "metrics" (printf "0.0.0.0:%s" (include "ringserve.port.gatewayMetrics" .)))
+    "gateway" (dict "insecure" true "http" "" "listen" (printf "0.0.0.0:%s" (include "ringserve.port.gateway" .)) "metrics" (printf "0.0.0.0:%s" (include "ringserve.port.gatewayMetrics" .)))
     "metrics" (dict
         "router" (printf "0.0.0.0:%s" (include "ringserve.port.routerMetrics" .))
         "prefill" (printf "0.0.0.0:%s" (include "ringserve.port.prefillMetrics" .))

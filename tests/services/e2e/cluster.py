@@ -244,6 +244,7 @@ class Cluster:
     ringserve: Ringserve
     name: str
     gateway: str
+    http: str
     metrics: str
     router: str
     pid: int
@@ -254,6 +255,7 @@ def options_of(model_path: Path) -> list[str]:
     values = {
         "model.path": model_path,
         "gateway.listen": "127.0.0.1:0",
+        "gateway.http": "127.0.0.1:0",
         "gateway.metrics": "127.0.0.1:0",
         "prefill.cp": 2,
         "prefill.chunk_tokens": 64,

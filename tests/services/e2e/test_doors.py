@@ -11,9 +11,11 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
 from ringserve.v1 import inference_pb2
+from services.reference import StockModel
 from tests.services.e2e.cluster import CALL_SECONDS, Cluster, Inference, ids
 from tests.workers.models import random_tokens
 
@@ -80,6 +82,20 @@ def test_metrics_count_requests_tokens_and_plans(cluster: Cluster, inference: In
     assert sum(grown(f"ringserve_plans_total{{algorithm={name}}}") for name in plans) == 2
     assert grown("ringserve_time_to_first_token_seconds_count") == 2
     assert after["ringserve_num_requests_running{role=gateway}"] == 0
+
+
+def test_openais_client_is_answered_by_the_rings(cluster: Cluster, inference: Inference, stock: StockModel) -> None:
+    prompt = random_tokens(300)
+    with OpenAI(base_url=f"http://{cluster.http}/v1", api_key="none", max_retries=0) as client:
+        (model,) = client.models.list()
+        answer = client.completions.create(model=model.id, prompt=prompt, max_tokens=5, temperature=0)
+        stream = client.completions.create(model=model.id, prompt=prompt, max_tokens=5, temperature=0, stream=True)
+        *_, last = stream
+    expected = stock.greedy(prompt, 5).token_ids
+    for extra in (answer.model_extra, last.model_extra):
+        assert (extra or {})["ringserve"]["token_ids"] == expected
+    with urllib.request.urlopen(f"http://{cluster.http}/health", timeout=CALL_SECONDS) as health:
+        assert json.loads(health.read()) == {"status": "ok"}
 
 
 def test_status_shows_every_ring_for_people_and_for_machines(cluster: Cluster, inference: Inference) -> None:

@@ -71,7 +71,7 @@ def test_up_refuses_at_once_what_cannot_work(
         "file": (["--ready-file", f"{tmp_path}/none/ready.json"], "--ready-file"),
     }
     arguments, said = wrong[what]
-    ports = ["--set", "gateway.metrics=127.0.0.1:0"]
+    ports = ["--set", "gateway.metrics=127.0.0.1:0", "--set", "gateway.http="]
     if what != "port":
         ports += ["--set", "gateway.listen=127.0.0.1:0"]
     assert said in refused(ringserve, "up", "--name", "wrong", *detach, *ports, *arguments)

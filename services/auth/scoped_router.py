@@ -1,0 +1,96 @@
+"""The router as one tenant sees it. The router's ids are `tenant/id`: what is another's cannot even be named.
+
+A tenant's name holds no slash, so that the first slash ends it and no two tenants' ids are ever the same. Without
+tenants ids are as the client gives them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from cp_core.errors import RingserveError
+from orchestration.ports import RouterPort
+from orchestration.turn import BegunTurn, TurnRequest
+from orchestration.views import ConversationList, ConversationSummary, ConversationView, ServerView
+from services.auth.tenants import Tenant
+
+T = TypeVar("T")
+TView = TypeVar("TView", ConversationView, ConversationSummary)
+TError = TypeVar("TError", bound=RingserveError)
+
+
+class ScopedRouter:
+    """What doors may ask of the router for one tenant."""
+
+    def __init__(self, router: RouterPort, tenant: Tenant) -> None:
+        self._router = router
+        self.tenant = tenant
+        self._prefix = f"{tenant.name}/" if tenant.name else ""
+
+    def scoped(self, name: str) -> str:
+        """A client's id as the router knows it; no id stays none."""
+        return f"{self._prefix}{name}" if name else ""
+
+    def shown(self, error: TError) -> TError:
+        """An error with ids as the client gave them."""
+        if self._prefix and error.args:
+            message = str(error.args[0])
+            for quote in ("'", '"'):
+                message = message.replace(f"{quote}{self._prefix}", quote)
+            error.args = (message, *error.args[1:])
+        return error
+
+    async def begin_turn(self, request: TurnRequest) -> BegunTurn:
+        scoped = replace(
+            request,
+            request_id=self.scoped(request.request_id),
+            conversation_id=self.scoped(request.conversation_id),
+        )
+        return await self._shown(self._router.begin_turn(scoped))
+
+    async def abort_requests(self, request_ids: Sequence[str]) -> tuple[list[str], list[str]]:
+        """(aborted, unknown); another tenant's are unknown."""
+        # '' is no request of anybody's; asked for as it is, it stays unknown.
+        answer = await self._shown(self._router.abort_requests([self.scoped(name) for name in request_ids]))
+        aborted, unknown = ([name.removeprefix(self._prefix) for name in names] for names in answer)
+        return aborted, unknown
+
+    async def get_conversation(self, conversation_id: str) -> ConversationView:
+        return self._own(await self._shown(self._router.get_conversation(self.scoped(conversation_id))))
+
+    async def list_conversations(self, prefix: str, after: str, limit: int) -> ConversationList:
+        """The tenant's own only: the router is asked for ids that begin with its name."""
+        listing = self._router.list_conversations(f"{self._prefix}{prefix}", self.scoped(after), limit)
+        page = await self._shown(listing)
+        return replace(
+            page,
+            conversations=tuple(map(self._own, page.conversations)),
+            next_after=page.next_after.removeprefix(self._prefix),
+        )
+
+    async def fork_conversation(self, source_id: str, new_id: str, at_token: int | None) -> ConversationView:
+        fork = self._router.fork_conversation(self.scoped(source_id), self.scoped(new_id), at_token)
+        return self._own(await self._shown(fork))
+
+    async def delete_conversation(self, conversation_id: str) -> None:
+        await self._shown(self._router.delete_conversation(self.scoped(conversation_id)))
+
+    async def get_server_info(self) -> ServerView:
+        """Of the whole service; who may ask is the door's to decide."""
+        return await self._shown(self._router.get_server_info())
+
+    def _own(self, view: TView) -> TView:
+        """With ids as the client gave them."""
+        return replace(
+            view,
+            conversation_id=view.conversation_id.removeprefix(self._prefix),
+            running_request_id=view.running_request_id.removeprefix(self._prefix),
+        )
+
+    async def _shown(self, call: Awaitable[T]) -> T:
+        try:
+            return await call
+        except RingserveError as error:
+            raise self.shown(error) from None

@@ -1,0 +1,79 @@
+"""The sections of the configuration that guard doors. Paths of secrets, never secrets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cp_core.errors import ConfigError
+from services.auth.exposure import check_exposure
+from services.auth.tls import DoorTls, PeerTls
+
+SECRET_FILES = {"tls": ("cert", "key", "client_ca"), "internal_tls": ("cert", "key", "ca"), "auth": ("tokens",)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TlsConfig:
+    """TLS of the gateway's doors, gRPC and HTTP: PEM files. With `client_ca` clients must show a certificate of its."""
+
+    cert: str = ""
+    key: str = ""
+    client_ca: str = ""
+
+    @property
+    def files(self) -> DoorTls | None:
+        """None where the doors are plain."""
+        return DoorTls(cert=self.cert, key=self.key, client_ca=self.client_ca) if self.cert else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class InternalTlsConfig:
+    """Mutual TLS between gateway, router and leaders: each shows `cert` and takes only what `ca` signed.
+
+    `server_name` is the name in that certificate, where it is not the host that is called.
+    """
+
+    cert: str = ""
+    key: str = ""
+    ca: str = ""
+    server_name: str = ""
+
+    @property
+    def files(self) -> PeerTls | None:
+        """None where our processes talk plainly."""
+        name = self.server_name
+        return PeerTls(cert=self.cert, key=self.key, ca=self.ca, server_name=name) if self.cert else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuthConfig:
+    """`tokens` is the file that says which bearer tokens are whose; empty: everybody may call."""
+
+    tokens: str = ""
+
+
+def absolute_paths(section: str, part: Mapping[str, Any]) -> dict[str, Any]:
+    """A section with its paths of secrets made absolute: other processes, which may run elsewhere, read them."""
+    paths = SECRET_FILES.get(section, ())
+    return {
+        key: str(Path(value).expanduser().absolute()) if key in paths and isinstance(value, str) and value else value
+        for key, value in part.items()
+    }
+
+
+def check_sections(tls: TlsConfig, internal: InternalTlsConfig) -> None:
+    """Raises ConfigError where one file lacks those that belong to it."""
+    if bool(tls.cert) != bool(tls.key):
+        raise ConfigError("tls.cert: belongs together with tls.key; give both or neither")
+    if tls.client_ca and not tls.cert:
+        raise ConfigError("tls.client_ca: clients can prove themselves only to a server with tls.cert and tls.key")
+    if len({bool(internal.cert), bool(internal.key), bool(internal.ca)}) > 1:
+        raise ConfigError("internal_tls.cert: belongs together with internal_tls.key and .ca; give all or none")
+
+
+def check_doors(doors: Mapping[str, str], tls: TlsConfig, auth: AuthConfig, *, is_insecure: bool) -> None:
+    """Doors by key are HOST:PORT. Raises ConfigError for one that strangers would reach."""
+    for key, address in doors.items():
+        check_exposure(key, address, has_tls=bool(tls.cert), has_tokens=bool(auth.tokens), is_insecure=is_insecure)

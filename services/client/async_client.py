@@ -1,0 +1,243 @@
+"""The client for asyncio: the same verbs as `sync_client`, awaited."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from types import TracebackType
+from typing import Any, TypeVar
+
+import grpc
+
+from cp_core.errors import Unavailable
+from ringserve.v1 import inference_pb2, inference_pb2_grpc
+from services.client.channel import TlsFiles, metadata_of
+from services.client.failures import error_from_call
+from services.client.requests import Prompt, Sampling, is_repeatable, request_of
+from services.client.results import Answer, AnswerReader, Piece, Plan
+from services.client.retries import Retries, RetryPolicy
+from services.client.sync_client import CONTROL_SECONDS
+from services.grpc_server import OPTIONS
+
+T = TypeVar("T")
+Responses = AsyncGenerator[inference_pb2.GenerateResponse, None]
+
+
+class AsyncAnswerStream(AsyncIterator[Piece]):
+    """A turn's pieces as they come. An async context: leaving it early ends the turn everywhere."""
+
+    def __init__(self, responses: Responses) -> None:
+        self._responses = responses
+        self._reader = AnswerReader()
+
+    async def __anext__(self) -> Piece:
+        async for response in self._responses:
+            piece = self._reader.take(response)
+            if piece is not None:
+                return piece
+        if self._reader.answer is None:
+            raise Unavailable("the stream ended without a completion")
+        raise StopAsyncIteration
+
+    async def __aenter__(self) -> AsyncAnswerStream:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """End the turn, if it still runs."""
+        await self._responses.aclose()
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan, once the first piece is there; its measured fields are final with the answer."""
+        return self._reader.plan
+
+    async def answer(self) -> Answer:
+        """Read what is left; the whole turn."""
+        async for _ in self:
+            continue
+        assert self._reader.answer is not None, "a stream that ends has its answer"
+        return self._reader.answer
+
+
+class AsyncClient:
+    """One gateway, HOST:PORT. Belongs to the event loop in which it is made."""
+
+    def __init__(
+        self, target: str, *, token: str = "", tls: TlsFiles | None = None, retry: RetryPolicy | None = None
+    ) -> None:
+        """`token` is sent with every call. Raises ConfigError."""
+        self._target = target
+        self._metadata = metadata_of(token)
+        self._retry = retry or RetryPolicy()
+        if tls is None:
+            self._channel = grpc.aio.insecure_channel(target, options=OPTIONS)
+        else:
+            self._channel = grpc.aio.secure_channel(target, tls.credentials(), options=tls.options())
+        self._stub = inference_pb2_grpc.InferenceStub(self._channel)
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Hang up; running calls are cancelled."""
+        await self._channel.close()
+
+    # --- turns -------------------------------------------------------------------------------------------------------
+
+    async def ask(
+        self,
+        prompt: Prompt,
+        *,
+        conversation_id: str = "",
+        mode: str = "auto",
+        sampling: Sampling | None = None,
+        request_id: str = "",
+        timeout: float | None = None,
+    ) -> Answer:
+        """One turn to its end. `mode` says what the prompt is to its conversation: "auto", "append", "whole_history".
+
+        `timeout` in seconds bounds all attempts together.
+        """
+        async with self.stream(
+            prompt,
+            conversation_id=conversation_id,
+            mode=mode,
+            sampling=sampling,
+            request_id=request_id,
+            timeout=timeout,
+        ) as stream:
+            return await stream.answer()
+
+    def stream(
+        self,
+        prompt: Prompt,
+        *,
+        conversation_id: str = "",
+        mode: str = "auto",
+        sampling: Sampling | None = None,
+        request_id: str = "",
+        timeout: float | None = None,
+    ) -> AsyncAnswerStream:
+        """The same, piece by piece. Nothing is sent before the first piece is asked for."""
+        request = request_of(prompt, conversation_id, mode, sampling or Sampling(), request_id)
+        return AsyncAnswerStream(self._attempts(request, timeout))
+
+    def talk(self, conversation_id: str = "") -> AsyncConversation:
+        """A conversation to go on with, or a new one under a name of its own."""
+        return AsyncConversation(self, conversation_id or f"conversation-{uuid.uuid4().hex[:16]}")
+
+    async def _responses(self, request: inference_pb2.GenerateRequest, timeout: float | None) -> Responses:
+        call = self._stub.Generate(request, timeout=timeout, metadata=self._metadata)
+        try:
+            async for response in call:
+                yield response
+        finally:
+            call.cancel()
+
+    async def _attempts(self, request: inference_pb2.GenerateRequest, timeout: float | None) -> Responses:
+        clock = asyncio.get_running_loop().time
+        deadline = None if timeout is None else clock() + timeout
+        retries = Retries(self._retry, is_repeatable=is_repeatable(request), deadline=deadline)
+        while True:
+            has_tokens = False
+            try:
+                left = None if deadline is None else max(deadline - clock(), 0.001)
+                async with aclosing(self._responses(request, left)) as responses:
+                    async for response in responses:
+                        has_tokens = has_tokens or not response.HasField("start")
+                        yield response
+                return
+            except grpc.aio.AioRpcError as failure:
+                error = error_from_call(failure, self._target)
+            delay = retries.delay_after(error, has_tokens=has_tokens, now=clock())
+            if delay is None:
+                raise error
+            await asyncio.sleep(delay)
+
+    # --- asking ------------------------------------------------------------------------------------------------------
+
+    async def abort(self, request_ids: list[str]) -> inference_pb2.AbortResponse:
+        return await self._unary(self._stub.Abort, inference_pb2.AbortRequest(request_ids=request_ids))
+
+    async def model_info(self) -> inference_pb2.GetModelInfoResponse:
+        return await self._unary(self._stub.GetModelInfo, inference_pb2.GetModelInfoRequest())
+
+    async def server_info(self) -> inference_pb2.GetServerInfoResponse:
+        return await self._unary(self._stub.GetServerInfo, inference_pb2.GetServerInfoRequest())
+
+    async def conversation(self, conversation_id: str) -> inference_pb2.GetConversationResponse:
+        request = inference_pb2.GetConversationRequest(conversation_id=conversation_id)
+        return await self._unary(self._stub.GetConversation, request)
+
+    async def list_conversations(
+        self, prefix: str = "", page_size: int = 100
+    ) -> AsyncIterator[inference_pb2.ConversationSummary]:
+        """Every conversation whose id begins with `prefix`, fetched page by page."""
+        request = inference_pb2.ListConversationsRequest(prefix=prefix, page_size=page_size)
+        while True:
+            page = await self._unary(self._stub.ListConversations, request)
+            for summary in page.conversations:
+                yield summary
+            if not page.next_page_token:
+                return
+            request.page_token = page.next_page_token
+
+    async def fork_conversation(
+        self, source_id: str, new_id: str, at_token: int | None = None
+    ) -> inference_pb2.GetConversationResponse:
+        request = inference_pb2.ForkConversationRequest(source_id=source_id, new_id=new_id, at_token=at_token)
+        return await self._unary(self._stub.ForkConversation, request)
+
+    async def delete_conversation(self, conversation_id: str) -> None:
+        request = inference_pb2.DeleteConversationRequest(conversation_id=conversation_id)
+        await self._unary(self._stub.DeleteConversation, request)
+
+    async def _unary(self, method: Callable[..., Awaitable[T]], request: Any) -> T:
+        try:
+            return await method(request, timeout=CONTROL_SECONDS, metadata=self._metadata)
+        except grpc.aio.AioRpcError as failure:
+            raise error_from_call(failure, self._target) from None
+
+
+class AsyncConversation:
+    """Turns that follow each other. What is said is only what is new; the service knows the rest."""
+
+    def __init__(self, client: AsyncClient, conversation_id: str) -> None:
+        self._client = client
+        self.conversation_id = conversation_id
+
+    async def ask(
+        self, prompt: Prompt, *, mode: str = "auto", sampling: Sampling | None = None, timeout: float | None = None
+    ) -> Answer:
+        """The next turn to its end."""
+        return await self._client.ask(
+            prompt, conversation_id=self.conversation_id, mode=mode, sampling=sampling, timeout=timeout
+        )
+
+    def stream(
+        self, prompt: Prompt, *, mode: str = "auto", sampling: Sampling | None = None, timeout: float | None = None
+    ) -> AsyncAnswerStream:
+        """The next turn, piece by piece."""
+        return self._client.stream(
+            prompt, conversation_id=self.conversation_id, mode=mode, sampling=sampling, timeout=timeout
+        )
+
+    async def info(self) -> inference_pb2.GetConversationResponse:
+        """Where its KV lies. Raises NotFound before the first turn has ended."""
+        return await self._client.conversation(self.conversation_id)
+
+    async def delete(self) -> None:
+        """Forget it and free its KV. Raises NotFound, Busy while a turn runs."""
+        await self._client.delete_conversation(self.conversation_id)

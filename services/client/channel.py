@@ -1,0 +1,52 @@
+"""How a client reaches a gateway: plainly on loopback, by TLS elsewhere, with a bearer token where one is asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+
+from cp_core.errors import ConfigError
+from services.grpc_server import OPTIONS
+
+Metadata = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TlsFiles:
+    """PEM files. `ca` proves the server (None: the system's own); `cert` and `key` prove this client, for mutual TLS.
+
+    `server_name` is the name in the server's certificate where it is not the host that is called.
+    """
+
+    ca: Path | None = None
+    cert: Path | None = None
+    key: Path | None = None
+    server_name: str = ""
+
+    def credentials(self) -> grpc.ChannelCredentials:
+        """Raises ConfigError for a file that cannot be read."""
+        if (self.cert is None) != (self.key is None):
+            raise ConfigError("tls: cert and key belong together; give both or neither")
+        return grpc.ssl_channel_credentials(_read(self.ca), _read(self.key), _read(self.cert))
+
+    def options(self) -> list[tuple[str, str | int]]:
+        name = [("grpc.ssl_target_name_override", self.server_name)] if self.server_name else []
+        return [*OPTIONS, *name]
+
+
+def _read(path: Path | None) -> bytes | None:
+    try:
+        return None if path is None else path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"tls: {path} cannot be read: {error.strerror}") from error
+
+
+def metadata_of(token: str) -> Metadata:
+    """What every call carries. Raises ConfigError for a token that no header can carry."""
+    if not token:
+        return ()
+    if not (token.isascii() and token.isprintable()) or " " in token:
+        raise ConfigError("token: it may hold printable ASCII characters only, and no space")
+    return (("authorization", f"Bearer {token}"),)

@@ -1,0 +1,100 @@
+"""What a client asks for, in Python's types; turned into the contract's GenerateRequest."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+from cp_core.errors import InvalidRequest
+from ringserve.v1 import inference_pb2
+
+MODES = {
+    "auto": inference_pb2.PROMPT_MODE_UNSPECIFIED,
+    "append": inference_pb2.PROMPT_MODE_APPEND,
+    "whole_history": inference_pb2.PROMPT_MODE_WHOLE_HISTORY,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Message:
+    """One message of a chat. `role` is "system", "user", "assistant" or "tool"."""
+
+    role: str
+    content: str
+
+
+Prompt = str | Sequence[int] | Sequence[Message]
+"""A text, token ids, or the messages of a chat."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How tokens are drawn; the names and meanings are those of the contract's SamplingParams. None: its default."""
+
+    temperature: float | None = None
+    max_tokens: int | None = None
+    seed: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    include_stop_str_in_output: bool = False
+
+    def to_message(self) -> inference_pb2.SamplingParams:
+        """Raises InvalidRequest for what the contract's types cannot carry."""
+        message = inference_pb2.SamplingParams()
+        for field in fields(self):
+            value = getattr(self, field.name)
+            try:
+                if isinstance(value, tuple):
+                    getattr(message, field.name).extend(value)
+                elif value is not None:
+                    setattr(message, field.name, value)
+            except (TypeError, ValueError):
+                raise InvalidRequest(f"sampling_params.{field.name}: {value!r} is not allowed") from None
+        return message
+
+
+def request_of(
+    prompt: Prompt, conversation_id: str, mode: str, sampling: Sampling, request_id: str
+) -> inference_pb2.GenerateRequest:
+    """Raises InvalidRequest. A request id is always there: it is what makes attempts at one request known as such."""
+    if mode not in MODES:
+        raise InvalidRequest(f"mode: {mode!r} is not allowed; use one of {', '.join(MODES)}")
+    request = inference_pb2.GenerateRequest(
+        request_id=request_id or f"req-{uuid.uuid4().hex[:16]}",
+        conversation_id=conversation_id,
+        prompt_mode=MODES[mode],
+        sampling_params=sampling.to_message(),
+    )
+    if isinstance(prompt, str):
+        request.text = prompt
+        return request
+    ids = [item for item in prompt if isinstance(item, int)]
+    messages = [item for item in prompt if isinstance(item, Message)]
+    if len(ids) == len(prompt):
+        try:
+            request.tokenized.input_ids.extend(ids)
+        except ValueError as error:
+            raise InvalidRequest(f"prompt: {error}") from None
+        request.tokenized.SetInParent()
+    elif len(messages) == len(prompt):
+        request.chat.messages.extend(
+            inference_pb2.ChatMessage(role=message.role, content=message.content) for message in messages
+        )
+    else:
+        raise InvalidRequest("prompt: give a text, a sequence of token ids, or a sequence of messages")
+    return request
+
+
+def is_repeatable(request: inference_pb2.GenerateRequest) -> bool:
+    """Whether running it twice leaves the conversation as running it once does: it must not add to what is there."""
+    is_whole = request.prompt_mode == inference_pb2.PROMPT_MODE_WHOLE_HISTORY or request.HasField("chat")
+    return not request.conversation_id or is_whole

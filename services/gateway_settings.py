@@ -1,0 +1,42 @@
+"""What a gateway process needs to know, as JSON from whoever starts it. Paths of secrets, never secrets."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Self
+
+from services.auth.tls import DoorTls, PeerTls
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatewaySettings:
+    """`follow_stdin`: end when standard input closes, i.e. with the parent. `tokens` is the path of their file."""
+
+    listen: str
+    http: str
+    metrics: str
+    router: str
+    model: str
+    model_name: str
+    dtype: str
+    max_seconds: float
+    log_level: str = "info"
+    metric_names: str = ""
+    follow_stdin: bool = False
+    tokens: str = ""
+    tls: DoorTls | None = None
+    peer_tls: PeerTls | None = None
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        values = json.loads(text)
+        tls, peer_tls = values.pop("tls"), values.pop("peer_tls")
+        return cls(
+            **values,
+            tls=DoorTls(**tls) if tls else None,
+            peer_tls=PeerTls(**peer_tls) if peer_tls else None,
+        )

@@ -1,0 +1,1 @@
+"""The OpenAI-compatible door: HTTP and JSON in, the same turns as over gRPC."""

@@ -1,0 +1,78 @@
+"""The HTTP server of a gateway: uvicorn in the gateway's own event loop, without its signal handlers and its logs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import ssl
+from collections.abc import Iterator
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from cp_core.errors import ConfigError
+
+MAX_HEADER_BYTES = 32 * 1024
+
+
+class _Server(uvicorn.Server):
+    """Signals belong to the process, which ends every door in order."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class HttpServer:
+    """One listening HTTP server: `start`, then `stop`."""
+
+    def __init__(self, app: ASGIApp, tls: ssl.SSLContext | None = None) -> None:
+        self._app = app
+        self._tls = tls
+        self._server: _Server | None = None
+        self._serving: asyncio.Task[None] | None = None
+
+    async def start(self, listen: str) -> str:
+        """Listen on HOST:PORT (port 0: any free one); returns the address really listened on. Raises ConfigError."""
+        host, _, wanted = listen.rpartition(":")
+        listener = _listener(host, int(wanted))
+        config = uvicorn.Config(
+            self._app,
+            loop="asyncio",
+            http="h11",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+        )
+        config.load()
+        config.ssl = self._tls  # made and proven by us; uvicorn would make its own from files
+        self._server = _Server(config)
+        self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
+        return f"{host}:{listener.getsockname()[1]}"
+
+    async def stop(self, grace: float) -> None:
+        """Take no new requests, give running ones `grace` seconds, then cancel them."""
+        if self._server is None or self._serving is None:
+            return
+        self._server.config.timeout_graceful_shutdown = max(1, round(grace))
+        self._server.should_exit = True
+        await self._serving
+
+
+def _listener(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family)
+    # Without SO_REUSEPORT: a port in use must be an error, not a shared port.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host.strip("[]"), port))
+        listener.listen(1024)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"gateway.http: cannot listen on {host}:{port}: {error.strerror}") from error
+    listener.setblocking(False)
+    return listener

@@ -1,0 +1,50 @@
+"""Certificates for tests, made by OpenSSL: an authority, what it signs, and another authority that nobody trusts."""
+
+from __future__ import annotations
+
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+DAYS = "2"
+KEY_KIND = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
+
+
+@dataclass(frozen=True)
+class Signed:
+    """PEM files."""
+
+    cert: Path
+    key: Path
+
+
+@dataclass(frozen=True)
+class Authority:
+    """One that signs."""
+
+    directory: Path
+    own: Signed
+
+    @classmethod
+    def make(cls, directory: Path) -> Authority:
+        directory.mkdir()
+        own = Signed(directory / "ca.pem", directory / "ca.key")
+        _openssl(
+            *("req", "-x509", *KEY_KIND, "-keyout", str(own.key), "-out", str(own.cert)),
+            *("-days", DAYS, "-subj", f"/CN={directory.name}", "-addext", "basicConstraints=critical,CA:TRUE"),
+        )
+        return cls(directory, own)
+
+    def sign(self, name: str, alternative_names: str = "DNS:localhost,IP:127.0.0.1") -> Signed:
+        signed = Signed(self.directory / f"{name}.pem", self.directory / f"{name}.key")
+        _openssl(
+            *("req", "-x509", *KEY_KIND, "-keyout", str(signed.key), "-out", str(signed.cert)),
+            *("-days", DAYS, "-subj", f"/CN={name}", "-CA", str(self.own.cert), "-CAkey", str(self.own.key)),
+            *("-addext", f"subjectAltName={alternative_names}", "-addext", "basicConstraints=critical,CA:FALSE"),
+        )
+        return signed
+
+
+def _openssl(*arguments: str) -> None:
+    done = subprocess.run(["openssl", *arguments], capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == 0, done.stderr

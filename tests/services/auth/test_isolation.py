@@ -1,0 +1,244 @@
+"""Two tenants at both doors: what is one's does not exist for the other, and strangers get nothing."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx2
+import openai
+import pytest
+import yaml
+
+from cp_core.errors import Busy, CapacityExceeded, Forbidden, NotFound, RingserveError, Unauthenticated
+from ringserve.v1 import inference_pb2, inference_pb2_grpc
+from services.auth.doorkeeper import Doorkeeper
+from services.auth.tenants import TokenFile, hash_of
+from services.client import AsyncClient, Sampling
+from services.client.retries import NO_RETRIES
+from services.text import TextCodec
+from tests.services.doors import CALL_SECONDS, MODEL, Doors
+from tests.workers.models import random_tokens
+
+THREE = Sampling(max_tokens=3, temperature=0.0)
+LONG = Sampling(max_tokens=4000)
+TOKENS = {
+    "tenants": [
+        {"name": "acme", "tokens": [{"sha256": hash_of("a-token")}], "max_concurrent_turns": 2},
+        {"name": "beta", "tokens": [{"sha256": hash_of("b-token")}]},
+        {"name": "ops", "tokens": [{"sha256": hash_of("o-token")}], "operator": True},
+        {"name": "gone", "tokens": [{"sha256": hash_of("old-token"), "expires": "2020-01-01T00:00:00Z"}]},
+    ]
+}
+
+
+@pytest.fixture
+async def guarded(model_path: Path, codec: TextCodec, tmp_path: Path) -> AsyncIterator[Doors]:
+    file = tmp_path / "tokens.yaml"
+    file.write_text(yaml.safe_dump(TOKENS).replace("'2020-01-01T00:00:00Z'", "2020-01-01T00:00:00Z"))
+    async with Doors(model_path, codec, Doorkeeper(TokenFile(file))) as doors:
+        yield doors
+        await doors.wait_idle()
+        doors.service.check_integrity()
+
+
+def client_of(doors: Doors, token: str) -> AsyncClient:
+    return AsyncClient(doors.target, token=token, retry=NO_RETRIES)
+
+
+async def test_a_conversation_is_its_tenants_alone(guarded: Doors) -> None:
+    prompt = random_tokens(40)
+    async with client_of(guarded, "a-token") as acme, client_of(guarded, "b-token") as beta:
+        first = await acme.ask(prompt, conversation_id="diary", sampling=THREE)
+        assert (first.conversation_id, first.plan.cached_tokens) == ("diary", 0)
+        with pytest.raises(NotFound) as unread:
+            await beta.conversation("diary")
+        with pytest.raises(NotFound) as unknown:
+            await beta.conversation("never")
+        # The sentence is that of any other name: no hint.
+        assert str(unread.value).replace("diary", "never") == str(unknown.value)
+        assert "acme" not in str(unread.value)
+        with pytest.raises(NotFound):
+            await beta.delete_conversation("diary")
+        with pytest.raises(NotFound):
+            await beta.ask([1], conversation_id="diary", mode="append", sampling=THREE)
+
+        # The same name is another conversation: nothing of the first one's KV serves it.
+        other = await beta.ask(prompt, conversation_id="diary", sampling=THREE)
+        assert (other.plan.cached_tokens, other.plan.prompt_mode) == (0, "new")
+        mine = await acme.conversation("diary")
+        assert (mine.conversation_id, mine.num_turns, mine.num_tokens) == ("diary", 1, 43)
+        await beta.delete_conversation("diary")
+        second = await acme.ask([5, 6], conversation_id="diary", mode="append", sampling=THREE)
+        assert second.plan.cached_tokens == 42  # the last token's KV is made by the next turn
+        await acme.delete_conversation("diary")
+
+
+async def test_a_running_turn_is_its_tenants_alone_to_see_and_to_abort(guarded: Doors) -> None:
+    async with client_of(guarded, "a-token") as acme, client_of(guarded, "b-token") as beta:
+        stream = acme.stream("x", conversation_id="c", request_id="r", sampling=LONG)
+        await anext(stream)
+        with pytest.raises(NotFound):
+            await beta.conversation("c")
+        answer = await beta.abort(["r", "acme/r", "/r", ""])
+        assert list(answer.aborted) == []
+        assert list(answer.unknown) == ["r", "acme/r", "/r", ""]
+        # The same request id and the same conversation are free for another tenant.
+        assert (await beta.ask("x", conversation_id="c", request_id="r", sampling=THREE)).request_id == "r"
+        await beta.delete_conversation("c")
+
+        assert (await acme.conversation("c")).running_request_id == "r"
+        with pytest.raises(Busy) as busy:
+            await acme.ask("y", conversation_id="c", sampling=THREE)
+        assert "'c' is busy with request 'r'" in str(busy.value)
+        assert list((await acme.abort(["r"])).aborted) == ["r"]
+        with pytest.raises(RingserveError, match="aborted"):
+            await stream.answer()
+
+
+async def test_a_tenant_lists_and_forks_its_own_conversations_only(guarded: Doors) -> None:
+    async with client_of(guarded, "a-token") as acme, client_of(guarded, "b-token") as beta:
+        for client, names in ((acme, ("one", "two", "three")), (beta, ("one",))):
+            for name in names:
+                await client.ask(random_tokens(20), conversation_id=name, sampling=THREE)
+        listed = [each.conversation_id async for each in acme.list_conversations(page_size=2)]
+        assert sorted(listed) == ["one", "three", "two"]
+        assert [each.conversation_id async for each in acme.list_conversations("t")] == ["three", "two"]
+        assert [each.conversation_id async for each in beta.list_conversations()] == ["one"]
+        assert [each.conversation_id async for each in beta.list_conversations("acme/")] == []
+        with pytest.raises(NotFound) as caught:
+            await beta.fork_conversation("two", "mine")
+        assert "acme" not in str(caught.value)
+        for source in ("acme/two", "/two", "../acme/two"):
+            with pytest.raises(NotFound):
+                await beta.fork_conversation(source, "mine")
+        fork = await acme.fork_conversation("two", "mine")
+        assert (fork.conversation_id, fork.num_tokens) == ("mine", 23)
+        for name in ("one", "two", "three", "mine"):
+            await acme.delete_conversation(name)
+        await beta.delete_conversation("one")
+
+
+async def test_over_http_it_is_the_same(guarded: Doors) -> None:
+    extra: dict[str, Any] = {"extra_body": {"conversation_id": "web", "request_id": "web-1"}}
+    asked: dict[str, Any] = {"model": MODEL, "prompt": random_tokens(40), "max_tokens": 3, "temperature": 0}
+    append: dict[str, Any] = {"extra_body": {"conversation_id": "web", "prompt_mode": "append"}}
+    async with guarded.openai(api_key="a-token") as acme, guarded.openai(api_key="b-token") as beta:
+        first = await acme.completions.create(**asked, **extra)
+        assert (first.model_extra or {})["ringserve"]["conversation_id"] == "web"
+        with pytest.raises(openai.NotFoundError) as caught:
+            await beta.completions.create(**asked | {"prompt": [1]}, **append)
+        assert "acme" not in str(caught.value)
+        for call in (beta.conversations.retrieve("web"), beta.conversations.delete("web")):
+            with pytest.raises(openai.NotFoundError, match="there is no conversation 'web'"):
+                await call
+        other = await beta.completions.create(**asked, **extra)
+        assert (other.model_extra or {})["ringserve"]["plan"]["cached_tokens"] == 0
+        second = await acme.completions.create(**asked | {"prompt": [1]}, **append)
+        assert (second.model_extra or {})["ringserve"]["plan"]["cached_tokens"] == 42
+
+        stream = await acme.completions.create(**asked | {"max_tokens": 4000}, **extra, stream=True)
+        await anext(stream)
+        async with client_of(guarded, "b-token") as by_grpc:
+            assert list((await by_grpc.abort(["web-1"])).unknown) == ["web-1"]
+        with pytest.raises(openai.ConflictError, match="'web' is busy with request 'web-1'"):
+            await acme.completions.create(**asked, extra_body={"conversation_id": "web"})
+        await stream.close()
+
+
+WRONG = {
+    "none": (None, "none given"),
+    "unknown": ("Bearer c-token", "not known"),
+    "expired": ("Bearer old-token", "has expired"),
+    "another scheme": ("Basic YTpiCg==", "only 'Bearer TOKEN' is allowed"),
+}
+
+
+@pytest.mark.parametrize(("sent", "said"), WRONG.values(), ids=WRONG.keys())
+async def test_strangers_get_nothing_over_grpc(guarded: Doors, sent: str | None, said: str) -> None:
+    metadata = (("authorization", sent),) if sent else ()
+    async with guarded.channel() as channel:
+        stub: Any = inference_pb2_grpc.InferenceStub(channel)
+        requests = {
+            "Abort": inference_pb2.AbortRequest(request_ids=["r"]),
+            "GetModelInfo": inference_pb2.GetModelInfoRequest(),
+            "GetServerInfo": inference_pb2.GetServerInfoRequest(),
+            "GetConversation": inference_pb2.GetConversationRequest(conversation_id="c"),
+            "ListConversations": inference_pb2.ListConversationsRequest(),
+            "ForkConversation": inference_pb2.ForkConversationRequest(source_id="c", new_id="d"),
+            "DeleteConversation": inference_pb2.DeleteConversationRequest(conversation_id="c"),
+        }
+        calls = [getattr(stub, name)(request, metadata=metadata, timeout=10) for name, request in requests.items()]
+        calls.append(stub.Generate(inference_pb2.GenerateRequest(text="x"), metadata=metadata, timeout=10).read())
+        for call in calls:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call
+            assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+            assert said in (caught.value.details() or "")
+    assert len(calls) == len(inference_pb2.DESCRIPTOR.services_by_name["Inference"].methods)
+
+
+@pytest.mark.parametrize(("sent", "said"), WRONG.values(), ids=WRONG.keys())
+async def test_strangers_get_nothing_over_http(guarded: Doors, sent: str | None, said: str) -> None:
+    headers = {"authorization": sent} if sent else {}
+    async with httpx2.AsyncClient(base_url=guarded.url, headers=headers, timeout=CALL_SECONDS) as http:
+        for method, path in (
+            ("POST", "/v1/chat/completions"),
+            ("POST", "/v1/completions"),
+            ("GET", "/v1/models"),
+            ("GET", f"/v1/models/{MODEL}"),
+            ("GET", "/v1/conversations/c"),
+            ("DELETE", "/v1/conversations/c"),
+        ):
+            answer = await http.request(method, path, content=b"not even JSON" if method == "POST" else None)
+            assert answer.status_code == 401
+            assert answer.headers["www-authenticate"] == "Bearer"
+            error = answer.json()["error"]
+            assert (error["type"], error["code"]) == ("authentication_error", "invalid_api_key")
+            assert said in error["message"]
+        assert (await http.get("/health")).status_code == 200  # probes have no token
+
+
+async def test_the_state_of_the_service_is_for_operators(guarded: Doors) -> None:
+    async with client_of(guarded, "o-token") as ops, client_of(guarded, "a-token") as acme:
+        assert len((await ops.server_info()).groups) == 2
+        with pytest.raises(Forbidden, match="'acme' is no operator"):
+            await acme.server_info()
+        assert (await acme.model_info()).vocab_size == 300
+
+
+async def test_a_tenants_limit_holds_over_both_doors_and_touches_no_other(guarded: Doors) -> None:
+    async with client_of(guarded, "a-token") as acme, client_of(guarded, "b-token") as beta:
+        async with acme.stream("x", sampling=LONG) as one, acme.stream("x", sampling=LONG) as two:
+            await anext(one)
+            await anext(two)
+            with pytest.raises(CapacityExceeded, match="'acme' runs 2 turns, asks for 1 and may run 2") as caught:
+                await acme.ask("x", sampling=THREE)
+            assert caught.value.retry_after_seconds == 1.0
+            async with guarded.openai(api_key="a-token") as http:
+                with pytest.raises(openai.RateLimitError) as refused:
+                    await http.completions.create(model=MODEL, prompt="x")
+            assert refused.value.response.headers["retry-after"] == "1"
+            await beta.ask("x", sampling=THREE)
+        await guarded.wait_idle()
+        await acme.ask("x", sampling=THREE)
+
+
+async def test_no_secret_is_ever_logged(guarded: Doors, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("DEBUG")
+    async with client_of(guarded, "a-token") as acme, client_of(guarded, "stolen-token") as thief:
+        await acme.ask("x", sampling=THREE)
+        with pytest.raises(Unauthenticated):
+            await thief.ask("x")
+    async with guarded.openai(api_key="stolen-token") as http:
+        with pytest.raises(openai.AuthenticationError) as caught:
+            await http.completions.create(model=MODEL, prompt="x")
+    ours = "\n".join(
+        record.getMessage() for record in caplog.records if record.name.startswith(("services", "uvicorn"))
+    )
+    assert "acme/req-" in ours  # operators see whose turn it was
+    for secret in ("a-token", "stolen-token", hash_of("a-token")):
+        assert secret not in ours
+        assert secret not in str(caught.value)

@@ -1,0 +1,223 @@
+"""TLS and mutual TLS at both doors and between our own processes, with certificates that are right and wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx2
+import pytest
+
+from cp_core.errors import ConfigError, RingserveError, Unavailable
+from orchestration.views import ServerView
+from ringserve.v1 import router_pb2_grpc
+from services.auth.tls import DoorTls, PeerTls
+from services.client import AsyncClient, Client, Sampling, TlsFiles
+from services.client.retries import NO_RETRIES
+from services.grpc_server import GrpcServer
+from services.metrics.router import RouterMetrics, RouterView
+from services.peers import GrpcPeers
+from services.router_server import RouterServicer
+from services.text import TextCodec
+from tests.services.auth.certificates import Authority
+from tests.services.doors import CALL_SECONDS, MODEL, Doors
+
+THREE = Sampling(max_tokens=3)
+
+
+@pytest.fixture(scope="session")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority.make(tmp_path_factory.mktemp("tls") / "ours")
+
+
+@pytest.fixture(scope="session")
+def stranger(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority.make(tmp_path_factory.mktemp("tls") / "theirs")
+
+
+def door_tls(authority: Authority, *, is_mutual: bool) -> DoorTls:
+    server = authority.sign("gateway")
+    return DoorTls(cert=str(server.cert), key=str(server.key), client_ca=str(authority.own.cert) if is_mutual else "")
+
+
+@pytest.fixture
+async def secure(model_path: Path, codec: TextCodec, authority: Authority) -> AsyncIterator[Doors]:
+    async with Doors(model_path, codec, tls=door_tls(authority, is_mutual=False)) as doors:
+        yield doors
+
+
+@pytest.fixture
+async def mutual(model_path: Path, codec: TextCodec, authority: Authority) -> AsyncIterator[Doors]:
+    async with Doors(model_path, codec, tls=door_tls(authority, is_mutual=True)) as doors:
+        yield doors
+
+
+async def grpc_answer(doors: Doors, tls: TlsFiles | None) -> int:
+    """Tokens of an answer over gRPC."""
+    async with AsyncClient(doors.target, tls=tls, retry=NO_RETRIES) as client:
+        return (await client.ask("x", sampling=THREE, timeout=10)).usage.completion_tokens
+
+
+async def http_status(doors: Doors, context: ssl.SSLContext) -> int:
+    async with httpx2.AsyncClient(base_url=doors.url, verify=context, timeout=CALL_SECONDS) as http:
+        body = {"model": MODEL, "prompt": "x", "max_tokens": 3}
+        return (await http.post("/v1/completions", json=body)).status_code
+
+
+async def test_both_doors_answer_by_tls_who_trusts_the_authority(secure: Doors, authority: Authority) -> None:
+    assert secure.url.startswith("https://")
+    assert await grpc_answer(secure, TlsFiles(ca=authority.own.cert)) == 3
+    assert await http_status(secure, ssl.create_default_context(cafile=str(authority.own.cert))) == 200
+
+    def by_threads() -> int:
+        with Client(secure.target, tls=TlsFiles(ca=authority.own.cert)) as client:
+            return client.ask("x", sampling=THREE).usage.completion_tokens
+
+    assert await asyncio.to_thread(by_threads) == 3
+
+
+async def test_a_door_with_tls_answers_nobody_without(secure: Doors) -> None:
+    with pytest.raises(Unavailable):
+        await grpc_answer(secure, None)
+    async with httpx2.AsyncClient(base_url=secure.url.replace("https", "http"), timeout=10) as http:
+        with pytest.raises(httpx2.TransportError):
+            await http.get("/health")
+
+
+async def test_a_client_refuses_a_server_of_another_authority(secure: Doors, stranger: Authority) -> None:
+    with pytest.raises(Unavailable):
+        await grpc_answer(secure, TlsFiles(ca=stranger.own.cert))
+    with pytest.raises(httpx2.ConnectError):
+        await http_status(secure, ssl.create_default_context(cafile=str(stranger.own.cert)))
+
+
+async def test_mutual_tls_lets_in_only_whom_the_authority_signed(
+    mutual: Doors, authority: Authority, stranger: Authority
+) -> None:
+    known, unknown = authority.sign("client"), stranger.sign("client")
+    ca = authority.own.cert
+    assert await grpc_answer(mutual, TlsFiles(ca=ca, cert=known.cert, key=known.key)) == 3
+    context = ssl.create_default_context(cafile=str(ca))
+    with pytest.raises(httpx2.TransportError):
+        await http_status(mutual, context)  # shows nothing
+    context.load_cert_chain(known.cert, known.key)
+    assert await http_status(mutual, context) == 200
+
+    for tls in (TlsFiles(ca=ca), TlsFiles(ca=ca, cert=unknown.cert, key=unknown.key)):
+        with pytest.raises(Unavailable):
+            await grpc_answer(mutual, tls)
+    wrong = ssl.create_default_context(cafile=str(ca))
+    wrong.load_cert_chain(unknown.cert, unknown.key)
+    with pytest.raises(httpx2.TransportError):
+        await http_status(mutual, wrong)
+    # Whoever was turned away has done no harm.
+    assert await grpc_answer(mutual, TlsFiles(ca=ca, cert=known.cert, key=known.key)) == 3
+
+
+async def test_a_name_that_is_not_the_servers_is_refused_unless_it_is_told(
+    model_path: Path, codec: TextCodec, authority: Authority
+) -> None:
+    server = authority.sign("elsewhere", "DNS:gateway.example")
+    tls = DoorTls(cert=str(server.cert), key=str(server.key))
+    async with Doors(model_path, codec, tls=tls) as doors:
+        with pytest.raises(Unavailable):
+            await grpc_answer(doors, TlsFiles(ca=authority.own.cert))
+        named = TlsFiles(ca=authority.own.cert, server_name="gateway.example")
+        assert await grpc_answer(doors, named) == 3
+
+
+class View:
+    """The one verb of a router that is asked here."""
+
+    async def get_server_info(self) -> ServerView:
+        return ServerView(selector="auto", groups=(), conversations=7, running_turns=0)
+
+
+async def test_our_own_processes_take_only_each_other(authority: Authority, stranger: Authority) -> None:
+    def peer(by: Authority, trusts: Authority) -> PeerTls:
+        signed = by.sign("peer", "DNS:ringserve.internal")
+        return PeerTls(
+            cert=str(signed.cert), key=str(signed.key), ca=str(trusts.own.cert), server_name="ringserve.internal"
+        )
+
+    ours = peer(authority, authority)
+    server = GrpcServer(ours.server_credentials())
+    known = RouterView(conversations=7, running_turns=0, rings=())
+    metrics = RouterMetrics("auto", lambda: known, asyncio.get_running_loop())
+    servicer = RouterServicer(View(), metrics)  # type: ignore[arg-type]
+    server.add(
+        "ringserve.v1.RouterService",
+        lambda target: router_pb2_grpc.add_RouterServiceServicer_to_server(servicer, target),
+    )
+    address = await server.start("127.0.0.1:0")
+    try:
+        for tls, is_let_in in (
+            (ours, True),
+            (peer(stranger, authority), False),  # trusts us, and is not trusted
+            (peer(authority, stranger), False),
+            (None, False),
+            (ours, True),
+        ):
+            peers = GrpcPeers(tls)
+            async with asyncio.timeout(20):
+                if is_let_in:
+                    assert (await peers.router(address).get_server_info()).conversations == 7
+                else:
+                    with pytest.raises(Unavailable):
+                        await peers.router(address).get_server_info()
+            await peers.close()
+    finally:
+        await server.stop(0)
+
+
+def test_files_that_cannot_be_used_are_named(authority: Authority, tmp_path: Path) -> None:
+    signed, other = authority.sign("one"), authority.sign("two")
+    nothing = tmp_path / "nothing.pem"
+    nothing.write_text("nothing")
+    cert, key = str(signed.cert), str(signed.key)
+    for cause, said in (
+        (DoorTls(cert=f"{tmp_path}/none.pem", key=key), "tls.cert: .*none.pem cannot be read"),
+        (DoorTls(cert=cert, key=f"{tmp_path}/none.key"), "tls.key: .*none.key cannot be read"),
+        (DoorTls(cert=cert, key=str(other.key)), "tls.cert: .* are no certificate and its key"),
+        (DoorTls(cert=str(nothing), key=key), "tls.cert: .* are no certificate and its key"),
+        (DoorTls(cert=cert, key=key, client_ca=str(nothing)), "tls.client_ca: .* holds no certificate"),
+    ):
+        for make in (cause.grpc_credentials, cause.http_context):
+            with pytest.raises(ConfigError, match=said):
+                make()
+    with pytest.raises(ConfigError, match=r"internal_tls.ca: .* holds no certificate"):
+        PeerTls(cert=cert, key=key, ca=str(nothing)).server_credentials()
+    with pytest.raises(ConfigError, match="cert and key belong together"):
+        TlsFiles(cert=signed.cert).credentials()
+    with pytest.raises(ConfigError, match=r"none.pem cannot be read"):
+        TlsFiles(ca=tmp_path / "none.pem").credentials()
+
+
+async def test_oversized_metadata_and_messages_are_refused_and_harm_nothing(doors: Doors) -> None:
+    async with doors.channel() as channel:
+        generate: Any = channel.unary_stream("/ringserve.v1.Inference/Generate")
+        model: Any = channel.unary_unary("/ringserve.v1.Inference/GetModelInfo")
+        nothing: Any = channel.unary_unary("/ringserve.v1.Inference/Nothing")
+        sent: dict[str, tuple[Any, str]] = {
+            "metadata": (model(b"", metadata=(("x-long", "x" * 40_000),), timeout=10), "RESOURCE_EXHAUSTED"),
+            "message": (generate(b"\x1a" + b"\xff" * (65 << 20), timeout=30).read(), "RESOURCE_EXHAUSTED"),
+            "no protobuf": (generate(b"\xff\xff\xff", timeout=10).read(), "INVALID_ARGUMENT"),
+            "no protobuf of a unary method": (model(b"\xff\xff\xff", timeout=10), "INVALID_ARGUMENT"),
+            "no such method": (
+                nothing(b"", timeout=10),
+                "UNIMPLEMENTED",
+            ),
+        }
+        for what, (call, status) in sent.items():
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call
+            assert caught.value.code().name == status, what
+            assert "Traceback" not in (caught.value.details() or "")
+    assert await grpc_answer(doors, None) == 3
+    with pytest.raises(RingserveError):
+        async with AsyncClient(doors.target, retry=NO_RETRIES) as client:
+            await client.ask([300])

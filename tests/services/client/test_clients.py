@@ -1,0 +1,237 @@
+"""Both Python clients against a whole service, and against gateways that fail."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+import pytest
+
+from cp_core.errors import (
+    Busy,
+    CapacityExceeded,
+    ConfigError,
+    DeadlineExceeded,
+    NotFound,
+    RingserveError,
+    Unavailable,
+)
+from ringserve.v1 import inference_pb2, inference_pb2_grpc
+from services.client import AsyncClient, Client, Message, RetryPolicy, Sampling
+from services.grpc_server import GrpcServer
+from services.status import answer_stream
+from services.text import TextCodec
+from tests.services.doors import Doors
+from tests.workers.models import Oracle, random_tokens
+
+FIVE = Sampling(max_tokens=5, temperature=0.0)
+LONG = Sampling(max_tokens=4000)
+QUICK = RetryPolicy(max_attempts=3, first_delay_seconds=0.02)
+
+
+@pytest.fixture
+async def client(doors: Doors) -> AsyncIterator[AsyncClient]:
+    async with AsyncClient(doors.target, retry=QUICK) as client:
+        yield client
+
+
+async def test_an_answer_is_exact_typed_and_accounted_for(client: AsyncClient, oracle: Oracle) -> None:
+    prompt = random_tokens(50)
+    answer = await client.ask(prompt, sampling=FIVE, request_id="mine")
+    assert list(answer.token_ids) == oracle.greedy(prompt, 5)
+    assert (answer.request_id, answer.conversation_id, answer.finish_reason) == ("mine", "", "length")
+    assert answer.matched_stop is None
+    usage = answer.usage
+    assert (usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens) == (50, 0, 5)
+    plan = answer.plan
+    assert (plan.new_tokens, plan.prefill_ranks, plan.decode_ranks, plan.prompt_mode) == (50, 2, 3, "new")
+    assert plan.reason
+    assert plan.migrated_bytes > 0
+    assert [(chunk.start, chunk.stop) for chunk in plan.chunks] == [(0, 50)]
+    assert {item.algorithm for item in plan.alternatives} >= {"pass_kv", "pass_q"}
+
+
+async def test_pieces_make_up_the_answer_and_the_plan_comes_first(client: AsyncClient) -> None:
+    async with client.stream("Once upon a time", sampling=FIVE) as stream:
+        first = await anext(stream)
+        assert stream.plan is not None
+        assert stream.plan.new_tokens == 16
+        pieces = [first] + [piece async for piece in stream]
+        answer = await stream.answer()
+    assert "".join(piece.text for piece in pieces) == answer.text
+    assert tuple(token for piece in pieces for token in piece.token_ids) == answer.token_ids
+
+
+async def test_a_chat_is_templated_by_the_service(client: AsyncClient, codec: TextCodec, oracle: Oracle) -> None:
+    answer = await client.ask([Message(role="user", content="Hello")], sampling=FIVE)
+    assert list(answer.token_ids) == oracle.greedy(codec.encode_chat([("user", "Hello")]).tolist(), 5)
+
+
+async def test_a_conversation_sends_only_what_is_new(client: AsyncClient, oracle: Oracle) -> None:
+    talk = client.talk()
+    first = await talk.ask(random_tokens(60), sampling=FIVE)
+    second = await talk.ask([1, 2, 3], sampling=FIVE)
+    history = [*random_tokens(60), *first.token_ids, 1, 2, 3]
+    assert list(second.token_ids) == oracle.greedy(history, 5)
+    assert (second.plan.cached_tokens, second.plan.prompt_mode) == (64, "append")
+    assert (await talk.info()).num_turns == 2
+    await talk.delete()
+    with pytest.raises(NotFound, match=talk.conversation_id):
+        await talk.info()
+
+
+async def test_leaving_a_stream_ends_its_turn(doors: Doors, client: AsyncClient) -> None:
+    free = doors.service.free_blocks()
+    async with client.stream("x", sampling=LONG) as stream:
+        await anext(stream)
+    await doors.wait_idle()
+    assert doors.service.free_blocks() == free
+
+
+async def test_a_timeout_ends_the_turn_and_says_so(doors: Doors, client: AsyncClient) -> None:
+    with pytest.raises(DeadlineExceeded):
+        await client.ask("x", sampling=LONG, timeout=0.4)
+    await doors.wait_idle()
+
+
+async def test_the_other_calls_answer(client: AsyncClient) -> None:
+    assert (await client.model_info()).vocab_size == 300
+    assert {group.role for group in (await client.server_info()).groups} == {"prefill", "decode"}
+    assert list((await client.abort(["nobody"])).unknown) == ["nobody"]
+
+
+async def test_threads_have_the_same_client(doors: Doors, oracle: Oracle) -> None:
+    prompt = random_tokens(40)
+
+    def talk() -> None:
+        with Client(doors.target) as client:
+            conversation = client.talk("threads")
+            first = conversation.ask(prompt, sampling=FIVE)
+            assert list(first.token_ids) == oracle.greedy(prompt, 5)
+            with conversation.stream([7], sampling=FIVE) as stream:
+                pieces = list(stream)
+                second = stream.answer()
+            assert "".join(piece.text for piece in pieces) == second.text
+            assert list(second.token_ids) == oracle.greedy([*prompt, *first.token_ids, 7], 5)
+            assert second.plan.cached_tokens == 44
+            assert conversation.info().num_turns == 2
+            with client.stream("x", sampling=LONG) as left:
+                next(left)
+            with pytest.raises(DeadlineExceeded):
+                client.ask("x", sampling=LONG, timeout=0.4)
+            conversation.delete()
+            with pytest.raises(NotFound):
+                conversation.info()
+
+    await asyncio.to_thread(talk)
+
+
+Step = RingserveError | str
+"""What a failing gateway does next: an error, or a text that it says. An error may come after a text."""
+
+
+class Failing(inference_pb2_grpc.InferenceServicer):
+    """A gateway whose attempts go as told."""
+
+    def __init__(self, *attempts: Sequence[Step]) -> None:
+        self._attempts = list(attempts)
+        self.requests: list[str] = []
+
+    async def Generate(self, request: inference_pb2.GenerateRequest, context: Any) -> AsyncIterator[Any]:
+        self.requests.append(request.request_id)
+        async for response in answer_stream(context, self._attempt(self._attempts.pop(0))):
+            yield response
+
+    async def _attempt(self, steps: Sequence[Step]) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        yield inference_pb2.GenerateResponse(start=inference_pb2.GenerateStart())
+        for step in steps:
+            if isinstance(step, RingserveError):
+                raise step
+            yield inference_pb2.GenerateResponse(chunk=inference_pb2.GenerateStreamChunk(text=step, token_ids=[1]))
+        text = "".join(str(step) for step in steps)
+        yield inference_pb2.GenerateResponse(complete=inference_pb2.GenerateComplete(text=text))
+
+
+async def answered(gateway: Failing, ask: Callable[[AsyncClient, Client], Any]) -> Any:
+    """What a client makes of a failing gateway."""
+    server = GrpcServer()
+    server.add(
+        "ringserve.v1.Inference", lambda target: inference_pb2_grpc.add_InferenceServicer_to_server(gateway, target)
+    )
+    address = await server.start("127.0.0.1:0")
+    try:
+        with Client(address, retry=QUICK) as sync:
+            async with AsyncClient(address, retry=QUICK) as client:
+                return await ask(client, sync)
+    finally:
+        await server.stop(0)
+
+
+def by_threads(**options: Any) -> Callable[[AsyncClient, Client], Any]:
+    return lambda client, sync: asyncio.to_thread(sync.ask, "x", **options)
+
+
+def by_asyncio(**options: Any) -> Callable[[AsyncClient, Client], Any]:
+    return lambda client, sync: client.ask("x", **options)
+
+
+BOTH = pytest.mark.parametrize("by", [by_threads, by_asyncio], ids=["threads", "asyncio"])
+
+
+@BOTH
+async def test_a_lost_gateway_is_tried_again_under_the_same_request_id(by: Callable[..., Any]) -> None:
+    gateway = Failing([Unavailable("rebuilding")], [Busy("the first attempt ends")], ["fine"])  # type: ignore[abstract]
+    answer = await answered(gateway, by())
+    assert answer.text == "fine"
+    assert len(set(gateway.requests)) == 1
+    assert len(gateway.requests) == 3
+
+
+@BOTH
+async def test_what_adds_to_a_conversation_is_not_tried_again_after_a_loss(by: Callable[..., Any]) -> None:
+    gateway = Failing([Unavailable("rebuilding")])  # type: ignore[abstract]
+    with pytest.raises(Unavailable, match="rebuilding"):
+        await answered(gateway, by(conversation_id="c"))
+    assert len(gateway.requests) == 1
+
+
+@BOTH
+async def test_a_refusal_for_want_of_room_is_tried_again_when_the_server_says(by: Callable[..., Any]) -> None:
+    gateway = Failing([CapacityExceeded("full", 1.0)], ["fine"])  # type: ignore[abstract]
+    began = asyncio.get_running_loop().time()
+    assert (await answered(gateway, by(conversation_id="c"))).text == "fine"
+    assert asyncio.get_running_loop().time() - began >= 1.0  # the trailing metadata of the refusal
+
+
+@BOTH
+async def test_nothing_is_tried_again_after_the_first_token(by: Callable[..., Any]) -> None:
+    gateway = Failing(["half an", Unavailable("lost")])  # type: ignore[abstract]
+    with pytest.raises(Unavailable, match="lost"):
+        await answered(gateway, by())
+    assert len(gateway.requests) == 1
+
+
+@BOTH
+async def test_attempts_end_and_the_last_error_is_raised(by: Callable[..., Any]) -> None:
+    gateway = Failing(*([Unavailable(f"attempt {number}")] for number in range(3)))  # type: ignore[abstract]
+    with pytest.raises(Unavailable, match="attempt 2"):
+        await answered(gateway, by())
+
+
+async def test_a_gateway_that_is_not_there_is_named() -> None:
+    server = GrpcServer()
+    address = await server.start("127.0.0.1:0")
+    await server.stop(0)
+    async with AsyncClient(address, retry=QUICK) as client:
+        with pytest.raises(Unavailable, match=f"the gateway at {address} cannot be reached"):
+            await client.ask("x")
+        with pytest.raises(Unavailable, match=address):
+            await client.server_info()
+
+
+@pytest.mark.parametrize("token", ["two words", "line\n", "ümlaut"])
+def test_a_token_that_no_header_can_carry_is_refused_and_not_shown(token: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Client("127.0.0.1:1", token=token)
+    assert token not in str(caught.value)

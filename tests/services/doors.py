@@ -1,0 +1,85 @@
+"""A gateway in this process, with both its doors on loopback, before a whole service whose ranks are threads."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import TracebackType
+
+import grpc
+from openai import AsyncOpenAI
+
+from ringserve.v1 import inference_pb2_grpc
+from services.auth.doorkeeper import Doorkeeper
+from services.auth.tls import DoorTls
+from services.gateway import InferenceServicer
+from services.grpc_server import GrpcServer
+from services.metrics.gateway import GatewayMetrics
+from services.openai.app import HttpDoor
+from services.openai.server import HttpServer
+from services.requests import RequestReader
+from services.text import TextCodec
+from tests.orchestration.service import Service
+
+MODEL = "tiny-model"
+CALL_SECONDS = 60.0
+
+
+class Doors:
+    """An async context: rings of 2 prefill and 3 decode ranks, and the doors that clients call."""
+
+    def __init__(
+        self, model_path: Path, codec: TextCodec, doorkeeper: Doorkeeper | None = None, tls: DoorTls | None = None
+    ) -> None:
+        self.service = Service(model_path, 2, 3)
+        self._is_secure = tls is not None
+        self.codec = codec
+        reader = RequestReader(self.service.model, codec, max_seconds=CALL_SECONDS)
+        self.servicer = InferenceServicer(
+            self.service.model,
+            str(model_path),
+            codec,
+            reader,
+            self.service.router,
+            self.service.peers,
+            GatewayMetrics(),
+            doorkeeper,
+        )
+        self._grpc = GrpcServer(tls.grpc_credentials() if tls else None)
+        self._grpc.add(
+            "ringserve.v1.Inference",
+            lambda target: inference_pb2_grpc.add_InferenceServicer_to_server(self.servicer, target),
+        )
+        door = HttpDoor(self.servicer, MODEL, self.service.model.max_positions, doorkeeper)
+        self._http = HttpServer(door.app, tls.http_context() if tls else None)
+        self.target = ""
+        self.url = ""
+
+    async def __aenter__(self) -> Doors:
+        await self.service.__aenter__()
+        self.target = await self._grpc.start("127.0.0.1:0")
+        scheme = "https" if self._is_secure else "http"
+        self.url = f"{scheme}://{await self._http.start('127.0.0.1:0')}"
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._http.stop(1.0)
+        await self._grpc.stop(1.0)
+        await self.service.__aexit__(kind, error, trace)
+
+    def openai(self, **options: object) -> AsyncOpenAI:
+        """OpenAI's own client. Without retries: a test sees the first answer."""
+        settings: dict[str, object] = {"api_key": "unused", "max_retries": 0, "timeout": CALL_SECONDS}
+        return AsyncOpenAI(base_url=f"{self.url}/v1", **settings | options)  # type: ignore[arg-type]
+
+    def channel(self) -> grpc.aio.Channel:
+        """Plain, whatever the doors are."""
+        return grpc.aio.insecure_channel(self.target)
+
+    async def wait_idle(self, seconds: float = 10.0) -> None:
+        """Return when no turn runs anywhere; fail the test after `seconds`."""
+        async with asyncio.timeout(seconds):
+            while self.service.router.num_running:
+                await asyncio.sleep(0.01)

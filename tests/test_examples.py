@@ -1,0 +1,39 @@
+"""Every example that needs nothing but Python and a shell runs as its page says."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.services.door_fixtures import codec, doors, model_path, oracle
+from tests.services.doors import Doors
+
+__all__ = ["codec", "doors", "model_path", "oracle"]
+ROOT = Path(__file__).resolve().parents[1]
+
+EXAMPLES = {
+    "client.py": (["{python}", "client.py", "--target", "{target}"], "47 of 58 prompt tokens were cached"),
+    "grpc_stubs.py": (["{python}", "grpc_stubs.py", "--target", "{target}"], "length, 32 tokens"),
+    "openai_client.py": (["{python}", "openai_client.py", "--url", "{url}/v1"], "prompt tokens were cached"),
+    "curl.sh": (["sh", "curl.sh", "{url}"], "data: [DONE]"),
+}
+
+
+@pytest.mark.parametrize(("command", "said"), EXAMPLES.values(), ids=EXAMPLES.keys())
+async def test_an_example_runs_as_it_is(doors: Doors, command: list[str], said: str) -> None:
+    words = [word.format(python=sys.executable, target=doors.target, url=doors.url) for word in command]
+    process = await asyncio.create_subprocess_exec(
+        *words,
+        cwd=ROOT / "examples",
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "proto")])},
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    async with asyncio.timeout(60):
+        printed, errors = await process.communicate()
+    assert process.returncode == 0, errors.decode()
+    assert said in printed.decode()
