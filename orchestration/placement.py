@@ -137,11 +137,13 @@ class RingPlacer:
     # --- decode rings ------------------------------------------------------------------------------------------------
 
     def _decode_options(self, turn: WantedTurn, decodes: Sequence[Group]) -> list[Group]:
-        """The conversation's own ring, and of the others the least loaded: which prefill ring it is matters to none."""
+        """The conversation's own ring, and of the others the least loaded, if its load could make up for the KV."""
         own = [group for group in decodes if turn.is_at(group)]
         others = [group for group in decodes if not turn.is_at(group)]
         if others:
-            own.append(min(others, key=lambda group: (_load_seconds(group), group.last_placed)))
+            other = min(others, key=lambda group: (_load_seconds(group), group.last_placed))
+            if not own or _load_seconds(other) + LEAVE_SECONDS < _load_seconds(own[0]):
+                own.append(other)
         return own
 
     def _decode_seconds(self, turn: WantedTurn, decode: Group) -> float:

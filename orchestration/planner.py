@@ -38,6 +38,7 @@ class Planner:
         self._settings = settings
         self._model = model
         self._work = WorkModel.of_shape(model.shape)
+        self._shapes: dict[int, ModelShape] = {}
 
     def plan(
         self,
@@ -160,7 +161,9 @@ class Planner:
 
     def _shape(self, tp: int) -> ModelShape:
         """What one of `tp` tensor parallel processes computes."""
-        return tensor_share(self._model, tp).shape
+        if tp not in self._shapes:
+            self._shapes[tp] = tensor_share(self._model, tp).shape
+        return self._shapes[tp]
 
     def _tensor_sums(self, turn: Turn, rates: Rates, tp: int) -> float:
         """Seconds of the sums over tensor parallel processes: of the embedding, and after each attention and MLP.

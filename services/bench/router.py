@@ -39,7 +39,7 @@ from workers.steps import ModelInfo, RingRates, Sampling, TokenIds
 
 INCARNATION = "first"
 VOCABULARY = 32_000
-MEMORY_SAMPLE = 500
+MEMORY_SAMPLE = 100
 """Conversations over which memory is taken: tracing it makes everything slow."""
 SIZES = (1, 2, 4, 8)
 """Ranks of the rings, in turn."""
