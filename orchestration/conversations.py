@@ -9,6 +9,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import islice
 
 from cp_core.errors import Busy, CapacityExceeded, InvalidRequest, NotFound, RingserveError
 from cp_core.layout import ShardMap
@@ -309,8 +310,8 @@ class ConversationStore:
 
     def _make_place(self, newest: Conversation) -> list[Conversation]:
         self._known.move_to_end(newest.conversation_id)
-        idle = [item for item in self._known.values() if item.is_idle]
-        dropped = idle[: max(0, len(self._known) - self._limit)]
+        surplus = max(0, len(self._known) - self._limit)
+        dropped = list(islice((item for item in self._known.values() if item.is_idle), surplus))
         for item in dropped:
             del self._known[item.conversation_id]
         return dropped

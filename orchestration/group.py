@@ -43,6 +43,16 @@ class GroupLeader(ABC):
         """Work units of a prefill step at most; 0: those of `chunk_tokens` tokens."""
         return self.settings.prefill_scheduling.step_budget
 
+    @property
+    def waiting_work(self) -> float:
+        """Work units that wait or are being computed; prefill rings have them."""
+        return 0.0
+
+    @property
+    def work_rate(self) -> float:
+        """Work units a second, of late; 0 where there are none."""
+        return 0.0
+
     @abstractmethod
     async def measure(self) -> None:
         """Measure the ring's rates again, now that nothing else starts on its machine."""
@@ -78,6 +88,10 @@ class GroupLeader(ABC):
             chunk_tokens=self.settings.chunk_tokens,
             step_budget=self.step_budget,
             min_chunk_tokens=self.settings.prefill_scheduling.min_chunk_tokens,
+            waiting_work=self.waiting_work,
+            work_rate=self.work_rate,
+            free_tokens=ring.pool.free_tokens,
+            max_batch=self.settings.max_batch if self.settings.role == "decode" else 0,
         )
         await self._announce(registration)
 

@@ -1,57 +1,121 @@
-"""The rings a router can use, as they announced themselves."""
+"""The rings a router can use, as they announced themselves, and how busy it takes them to be."""
 
 from __future__ import annotations
 
+import math
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from cp_core.errors import Unavailable
-from orchestration.conversations import Placement
 from orchestration.turn import GroupRegistration
 
+RingKind = tuple[int, int, int, int]
+"""Ranks, processes a rank, and powers of two near to the measured rates of matrix products and links."""
 
-@dataclass(slots=True)
+
+@dataclass(slots=True, eq=False)
 class Group:
-    """One ring. `is_ready` falls when a call finds it gone and rises with its next announcement."""
+    """One ring. `is_ready` falls when a call finds it gone and rises with its next announcement.
+
+    What it announces is seconds old when the next turn comes, so the router adds what it has placed there since.
+    `busy_until` is on the registry's clock, `free_tokens` falls with every turn until the ring tells it anew, and
+    `last_placed` counts the router's choices.
+    """
 
     registration: GroupRegistration
     is_ready: bool = True
     num_turns: int = 0
+    num_prefilling: int = 0
+    busy_until: float = 0.0
+    free_tokens: int = 0
+    last_placed: int = 0
+    kind: RingKind = (0, 0, 0, 0)
 
     @property
     def name(self) -> str:
         return self.registration.name
 
+    @property
+    def role(self) -> str:
+        return self.registration.role
+
+    def announce(self, registration: GroupRegistration, now: float) -> None:
+        """Take over what the ring says of itself. One that tells no rate keeps the router's own estimate."""
+        self.registration, self.is_ready = registration, True
+        self.kind = _kind_of(registration)
+        if registration.work_rate > 0.0:
+            self.busy_until = now + registration.waiting_work / registration.work_rate
+        free = registration.free_tokens
+        self.free_tokens = registration.capacity_tokens if free is None else free
+
+    def queue_seconds(self, now: float) -> float:
+        """How long what waits on a prefill ring is predicted to take."""
+        return max(0.0, self.busy_until - now)
+
+
+class Placed:
+    """A turn's share of two rings' load, from the choice to the end of its prefill. Whoever placed it says when."""
+
+    def __init__(self, prefill: Group, clock: Callable[[], float]) -> None:
+        self._prefill = prefill
+        self._clock = clock
+        self._is_over = False
+
+    def end_prefill(self) -> None:
+        """Nothing of the turn waits on the prefill ring any more. Idempotent."""
+        if self._is_over:
+            return
+        self._is_over = True
+        self._prefill.num_prefilling -= 1
+        if not self._prefill.num_prefilling:
+            # Nobody else's turns wait there: what was predicted beyond now was too much.
+            self._prefill.busy_until = min(self._prefill.busy_until, self._clock())
+
 
 class GroupRegistry:
-    """All rings by role and name."""
+    """All rings by role and name. `clock` tells seconds."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
         self._groups: dict[str, dict[str, Group]] = {"prefill": {}, "decode": {}}
+        self._num_placed = 0
 
     def register(self, registration: GroupRegistration) -> bool:
         """Enter a ring, or its new incarnation, or that it still lives. True where it is news."""
         groups = self._groups[registration.role]
         known = groups.get(registration.name)
         if known is None:
-            groups[registration.name] = Group(registration)
-            return True
-        is_news = known.registration.incarnation != registration.incarnation or not known.is_ready
-        known.registration, known.is_ready = registration, True
+            known = groups[registration.name] = Group(registration)
+            is_news = True
+        else:
+            is_news = known.registration.incarnation != registration.incarnation or not known.is_ready
+        known.announce(registration, self.clock())
         return is_news
 
     def all(self) -> list[Group]:
         return [*self._groups["prefill"].values(), *self._groups["decode"].values()]
 
+    def ready(self, role: str) -> Sequence[Group]:
+        """Those that serve, in the order in which they came."""
+        return [group for group in self._groups[role].values() if group.is_ready]
+
     def named(self, role: str, name: str) -> Group | None:
         return self._groups[role].get(name)
 
-    def choose(self, role: str, placement: Placement | None) -> Group:
-        """The ring that holds the conversation's KV, else the one with the fewest turns. Raises Unavailable."""
-        ready = [group for group in self._groups[role].values() if group.is_ready]
-        if not ready:
-            raise Unavailable(f"no {role} ring is ready; retry in a few seconds")
-        if placement is not None:
-            for group in ready:
-                if group.name == placement.group and group.registration.incarnation == placement.incarnation:
-                    return group
-        return min(ready, key=lambda group: (group.num_turns, group.name))
+    def place(self, prefill: Group, decode: Group, *, prefill_seconds: float, num_tokens: int) -> Placed:
+        """Count a turn of `num_tokens` tokens to two rings, until they announce their own figures."""
+        now = self.clock()
+        self._num_placed += 1
+        for group in (prefill, decode):
+            group.last_placed = self._num_placed
+            group.free_tokens = max(0, group.free_tokens - num_tokens)
+        prefill.busy_until = max(prefill.busy_until, now) + prefill_seconds
+        prefill.num_prefilling += 1
+        return Placed(prefill, self.clock)
+
+
+def _kind_of(registration: GroupRegistration) -> RingKind:
+    rates = registration.rates
+    measured = (rates.gemm_flops, rates.link_bytes_per_second)
+    speed, link = (round(math.log2(rate)) if rate > 0.0 else 0 for rate in measured)
+    return registration.num_ranks, registration.tp, speed, link

@@ -72,6 +72,19 @@ class KvPool:
         """Tokens the whole ring can hold."""
         return sum(rank.num_blocks for rank in self._ranks) * self.block_tokens
 
+    @property
+    def free_tokens(self) -> int:
+        """Tokens that could still be held if all kept sequences went: as the fullest rank, the ring holds them evenly.
+
+        A block that two pinned sequences share counts twice: never more is told than there is.
+        """
+        pinned = [item for item in self._sequences.values() if item.pinned_by is not None]
+        free = (
+            allocator.num_blocks - sum(len(item.blocks[rank]) for item in pinned)
+            for rank, allocator in enumerate(self._ranks)
+        )
+        return max(0, min(free, default=0)) * self.num_ranks * self.block_tokens
+
     def get(self, sequence_id: str) -> SequenceKv | None:
         return self._sequences.get(sequence_id)
 

@@ -131,22 +131,46 @@ class Planner:
         decode: GroupRegistration,
     ) -> CachedKv:
         """Compares the turn's prefill after a pull with a longer one. Each is taken whole, by its faster algorithm."""
-
-        def prefill_seconds(cached: int) -> float:
-            turn = _turn(prefill, TokenRange(cached, num_tokens))
-            seconds, name = min((self._costs.seconds(prefill, name, turn), name) for name in Algorithm)
-            return seconds * self.corrections.factor(prefill, name)
-
         missing = max(0, kept_on_decode - kept_on_prefill)
-        links = min(prefill.num_ranks * prefill.tp, decode.num_ranks * decode.tp)
-        pull_seconds = self._costs.pull_seconds(prefill, missing * self._model.kv_bytes_per_token / links)
+        most = max(kept_on_prefill, kept_on_decode)
+        pulled = self.predict_move(missing, prefill, decode) + self.predict_prefill(num_tokens, most, prefill)
         return choose_source(
             self._settings.missing_kv,
             kept_on_prefill=kept_on_prefill,
             kept_on_decode=kept_on_decode,
-            pull_seconds=pull_seconds + prefill_seconds(max(kept_on_prefill, kept_on_decode)),
-            recompute_seconds=prefill_seconds(kept_on_prefill),
+            pull_seconds=pulled,
+            recompute_seconds=self.predict_prefill(num_tokens, kept_on_prefill, prefill) if missing else pulled,
         )
+
+    def predict_turn(
+        self,
+        *,
+        num_tokens: int,
+        kept_on_prefill: int,
+        kept_on_decode: int,
+        prefill: GroupRegistration,
+        decode: GroupRegistration,
+    ) -> tuple[float, float]:
+        """Seconds to fetch KV that only the decode ring keeps, 0 where it is computed again, and of the prefill."""
+        if kept_on_decode <= kept_on_prefill:
+            return 0.0, self.predict_prefill(num_tokens, kept_on_prefill, prefill)
+        source = self._choose_source(num_tokens, kept_on_prefill, kept_on_decode, prefill, decode)
+        missing = max(0, source.cached_tokens - kept_on_prefill)
+        return (
+            self.predict_move(missing, prefill, decode),
+            self.predict_prefill(num_tokens, source.cached_tokens, prefill),
+        )
+
+    def predict_move(self, num_tokens: int, prefill: GroupRegistration, decode: GroupRegistration) -> float:
+        """Seconds in which the KV of so many tokens goes from one of these rings to the other."""
+        links = min(prefill.num_ranks * prefill.tp, decode.num_ranks * decode.tp)
+        return self._costs.pull_seconds(prefill, num_tokens * self._model.kv_bytes_per_token / links)
+
+    def predict_prefill(self, num_tokens: int, cached_tokens: int, ring: GroupRegistration) -> float:
+        """Seconds of a prompt whose beginning is cached, taken whole by its faster algorithm, on an idle ring."""
+        turn = _turn(ring, TokenRange(cached_tokens, num_tokens))
+        seconds, name = min((self._costs.seconds(ring, name, turn), name) for name in Algorithm)
+        return seconds * self.corrections.factor(ring, name)
 
     def _cut(self, ring: GroupRegistration, tokens: TokenRange) -> list[TokenRange]:
         limits = StepLimits.of(

@@ -102,6 +102,14 @@ class PrefillLeader(GroupLeader):
     def step_budget(self) -> float:
         return self.loop.scheduler.limits.budget if self.loop is not None else super().step_budget
 
+    @property
+    def waiting_work(self) -> float:
+        return self.loop.scheduler.load if self.loop is not None else 0.0
+
+    @property
+    def work_rate(self) -> float:
+        return self.loop.scheduler.rate if self.loop is not None else 0.0
+
     async def reserve(self, request: Reserve) -> Reservation:
         """Pin the sequence and hold room for the whole prompt on every rank. Idempotent per turn."""
         known = self._turns.get(request.turn_id)
@@ -247,7 +255,7 @@ class PrefillLeader(GroupLeader):
         )
         return replace(
             status,
-            waiting_work=scheduler.load if scheduler else 0.0,
+            waiting_work=self.waiting_work,
             max_waiting_work=self.settings.prefill_scheduling.max_queue_work,
         )
 

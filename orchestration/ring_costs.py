@@ -31,6 +31,7 @@ class RingCosts:
         self._profile = profile
         self._compute_flops = compute_flops
         self._link_bytes_per_second = link_bytes_per_second
+        self._shapes: dict[int, ModelShape] = {}
 
     def rates(self, ring: GroupRegistration, *, is_cached: bool) -> Rates:
         """What one rank does in a step, after cached tokens or without."""
@@ -52,7 +53,9 @@ class RingCosts:
 
     def shape(self, ring: GroupRegistration) -> ModelShape:
         """What one of a rank's tensor parallel processes computes."""
-        return tensor_share(self._model, ring.tp).shape
+        if ring.tp not in self._shapes:
+            self._shapes[ring.tp] = tensor_share(self._model, ring.tp).shape
+        return self._shapes[ring.tp]
 
     def seconds(self, ring: GroupRegistration, algorithm: str, turn: Turn) -> float:
         """Of one step: T new tokens after P cached ones."""

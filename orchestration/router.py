@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-import uuid
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 
@@ -18,14 +17,17 @@ from orchestration.conversation_desk import ConversationDesk
 from orchestration.conversations import Conversation, ConversationStore
 from orchestration.group_status import status_of
 from orchestration.groups import Group, GroupRegistry
+from orchestration.placement import RingPlacer, WantedTurn
 from orchestration.planner import Planner
 from orchestration.ports import Peers
-from orchestration.prompts import resolve_prompt
-from orchestration.running_turn import RunningTurn
+from orchestration.prompts import common_prefix, resolve_prompt
+from orchestration.running_turn import RunningTurn, new_turn_id
 from orchestration.turn import BegunTurn, GroupRegistration, ResumeTurn, TurnOutcome, TurnRequest
 from orchestration.turn_ends import TurnEnds
+from orchestration.turn_placements import TurnPlacements
 from orchestration.turn_starts import TurnStarts
 from orchestration.views import ConversationList, ConversationView, ServerView
+from workers.steps import TokenIds
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +60,7 @@ class Router:
         self._settings = settings
         self._planner = planner
         self._peers = peers
-        self._groups = GroupRegistry()
+        self._groups = GroupRegistry(clock)
         self._conversations = ConversationStore(
             settings.max_conversations,
             max_waiting=settings.max_waiting_turns,
@@ -67,7 +69,8 @@ class Router:
         )
         self._turns = TurnEnds(peers, self._groups, self._conversations, settings.control_timeout)
         self._desk = ConversationDesk(self._conversations, peers, self._groups, self._turns)
-        self._starts = TurnStarts(peers, planner, self._turns, settings.control_timeout, self._spawn)
+        self._placements = TurnPlacements(peers, RingPlacer(self._groups, planner), self._turns)
+        self._starts = TurnStarts(peers, planner, self._placements, self._turns, settings.control_timeout, self._spawn)
         self._expiring: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -120,11 +123,18 @@ class Router:
 
     def _admit(self, request: TurnRequest, conversation: Conversation) -> RunningTurn:
         prompt, mode = resolve_prompt(conversation.tokens, request.token_ids, request.prompt_mode)
-        prefill = self._groups.choose("prefill", conversation.prefill)
-        decode = self._groups.choose("decode", conversation.decode)
-        self._check_length(len(prompt), request.sampling.max_tokens, prefill, decode)
         _check_scores(len(prompt), request.sampling.prompt_logprobs)
-        turn = RunningTurn(f"turn-{uuid.uuid4().hex[:16]}", request, conversation, prompt, mode, prefill, decode)
+        wanted = WantedTurn(
+            num_tokens=len(prompt),
+            answer_tokens=request.sampling.max_tokens,
+            match_tokens=_match(conversation, prompt, request),
+            prefill=conversation.prefill,
+            decode=conversation.decode,
+        )
+        choice = self._placements.choose(wanted)
+        self._check_length(len(prompt), request.sampling.max_tokens, choice.prefill, choice.decode)
+        placed = self._placements.place(wanted, choice)
+        turn = RunningTurn(new_turn_id(), request, conversation, prompt, mode, wanted, choice, placed)
         self._turns.add(turn)
         return turn
 
@@ -241,9 +251,20 @@ class Router:
 
     async def close(self) -> None:
         """End background work."""
+        await self._placements.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+def _match(conversation: Conversation, prompt: TokenIds, request: TurnRequest) -> int:
+    """How many tokens of the prompt are the conversation's, and need not be computed where their KV is."""
+    history = conversation.tokens
+    # What is cached has no logits any more: a prompt whose log-probabilities are asked for is computed whole.
+    if history is None or request.sampling.prompt_logprobs is not None:
+        return 0
+    # The last prompt token is always computed: its logits give the first new one.
+    return min(common_prefix(history, prompt), len(prompt) - 1)
 
 
 def _check_scores(num_tokens: int, num_top: int | None) -> None:

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from cp_core.errors import RingserveError
 from orchestration.conversations import Conversation
-from orchestration.groups import Group
+from orchestration.groups import Group, Placed
+from orchestration.placement import Choice, WantedTurn
 from orchestration.turn import PrefillDone, PromptMode, Reservation, TurnRequest
 from workers.steps import TokenIds
+
+
+def new_turn_id() -> str:
+    return f"turn-{uuid.uuid4().hex[:16]}"
 
 
 @dataclass(slots=True)
@@ -19,6 +25,7 @@ class RunningTurn:
     """`on_prefill` and `on_decode` are the rings' reservations, None until they have answered.
 
     `attempt` counts the times that its KV is made for the decode ring; `decoded` are tokens whose KV belongs to that.
+    `refused` are rings that had no room for it, or were gone. Where it is placed anew it gets another `turn_id`.
     """
 
     turn_id: str
@@ -26,9 +33,10 @@ class RunningTurn:
     conversation: Conversation
     prompt: TokenIds
     mode: PromptMode
-    prefill: Group
-    decode: Group
-    match_tokens: int = 0
+    wanted: WantedTurn
+    choice: Choice
+    placed: Placed
+    refused: list[Group] = field(default_factory=list)
     on_prefill: Reservation | None = None
     on_decode: Reservation | None = None
     prefilling: asyncio.Task[PrefillDone] | None = None
@@ -40,6 +48,26 @@ class RunningTurn:
     resuming: asyncio.Task[None] | None = None
 
     @property
+    def prefill(self) -> Group:
+        return self.choice.prefill
+
+    @property
+    def decode(self) -> Group:
+        return self.choice.decode
+
+    @property
+    def match_tokens(self) -> int:
+        """How many tokens of the prompt begin the conversation so far; the last one of the prompt is none of them."""
+        return self.wanted.match_tokens
+
+    def match_on(self, group: Group) -> int:
+        """Of those, how many a ring may take from what it keeps: none where it is not the conversation's own.
+
+        What another ring still has of the conversation may be of an earlier state that has been overwritten since.
+        """
+        return self.match_tokens if self.wanted.is_at(group) else 0
+
+    @property
     def token_ids(self) -> TokenIds:
         """All whose KV the decode ring is to get."""
         return np.concatenate([self.prompt, self.decoded])
@@ -48,6 +76,21 @@ class RunningTurn:
     def is_kept(self) -> bool:
         """Whether the KV outlives the turn."""
         return bool(self.request.conversation_id)
+
+    @property
+    def kept_on_prefill(self) -> int:
+        """What is left there of the conversation's KV if the turn fails."""
+        return self._kept(self.prefill, self.on_prefill)
+
+    @property
+    def kept_on_decode(self) -> int:
+        """As `kept_on_prefill`."""
+        return self._kept(self.decode, self.on_decode)
+
+    def _kept(self, group: Group, reservation: Reservation | None) -> int:
+        """A ring that refused has cut nothing beyond what agrees."""
+        match = self.match_on(group) if self.is_kept else 0
+        return match if reservation is None else min(match, reservation.kept_tokens)
 
     @property
     def sequence_id(self) -> str:

@@ -61,12 +61,29 @@ class Chunk:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RingAlternative:
+    """What a turn is predicted to take on one prefill ring, in seconds: behind what waits there, to fetch cached KV
+    that the ring lacks, and to compute the rest.
+    """
+
+    ring: str
+    queue_seconds: float
+    move_seconds: float
+    prefill_seconds: float
+
+    @property
+    def total_seconds(self) -> float:
+        return self.queue_seconds + self.move_seconds + self.prefill_seconds
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
     """How a turn is computed and why. `algorithm` is that of most new tokens, and `reason` tells of those chunks.
 
     `alternatives` are (algorithm, predicted seconds) of computing every chunk by it; where only the decode ring keeps
     a part, also those of a "pull" and of a "recompute", each until the prefill has ended. `chunks` are those of a ring
-    that has nothing else to do: the prefill leader cuts by what waits, and reports what it did.
+    that has nothing else to do: the prefill leader cuts by what waits, and reports what it did. `ring_alternatives` are
+    the prefill rings that were compared, the quickest few and the chosen one; none where there was no choice.
     """
 
     algorithm: Algorithm
@@ -82,6 +99,7 @@ class Plan:
     predicted_prefill_seconds: float
     alternatives: tuple[tuple[str, float], ...]
     prompt_mode: PromptMode
+    ring_alternatives: tuple[RingAlternative, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -299,6 +317,10 @@ class GroupRegistration:
 
     `num_ranks` ranks share the tokens, and each is `tp` processes that share the heads. `chunk_tokens` is the most that
     one of its prefill steps may compute, `step_budget` its most work units (0: those of `chunk_tokens` tokens).
+
+    The last four change from one announcement to the next: work units that wait and those it computes a second, of
+    prefill rings (0: not known); tokens that no running turn holds the room of (None: not known); and the turns that a
+    decode ring takes into one batch (0: not known).
     """
 
     role: str
@@ -312,3 +334,7 @@ class GroupRegistration:
     tp: int = 1
     step_budget: float = 0.0
     min_chunk_tokens: int = 1
+    waiting_work: float = 0.0
+    work_rate: float = 0.0
+    free_tokens: int | None = None
+    max_batch: int = 0

@@ -10,10 +10,11 @@ import numpy as np
 
 from cp_core.errors import RingserveError, TurnCancelled
 from orchestration.conversations import Conversation, ConversationStore, Placement
-from orchestration.groups import GroupRegistry
+from orchestration.groups import GroupRegistry, Placed
+from orchestration.placement import Choice
 from orchestration.ports import DecodePort, Peers
-from orchestration.running_turn import RunningTurn
-from orchestration.turn import PrefillDone, Reservation, TurnOutcome
+from orchestration.running_turn import RunningTurn, new_turn_id
+from orchestration.turn import PrefillDone, TurnOutcome
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +48,25 @@ class TurnEnds:
         self._turn_of_request[turn.request.request_id] = turn.turn_id
         turn.prefill.num_turns += 1
         turn.decode.num_turns += 1
+
+    def move(self, turn: RunningTurn, choice: Choice, placed: Placed) -> str:
+        """The turn goes to other rings, by another id: returns the one before, which counts as ended.
+
+        So the rings that are left find nothing of it to end, and keep what the conversation had there.
+        """
+        before = turn.turn_id
+        turn.prefill.num_turns -= 1
+        turn.decode.num_turns -= 1
+        turn.placed.end_prefill()
+        self._remember(before, turn.kept_on_decode)
+        del self._running[before]
+        turn.turn_id, turn.choice, turn.placed = new_turn_id(), choice, placed
+        turn.on_prefill = turn.on_decode = None
+        self._running[turn.turn_id] = turn
+        self._turn_of_request[turn.request.request_id] = turn.turn_id
+        turn.prefill.num_turns += 1
+        turn.decode.num_turns += 1
+        return before
 
     def of_request(self, request_id: str) -> RunningTurn | None:
         return self._running.get(self._turn_of_request.get(request_id, ""))
@@ -123,12 +143,14 @@ class TurnEnds:
     async def _roll_back(self, turn: RunningTurn) -> int:
         """The conversation is as before the turn; of its KV, what agreed with the turn's prompt is still there."""
         conversation = turn.conversation
-        kept_on_prefill = _kept(turn, turn.on_prefill)
-        kept_on_decode = _kept(turn, turn.on_decode)
+        kept_on_prefill, kept_on_decode = turn.kept_on_prefill, turn.kept_on_decode
         await self._settle_prefill(turn, kept_on_prefill)
         conversation.epoch += 1
-        conversation.prefill = conversation.prefill and conversation.prefill.cut(kept_on_prefill)
-        conversation.decode = conversation.decode and conversation.decode.cut(kept_on_decode)
+        # Rings that the turn did not come to, or left, still have what they had of it.
+        if conversation.prefill is not None and conversation.prefill.group == turn.prefill.name:
+            conversation.prefill = conversation.prefill.cut(kept_on_prefill)
+        if conversation.decode is not None and conversation.decode.group == turn.decode.name:
+            conversation.decode = conversation.decode.cut(kept_on_decode)
         return kept_on_decode
 
     async def _settle_prefill(self, turn: RunningTurn, keep_tokens: int) -> None:
@@ -153,8 +175,12 @@ class TurnEnds:
         del self._turn_of_request[turn.request.request_id]
         turn.prefill.num_turns -= 1
         turn.decode.num_turns -= 1
+        turn.placed.end_prefill()
         self._conversations.close(turn.conversation)
-        self._ended[turn.turn_id] = keep
+        self._remember(turn.turn_id, keep)
+
+    def _remember(self, turn_id: str, keep: int) -> None:
+        self._ended[turn_id] = keep
         while len(self._ended) > MAX_REMEMBERED:
             self._ended.popitem(last=False)
 
@@ -180,10 +206,3 @@ class TurnEnds:
                 await port.settle(conversation.conversation_id, "", 0)
             except RingserveError as error:
                 log.warning("ring %s could not free %s: %s", group.name, conversation.conversation_id, error)
-
-
-def _kept(turn: RunningTurn, reservation: Reservation | None) -> int:
-    """What is left of a conversation's KV after a turn that failed. A ring that refused has cut nothing beyond it."""
-    if not turn.is_kept:
-        return 0
-    return turn.match_tokens if reservation is None else min(turn.match_tokens, reservation.kept_tokens)

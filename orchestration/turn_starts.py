@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 
 import numpy as np
 
-from cp_core.errors import NotFound, RingserveError, TurnCancelled, Unavailable
+from cp_core.errors import CapacityExceeded, NotFound, RingserveError, TurnCancelled, Unavailable
 from orchestration.group_status import withdraw_if_lost
 from orchestration.planner import Planner
 from orchestration.ports import DecodePort, Peers, PrefillPort
-from orchestration.prompts import common_prefix
 from orchestration.running_turn import RunningTurn
 from orchestration.turn import Plan, PrefillDone, PrefillTurn, Reserve, ResumeTurn
 from orchestration.turn_ends import TurnEnds
+from orchestration.turn_placements import TurnPlacements
 from workers.steps import TokenIds
 
 log = logging.getLogger(__name__)
@@ -31,12 +32,14 @@ class TurnStarts:
         self,
         peers: Peers,
         planner: Planner,
+        placements: TurnPlacements,
         turns: TurnEnds,
         control_timeout: float,
         spawn: Callable[[Coroutine[None, None, None]], object],
     ) -> None:
         self._peers = peers
         self._planner = planner
+        self._placements = placements
         self._turns = turns
         self._control_timeout = control_timeout
         self._spawn = spawn
@@ -47,10 +50,10 @@ class TurnStarts:
         Raises CapacityExceeded, Unavailable, or what ended the turn meanwhile.
         """
         try:
-            await self._reserve(turn)
+            await self._reserve_somewhere(turn)
             if turn.stop_error is not None:
                 raise turn.stop_error
-            plan = self._plan(turn)
+            plan = self._placements.explain(turn, self._plan(turn))
         except BaseException as error:
             # Also when the gateway hangs up while we wait: what was reserved must not stay.
             reason = error if isinstance(error, RingserveError) else TurnCancelled("the turn was cancelled")
@@ -95,21 +98,22 @@ class TurnStarts:
             raise NotFound(f"turn {turn.turn_id} has ended")
         turn.prefilling = asyncio.create_task(self._prefill(turn, self._plan(turn)))
 
+    async def _reserve_somewhere(self, turn: RunningTurn) -> None:
+        """Reserve on the rings that were chosen or, where they have no room, on the next ones."""
+        while True:
+            try:
+                return await self._reserve(turn)
+            except (CapacityExceeded, Unavailable) as refusal:
+                await self._placements.try_elsewhere(turn, refusal)
+
     async def _reserve(self, turn: RunningTurn) -> None:
-        history = turn.conversation.tokens
         sampling = turn.request.sampling
-        # What is cached has no logits any more: a prompt whose log-probabilities are asked for is computed whole.
-        is_new = history is None or sampling.prompt_logprobs is not None
-        match = 0 if history is None or is_new else common_prefix(history, turn.prompt)
-        # The last prompt token is always computed: its logits give the first new one.
-        turn.match_tokens = min(match, len(turn.prompt) - 1)
         num_tokens = len(turn.token_ids)
         request = Reserve(
             turn_id=turn.turn_id,
             attempt=turn.attempt,
             sequence_id=turn.sequence_id,
-            # Of a later attempt the rings hold nothing but the turn's own tokens.
-            match_tokens=turn.match_tokens if turn.attempt == 1 else num_tokens - 1,
+            match_tokens=0,
             num_tokens=num_tokens,
             deadline_seconds=turn.request.deadline_seconds,
             source_incarnation=turn.prefill.registration.incarnation,
@@ -117,17 +121,26 @@ class TurnStarts:
             penalized_ids=tuple(np.unique(turn.prompt).tolist()) if sampling.looks_at_prompt else (),
             priority=turn.request.priority,
         )
+        rings = (turn.prefill, turn.decode)
+        # Of a later attempt the rings hold nothing but the turn's own tokens.
+        matches = [turn.match_on(ring) if turn.attempt == 1 else num_tokens - 1 for ring in rings]
+        on_prefill, on_decode = (replace(request, match_tokens=match) for match in matches)
         answers = await asyncio.gather(
-            self._prefill_port(turn).reserve(request), self._decode_port(turn).reserve(request), return_exceptions=True
+            self._prefill_port(turn).reserve(on_prefill),
+            self._decode_port(turn).reserve(on_decode),
+            return_exceptions=True,
         )
-        for group, answer in zip((turn.prefill, turn.decode), answers, strict=True):
+        for group, answer in zip(rings, answers, strict=True):
             if isinstance(answer, Unavailable):
                 group.is_ready = False
+            if isinstance(answer, Unavailable | CapacityExceeded):
+                turn.refused.append(group)
+        turn.on_prefill, turn.on_decode = (None if isinstance(each, BaseException) else each for each in answers)
         for answer in answers:
             if isinstance(answer, BaseException):
                 raise answer
-        turn.on_prefill, turn.on_decode = answers  # type: ignore[assignment]
         if turn.on_prefill.incarnation != request.source_incarnation:  # type: ignore[union-attr]
+            turn.refused.append(turn.prefill)
             raise Unavailable(f"ring {turn.prefill.name} was rebuilt just now; retry")
 
     def _plan(self, turn: RunningTurn) -> Plan:
@@ -160,6 +173,7 @@ class TurnStarts:
 
     def _prefilled(self, turn: RunningTurn, task: asyncio.Task[PrefillDone]) -> None:
         """A failed prefill ends the turn where its client waits: on the decode ring's stream."""
+        turn.placed.end_prefill()
         error = None if task.cancelled() else task.exception()
         if error is None and not task.cancelled():
             self._planner.note_prefill(turn.prefill.registration, task.result().report)

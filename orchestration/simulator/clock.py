@@ -6,6 +6,9 @@ import heapq
 from collections.abc import Callable
 from itertools import count
 
+ANNOUNCE_SECONDS = 2.0
+"""How often simulated rings tell the router how they are, as real ones do."""
+
 
 class Clock:
     """Events of one simulation. Of those due at the same instant the one that was entered first is first."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 
 from orchestration.groups import Group
-from orchestration.simulator.clock import Clock
+from orchestration.simulator.clock import ANNOUNCE_SECONDS, Clock
 from orchestration.simulator.kept_kv import KeptKv
 
 StepSeconds = Callable[[int, float], float]
@@ -44,6 +44,7 @@ class SimulatedDecodeRing:
         self._step = 0.0
         self._since = 0.0
         self._epoch = 0
+        self._announces_at = 0.0
 
     def admit(self, turn: DecodingTurn) -> None:
         """Its KV is here: it joins the batch, or waits for a place in it."""
@@ -80,4 +81,8 @@ class SimulatedDecodeRing:
         self._since = self._clock.now
         self._context -= turn.context
         turn.last()
+        if self._clock.now >= self._announces_at:
+            self._announces_at = self._clock.now + ANNOUNCE_SECONDS
+            free = self.kv.capacity - self.kv.num_pinned_tokens
+            self.group.announce(replace(self.group.registration, free_tokens=free), self._clock.now)
         self._change()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cp_core.layout import TokenRange
 from orchestration.groups import Group
 from orchestration.prefill_scheduler import PrefillScheduler, ScheduledStep
-from orchestration.simulator.clock import Clock
+from orchestration.simulator.clock import ANNOUNCE_SECONDS, Clock
 from orchestration.simulator.kept_kv import KeptKv
 from orchestration.turn import Chunk
 
@@ -40,6 +40,7 @@ class SimulatedPrefillRing:
         self._step_seconds = step_seconds
         self._turns: dict[str, PrefillingTurn] = {}
         self._is_computing = False
+        self._announces_at = 0.0
 
     @property
     def predicted_wait(self) -> float:
@@ -57,6 +58,13 @@ class SimulatedPrefillRing:
         if not self._is_computing:
             self._next()
 
+    def _announce(self) -> None:
+        """Tell the router what a real ring tells it every few seconds; of what no step changes it needs no word."""
+        scheduler = self._scheduler
+        free = self.kv.capacity - self.kv.num_pinned_tokens
+        told = replace(self.group.registration, waiting_work=scheduler.load, work_rate=scheduler.rate, free_tokens=free)
+        self.group.announce(told, self._clock.now)
+
     def _next(self) -> None:
         step = self._scheduler.next_step()
         self._is_computing = step is not None
@@ -67,6 +75,9 @@ class SimulatedPrefillRing:
 
     def _commit(self, step: ScheduledStep, seconds: float) -> None:
         self._scheduler.commit(step, seconds)
+        if self._clock.now >= self._announces_at:
+            self._announces_at = self._clock.now + ANNOUNCE_SECONDS
+            self._announce()
         for piece in step.pieces:
             if piece.tokens.stop == self._turns[piece.turn_id].chunks[-1].tokens.stop:
                 self._turns.pop(piece.turn_id).done()

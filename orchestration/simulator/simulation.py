@@ -17,13 +17,13 @@ from cp_core.cost.prefill import predict_turn
 from cp_core.cost.profile import HardwareProfile
 from cp_core.errors import CapacityExceeded, ConfigError
 from cp_core.layout import TokenRange
-from orchestration.groups import Group, GroupRegistry
+from orchestration.groups import Group, GroupRegistry, Placed
 from orchestration.planner import Planner, PlannerSettings
 from orchestration.prefill_scheduler import PrefillScheduler, PrefillScheduling, ScheduledStep
 from orchestration.prefill_work import StepLimits, WorkModel
 from orchestration.simulator.clock import Clock
 from orchestration.simulator.decode_ring import DecodingTurn, SimulatedDecodeRing
-from orchestration.simulator.placement import POLICIES, Rings, Whereabouts
+from orchestration.simulator.placement import POLICIES, AskedTurn, Rings, Whereabouts
 from orchestration.simulator.prefill_ring import PrefillingTurn, SimulatedPrefillRing
 from orchestration.simulator.results import SimulationResult, TurnRecord, summarise
 from orchestration.simulator.trace import TracedConversation, TracedTurn
@@ -86,9 +86,9 @@ class Simulation:
         self._planner = Planner(settings.model, PlannerSettings(selector=settings.selector))
         self._clock = Clock()
         self._trace = trace
-        self._registry = GroupRegistry()
+        self._registry = GroupRegistry(lambda: self._clock.now)
         self._rings = Rings(registry=self._registry, prefill=self._prefill_rings(), decode=self._decode_rings())
-        self._policy = POLICIES[settings.placement](self._rings)
+        self._policy = POLICIES[settings.placement](self._rings, self._planner)
         self._records: list[TurnRecord] = []
         self._num_retries = 0
         self._check_capacity()
@@ -132,8 +132,14 @@ class Simulation:
                 mode=PromptMode.APPEND if conversation.tokens else PromptMode.NEW,
             )
 
+        asked_turn = AskedTurn(
+            prompt_tokens=prompt,
+            history_tokens=conversation.tokens,
+            output_tokens=turn.output_tokens,
+            where=conversation.where,
+        )
         prefill, decode = self._policy.choose(
-            conversation.where, lambda prefill, decode: plan(prefill, decode).predicted_prefill_seconds
+            asked_turn, lambda prefill, decode: plan(prefill, decode).predicted_prefill_seconds
         )
         chosen = plan(prefill, decode)
         before = prefill.kv.held(conversation.number)
@@ -154,10 +160,13 @@ class Simulation:
             self._retry(conversation, asked, error.retry_after_seconds or self._settings.retry_seconds)
             return
         # What other rings hold of the conversation stays there until it is the least recently used.
-        conversation.where.prefill, conversation.where.decode = prefill, decode
+        conversation.where = Whereabouts(prefill, decode, prompt, prompt + turn.output_tokens)
+        placed = self._registry.place(
+            prefill.group, decode.group, prefill_seconds=chosen.predicted_prefill_seconds, num_tokens=prompt
+        )
         prefill.group.num_turns += 1
         decode.group.num_turns += 1
-        self._prefill(conversation, turn_id, chosen, prefill, decode, asked)
+        self._prefill(conversation, turn_id, chosen, prefill, decode, placed, asked)
 
     def _retry(self, conversation: _Conversation, asked: float, seconds: float) -> None:
         self._num_retries += 1
@@ -170,6 +179,7 @@ class Simulation:
         plan: Plan,
         prefill: SimulatedPrefillRing,
         decode: SimulatedDecodeRing,
+        placed: Placed,
         asked: float,
     ) -> None:
         pulled = sum(len(each.tokens) for each in plan.cached_sources if each.source == "pulled_from_decode")
@@ -179,6 +189,7 @@ class Simulation:
         def done() -> None:
             # The prompt stays on the prefill ring; the decode ring still needs the turn's place.
             prefill.group.num_turns -= 1
+            placed.end_prefill()
             prefill.kv.settle(conversation.number, conversation.tokens + conversation.turn.new_tokens)
             self._clock.after(sent, lambda: self._decode(conversation, plan, decode, asked))
 
@@ -332,6 +343,7 @@ class Simulation:
                 overlap=rates.overlap,
             ),
             capacity_tokens=memory.max_tokens(pool.cp),
+            max_batch=settings.max_batch if role == "decode" else 0,
             chunk_tokens=settings.chunk_tokens,
             step_budget=settings.scheduling.step_budget,
             min_chunk_tokens=settings.scheduling.min_chunk_tokens,

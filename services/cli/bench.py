@@ -14,7 +14,7 @@ from cp_core.errors import ConfigError
 from cp_core.ring_backend import SERVING
 from services.bench.plot import require_matplotlib, write_plot
 from services.bench.report import Report, closing_lines, load_now, to_json, to_table, with_load
-from services.cli import bench_load
+from services.cli import bench_load, bench_router
 from services.cli.options import Subcommands
 from workers.steps import Algorithm
 
@@ -70,6 +70,7 @@ def add(commands: Subcommands) -> None:
     decode.set_defaults(run=run_decode)
 
     bench_load.add(kinds)
+    bench_router.add(kinds)
 
 
 def run_attention(options: argparse.Namespace) -> int:

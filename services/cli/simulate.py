@@ -30,7 +30,7 @@ EXAMPLE = """example:
 """
 HELP = """Conversations of several turns arrive at a cluster of rings; what each turn takes is predicted by a hardware
 profile, and who computes it how is decided by the code that decides it in a running cluster. Placements: `router` is
-that of today, `round_robin` looks at nothing, `kv_aware` weighs a ring's queue against the KV that it holds.
+that of the service, `round_robin` looks at nothing, `kv_aware` weighs a ring's queue against the KV that it holds.
 Pools are RINGSxCPxTP. The same seed makes the same conversations."""
 PIPE_WIDTH = 150
 MAX_TURNS = 1000

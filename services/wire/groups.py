@@ -20,6 +20,10 @@ def registration_to(group: GroupRegistration) -> router_pb2.RegisterGroupRequest
         chunk_tokens=group.chunk_tokens,
         step_budget=group.step_budget,
         min_chunk_tokens=group.min_chunk_tokens,
+        waiting_work=group.waiting_work,
+        work_rate=group.work_rate,
+        free_tokens=group.free_tokens,
+        max_batch=group.max_batch,
         rates=router_pb2.RingRates(
             gemm_flops=group.rates.gemm_flops,
             attention_flops=group.rates.attention_flops,
@@ -42,6 +46,10 @@ def registration_from(message: router_pb2.RegisterGroupRequest) -> GroupRegistra
         chunk_tokens=message.chunk_tokens,
         step_budget=message.step_budget,
         min_chunk_tokens=message.min_chunk_tokens,
+        waiting_work=message.waiting_work,
+        work_rate=message.work_rate,
+        free_tokens=message.free_tokens if message.HasField("free_tokens") else None,
+        max_batch=message.max_batch,
         rates=RingRates(
             gemm_flops=message.rates.gemm_flops,
             attention_flops=message.rates.attention_flops,

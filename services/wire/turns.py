@@ -18,6 +18,7 @@ from orchestration.turn import (
     Reservation,
     Reserve,
     ResumeTurn,
+    RingAlternative,
     ScoredEvent,
     SendKv,
     TokensEvent,
@@ -122,6 +123,16 @@ def plan_to(plan: Plan) -> inference_pb2.Plan:
             for name, seconds in plan.alternatives
         ],
         prompt_mode=plan.prompt_mode,
+        ring_alternatives=[
+            inference_pb2.RingAlternative(
+                ring=item.ring,
+                queue_seconds=item.queue_seconds,
+                move_seconds=item.move_seconds,
+                prefill_seconds=item.prefill_seconds,
+                total_seconds=item.total_seconds,
+            )
+            for item in plan.ring_alternatives
+        ],
     )
 
 
@@ -143,6 +154,15 @@ def plan_from(message: inference_pb2.Plan) -> Plan:
         predicted_prefill_seconds=message.predicted_prefill_seconds,
         alternatives=tuple((item.algorithm, item.predicted_prefill_seconds) for item in message.alternatives),
         prompt_mode=PromptMode(message.prompt_mode),
+        ring_alternatives=tuple(
+            RingAlternative(
+                ring=item.ring,
+                queue_seconds=item.queue_seconds,
+                move_seconds=item.move_seconds,
+                prefill_seconds=item.prefill_seconds,
+            )
+            for item in message.ring_alternatives
+        ),
     )
 
 

@@ -92,7 +92,10 @@ class Service:
         decode_tp: int = 1,
         decode_variant: str = "auto",
         scheduling: PrefillScheduling | None = None,
+        other_prefill: Sequence[int] = (),
+        other_decode: Sequence[int] = (),
     ) -> None:
+        """`other_prefill` and `other_decode` are the ranks of further rings, prefill-1, decode-1 and so on."""
         self.model = read_model_info(model_path)
         self.peers = DirectPeers()
         self._planner = Planner(self.model, PlannerSettings(selector=selector, missing_kv=missing_kv))
@@ -105,10 +108,10 @@ class Service:
         self.prefill_ranks = ThreadRanks(poisoned=True)
         self.decode_ranks = ThreadRanks(poisoned=True)
 
-        def settings(role: str, num_ranks: int, tp: int) -> GroupSettings:
+        def settings(role: str, num_ranks: int, tp: int, number: int = 0) -> GroupSettings:
             return GroupSettings(
                 role=role,
-                name=f"{role}-0",
+                name=f"{role}-{number}",
                 num_ranks=num_ranks,
                 tp=tp,
                 model_path=str(model_path),
@@ -131,6 +134,14 @@ class Service:
         )
         self.decode = DecodeLeader(settings("decode", num_decode, decode_tp), self.decode_ranks, self.router, register)
         self.peers.leaders = {"prefill-0": self.prefill, "decode-0": self.decode}
+        for number, size in enumerate(other_prefill, start=1):
+            self.peers.leaders[f"prefill-{number}"] = PrefillLeader(
+                settings("prefill", size, prefill_tp, number), ThreadRanks(poisoned=True), self.peers, register
+            )
+        for number, size in enumerate(other_decode, start=1):
+            self.peers.leaders[f"decode-{number}"] = DecodeLeader(
+                settings("decode", size, decode_tp, number), ThreadRanks(poisoned=True), self.router, register
+            )
         self._numbers = itertools.count()
 
     async def __aenter__(self) -> Service:
@@ -204,9 +215,9 @@ class Service:
         raise AssertionError("the stream ended without a finish")
 
     def free_blocks(self) -> list[int]:
-        """Free KV blocks of every rank of both rings."""
-        return [rank.free_blocks for leader in (self.prefill, self.decode) for rank in leader.ring.pool.usage()]
+        """Free KV blocks of every rank of all rings."""
+        return [rank.free_blocks for leader in self.peers.leaders.values() for rank in leader.ring.pool.usage()]
 
     def check_integrity(self) -> None:
-        for leader in (self.prefill, self.decode):
+        for leader in self.peers.leaders.values():
             leader.ring.pool.check_integrity()

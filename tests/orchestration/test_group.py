@@ -79,6 +79,7 @@ async def test_a_ring_is_announced_with_its_endpoint_and_what_it_holds() -> None
             capacity_tokens=40,
             chunk_tokens=leader.settings.chunk_tokens,
             min_chunk_tokens=leader.settings.prefill_scheduling.min_chunk_tokens,
+            free_tokens=40,
         )
     ]
     await leader.close()

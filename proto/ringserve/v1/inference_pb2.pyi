@@ -591,6 +591,7 @@ class Plan(_message.Message):
     ALTERNATIVES_FIELD_NUMBER: _builtins.int
     HANDOFF_SECONDS_FIELD_NUMBER: _builtins.int
     CHUNKS_FIELD_NUMBER: _builtins.int
+    RING_ALTERNATIVES_FIELD_NUMBER: _builtins.int
     algorithm: _builtins.str
     """"pass_kv" or "pass_q": that of most new tokens. Each chunk has its own."""
     reason: _builtins.str
@@ -624,6 +625,10 @@ class Plan(_message.Message):
     def chunks(self) -> _containers.RepeatedCompositeFieldContainer[Global___Chunk]:
         """In `start` as predicted for a ring without other work; in `complete` as they were computed."""
 
+    @_builtins.property
+    def ring_alternatives(self) -> _containers.RepeatedCompositeFieldContainer[Global___RingAlternative]:
+        """The prefill rings that were compared: the quickest few and the chosen one; none where there was no choice."""
+
     def __init__(
         self,
         *,
@@ -647,14 +652,50 @@ class Plan(_message.Message):
         alternatives: _abc.Iterable[Global___Alternative] | None = ...,
         handoff_seconds: _builtins.float = ...,
         chunks: _abc.Iterable[Global___Chunk] | None = ...,
+        ring_alternatives: _abc.Iterable[Global___RingAlternative] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["algorithm", b"algorithm", "alternatives", b"alternatives", "cached_sources", b"cached_sources", "cached_tokens", b"cached_tokens", "chunks", b"chunks", "decode_ranks", b"decode_ranks", "decode_ring", b"decode_ring", "handoff_seconds", b"handoff_seconds", "migrated_bytes", b"migrated_bytes", "migration_seconds", b"migration_seconds", "new_tokens", b"new_tokens", "predicted_prefill_seconds", b"predicted_prefill_seconds", "prefill_ranks", b"prefill_ranks", "prefill_ring", b"prefill_ring", "prefill_seconds", b"prefill_seconds", "prompt_mode", b"prompt_mode", "pull_seconds", b"pull_seconds", "pulled_bytes", b"pulled_bytes", "queue_seconds", b"queue_seconds", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["algorithm", b"algorithm", "alternatives", b"alternatives", "cached_sources", b"cached_sources", "cached_tokens", b"cached_tokens", "chunks", b"chunks", "decode_ranks", b"decode_ranks", "decode_ring", b"decode_ring", "handoff_seconds", b"handoff_seconds", "migrated_bytes", b"migrated_bytes", "migration_seconds", b"migration_seconds", "new_tokens", b"new_tokens", "predicted_prefill_seconds", b"predicted_prefill_seconds", "prefill_ranks", b"prefill_ranks", "prefill_ring", b"prefill_ring", "prefill_seconds", b"prefill_seconds", "prompt_mode", b"prompt_mode", "pull_seconds", b"pull_seconds", "pulled_bytes", b"pulled_bytes", "queue_seconds", b"queue_seconds", "reason", b"reason", "ring_alternatives", b"ring_alternatives"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Plan: _TypeAlias = Plan  # noqa: Y015
+
+@_typing.final
+class RingAlternative(_message.Message):
+    """What the turn was predicted to take on one prefill ring, in seconds."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RING_FIELD_NUMBER: _builtins.int
+    QUEUE_SECONDS_FIELD_NUMBER: _builtins.int
+    MOVE_SECONDS_FIELD_NUMBER: _builtins.int
+    PREFILL_SECONDS_FIELD_NUMBER: _builtins.int
+    TOTAL_SECONDS_FIELD_NUMBER: _builtins.int
+    ring: _builtins.str
+    queue_seconds: _builtins.float
+    """Behind what waits there."""
+    move_seconds: _builtins.float
+    """To fetch cached KV that the ring lacks."""
+    prefill_seconds: _builtins.float
+    total_seconds: _builtins.float
+    def __init__(
+        self,
+        *,
+        ring: _builtins.str = ...,
+        queue_seconds: _builtins.float = ...,
+        move_seconds: _builtins.float = ...,
+        prefill_seconds: _builtins.float = ...,
+        total_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["move_seconds", b"move_seconds", "prefill_seconds", b"prefill_seconds", "queue_seconds", b"queue_seconds", "ring", b"ring", "total_seconds", b"total_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RingAlternative: _TypeAlias = RingAlternative  # noqa: Y015
 
 @_typing.final
 class Chunk(_message.Message):

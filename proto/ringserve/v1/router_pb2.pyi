@@ -218,6 +218,10 @@ class RegisterGroupRequest(_message.Message):
     TP_FIELD_NUMBER: _builtins.int
     STEP_BUDGET_FIELD_NUMBER: _builtins.int
     MIN_CHUNK_TOKENS_FIELD_NUMBER: _builtins.int
+    WAITING_WORK_FIELD_NUMBER: _builtins.int
+    WORK_RATE_FIELD_NUMBER: _builtins.int
+    FREE_TOKENS_FIELD_NUMBER: _builtins.int
+    MAX_BATCH_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     name: _builtins.str
     endpoint: _builtins.str
@@ -231,6 +235,13 @@ class RegisterGroupRequest(_message.Message):
     step_budget: _builtins.float
     """The most work units of one prefill step, 0 for those of `chunk_tokens` tokens; the least tokens of a chunk."""
     min_chunk_tokens: _builtins.int
+    waiting_work: _builtins.float
+    """Work units that wait on a prefill ring, and those it computes a second; 0: not known."""
+    work_rate: _builtins.float
+    free_tokens: _builtins.int
+    """KV room that no running turn holds."""
+    max_batch: _builtins.int
+    """Turns that a decode ring takes into one batch; 0: not known."""
     @_builtins.property
     def rates(self) -> Global___RingRates: ...
     def __init__(
@@ -247,12 +258,18 @@ class RegisterGroupRequest(_message.Message):
         tp: _builtins.int = ...,
         step_budget: _builtins.float = ...,
         min_chunk_tokens: _builtins.int = ...,
+        waiting_work: _builtins.float = ...,
+        work_rate: _builtins.float = ...,
+        free_tokens: _builtins.int | None = ...,
+        max_batch: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["rates", b"rates"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_free_tokens", b"_free_tokens", "free_tokens", b"free_tokens", "rates", b"rates"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_tokens", b"capacity_tokens", "chunk_tokens", b"chunk_tokens", "endpoint", b"endpoint", "incarnation", b"incarnation", "min_chunk_tokens", b"min_chunk_tokens", "name", b"name", "num_ranks", b"num_ranks", "rates", b"rates", "role", b"role", "step_budget", b"step_budget", "tp", b"tp"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_free_tokens", b"_free_tokens", "capacity_tokens", b"capacity_tokens", "chunk_tokens", b"chunk_tokens", "endpoint", b"endpoint", "free_tokens", b"free_tokens", "incarnation", b"incarnation", "max_batch", b"max_batch", "min_chunk_tokens", b"min_chunk_tokens", "name", b"name", "num_ranks", b"num_ranks", "rates", b"rates", "role", b"role", "step_budget", b"step_budget", "tp", b"tp", "waiting_work", b"waiting_work", "work_rate", b"work_rate"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__free_tokens: _TypeAlias = _typing.Literal["free_tokens"]  # noqa: Y015
+    _WhichOneofArgType__free_tokens: _TypeAlias = _typing.Literal["_free_tokens", b"_free_tokens"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__free_tokens) -> _WhichOneofReturnType__free_tokens | None: ...
 
 Global___RegisterGroupRequest: _TypeAlias = RegisterGroupRequest  # noqa: Y015
 

@@ -1,0 +1,242 @@
+"""Which rings get a turn: those where its first token is predicted to come first.
+
+    seconds = queue + move + prefill        on a prefill ring
+    seconds = load + move                   on a decode ring
+
+Affinity is no rule of its own: a ring that keeps a conversation's KV needs neither to fetch it nor to compute it, and
+is left when that costs less than what waits there. A prefill ring that lacks KV fetches it from the turn's decode ring
+or computes it again. A decode ring gets from the prefill ring what it lacks; KV is not moved from one decode ring to
+another, so with a new one the prefill ring computes again what only the old one kept. Pure Python and synchronous.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from cp_core.errors import Unavailable
+from orchestration.conversations import Placement
+from orchestration.groups import Group, GroupRegistry, Placed, RingKind
+from orchestration.planner import Planner
+from orchestration.turn import GroupRegistration, RingAlternative
+
+TIE = 0.1
+"""Predictions this near to each other, relatively, say nothing: they are not that good."""
+LEAVE_SECONDS = 0.02
+"""A conversation leaves its KV for no less: what it saves is predicted, and what it loses is there."""
+TURN_SECONDS = 0.02
+"""What a turn more in a decode batch costs those of the batch: about 0.1 ms a step for an answer of 200 tokens."""
+WAIT_SECONDS = 1.0
+"""What each turn beyond a full decode batch waits for a place in it: answers take seconds."""
+MAX_ALTERNATIVES = 8
+"""Prefill rings that a plan lists."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WantedTurn:
+    """A turn to be placed. The first `match_tokens` tokens of its prompt agree with KV at the conversation's places."""
+
+    num_tokens: int
+    answer_tokens: int
+    match_tokens: int = 0
+    prefill: Placement | None = None
+    decode: Placement | None = None
+
+    def kept_on(self, group: Group) -> int:
+        """Tokens whose KV a ring keeps, as far as the router knows; the ring may have evicted them since."""
+        place = self.prefill if group.role == "prefill" else self.decode
+        if place is None or place.group != group.name or place.incarnation != group.registration.incarnation:
+            return 0
+        return min(self.match_tokens, place.num_tokens)
+
+    def is_at(self, group: Group) -> bool:
+        place = self.prefill if group.role == "prefill" else self.decode
+        return place is not None and place.group == group.name
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """The rings of a turn, and why. `reason` and `alternatives` are empty where there was one ring of each kind."""
+
+    prefill: Group
+    decode: Group
+    prefill_seconds: float
+    reason: str = ""
+    alternatives: tuple[RingAlternative, ...] = ()
+
+
+class _Cost(NamedTuple):
+    """Predicted seconds on one prefill ring."""
+
+    group: Group
+    queue: float
+    move: float
+    prefill: float
+    total: float
+
+    @property
+    def alternative(self) -> RingAlternative:
+        return RingAlternative(
+            ring=self.group.name, queue_seconds=self.queue, move_seconds=self.move, prefill_seconds=self.prefill
+        )
+
+
+class RingPlacer:
+    """Chooses from the registry's rings by what the planner predicts."""
+
+    def __init__(self, groups: GroupRegistry, planner: Planner) -> None:
+        self._groups = groups
+        self._planner = planner
+
+    def choose(self, turn: WantedTurn, refused: Collection[Group] = ()) -> Choice:
+        """The rings where the turn is predicted to go on first; none of `refused`, which had no room for it.
+
+        Raises Unavailable where a kind of ring is missing. Where no ring could ever hold the turn it is a largest one:
+        who asks for too much is told so by the caller.
+        """
+        prefills, decodes = self._candidates("prefill", turn, refused), self._candidates("decode", turn, refused)
+        now = self._groups.clock()
+        options = []
+        for decode in self._decode_options(turn, decodes):
+            costs = self._prefill_costs(turn, prefills, decode, now)
+            cost = _first_of_the_quickest(turn, costs)
+            # The pull that a decode ring without the KV makes impossible is in the prefill's cost.
+            options.append((cost.total + self._decode_seconds(turn, decode), cost, costs, decode))
+        total, cost, costs, decode = options[0]
+        if len(options) > 1 and total > _worth_leaving(options[1][0]):
+            _, cost, costs, decode = options[1]
+        return Choice(
+            prefill=cost.group,
+            decode=decode,
+            prefill_seconds=cost.prefill,
+            reason=self._reason(turn, cost, costs, decode, len(decodes)),
+            alternatives=_listed(cost, costs) if len(costs) > 1 else (),
+        )
+
+    def place(self, turn: WantedTurn, choice: Choice) -> Placed:
+        """Count the turn to its rings' load; what is returned ends that."""
+        return self._groups.place(
+            choice.prefill, choice.decode, prefill_seconds=choice.prefill_seconds, num_tokens=turn.num_tokens
+        )
+
+    def _candidates(self, role: str, turn: WantedTurn, refused: Collection[Group]) -> Sequence[Group]:
+        """Those that can hold the turn and, so far as is known, have room for it now; else those that may have."""
+        ready = self._groups.ready(role)
+        left = [group for group in ready if group not in refused] if refused else ready
+        if not left:
+            raise Unavailable(f"no {'other ' if ready else ''}{role} ring is ready; retry in a few seconds")
+        need = turn.num_tokens + turn.answer_tokens
+        fitting = [group for group in left if group.registration.capacity_tokens >= need]
+        if not fitting:
+            return [max(left, key=lambda group: group.registration.capacity_tokens)]
+        with_room = [group for group in fitting if group.free_tokens >= turn.num_tokens]
+        return with_room or fitting
+
+    # --- decode rings ------------------------------------------------------------------------------------------------
+
+    def _decode_options(self, turn: WantedTurn, decodes: Sequence[Group]) -> list[Group]:
+        """The conversation's own ring, and of the others the least loaded, if its load could make up for the KV."""
+        own = [group for group in decodes if turn.is_at(group)]
+        others = [group for group in decodes if not turn.is_at(group)]
+        if others:
+            other = min(others, key=lambda group: (_load_seconds(group), group.last_placed))
+            if not own or _load_seconds(other) + LEAVE_SECONDS < _load_seconds(own[0]):
+                own.append(other)
+        return own
+
+    def _decode_seconds(self, turn: WantedTurn, decode: Group) -> float:
+        """The load, and what of the history must come from the prefill ring: new tokens come to every ring alike."""
+        lacking = turn.match_tokens - turn.kept_on(decode)
+        ring = decode.registration
+        return _load_seconds(decode) + self._planner.predict_move(lacking, ring, ring)
+
+    # --- prefill rings -----------------------------------------------------------------------------------------------
+
+    def _prefill_costs(self, turn: WantedTurn, prefills: Sequence[Group], decode: Group, now: float) -> list[_Cost]:
+        on_decode = turn.kept_on(decode)
+        costs = []
+        for group in _least_busy_of_each_kind(turn, prefills, now):
+            move, prefill = self._planner.predict_turn(
+                num_tokens=turn.num_tokens,
+                kept_on_prefill=turn.kept_on(group),
+                kept_on_decode=on_decode,
+                prefill=group.registration,
+                decode=decode.registration,
+            )
+            queue = group.queue_seconds(now)
+            costs.append(_Cost(group, queue, move, prefill, queue + move + prefill))
+        return costs
+
+    # --- why ---------------------------------------------------------------------------------------------------------
+
+    def _reason(self, turn: WantedTurn, cost: _Cost, costs: Sequence[_Cost], decode: Group, num_decodes: int) -> str:
+        parts = []
+        if len(costs) > 1:
+            other = min((each for each in costs if each is not cost), key=lambda each: each.total)
+            keeps = f" and keeps {turn.kept_on(cost.group)} tokens" if turn.kept_on(cost.group) else ""
+            parts.append(
+                f"ring {cost.group.name} takes {_milliseconds(cost.total)} ({_milliseconds(cost.queue)} of it queue)"
+                f"{keeps}, {other.group.name} {_milliseconds(other.total)}"
+            )
+        if num_decodes > 1:
+            keeps = f"keeps {turn.kept_on(decode)} tokens and " if turn.kept_on(decode) else ""
+            parts.append(f"ring {decode.name} {keeps}has {decode.num_turns} turns")
+        for role, place, chosen in (("prefill", turn.prefill, cost.group), ("decode", turn.decode, decode)):
+            if place is not None and place.group != chosen.name:
+                parts.append(f"the conversation leaves {role} ring {place.group}")
+        return "".join(f"; {part}" for part in parts)
+
+
+def _least_busy_of_each_kind(turn: WantedTurn, prefills: Sequence[Group], now: float) -> list[Group]:
+    """And the conversation's own ring, however busy it is. Of the idle ones those that had no turn the longest."""
+    kinds: dict[RingKind, list[Group]] = {}
+    compared = []
+    for group in prefills:
+        if turn.is_at(group):
+            compared.append(group)
+        else:
+            kinds.setdefault(group.kind, []).append(group)
+    for same in kinds.values():
+        compared.append(min(same, key=lambda group: (max(group.busy_until, now), group.last_placed)))
+    return compared
+
+
+def _first_of_the_quickest(turn: WantedTurn, costs: Sequence[_Cost]) -> _Cost:
+    """Of those that tie: the conversation's own ring, then the smallest, then the one that had no turn the longest."""
+    least = min(cost.total for cost in costs)
+    for cost in costs:
+        if turn.is_at(cost.group) and cost.total <= _worth_leaving(least):
+            return cost
+    return min(
+        (cost for cost in costs if cost.total <= least * (1 + TIE)),
+        key=lambda cost: (_num_processes(cost.group.registration), cost.group.last_placed),
+    )
+
+
+def _worth_leaving(other: float) -> float:
+    """Seconds on a conversation's own ring beyond which it goes to another that takes `other`."""
+    return other * (1 + TIE) + LEAVE_SECONDS
+
+
+def _listed(chosen: _Cost, costs: Sequence[_Cost]) -> tuple[RingAlternative, ...]:
+    """The quickest few, the chosen one among them."""
+    quickest = heapq.nsmallest(MAX_ALTERNATIVES, costs, key=lambda cost: cost.total)
+    if not any(cost is chosen for cost in quickest):
+        quickest[-1] = chosen
+    return tuple(cost.alternative for cost in quickest)
+
+
+def _load_seconds(decode: Group) -> float:
+    limit = decode.registration.max_batch
+    waiting = max(0, decode.num_turns - limit + 1) if limit else 0
+    return TURN_SECONDS * decode.num_turns + WAIT_SECONDS * waiting
+
+
+def _num_processes(ring: GroupRegistration) -> int:
+    return ring.num_ranks * ring.tp
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms"

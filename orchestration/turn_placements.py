@@ -1,0 +1,99 @@
+"""Places the router's turns, and places them again where a ring has no room after all."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from dataclasses import replace
+
+from cp_core.errors import RingserveError, TurnCancelled, Unavailable
+from orchestration.groups import Group, Placed
+from orchestration.placement import Choice, RingPlacer, WantedTurn
+from orchestration.ports import Peers
+from orchestration.running_turn import RunningTurn
+from orchestration.turn import Plan
+from orchestration.turn_ends import TurnEnds
+
+log = logging.getLogger(__name__)
+
+MAX_REFUSALS = 3
+"""Rings that a turn is refused by before its client hears of it."""
+
+
+class TurnPlacements:
+    """`placer` decides; this carries it out and gives back what was reserved elsewhere. `turns` has the books."""
+
+    def __init__(self, peers: Peers, placer: RingPlacer, turns: TurnEnds) -> None:
+        self._peers = peers
+        self._placer = placer
+        self._turns = turns
+        self._leaving: set[asyncio.Task[None]] = set()
+
+    def choose(self, wanted: WantedTurn) -> Choice:
+        """Raises Unavailable."""
+        return self._placer.choose(wanted)
+
+    def place(self, wanted: WantedTurn, choice: Choice) -> Placed:
+        return self._placer.place(wanted, choice)
+
+    async def try_elsewhere(self, turn: RunningTurn, refusal: RingserveError) -> None:
+        """Move a turn that was refused to the next best rings, with nothing left on those before.
+
+        Raises `refusal` where there is no other ring, the turn was refused too often, or is to end.
+        """
+        if len(turn.refused) > MAX_REFUSALS or turn.stop_error is not None or turn.ending is not None:
+            raise refusal
+        try:
+            choice = self._placer.choose(turn.wanted, turn.refused)
+        except Unavailable:
+            raise refusal from None
+        wanted = turn.wanted
+        if any(
+            wanted.num_tokens + wanted.answer_tokens > ring.registration.capacity_tokens
+            for ring in (choice.prefill, choice.decode)
+        ):
+            raise refusal
+        log.info("turn %s goes to rings %s and %s: %s", turn.turn_id, choice.prefill.name, choice.decode.name, refusal)
+        before = turn.choice
+        keep, has_prefill, has_decode = turn.kept_on_prefill, turn.on_prefill is not None, turn.on_decode is not None
+        turn_id = self._turns.move(turn, choice, self._placer.place(wanted, choice))
+        leaving = [
+            self._spawn(self._leave_prefill(turn, turn_id, before.prefill, keep)),
+            self._spawn(self._leave_decode(turn_id, before.decode)),
+        ]
+        # What was reserved must be free before it can be reserved anew; rings that are gone are not waited for. A
+        # client that hangs up meanwhile does not stop it.
+        awaited = [task for task, has in zip(leaving, (has_prefill, has_decode), strict=True) if has]
+        await asyncio.shield(asyncio.gather(*awaited))
+
+    async def _leave_prefill(self, turn: RunningTurn, turn_id: str, ring: Group, keep: int) -> None:
+        try:
+            await self._peers.prefill(ring.registration.endpoint).settle(turn.sequence_id, turn_id, keep)
+        except RingserveError as error:
+            log.info("prefill ring %s could not be told to drop %s: %s", ring.name, turn_id, error)
+
+    async def _leave_decode(self, turn_id: str, ring: Group) -> None:
+        try:
+            moved = TurnCancelled("the turn went to another ring")
+            await self._peers.decode(ring.registration.endpoint).abort_turn(turn_id, moved)
+        except RingserveError as error:
+            log.info("decode ring %s could not be told to drop %s: %s", ring.name, turn_id, error)
+
+    def explain(self, turn: RunningTurn, plan: Plan) -> Plan:
+        """The plan with why its rings were taken, and what others would have taken."""
+        refused = "".join(f"; ring {ring.name} had no room or was gone" for ring in turn.refused)
+        reason = plan.reason + refused + turn.choice.reason
+        return replace(plan, reason=reason, ring_alternatives=turn.choice.alternatives)
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._leaving.add(task)
+        task.add_done_callback(self._leaving.discard)
+        return task
+
+    async def close(self) -> None:
+        """End background work."""
+        for task in self._leaving:
+            task.cancel()
+        await asyncio.gather(*self._leaving, return_exceptions=True)

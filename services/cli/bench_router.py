@@ -1,0 +1,110 @@
+"""`ringserve bench router`: plan decisions a second, with many conversations and many rings."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from cp_core.errors import ConfigError
+from services.bench.report import load_now
+from services.bench.router import RouterLoad, RouterReport, measure_router
+from services.cli.options import Subcommands
+from services.planning.models import planned_model, to_model_info
+
+EXAMPLE = """example:
+  ringserve bench router
+  ringserve bench router --conversations 1000 --groups 50 --tokens 10000 --json
+"""
+HELP = """A real router in this process, with rings that reserve at once and compute nothing. Half of the rings are for
+prefill; they are of 1, 2, 4 and 8 ranks and measured rates that differ by 10%. A decision is one BeginTurn: match the
+prompt, choose the rings, reserve, plan. Turns come one after the other; gRPC is not part of it."""
+TARGET_MILLISECONDS = 1.0
+PIPE_WIDTH = 120
+MOST = 1_000_000
+
+
+def add(kinds: Subcommands) -> None:
+    parser = kinds.add_parser(
+        "router",
+        help="plan decisions a second with many conversations and rings",
+        description=HELP,
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
+    defaults = RouterLoad()
+    parser.add_argument("--model", metavar="DIR_OR_NAME", default="llama3-8b", help="(default: llama3-8b)")
+    for name, what in (
+        ("conversations", "that the router knows"),
+        ("groups", "rings, half of them for prefill"),
+        ("turns", "of each conversation"),
+        ("tokens", "of a first prompt"),
+        ("follow-up", "tokens of each further prompt"),
+    ):
+        default = getattr(defaults, name.replace("-", "_"))
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"{what} (default: {default})")
+    parser.add_argument("--json", action="store_true", help="print the report as one JSON object")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    names = {"conversations": 1, "groups": 2, "turns": 1, "tokens": 1, "follow_up": 1}
+    for name, least in names.items():
+        value = getattr(options, name)
+        if not least <= value <= MOST:
+            raise ConfigError(f"--{name.replace('_', '-')}: {value} is out of range; allowed are {least} to {MOST}")
+    load = RouterLoad(**{name: getattr(options, name) for name in names})
+    model = to_model_info(planned_model(options.model))
+    before = load_now()
+    # The bar goes to standard error: standard output is the report's.
+    progress = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    )
+    with progress:
+        task = progress.add_task("starting", total=load.conversations * load.turns)
+        report = measure_router(model, load, lambda name: progress.update(task, advance=1, description=name))
+    machine = before, load_now()
+    if options.json:
+        target = {"target_milliseconds": TARGET_MILLISECONDS, "is_met": _is_met(report)}
+        print(json.dumps(asdict(report) | target | {"load": machine}))
+    else:
+        Console(width=None if sys.stdout.isatty() else PIPE_WIDTH).print(_table(report))
+        print(*_closing_lines(report, machine), sep="\n")
+    return 0
+
+
+def _is_met(report: RouterReport) -> bool:
+    return report.decision.p99 < TARGET_MILLISECONDS
+
+
+def _table(report: RouterReport) -> Table:
+    title = f"router: {report.conversations} conversations, {report.groups} groups, {report.decisions} decisions"
+    table = Table(title=title, box=SIMPLE)
+    for header in ("what", "mean ms", "p50", "p99", "most"):
+        table.add_column(header, justify="left" if header == "what" else "right", no_wrap=True)
+    for name, figures in (("decision", report.decision), ("choice of rings in it", report.placement)):
+        cells = (figures.mean, figures.p50, figures.p99, figures.most)
+        table.add_row(name, *(f"{value:.3f}" for value in cells))
+    return table
+
+
+def _closing_lines(report: RouterReport, machine: tuple[float, float]) -> list[str]:
+    met = "met" if _is_met(report) else "missed"
+    return [
+        f"{report.decisions_per_second:.0f} decisions/s; target of p99 under {TARGET_MILLISECONDS:g} ms: {met}",
+        f"{report.bytes_per_conversation / 1e3:.1f} kB a conversation at rest, "
+        f"{report.token_bytes_per_conversation / 1e3:.1f} kB of them token ids",
+        f"{report.kept_share:.1%} of follow-ups went to the rings of the turn before; {report.rings_used} rings used",
+        f"one process, turns one after the other; load {machine[0]:.1f} before and {machine[1]:.1f} after",
+    ]
