@@ -60,7 +60,7 @@ class DecodeLeader(GroupLeader):
         settings: GroupSettings,
         factory: RankFactory,
         router: RouterPort,
-        announce: Callable[[GroupRegistration], Awaitable[None]],
+        announce: Callable[[GroupRegistration], Awaitable[int]],
     ) -> None:
         super().__init__(settings, factory, announce)
         self._router = router
@@ -335,6 +335,10 @@ class DecodeLeader(GroupLeader):
     def num_preemptions(self) -> int:
         """How often a turn gave its blocks to an older one."""
         return self._earlier_preemptions + (self._room.num_preemptions if self._room else 0)
+
+    @property
+    def num_turns(self) -> int:
+        return len(self._turns) + len(self._unread)
 
     async def get_status(self) -> GroupStatus:
         status = self.status_with(running=self.num_running, waiting=len(self._turns) - self.num_running)

@@ -74,7 +74,7 @@ class PrefillLeader(GroupLeader):
         settings: GroupSettings,
         factory: RankFactory,
         peers: Peers,
-        announce: Callable[[GroupRegistration], Awaitable[None]],
+        announce: Callable[[GroupRegistration], Awaitable[int]],
     ) -> None:
         super().__init__(settings, factory, announce)
         self._peers = peers
@@ -245,6 +245,10 @@ class PrefillLeader(GroupLeader):
     @property
     def is_computing(self) -> bool:
         return self.loop is not None and self.loop.at_work.locked()
+
+    @property
+    def num_turns(self) -> int:
+        return len(self._turns)
 
     async def get_status(self) -> GroupStatus:
         runs = [turn.run for turn in self._turns.values() if turn.run is not None]

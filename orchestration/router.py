@@ -17,6 +17,7 @@ import numpy as np
 from cp_core.errors import Busy, DeadlineExceeded, InvalidRequest, NotFound, RingserveError, TurnCancelled, Unavailable
 from orchestration.conversation_desk import ConversationDesk
 from orchestration.conversations import Conversation, ConversationStore
+from orchestration.drains import Drains
 from orchestration.groups import Group, GroupRegistry
 from orchestration.planner import Planner
 from orchestration.ports import DecodePort, Peers, PrefillPort
@@ -81,6 +82,7 @@ class Router:
         )
         self._turns = TurnEnds(peers, self._groups, self._conversations, settings.control_timeout)
         self._desk = ConversationDesk(self._conversations, peers, self._groups, self._turns)
+        self._drains = Drains(peers, self._groups)
         self._expiring: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -188,6 +190,7 @@ class Router:
             sampling=sampling,
             penalized_ids=tuple(np.unique(turn.prompt).tolist()) if sampling.looks_at_prompt else (),
             priority=turn.request.priority,
+            request_id=turn.request.request_id,
         )
         answers = await asyncio.gather(
             self._prefill_port(turn).reserve(request), self._decode_port(turn).reserve(request), return_exceptions=True
@@ -363,9 +366,24 @@ class Router:
             await asyncio.sleep(EXPIRY_INTERVAL)
             self.expire_conversations()
 
-    async def register_group(self, group: GroupRegistration) -> None:
+    async def register_group(self, group: GroupRegistration) -> int:
+        """From a leader. Returns how many turns are, or are about to be, on its ring."""
         if self._groups.register(group):
-            log.info("%s ring %s serves with %d ranks", group.role, group.name, group.num_ranks)
+            log.info("%s ring %s %s with %d ranks", group.role, group.name, group.doing, group.num_ranks)
+        known = self._groups.named(group.role, group.name)
+        return known.num_turns if known is not None else 0
+
+    async def drain_ring(self, name: str, seconds: float, *, force: bool = False) -> None:
+        """See `Drains.drain`. Raises NotFound, InvalidRequest, Busy, Unavailable."""
+        await self._drains.drain(name, seconds, force=force)
+
+    async def undrain_ring(self, name: str) -> None:
+        """See `Drains.undrain`. Raises NotFound, Unavailable."""
+        await self._drains.undrain(name)
+
+    async def next_return(self) -> str:
+        """The next ring that has left and is wanted again."""
+        return await self._drains.next_return()
 
     async def get_server_info(self) -> ServerView:
         statuses = await asyncio.gather(*(self._status(group) for group in self._groups.all()))

@@ -96,7 +96,7 @@ class BegunTurn:
 class Reserve:
     """Pin a sequence for a turn. `sampling` and `source_incarnation` matter to the decode ring only.
 
-    So do `penalized_ids`, the prompt's distinct tokens where a penalty looks at them.
+    So do `penalized_ids`, the prompt's distinct tokens where a penalty looks at them. `request_id` is for logs.
     """
 
     turn_id: str
@@ -109,6 +109,7 @@ class Reserve:
     sampling: Sampling
     penalized_ids: tuple[int, ...] = ()
     priority: int = 0
+    request_id: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -296,7 +297,8 @@ class GroupRegistration:
     """A group that is ready to serve. `capacity_tokens` is the KV room of the whole ring.
 
     `num_ranks` ranks share the tokens, and each is `tp` processes that share the heads. `chunk_tokens` is the most that
-    one of its prefill steps may compute, `step_budget` its most work units (0: those of `chunk_tokens` tokens).
+    one of its prefill steps may compute, `step_budget` its most work units (0: those of `chunk_tokens` tokens). One
+    that `is_draining` takes no new turns, one that `is_leaving` is gone when this is read.
     """
 
     role: str
@@ -310,6 +312,13 @@ class GroupRegistration:
     tp: int = 1
     step_budget: float = 0.0
     min_chunk_tokens: int = 1
+    is_draining: bool = False
+    is_leaving: bool = False
+
+    @property
+    def doing(self) -> str:
+        """For logs."""
+        return "has left" if self.is_leaving else "drains" if self.is_draining else "serves"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -347,6 +356,7 @@ class GroupStatus:
     max_waiting_work: float = 0.0
     num_preemptions: int = 0
     decode_variant: str = ""
+    is_draining: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

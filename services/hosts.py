@@ -114,6 +114,10 @@ class RunningRouter:
     async def measure(self) -> None:
         """A router has nothing to measure."""
 
+    async def wait_event(self) -> str:
+        """The ring that has left and is to be started again."""
+        return await self._router.next_return()
+
     async def stop(self) -> None:
         if self._server is not None:
             await self._server.stop(STOP_GRACE_SECONDS)
@@ -205,6 +209,7 @@ class RunningLeader:
         self._peers = GrpcPeers(self._tls)
         self._server: GrpcServer | None = None
         self._leader: GroupLeader | None = None
+        self._drained = asyncio.Event()
         self._metrics: MetricsEndpoint | None = None
 
     async def start(self) -> str:
@@ -228,6 +233,7 @@ class RunningLeader:
                 "ringserve.v1.DecodeService",
                 lambda target: groups_pb2_grpc.add_DecodeServiceServicer_to_server(decode_servicer, target),
             )
+        leader.has_left = self._drained  # which is waited for already
         self._leader = leader
         endpoint = await server.start(f"{host.listen_host or ray.util.get_node_ip_address()}:0")
         try:
@@ -255,6 +261,11 @@ class RunningLeader:
     async def measure(self) -> None:
         assert self._leader is not None, "the leader has not started"
         await self._leader.measure()
+
+    async def wait_event(self) -> str:
+        """Our ring's name, when it has drained: it is to be stopped, and stays away."""
+        await self._drained.wait()
+        return self._host.name
 
     async def stop(self) -> None:
         if self._server is not None:

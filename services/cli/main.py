@@ -13,6 +13,7 @@ from services.cli import (
     conversations,
     demo,
     down,
+    drain,
     explain,
     gateway,
     generate,
@@ -20,6 +21,7 @@ from services.cli import (
     simulate,
     status,
     token,
+    undrain,
     up,
 )
 
@@ -32,7 +34,23 @@ def build_parser() -> argparse.ArgumentParser:
         prog="ringserve", description="Serve long-context language models on rings of ranks, exactly."
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    modules = (up, down, status, generate, chat, conversations, demo, plan, explain, simulate, bench, gateway, token)
+    modules = (
+        up,
+        down,
+        drain,
+        undrain,
+        status,
+        generate,
+        chat,
+        conversations,
+        demo,
+        plan,
+        explain,
+        simulate,
+        bench,
+        gateway,
+        token,
+    )
     for module in modules:
         module.add(commands)
     return parser

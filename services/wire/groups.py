@@ -19,6 +19,8 @@ def registration_to(group: GroupRegistration) -> router_pb2.RegisterGroupRequest
         chunk_tokens=group.chunk_tokens,
         step_budget=group.step_budget,
         min_chunk_tokens=group.min_chunk_tokens,
+        draining=group.is_draining,
+        leaving=group.is_leaving,
         rates=router_pb2.RingRates(
             gemm_flops=group.rates.gemm_flops,
             attention_flops=group.rates.attention_flops,
@@ -41,6 +43,8 @@ def registration_from(message: router_pb2.RegisterGroupRequest) -> GroupRegistra
         chunk_tokens=message.chunk_tokens,
         step_budget=message.step_budget,
         min_chunk_tokens=message.min_chunk_tokens,
+        is_draining=message.draining,
+        is_leaving=message.leaving,
         rates=RingRates(
             gemm_flops=message.rates.gemm_flops,
             attention_flops=message.rates.attention_flops,
@@ -71,6 +75,7 @@ def status_to(status: GroupStatus) -> inference_pb2.GroupInfo:
         metrics_endpoint=status.metrics_endpoint,
         num_preemptions=status.num_preemptions,
         decode_variant=status.decode_variant,
+        draining=status.is_draining,
         kv_usage=[
             inference_pb2.RankKvUsage(
                 total_blocks=rank.total_blocks,
@@ -103,6 +108,7 @@ def status_from(message: inference_pb2.GroupInfo) -> GroupStatus:
         metrics_endpoint=message.metrics_endpoint,
         num_preemptions=message.num_preemptions,
         decode_variant=message.decode_variant,
+        is_draining=message.draining,
         kv_usage=tuple(
             RankKvUsage(
                 total_blocks=rank.total_blocks,

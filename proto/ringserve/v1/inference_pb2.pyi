@@ -925,6 +925,7 @@ class GroupInfo(_message.Message):
     MAX_WAITING_WORK_FIELD_NUMBER: _builtins.int
     NUM_PREEMPTIONS_FIELD_NUMBER: _builtins.int
     DECODE_VARIANT_FIELD_NUMBER: _builtins.int
+    DRAINING_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     name: _builtins.str
     endpoint: _builtins.str
@@ -949,6 +950,8 @@ class GroupInfo(_message.Message):
     """Decode rings: how often a turn gave its KV blocks to an older one, to be resumed later."""
     decode_variant: _builtins.str
     """Of a decode ring: what served its latest step, "gather" or "pass_q"; empty before the first."""
+    draining: _builtins.bool
+    """It takes no new turns, and leaves when those that run have ended."""
     @_builtins.property
     def kv_usage(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankKvUsage]: ...
     @_builtins.property
@@ -977,10 +980,11 @@ class GroupInfo(_message.Message):
         max_waiting_work: _builtins.float = ...,
         num_preemptions: _builtins.int = ...,
         decode_variant: _builtins.str = ...,
+        draining: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_backend", b"attention_backend", "decode_variant", b"decode_variant", "endpoint", b"endpoint", "incarnation", b"incarnation", "kv_usage", b"kv_usage", "max_waiting_work", b"max_waiting_work", "metrics_endpoint", b"metrics_endpoint", "name", b"name", "num_preemptions", b"num_preemptions", "num_ranks", b"num_ranks", "num_requests_running", b"num_requests_running", "num_requests_waiting", b"num_requests_waiting", "rank_pids", b"rank_pids", "rebuilds", b"rebuilds", "ring_transport", b"ring_transport", "role", b"role", "state", b"state", "tp", b"tp", "waiting_work", b"waiting_work"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_backend", b"attention_backend", "decode_variant", b"decode_variant", "draining", b"draining", "endpoint", b"endpoint", "incarnation", b"incarnation", "kv_usage", b"kv_usage", "max_waiting_work", b"max_waiting_work", "metrics_endpoint", b"metrics_endpoint", "name", b"name", "num_preemptions", b"num_preemptions", "num_ranks", b"num_ranks", "num_requests_running", b"num_requests_running", "num_requests_waiting", b"num_requests_waiting", "rank_pids", b"rank_pids", "rebuilds", b"rebuilds", "ring_transport", b"ring_transport", "role", b"role", "state", b"state", "tp", b"tp", "waiting_work", b"waiting_work"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -214,6 +214,8 @@ class RegisterGroupRequest(_message.Message):
     TP_FIELD_NUMBER: _builtins.int
     STEP_BUDGET_FIELD_NUMBER: _builtins.int
     MIN_CHUNK_TOKENS_FIELD_NUMBER: _builtins.int
+    DRAINING_FIELD_NUMBER: _builtins.int
+    LEAVING_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     name: _builtins.str
     endpoint: _builtins.str
@@ -227,6 +229,9 @@ class RegisterGroupRequest(_message.Message):
     step_budget: _builtins.float
     """The most work units of one prefill step, 0 for those of `chunk_tokens` tokens; the least tokens of a chunk."""
     min_chunk_tokens: _builtins.int
+    draining: _builtins.bool
+    """It takes no new turns; it is gone, and to be forgotten."""
+    leaving: _builtins.bool
     @_builtins.property
     def rates(self) -> Global___RingRates: ...
     def __init__(
@@ -243,10 +248,12 @@ class RegisterGroupRequest(_message.Message):
         tp: _builtins.int = ...,
         step_budget: _builtins.float = ...,
         min_chunk_tokens: _builtins.int = ...,
+        draining: _builtins.bool = ...,
+        leaving: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["rates", b"rates"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_tokens", b"capacity_tokens", "chunk_tokens", b"chunk_tokens", "endpoint", b"endpoint", "incarnation", b"incarnation", "min_chunk_tokens", b"min_chunk_tokens", "name", b"name", "num_ranks", b"num_ranks", "rates", b"rates", "role", b"role", "step_budget", b"step_budget", "tp", b"tp"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_tokens", b"capacity_tokens", "chunk_tokens", b"chunk_tokens", "draining", b"draining", "endpoint", b"endpoint", "incarnation", b"incarnation", "leaving", b"leaving", "min_chunk_tokens", b"min_chunk_tokens", "name", b"name", "num_ranks", b"num_ranks", "rates", b"rates", "role", b"role", "step_budget", b"step_budget", "tp", b"tp"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -287,6 +294,53 @@ Global___RingRates: _TypeAlias = RingRates  # noqa: Y015
 class RegisterGroupResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    RUNNING_TURNS_FIELD_NUMBER: _builtins.int
+    running_turns: _builtins.int
+    """Turns that are, or are about to be, on this ring."""
+    def __init__(
+        self,
+        *,
+        running_turns: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["running_turns", b"running_turns"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RegisterGroupResponse: _TypeAlias = RegisterGroupResponse  # noqa: Y015
+
+@_typing.final
+class DrainRingRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RING_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    FORCE_FIELD_NUMBER: _builtins.int
+    ring: _builtins.str
+    seconds: _builtins.float
+    """How long turns that run are waited for."""
+    force: _builtins.bool
+    """Also where no other ring of its role would take turns."""
+    def __init__(
+        self,
+        *,
+        ring: _builtins.str = ...,
+        seconds: _builtins.float = ...,
+        force: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["force", b"force", "ring", b"ring", "seconds", b"seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainRingRequest: _TypeAlias = DrainRingRequest  # noqa: Y015
+
+@_typing.final
+class DrainRingResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
     def __init__(
         self,
     ) -> None: ...
@@ -296,4 +350,38 @@ class RegisterGroupResponse(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___RegisterGroupResponse: _TypeAlias = RegisterGroupResponse  # noqa: Y015
+Global___DrainRingResponse: _TypeAlias = DrainRingResponse  # noqa: Y015
+
+@_typing.final
+class UndrainRingRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RING_FIELD_NUMBER: _builtins.int
+    ring: _builtins.str
+    def __init__(
+        self,
+        *,
+        ring: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ring", b"ring"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UndrainRingRequest: _TypeAlias = UndrainRingRequest  # noqa: Y015
+
+@_typing.final
+class UndrainRingResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UndrainRingResponse: _TypeAlias = UndrainRingResponse  # noqa: Y015
