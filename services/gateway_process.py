@@ -14,12 +14,14 @@ from pathlib import Path
 from prometheus_client.registry import Collector
 
 from cp_core.errors import RingserveError
+from orchestration.readiness import service_fault
 from ringserve.v1 import inference_pb2_grpc
 from services.auth.doorkeeper import Doorkeeper
 from services.auth.tenants import TokenFile
 from services.gateway import InferenceServicer
 from services.gateway_settings import GatewaySettings
 from services.grpc_server import GrpcServer
+from services.health import HealthWatch
 from services.logs import set_up_logs
 from services.metrics.endpoint import MetricsEndpoint, metrics_page
 from services.metrics.gateway import GatewayMetrics
@@ -65,9 +67,16 @@ async def serve(settings: GatewaySettings) -> None:
     door = HttpDoor(servicer, _model_name(settings), model.max_positions, doorkeeper)
     http_server = HttpServer(door.app, settings.tls.http_context() if settings.tls else None)
     http_address = await http_server.start(settings.http) if settings.http else ""
-    address = await server.start(settings.listen)
+    address = await server.start(settings.listen, is_serving=False)
+
+    async def find_fault() -> str:
+        return service_fault(await router.get_server_info())
+
+    watch = HealthWatch("the gateway", server, find_fault)
+    watch.start()
     print(json.dumps({"gateway": address, "http": http_address, "metrics": metrics_address}), flush=True)
     await stopped.wait()
+    await watch.close()
     ending = asyncio.create_task(servicer.end_turns(STOP_GRACE_SECONDS))
     grace = STOP_GRACE_SECONDS + ABORT_GRACE_SECONDS  # sooner where nothing runs
     await asyncio.gather(server.stop(grace), http_server.stop(grace))
