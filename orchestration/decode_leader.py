@@ -372,6 +372,7 @@ class DecodeLeader(GroupLeader):
             self._turns.pop(turn.turn_id, None)
         turn.pool.settle(turn.request.sequence_id, turn.turn_id, keep)
         self._freed(turn)
+        log.info("turn %s ended with %d tokens: %s", turn.turn_id, len(turn.tokens), how, extra=turn.request.log_fields)
         turn.events.put_nowait(how if isinstance(how, RingserveError) else self._finished(turn, how))
         turn.over.set()
         if not turn.is_streamed:

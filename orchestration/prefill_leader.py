@@ -180,6 +180,12 @@ class PrefillLeader(GroupLeader):
                 logprobs=run.first_logprobs,
                 prompt_logprobs=run.prompt_logprobs,
             )
+            log.info(
+                "turn %s was prefilled in %.3f s",
+                request.turn_id,
+                report.prefill_seconds,
+                extra=turn.request.log_fields,
+            )
             await self._peers.decode(request.decode_endpoint).admit(admit)
             await run.hand_over()
             return PrefillDone(report=report, shards=turn.sequence.shards)

@@ -201,6 +201,14 @@ class Router:
         for answer in answers:
             if isinstance(answer, BaseException):
                 raise answer
+        log.info(
+            "turn %s of request %s is reserved on %s and %s",
+            turn.turn_id,
+            request.request_id,
+            turn.prefill.name,
+            turn.decode.name,
+            extra=request.log_fields,
+        )
         turn.on_prefill, turn.on_decode = answers  # type: ignore[assignment]
         if turn.on_prefill.incarnation != request.source_incarnation:  # type: ignore[union-attr]
             raise Unavailable(f"ring {turn.prefill.name} was rebuilt just now; retry")

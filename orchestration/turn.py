@@ -111,6 +111,11 @@ class Reserve:
     priority: int = 0
     request_id: str = ""
 
+    @property
+    def log_fields(self) -> dict[str, str]:
+        """`extra` of a log line about this turn."""
+        return {"request_id": self.request_id, "turn_id": self.turn_id}
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reservation:

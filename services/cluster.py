@@ -24,6 +24,7 @@ from typing import Any
 
 import psutil
 import ray
+from ray._private import ray_logging
 from ray.exceptions import RayError, RayTaskError
 
 from cp_core.errors import ConfigError, RingserveError, Unavailable
@@ -165,6 +166,7 @@ class LocalCluster:
 
     def _start_ray(self) -> None:
         config = self._config
+        ray_logging.RAY_DEDUP_LOGS = False  # its own switch, read long ago: lines of two rings often differ by numbers
         needed = sum(
             pool.groups * pool.cp * pool.tp * pool.threads_per_rank for pool in (config.prefill, config.decode)
         )
@@ -185,6 +187,7 @@ class LocalCluster:
 
     def _join_ray(self) -> None:
         """The cluster may be starting still: it has the start timeout. Raises Unavailable."""
+        ray_logging.RAY_DEDUP_LOGS = False  # as above
         address, deadline = self._config.ray.address, time.monotonic() + self._config.timeouts.start
         while True:
             try:
@@ -239,6 +242,7 @@ class LocalCluster:
             dtype=config.model.dtype,
             max_seconds=config.gateway.max_seconds,
             log_level=config.logs.level,
+            log_format=config.logs.format,
             metric_names=config.metrics.also_as,
             follow_stdin=True,
             tokens=config.auth.tokens,

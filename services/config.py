@@ -22,6 +22,7 @@ from orchestration.prefill_scheduler import PrefillScheduling
 from services.auth.exposure import check_exposure
 from services.auth.sections import AuthConfig, InternalTlsConfig, TlsConfig, absolute_paths, check_sections
 from services.auth.tls import DoorTls, PeerTls
+from services.logs import LOG_FORMATS
 
 ENV_PREFIX = "RINGSERVE_"
 DTYPES = ("float32", "bfloat16", "float16")
@@ -207,9 +208,10 @@ class TimeoutConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LogConfig:
-    """What every process writes to standard error: nothing below `level`."""
+    """What every process writes to standard error: nothing below `level`, as lines for people (`human`) or `json`."""
 
     level: str = "info"
+    format: str = "human"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -332,6 +334,7 @@ def _check(config: Config) -> None:
         raise ConfigError("model.path: '' is not allowed; give a model directory or builtin:tiny")
     _among("model.dtype", config.model.dtype, DTYPES)
     _among("logs.level", config.logs.level, LOG_LEVELS)
+    _among("logs.format", config.logs.format, LOG_FORMATS)
     _among("model.device", config.model.device, DEVICES)
     _ring_transport(config.model)
     _among("decode.variant", config.decode.variant, VARIANT_POLICIES)

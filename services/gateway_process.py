@@ -108,7 +108,7 @@ def _serve_metrics(settings: GatewaySettings, metrics: GatewayMetrics, peers: Gr
 
 def run_gateway(settings: GatewaySettings) -> int:
     """Exit status: 0 after an ordinary end, 1 after one sentence on standard error."""
-    set_up_logs("gateway", settings.log_level)
+    set_up_logs("gateway", settings.log_level, settings.log_format)
     try:
         asyncio.run(serve(settings))
     except RingserveError as error:

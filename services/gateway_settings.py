@@ -22,6 +22,7 @@ class GatewaySettings:
     dtype: str
     max_seconds: float
     log_level: str = "info"
+    log_format: str = "human"
     metric_names: str = ""
     follow_stdin: bool = False
     tokens: str = ""

@@ -65,7 +65,7 @@ class RunningRouter:
     """The router behind its door."""
 
     def __init__(self, host: RouterHost) -> None:
-        set_up_logs("router", host.config.logs.level)
+        set_up_logs("router", host.config.logs.level, host.config.logs.format)
         self._config = host.config
         self._tls = host.config.peer_tls
         self._peers = GrpcPeers(self._tls)
@@ -205,7 +205,7 @@ class RunningLeader:
     """A leader behind its door, announcing its ring to the router for as long as it serves."""
 
     def __init__(self, host: LeaderHost) -> None:
-        set_up_logs(host.name, host.config.logs.level)
+        set_up_logs(host.name, host.config.logs.level, host.config.logs.format, ring=host.name)
         self._host = host
         self._tls = host.config.peer_tls
         self._peers = GrpcPeers(self._tls)

@@ -8,6 +8,7 @@ from services.auth.exposure import check_exposure
 from services.cli.options import Subcommands, add_config_options, config_of
 from services.config import LOG_LEVELS, METRIC_NAMES
 from services.gateway_settings import GatewaySettings
+from services.logs import LOG_FORMATS
 
 EXAMPLE = """example:
   ringserve gateway --listen 127.0.0.1:50052 --router 127.0.0.1:41000 --model builtin:tiny
@@ -31,6 +32,9 @@ def add(commands: Subcommands) -> None:
     parser.add_argument("--dtype", default="float32", help="the rings' dtype (default: float32)")
     parser.add_argument("--max-seconds", type=float, default=600.0, help="longest a turn may take (default: 600)")
     parser.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="what to log (default: info)")
+    parser.add_argument(
+        "--log-format", choices=LOG_FORMATS, default="human", help="for people or machines (default: human)"
+    )
     parser.set_defaults(run=run)
 
 
@@ -58,6 +62,7 @@ def run(options: argparse.Namespace) -> int:
             dtype=options.dtype,
             max_seconds=options.max_seconds,
             log_level=options.log_level,
+            log_format=options.log_format,
             tokens=config.auth.tokens,
             tls=config.door_tls,
             peer_tls=config.peer_tls,

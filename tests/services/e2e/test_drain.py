@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
-from tests.services.e2e.cluster import Inference, Ringserve, ids, running_cluster
+import pytest
+
+from tests.services.e2e.cluster import Cluster, Inference, Ringserve, ids, running_cluster, wait_until
 from tests.workers.models import random_tokens
 
 RINGS = ("prefill-0", "decode-0", "prefill-1", "decode-1")
@@ -39,34 +42,60 @@ class Load:
         self._thread.join()
 
 
-def test_a_ring_of_each_role_is_restarted_under_load_and_no_turn_fails(ringserve: Ringserve, model_path: Path) -> None:
-    options = ("--set", "prefill.groups=2", "--set", "decode.groups=2", "--set", "prefill.cp=1", "--set", "decode.cp=1")
+@pytest.fixture(scope="module")
+def rolling(ringserve: Ringserve, model_path: Path) -> Iterator[Cluster]:
+    """Two rings of each role, and logs as JSON."""
+    values = ("prefill.groups=2", "decode.groups=2", "prefill.cp=1", "decode.cp=1", "logs.format=json")
+    options = [word for value in values for word in ("--set", value)]
     with running_cluster(ringserve, "rolling", model_path, *options) as cluster:
-        inference = Inference(cluster.gateway)
-        before = {group.name: group for group in inference.info().groups}
-        loads = [Load(cluster.gateway, f"c{number}") for number in range(2)]
-        try:
-            for ring in RESTARTED:
-                named = (ring, "--name", "rolling", "--json")
-                drained = ringserve.run("drain", *named, seconds=RESTART_SECONDS)
-                assert drained.returncode == 0, drained.stderr
-                assert json.loads(drained.stdout) == {"ring": ring, "drained": True}
-                assert ring not in {group.name for group in inference.info().groups}
-                undrained = ringserve.run("undrain", *named, seconds=RESTART_SECONDS)
-                assert undrained.returncode == 0, undrained.stderr
-        finally:
-            for load in loads:
-                load.stop()
-        after = {group.name: group for group in inference.info().groups}
-        assert [error for load in loads for error in load.errors] == []
-        answers = [answer for load in loads for answer in load.answers]
-        assert len(answers) > len(RINGS)
-        assert all(answer == answers[0] for answer in answers)
-        assert set(after) == set(RINGS)
+        yield cluster
+
+
+def test_one_request_is_followed_through_every_process_by_its_id(ringserve: Ringserve, rolling: Cluster) -> None:
+    Inference(rolling.gateway).answer(ids(random_tokens(40), request_id="followed"))
+    log = ringserve.directory / "state" / "rolling.log"
+
+    def lines() -> list[dict[str, str]]:
+        # The first lines are of `up` for people; whatever comes after the rings have started is JSON.
+        written = [line for line in log.read_text(encoding="utf-8").splitlines() if line.startswith("{")]
+        return [each for each in map(json.loads, written) if each.get("request_id") == "followed"]
+
+    def processes() -> set[str]:
+        return {line["process"].rstrip("-01") for line in lines()}
+
+    wait_until(lambda: processes() == {"gateway", "router", "prefill", "decode"}, "a line of each process")
+    assert len({line["turn_id"] for line in lines()}) == 1
+    for line in lines():
+        assert set(line) - {"ring"} == {"ts", "level", "process", "logger", "message", "request_id", "turn_id"}
+        assert line.get("ring", "") == (line["process"] if "-" in line["process"] else "")
+
+
+def test_a_ring_of_each_role_is_restarted_under_load_and_no_turn_fails(ringserve: Ringserve, rolling: Cluster) -> None:
+    inference = Inference(rolling.gateway)
+    before = {group.name: group for group in inference.info().groups}
+    loads = [Load(rolling.gateway, f"c{number}") for number in range(2)]
+    try:
         for ring in RESTARTED:
-            assert before[ring].incarnation != after[ring].incarnation
-            assert set(before[ring].rank_pids).isdisjoint(after[ring].rank_pids)
-        last = ringserve.run("drain", "decode-7", "--name", "rolling")
-        assert last.returncode == 1
-        assert "decode-7" in last.stderr
-        assert "Traceback" not in last.stderr
+            named = (ring, "--name", "rolling", "--json")
+            drained = ringserve.run("drain", *named, seconds=RESTART_SECONDS)
+            assert drained.returncode == 0, drained.stderr
+            assert json.loads(drained.stdout) == {"ring": ring, "drained": True}
+            assert ring not in {group.name for group in inference.info().groups}
+            undrained = ringserve.run("undrain", *named, seconds=RESTART_SECONDS)
+            assert undrained.returncode == 0, undrained.stderr
+    finally:
+        for load in loads:
+            load.stop()
+    after = {group.name: group for group in inference.info().groups}
+    assert [error for load in loads for error in load.errors] == []
+    answers = [answer for load in loads for answer in load.answers]
+    assert len(answers) > len(RINGS)
+    assert all(answer == answers[0] for answer in answers)
+    assert set(after) == set(RINGS)
+    for ring in RESTARTED:
+        assert before[ring].incarnation != after[ring].incarnation
+        assert set(before[ring].rank_pids).isdisjoint(after[ring].rank_pids)
+    last = ringserve.run("drain", "decode-7", "--name", "rolling")
+    assert last.returncode == 1
+    assert "decode-7" in last.stderr
+    assert "Traceback" not in last.stderr
