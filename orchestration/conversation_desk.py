@@ -14,8 +14,9 @@ from cp_core.errors import Busy, InvalidRequest, NotFound, RingserveError
 from orchestration.conversations import Conversation, ConversationStore, Placement
 from orchestration.groups import GroupRegistry
 from orchestration.ports import DecodePort, Peers, PrefillPort
-from orchestration.turn import ConversationList, ConversationSummary, ConversationView, ForkKv, KeptKv, PlacementView
+from orchestration.turn import ForkKv, KeptKv
 from orchestration.turn_ends import TurnEnds
+from orchestration.views import ConversationList, ConversationSummary, ConversationView, PlacementView
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from cp_core.errors import Busy, CapacityExceeded, InvalidRequest, NotFound, RingserveError
 from cp_core.layout import ShardMap
-from orchestration.turn import ConversationView, PlacementView
+from orchestration.views import ConversationView, PlacementView
 from workers.steps import TokenIds
 
 

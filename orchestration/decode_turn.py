@@ -10,8 +10,8 @@ from cp_core.errors import InvalidRequest, RingserveError
 from cp_core.layout import ShardMap, appended, level_counts
 from orchestration.handoff import HandoffState
 from orchestration.kv_pool import KvPool, SequenceKv
-from orchestration.turn import PrefillReport, Reservation, Reserve, TurnEvent
-from workers.steps import AdmitSequence, FinishReason, TokenHistory, TransferKey, TransferReport
+from orchestration.turn import PrefillReport, Reservation, Reserve, TokensEvent, TurnEvent
+from workers.steps import AdmitSequence, FinishReason, TokenHistory, TokenLogprobs, TransferKey, TransferReport
 
 
 @dataclass(slots=True)
@@ -66,6 +66,14 @@ class DecodeTurn:
         if token in self.request.sampling.stop_token_ids:
             return FinishReason.STOP
         return FinishReason.LENGTH if len(self.tokens) >= self.request.sampling.max_tokens else None
+
+    def add_token(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
+        """Enter the newest token and hand it to the client."""
+        if len(self.tokens) == 1:
+            self.handoff_seconds = time.monotonic() - self.first_token_at
+        self.tokens.append(token_id)
+        told = () if logprobs is None else (logprobs,)
+        self.events.put_nowait(TokensEvent(token_ids=(token_id,), logprobs=told))
 
     @property
     def kv_tokens(self) -> int:
@@ -132,7 +140,3 @@ class DecodeTurn:
     def stop_timers(self) -> None:
         for timer in self.timers:
             timer.cancel()
-
-    def note_first_step(self) -> None:
-        """The batch returned its first token of this turn."""
-        self.handoff_seconds = time.monotonic() - self.first_token_at

@@ -11,7 +11,8 @@ from cp_core.errors import RingserveError, Unavailable
 from orchestration.block_copies import copy_blocks
 from orchestration.ports import RankFactory
 from orchestration.ring import GroupSettings, Ring
-from orchestration.turn import ForkedKv, ForkKv, GroupRegistration, GroupStatus, KeptKv
+from orchestration.turn import ForkedKv, ForkKv, GroupRegistration, KeptKv
+from orchestration.views import GroupStatus
 
 log = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from cp_core.errors import Busy, CapacityExceeded
 from cp_core.layout import ShardMap
 from orchestration.block_allocator import BlockAllocator
-from orchestration.turn import RankKvUsage
+from orchestration.views import RankKvUsage
 
 
 @dataclass(frozen=True, slots=True)

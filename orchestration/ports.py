@@ -13,12 +13,9 @@ from cp_core.errors import RingserveError
 from orchestration.turn import (
     Admit,
     BegunTurn,
-    ConversationList,
-    ConversationView,
     ForkedKv,
     ForkKv,
     GroupRegistration,
-    GroupStatus,
     KeptKv,
     PrefillDone,
     PrefillTurn,
@@ -27,11 +24,11 @@ from orchestration.turn import (
     ResumeTurn,
     SendKv,
     SentKv,
-    ServerView,
     TurnEvent,
     TurnOutcome,
     TurnRequest,
 )
+from orchestration.views import ConversationList, ConversationView, GroupStatus, ServerView
 from workers.steps import (
     BlockPair,
     DecodeCommand,

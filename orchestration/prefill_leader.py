@@ -20,16 +20,8 @@ from orchestration.prefill_run import PrefillRun
 from orchestration.prefill_scheduler import PrefillScheduler
 from orchestration.prefill_work import StepLimits, WorkModel
 from orchestration.ring import GroupSettings
-from orchestration.turn import (
-    Admit,
-    GroupRegistration,
-    GroupStatus,
-    PrefillDone,
-    PrefillReport,
-    PrefillTurn,
-    Reservation,
-    Reserve,
-)
+from orchestration.turn import Admit, GroupRegistration, PrefillDone, PrefillReport, PrefillTurn, Reservation, Reserve
+from orchestration.views import GroupStatus
 
 log = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from orchestration.ring import RingState
-from orchestration.turn import GroupStatus, ServerView
+from orchestration.views import GroupStatus, ServerView
 from workers.steps import RankStatus
 
 

@@ -1,6 +1,7 @@
-"""The router: per turn it matches the prompt, reserves room on both rings, chooses the algorithm, and keeps the books.
+"""The router: lets turns in, chooses their rings, has them started and ended, and keeps the books.
 
-It is on no token's path. A turn is begun by a gateway (`begin_turn`) and ended by the decode leader (`end_turn`).
+It is on no token's path. A turn is begun by a gateway (`begin_turn`) and ended by the decode leader (`end_turn`);
+what happens on the rings is the business of `turn_starts` and `turn_ends`.
 """
 
 from __future__ import annotations
@@ -12,35 +13,20 @@ import uuid
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
-from cp_core.errors import Busy, DeadlineExceeded, InvalidRequest, NotFound, RingserveError, TurnCancelled, Unavailable
+from cp_core.errors import Busy, DeadlineExceeded, InvalidRequest, TurnCancelled
 from orchestration.conversation_desk import ConversationDesk
 from orchestration.conversations import Conversation, ConversationStore
 from orchestration.drains import Drains
+from orchestration.group_status import status_of
 from orchestration.groups import Group, GroupRegistry
 from orchestration.planner import Planner
-from orchestration.ports import DecodePort, Peers, PrefillPort
-from orchestration.prompts import common_prefix, resolve_prompt
-from orchestration.ring import RingState
+from orchestration.ports import Peers
+from orchestration.prompts import resolve_prompt
 from orchestration.running_turn import RunningTurn
-from orchestration.turn import (
-    BegunTurn,
-    ConversationList,
-    ConversationView,
-    GroupRegistration,
-    GroupStatus,
-    Plan,
-    PrefillDone,
-    PrefillTurn,
-    Reserve,
-    ResumeTurn,
-    ServerView,
-    TurnOutcome,
-    TurnRequest,
-)
+from orchestration.turn import BegunTurn, GroupRegistration, ResumeTurn, TurnOutcome, TurnRequest
 from orchestration.turn_ends import TurnEnds
-from workers.steps import TokenIds
+from orchestration.turn_starts import TurnStarts
+from orchestration.views import ConversationList, ConversationView, ServerView
 
 log = logging.getLogger(__name__)
 
@@ -83,6 +69,7 @@ class Router:
         self._turns = TurnEnds(peers, self._groups, self._conversations, settings.control_timeout)
         self._desk = ConversationDesk(self._conversations, peers, self._groups, self._turns)
         self._drains = Drains(peers, self._groups)
+        self._starts = TurnStarts(peers, planner, self._turns, settings.control_timeout, self._spawn)
         self._expiring: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -104,20 +91,7 @@ class Router:
         except BaseException:
             self._conversations.close(conversation)
             raise
-        try:
-            await self._reserve(turn)
-            if turn.stop_error is not None:
-                raise turn.stop_error
-            plan = self._plan(turn)
-        except BaseException as error:
-            # Also when the gateway hangs up while we wait: what was reserved must not stay.
-            reason = error if isinstance(error, RingserveError) else TurnCancelled("the turn was cancelled")
-            self._spawn(self._give_up(turn, reason))
-            if turn.stop_error is not None and isinstance(error, RingserveError):
-                raise turn.stop_error from None  # whatever else a ring says of a turn that was ended meanwhile
-            raise
-        turn.prefilling = asyncio.create_task(self._prefill(turn, plan))
-        turn.prefilling.add_done_callback(lambda task: self._prefilled(turn, task))
+        plan = await self._starts.start(turn)
         return BegunTurn(
             turn_id=turn.turn_id,
             decode_endpoint=turn.decode.registration.endpoint,
@@ -169,156 +143,28 @@ class Router:
                 f"and {name} allow at most {limit}"
             )
 
-    async def _reserve(self, turn: RunningTurn) -> None:
-        history = turn.conversation.tokens
-        sampling = turn.request.sampling
-        # What is cached has no logits any more: a prompt whose log-probabilities are asked for is computed whole.
-        is_new = history is None or sampling.prompt_logprobs is not None
-        match = 0 if history is None or is_new else common_prefix(history, turn.prompt)
-        # The last prompt token is always computed: its logits give the first new one.
-        turn.match_tokens = min(match, len(turn.prompt) - 1)
-        num_tokens = len(turn.token_ids)
-        request = Reserve(
-            turn_id=turn.turn_id,
-            attempt=turn.attempt,
-            sequence_id=turn.sequence_id,
-            # Of a later attempt the rings hold nothing but the turn's own tokens.
-            match_tokens=turn.match_tokens if turn.attempt == 1 else num_tokens - 1,
-            num_tokens=num_tokens,
-            deadline_seconds=turn.request.deadline_seconds,
-            source_incarnation=turn.prefill.registration.incarnation,
-            sampling=sampling,
-            penalized_ids=tuple(np.unique(turn.prompt).tolist()) if sampling.looks_at_prompt else (),
-            priority=turn.request.priority,
-            request_id=turn.request.request_id,
-        )
-        answers = await asyncio.gather(
-            self._prefill_port(turn).reserve(request), self._decode_port(turn).reserve(request), return_exceptions=True
-        )
-        for group, answer in zip((turn.prefill, turn.decode), answers, strict=True):
-            if isinstance(answer, Unavailable):
-                group.is_ready = False
-        for answer in answers:
-            if isinstance(answer, BaseException):
-                raise answer
-        log.info(
-            "turn %s of request %s is reserved on %s and %s",
-            turn.turn_id,
-            request.request_id,
-            turn.prefill.name,
-            turn.decode.name,
-            extra=request.log_fields,
-        )
-        turn.on_prefill, turn.on_decode = answers  # type: ignore[assignment]
-        if turn.on_prefill.incarnation != request.source_incarnation:  # type: ignore[union-attr]
-            raise Unavailable(f"ring {turn.prefill.name} was rebuilt just now; retry")
-
-    def _plan(self, turn: RunningTurn) -> Plan:
-        assert turn.on_prefill and turn.on_decode, "both rings have answered"
-        return self._planner.plan(
-            num_tokens=len(turn.token_ids),
-            kept_on_prefill=turn.on_prefill.kept_tokens,
-            kept_on_decode=turn.on_decode.kept_tokens,
-            prefill=turn.prefill.registration,
-            decode=turn.decode.registration,
-            mode=turn.mode,
-        )
-
-    async def _prefill(self, turn: RunningTurn, plan: Plan) -> PrefillDone:
-        assert turn.on_decode, "the decode ring has answered"
-        request = PrefillTurn(
-            turn_id=turn.turn_id,
-            attempt=turn.attempt,
-            sequence_id=turn.sequence_id,
-            token_ids=turn.token_ids,
-            cached_tokens=plan.cached_tokens,
-            chunks=plan.chunks,
-            sampling=turn.request.sampling,
-            deadline_seconds=turn.request.deadline_seconds,
-            decode_endpoint=turn.decode.registration.endpoint,
-            destination=turn.on_decode,
-        )
-        return await self._prefill_port(turn).prefill(request)
-
-    def _prefilled(self, turn: RunningTurn, task: asyncio.Task[PrefillDone]) -> None:
-        """A failed prefill ends the turn where its client waits: on the decode ring's stream."""
-        error = None if task.cancelled() else task.exception()
-        if error is None or turn.ending is not None:
-            return
-        if not isinstance(error, RingserveError):
-            log.error("the prefill of turn %s failed", turn.turn_id, exc_info=error)
-            error = Unavailable("the prefill failed for an internal reason; retry")
-        if isinstance(error, Unavailable):
-            self._spawn(self._look_at(turn.prefill))  # or was it the decode ring that could not be reached?
-        self._spawn(self._abort_on_decode(turn, error))
-
-    async def _abort_on_decode(self, turn: RunningTurn, error: RingserveError) -> None:
-        turn.stop_error = error  # where the ring does not know the turn yet
-        try:
-            await self._decode_port(turn).abort_turn(turn.turn_id, error)
-        except RingserveError as failure:
-            log.warning("decode ring %s could not be told to end %s: %s", turn.decode.name, turn.turn_id, failure)
-            await self.end_turn(TurnOutcome(turn_id=turn.turn_id, ok=False))
-
-    async def _give_up(self, turn: RunningTurn, reason: RingserveError) -> None:
-        """The turn failed before a client could wait on it."""
-        try:
-            await self._decode_port(turn).abort_turn(turn.turn_id, reason)
-        except RingserveError as error:
-            log.info("decode ring %s could not be told to drop %s: %s", turn.decode.name, turn.turn_id, error)
-        await self.end_turn(TurnOutcome(turn_id=turn.turn_id, ok=False))
-
-    # --- resuming ----------------------------------------------------------------------------------------------------
+    # --- from decode leaders -----------------------------------------------------------------------------------------
 
     async def resume_turn(self, request: ResumeTurn) -> None:
-        """From the decode leader: make the KV of a turn again, of its prompt and of what was decoded. Idempotent.
+        """Make the KV of a turn again, of its prompt and of what was decoded. Idempotent.
 
         Answers when it has been handed over. What the prefill ring keeps of it is not computed again. Raises NotFound
         for a turn that has ended, else what kept a ring from it; then the turn may be resumed later.
         """
-        turn = self._turns.of_turn(request.turn_id)
-        if turn is None or turn.ending is not None:
-            raise NotFound(f"turn {request.turn_id} has ended")
-        if request.attempt > turn.attempt:
-            turn.attempt = request.attempt
-            turn.resuming = asyncio.create_task(self._resume(turn, np.asarray(request.token_ids, dtype=np.int64)))
-        assert turn.resuming is not None, f"attempt {request.attempt} of turn {request.turn_id} was begun by no resume"
-        await asyncio.shield(turn.resuming)
-        assert turn.prefilling is not None, "resumed"
-        prefilling = turn.prefilling
-        await asyncio.wait([prefilling])  # its end, and what ends a cancelled turn, see to it
-        if prefilling.cancelled():
-            raise NotFound(f"turn {request.turn_id} has ended")
-        if (error := prefilling.exception()) is not None:
-            raise (
-                error if isinstance(error, RingserveError) else Unavailable("the prefill failed for an internal reason")
-            )
-
-    async def _resume(self, turn: RunningTurn, decoded: TokenIds) -> None:
-        assert turn.prefilling is not None, "a turn that was decoded was prefilled"
-        # Of the attempt before: the decode ring had all KV, or gave it up, and its sender may not know yet.
-        await asyncio.wait([turn.prefilling], timeout=self._settings.control_timeout)
-        if not turn.prefilling.done():
-            raise Unavailable(f"prefill ring {turn.prefill.name} still works on turn {turn.turn_id}")
-        turn.decoded = decoded
-        await self._prefill_port(turn).settle(turn.sequence_id, turn.turn_id, len(turn.token_ids) - 1)
-        await self._reserve(turn)
-        if turn.ending is not None:
-            raise NotFound(f"turn {turn.turn_id} has ended")
-        turn.prefilling = asyncio.create_task(self._prefill(turn, self._plan(turn)))
-
-    # --- asking ------------------------------------------------------------------------------------------------------
+        await self._starts.resume(request)
 
     async def end_turn(self, outcome: TurnOutcome) -> int:
-        """From the decode leader. Returns how many tokens its ring should keep. Idempotent."""
+        """Enter what a turn came to. Returns how many tokens its ring should keep. Idempotent."""
         return await self._turns.end(outcome)
+
+    # --- asking ------------------------------------------------------------------------------------------------------
 
     async def abort_requests(self, request_ids: Sequence[str]) -> tuple[list[str], list[str]]:
         """End running and waiting turns by request id. Returns (aborted, unknown)."""
         error = TurnCancelled("the request was aborted")
         aborted = {name for name in request_ids if self._conversations.end_wait(name, error)}
         running = {name: self._turns.of_request(name) for name in request_ids}
-        await asyncio.gather(*(self._abort_on_decode(turn, error) for turn in running.values() if turn is not None))
+        await asyncio.gather(*(self._turns.abort(turn, error) for turn in running.values() if turn is not None))
         aborted |= {name for name, turn in running.items() if turn is not None}
         names = list(dict.fromkeys(request_ids))
         return [name for name in names if name in aborted], [name for name in names if name not in aborted]
@@ -394,50 +240,13 @@ class Router:
         return await self._drains.next_return()
 
     async def get_server_info(self) -> ServerView:
-        statuses = await asyncio.gather(*(self._status(group) for group in self._groups.all()))
+        statuses = await asyncio.gather(*(status_of(group, self._peers) for group in self._groups.all()))
         return ServerView(
             selector=self._planner.selector,
             groups=tuple(statuses),
             conversations=len(self._conversations),
             running_turns=len(self._turns),
         )
-
-    async def _status(self, group: Group) -> GroupStatus:
-        registration = group.registration
-        peers, endpoint = self._peers, registration.endpoint
-        port = peers.prefill(endpoint) if registration.role == "prefill" else peers.decode(endpoint)
-        try:
-            return await port.get_status()
-        except RingserveError:
-            return GroupStatus(
-                role=registration.role,
-                name=registration.name,
-                endpoint=endpoint,
-                incarnation=registration.incarnation,
-                state="lost",
-                num_ranks=registration.num_ranks,
-                tp=registration.tp,
-                attention_backend="",
-                ring_transport="",
-                num_requests_running=0,
-                num_requests_waiting=0,
-                kv_usage=(),
-                rebuilds=0,
-                rank_pids=(),
-            )
-
-    async def _look_at(self, group: Group) -> None:
-        """Take no more turns to a ring that does not serve; it announces itself when it does again."""
-        if (await self._status(group)).state != RingState.READY:
-            group.is_ready = False
-
-    # --- helpers -----------------------------------------------------------------------------------------------------
-
-    def _prefill_port(self, turn: RunningTurn) -> PrefillPort:
-        return self._peers.prefill(turn.prefill.registration.endpoint)
-
-    def _decode_port(self, turn: RunningTurn) -> DecodePort:
-        return self._peers.decode(turn.decode.registration.endpoint)
 
     def _spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)

@@ -11,7 +11,7 @@ import numpy as np
 from cp_core.errors import RingserveError, TurnCancelled
 from orchestration.conversations import Conversation, ConversationStore, Placement
 from orchestration.groups import GroupRegistry
-from orchestration.ports import Peers
+from orchestration.ports import DecodePort, Peers
 from orchestration.running_turn import RunningTurn
 from orchestration.turn import PrefillDone, Reservation, TurnOutcome
 
@@ -62,6 +62,23 @@ class TurnEnds:
         if turn.ending is None:
             turn.ending = asyncio.create_task(self._end(turn, outcome))
         return await asyncio.shield(turn.ending)
+
+    async def abort(self, turn: RunningTurn, error: RingserveError) -> None:
+        """End a turn from here: where its client waits, on the decode ring's stream."""
+        turn.stop_error = error  # where the ring does not know the turn yet
+        try:
+            await self._decode_port(turn).abort_turn(turn.turn_id, error)
+        except RingserveError as failure:
+            log.warning("decode ring %s could not be told to end %s: %s", turn.decode.name, turn.turn_id, failure)
+            await self.end(TurnOutcome(turn_id=turn.turn_id, ok=False))
+
+    async def give_up(self, turn: RunningTurn, reason: RingserveError) -> None:
+        """The turn failed before a client could wait on it."""
+        try:
+            await self._decode_port(turn).abort_turn(turn.turn_id, reason)
+        except RingserveError as error:
+            log.info("decode ring %s could not be told to drop %s: %s", turn.decode.name, turn.turn_id, error)
+        await self.end(TurnOutcome(turn_id=turn.turn_id, ok=False))
 
     def _lease_ended(self, turn: RunningTurn) -> None:
         """Both who could have told the end are gone: the gateway, and the decode leader that watched the deadline."""
@@ -125,6 +142,9 @@ class TurnEnds:
         if turn.prefilling is not None:
             turn.prefilling.cancel()
             await asyncio.gather(turn.prefilling, return_exceptions=True)
+
+    def _decode_port(self, turn: RunningTurn) -> DecodePort:
+        return self._peers.decode(turn.decode.registration.endpoint)
 
     def _close(self, turn: RunningTurn, keep: int) -> None:
         if turn.lease is not None:

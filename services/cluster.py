@@ -157,7 +157,7 @@ class LocalCluster:
             self._progress(f"ring {leader.host.name} serves")
         if self._with_gateway:
             self._await_gateway()
-            scheme = "https" if config.door_tls else "http"
+            scheme = "https" if config.tls.files else "http"
             http = f", OpenAI's HTTP at {scheme}://{self.http_address}/v1" if self.http_address else ""
             self._progress(f"gateway serves at {self.gateway_address}{http}")
         for leader in self._leaders.values():
@@ -246,8 +246,8 @@ class LocalCluster:
             metric_names=config.metrics.also_as,
             follow_stdin=True,
             tokens=config.auth.tokens,
-            tls=config.door_tls,
-            peer_tls=config.peer_tls,
+            tls=config.tls.files,
+            peer_tls=config.internal_tls.files,
         )
         command = [sys.executable, "-m", "services.gateway_process", "--settings", settings.to_json()]
         # A session of its own: Ctrl-C reaches this process alone, which then ends the gateway in order.
@@ -344,10 +344,10 @@ def _has_failed(reference: Any) -> bool:
 
 def _check_secrets(config: Config) -> None:
     """Say that a file of keys or tokens cannot be used now, and not after half a minute. Raises ConfigError."""
-    if config.door_tls is not None:
-        config.door_tls.http_context()
-    if config.peer_tls is not None:
-        config.peer_tls.channel_credentials()
+    if config.tls.files is not None:
+        config.tls.files.http_context()
+    if config.internal_tls.files is not None:
+        config.internal_tls.files.channel_credentials()
     if config.auth.tokens:
         read_tokens(Path(config.auth.tokens))
 

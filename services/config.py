@@ -19,9 +19,7 @@ from cp_core.ring_backend import select_ring_backend
 from cp_core.selector import POLICIES
 from orchestration.cached_kv import MISSING_KV
 from orchestration.prefill_scheduler import PrefillScheduling
-from services.auth.exposure import check_exposure
-from services.auth.sections import AuthConfig, InternalTlsConfig, TlsConfig, absolute_paths, check_sections
-from services.auth.tls import DoorTls, PeerTls
+from services.auth.sections import AuthConfig, InternalTlsConfig, TlsConfig, absolute_paths, check_doors, check_sections
 from services.logs import LOG_FORMATS
 
 ENV_PREFIX = "RINGSERVE_"
@@ -235,16 +233,6 @@ class Config:
     def __post_init__(self) -> None:
         _check(self)
 
-    @property
-    def door_tls(self) -> DoorTls | None:
-        """TLS of the public doors, None where they are plain."""
-        return self.tls.files
-
-    @property
-    def peer_tls(self) -> PeerTls | None:
-        """TLS between our own processes, None where they talk plainly."""
-        return self.internal_tls.files
-
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -380,14 +368,8 @@ def _check(config: Config) -> None:
         if getattr(config.metrics, key):
             _address(f"metrics.{key}", getattr(config.metrics, key))
     check_sections(config.tls, config.internal_tls)
-    for key in ("listen", "http"):
-        check_exposure(
-            f"gateway.{key}",
-            getattr(config.gateway, key),
-            has_tls=bool(config.tls.cert),
-            has_tokens=bool(config.auth.tokens),
-            is_insecure=config.gateway.insecure,
-        )
+    doors = {f"gateway.{key}": getattr(config.gateway, key) for key in ("listen", "http")}
+    check_doors(doors, config.tls, config.auth, is_insecure=config.gateway.insecure)
 
 
 def _ring_transport(model: ModelConfig) -> None:

@@ -14,7 +14,8 @@ import grpc
 
 from cp_core.errors import InvalidRequest, RingserveError, Unavailable
 from orchestration.ports import Peers, RouterPort
-from orchestration.turn import ConversationView, Plan, ServerView, TurnRequest
+from orchestration.turn import Plan, TurnRequest
+from orchestration.views import ConversationView, ServerView
 from ringserve.v1 import inference_pb2, inference_pb2_grpc
 from services.auth.doorkeeper import Doorkeeper
 from services.auth.scoped_router import ScopedRouter

@@ -67,7 +67,7 @@ class RunningRouter:
     def __init__(self, host: RouterHost) -> None:
         set_up_logs("router", host.config.logs.level, host.config.logs.format)
         self._config = host.config
-        self._tls = host.config.peer_tls
+        self._tls = host.config.internal_tls.files
         self._peers = GrpcPeers(self._tls)
         router = host.config.router
         planner = Planner(
@@ -207,7 +207,7 @@ class RunningLeader:
     def __init__(self, host: LeaderHost) -> None:
         set_up_logs(host.name, host.config.logs.level, host.config.logs.format, ring=host.name)
         self._host = host
-        self._tls = host.config.peer_tls
+        self._tls = host.config.internal_tls.files
         self._peers = GrpcPeers(self._tls)
         self._server: GrpcServer | None = None
         self._leader: GroupLeader | None = None

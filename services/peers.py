@@ -11,12 +11,9 @@ from cp_core.errors import RingserveError
 from orchestration.turn import (
     Admit,
     BegunTurn,
-    ConversationList,
-    ConversationView,
     ForkedKv,
     ForkKv,
     GroupRegistration,
-    GroupStatus,
     KeptKv,
     PrefillDone,
     PrefillTurn,
@@ -25,11 +22,11 @@ from orchestration.turn import (
     ResumeTurn,
     SendKv,
     SentKv,
-    ServerView,
     TurnEvent,
     TurnOutcome,
     TurnRequest,
 )
+from orchestration.views import ConversationList, ConversationView, GroupStatus, ServerView
 from ringserve.v1 import groups_pb2, groups_pb2_grpc, inference_pb2, router_pb2, router_pb2_grpc
 from services.auth.tls import PeerTls
 from services.grpc_server import OPTIONS

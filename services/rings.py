@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 
 from cp_core.errors import DeadlineExceeded
 from orchestration.ring import RingState
-from orchestration.turn import GroupStatus
+from orchestration.views import GroupStatus
 from services.auth.tls import PeerTls
 from services.peers import GrpcPeers, GrpcRouter
 

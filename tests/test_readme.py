@@ -87,8 +87,8 @@ def test_secure_configuration_of_the_readme_may_listen_anywhere(tmp_path: Path) 
     path.write_text(example_with("yaml", "internal_tls:"))
     config = load_config(path, environment={})
     assert config.gateway.listen.startswith("0.0.0.0")
-    assert config.door_tls is not None
-    assert config.peer_tls is not None
+    assert config.tls.files is not None
+    assert config.internal_tls.files is not None
 
 
 def test_tokens_of_the_readme_can_be_read(tmp_path: Path) -> None:

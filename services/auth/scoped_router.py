@@ -12,14 +12,8 @@ from typing import TypeVar
 
 from cp_core.errors import RingserveError
 from orchestration.ports import RouterPort
-from orchestration.turn import (
-    BegunTurn,
-    ConversationList,
-    ConversationSummary,
-    ConversationView,
-    ServerView,
-    TurnRequest,
-)
+from orchestration.turn import BegunTurn, TurnRequest
+from orchestration.views import ConversationList, ConversationSummary, ConversationView, ServerView
 from services.auth.tenants import Tenant
 
 T = TypeVar("T")

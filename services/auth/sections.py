@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cp_core.errors import ConfigError
+from services.auth.exposure import check_exposure
 from services.auth.tls import DoorTls, PeerTls
 
 SECRET_FILES = {"tls": ("cert", "key", "client_ca"), "internal_tls": ("cert", "key", "ca"), "auth": ("tokens",)}
@@ -70,3 +71,9 @@ def check_sections(tls: TlsConfig, internal: InternalTlsConfig) -> None:
         raise ConfigError("tls.client_ca: clients can prove themselves only to a server with tls.cert and tls.key")
     if len({bool(internal.cert), bool(internal.key), bool(internal.ca)}) > 1:
         raise ConfigError("internal_tls.cert: belongs together with internal_tls.key and .ca; give all or none")
+
+
+def check_doors(doors: Mapping[str, str], tls: TlsConfig, auth: AuthConfig, *, is_insecure: bool) -> None:
+    """Doors by key are HOST:PORT. Raises ConfigError for one that strangers would reach."""
+    for key, address in doors.items():
+        check_exposure(key, address, has_tls=bool(tls.cert), has_tokens=bool(auth.tokens), is_insecure=is_insecure)

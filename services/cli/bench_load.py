@@ -130,7 +130,7 @@ def _target(options: argparse.Namespace) -> Iterator[str]:
         raise ConfigError("--target: a cluster that --start starts has its own")
     config = config_of(options)
     # On ports of the system's choice, so that it stands beside any other; its log lines would tear the bar.
-    gateway = replace(config.gateway, listen="127.0.0.1:0", metrics="")
+    gateway = replace(config.gateway, listen="127.0.0.1:0", metrics="", http="")
     cluster = LocalCluster(replace(config, gateway=gateway, logs=LogConfig(level="warning")))
     try:
         cluster.start()

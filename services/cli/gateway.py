@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from services.auth.exposure import check_exposure
+from services.auth.sections import check_doors
 from services.cli.options import Subcommands, add_config_options, config_of
 from services.config import LOG_LEVELS, METRIC_NAMES
 from services.gateway_settings import GatewaySettings
@@ -42,14 +42,8 @@ def run(options: argparse.Namespace) -> int:
     from services.gateway_process import run_gateway
 
     config = config_of(options)  # sections tls, internal_tls and auth, and gateway.insecure: the rest are options
-    for key in ("listen", "http"):
-        check_exposure(
-            f"--{key}",
-            getattr(options, key),
-            has_tls=config.door_tls is not None,
-            has_tokens=bool(config.auth.tokens),
-            is_insecure=config.gateway.insecure,
-        )
+    doors = {"--listen": options.listen, "--http": options.http}
+    check_doors(doors, config.tls, config.auth, is_insecure=config.gateway.insecure)
     return run_gateway(
         GatewaySettings(
             listen=options.listen,
@@ -64,7 +58,7 @@ def run(options: argparse.Namespace) -> int:
             log_level=options.log_level,
             log_format=options.log_format,
             tokens=config.auth.tokens,
-            tls=config.door_tls,
-            peer_tls=config.peer_tls,
+            tls=config.tls.files,
+            peer_tls=config.internal_tls.files,
         )
     )

@@ -13,7 +13,7 @@ from prometheus_client.registry import Collector
 from cp_core.decode_variant import VARIANT_POLICIES
 from orchestration.group import GroupLeader
 from orchestration.ring import RingState
-from orchestration.turn import GroupStatus
+from orchestration.views import GroupStatus
 from workers.steps import RankStatus
 
 log = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable
 
-from orchestration.turn import ServerView
+from orchestration.views import ServerView
 from services.metrics.endpoint import Page
 from services.metrics.ring import SCRAPE_SECONDS
 

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp
 
 from cp_core.errors import RingserveError, Unavailable
 from orchestration.readiness import service_fault
-from orchestration.turn import ServerView
+from orchestration.views import ServerView
 from ringserve.v1 import inference_pb2
 from services.auth.doorkeeper import Doorkeeper
 from services.auth.scoped_router import ScopedRouter

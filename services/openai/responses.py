@@ -10,7 +10,7 @@ from typing import Any
 from google.protobuf.json_format import MessageToDict
 
 from cp_core.errors import Unavailable
-from orchestration.turn import ConversationView
+from orchestration.views import ConversationView
 from ringserve.v1 import inference_pb2
 from services.answer import plan_dict
 from services.openai.logprobs import Decode, chat_logprobs, completion_logprobs

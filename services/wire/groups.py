@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from orchestration.turn import GroupRegistration, GroupStatus, RankKvUsage, ServerView
+from orchestration.turn import GroupRegistration
+from orchestration.views import GroupStatus, RankKvUsage, ServerView
 from ringserve.v1 import inference_pb2, router_pb2
 from workers.steps import RingRates
 

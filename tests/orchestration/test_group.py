@@ -10,7 +10,8 @@ import pytest
 from cp_core.errors import RingserveError, Unavailable
 from orchestration.group import GroupLeader
 from orchestration.ring import GroupSettings
-from orchestration.turn import GroupRegistration, GroupStatus
+from orchestration.turn import GroupRegistration
+from orchestration.views import GroupStatus
 from tests.orchestration.fake_ranks import RATES, FakeRanks
 
 WAIT_SECONDS = 10.0

@@ -85,7 +85,9 @@ class TappedLane(Lane):
 
 def blocks_of(service: Service, turn_id: str) -> list[set[int]]:
     """Of each decode rank, the blocks that a turn holds."""
-    return [set(table) for table in service.decode._turns[turn_id].sequence.blocks]
+    turn = service.decode._turns.of_turn(turn_id)
+    assert turn is not None
+    return [set(table) for table in turn.sequence.blocks]
 
 
 def memory_of(service: Service, blocks: Sequence[set[int]]) -> list[torch.Tensor]:

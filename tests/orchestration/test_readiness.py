@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from orchestration.readiness import ring_fault, service_fault
-from orchestration.turn import GroupStatus, ServerView
+from orchestration.views import GroupStatus, ServerView
 from workers.steps import RankStatus
 
 STUCK_SECONDS = 60.0

@@ -273,7 +273,7 @@ def test_a_door_that_strangers_would_reach_is_refused_unless_it_is_asked_for(key
 
 
 def test_plain_doors_are_the_default_and_files_of_keys_are_found_from_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert (Config().door_tls, Config().peer_tls, Config().auth.tokens) == (None, None, "")
+    assert (Config().tls.files, Config().internal_tls.files, Config().auth.tokens) == (None, None, "")
     monkeypatch.chdir("/")
     config = config_from(
         {
@@ -282,7 +282,7 @@ def test_plain_doors_are_the_default_and_files_of_keys_are_found_from_anywhere(m
             "auth": {"tokens": "t"},
         }
     )
-    door, peer = config.door_tls, config.peer_tls
+    door, peer = config.tls.files, config.internal_tls.files
     assert door is not None
     assert peer is not None
     assert (door.cert, door.key, door.client_ca) == ("/a/c.pem", "/a/k.pem", "")

@@ -13,12 +13,13 @@ import httpx2
 import pytest
 
 from cp_core.errors import ConfigError, RingserveError, Unavailable
-from orchestration.turn import ServerView
+from orchestration.views import ServerView
 from ringserve.v1 import router_pb2_grpc
 from services.auth.tls import DoorTls, PeerTls
 from services.client import AsyncClient, Client, Sampling, TlsFiles
 from services.client.retries import NO_RETRIES
 from services.grpc_server import GrpcServer
+from services.metrics.router import RouterMetrics, RouterView
 from services.peers import GrpcPeers
 from services.router_server import RouterServicer
 from services.text import TextCodec
@@ -145,7 +146,9 @@ async def test_our_own_processes_take_only_each_other(authority: Authority, stra
 
     ours = peer(authority, authority)
     server = GrpcServer(ours.server_credentials())
-    servicer = RouterServicer(View())  # type: ignore[arg-type]
+    known = RouterView(conversations=7, running_turns=0, rings=())
+    metrics = RouterMetrics("auto", lambda: known, asyncio.get_running_loop())
+    servicer = RouterServicer(View(), metrics)  # type: ignore[arg-type]
     server.add(
         "ringserve.v1.RouterService",
         lambda target: router_pb2_grpc.add_RouterServiceServicer_to_server(servicer, target),

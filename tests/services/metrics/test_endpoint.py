@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from cp_core.errors import ConfigError, Unavailable
-from orchestration.turn import ServerView
+from orchestration.views import ServerView
 from services.metrics.endpoint import MetricsEndpoint, metrics_page
 from services.metrics.process import new_registry
 from services.metrics.targets import targets_page

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import pytest
 
 from cp_core.errors import Unavailable
-from orchestration.turn import GroupStatus, RankKvUsage
+from orchestration.views import GroupStatus, RankKvUsage
 from services.metrics.ring import RingCollector, RingView
 from services.metrics.vllm_names import RING_NAMES, WithVllmNames
 from workers.steps import RankStatus

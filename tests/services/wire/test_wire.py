@@ -20,13 +20,10 @@ from hypothesis import strategies as st
 from cp_core.layout import ShardMap, TokenRange
 from orchestration.turn import (
     Admit,
-    ConversationList,
-    ConversationView,
     FinishedEvent,
     ForkedKv,
     ForkKv,
     GroupRegistration,
-    GroupStatus,
     KeptKv,
     Plan,
     PrefillReport,
@@ -36,11 +33,11 @@ from orchestration.turn import (
     Reserve,
     ResumeTurn,
     SendKv,
-    ServerView,
     TurnEvent,
     TurnOutcome,
     TurnRequest,
 )
+from orchestration.views import ConversationList, ConversationView, GroupStatus, ServerView
 from ringserve.v1 import inference_pb2
 from services.wire import conversations, groups, sampling, turns
 from services.wire.layouts import shards_from, shards_to, token_array

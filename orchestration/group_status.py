@@ -1,0 +1,41 @@
+"""How a ring is, asked from its leader; one that does not answer is lost."""
+
+from __future__ import annotations
+
+from cp_core.errors import RingserveError
+from orchestration.groups import Group
+from orchestration.ports import Peers
+from orchestration.ring import RingState
+from orchestration.views import GroupStatus
+
+
+async def status_of(group: Group, peers: Peers) -> GroupStatus:
+    """Never raises for a ring that cannot be reached."""
+    registration = group.registration
+    endpoint = registration.endpoint
+    port = peers.prefill(endpoint) if registration.role == "prefill" else peers.decode(endpoint)
+    try:
+        return await port.get_status()
+    except RingserveError:
+        return GroupStatus(
+            role=registration.role,
+            name=registration.name,
+            endpoint=endpoint,
+            incarnation=registration.incarnation,
+            state="lost",
+            num_ranks=registration.num_ranks,
+            tp=registration.tp,
+            attention_backend="",
+            ring_transport="",
+            num_requests_running=0,
+            num_requests_waiting=0,
+            kv_usage=(),
+            rebuilds=0,
+            rank_pids=(),
+        )
+
+
+async def withdraw_if_lost(group: Group, peers: Peers) -> None:
+    """Take no more turns to a ring that does not serve; it announces itself when it does again."""
+    if (await status_of(group, peers)).state != RingState.READY:
+        group.is_ready = False

@@ -1,0 +1,186 @@
+"""How turns start, or start again: both rings reserve, their answers make the plan, the prefill is set going."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+
+import numpy as np
+
+from cp_core.errors import NotFound, RingserveError, TurnCancelled, Unavailable
+from orchestration.group_status import withdraw_if_lost
+from orchestration.planner import Planner
+from orchestration.ports import DecodePort, Peers, PrefillPort
+from orchestration.prompts import common_prefix
+from orchestration.running_turn import RunningTurn
+from orchestration.turn import Plan, PrefillDone, PrefillTurn, Reserve, ResumeTurn
+from orchestration.turn_ends import TurnEnds
+from workers.steps import TokenIds
+
+log = logging.getLogger(__name__)
+
+
+class TurnStarts:
+    """Starts turns that `turns` knows, and hands it those that fail. `spawn` runs work in the router's background.
+
+    A turn has one attempt after another, never two at a time: the first by `start`, each later one by `resume`.
+    """
+
+    def __init__(
+        self,
+        peers: Peers,
+        planner: Planner,
+        turns: TurnEnds,
+        control_timeout: float,
+        spawn: Callable[[Coroutine[None, None, None]], object],
+    ) -> None:
+        self._peers = peers
+        self._planner = planner
+        self._turns = turns
+        self._control_timeout = control_timeout
+        self._spawn = spawn
+
+    async def start(self, turn: RunningTurn) -> Plan:
+        """Reserve, plan, and set the prefill going. A turn that cannot start is ended, whatever kept it from it.
+
+        Raises CapacityExceeded, Unavailable, or what ended the turn meanwhile.
+        """
+        try:
+            await self._reserve(turn)
+            if turn.stop_error is not None:
+                raise turn.stop_error
+            plan = self._plan(turn)
+        except BaseException as error:
+            # Also when the gateway hangs up while we wait: what was reserved must not stay.
+            reason = error if isinstance(error, RingserveError) else TurnCancelled("the turn was cancelled")
+            self._spawn(self._turns.give_up(turn, reason))
+            if turn.stop_error is not None and isinstance(error, RingserveError):
+                raise turn.stop_error from None  # whatever else a ring says of a turn that was ended meanwhile
+            raise
+        turn.prefilling = asyncio.create_task(self._prefill(turn, plan))
+        turn.prefilling.add_done_callback(lambda task: self._prefilled(turn, task))
+        return plan
+
+    async def resume(self, request: ResumeTurn) -> None:
+        """See `Router.resume_turn`."""
+        turn = self._turns.of_turn(request.turn_id)
+        if turn is None or turn.ending is not None:
+            raise NotFound(f"turn {request.turn_id} has ended")
+        if request.attempt > turn.attempt:
+            turn.attempt = request.attempt
+            turn.resuming = asyncio.create_task(self._resume(turn, np.asarray(request.token_ids, dtype=np.int64)))
+        assert turn.resuming is not None, f"attempt {request.attempt} of turn {request.turn_id} was begun by no resume"
+        await asyncio.shield(turn.resuming)
+        assert turn.prefilling is not None, "resumed"
+        prefilling = turn.prefilling
+        await asyncio.wait([prefilling])  # its end, and what ends a cancelled turn, see to it
+        if prefilling.cancelled():
+            raise NotFound(f"turn {request.turn_id} has ended")
+        if (error := prefilling.exception()) is not None:
+            raise (
+                error if isinstance(error, RingserveError) else Unavailable("the prefill failed for an internal reason")
+            )
+
+    async def _resume(self, turn: RunningTurn, decoded: TokenIds) -> None:
+        assert turn.prefilling is not None, "a turn that was decoded was prefilled"
+        # Of the attempt before: the decode ring had all KV, or gave it up, and its sender may not know yet.
+        await asyncio.wait([turn.prefilling], timeout=self._control_timeout)
+        if not turn.prefilling.done():
+            raise Unavailable(f"prefill ring {turn.prefill.name} still works on turn {turn.turn_id}")
+        turn.decoded = decoded
+        await self._prefill_port(turn).settle(turn.sequence_id, turn.turn_id, len(turn.token_ids) - 1)
+        await self._reserve(turn)
+        if turn.ending is not None:
+            raise NotFound(f"turn {turn.turn_id} has ended")
+        turn.prefilling = asyncio.create_task(self._prefill(turn, self._plan(turn)))
+
+    async def _reserve(self, turn: RunningTurn) -> None:
+        history = turn.conversation.tokens
+        sampling = turn.request.sampling
+        # What is cached has no logits any more: a prompt whose log-probabilities are asked for is computed whole.
+        is_new = history is None or sampling.prompt_logprobs is not None
+        match = 0 if history is None or is_new else common_prefix(history, turn.prompt)
+        # The last prompt token is always computed: its logits give the first new one.
+        turn.match_tokens = min(match, len(turn.prompt) - 1)
+        num_tokens = len(turn.token_ids)
+        request = Reserve(
+            turn_id=turn.turn_id,
+            attempt=turn.attempt,
+            sequence_id=turn.sequence_id,
+            # Of a later attempt the rings hold nothing but the turn's own tokens.
+            match_tokens=turn.match_tokens if turn.attempt == 1 else num_tokens - 1,
+            num_tokens=num_tokens,
+            deadline_seconds=turn.request.deadline_seconds,
+            source_incarnation=turn.prefill.registration.incarnation,
+            sampling=sampling,
+            penalized_ids=tuple(np.unique(turn.prompt).tolist()) if sampling.looks_at_prompt else (),
+            priority=turn.request.priority,
+            request_id=turn.request.request_id,
+        )
+        answers = await asyncio.gather(
+            self._prefill_port(turn).reserve(request), self._decode_port(turn).reserve(request), return_exceptions=True
+        )
+        for group, answer in zip((turn.prefill, turn.decode), answers, strict=True):
+            if isinstance(answer, Unavailable):
+                group.is_ready = False
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
+        log.info(
+            "turn %s of request %s is reserved on %s and %s",
+            turn.turn_id,
+            request.request_id,
+            turn.prefill.name,
+            turn.decode.name,
+            extra=request.log_fields,
+        )
+        turn.on_prefill, turn.on_decode = answers  # type: ignore[assignment]
+        if turn.on_prefill.incarnation != request.source_incarnation:  # type: ignore[union-attr]
+            raise Unavailable(f"ring {turn.prefill.name} was rebuilt just now; retry")
+
+    def _plan(self, turn: RunningTurn) -> Plan:
+        assert turn.on_prefill and turn.on_decode, "both rings have answered"
+        return self._planner.plan(
+            num_tokens=len(turn.token_ids),
+            kept_on_prefill=turn.on_prefill.kept_tokens,
+            kept_on_decode=turn.on_decode.kept_tokens,
+            prefill=turn.prefill.registration,
+            decode=turn.decode.registration,
+            mode=turn.mode,
+        )
+
+    async def _prefill(self, turn: RunningTurn, plan: Plan) -> PrefillDone:
+        assert turn.on_decode, "the decode ring has answered"
+        request = PrefillTurn(
+            turn_id=turn.turn_id,
+            attempt=turn.attempt,
+            sequence_id=turn.sequence_id,
+            token_ids=turn.token_ids,
+            cached_tokens=plan.cached_tokens,
+            chunks=plan.chunks,
+            sampling=turn.request.sampling,
+            deadline_seconds=turn.request.deadline_seconds,
+            decode_endpoint=turn.decode.registration.endpoint,
+            destination=turn.on_decode,
+        )
+        return await self._prefill_port(turn).prefill(request)
+
+    def _prefilled(self, turn: RunningTurn, task: asyncio.Task[PrefillDone]) -> None:
+        """A failed prefill ends the turn where its client waits: on the decode ring's stream."""
+        error = None if task.cancelled() else task.exception()
+        if error is None or turn.ending is not None:
+            return
+        if not isinstance(error, RingserveError):
+            log.error("the prefill of turn %s failed", turn.turn_id, exc_info=error)
+            error = Unavailable("the prefill failed for an internal reason; retry")
+        if isinstance(error, Unavailable):
+            # Or was it the decode ring that could not be reached?
+            self._spawn(withdraw_if_lost(turn.prefill, self._peers))
+        self._spawn(self._turns.abort(turn, error))
+
+    def _prefill_port(self, turn: RunningTurn) -> PrefillPort:
+        return self._peers.prefill(turn.prefill.registration.endpoint)
+
+    def _decode_port(self, turn: RunningTurn) -> DecodePort:
+        return self._peers.decode(turn.decode.registration.endpoint)

@@ -1,0 +1,109 @@
+"""What operators and clients are shown of rings, of conversations and of the whole service. Frozen data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cp_core.layout import ShardMap
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankKvUsage:
+    """KV blocks of one rank; free + active + kept = total."""
+
+    total_blocks: int
+    free_blocks: int
+    active_blocks: int
+    kept_blocks: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupStatus:
+    """What a group tells operators. `rank_pids` are those of `tp` processes a rank, in order; `decode_variant` served
+    the latest decode step that was looked at. `waiting_work` and its bound are in work units, of prefill rings.
+    """
+
+    role: str
+    name: str
+    endpoint: str
+    incarnation: str
+    state: str
+    num_ranks: int
+    attention_backend: str
+    ring_transport: str
+    num_requests_running: int
+    num_requests_waiting: int
+    kv_usage: tuple[RankKvUsage, ...]
+    rebuilds: int
+    rank_pids: tuple[int, ...]
+    tp: int = 1
+    metrics_endpoint: str = ""
+    waiting_work: float = 0.0
+    max_waiting_work: float = 0.0
+    num_preemptions: int = 0
+    decode_variant: str = ""
+    is_draining: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlacementView:
+    """Tokens [0, num_tokens) of a conversation on one ring."""
+
+    role: str
+    group: str
+    incarnation: str
+    num_tokens: int
+    shards: ShardMap
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConversationView:
+    """A conversation as `GetConversation` shows it. `ttl_seconds` 0: it is never forgotten for its age."""
+
+    conversation_id: str
+    num_tokens: int
+    num_turns: int
+    running_request_id: str
+    epoch: int
+    placements: tuple[PlacementView, ...]
+    idle_seconds: float = 0.0
+    ttl_seconds: float = 0.0
+    num_waiting: int = 0
+
+    def kept_on(self, role: str) -> int:
+        """Tokens whose KV a ring of that role keeps."""
+        return max((place.num_tokens for place in self.placements if place.role == role), default=0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConversationSummary:
+    """A conversation in a list: as `ConversationView`, without where each token lies."""
+
+    conversation_id: str
+    num_tokens: int
+    num_turns: int
+    running_request_id: str
+    idle_seconds: float
+    ttl_seconds: float
+    num_waiting: int
+    kept_on_prefill: int
+    kept_on_decode: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConversationList:
+    """One page, by id. The next one begins after `next_after`; empty where there is none."""
+
+    conversations: tuple[ConversationSummary, ...]
+    next_after: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerView:
+    """The whole service as the router sees it. `metrics_endpoint` is the router's."""
+
+    selector: str
+    groups: tuple[GroupStatus, ...]
+    conversations: int
+    running_turns: int
+    metrics_endpoint: str = ""
