@@ -35,7 +35,7 @@ def add(commands: Subcommands) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    router, tls = router_of(options), config_of(options).peer_tls
+    router, tls = router_of(options), config_of(options).internal_tls.files
     show = partial(print, "ringserve:", file=sys.stderr, flush=True)
     work = drain_ring(router, tls, options.ring, seconds=options.seconds, force=options.force, progress=show)
     asyncio.run(work)

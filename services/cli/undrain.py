@@ -29,7 +29,7 @@ def add(commands: Subcommands) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    router, tls = router_of(options), config_of(options).peer_tls
+    router, tls = router_of(options), config_of(options).internal_tls.files
     asyncio.run(undrain_ring(router, tls, options.ring, seconds=options.seconds))
     print(json.dumps({"ring": options.ring, "serves": True}) if options.json else f"ringserve: {options.ring} serves")
     return 0
