@@ -35,8 +35,6 @@ from services.text import TextCodec
 from workers.builtin_model import resolve_model_path
 from workers.model_info import read_model_info
 
-STOP_GRACE_SECONDS = 2.0
-"""For turns that are about to end anyway."""
 ABORT_GRACE_SECONDS = 5.0
 """For the rings to let go of the others."""
 
@@ -77,8 +75,8 @@ async def serve(settings: GatewaySettings) -> None:
     print(json.dumps({"gateway": address, "http": http_address, "metrics": metrics_address}), flush=True)
     await stopped.wait()
     await watch.close()
-    ending = asyncio.create_task(servicer.end_turns(STOP_GRACE_SECONDS))
-    grace = STOP_GRACE_SECONDS + ABORT_GRACE_SECONDS  # sooner where nothing runs
+    ending = asyncio.create_task(servicer.end_turns(settings.drain_seconds))
+    grace = settings.drain_seconds + ABORT_GRACE_SECONDS  # sooner where nothing runs
     await asyncio.gather(server.stop(grace), http_server.stop(grace))
     ending.cancel()
     await asyncio.gather(ending, return_exceptions=True)

@@ -14,6 +14,8 @@ from tests.workers.models import random_tokens
 
 RINGS = ("prefill-0", "decode-0", "prefill-1", "decode-1")
 RESTARTED = ("prefill-0", "decode-0")
+WAIT_SECONDS = 30.0
+NUM_TOKENS = 1500
 PAUSE_SECONDS = 0.1
 """Between two turns of a client: the machine has rings to start meanwhile."""
 RESTART_SECONDS = 100.0
@@ -68,6 +70,30 @@ def test_one_request_is_followed_through_every_process_by_its_id(ringserve: Ring
     for line in lines():
         assert set(line) - {"ring"} == {"ts", "level", "process", "logger", "message", "request_id", "turn_id"}
         assert line.get("ring", "") == (line["process"] if "-" in line["process"] else "")
+
+
+def test_a_gateway_that_is_told_to_end_finishes_its_turns_first(
+    ringserve: Ringserve, rolling: Cluster, model_path: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "gateway.log"
+    options = ("--router", rolling.router, "--model", str(model_path), "--drain-seconds", "60")
+    process = ringserve.start("gateway", "--listen", "127.0.0.1:0", *options, output=output)
+
+    def address() -> str:
+        lines = [line for line in output.read_text().splitlines() if line.startswith("{")]
+        return str(json.loads(lines[0])["gateway"]) if lines else ""
+
+    try:
+        wait_until(lambda: address() != "", "the gateway's address")
+        inference = Inference(address())
+        with inference.running(ids(random_tokens(9), max_tokens=NUM_TOKENS)) as call:
+            process.terminate()
+            *_, last = call
+            assert last.complete.usage.completion_tokens == NUM_TOKENS
+        assert process.wait(WAIT_SECONDS) == 0
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_a_ring_of_each_role_is_restarted_under_load_and_no_turn_fails(ringserve: Ringserve, rolling: Cluster) -> None:
