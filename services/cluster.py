@@ -166,7 +166,7 @@ class LocalCluster:
 
     def _start_ray(self) -> None:
         config = self._config
-        ray_logging.RAY_DEDUP_LOGS = False  # its own switch, read long ago: lines of two rings often differ by numbers
+        _forward_every_line()
         needed = sum(
             pool.groups * pool.cp * pool.tp * pool.threads_per_rank for pool in (config.prefill, config.decode)
         )
@@ -187,7 +187,7 @@ class LocalCluster:
 
     def _join_ray(self) -> None:
         """The cluster may be starting still: it has the start timeout. Raises Unavailable."""
-        ray_logging.RAY_DEDUP_LOGS = False  # as above
+        _forward_every_line()
         address, deadline = self._config.ray.address, time.monotonic() + self._config.timeouts.start
         while True:
             try:
@@ -328,6 +328,11 @@ class LocalCluster:
 def _model_name(path: str) -> str:
     """What HTTP clients call the model where the configuration names nothing."""
     return path if path.startswith(BUILTIN_PREFIX) else Path(path).name
+
+
+def _forward_every_line() -> None:
+    """Ray folds lines that differ by numbers alone, as those of two rings do. Its switch was read at its import."""
+    vars(ray_logging)["RAY_DEDUP_LOGS"] = False
 
 
 def _is_done(reference: Any) -> bool:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from services.auth.sections import check_doors
 from cp_core.errors import ConfigError
+from services.auth.sections import check_doors
 from services.cli.options import Subcommands, add_config_options, config_of
 from services.config import LOG_LEVELS, METRIC_NAMES
 from services.gateway_settings import GatewaySettings

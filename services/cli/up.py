@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
     if options.detach:
         return _detach(options, config.timeouts.start)
     if config.logs.format == "json":
-        sys.stderr = JsonLines(sys.stderr, "up")  # type: ignore[assignment]
+        sys.stderr = JsonLines(sys.stderr, "up")
     set_up_logs("up", config.logs.level, config.logs.format)
     signals = StopSignals()
     show = partial(print, "ringserve:", file=sys.stderr, flush=True)

@@ -58,8 +58,9 @@ class TwoOfEach(Service):
 
 @pytest.fixture
 async def service(model_paths: Mapping[str, Path]) -> AsyncIterator[TwoOfEach]:
-    async with TwoOfEach(model_paths["llama_gqa"]) as service:
-        yield service
+    made = TwoOfEach(model_paths["llama_gqa"])
+    async with made:
+        yield made
 
 
 async def test_a_draining_ring_ends_its_turn_and_takes_no_other(service: TwoOfEach) -> None:
