@@ -14,7 +14,6 @@ from tests.services.e2e.terminal import started
 pytestmark = pytest.mark.timeout(240)
 
 EXIT_INTERRUPTED = 130
-# Long enough for pass-Q to be chosen by a clear margin, however busy the machine was when it measured itself.
 SMALL = ("demo", "--tokens", "4096", "--max-tokens", "8")
 
 
@@ -31,6 +30,9 @@ def test_the_demo_passes_its_own_check_and_prints_one_object(ringserve: Ringserv
     for turn in report["turns"]:
         for shares in turn["tokens_per_rank"].values():
             assert max(shares) - min(shares) <= 16
+    predicted = {each["algorithm"]: each["predicted_prefill_seconds"] for each in second["plan"]["alternatives"]}
+    chosen = predicted[second["plan"]["algorithm"]]
+    assert chosen <= 1.02 * min(predicted["pass_kv"], predicted["pass_q"]), "a tie, or the faster one"
     assert "Traceback" not in finished.stderr
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cp_core.errors import ConfigError
@@ -22,6 +22,7 @@ def drawn(
     )
 
 
+@settings(deadline=None)
 @given(seed=st.integers(0, 1000), rate=st.floats(0.1, 50.0), duration=st.floats(0.5, 50.0))
 def test_arrivals_are_in_order_within_the_duration_and_as_large_as_their_kind(
     seed: int, rate: float, duration: float
