@@ -52,6 +52,9 @@ class Hosted(Protocol):
     async def measure(self) -> None:
         """Measure itself, once all that share the machine have started."""
 
+    async def wait_event(self) -> str:
+        """Answers when whoever started this has something to do for it: the name of a ring. May never answer."""
+
     async def stop(self) -> None:
         """Stop serving and free everything. Idempotent."""
 
@@ -72,9 +75,9 @@ class HostActor:
     async def stop(self) -> None:
         await self._hosted.stop()
 
-    async def wait_forever(self) -> None:
-        """Never answers: the caller learns of this actor's death from it."""
-        await asyncio.Event().wait()
+    async def wait_event(self) -> str:
+        """The next thing to be done for what is hosted; the caller learns of this actor's death from it too."""
+        return await self._hosted.wait_event()
 
 
 @ray.remote(max_restarts=0, concurrency_groups={"compute": 1, "transfer": 64, "control": 16})

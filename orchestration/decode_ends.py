@@ -43,6 +43,11 @@ class DecodeEnds:
     def __len__(self) -> int:
         return len(self._turns)
 
+    @property
+    def num_unfinished(self) -> int:
+        """Turns that are not over, or whose end nobody has read yet."""
+        return len(self._turns) + len(self._unread)
+
     def add(self, turn: DecodeTurn) -> None:
         self._turns[turn.turn_id] = turn
 
@@ -135,6 +140,7 @@ class DecodeEnds:
             self._turns.pop(turn.turn_id, None)
         turn.pool.settle(turn.request.sequence_id, turn.turn_id, keep)
         self._engine.freed(turn)
+        log.info("turn %s ended with %d tokens: %s", turn.turn_id, len(turn.tokens), how, extra=turn.request.log_fields)
         turn.events.put_nowait(how if isinstance(how, RingserveError) else _finished(turn, how))
         turn.over.set()
         if not turn.is_streamed:

@@ -46,7 +46,7 @@ class DecodeLeader(GroupLeader):
         settings: GroupSettings,
         factory: RankFactory,
         router: RouterPort,
-        announce: Callable[[GroupRegistration], Awaitable[None]],
+        announce: Callable[[GroupRegistration], Awaitable[int]],
     ) -> None:
         super().__init__(settings, factory, announce)
         self._engine = DecodeEngine(self.ring, router, self.spawn, self._no_more_tokens)
@@ -253,6 +253,10 @@ class DecodeLeader(GroupLeader):
     def num_preemptions(self) -> int:
         """How often a turn gave its blocks to an older one."""
         return self._engine.num_preemptions
+
+    @property
+    def num_turns(self) -> int:
+        return self._turns.num_unfinished
 
     async def get_status(self) -> GroupStatus:
         status = self.status_with(running=self.num_running, waiting=len(self._turns) - self.num_running)

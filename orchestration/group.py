@@ -7,7 +7,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 
-from cp_core.errors import RingserveError
+from cp_core.errors import RingserveError, Unavailable
 from orchestration.block_copies import copy_blocks
 from orchestration.ports import RankFactory
 from orchestration.ring import GroupSettings, Ring
@@ -24,13 +24,17 @@ class GroupLeader(ABC):
         self,
         settings: GroupSettings,
         factory: RankFactory,
-        announce: Callable[[GroupRegistration], Awaitable[None]],
+        announce: Callable[[GroupRegistration], Awaitable[int]],
     ) -> None:
         self.settings = settings
         self.endpoint = ""
         self.metrics_endpoint = ""
         self.ring = Ring(settings, factory, on_ready=self.on_ready, on_lost=self.fail_all)
         self._announce = announce
+        self.is_draining = False
+        self.is_leaving = False
+        self.has_left = asyncio.Event()
+        self._leave_task: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self, endpoint: str) -> None:
@@ -73,8 +77,8 @@ class GroupLeader(ABC):
         self.spawn(self._stay_announced(self.ring.incarnation))
         await self.announce()
 
-    async def announce(self) -> None:
-        """Tell the router what the ring is and does."""
+    async def announce(self) -> int:
+        """Tell the router what the ring is and does. Returns how many turns the router has, or begins, on it."""
         ring = self.ring
         registration = GroupRegistration(
             role=self.settings.role,
@@ -92,19 +96,77 @@ class GroupLeader(ABC):
             work_rate=self.work_rate,
             free_tokens=ring.pool.free_tokens,
             max_batch=self.settings.max_batch if self.settings.role == "decode" else 0,
+            is_draining=self.is_draining,
+            is_leaving=self.is_leaving,
         )
-        await self._announce(registration)
+        return await self._announce(registration)
 
     async def _stay_announced(self, incarnation: str) -> None:
         """Tell the router again and again: it may have been restarted, or have taken one lost call for our end."""
         while True:
             await asyncio.sleep(self.settings.announce_interval)
-            if not self.ring.is_serving(incarnation):
+            if self.is_leaving or not self.ring.is_serving(incarnation):
                 return
             try:
                 await self.announce()
             except RingserveError as error:
                 log.warning("ring %s could not announce itself: %s", self.settings.name, error)
+
+    # --- draining ----------------------------------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def num_turns(self) -> int:
+        """Turns that are not over here, or whose end nobody has read yet."""
+
+    async def drain(self, seconds: float) -> None:
+        """Take no new turns and leave when those that run have ended, or after `seconds`: then `has_left` is set.
+
+        Answers when the router knows. Turns that it had begun before are served. Idempotent: the first deadline counts.
+        """
+        if self._leave_task is None:
+            log.info("ring %s drains", self.settings.name)
+            self.is_draining = True
+            self._leave_task = self.spawn(self._leave(seconds))
+        await self.announce()
+
+    async def undrain(self) -> None:
+        """Take turns again. Raises Unavailable where the ring has left. Idempotent."""
+        if self.is_leaving:
+            raise Unavailable(f"ring {self.settings.name} is leaving; retry when it is gone")
+        if self._leave_task is not None:
+            self._leave_task.cancel()
+            self._leave_task = None
+        self.is_draining = False
+        await self.announce()
+
+    async def _leave(self, seconds: float) -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                await self._until_idle()
+        except TimeoutError:
+            log.warning(
+                "ring %s leaves after %.1f s with %d turns that run", self.settings.name, seconds, self.num_turns
+            )
+        self.is_leaving = True
+        try:
+            await self.announce()
+        except RingserveError as error:
+            log.warning("ring %s could not say that it leaves: %s", self.settings.name, error)
+        log.info("ring %s has drained", self.settings.name)
+        self.has_left.set()
+
+    async def _until_idle(self) -> None:
+        """The router's word counts beside our own: it may have chosen the ring for a turn that has not come yet."""
+        while True:
+            try:
+                coming = await self.announce()
+            except RingserveError as error:
+                log.warning("ring %s drains and cannot tell the router: %s", self.settings.name, error)
+                coming = 0
+            if not coming and not self.num_turns:
+                return
+            await asyncio.sleep(self.settings.drain_interval)
 
     @abstractmethod
     async def fail_all(self, error: RingserveError) -> None:
@@ -160,4 +222,5 @@ class GroupLeader(ABC):
             rank_pids=tuple(info.pid for info in ring.infos),
             metrics_endpoint=self.metrics_endpoint,
             decode_variant=ring.decode_variant,
+            is_draining=self.is_draining,
         )

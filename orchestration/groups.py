@@ -32,6 +32,10 @@ class Group:
     kind: RingKind = (0, 0, 0, 0)
 
     @property
+    def takes_turns(self) -> bool:
+        return self.is_ready and not self.registration.is_draining
+
+    @property
     def name(self) -> str:
         return self.registration.name
 
@@ -79,16 +83,25 @@ class GroupRegistry:
         self.clock = clock
         self._groups: dict[str, dict[str, Group]] = {"prefill": {}, "decode": {}}
         self._num_placed = 0
+        self._left: dict[str, str] = {}  # incarnations of rings that have said good-bye, by name
 
     def register(self, registration: GroupRegistration) -> bool:
-        """Enter a ring, or its new incarnation, or that it still lives. True where it is news."""
-        groups = self._groups[registration.role]
-        known = groups.get(registration.name)
+        """Enter a ring, its new incarnation, that it still lives, drains or leaves. True where it is news."""
+        groups, name = self._groups[registration.role], registration.name
+        known = groups.get(name)
+        if self._left.get(name) == registration.incarnation:
+            return False  # told before it left, and late
+        if registration.is_leaving:
+            self._left[name] = registration.incarnation
+            return groups.pop(name, None) is not None
+        self._left.pop(name, None)
         if known is None:
-            known = groups[registration.name] = Group(registration)
+            known = groups[name] = Group(registration)
             is_news = True
         else:
-            is_news = known.registration.incarnation != registration.incarnation or not known.is_ready
+            before = known.registration
+            is_news = before.incarnation != registration.incarnation or not known.is_ready
+            is_news = is_news or before.is_draining != registration.is_draining
         known.announce(registration, self.clock())
         return is_news
 
@@ -96,8 +109,16 @@ class GroupRegistry:
         return [*self._groups["prefill"].values(), *self._groups["decode"].values()]
 
     def ready(self, role: str) -> Sequence[Group]:
-        """Those that serve, in the order in which they came."""
-        return [group for group in self._groups[role].values() if group.is_ready]
+        """Those that serve and take turns, in the order in which they came."""
+        return [group for group in self._groups[role].values() if group.takes_turns]
+
+    def find(self, name: str) -> Group | None:
+        """A ring of either role."""
+        return self._groups["prefill"].get(name) or self._groups["decode"].get(name)
+
+    def has_left(self, name: str) -> bool:
+        """Whether a ring of that name was here, drained and left."""
+        return name in self._left
 
     def named(self, role: str, name: str) -> Group | None:
         return self._groups[role].get(name)

@@ -66,7 +66,7 @@ class PrefillLeader(GroupLeader):
         settings: GroupSettings,
         factory: RankFactory,
         peers: Peers,
-        announce: Callable[[GroupRegistration], Awaitable[None]],
+        announce: Callable[[GroupRegistration], Awaitable[int]],
     ) -> None:
         super().__init__(settings, factory, announce)
         self._peers = peers
@@ -180,6 +180,12 @@ class PrefillLeader(GroupLeader):
                 logprobs=run.first_logprobs,
                 prompt_logprobs=run.prompt_logprobs,
             )
+            log.info(
+                "turn %s was prefilled in %.3f s",
+                request.turn_id,
+                report.prefill_seconds,
+                extra=turn.request.log_fields,
+            )
             await self._peers.decode(request.decode_endpoint).admit(admit)
             await run.hand_over()
             return PrefillDone(report=report, shards=turn.sequence.shards)
@@ -245,6 +251,10 @@ class PrefillLeader(GroupLeader):
     @property
     def is_computing(self) -> bool:
         return self.loop is not None and self.loop.at_work.locked()
+
+    @property
+    def num_turns(self) -> int:
+        return len(self._turns)
 
     async def get_status(self) -> GroupStatus:
         runs = [turn.run for turn in self._turns.values() if turn.run is not None]

@@ -80,6 +80,7 @@ class GroupSettings:
     watch_interval: float = 1.0
     attach_timeout: float = 30.0
     announce_interval: float = 2.0
+    drain_interval: float = 0.2
     retry_pause: float = 0.5
 
     @property

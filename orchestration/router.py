@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from cp_core.errors import Busy, DeadlineExceeded, InvalidRequest, TurnCancelled
 from orchestration.conversation_desk import ConversationDesk
 from orchestration.conversations import Conversation, ConversationStore
+from orchestration.drains import Drains
 from orchestration.group_status import status_of
 from orchestration.groups import Group, GroupRegistry
 from orchestration.placement import RingPlacer, WantedTurn
@@ -71,6 +72,7 @@ class Router:
         self._desk = ConversationDesk(self._conversations, peers, self._groups, self._turns)
         self._placements = TurnPlacements(peers, RingPlacer(self._groups, planner), self._turns)
         self._starts = TurnStarts(peers, planner, self._placements, self._turns, settings.control_timeout, self._spawn)
+        self._drains = Drains(peers, self._groups)
         self._expiring: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -228,9 +230,24 @@ class Router:
             await asyncio.sleep(EXPIRY_INTERVAL)
             self.expire_conversations()
 
-    async def register_group(self, group: GroupRegistration) -> None:
+    async def register_group(self, group: GroupRegistration) -> int:
+        """From a leader. Returns how many turns are, or are about to be, on its ring."""
         if self._groups.register(group):
-            log.info("%s ring %s serves with %d ranks", group.role, group.name, group.num_ranks)
+            log.info("%s ring %s %s with %d ranks", group.role, group.name, group.doing, group.num_ranks)
+        known = self._groups.named(group.role, group.name)
+        return known.num_turns if known is not None else 0
+
+    async def drain_ring(self, name: str, seconds: float, *, force: bool = False) -> None:
+        """See `Drains.drain`. Raises NotFound, InvalidRequest, Busy, Unavailable."""
+        await self._drains.drain(name, seconds, force=force)
+
+    async def undrain_ring(self, name: str) -> None:
+        """See `Drains.undrain`. Raises NotFound, Unavailable."""
+        await self._drains.undrain(name)
+
+    async def next_return(self) -> str:
+        """The next ring that has left and is wanted again."""
+        return await self._drains.next_return()
 
     async def get_server_info(self) -> ServerView:
         groups = self._groups.all()

@@ -116,7 +116,7 @@ class BegunTurn:
 class Reserve:
     """Pin a sequence for a turn. `sampling` and `source_incarnation` matter to the decode ring only.
 
-    So do `penalized_ids`, the prompt's distinct tokens where a penalty looks at them.
+    So do `penalized_ids`, the prompt's distinct tokens where a penalty looks at them. `request_id` is for logs.
     """
 
     turn_id: str
@@ -129,6 +129,12 @@ class Reserve:
     sampling: Sampling
     penalized_ids: tuple[int, ...] = ()
     priority: int = 0
+    request_id: str = ""
+
+    @property
+    def log_fields(self) -> dict[str, str]:
+        """`extra` of a log line about this turn."""
+        return {"request_id": self.request_id, "turn_id": self.turn_id}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -316,9 +322,10 @@ class GroupRegistration:
     """A group that is ready to serve. `capacity_tokens` is the KV room of the whole ring.
 
     `num_ranks` ranks share the tokens, and each is `tp` processes that share the heads. `chunk_tokens` is the most that
-    one of its prefill steps may compute, `step_budget` its most work units (0: those of `chunk_tokens` tokens).
+    one of its prefill steps may compute, `step_budget` its most work units (0: those of `chunk_tokens` tokens). One
+    that `is_draining` takes no new turns, one that `is_leaving` is gone when this is read.
 
-    The last four change from one announcement to the next: work units that wait and those it computes a second, of
+    What changes from one announcement to the next: work units that wait and those it computes a second, of
     prefill rings (0: not known); tokens that no running turn holds the room of (None: not known); and the turns that a
     decode ring takes into one batch (0: not known).
     """
@@ -338,3 +345,10 @@ class GroupRegistration:
     work_rate: float = 0.0
     free_tokens: int | None = None
     max_batch: int = 0
+    is_draining: bool = False
+    is_leaving: bool = False
+
+    @property
+    def doing(self) -> str:
+        """For logs."""
+        return "has left" if self.is_leaving else "drains" if self.is_draining else "serves"

@@ -120,6 +120,7 @@ class TurnStarts:
             sampling=sampling,
             penalized_ids=tuple(np.unique(turn.prompt).tolist()) if sampling.looks_at_prompt else (),
             priority=turn.request.priority,
+            request_id=turn.request.request_id,
         )
         rings = (turn.prefill, turn.decode)
         # Of a later attempt the rings hold nothing but the turn's own tokens.
@@ -139,6 +140,14 @@ class TurnStarts:
         for answer in answers:
             if isinstance(answer, BaseException):
                 raise answer
+        log.info(
+            "turn %s of request %s is reserved on %s and %s",
+            turn.turn_id,
+            request.request_id,
+            turn.prefill.name,
+            turn.decode.name,
+            extra=request.log_fields,
+        )
         if turn.on_prefill.incarnation != request.source_incarnation:  # type: ignore[union-attr]
             turn.refused.append(turn.prefill)
             raise Unavailable(f"ring {turn.prefill.name} was rebuilt just now; retry")

@@ -58,6 +58,7 @@ class GroupStatus:
     capacity_tokens: int = 0
     chunk_tokens: int = 0
     corrections: tuple[Correction, ...] = ()
+    is_draining: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

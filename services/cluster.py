@@ -24,6 +24,7 @@ from typing import Any
 
 import psutil
 import ray
+from ray._private import ray_logging
 from ray.exceptions import RayError, RayTaskError
 
 from cp_core.errors import ConfigError, RingserveError, Unavailable
@@ -52,17 +53,22 @@ RESTART_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class _Leader:
-    """A leader's actor. `serves` answers when its ring serves or has failed to, `lives` only by failing."""
+    """A leader's actor. `serves` answers when its ring serves or has failed to, `leaves` when the ring
+    has drained, or by failing."""
 
     host: LeaderHost
     actor: Any
     serves: Any
-    lives: Any
+    leaves: Any
     started_at: float
+
+    def has_left(self) -> bool:
+        """Whether the ring has drained."""
+        return _is_done(self.leaves) and not _has_failed(self.leaves)
 
     def failure(self) -> str:
         """Why it has to be started again, or nothing."""
-        if _is_done(self.lives):
+        if _is_done(self.leaves) and not self.has_left():
             return "died"
         if not _is_done(self.serves):
             return ""
@@ -98,6 +104,7 @@ class LocalCluster:
         self._namespace = f"ringserve-{uuid.uuid4().hex[:8]}"
         self._temp = Path(tempfile.mkdtemp(prefix="ringserve-"))
         self._leaders: dict[str, _Leader] = {}
+        self._away: dict[str, LeaderHost] = {}  # rings that have drained
         self._num_leaders_made = 0
         self._router: Any = None
         self._gateway: subprocess.Popen[bytes] | None = None
@@ -161,6 +168,7 @@ class LocalCluster:
 
     def _start_ray(self) -> None:
         config = self._config
+        _forward_every_line()
         needed = sum(
             pool.groups * pool.cp * pool.tp * pool.threads_per_rank for pool in (config.prefill, config.decode)
         )
@@ -181,6 +189,7 @@ class LocalCluster:
 
     def _join_ray(self) -> None:
         """The cluster may be starting still: it has the start timeout. Raises Unavailable."""
+        _forward_every_line()
         address, deadline = self._config.ray.address, time.monotonic() + self._config.timeouts.start
         while True:
             try:
@@ -203,7 +212,7 @@ class LocalCluster:
         self._num_leaders_made += 1
         actor = host_actor(f"{host.name}-{self._num_leaders_made}", host)
         self._leaders[host.name] = _Leader(
-            host, actor, actor.start.remote(), actor.wait_forever.remote(), time.monotonic()
+            host, actor, actor.start.remote(), actor.wait_event.remote(), time.monotonic()
         )
 
     def _result(self, reference: Any) -> Any:
@@ -235,6 +244,7 @@ class LocalCluster:
             dtype=config.model.dtype,
             max_seconds=config.gateway.max_seconds,
             log_level=config.logs.level,
+            log_format=config.logs.format,
             metric_names=config.metrics.also_as,
             follow_stdin=True,
             tokens=config.auth.tokens,
@@ -256,19 +266,40 @@ class LocalCluster:
 
     def watch(self) -> None:
         """Start again a leader or gateway that died, until stopped. Raises Unavailable when the router died."""
-        router = self._router.wait_forever.remote()
+        returning = self._router.wait_event.remote()
         while not self._stopped.wait(POLL_SECONDS):
             for leader in list(self._leaders.values()):
                 self._restart_if_lost(leader)
-            if _is_done(router):
-                raise Unavailable("the router died; conversations are lost, start the cluster again")
+            if _is_done(returning):
+                self._bring_back(returning)
+                returning = self._router.wait_event.remote()
             gateway = self._gateway
             if gateway is not None and gateway.poll() is not None:
                 log.warning("the gateway died (exit %s) and is started again", gateway.returncode)
                 self._start_gateway(resolve_model_path(self._config.model.path))
                 self._await_gateway()
 
+    def _bring_back(self, returning: Any) -> None:
+        try:
+            host = self._away.pop(ray.get(returning), None)
+        except RayError as error:
+            raise Unavailable("the router died; conversations are lost, start the cluster again") from error
+        if host is not None:
+            log.info("ring %s is started again", host.name)
+            self._make_leader(host)
+
+    def _see_off(self, leader: _Leader) -> None:
+        """The ring has drained: its processes end, and it stays away until it is wanted again."""
+        if not ray.wait([leader.actor.stop.remote()], timeout=GATEWAY_STOP_SECONDS)[0]:
+            log.warning("the leader of ring %s did not stop in time and is ended", leader.host.name)
+        ray.kill(leader.actor)
+        del self._leaders[leader.host.name]
+        self._away[leader.host.name] = leader.host
+
     def _restart_if_lost(self, leader: _Leader) -> None:
+        if leader.has_left():
+            self._see_off(leader)
+            return
         reason = leader.failure()
         if reason and time.monotonic() - leader.started_at > RESTART_SECONDS:
             log.warning("the leader of ring %s %s; it is started again", leader.host.name, reason)
@@ -301,8 +332,21 @@ def _model_name(path: str) -> str:
     return path if path.startswith(BUILTIN_PREFIX) else Path(path).name
 
 
+def _forward_every_line() -> None:
+    """Ray folds lines that differ by numbers alone, as those of two rings do. Its switch was read at its import."""
+    vars(ray_logging)["RAY_DEDUP_LOGS"] = False
+
+
 def _is_done(reference: Any) -> bool:
     return bool(ray.wait([reference], timeout=0)[0])
+
+
+def _has_failed(reference: Any) -> bool:
+    try:
+        ray.get(reference)
+    except RayError:
+        return True
+    return False
 
 
 def _check_secrets(config: Config) -> None:

@@ -20,6 +20,7 @@ from cp_core.selector import POLICIES
 from orchestration.cached_kv import MISSING_KV
 from orchestration.prefill_scheduler import PrefillScheduling
 from services.auth.sections import AuthConfig, InternalTlsConfig, TlsConfig, absolute_paths, check_doors, check_sections
+from services.logs import LOG_FORMATS
 
 ENV_PREFIX = "RINGSERVE_"
 DTYPES = ("float32", "bfloat16", "float16")
@@ -208,9 +209,10 @@ class TimeoutConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LogConfig:
-    """What every process writes to standard error: nothing below `level`."""
+    """What every process writes to standard error: nothing below `level`, as lines for people (`human`) or `json`."""
 
     level: str = "info"
+    format: str = "human"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -323,6 +325,7 @@ def _check(config: Config) -> None:
         raise ConfigError("model.path: '' is not allowed; give a model directory or builtin:tiny")
     _among("model.dtype", config.model.dtype, DTYPES)
     _among("logs.level", config.logs.level, LOG_LEVELS)
+    _among("logs.format", config.logs.format, LOG_FORMATS)
     _among("model.device", config.model.device, DEVICES)
     _ring_transport(config.model)
     _among("decode.variant", config.decode.variant, VARIANT_POLICIES)

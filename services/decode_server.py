@@ -66,6 +66,10 @@ class DecodeServicer(groups_pb2_grpc.DecodeServiceServicer):
     async def GetKept(self, request: groups_pb2.GetKeptRequest, context: Context) -> groups_pb2.GetKeptResponse:
         return wire_conversations.kept_to(await answer(context, self._leader.get_kept(list(request.sequence_ids))))
 
+    async def Drain(self, request: groups_pb2.DrainRequest, context: Context) -> groups_pb2.DrainResponse:
+        await answer(context, self._leader.undrain() if request.undo else self._leader.drain(request.seconds))
+        return groups_pb2.DrainResponse()
+
     async def GetStatus(self, request: groups_pb2.GetStatusRequest, context: Context) -> groups_pb2.GroupStatus:
         status = await answer(context, self._leader.get_status())
         return groups_pb2.GroupStatus(info=wire_groups.status_to(status))

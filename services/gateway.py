@@ -132,7 +132,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         try:
             self._running.add(request_id)
             begun = await router.begin_turn(turn_request)
-            self._note_plan(request_id, begun.prompt_tokens, begun.plan)
+            self._note_plan(request_id, begun.turn_id, begun.prompt_tokens, begun.plan)
             text = AnswerText(IncrementalText(self._codec), rule)
             stream = TurnStream(turn_request, begun, text, started, index)
             yield stream.start()
@@ -152,7 +152,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             if outcome in UNSETTLED:
                 self._abort_soon(request_id)
 
-    def _note_plan(self, request_id: str, prompt_tokens: int, plan: Plan) -> None:
+    def _note_plan(self, request_id: str, turn_id: str, prompt_tokens: int, plan: Plan) -> None:
         cached = {source.source: len(source.tokens) for source in plan.cached_sources}
         self._metrics.planned(plan.algorithm, prompt_tokens, cached)
         log.info(
@@ -164,6 +164,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             plan.prefill_ring,
             plan.decode_ring,
             plan.reason,
+            extra={"request_id": request_id, "turn_id": turn_id},
         )
 
     def _abort_soon(self, request_id: str) -> None:

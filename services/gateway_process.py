@@ -14,12 +14,14 @@ from pathlib import Path
 from prometheus_client.registry import Collector
 
 from cp_core.errors import RingserveError
+from orchestration.readiness import service_fault
 from ringserve.v1 import inference_pb2_grpc
 from services.auth.doorkeeper import Doorkeeper
 from services.auth.tenants import TokenFile
 from services.gateway import InferenceServicer
 from services.gateway_settings import GatewaySettings
 from services.grpc_server import GrpcServer
+from services.health import HealthWatch
 from services.logs import set_up_logs
 from services.metrics.endpoint import MetricsEndpoint, metrics_page
 from services.metrics.gateway import GatewayMetrics
@@ -33,8 +35,6 @@ from services.text import TextCodec
 from workers.builtin_model import resolve_model_path
 from workers.model_info import read_model_info
 
-STOP_GRACE_SECONDS = 2.0
-"""For turns that are about to end anyway."""
 ABORT_GRACE_SECONDS = 5.0
 """For the rings to let go of the others."""
 
@@ -65,11 +65,18 @@ async def serve(settings: GatewaySettings) -> None:
     door = HttpDoor(servicer, _model_name(settings), model.max_positions, doorkeeper)
     http_server = HttpServer(door.app, settings.tls.http_context() if settings.tls else None)
     http_address = await http_server.start(settings.http) if settings.http else ""
-    address = await server.start(settings.listen)
+    address = await server.start(settings.listen, is_serving=False)
+
+    async def find_fault() -> str:
+        return service_fault(await router.get_server_info())
+
+    watch = HealthWatch("the gateway", server, find_fault)
+    watch.start()
     print(json.dumps({"gateway": address, "http": http_address, "metrics": metrics_address}), flush=True)
     await stopped.wait()
-    ending = asyncio.create_task(servicer.end_turns(STOP_GRACE_SECONDS))
-    grace = STOP_GRACE_SECONDS + ABORT_GRACE_SECONDS  # sooner where nothing runs
+    await watch.close()
+    ending = asyncio.create_task(servicer.end_turns(settings.drain_seconds))
+    grace = settings.drain_seconds + ABORT_GRACE_SECONDS  # sooner where nothing runs
     await asyncio.gather(server.stop(grace), http_server.stop(grace))
     ending.cancel()
     await asyncio.gather(ending, return_exceptions=True)
@@ -99,7 +106,7 @@ def _serve_metrics(settings: GatewaySettings, metrics: GatewayMetrics, peers: Gr
 
 def run_gateway(settings: GatewaySettings) -> int:
     """Exit status: 0 after an ordinary end, 1 after one sentence on standard error."""
-    set_up_logs("gateway", settings.log_level)
+    set_up_logs("gateway", settings.log_level, settings.log_format)
     try:
         asyncio.run(serve(settings))
     except RingserveError as error:

@@ -11,7 +11,8 @@ from services.auth.tls import DoorTls, PeerTls
 
 @dataclass(frozen=True, kw_only=True)
 class GatewaySettings:
-    """`follow_stdin`: end when standard input closes, i.e. with the parent. `tokens` is the path of their file."""
+    """`follow_stdin`: end when standard input closes, i.e. with the parent. `tokens` is the path of their file.
+    When the gateway is to end, its turns have `drain_seconds` to end by themselves."""
 
     listen: str
     http: str
@@ -22,6 +23,8 @@ class GatewaySettings:
     dtype: str
     max_seconds: float
     log_level: str = "info"
+    log_format: str = "human"
+    drain_seconds: float = 2.0
     metric_names: str = ""
     follow_stdin: bool = False
     tokens: str = ""

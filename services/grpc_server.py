@@ -26,6 +26,10 @@ OPTIONS = (
 )
 
 
+LIVE = "ringserve.live"
+"""To health checks: SERVING for as long as the process answers at all, ready or not. What liveness probes ask."""
+
+
 class GrpcServer:
     """One listening gRPC server. `add` registers a servicer; `service` is its full name for health and reflection."""
 
@@ -41,8 +45,11 @@ class GrpcServer:
         register(self._server)
         self._services.append(service)
 
-    async def start(self, listen: str) -> str:
-        """Listen on HOST:PORT (port 0: any free one); returns the address really listened on. Raises ConfigError."""
+    async def start(self, listen: str, *, is_serving: bool = True) -> str:
+        """Listen on HOST:PORT (port 0: any free one); returns the address really listened on. Raises ConfigError.
+
+        `is_serving` is what health checks are told at first.
+        """
         names: Sequence[str] = (*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
         host, _, wanted = listen.rpartition(":")
@@ -54,7 +61,8 @@ class GrpcServer:
         except RuntimeError as error:
             raise ConfigError(f"listen: cannot listen on {listen}; is the port {wanted} in use?") from error
         await self._server.start()
-        await self.set_serving(True)
+        await self._health.set(LIVE, health_pb2.HealthCheckResponse.SERVING)
+        await self.set_serving(is_serving)
         return f"{host}:{port}"
 
     async def set_serving(self, is_serving: bool) -> None:

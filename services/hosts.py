@@ -18,12 +18,14 @@ from orchestration.decode_leader import DecodeLeader
 from orchestration.group import GroupLeader
 from orchestration.planner import Planner, PlannerSettings
 from orchestration.prefill_leader import PrefillLeader
+from orchestration.readiness import ring_fault
 from orchestration.ring import GroupSettings
 from orchestration.router import Router, RouterSettings
 from ringserve.v1 import groups_pb2_grpc, router_pb2_grpc
 from services.config import Config
 from services.decode_server import DecodeServicer
 from services.grpc_server import GrpcServer
+from services.health import HealthWatch
 from services.logs import set_up_logs
 from services.metrics.endpoint import MetricsEndpoint, metrics_page
 from services.metrics.process import new_registry
@@ -65,7 +67,7 @@ class RunningRouter:
     """The router behind its door."""
 
     def __init__(self, host: RouterHost) -> None:
-        set_up_logs("router", host.config.logs.level)
+        set_up_logs("router", host.config.logs.level, host.config.logs.format)
         self._config = host.config
         self._tls = host.config.internal_tls.files
         self._peers = GrpcPeers(self._tls)
@@ -122,6 +124,10 @@ class RunningRouter:
 
     async def measure(self) -> None:
         """A router has nothing to measure."""
+
+    async def wait_event(self) -> str:
+        """The ring that has left and is to be started again."""
+        return await self._router.next_return()
 
     async def stop(self) -> None:
         if self._server is not None:
@@ -208,12 +214,14 @@ class RunningLeader:
     """A leader behind its door, announcing its ring to the router for as long as it serves."""
 
     def __init__(self, host: LeaderHost) -> None:
-        set_up_logs(host.name, host.config.logs.level)
+        set_up_logs(host.name, host.config.logs.level, host.config.logs.format, ring=host.name)
         self._host = host
         self._tls = host.config.internal_tls.files
         self._peers = GrpcPeers(self._tls)
         self._server: GrpcServer | None = None
         self._leader: GroupLeader | None = None
+        self._drained = asyncio.Event()
+        self._health: HealthWatch | None = None
         self._metrics: MetricsEndpoint | None = None
 
     async def start(self) -> str:
@@ -237,16 +245,26 @@ class RunningLeader:
                 "ringserve.v1.DecodeService",
                 lambda target: groups_pb2_grpc.add_DecodeServiceServicer_to_server(decode_servicer, target),
             )
+        leader.has_left = self._drained  # which is waited for already
         self._leader = leader
-        endpoint = await server.start(f"{host.listen_host or ray.util.get_node_ip_address()}:0")
+        endpoint = await server.start(f"{host.listen_host or ray.util.get_node_ip_address()}:0", is_serving=False)
         try:
             self._serve_metrics(leader)
             await leader.start(endpoint)
+            self._health = HealthWatch(f"ring {host.name}", server, self._fault)
+            await self._health.look()
+            self._health.start()
         except BaseException:
             await server.stop(0)
             await _close(self._metrics)
             raise
         return endpoint
+
+    async def _fault(self) -> str:
+        """What keeps our ring from serving."""
+        assert self._leader is not None, "the leader has started"
+        ranks, stuck = self._leader.ring.rank_statuses.values(), self._leader.settings.stuck_timeout
+        return ring_fault(await self._leader.get_status(), ranks, stuck)
 
     def _serve_metrics(self, leader: GroupLeader) -> None:
         """Before the ring starts: one that cannot start is seen as not ready, and not as missing."""
@@ -265,7 +283,14 @@ class RunningLeader:
         assert self._leader is not None, "the leader has not started"
         await self._leader.measure()
 
+    async def wait_event(self) -> str:
+        """Our ring's name, when it has drained: it is to be stopped, and stays away."""
+        await self._drained.wait()
+        return self._host.name
+
     async def stop(self) -> None:
+        if self._health is not None:
+            await self._health.close()
         if self._server is not None:
             await self._server.stop(STOP_GRACE_SECONDS)
         if self._leader is not None:

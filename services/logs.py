@@ -1,12 +1,92 @@
-"""Logs of every process: one human line an event, to standard error."""
+"""Logs of every process, to standard error: one line an event, for people or as JSON for machines."""
 
 from __future__ import annotations
 
+import json
 import logging
+import re
+import threading
+from datetime import UTC, datetime
+from typing import TextIO
+
+LOG_FORMATS = ("human", "json")
+TURN_KEYS = ("request_id", "turn_id")
+"""What a line about one turn carries as `extra`, so that the turn can be followed through all processes."""
 
 
-def set_up_logs(process: str, level: str = "info") -> None:
-    """Name the process in every line; nothing below `level` is written. Replaces what an earlier call set up."""
+def set_up_logs(process: str, level: str = "info", form: str = "human", ring: str = "") -> None:
+    """Name the process in every line; nothing below `level` is written. Replaces what an earlier call set up.
+
+    `form` is one of LOG_FORMATS. JSON lines have ts (UTC), level, process, logger and message, and where they apply
+    ring, request_id, turn_id and exception.
+    """
+    handler = logging.StreamHandler()
     line = f"%(asctime)s {process} %(levelname)s %(name)s: %(message)s"
-    logging.basicConfig(format=line, level=level.upper(), force=True)
+    handler.setFormatter(JsonFormatter(process, ring) if form == "json" else logging.Formatter(line))
+    logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
     logging.getLogger("ray").setLevel(logging.WARNING)
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a record, in one line."""
+
+    def __init__(self, process: str, ring: str = "") -> None:
+        super().__init__()
+        self._process = process
+        self._ring = ring
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields = {
+            "ts": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "process": self._process,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if self._ring:
+            fields["ring"] = self._ring
+        for key in TURN_KEYS:
+            if value := getattr(record, key, ""):
+                fields[key] = str(value)
+        if record.exc_info:
+            fields["exception"] = self.formatException(record.exc_info)
+        return json.dumps(fields, ensure_ascii=False)
+
+
+RAY_PREFIX = re.compile(r"^(?:\x1b\[\d+m)?\((?P<who>[^()]*\bpid=\d+[^()]*)\)(?:\x1b\[0m)? ?(?P<line>.*)$")
+
+
+class JsonLines:
+    """A text stream that lets whole JSON objects through as they are, and makes one of every other line.
+
+    Ray forwards what its processes write with a prefix before each line, which would make JSON unreadable.
+    """
+
+    def __init__(self, target: TextIO, process: str) -> None:
+        self._target = target
+        self._process = process
+        self._begun = threading.local()  # `print` writes a line in two pieces, and several threads print
+
+    def write(self, text: str) -> int:
+        *lines, self._begun.line = (getattr(self._begun, "line", "") + text).split("\n")
+        for line in lines:
+            if line.strip():
+                self._target.write(self._as_json(line) + "\n")
+        return len(text)
+
+    def _as_json(self, line: str) -> str:
+        match = RAY_PREFIX.match(line)
+        process, message = (match["who"], match["line"]) if match else (self._process, line)
+        if message.startswith("{") and message.endswith("}"):
+            return message
+        record = logging.LogRecord("output", logging.INFO, "", 0, message.rstrip("\r"), None, None)
+        return JsonFormatter(process).format(record)
+
+    def flush(self) -> None:
+        self._target.flush()
+
+    def isatty(self) -> bool:
+        return False
+
+    def fileno(self) -> int:
+        return self._target.fileno()

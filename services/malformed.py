@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
+from inspect import iscoroutinefunction
 from typing import Any
 
 import grpc
@@ -34,6 +35,14 @@ class MalformedInterceptor(grpc.aio.ServerInterceptor):
         read = _tolerant(handler.request_deserializer)
         if handler.response_streaming:
             stream = handler.unary_stream
+
+            if iscoroutinefunction(stream):  # which writes its responses itself
+
+                async def checked_writer(request: Any, context: Context) -> None:
+                    await _check(request, context)
+                    await stream(request, context)
+
+                return grpc.unary_stream_rpc_method_handler(checked_writer, read, handler.response_serializer)
 
             async def checked_stream(request: Any, context: Context) -> AsyncIterator[Any]:
                 await _check(request, context)

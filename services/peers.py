@@ -27,7 +27,7 @@ from orchestration.turn import (
     TurnRequest,
 )
 from orchestration.views import ConversationList, ConversationView, GroupStatus, ServerView
-from ringserve.v1 import groups_pb2, groups_pb2_grpc, inference_pb2, router_pb2_grpc
+from ringserve.v1 import groups_pb2, groups_pb2_grpc, inference_pb2, router_pb2, router_pb2_grpc
 from services.auth.tls import PeerTls
 from services.grpc_server import OPTIONS
 from services.status import error_from
@@ -83,6 +83,12 @@ class GrpcPrefill:
         call = self._stub.GetKept(groups_pb2.GetKeptRequest(sequence_ids=sequence_ids), timeout=CONTROL_SECONDS)
         return wire_conversations.kept_from(await _reach(self._peer, call))
 
+    async def drain(self, seconds: float) -> None:
+        await _reach(self._peer, self._stub.Drain(groups_pb2.DrainRequest(seconds=seconds), timeout=CONTROL_SECONDS))
+
+    async def undrain(self) -> None:
+        await _reach(self._peer, self._stub.Drain(groups_pb2.DrainRequest(undo=True), timeout=CONTROL_SECONDS))
+
     async def get_status(self) -> GroupStatus:
         call = self._stub.GetStatus(groups_pb2.GetStatusRequest(), timeout=CONTROL_SECONDS)
         return wire_groups.status_from((await _reach(self._peer, call)).info)
@@ -136,6 +142,12 @@ class GrpcDecode:
     async def get_kept(self, sequence_ids: Sequence[str]) -> KeptKv:
         call = self._stub.GetKept(groups_pb2.GetKeptRequest(sequence_ids=sequence_ids), timeout=CONTROL_SECONDS)
         return wire_conversations.kept_from(await _reach(self._peer, call))
+
+    async def drain(self, seconds: float) -> None:
+        await _reach(self._peer, self._stub.Drain(groups_pb2.DrainRequest(seconds=seconds), timeout=CONTROL_SECONDS))
+
+    async def undrain(self) -> None:
+        await _reach(self._peer, self._stub.Drain(groups_pb2.DrainRequest(undo=True), timeout=CONTROL_SECONDS))
 
     async def get_status(self) -> GroupStatus:
         call = self._stub.GetStatus(groups_pb2.GetStatusRequest(), timeout=CONTROL_SECONDS)
@@ -192,9 +204,17 @@ class GrpcRouter:
         request = inference_pb2.DeleteConversationRequest(conversation_id=conversation_id)
         await _reach(self._peer, self._stub.DeleteConversation(request, timeout=CONTROL_SECONDS))
 
-    async def register_group(self, group: GroupRegistration) -> None:
+    async def register_group(self, group: GroupRegistration) -> int:
         call = self._stub.RegisterGroup(wire_groups.registration_to(group), timeout=CONTROL_SECONDS)
-        await _reach(self._peer, call)
+        return (await _reach(self._peer, call)).running_turns
+
+    async def drain_ring(self, name: str, seconds: float, *, force: bool = False) -> None:
+        request = router_pb2.DrainRingRequest(ring=name, seconds=seconds, force=force)
+        await _reach(self._peer, self._stub.DrainRing(request, timeout=CONTROL_SECONDS))
+
+    async def undrain_ring(self, name: str) -> None:
+        request = router_pb2.UndrainRingRequest(ring=name)
+        await _reach(self._peer, self._stub.UndrainRing(request, timeout=CONTROL_SECONDS))
 
     async def get_server_info(self) -> ServerView:
         call = self._stub.GetServerInfo(inference_pb2.GetServerInfoRequest(), timeout=CONTROL_SECONDS)

@@ -77,8 +77,18 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     async def RegisterGroup(
         self, request: router_pb2.RegisterGroupRequest, context: Context
     ) -> router_pb2.RegisterGroupResponse:
-        await answer(context, self._router.register_group(wire_groups.registration_from(request)))
-        return router_pb2.RegisterGroupResponse()
+        turns = await answer(context, self._router.register_group(wire_groups.registration_from(request)))
+        return router_pb2.RegisterGroupResponse(running_turns=turns)
+
+    async def DrainRing(self, request: router_pb2.DrainRingRequest, context: Context) -> router_pb2.DrainRingResponse:
+        await answer(context, self._router.drain_ring(request.ring, request.seconds, force=request.force))
+        return router_pb2.DrainRingResponse()
+
+    async def UndrainRing(
+        self, request: router_pb2.UndrainRingRequest, context: Context
+    ) -> router_pb2.UndrainRingResponse:
+        await answer(context, self._router.undrain_ring(request.ring))
+        return router_pb2.UndrainRingResponse()
 
     async def GetServerInfo(
         self, request: inference_pb2.GetServerInfoRequest, context: Context

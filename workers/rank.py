@@ -338,6 +338,7 @@ class RankWorker:
             step_seconds=self._clock.step_seconds,
             wait_seconds=self._clock.wait_seconds,
             bytes_sent=sum(transport.stats.bytes_sent for transport in self._transports),
+            stalled_seconds=self._receiver.stalled_seconds if self._receiver else 0.0,
         )
 
     def stop(self) -> None:

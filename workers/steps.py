@@ -345,6 +345,7 @@ class RankStatus:
 
     `decode_variant` served the latest decode step: `gather` or `pass_q`, empty before the first. `step_seconds` is the
     time in steps, `wait_seconds` the part of it in which the rank waited for peers, `bytes_sent` what it sent them.
+    `stalled_seconds` is the longest time for which a transfer that has begun, and is not whole, got no byte.
     """
 
     steps: int
@@ -355,3 +356,4 @@ class RankStatus:
     step_seconds: float = 0.0
     wait_seconds: float = 0.0
     bytes_sent: int = 0
+    stalled_seconds: float = 0.0

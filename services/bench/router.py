@@ -137,6 +137,12 @@ class YesRing:
     async def get_kept(self, sequence_ids: Sequence[str]) -> KeptKv:
         return KeptKv(incarnation=INCARNATION, num_tokens=tuple(self._kept.get(name, 0) for name in sequence_ids))
 
+    async def drain(self, seconds: float) -> None:
+        raise AssertionError("no ring of this bench is drained")
+
+    async def undrain(self) -> None:
+        raise AssertionError("no ring of this bench is drained")
+
     async def get_status(self) -> GroupStatus:
         raise AssertionError("nobody asks for the status of a ring of this bench")
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 
+from cp_core.errors import ConfigError
 from services.auth.sections import check_doors
 from services.cli.options import Subcommands, add_config_options, config_of
 from services.config import LOG_LEVELS, METRIC_NAMES
 from services.gateway_settings import GatewaySettings
+from services.logs import LOG_FORMATS
 
+MAX_DRAIN_SECONDS = 86_400.0
 EXAMPLE = """example:
   ringserve gateway --listen 127.0.0.1:50052 --router 127.0.0.1:41000 --model builtin:tiny
 """
@@ -31,6 +34,12 @@ def add(commands: Subcommands) -> None:
     parser.add_argument("--dtype", default="float32", help="the rings' dtype (default: float32)")
     parser.add_argument("--max-seconds", type=float, default=600.0, help="longest a turn may take (default: 600)")
     parser.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="what to log (default: info)")
+    parser.add_argument(
+        "--log-format", choices=LOG_FORMATS, default="human", help="for people or machines (default: human)"
+    )
+    parser.add_argument(
+        "--drain-seconds", type=float, default=2.0, help="how long turns may go on when it is told to end (default: 2)"
+    )
     parser.set_defaults(run=run)
 
 
@@ -40,6 +49,8 @@ def run(options: argparse.Namespace) -> int:
     config = config_of(options)  # sections tls, internal_tls and auth, and gateway.insecure: the rest are options
     doors = {"--listen": options.listen, "--http": options.http}
     check_doors(doors, config.tls, config.auth, is_insecure=config.gateway.insecure)
+    if not 0 <= options.drain_seconds <= MAX_DRAIN_SECONDS:
+        raise ConfigError(f"--drain-seconds: {options.drain_seconds:g} is not allowed; use 0 to {MAX_DRAIN_SECONDS:g}")
     return run_gateway(
         GatewaySettings(
             listen=options.listen,
@@ -52,6 +63,8 @@ def run(options: argparse.Namespace) -> int:
             dtype=options.dtype,
             max_seconds=options.max_seconds,
             log_level=options.log_level,
+            log_format=options.log_format,
+            drain_seconds=options.drain_seconds,
             tokens=config.auth.tokens,
             tls=config.tls.files,
             peer_tls=config.internal_tls.files,

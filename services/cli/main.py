@@ -14,6 +14,7 @@ from services.cli import (
     conversations,
     demo,
     down,
+    drain,
     explain,
     gateway,
     generate,
@@ -21,6 +22,7 @@ from services.cli import (
     simulate,
     status,
     token,
+    undrain,
     up,
 )
 
@@ -34,7 +36,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     planning = (plan, explain, simulate, calibrate)
-    modules = (up, down, status, generate, chat, conversations, demo, *planning, bench, gateway, token)
+    modules = (up, down, drain, undrain, status, generate, chat, conversations, demo, *planning, bench, gateway, token)
     for module in modules:
         module.add(commands)
     return parser

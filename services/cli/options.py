@@ -68,3 +68,15 @@ def target_of(options: argparse.Namespace) -> str:
     if not target:
         raise NotFound(f"the cluster {options.name!r} runs no gateway of its own; give --target HOST:PORT")
     return str(target)
+
+
+def add_router_options(parser: argparse.ArgumentParser) -> None:
+    """Of commands for operators, who reach the router; clients reach gateways only."""
+    parser.add_argument("--target", help="router, HOST:PORT (default: that of the local cluster)")
+    parser.add_argument("--name", default="default", help="name of the local cluster (default: default)")
+    add_config_options(parser)
+
+
+def router_of(options: argparse.Namespace) -> str:
+    """Raises NotFound when neither a target nor a local cluster is there."""
+    return str(options.target or require_state(options.name).router)

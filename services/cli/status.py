@@ -63,7 +63,7 @@ def _table(info: inference_pb2.GetServerInfoResponse) -> Table:
         )
         table.add_row(
             group.name,
-            group.state,
+            f"{group.state}, draining" if group.draining else group.state,
             f"{group.num_ranks} x {group.tp}" if group.tp > 1 else str(group.num_ranks),
             ", ".join(name for name in (group.attention_backend, group.ring_transport, group.decode_variant) if name),
             str(group.num_requests_running),

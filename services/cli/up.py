@@ -16,7 +16,7 @@ import psutil
 from cp_core.errors import ConfigError, Unavailable
 from services.cli.options import Subcommands, add_config_options, config_of
 from services.cluster import LocalCluster
-from services.logs import set_up_logs
+from services.logs import JsonLines, set_up_logs
 from services.state import ClusterState, read_state, remove_state, state_directory, write_state
 from services.stopping import StopRequest, StopSignals
 
@@ -62,7 +62,9 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(f"--ready-file: {options.ready_file} cannot be written, its directory does not exist")
     if options.detach:
         return _detach(options, config.timeouts.start)
-    set_up_logs("up", config.logs.level)
+    if config.logs.format == "json":
+        sys.stderr = JsonLines(sys.stderr, "up")
+    set_up_logs("up", config.logs.level, config.logs.format)
     signals = StopSignals()
     show = partial(print, "ringserve:", file=sys.stderr, flush=True)
     cluster = LocalCluster(config, show, signals.requested, with_gateway=not options.no_gateway)

@@ -18,6 +18,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from cp_core.errors import RingserveError, Unavailable
+from orchestration.readiness import service_fault
 from orchestration.views import ServerView
 from ringserve.v1 import inference_pb2
 from services.auth.doorkeeper import Doorkeeper
@@ -146,10 +147,8 @@ class HttpDoor:
                 view = await self._service.server_view()
         except TimeoutError:
             raise Unavailable(f"the router did not answer within {HEALTH_SECONDS:.0f} s") from None
-        ready = {group.role for group in view.groups if group.state == "ready"}
-        for role in ("prefill", "decode"):
-            if role not in ready:
-                raise Unavailable(f"no {role} ring serves")
+        if fault := service_fault(view):
+            raise Unavailable(fault)
         return JSONResponse({"status": "ok"})
 
 

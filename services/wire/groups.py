@@ -24,6 +24,8 @@ def registration_to(group: GroupRegistration) -> router_pb2.RegisterGroupRequest
         work_rate=group.work_rate,
         free_tokens=group.free_tokens,
         max_batch=group.max_batch,
+        draining=group.is_draining,
+        leaving=group.is_leaving,
         rates=router_pb2.RingRates(
             gemm_flops=group.rates.gemm_flops,
             attention_flops=group.rates.attention_flops,
@@ -50,6 +52,8 @@ def registration_from(message: router_pb2.RegisterGroupRequest) -> GroupRegistra
         work_rate=message.work_rate,
         free_tokens=message.free_tokens if message.HasField("free_tokens") else None,
         max_batch=message.max_batch,
+        is_draining=message.draining,
+        is_leaving=message.leaving,
         rates=RingRates(
             gemm_flops=message.rates.gemm_flops,
             attention_flops=message.rates.attention_flops,
@@ -87,6 +91,7 @@ def status_to(status: GroupStatus) -> inference_pb2.GroupInfo:
             inference_pb2.Correction(algorithm=each.algorithm, factor=each.factor, num_turns=each.num_turns)
             for each in status.corrections
         ],
+        draining=status.is_draining,
         kv_usage=[
             inference_pb2.RankKvUsage(
                 total_blocks=rank.total_blocks,
@@ -126,6 +131,7 @@ def status_from(message: inference_pb2.GroupInfo) -> GroupStatus:
             Correction(algorithm=Algorithm(each.algorithm), factor=each.factor, num_turns=each.num_turns)
             for each in message.corrections
         ),
+        is_draining=message.draining,
         kv_usage=tuple(
             RankKvUsage(
                 total_blocks=rank.total_blocks,

@@ -191,6 +191,7 @@ def reserve_to(request: Reserve) -> groups_pb2.ReserveRequest:
         sampling=sampling_to(request.sampling),
         penalized_ids=request.penalized_ids,
         priority=request.priority,
+        request_id=request.request_id,
     )
 
 
@@ -206,6 +207,7 @@ def reserve_from(message: groups_pb2.ReserveRequest) -> Reserve:
         sampling=sampling_from(message.sampling),
         penalized_ids=tuple(message.penalized_ids),
         priority=message.priority,
+        request_id=message.request_id,
     )
 
 

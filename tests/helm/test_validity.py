@@ -13,6 +13,7 @@ import pytest
 
 from tests.helm.charts import ALL_OPTIONS, CUDA, Object, merged, only, pod_templates, render
 
+LIVE = "ringserve.live"
 CUSTOM = {"RayCluster", "ServiceMonitor", "PodMonitor", "PrometheusRule"}
 KUBERNETES = "1.34"
 CASES = {"defaults": {}, "cuda": CUDA, "every option": ALL_OPTIONS, "both": merged(CUDA, ALL_OPTIONS)}
@@ -78,9 +79,11 @@ def test_pods_meet_the_restricted_security_standard(component: str) -> None:
 def test_what_serves_grpc_is_probed_by_grpc(component: str, service: str) -> None:
     container = pod_templates(render())[component]["spec"]["containers"][0]
     ports = {port["containerPort"] for port in container["ports"]}
-    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+    # What is not ready gets no calls, and is not ended for it.
+    names = {"startupProbe": LIVE, "readinessProbe": f"ringserve.v1.{service}", "livenessProbe": LIVE}
+    for probe, name in names.items():
         asked = container[probe]["grpc"]
-        assert asked["service"] == f"ringserve.v1.{service}"
+        assert asked["service"] == name
         assert asked["port"] in ports
 
 

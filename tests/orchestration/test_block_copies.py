@@ -31,8 +31,8 @@ class SlowRank(FakeRank):
 
 
 async def started(tp: int = 1) -> tuple[Leader, FakeRanks]:
-    async def announce(registration: object) -> None:
-        return
+    async def announce(registration: object) -> int:
+        return 0
 
     ranks = FakeRanks()
     settings = GroupSettings(

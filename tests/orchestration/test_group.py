@@ -26,6 +26,10 @@ class Leader(GroupLeader):
     async def fail_all(self, error: RingserveError) -> None:
         return
 
+    @property
+    def num_turns(self) -> int:
+        return 0
+
     async def get_status(self) -> GroupStatus:
         return self.status_with(running=0, waiting=0)
 
@@ -36,11 +40,13 @@ class Router:
     def __init__(self) -> None:
         self.heard: list[GroupRegistration] = []
         self.errors: list[RingserveError] = []
+        self.coming = 0
 
-    async def register(self, registration: GroupRegistration) -> None:
+    async def register(self, registration: GroupRegistration) -> int:
         self.heard.append(registration)
         if self.errors:
             raise self.errors.pop(0)
+        return self.coming
 
 
 async def until(holds: Callable[[], bool]) -> None:

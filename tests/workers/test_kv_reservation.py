@@ -190,3 +190,16 @@ def test_a_port_in_use_is_one_clear_error(cache: KvCache, receiver: KvReceiver) 
     port = int(receiver.endpoint.split(":")[1])
     with pytest.raises(Unavailable, match=rf"KV cannot be received at 127.0.0.1:{port}: Address already in use"):
         KvReceiver(cache, "decode-0/1", port=port)
+
+
+def test_a_transfer_is_stalled_from_its_first_byte_to_its_last_only() -> None:
+    transfer = IncomingTransfer(expect_of(key_of(), TOKENS, BLOCKS), cache_of())
+    frame = layer_frame(key_of(), 0, [(0, TOKENS)])
+    assert transfer.stalled_seconds == 0.0
+    transfer.admit(frame, len(TRUTH.payload(0, range(TOKENS))))
+    first, second = transfer.stalled_seconds, transfer.stalled_seconds
+    assert 0.0 <= first <= second
+    threading.Event().wait(0.01)
+    assert transfer.stalled_seconds >= 0.01
+    transfer.abort(TransferError("dropped"))
+    assert transfer.stalled_seconds == 0.0

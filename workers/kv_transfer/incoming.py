@@ -67,7 +67,7 @@ class IncomingTransfer:
         self._places: dict[tuple[bytes, bytes], _Place] = {}
         self._error: RingserveError | None = None
         self._payload_bytes = 0
-        self._began = self._ended = 0.0
+        self._began = self._ended = self._fed = 0.0
         self._changed = threading.Condition()
 
     @property
@@ -78,6 +78,12 @@ class IncomingTransfer:
     @property
     def is_open(self) -> bool:
         return self.state in (TransferState.RESERVED, TransferState.STREAMING)
+
+    @property
+    def stalled_seconds(self) -> float:
+        """Since bytes came last, of a transfer that is STREAMING; else 0."""
+        with self._changed:
+            return time.monotonic() - self._fed if self._state is TransferState.STREAMING else 0.0
 
     def admit(self, frame: LayerFrame, payload_bytes: int) -> None:
         """Look at a frame before its payload is read; the first one makes the transfer STREAMING.
@@ -93,7 +99,7 @@ class IncomingTransfer:
                 raise
             if self._state is TransferState.RESERVED:
                 self._state = TransferState.STREAMING
-                self._began = time.monotonic()
+                self._began = self._fed = time.monotonic()
 
     def store(self, frame: LayerFrame, payload: torch.Tensor) -> None:
         """Copy a frame's payload (2*T*K*D elements: K, then V) to its slots; the last one seals.
@@ -126,6 +132,7 @@ class IncomingTransfer:
             cache.write_runs(frame.layer, place.runs, k, v, heads=heads)
             arrived[:, place.tokens] = True
             self._payload_bytes += payload.nbytes
+            self._fed = time.monotonic()
             self._left -= frame.num_tokens * frame.num_heads
             if not self._left:
                 self._seal()

@@ -59,6 +59,11 @@ class KvReceiver:
         """Transfers that may still receive bytes."""
         return self._table.num_open
 
+    @property
+    def stalled_seconds(self) -> float:
+        """See `TransferTable.stalled_seconds`."""
+        return self._table.stalled_seconds
+
     def expect(self, expect: KvExpect) -> None:
         """See `TransferTable.expect`."""
         self._table.expect(expect)

@@ -33,6 +33,13 @@ class TransferTable:
             transfers = list(self._transfers.values())
         return sum(transfer.is_open for transfer in transfers)
 
+    @property
+    def stalled_seconds(self) -> float:
+        """The longest time for which a transfer that has begun, and is not whole, got no byte; else 0."""
+        with self._lock:
+            transfers = list(self._transfers.values())
+        return max((transfer.stalled_seconds for transfer in transfers), default=0.0)
+
     def expect(self, expect: KvExpect) -> None:
         """Open a transfer: from now on its frames are taken.
 

@@ -65,6 +65,11 @@ class PrefillServiceStub:
                 request_serializer=ringserve_dot_v1_dot_groups__pb2.GetKeptRequest.SerializeToString,
                 response_deserializer=ringserve_dot_v1_dot_groups__pb2.GetKeptResponse.FromString,
                 _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/ringserve.v1.PrefillService/Drain',
+                request_serializer=ringserve_dot_v1_dot_groups__pb2.DrainRequest.SerializeToString,
+                response_deserializer=ringserve_dot_v1_dot_groups__pb2.DrainResponse.FromString,
+                _registered_method=True)
         self.GetStatus = channel.unary_unary(
                 '/ringserve.v1.PrefillService/GetStatus',
                 request_serializer=ringserve_dot_v1_dot_groups__pb2.GetStatusRequest.SerializeToString,
@@ -118,6 +123,13 @@ class PrefillServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Drain(self, request, context):
+        """Takes no new turns, and leaves when those that run have ended; or, undone, takes turns again. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetStatus(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -156,6 +168,11 @@ def add_PrefillServiceServicer_to_server(servicer, server):
                     servicer.GetKept,
                     request_deserializer=ringserve_dot_v1_dot_groups__pb2.GetKeptRequest.FromString,
                     response_serializer=ringserve_dot_v1_dot_groups__pb2.GetKeptResponse.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=ringserve_dot_v1_dot_groups__pb2.DrainRequest.FromString,
+                    response_serializer=ringserve_dot_v1_dot_groups__pb2.DrainResponse.SerializeToString,
             ),
             'GetStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStatus,
@@ -337,6 +354,33 @@ class PrefillService:
             _registered_method=True)
 
     @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ringserve.v1.PrefillService/Drain',
+            ringserve_dot_v1_dot_groups__pb2.DrainRequest.SerializeToString,
+            ringserve_dot_v1_dot_groups__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def GetStatus(request,
             target,
             options=(),
@@ -419,6 +463,11 @@ class DecodeServiceStub:
                 request_serializer=ringserve_dot_v1_dot_groups__pb2.GetKeptRequest.SerializeToString,
                 response_deserializer=ringserve_dot_v1_dot_groups__pb2.GetKeptResponse.FromString,
                 _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/ringserve.v1.DecodeService/Drain',
+                request_serializer=ringserve_dot_v1_dot_groups__pb2.DrainRequest.SerializeToString,
+                response_deserializer=ringserve_dot_v1_dot_groups__pb2.DrainResponse.FromString,
+                _registered_method=True)
         self.GetStatus = channel.unary_unary(
                 '/ringserve.v1.DecodeService/GetStatus',
                 request_serializer=ringserve_dot_v1_dot_groups__pb2.GetStatusRequest.SerializeToString,
@@ -488,6 +537,12 @@ class DecodeServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Drain(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetStatus(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -541,6 +596,11 @@ def add_DecodeServiceServicer_to_server(servicer, server):
                     servicer.GetKept,
                     request_deserializer=ringserve_dot_v1_dot_groups__pb2.GetKeptRequest.FromString,
                     response_serializer=ringserve_dot_v1_dot_groups__pb2.GetKeptResponse.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=ringserve_dot_v1_dot_groups__pb2.DrainRequest.FromString,
+                    response_serializer=ringserve_dot_v1_dot_groups__pb2.DrainResponse.SerializeToString,
             ),
             'GetStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStatus,
@@ -792,6 +852,33 @@ class DecodeService:
             '/ringserve.v1.DecodeService/GetKept',
             ringserve_dot_v1_dot_groups__pb2.GetKeptRequest.SerializeToString,
             ringserve_dot_v1_dot_groups__pb2.GetKeptResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ringserve.v1.DecodeService/Drain',
+            ringserve_dot_v1_dot_groups__pb2.DrainRequest.SerializeToString,
+            ringserve_dot_v1_dot_groups__pb2.DrainResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -45,6 +45,8 @@ class PrefillServiceStub:
     """Begins a sequence with KV that another keeps here; both share it. Idempotent while nobody has used the new one."""
     GetKept: _grpc.UnaryUnaryMultiCallable[_groups_pb2.GetKeptRequest, _groups_pb2.GetKeptResponse]
     """How much is still here of each sequence."""
+    Drain: _grpc.UnaryUnaryMultiCallable[_groups_pb2.DrainRequest, _groups_pb2.DrainResponse]
+    """Takes no new turns, and leaves when those that run have ended; or, undone, takes turns again. Idempotent."""
     GetStatus: _grpc.UnaryUnaryMultiCallable[_groups_pb2.GetStatusRequest, _groups_pb2.GroupStatus]
 
 @_typing.type_check_only
@@ -64,6 +66,8 @@ class PrefillServiceAsyncStub(PrefillServiceStub):
     """Begins a sequence with KV that another keeps here; both share it. Idempotent while nobody has used the new one."""
     GetKept: _aio.UnaryUnaryMultiCallable[_groups_pb2.GetKeptRequest, _groups_pb2.GetKeptResponse]  # type: ignore[assignment]
     """How much is still here of each sequence."""
+    Drain: _aio.UnaryUnaryMultiCallable[_groups_pb2.DrainRequest, _groups_pb2.DrainResponse]  # type: ignore[assignment]
+    """Takes no new turns, and leaves when those that run have ended; or, undone, takes turns again. Idempotent."""
     GetStatus: _aio.UnaryUnaryMultiCallable[_groups_pb2.GetStatusRequest, _groups_pb2.GroupStatus]  # type: ignore[assignment]
 
 class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -118,6 +122,14 @@ class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
         """How much is still here of each sequence."""
 
     @_abc_1.abstractmethod
+    def Drain(
+        self,
+        request: _groups_pb2.DrainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_groups_pb2.DrainResponse, _abc.Awaitable[_groups_pb2.DrainResponse]]:
+        """Takes no new turns, and leaves when those that run have ended; or, undone, takes turns again. Idempotent."""
+
+    @_abc_1.abstractmethod
     def GetStatus(
         self,
         request: _groups_pb2.GetStatusRequest,
@@ -146,6 +158,7 @@ class DecodeServiceStub:
     Settle: _grpc.UnaryUnaryMultiCallable[_groups_pb2.SettleRequest, _groups_pb2.SettleResponse]
     ForkKv: _grpc.UnaryUnaryMultiCallable[_groups_pb2.ForkKvRequest, _groups_pb2.ForkKvResponse]
     GetKept: _grpc.UnaryUnaryMultiCallable[_groups_pb2.GetKeptRequest, _groups_pb2.GetKeptResponse]
+    Drain: _grpc.UnaryUnaryMultiCallable[_groups_pb2.DrainRequest, _groups_pb2.DrainResponse]
     GetStatus: _grpc.UnaryUnaryMultiCallable[_groups_pb2.GetStatusRequest, _groups_pb2.GroupStatus]
 
 @_typing.type_check_only
@@ -166,6 +179,7 @@ class DecodeServiceAsyncStub(DecodeServiceStub):
     Settle: _aio.UnaryUnaryMultiCallable[_groups_pb2.SettleRequest, _groups_pb2.SettleResponse]  # type: ignore[assignment]
     ForkKv: _aio.UnaryUnaryMultiCallable[_groups_pb2.ForkKvRequest, _groups_pb2.ForkKvResponse]  # type: ignore[assignment]
     GetKept: _aio.UnaryUnaryMultiCallable[_groups_pb2.GetKeptRequest, _groups_pb2.GetKeptResponse]  # type: ignore[assignment]
+    Drain: _aio.UnaryUnaryMultiCallable[_groups_pb2.DrainRequest, _groups_pb2.DrainResponse]  # type: ignore[assignment]
     GetStatus: _aio.UnaryUnaryMultiCallable[_groups_pb2.GetStatusRequest, _groups_pb2.GroupStatus]  # type: ignore[assignment]
 
 class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -237,6 +251,13 @@ class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _groups_pb2.GetKeptRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_groups_pb2.GetKeptResponse, _abc.Awaitable[_groups_pb2.GetKeptResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def Drain(
+        self,
+        request: _groups_pb2.DrainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_groups_pb2.DrainResponse, _abc.Awaitable[_groups_pb2.DrainResponse]]: ...
 
     @_abc_1.abstractmethod
     def GetStatus(

@@ -222,6 +222,8 @@ class RegisterGroupRequest(_message.Message):
     WORK_RATE_FIELD_NUMBER: _builtins.int
     FREE_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_BATCH_FIELD_NUMBER: _builtins.int
+    DRAINING_FIELD_NUMBER: _builtins.int
+    LEAVING_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     name: _builtins.str
     endpoint: _builtins.str
@@ -242,6 +244,9 @@ class RegisterGroupRequest(_message.Message):
     """KV room that no running turn holds."""
     max_batch: _builtins.int
     """Turns that a decode ring takes into one batch; 0: not known."""
+    draining: _builtins.bool
+    """It takes no new turns; it is gone, and to be forgotten."""
+    leaving: _builtins.bool
     @_builtins.property
     def rates(self) -> Global___RingRates: ...
     def __init__(
@@ -262,10 +267,12 @@ class RegisterGroupRequest(_message.Message):
         work_rate: _builtins.float = ...,
         free_tokens: _builtins.int | None = ...,
         max_batch: _builtins.int = ...,
+        draining: _builtins.bool = ...,
+        leaving: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_free_tokens", b"_free_tokens", "free_tokens", b"free_tokens", "rates", b"rates"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_free_tokens", b"_free_tokens", "capacity_tokens", b"capacity_tokens", "chunk_tokens", b"chunk_tokens", "endpoint", b"endpoint", "free_tokens", b"free_tokens", "incarnation", b"incarnation", "max_batch", b"max_batch", "min_chunk_tokens", b"min_chunk_tokens", "name", b"name", "num_ranks", b"num_ranks", "rates", b"rates", "role", b"role", "step_budget", b"step_budget", "tp", b"tp", "waiting_work", b"waiting_work", "work_rate", b"work_rate"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_free_tokens", b"_free_tokens", "capacity_tokens", b"capacity_tokens", "chunk_tokens", b"chunk_tokens", "draining", b"draining", "endpoint", b"endpoint", "free_tokens", b"free_tokens", "incarnation", b"incarnation", "leaving", b"leaving", "max_batch", b"max_batch", "min_chunk_tokens", b"min_chunk_tokens", "name", b"name", "num_ranks", b"num_ranks", "rates", b"rates", "role", b"role", "step_budget", b"step_budget", "tp", b"tp", "waiting_work", b"waiting_work", "work_rate", b"work_rate"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__free_tokens: _TypeAlias = _typing.Literal["free_tokens"]  # noqa: Y015
     _WhichOneofArgType__free_tokens: _TypeAlias = _typing.Literal["_free_tokens", b"_free_tokens"]  # noqa: Y015
@@ -308,6 +315,53 @@ Global___RingRates: _TypeAlias = RingRates  # noqa: Y015
 class RegisterGroupResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    RUNNING_TURNS_FIELD_NUMBER: _builtins.int
+    running_turns: _builtins.int
+    """Turns that are, or are about to be, on this ring."""
+    def __init__(
+        self,
+        *,
+        running_turns: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["running_turns", b"running_turns"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RegisterGroupResponse: _TypeAlias = RegisterGroupResponse  # noqa: Y015
+
+@_typing.final
+class DrainRingRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RING_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    FORCE_FIELD_NUMBER: _builtins.int
+    ring: _builtins.str
+    seconds: _builtins.float
+    """How long turns that run are waited for."""
+    force: _builtins.bool
+    """Also where no other ring of its role would take turns."""
+    def __init__(
+        self,
+        *,
+        ring: _builtins.str = ...,
+        seconds: _builtins.float = ...,
+        force: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["force", b"force", "ring", b"ring", "seconds", b"seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainRingRequest: _TypeAlias = DrainRingRequest  # noqa: Y015
+
+@_typing.final
+class DrainRingResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
     def __init__(
         self,
     ) -> None: ...
@@ -317,4 +371,38 @@ class RegisterGroupResponse(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___RegisterGroupResponse: _TypeAlias = RegisterGroupResponse  # noqa: Y015
+Global___DrainRingResponse: _TypeAlias = DrainRingResponse  # noqa: Y015
+
+@_typing.final
+class UndrainRingRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RING_FIELD_NUMBER: _builtins.int
+    ring: _builtins.str
+    def __init__(
+        self,
+        *,
+        ring: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ring", b"ring"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UndrainRingRequest: _TypeAlias = UndrainRingRequest  # noqa: Y015
+
+@_typing.final
+class UndrainRingResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UndrainRingResponse: _TypeAlias = UndrainRingResponse  # noqa: Y015

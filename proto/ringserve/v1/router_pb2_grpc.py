@@ -80,6 +80,16 @@ class RouterServiceStub:
                 request_serializer=ringserve_dot_v1_dot_router__pb2.RegisterGroupRequest.SerializeToString,
                 response_deserializer=ringserve_dot_v1_dot_router__pb2.RegisterGroupResponse.FromString,
                 _registered_method=True)
+        self.DrainRing = channel.unary_unary(
+                '/ringserve.v1.RouterService/DrainRing',
+                request_serializer=ringserve_dot_v1_dot_router__pb2.DrainRingRequest.SerializeToString,
+                response_deserializer=ringserve_dot_v1_dot_router__pb2.DrainRingResponse.FromString,
+                _registered_method=True)
+        self.UndrainRing = channel.unary_unary(
+                '/ringserve.v1.RouterService/UndrainRing',
+                request_serializer=ringserve_dot_v1_dot_router__pb2.UndrainRingRequest.SerializeToString,
+                response_deserializer=ringserve_dot_v1_dot_router__pb2.UndrainRingResponse.FromString,
+                _registered_method=True)
         self.GetServerInfo = channel.unary_unary(
                 '/ringserve.v1.RouterService/GetServerInfo',
                 request_serializer=ringserve_dot_v1_dot_inference__pb2.GetServerInfoRequest.SerializeToString,
@@ -148,6 +158,20 @@ class RouterServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DrainRing(self, request, context):
+        """From an operator: the ring takes no new turns, and leaves when those that run have ended. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UndrainRing(self, request, context):
+        """From an operator: a ring that drains takes turns again; one that has left is started again. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetServerInfo(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -201,6 +225,16 @@ def add_RouterServiceServicer_to_server(servicer, server):
                     servicer.RegisterGroup,
                     request_deserializer=ringserve_dot_v1_dot_router__pb2.RegisterGroupRequest.FromString,
                     response_serializer=ringserve_dot_v1_dot_router__pb2.RegisterGroupResponse.SerializeToString,
+            ),
+            'DrainRing': grpc.unary_unary_rpc_method_handler(
+                    servicer.DrainRing,
+                    request_deserializer=ringserve_dot_v1_dot_router__pb2.DrainRingRequest.FromString,
+                    response_serializer=ringserve_dot_v1_dot_router__pb2.DrainRingResponse.SerializeToString,
+            ),
+            'UndrainRing': grpc.unary_unary_rpc_method_handler(
+                    servicer.UndrainRing,
+                    request_deserializer=ringserve_dot_v1_dot_router__pb2.UndrainRingRequest.FromString,
+                    response_serializer=ringserve_dot_v1_dot_router__pb2.UndrainRingResponse.SerializeToString,
             ),
             'GetServerInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetServerInfo,
@@ -451,6 +485,60 @@ class RouterService:
             '/ringserve.v1.RouterService/RegisterGroup',
             ringserve_dot_v1_dot_router__pb2.RegisterGroupRequest.SerializeToString,
             ringserve_dot_v1_dot_router__pb2.RegisterGroupResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DrainRing(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ringserve.v1.RouterService/DrainRing',
+            ringserve_dot_v1_dot_router__pb2.DrainRingRequest.SerializeToString,
+            ringserve_dot_v1_dot_router__pb2.DrainRingResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UndrainRing(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ringserve.v1.RouterService/UndrainRing',
+            ringserve_dot_v1_dot_router__pb2.UndrainRingRequest.SerializeToString,
+            ringserve_dot_v1_dot_router__pb2.UndrainRingResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -45,6 +45,10 @@ class RouterServiceStub:
     DeleteConversation: _grpc.UnaryUnaryMultiCallable[_inference_pb2.DeleteConversationRequest, _inference_pb2.DeleteConversationResponse]
     RegisterGroup: _grpc.UnaryUnaryMultiCallable[_router_pb2.RegisterGroupRequest, _router_pb2.RegisterGroupResponse]
     """From a group leader, at start and after every rebuild."""
+    DrainRing: _grpc.UnaryUnaryMultiCallable[_router_pb2.DrainRingRequest, _router_pb2.DrainRingResponse]
+    """From an operator: the ring takes no new turns, and leaves when those that run have ended. Idempotent."""
+    UndrainRing: _grpc.UnaryUnaryMultiCallable[_router_pb2.UndrainRingRequest, _router_pb2.UndrainRingResponse]
+    """From an operator: a ring that drains takes turns again; one that has left is started again. Idempotent."""
     GetServerInfo: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GetServerInfoRequest, _inference_pb2.GetServerInfoResponse]
 
 @_typing.type_check_only
@@ -63,6 +67,10 @@ class RouterServiceAsyncStub(RouterServiceStub):
     DeleteConversation: _aio.UnaryUnaryMultiCallable[_inference_pb2.DeleteConversationRequest, _inference_pb2.DeleteConversationResponse]  # type: ignore[assignment]
     RegisterGroup: _aio.UnaryUnaryMultiCallable[_router_pb2.RegisterGroupRequest, _router_pb2.RegisterGroupResponse]  # type: ignore[assignment]
     """From a group leader, at start and after every rebuild."""
+    DrainRing: _aio.UnaryUnaryMultiCallable[_router_pb2.DrainRingRequest, _router_pb2.DrainRingResponse]  # type: ignore[assignment]
+    """From an operator: the ring takes no new turns, and leaves when those that run have ended. Idempotent."""
+    UndrainRing: _aio.UnaryUnaryMultiCallable[_router_pb2.UndrainRingRequest, _router_pb2.UndrainRingResponse]  # type: ignore[assignment]
+    """From an operator: a ring that drains takes turns again; one that has left is started again. Idempotent."""
     GetServerInfo: _aio.UnaryUnaryMultiCallable[_inference_pb2.GetServerInfoRequest, _inference_pb2.GetServerInfoResponse]  # type: ignore[assignment]
 
 class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -132,6 +140,22 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_router_pb2.RegisterGroupResponse, _abc.Awaitable[_router_pb2.RegisterGroupResponse]]:
         """From a group leader, at start and after every rebuild."""
+
+    @_abc_1.abstractmethod
+    def DrainRing(
+        self,
+        request: _router_pb2.DrainRingRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_router_pb2.DrainRingResponse, _abc.Awaitable[_router_pb2.DrainRingResponse]]:
+        """From an operator: the ring takes no new turns, and leaves when those that run have ended. Idempotent."""
+
+    @_abc_1.abstractmethod
+    def UndrainRing(
+        self,
+        request: _router_pb2.UndrainRingRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_router_pb2.UndrainRingResponse, _abc.Awaitable[_router_pb2.UndrainRingResponse]]:
+        """From an operator: a ring that drains takes turns again; one that has left is started again. Idempotent."""
 
     @_abc_1.abstractmethod
     def GetServerInfo(

@@ -136,7 +136,7 @@ async def test_health_says_whether_a_turn_could_be_served(
         raise Unavailable("the ring is gone")
 
     monkeypatch.setattr(doors.service.decode, "get_status", lost)
-    assert refusal(await http.get("/health"), 503) == "no decode ring serves"
+    assert refusal(await http.get("/health"), 503) == "no decode ring takes turns"
     monkeypatch.setattr(doors.service.router, "get_server_info", lost)
     assert refusal(await http.get("/health"), 503) == "the ring is gone"
 
