@@ -289,6 +289,8 @@ class ConversationStore:
     @property
     def next_expiry(self) -> float | None:
         """When `expire` may have something to do, on the clock."""
+        while self._expiries and self._expiries[0][1] not in self._known:
+            heapq.heappop(self._expiries)  # deleted, or dropped for want of room
         return self._expiries[0][0] if self._expiries else None
 
     def _new(self, conversation_id: str) -> Conversation:

@@ -33,6 +33,7 @@ from services.grpc_server import OPTIONS
 from services.status import error_from
 from services.wire import conversations as wire_conversations
 from services.wire import groups as wire_groups
+from services.wire import plans
 from services.wire import turns as wire
 from services.wire.layouts import shards_from
 
@@ -170,7 +171,7 @@ class GrpcRouter:
             turn_id=answer.turn_id,
             decode_endpoint=answer.decode_endpoint,
             prompt_tokens=answer.prompt_tokens,
-            plan=wire.plan_from(answer.plan),
+            plan=plans.plan_from(answer.plan),
         )
 
     async def resume_turn(self, request: ResumeTurn) -> None:

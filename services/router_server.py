@@ -13,6 +13,7 @@ from services.metrics.router import RouterMetrics
 from services.status import answer
 from services.wire import conversations as wire_conversations
 from services.wire import groups as wire_groups
+from services.wire import plans
 from services.wire import turns as wire
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -32,7 +33,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             turn_id=turn.turn_id,
             decode_endpoint=turn.decode_endpoint,
             prompt_tokens=turn.prompt_tokens,
-            plan=wire.plan_to(turn.plan),
+            plan=plans.plan_to(turn.plan),
         )
 
     async def EndTurn(self, request: router_pb2.EndTurnRequest, context: Context) -> router_pb2.EndTurnResponse:

@@ -19,8 +19,8 @@ from orchestration.turn import (
 )
 from ringserve.v1 import inference_pb2
 from services.text_stops import AnswerText
+from services.wire.plans import note_chunks, plan_to
 from services.wire.sampling import all_logprobs_to
-from services.wire.turns import note_chunks, plan_to
 from workers.steps import FinishReason
 
 

@@ -39,7 +39,7 @@ from orchestration.turn import (
 )
 from orchestration.views import ConversationList, ConversationView, GroupStatus, ServerView
 from ringserve.v1 import inference_pb2
-from services.wire import conversations, groups, sampling, turns
+from services.wire import conversations, groups, plans, sampling, turns
 from services.wire.layouts import shards_from, shards_to, token_array
 from workers.steps import FinishReason, RingRates, Sampling, TokenIds, TokenLogprobs
 
@@ -112,7 +112,7 @@ PAIRS: list[tuple[st.SearchStrategy[Any], Callable[[Any], Any], Callable[[Any], 
     (values_of(Sampling), sampling.sampling_to, sampling.sampling_from),
     (values_of(TokenLogprobs), sampling.logprobs_to, sampling.logprobs_from),
     (requests(), turns.turn_request_to, turns.turn_request_from),
-    (values_of(Plan), turns.plan_to, turns.plan_from),
+    (values_of(Plan), plans.plan_to, plans.plan_from),
     (values_of(Reserve), turns.reserve_to, turns.reserve_from),
     (values_of(Reservation), turns.reservation_to, turns.reservation_from),
     (values_of(PrefillTurn), turns.prefill_turn_to, turns.prefill_turn_from),
@@ -147,7 +147,7 @@ def test_there_and_back_again_is_identity(
 
 
 def test_every_pair_is_tested() -> None:
-    modules = (turns, groups, sampling, conversations)
+    modules = (turns, plans, groups, sampling, conversations)
     written = {name for module in modules for name in vars(module) if name.endswith("_to")}
     assert written - {"shards_to", "chunks_to", "all_logprobs_to"} == {to.__name__ for _, to, _ in PAIRS}
 
@@ -173,7 +173,7 @@ def test_a_prompt_mode_the_contract_does_not_define_is_nothing() -> None:
 
 @given(values_of(Plan), st.sampled_from(FinishReason))
 def test_what_the_client_reads_are_plain_words(plan: Plan, reason: FinishReason) -> None:
-    message = turns.plan_to(plan)
+    message = plans.plan_to(plan)
     assert message.algorithm in ("pass_kv", "pass_q")
     assert message.prompt_mode in ("auto", "new", "append", "whole_history")
     ending = FinishedEvent(finish_reason=reason, migrated_bytes=0, migration_seconds=0.0, handoff_seconds=0.0)
