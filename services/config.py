@@ -59,7 +59,7 @@ class PrefillConfig:
     tp: int = 1
     chunk_tokens: int = 4096
     step_budget: float = 0.0
-    step_seconds: float = 0.25
+    step_seconds: float = 0.15
     min_chunk_tokens: int = 256
     fuse: bool = True
     interleave: bool = True

@@ -46,7 +46,7 @@ def test_a_switch_is_read_from_every_place(tmp_path: Path) -> None:
     config = load_config(path, {"prefill.interleave": "false"}, {"RINGSERVE_PREFILL__STEP_BUDGET": "2e4"})
     assert (config.prefill.fuse, config.prefill.interleave, config.prefill.step_budget) == (False, False, 2e4)
     assert config.prefill.scheduling == PrefillScheduling(
-        fuse=False, interleave=False, step_budget=2e4, step_seconds=0.25
+        fuse=False, interleave=False, step_budget=2e4, step_seconds=0.15
     )
 
 
