@@ -14,7 +14,8 @@ from orchestration.kv_pool import KvPool, SequenceKv
 from orchestration.ring import GroupSettings
 from orchestration.turn import ForkKv
 from tests.orchestration.fake_ranks import FakeRank, FakeRanks
-from tests.orchestration.test_group import Leader, until
+from tests.orchestration.test_group import Leader
+from tests.waiting import eventually
 from workers.steps import BlockPair
 
 
@@ -90,12 +91,11 @@ async def test_a_fork_that_is_cancelled_ends_when_its_copies_have_and_is_whole_o
     pool = leader.ring.pool
     keep(pool, "a", 11)
     forking = asyncio.create_task(leader.fork_kv(ForkKv(source_id="a", sequence_id="b", num_tokens=11)))
-    await until(lambda: pool.get("b") is not None)
+    await eventually(lambda: pool.get("b") is not None)
     for _ in range(3):  # however often it is told
         forking.cancel()
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-    assert not forking.done(), "ranks may be copying"
+        ended, _ = await asyncio.wait([forking], timeout=0.01)
+        assert not ended, "ranks may be copying"
     pool.check_integrity()
     for rank in slow:
         rank.may_copy.set()
@@ -113,7 +113,7 @@ async def test_a_rank_that_cannot_copy_loses_its_ring() -> None:
     with pytest.raises(RingserveError, match="rank 1 died"):
         await leader.fork_kv(ForkKv(source_id="a", sequence_id="b", num_tokens=11))
     assert sequence.shards.num_tokens == 11
-    await until(lambda: leader.ring.rebuilds == 1)
+    await eventually(lambda: leader.ring.rebuilds == 1)
     await leader.close()
 
 

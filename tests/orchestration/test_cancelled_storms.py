@@ -16,7 +16,7 @@ import pytest
 from cp_core.errors import DeadlineExceeded, NotFound, TurnCancelled
 from orchestration.turn import TokensEvent, TurnRequest
 from tests.orchestration.service import Service
-from tests.orchestration.test_turn_failures import eventually
+from tests.waiting import eventually
 from tests.workers.models import Oracle, random_tokens
 
 NUM_REQUESTS = 300
@@ -135,13 +135,11 @@ async def forget_conversations(service: Service) -> None:
             continue
 
 
-async def is_at_rest(service: Service, free: list[int]) -> bool:
-    """Whether nothing of any turn is left, on any rank."""
-    statuses = [await leader.get_status() for leader in (service.prefill, service.decode)]
+def holds_nothing(service: Service, free: list[int]) -> bool:
+    """Whether no turn runs, no block is taken and no transfer is open on any rank."""
     ranks = [*service.prefill_ranks.made, *service.decode_ranks.made]
     return (
         service.router.num_running == 0
-        and all(status.num_requests_running == status.num_requests_waiting == 0 for status in statuses)
         and all(rank.worker._kv_sender.num_open == rank.worker._kv_receiver.num_open == 0 for rank in ranks)
         and service.free_blocks() == free
     )
@@ -186,6 +184,7 @@ async def _at_rest_soon(service: Service, free: list[int], storm: Storm) -> None
     await eventually(lambda: service.router.num_running == 0)
     assert time.monotonic() < deadline, storm.ends
     await forget_conversations(service)
-    while not await is_at_rest(service, free):
-        assert time.monotonic() < deadline + FREE_SECONDS, (service.free_blocks(), free, storm.ends)
-        await asyncio.sleep(0.005)
+    await eventually(lambda: holds_nothing(service, free))
+    assert time.monotonic() < deadline + FREE_SECONDS, (service.free_blocks(), free, storm.ends)
+    statuses = [await leader.get_status() for leader in (service.prefill, service.decode)]
+    assert all(status.num_requests_running == status.num_requests_waiting == 0 for status in statuses)

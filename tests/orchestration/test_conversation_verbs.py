@@ -12,7 +12,8 @@ from cp_core.errors import CapacityExceeded, DeadlineExceeded, InvalidRequest, N
 from orchestration.turn import PromptMode, TurnRequest
 from tests.orchestration.service import Service
 from tests.orchestration.test_conversations import Clock
-from tests.orchestration.test_turn_failures import eventually, is_idle
+from tests.orchestration.test_turn_failures import is_idle
+from tests.waiting import eventually
 from tests.workers.models import Oracle, random_tokens
 
 
@@ -163,7 +164,9 @@ async def test_a_waiting_turn_ends_at_its_deadline_by_an_abort_or_with_its_clien
             await service.answer(appended(service, [1], deadline=0.1))
         aborted, gone = appended(service, [1]), appended(service, [1])
         waits = [asyncio.create_task(service.answer(request)) for request in (aborted, gone)]
-        await asyncio.sleep(0)
+        await eventually(
+            lambda: all(service.router._conversations.is_waiting(each.request_id) for each in (aborted, gone))
+        )
         assert (await service.router.get_conversation("c")).num_waiting == 2
         with pytest.raises(CapacityExceeded, match="2 turns wait for 'c'"):
             await service.answer(appended(service, [1]))

@@ -94,46 +94,50 @@ def test_a_placement_is_cut_like_its_shards() -> None:
 # --- waiting ---------------------------------------------------------------------------------------------------------
 
 
-async def settle() -> None:
-    """Let every task that can go on do so."""
-    for _ in range(10):
-        await asyncio.sleep(0)
+Opened = tuple[Conversation, list[Conversation]]
+
+
+async def in_line(store: ConversationStore, *names: str) -> dict[str, asyncio.Task[Opened]]:
+    """Requests that stand in line for "c" when this returns, in this order."""
+    waits = {}
+    for name in names:
+        came = asyncio.Event()
+
+        async def stand(name: str = name, came: asyncio.Event = came) -> Opened:
+            came.set()  # whoever waits for it goes on when this task waits in turn
+            return await store.open_in_turn("c", name)
+
+        waits[name] = asyncio.create_task(stand())
+        await came.wait()
+        assert store.is_waiting(name)
+    return waits
 
 
 async def test_turns_that_wait_get_the_conversation_in_the_order_in_which_they_came() -> None:
     store = ConversationStore(10)
     running, _ = store.open("c", "first")
-    order: list[str] = []
-
-    async def wait(name: str) -> None:
-        conversation, _ = await store.open_in_turn("c", name)
+    waits = await in_line(store, "second", "third", "fourth")
+    assert store.get("c").view().num_waiting == 3
+    store.close(running)
+    with pytest.raises(Busy, match="'second'"):  # handed on at once: nobody comes between
+        store.open("c", "pusher")
+    for name, wait in waits.items():
+        conversation, _ = await wait
         assert conversation.running_request == name
-        order.append(name)
-        await asyncio.sleep(0)
+        assert [other for other in waits if waits[other].done()] == list(waits)[: list(waits).index(name) + 1]
         conversation.tokens = np.arange(3)
         store.close(conversation)
-
-    async with asyncio.TaskGroup() as group:
-        for name in ("second", "third", "fourth"):
-            group.create_task(wait(name))
-            await settle()
-        assert store.get("c").view().num_waiting == 3
-        store.close(running)
-        with pytest.raises(Busy, match="'second'"):  # handed on at once: nobody comes between
-            store.open("c", "pusher")
-    assert order == ["second", "third", "fourth"]
     assert store.get("c").is_idle
 
 
 async def test_one_that_stops_waiting_is_passed_over() -> None:
     store = ConversationStore(10)
     running, _ = store.open("c", "first")
-    waits = {name: asyncio.create_task(store.open_in_turn("c", name)) for name in ("a", "b", "c", "d")}
-    await settle()
+    waits = await in_line(store, "a", "b", "c", "d")
     waits["a"].cancel()
     assert store.end_wait("b", TurnCancelled("the request was aborted"))
     assert not store.end_wait("nobody", TurnCancelled("x"))
-    await settle()
+    await asyncio.gather(waits["a"], waits["b"], return_exceptions=True)
     running.tokens = np.arange(3)
     store.close(running)
     assert (await waits["c"])[0].running_request == "c"
@@ -151,8 +155,7 @@ async def test_one_that_ends_just_when_it_gets_its_turn_passes_it_on(how: str) -
     store = ConversationStore(10)
     running, _ = store.open("c", "first")
     running.tokens = np.arange(3)
-    waits = {name: asyncio.create_task(store.open_in_turn("c", name)) for name in ("a", "b")}
-    await settle()
+    waits = await in_line(store, "a", "b")
     store.close(running)
     if how == "cancelled":
         waits["a"].cancel()
@@ -166,8 +169,7 @@ async def test_one_that_ends_just_when_it_gets_its_turn_passes_it_on(how: str) -
 async def test_only_so_many_may_wait() -> None:
     store = ConversationStore(10, max_waiting=1)
     store.open("c", "first")
-    waiting = asyncio.create_task(store.open_in_turn("c", "second"))
-    await settle()
+    waiting = (await in_line(store, "second"))["second"]
     with pytest.raises(CapacityExceeded, match="1 turns wait for 'c' and at most 1 are allowed"):
         await store.open_in_turn("c", "third")
     waiting.cancel()
@@ -178,8 +180,7 @@ async def test_only_so_many_may_wait() -> None:
 async def test_those_that_wait_for_a_first_turn_that_fails_begin_the_conversation_anew() -> None:
     store = ConversationStore(10)
     running, _ = store.open("c", "first")
-    waiting = asyncio.create_task(store.open_in_turn("c", "second"))
-    await settle()
+    waiting = (await in_line(store, "second"))["second"]
     store.close(running)
     assert (await waiting)[0].tokens is None
     assert store.get("c").running_request == "second"

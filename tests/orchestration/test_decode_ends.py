@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -18,6 +18,7 @@ from orchestration.ring import GroupSettings, Ring
 from orchestration.turn import FinishedEvent, TurnEvent, TurnOutcome
 from tests.orchestration.decode_turns import PROMPT_TOKENS, decode_turn
 from tests.orchestration.fake_ranks import FakeRanks
+from tests.waiting import eventually
 from workers.steps import DecodeEvent, FinishReason
 
 WAIT_SECONDS = 10.0
@@ -101,12 +102,6 @@ async def group(*, control_timeout: float = 20.0, attach_timeout: float = 30.0) 
         await made.ring.close()
 
 
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(WAIT_SECONDS):
-        while not holds():
-            await asyncio.sleep(0)
-
-
 async def over(turn: DecodeTurn) -> TurnEvent | RingserveError:
     """What the turn's stream is told last."""
     async with asyncio.timeout(WAIT_SECONDS):
@@ -157,7 +152,7 @@ async def test_a_turn_that_fails_leaves_the_batch_before_its_blocks_are_settled(
     async with group() as made:
         turn = await made.decoding()
         ending = asyncio.create_task(made.ends.end("turn", TurnCancelled("gone")))
-        await until(lambda: made.ranks.latest[0].removed == ["turn"])
+        await eventually(lambda: made.ranks.latest[0].removed == ["turn"])
         assert turn.pool.usage()[0].active_blocks > 0
         assert made.router.heard == []
         made.post(None, FinishReason.ABORT)
@@ -180,7 +175,7 @@ async def test_a_decode_loop_that_does_not_let_go_in_time_loses_its_ring(is_fini
             assert "did not let go of turn turn within" in str(last)
         else:
             assert isinstance(last, TurnCancelled)
-        await until(lambda: made.ring.rebuilds == 1)
+        await eventually(lambda: made.ring.rebuilds == 1)
         assert made.ring.incarnation != incarnation
 
 
@@ -191,7 +186,7 @@ async def test_a_lost_ring_ends_every_turn_without_asking_its_ranks() -> None:
         made.ring.report_lost(Unavailable("a rank died"), made.ring.incarnation)
         assert [type(await over(turn)) for turn in turns] == [Unavailable, Unavailable]
         assert first.removed == []
-        await until(lambda: made.ring.rebuilds == 1)
+        await eventually(lambda: made.ring.rebuilds == 1)
         made.engine.require_started()
 
 
@@ -223,7 +218,7 @@ async def test_what_nobody_came_to_read_is_forgotten() -> None:
         last = await over(turn)
         assert isinstance(last, TurnCancelled)
         assert "nobody read the turn's tokens" in str(last)
-        await until(lambda: not made.ends._unread)
+        await eventually(lambda: not made.ends._unread)
         with pytest.raises(NotFound):
             made.ends.claim("turn")
 

@@ -12,7 +12,8 @@ from cp_core.errors import Busy, InvalidRequest, NotFound
 from orchestration.turn import PromptMode
 from orchestration.views import ConversationView
 from tests.orchestration.service import BLOCK_TOKENS, Answer, Service
-from tests.orchestration.test_turn_failures import eventually, read_tokens
+from tests.orchestration.test_turn_failures import read_tokens
+from tests.waiting import eventually
 from tests.workers.models import Oracle, random_tokens
 
 RING_SIZES = (1, 2, 3)

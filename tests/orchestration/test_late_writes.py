@@ -18,7 +18,8 @@ import torch
 from cp_core.errors import TurnCancelled, Unavailable
 from orchestration.turn import PromptMode
 from tests.orchestration.service import Service
-from tests.orchestration.test_turn_failures import eventually, is_idle
+from tests.orchestration.test_turn_failures import is_idle
+from tests.waiting import eventually
 from tests.workers.kv_peers import hand_source
 from tests.workers.models import Oracle, random_tokens
 from workers.kv_cache import KvCache

@@ -13,7 +13,8 @@ import pytest
 from cp_core.errors import CapacityExceeded, DeadlineExceeded, TurnCancelled, Unavailable
 from orchestration.turn import PrefillDone, PrefillTurn, PromptMode, Reservation, Reserve, ResumeTurn
 from tests.orchestration.service import Answer, Service
-from tests.orchestration.test_turn_failures import eventually, is_idle
+from tests.orchestration.test_turn_failures import is_idle
+from tests.waiting import eventually
 from tests.workers.models import Oracle, random_tokens
 
 LENGTHS = (21, 5, 34, 13)

@@ -14,7 +14,8 @@ from orchestration.prefill_loop import PrefillLoop
 from orchestration.prefill_scheduler import PrefillScheduling
 from orchestration.turn import PromptMode, TurnRequest
 from tests.orchestration.service import Answer, Service
-from tests.orchestration.test_turn_failures import eventually, is_idle
+from tests.orchestration.test_turn_failures import is_idle
+from tests.waiting import eventually
 from tests.workers.models import Oracle, random_tokens
 
 MAX_TOKENS = 4

@@ -11,7 +11,8 @@ import pytest
 from cp_core.errors import CapacityExceeded, Unavailable
 from orchestration.turn import PromptMode, Reserve
 from tests.orchestration.service import Answer, Service
-from tests.orchestration.test_turn_failures import eventually, is_idle, read_tokens
+from tests.orchestration.test_turn_failures import is_idle, read_tokens
+from tests.waiting import eventually
 from tests.workers.models import Oracle, random_tokens
 
 KIND = "llama_gqa"

@@ -25,6 +25,7 @@ from cp_core.errors import DeadlineExceeded, InvalidRequest, RingserveError, Tur
 from orchestration.ring import RingState
 from orchestration.turn import EndingEvent, FinishedEvent, PromptMode, TokensEvent
 from tests.orchestration.service import Service
+from tests.waiting import eventually
 from tests.workers.models import VOCAB_SIZE, Oracle, random_tokens
 from workers.sampling.parameters import Sampling, TokenBias, TokenLogprobs
 from workers.steps import FinishReason
@@ -337,9 +338,7 @@ async def test_turns_finished_anywhere_disturb_no_other(
         async with asyncio.TaskGroup() as group:
             for number in range(40):
                 group.create_task(one(number))
-        async with asyncio.timeout(20):
-            while service.free_blocks() != free or service.router.num_running:
-                await asyncio.sleep(0.005)
+        await eventually(lambda: service.free_blocks() == free and not service.router.num_running)
         service.check_integrity()
 
 
@@ -385,10 +384,10 @@ async def test_a_ring_that_breaks_under_a_finished_turn_leaves_nothing_behind(mo
                     is_broken = True
                     await service.decode_ranks.made[1].kill()
                     await decode.finish_turn(begun.turn_id, 1)
-        async with asyncio.timeout(20):
-            ring = service.decode.ring
-            while ring.rebuilds != 1 or ring.state is not RingState.READY or service.router.num_running:
-                await asyncio.sleep(0.01)
+        ring = service.decode.ring
+        await eventually(
+            lambda: ring.rebuilds == 1 and ring.state is RingState.READY and not service.router.num_running
+        )
         assert service.decode.ring.pool.usage()[0].active_blocks == 0
         answer = await service.answer(service.request(random_tokens(20), max_tokens=3))
         assert len(answer.token_ids) == 3

@@ -21,17 +21,9 @@ from cp_core.errors import (
 )
 from orchestration.turn import PromptMode, TokensEvent, TurnRequest
 from tests.orchestration.service import Service
+from tests.waiting import eventually
 from tests.workers.models import Oracle, random_tokens
 from workers.steps import KvExpect
-
-WAIT_SECONDS = 20.0
-
-
-async def eventually(condition: Callable[[], bool]) -> None:
-    """Let the event loop run until `condition` holds."""
-    async with asyncio.timeout(WAIT_SECONDS):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 async def is_idle(service: Service, free: list[int]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from types import TracebackType
 
@@ -20,6 +19,7 @@ from services.openai.server import HttpServer
 from services.requests import RequestReader
 from services.text import TextCodec
 from tests.orchestration.service import Service
+from tests.waiting import eventually
 
 MODEL = "tiny-model"
 CALL_SECONDS = 60.0
@@ -80,6 +80,4 @@ class Doors:
 
     async def wait_idle(self, seconds: float = 10.0) -> None:
         """Return when no turn runs anywhere; fail the test after `seconds`."""
-        async with asyncio.timeout(seconds):
-            while self.service.router.num_running:
-                await asyncio.sleep(0.01)
+        await eventually(lambda: not self.service.router.num_running, seconds)
