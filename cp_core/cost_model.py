@@ -12,7 +12,7 @@ caller's.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from cp_core.errors import ConfigError
 
@@ -96,7 +96,9 @@ class Rates:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillCost:
-    """Predicted seconds of a step over all layers. `hidden_seconds` of communication pass behind attention."""
+    """Predicted seconds over all layers, of one step or of several. `hidden_seconds` of communication pass behind
+    attention. `sum_seconds` are those of tensor parallelism, whose processes one rank's prediction leaves out.
+    """
 
     linear_seconds: float
     attention_seconds: float
@@ -104,46 +106,86 @@ class PrefillCost:
     hidden_seconds: float
     all_to_all_seconds: float
     overhead_seconds: float
+    sum_seconds: float = 0.0
 
     @property
     def total_seconds(self) -> float:
         return (
             self.linear_seconds
+            + self.sum_seconds
             + self.attention_seconds
             + self.exposed_seconds
             + self.all_to_all_seconds
             + self.overhead_seconds
         )
 
+    def __add__(self, other: PrefillCost) -> PrefillCost:
+        """Of both, one after the other."""
+        return PrefillCost(**{each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(self)})
+
+
+class StepPredictor:
+    """Predicts steps of a model on rings of one size and speed. What follows from these alone is computed once: a
+    router asks for many steps while it places one turn.
+    """
+
+    __slots__ = ("_hop_bytes", "_model", "_num_ranks", "_overhead", "_rates", "_return_bytes", "_token_seconds")
+
+    def __init__(self, model: ModelShape, rates: Rates, num_ranks: int) -> None:
+        self._model = model
+        self._rates = rates
+        self._num_ranks = num_ranks
+        self._token_seconds = model.linear_flops_per_token / rates.gemm_flops
+        self._overhead = model.num_layers * rates.layer_overhead_seconds
+        # Of one token: its K and V or its queries in a hop, its partial outputs and LSE from all other ranks.
+        self._hop_bytes = {
+            PASS_KV: 2 * model.num_kv_heads * model.head_dim * model.element_bytes,
+            PASS_Q: model.num_heads * model.head_dim * model.element_bytes,
+        }
+        self._return_bytes = (num_ranks - 1) * model.num_heads * (model.head_dim + 1) * model.partial_bytes
+
+    def seconds(self, algorithm: str, new_tokens: int, cached_tokens: int) -> float:
+        """As the total of `cost`."""
+        linear, attention, exposed, _, all_to_all = self._parts(algorithm, new_tokens, cached_tokens)
+        return linear + attention + exposed + all_to_all + self._overhead
+
+    def cost(self, algorithm: str, new_tokens: int, cached_tokens: int) -> PrefillCost:
+        """Of T new tokens after P cached ones that lie evenly over the ranks. Raises ConfigError for an algorithm that
+        is neither "pass_kv" nor "pass_q".
+        """
+        linear, attention, exposed, hidden, all_to_all = self._parts(algorithm, new_tokens, cached_tokens)
+        return PrefillCost(
+            linear_seconds=linear,
+            attention_seconds=attention,
+            exposed_seconds=exposed,
+            hidden_seconds=hidden,
+            all_to_all_seconds=all_to_all,
+            overhead_seconds=self._overhead,
+        )
+
+    def _parts(self, algorithm: str, new_tokens: int, cached_tokens: int) -> tuple[float, float, float, float, float]:
+        """Seconds of linear layers, attention, exposed and hidden messages, all-to-all."""
+        if algorithm not in self._hop_bytes:
+            raise ConfigError(f"algorithm is {algorithm!r}; allowed are {PASS_KV}, {PASS_Q}")
+        model, rates, num_ranks = self._model, self._rates, self._num_ranks
+        layers, hops = model.num_layers, num_ranks - 1
+        # The fullest rank sets the pace: its chunks hold the remainder.
+        local_tokens = -(-new_tokens // num_ranks)
+        linear = local_tokens * self._token_seconds + model.head_flops / rates.gemm_flops
+        iteration = model.attention_flops(new_tokens, cached_tokens) / num_ranks**2 / rates.attention_flops
+        attention = layers * num_ranks * iteration
+        if not hops:
+            return linear, attention, 0.0, 0.0, 0.0
+        is_pass_q = algorithm == PASS_Q
+        moved = local_tokens if is_pass_q else -(-(new_tokens + cached_tokens) // num_ranks)
+        message = rates.message_seconds(moved * self._hop_bytes[algorithm])
+        exposed = hops * (message - rates.overlap * min(message, iteration))
+        all_to_all = rates.all_to_all_seconds(local_tokens * self._return_bytes) if is_pass_q else 0.0
+        return linear, attention, layers * exposed, layers * (hops * message - exposed), layers * all_to_all
+
 
 def predict_prefill(
     model: ModelShape, rates: Rates, num_ranks: int, algorithm: str, new_tokens: int, cached_tokens: int
 ) -> PrefillCost:
-    """The cost of T new tokens after P cached ones that lie evenly over the ranks.
-
-    Raises ConfigError if `algorithm` is neither "pass_kv" nor "pass_q".
-    """
-    if algorithm not in (PASS_KV, PASS_Q):
-        raise ConfigError(f"algorithm is {algorithm!r}; allowed are {PASS_KV}, {PASS_Q}")
-    # The fullest rank sets the pace: its chunks hold the remainder.
-    local_tokens = -(-new_tokens // num_ranks)
-    local_stored = -(-(new_tokens + cached_tokens) // num_ranks)
-    hops = num_ranks - 1
-
-    iteration = model.attention_flops(new_tokens, cached_tokens) / num_ranks**2 / rates.attention_flops
-    if algorithm == PASS_KV:
-        hop_bytes = 2 * local_stored * model.num_kv_heads * model.head_dim * model.element_bytes
-        return_bytes = 0
-    else:
-        hop_bytes = local_tokens * model.num_heads * model.head_dim * model.element_bytes
-        return_bytes = hops * local_tokens * model.num_heads * (model.head_dim + 1) * model.partial_bytes
-    message = rates.message_seconds(hop_bytes)
-    exposed = hops * (message - rates.overlap * min(message, iteration))
-    return PrefillCost(
-        linear_seconds=(local_tokens * model.linear_flops_per_token + model.head_flops) / rates.gemm_flops,
-        attention_seconds=model.num_layers * num_ranks * iteration,
-        exposed_seconds=model.num_layers * exposed,
-        hidden_seconds=model.num_layers * (hops * message - exposed),
-        all_to_all_seconds=model.num_layers * rates.all_to_all_seconds(return_bytes),
-        overhead_seconds=model.num_layers * rates.layer_overhead_seconds,
-    )
+    """One step by a predictor that is used once."""
+    return StepPredictor(model, rates, num_ranks).cost(algorithm, new_tokens, cached_tokens)

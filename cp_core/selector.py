@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from cp_core.cost_model import PASS_KV, PASS_Q, ModelShape, Rates, predict_prefill
+from cp_core.cost_model import PASS_KV, PASS_Q, ModelShape, Rates, StepPredictor
 from cp_core.errors import ConfigError, InvalidRequest
 
 POLICIES = ("auto", "alg1", "alg5", "empirical", PASS_KV, PASS_Q)
@@ -84,10 +84,8 @@ def fastest(turn: Turn, model: ModelShape, rates: Rates) -> Selection:
     """The smaller predicted time; a tie within 2% goes to pass-KV."""
     if turn.num_ranks == 1:
         return _alone()
-    kv, q = (
-        predict_prefill(model, rates, turn.num_ranks, each, turn.new_tokens, turn.cached_tokens).total_seconds
-        for each in (PASS_KV, PASS_Q)
-    )
+    predictor = StepPredictor(model, rates, turn.num_ranks)
+    kv, q = (predictor.seconds(each, turn.new_tokens, turn.cached_tokens) for each in (PASS_KV, PASS_Q))
     times = f"predicted pass-KV {_milliseconds(kv)}, pass-Q {_milliseconds(q)}"
     if q < (1.0 - TIE) * kv:
         return Selection(PASS_Q, f"Auto: {_describe(turn)}, {times}: pass-Q is faster")

@@ -19,13 +19,14 @@ LEAST = 5
 
 @dataclass(slots=True)
 class _Ring:
-    """Ratios by algorithm, of one incarnation with the rates it measured of itself."""
+    """Ratios and their factors by algorithm, of one incarnation with the rates it measured of itself."""
 
     incarnation: str
     rates: RingRates
     ratios: dict[Algorithm, deque[float]] = field(
         default_factory=lambda: {name: deque(maxlen=WINDOW) for name in Algorithm}
     )
+    factors: dict[Algorithm, float] = field(default_factory=lambda: dict.fromkeys(Algorithm, 1.0))
 
 
 class RingCorrections:
@@ -45,14 +46,17 @@ class RingCorrections:
         known = self._rings.get(ring.name)
         if known is None or not _is_same(known, ring):
             known = self._rings[ring.name] = _Ring(ring.incarnation, ring.rates)
-        known.ratios[algorithm].append(measured / predicted)
+        ratios = known.ratios[algorithm]
+        ratios.append(measured / predicted)
+        # Asked for far more often than it changes.
+        known.factors[algorithm] = median(ratios) if len(ratios) >= LEAST else 1.0
 
     def factor(self, ring: GroupRegistration, algorithm: Algorithm) -> float:
         """What predictions for this ring are to be multiplied by; 1 while too few turns are known."""
         known = self._rings.get(ring.name)
         if known is None or not _is_same(known, ring):
             return 1.0
-        return _factor(known.ratios[algorithm])
+        return known.factors[algorithm]
 
     def of_ring(self, ring: GroupRegistration) -> tuple[Correction, ...]:
         """One for each algorithm that turns were measured with."""
@@ -60,7 +64,7 @@ class RingCorrections:
         if known is None or not _is_same(known, ring):
             return ()
         return tuple(
-            Correction(algorithm=name, factor=_factor(ratios), num_turns=len(ratios))
+            Correction(algorithm=name, factor=known.factors[name], num_turns=len(ratios))
             for name, ratios in known.ratios.items()
             if ratios
         )
@@ -78,7 +82,3 @@ class RingCorrections:
 
 def _is_same(known: _Ring, ring: GroupRegistration) -> bool:
     return (known.incarnation, known.rates) == (ring.incarnation, ring.rates)
-
-
-def _factor(ratios: deque[float]) -> float:
-    return median(ratios) if len(ratios) >= LEAST else 1.0
