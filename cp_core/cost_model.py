@@ -129,13 +129,26 @@ class StepPredictor:
     router asks for many steps while it places one turn.
     """
 
-    __slots__ = ("_hop_bytes", "_model", "_num_ranks", "_overhead", "_rates", "_return_bytes", "_token_seconds")
+    __slots__ = (
+        "_head_seconds",
+        "_hop_bytes",
+        "_layers",
+        "_num_ranks",
+        "_overhead",
+        "_pair_seconds",
+        "_rates",
+        "_return_bytes",
+        "_token_seconds",
+    )
 
     def __init__(self, model: ModelShape, rates: Rates, num_ranks: int) -> None:
-        self._model = model
         self._rates = rates
         self._num_ranks = num_ranks
+        self._layers = model.num_layers
+        self._head_seconds = model.head_flops / rates.gemm_flops
         self._token_seconds = model.linear_flops_per_token / rates.gemm_flops
+        # Of two tokens that attend to each other, their share of one ring iteration.
+        self._pair_seconds = model.attention_flops(1, 0) / num_ranks**2 / rates.attention_flops
         self._overhead = model.num_layers * rates.layer_overhead_seconds
         # Of one token: its K and V or its queries in a hop, its partial outputs and LSE from all other ranks.
         self._hop_bytes = {
@@ -144,44 +157,52 @@ class StepPredictor:
         }
         self._return_bytes = (num_ranks - 1) * model.num_heads * (model.head_dim + 1) * model.partial_bytes
 
-    def seconds(self, algorithm: str, new_tokens: int, cached_tokens: int) -> float:
-        """As the total of `cost`."""
-        linear, attention, exposed, _, all_to_all = self._parts(algorithm, new_tokens, cached_tokens)
-        return linear + attention + exposed + all_to_all + self._overhead
-
     def cost(self, algorithm: str, new_tokens: int, cached_tokens: int) -> PrefillCost:
         """Of T new tokens after P cached ones that lie evenly over the ranks. Raises ConfigError for an algorithm that
         is neither "pass_kv" nor "pass_q".
         """
-        linear, attention, exposed, hidden, all_to_all = self._parts(algorithm, new_tokens, cached_tokens)
+        if algorithm not in self._hop_bytes:
+            raise ConfigError(f"algorithm is {algorithm!r}; allowed are {PASS_KV}, {PASS_Q}")
+        iteration = self._iteration(new_tokens, cached_tokens)
+        message, all_to_all = self._messages(algorithm, new_tokens, cached_tokens)
+        hops, exposed = self._num_ranks - 1, self._exposed(message, iteration)
         return PrefillCost(
-            linear_seconds=linear,
-            attention_seconds=attention,
-            exposed_seconds=exposed,
-            hidden_seconds=hidden,
-            all_to_all_seconds=all_to_all,
+            linear_seconds=self._linear(new_tokens),
+            attention_seconds=self._layers * self._num_ranks * iteration,
+            exposed_seconds=self._layers * exposed,
+            hidden_seconds=self._layers * (hops * message - exposed),
+            all_to_all_seconds=self._layers * all_to_all,
             overhead_seconds=self._overhead,
         )
 
-    def _parts(self, algorithm: str, new_tokens: int, cached_tokens: int) -> tuple[float, float, float, float, float]:
-        """Seconds of linear layers, attention, exposed and hidden messages, all-to-all."""
-        if algorithm not in self._hop_bytes:
-            raise ConfigError(f"algorithm is {algorithm!r}; allowed are {PASS_KV}, {PASS_Q}")
-        model, rates, num_ranks = self._model, self._rates, self._num_ranks
-        layers, hops = model.num_layers, num_ranks - 1
+    def seconds(self, new_tokens: int, cached_tokens: int) -> tuple[float, float]:
+        """The totals of pass-KV and of pass-Q, as those of `cost`."""
+        iteration = self._iteration(new_tokens, cached_tokens)
+        same = self._linear(new_tokens) + self._layers * self._num_ranks * iteration + self._overhead
+        if self._num_ranks == 1:
+            return same, same
+        message, _ = self._messages(PASS_KV, new_tokens, cached_tokens)
+        pass_kv = same + self._layers * self._exposed(message, iteration)
+        message, all_to_all = self._messages(PASS_Q, new_tokens, cached_tokens)
+        return pass_kv, same + self._layers * (self._exposed(message, iteration) + all_to_all)
+
+    def _linear(self, new_tokens: int) -> float:
         # The fullest rank sets the pace: its chunks hold the remainder.
-        local_tokens = -(-new_tokens // num_ranks)
-        linear = local_tokens * self._token_seconds + model.head_flops / rates.gemm_flops
-        iteration = model.attention_flops(new_tokens, cached_tokens) / num_ranks**2 / rates.attention_flops
-        attention = layers * num_ranks * iteration
-        if not hops:
-            return linear, attention, 0.0, 0.0, 0.0
+        return -(-new_tokens // self._num_ranks) * self._token_seconds + self._head_seconds
+
+    def _iteration(self, new_tokens: int, cached_tokens: int) -> float:
+        return (new_tokens * cached_tokens + new_tokens * (new_tokens + 1) // 2) * self._pair_seconds
+
+    def _messages(self, algorithm: str, new_tokens: int, cached_tokens: int) -> tuple[float, float]:
+        """Seconds of a hop's message and of the all-to-all, in one layer."""
         is_pass_q = algorithm == PASS_Q
-        moved = local_tokens if is_pass_q else -(-(new_tokens + cached_tokens) // num_ranks)
-        message = rates.message_seconds(moved * self._hop_bytes[algorithm])
-        exposed = hops * (message - rates.overlap * min(message, iteration))
-        all_to_all = rates.all_to_all_seconds(local_tokens * self._return_bytes) if is_pass_q else 0.0
-        return linear, attention, layers * exposed, layers * (hops * message - exposed), layers * all_to_all
+        local_tokens = -(-(new_tokens if is_pass_q else new_tokens + cached_tokens) // self._num_ranks)
+        message = self._rates.message_seconds(local_tokens * self._hop_bytes[algorithm])
+        return message, self._rates.all_to_all_seconds(local_tokens * self._return_bytes) if is_pass_q else 0.0
+
+    def _exposed(self, message: float, iteration: float) -> float:
+        """Seconds of one layer's hops that do not pass behind attention."""
+        return (self._num_ranks - 1) * (message - self._rates.overlap * min(message, iteration))
 
 
 def predict_prefill(

@@ -84,8 +84,7 @@ def fastest(turn: Turn, model: ModelShape, rates: Rates) -> Selection:
     """The smaller predicted time; a tie within 2% goes to pass-KV."""
     if turn.num_ranks == 1:
         return _alone()
-    predictor = StepPredictor(model, rates, turn.num_ranks)
-    kv, q = (predictor.seconds(each, turn.new_tokens, turn.cached_tokens) for each in (PASS_KV, PASS_Q))
+    kv, q = StepPredictor(model, rates, turn.num_ranks).seconds(turn.new_tokens, turn.cached_tokens)
     times = f"predicted pass-KV {_milliseconds(kv)}, pass-Q {_milliseconds(q)}"
     if q < (1.0 - TIE) * kv:
         return Selection(PASS_Q, f"Auto: {_describe(turn)}, {times}: pass-Q is faster")

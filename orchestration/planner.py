@@ -87,7 +87,7 @@ class Planner:
         names = [Algorithm(selection.algorithm) for selection in chosen]
         taken = _of_most_tokens(pieces, names)
         factors = {name: self.corrections.factor(ring, name) for name in Algorithm}
-        seconds = {name: [self._seconds(ring, name, piece) for piece in pieces] for name in Algorithm}
+        seconds = [self._costs.seconds(ring, len(piece), piece.start) for piece in pieces]
         return Plan(
             algorithm=taken,
             reason=_reason(taken, chosen) + source.reason + _told(factors[taken]),
@@ -99,9 +99,11 @@ class Planner:
             decode_ranks=prompt.decode.num_ranks,
             cached_sources=source.sources,
             chunks=tuple(Chunk(tokens=piece, algorithm=name) for piece, name in zip(pieces, names, strict=True)),
-            predicted_prefill_seconds=sum(seconds[name][place] * factors[name] for place, name in enumerate(names)),
+            predicted_prefill_seconds=sum(
+                each.by(name) * factors[name] for each, name in zip(seconds, names, strict=True)
+            ),
             # By one factor, so that they compare as they did when one of them was chosen.
-            alternatives=tuple((name, factors[taken] * sum(each)) for name, each in seconds.items())
+            alternatives=tuple((name, factors[taken] * sum(each.by(name) for each in seconds)) for name in Algorithm)
             + source.alternatives,
             prompt_mode=mode,
         )
@@ -112,7 +114,9 @@ class Planner:
         if len(names) != 1 or any(chunk.num_turns != 1 for chunk in report.chunks):
             return
         (name,) = names
-        predicted = sum(self._seconds(ring, name, chunk.tokens) for chunk in report.chunks)
+        predicted = sum(
+            self._costs.seconds(ring, len(chunk.tokens), chunk.tokens.start).by(name) for chunk in report.chunks
+        )
         self.corrections.note(ring, name, predicted=predicted, measured=report.prefill_seconds)
 
     def predict_turn(self, prompt: PromptOnRings) -> tuple[float, float]:
@@ -131,9 +135,10 @@ class Planner:
 
     def predict_prefill(self, num_tokens: int, cached_tokens: int, ring: GroupRegistration) -> float:
         """Seconds of a prompt whose beginning is cached, taken whole by its faster algorithm, on an idle ring."""
-        new = num_tokens - cached_tokens
-        seconds, name = min((self._costs.seconds(ring, name, new, cached_tokens), name) for name in Algorithm)
-        return seconds * self.corrections.factor(ring, name)
+        pass_kv, pass_q = self._costs.seconds(ring, num_tokens - cached_tokens, cached_tokens)
+        if pass_q < pass_kv:
+            return pass_q * self.corrections.factor(ring, Algorithm.PASS_Q)
+        return pass_kv * self.corrections.factor(ring, Algorithm.PASS_KV)
 
     def _predict_pulled(self, prompt: PromptOnRings) -> tuple[float, float]:
         """Seconds of fetching all that the prefill ring lacks, and of the prefill after it."""
@@ -162,10 +167,6 @@ class Planner:
         turn = Turn(new_tokens=len(tokens), cached_tokens=tokens.start, num_ranks=ring.num_ranks)
         rates = self._costs.rates(ring, is_cached=tokens.start > 0)
         return select(self.selector, turn, self._costs.shape(ring), rates, self._settings.fit)
-
-    def _seconds(self, ring: GroupRegistration, algorithm: Algorithm, tokens: TokenRange) -> float:
-        """Of `tokens` in one step, all before them cached."""
-        return self._costs.seconds(ring, algorithm, len(tokens), tokens.start)
 
     def _cut(self, ring: GroupRegistration, tokens: TokenRange) -> list[TokenRange]:
         limits = StepLimits.of(

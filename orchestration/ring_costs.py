@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from cp_core.cost.profile import HardwareProfile
 from cp_core.cost.share import sum_seconds
 from cp_core.cost_model import ModelShape, Rates, StepPredictor
 from orchestration.turn import GroupRegistration
 from workers.model_info import tensor_share
-from workers.steps import ModelInfo, RingRates
+from workers.steps import Algorithm, ModelInfo, RingRates
 
 MAX_KNOWN = 4096
 """Kinds of rings whose predictors are kept. Each new measurement of a ring's rates makes it another kind."""
@@ -25,6 +26,16 @@ class _Kind:
     predictor: StepPredictor
     sum_seconds_a_token: float
     sum_start_seconds: float
+
+
+class StepSeconds(NamedTuple):
+    """By algorithm. The sums over tensor parallel processes are the same in both."""
+
+    pass_kv: float
+    pass_q: float
+
+    def by(self, algorithm: Algorithm) -> float:
+        return self.pass_q if algorithm is Algorithm.PASS_Q else self.pass_kv
 
 
 class RingCosts:
@@ -59,11 +70,12 @@ class RingCosts:
             self._shapes[ring.tp] = tensor_share(self._model, ring.tp).shape
         return self._shapes[ring.tp]
 
-    def seconds(self, ring: GroupRegistration, algorithm: str, new_tokens: int, cached_tokens: int) -> float:
-        """Of one step: T new tokens after P cached ones. The sums of tensor parallelism cost every algorithm alike."""
+    def seconds(self, ring: GroupRegistration, new_tokens: int, cached_tokens: int) -> StepSeconds:
+        """Of one step, by each algorithm: T new tokens after P cached ones."""
         kind = self._kind(ring, cached_tokens > 0)
-        step = kind.predictor.seconds(algorithm, new_tokens, cached_tokens)
-        return step + kind.sum_start_seconds + -(-new_tokens // ring.num_ranks) * kind.sum_seconds_a_token
+        pass_kv, pass_q = kind.predictor.seconds(new_tokens, cached_tokens)
+        sums = kind.sum_start_seconds + -(-new_tokens // ring.num_ranks) * kind.sum_seconds_a_token
+        return StepSeconds(pass_kv + sums, pass_q + sums)
 
     def pull_seconds(self, ring: GroupRegistration, num_bytes: float) -> float:
         """Of KV that comes back from a decode ring, `num_bytes` over each link."""

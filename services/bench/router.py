@@ -9,6 +9,7 @@ import time
 import tracemalloc
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
@@ -90,6 +91,12 @@ class RouterReport:
     token_bytes_per_conversation: float
 
 
+@cache
+def _shards(start: int, count: int, num_ranks: int) -> ShardMap:
+    """Remembered: what a ring's leader computes is no part of a router's decision."""
+    return spread(start, count, (0,) * num_ranks)
+
+
 class YesRing:
     """Both a prefill and a decode ring: it keeps what it is given, and has done everything at once."""
 
@@ -103,7 +110,7 @@ class YesRing:
         return Reservation(
             incarnation=INCARNATION,
             kept_tokens=kept,
-            shards=spread(kept, request.num_tokens - kept, (0,) * ranks),
+            shards=_shards(kept, request.num_tokens - kept, ranks),
             kv_endpoints=(),
         )
 
@@ -111,7 +118,7 @@ class YesRing:
         return PrefillDone(report=PrefillReport(), shards=self.shards(len(turn.token_ids)))
 
     def shards(self, num_tokens: int) -> ShardMap:
-        return spread(0, num_tokens, (0,) * self.registration.num_ranks)
+        return _shards(0, num_tokens, self.registration.num_ranks)
 
     async def settle(self, sequence_id: str, turn_id: str, keep_tokens: int) -> None:
         if keep_tokens:
