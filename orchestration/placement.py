@@ -222,7 +222,7 @@ def _first_of_the_quickest(turn: WantedTurn, costs: Sequence[_Cost]) -> _Cost:
             return cost
     return min(
         (cost for cost in costs if cost.total <= least * (1 + TIE)),
-        key=lambda cost: (_num_processes(cost.group.registration), cost.group.last_placed),
+        key=lambda cost: (_num_processes(cost.group.registration), cost.group.last_placed, cost.group.number),
     )
 
 
