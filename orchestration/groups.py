@@ -97,10 +97,13 @@ class Group:
         """Take over what the ring says of itself. One that tells no rate keeps the router's own estimate."""
         self.registration, self.is_ready = registration, True
         self.kind = _kind_of(registration)
-        if registration.work_rate > 0.0:
-            self.busy_until = now + registration.waiting_work / registration.work_rate
-        free = registration.free_tokens
-        self.free_tokens = registration.capacity_tokens if free is None else free
+        self.tell(registration.waiting_work, registration.work_rate, registration.free_tokens, now)
+
+    def tell(self, waiting_work: float, work_rate: float, free_tokens: int | None, now: float) -> None:
+        """What changes from one announcement to the next; see `GroupRegistration`."""
+        if work_rate > 0.0:
+            self._busy_until = now + waiting_work / work_rate
+        self.free_tokens = self.registration.capacity_tokens if free_tokens is None else free_tokens
         self._changed.add(self)
 
     def leave(self) -> None:
