@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 from cp_core.cost.profile import HardwareProfile
 from cp_core.layout import TokenRange
-from cp_core.selector import EmpiricalFit, Selection, Turn, select
+from cp_core.selector import EmpiricalFit, Selection, Turn, faster, is_clearly_less, select
 from orchestration.cached_kv import AUTO, CachedKv, choose_source, is_worth_pulling
 from orchestration.corrections import RingCorrections
 from orchestration.prefill_work import StepLimits, WorkModel, cut
-from orchestration.ring_costs import RingCosts
+from orchestration.ring_costs import RingCosts, StepSeconds
 from orchestration.turn import Chunk, GroupRegistration, Plan, PrefillReport, PromptMode
 from workers.steps import Algorithm, ModelInfo
 
@@ -83,14 +83,15 @@ class Planner:
         ring, source = prompt.prefill, self._choose_source(prompt)
         cached = source.cached_tokens
         pieces = self._cut(ring, TokenRange(cached, prompt.num_tokens))
-        chosen = [self._select(ring, piece, algorithm) for piece in pieces]
-        names = [Algorithm(selection.algorithm) for selection in chosen]
-        taken = _of_most_tokens(pieces, names)
-        factors = {name: self.corrections.factor(ring, name) for name in Algorithm}
         seconds = [self._costs.seconds(ring, len(piece), piece.start) for piece in pieces]
+        names = [self._choose(ring, *each, algorithm) for each in zip(pieces, seconds, strict=True)]
+        taken = _of_most_tokens(pieces, names)
+        first = names.index(taken)
+        why = self._select(ring, pieces[first], seconds[first], algorithm).reason
+        factors = {name: self.corrections.factor(ring, name) for name in Algorithm}
         return Plan(
             algorithm=taken,
-            reason=_reason(taken, chosen) + source.reason + _told(factors[taken]),
+            reason=_reason(taken, names, why) + source.reason + _told(factors[taken]),
             new_tokens=prompt.num_tokens - cached,
             cached_tokens=cached,
             prefill_ring=ring.name,
@@ -135,10 +136,8 @@ class Planner:
 
     def predict_prefill(self, num_tokens: int, cached_tokens: int, ring: GroupRegistration) -> float:
         """Seconds of a prompt whose beginning is cached, taken whole by its faster algorithm, on an idle ring."""
-        pass_kv, pass_q = self._costs.seconds(ring, num_tokens - cached_tokens, cached_tokens)
-        if pass_q < pass_kv:
-            return pass_q * self.corrections.factor(ring, Algorithm.PASS_Q)
-        return pass_kv * self.corrections.factor(ring, Algorithm.PASS_KV)
+        seconds = self._costs.seconds(ring, num_tokens - cached_tokens, cached_tokens)
+        return seconds.by(seconds.fastest) * self.corrections.factor(ring, seconds.fastest)
 
     def _predict_pulled(self, prompt: PromptOnRings) -> tuple[float, float]:
         """Seconds of fetching all that the prefill ring lacks, and of the prefill after it."""
@@ -161,10 +160,23 @@ class Planner:
             recompute_seconds=recompute,
         )
 
-    def _select(self, ring: GroupRegistration, tokens: TokenRange, asked: Algorithm | None) -> Selection:
+    def _choose(
+        self, ring: GroupRegistration, tokens: TokenRange, seconds: StepSeconds, asked: Algorithm | None
+    ) -> Algorithm:
+        """As `_select`, without the words: plans of long prompts have dozens of chunks and tell the reason of one."""
+        if self.selector != "auto" or asked is not None:
+            return Algorithm(self._select(ring, tokens, seconds, asked).algorithm)
+        is_pass_q = ring.num_ranks > 1 and is_clearly_less(seconds.pass_q, seconds.pass_kv)
+        return Algorithm.PASS_Q if is_pass_q else Algorithm.PASS_KV
+
+    def _select(
+        self, ring: GroupRegistration, tokens: TokenRange, seconds: StepSeconds, asked: Algorithm | None
+    ) -> Selection:
         if asked is not None:
             return Selection(asked, f"Forced: {asked} was asked for with the turn")
         turn = Turn(new_tokens=len(tokens), cached_tokens=tokens.start, num_ranks=ring.num_ranks)
+        if self.selector == "auto":
+            return faster(turn, seconds.pass_kv, seconds.pass_q)
         rates = self._costs.rates(ring, is_cached=tokens.start > 0)
         return select(self.selector, turn, self._costs.shape(ring), rates, self._settings.fit)
 
@@ -192,9 +204,8 @@ def _of_most_tokens(pieces: Sequence[TokenRange], names: Sequence[Algorithm]) ->
     return max(tokens, key=lambda name: tokens[name])
 
 
-def _reason(algorithm: Algorithm, chosen: Sequence[Selection]) -> str:
-    """The reason of the first chunk that took the plan's algorithm, and how many did."""
-    same = [selection.reason for selection in chosen if selection.algorithm == algorithm]
-    if len(chosen) == 1:
-        return same[0]
-    return f"{len(same)} of {len(chosen)} chunks by {algorithm}, the first because: {same[0]}"
+def _reason(algorithm: Algorithm, names: Sequence[Algorithm], why: str) -> str:
+    """How many chunks took the plan's algorithm, and why the first of them did."""
+    if len(names) == 1:
+        return why
+    return f"{names.count(algorithm)} of {len(names)} chunks by {algorithm}, the first because: {why}"

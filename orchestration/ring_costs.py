@@ -29,13 +29,19 @@ class _Kind:
 
 
 class StepSeconds(NamedTuple):
-    """By algorithm. The sums over tensor parallel processes are the same in both."""
+    """By algorithm, but for the sums over tensor parallel processes, which are the same in both."""
 
     pass_kv: float
     pass_q: float
+    sums: float
 
     def by(self, algorithm: Algorithm) -> float:
-        return self.pass_q if algorithm is Algorithm.PASS_Q else self.pass_kv
+        """All of it."""
+        return (self.pass_q if algorithm is Algorithm.PASS_Q else self.pass_kv) + self.sums
+
+    @property
+    def fastest(self) -> Algorithm:
+        return Algorithm.PASS_Q if self.pass_q < self.pass_kv else Algorithm.PASS_KV
 
 
 class RingCosts:
@@ -75,7 +81,7 @@ class RingCosts:
         kind = self._kind(ring, cached_tokens > 0)
         pass_kv, pass_q = kind.predictor.seconds(new_tokens, cached_tokens)
         sums = kind.sum_start_seconds + -(-new_tokens // ring.num_ranks) * kind.sum_seconds_a_token
-        return StepSeconds(pass_kv + sums, pass_q + sums)
+        return StepSeconds(pass_kv, pass_q, sums)
 
     def pull_seconds(self, ring: GroupRegistration, num_bytes: float) -> float:
         """Of KV that comes back from a decode ring, `num_bytes` over each link."""

@@ -83,7 +83,8 @@ class StepTimes:
     def alone(self, tokens: TokenRange) -> float:
         """Of a prompt that has a ring to itself, each step by the faster algorithm."""
         steps = cut(self.work, self.limits, tokens)
-        return sum(min(self._costs.seconds(self._ring, len(step), step.start)) for step in steps)
+        costs = (self._costs.seconds(self._ring, len(step), step.start) for step in steps)
+        return sum(cost.by(cost.fastest) for cost in costs)
 
 
 class Cluster:
