@@ -7,7 +7,7 @@ think -> next turn.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from cp_core.errors import CapacityExceeded, ConfigError, Unavailable
@@ -87,9 +87,11 @@ class Simulation:
         self.cluster = Cluster(shape, self._clock, longest)
         self._policy = POLICIES[placement](self.cluster, self._planner)
         self._tally = Tally()
+        self._tell: Callable[[], None] = lambda: None
 
-    def run(self) -> SimulationResult:
-        """All turns of the trace, to the last token."""
+    def run(self, tell: Callable[[], None] = lambda: None) -> SimulationResult:
+        """All turns of the trace, to the last token. `tell` hears of every conversation that begins."""
+        self._tell = tell
         self._expect(enumerate(self._trace))
         self._clock.run()
         self.cluster.check_integrity()
@@ -105,6 +107,7 @@ class Simulation:
         conversation = _Conversation(number, traced)
 
         def begin() -> None:
+            self._tell()
             self._next_turn(conversation)
             self._expect(coming)
 

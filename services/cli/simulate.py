@@ -6,7 +6,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
 from functools import partial
@@ -14,6 +14,7 @@ from pathlib import Path
 
 from rich.box import SIMPLE
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from cp_core.cost.profile import read_profile
@@ -53,6 +54,8 @@ they begin most often in the middle of the time."""
 PIPE_WIDTH = 170
 MAX_TURNS = 1000
 MAX_JOBS = 64
+
+Trace = MadeTrace | list[TracedConversation]
 
 
 def add(commands: Subcommands) -> None:
@@ -113,22 +116,30 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _simulated(
-    cluster: ClusterShape, trace: Iterable[TracedConversation], placements: Sequence[str], jobs: int
-) -> list[SimulationResult]:
+def _simulated(cluster: ClusterShape, trace: Trace, placements: Sequence[str], jobs: int) -> list[SimulationResult]:
     """By every placement. Each is wrong before the first one runs."""
     for placement in placements:
         if placement not in POLICIES:
             raise ConfigError(f"--placement: {placement!r} is unknown; allowed are {', '.join(POLICIES)}")
-    simulate = partial(_simulate, cluster, trace)
-    if jobs == 1:
-        return list(map(simulate, placements))
-    with ProcessPoolExecutor(max_workers=jobs) as pool:
-        return list(pool.map(simulate, placements))
+    # The bar goes to standard error: standard output is the result's.
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        if jobs > 1:
+            task = progress.add_task("placements", total=len(placements))
+            with ProcessPoolExecutor(max_workers=jobs) as pool:
+                runs = pool.map(partial(_simulate, cluster, trace), placements)
+                return list(progress.track(runs, task_id=task))
+        results = []
+        for placement in placements:
+            task = progress.add_task(f"conversations, {placement}", total=len(trace))
+            results.append(_simulate(cluster, trace, placement, partial(progress.advance, task)))
+        return results
 
 
-def _simulate(cluster: ClusterShape, trace: Iterable[TracedConversation], placement: str) -> SimulationResult:
-    return Simulation(cluster, trace, placement).run()
+def _simulate(
+    cluster: ClusterShape, trace: Trace, placement: str, tell: Callable[[], None] = lambda: None
+) -> SimulationResult:
+    return Simulation(cluster, trace, placement).run(tell)
 
 
 def _cluster(options: argparse.Namespace) -> ClusterShape:
@@ -152,7 +163,7 @@ def _cluster(options: argparse.Namespace) -> ClusterShape:
     )
 
 
-def _trace(options: argparse.Namespace, cluster: ClusterShape) -> MadeTrace | list[TracedConversation]:
+def _trace(options: argparse.Namespace, cluster: ClusterShape) -> Trace:
     if options.trace is not None:
         return read_trace(options.trace)
     if not 1.0 <= options.turns <= MAX_TURNS:

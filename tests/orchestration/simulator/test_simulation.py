@@ -145,11 +145,11 @@ def test_a_wait_is_told_apart_from_the_prefill_itself() -> None:
 
 
 BUSY = {
-    "prefill": PoolShape(num_rings=6, cp=2, tp=2),
-    "decode": PoolShape(num_rings=4, cp=1, tp=2),
-    "profile": replace(CLUSTER.profile, memory_bytes=15e9),
+    "prefill": PoolShape(num_rings=3, cp=2, tp=2),
+    "decode": PoolShape(num_rings=3, cp=1, tp=2),
+    "profile": replace(CLUSTER.profile, memory_bytes=14e9),
     "max_batch": 4,
-    "scheduling": PrefillScheduling(max_queue_work=200_000.0),
+    "scheduling": PrefillScheduling(max_queue_work=40_000.0),
 }
 """Small rings, small batches and short queues, so that turns are refused, moved, and computed again."""
 
@@ -157,7 +157,7 @@ BUSY = {
 @pytest.mark.parametrize("placement", sorted(POLICIES))
 def test_no_token_is_lost_or_computed_that_nobody_asked_for(placement: str) -> None:
     """Every turn ends; what rings computed is what was new and what was lost; what is cached was not computed."""
-    trace = list(MadeTrace(TraceShape(num_conversations=300, seconds=300.0, first=(around(2000), around(20_000))), 5))
+    trace = list(MadeTrace(TraceShape(num_conversations=80, seconds=10.0, first=(around(2000), around(20_000))), 5))
     result = simulate(trace, placement=placement, **BUSY)
     turns = [turn for each in trace for turn in each.turns]
     assert result.num_turns == len(turns) == result.queue.count == sum(each.count for each in result.ttft_of_hour)
@@ -196,7 +196,7 @@ def test_every_turn_of_every_conversation_is_answered_by_every_placement() -> No
 
 @pytest.mark.parametrize("placement", sorted(POLICIES))
 def test_the_same_trace_gives_the_same_result(placement: str) -> None:
-    shape = TraceShape(num_conversations=60, seconds=60.0, first=(around(2000), around(20_000)))
+    shape = TraceShape(num_conversations=40, seconds=10.0, first=(around(2000), around(20_000)))
     once, again, other = (simulate(MadeTrace(shape, seed), placement=placement, **BUSY) for seed in (5, 5, 6))
     assert once == again != other
 
@@ -204,7 +204,7 @@ def test_the_same_trace_gives_the_same_result(placement: str) -> None:
 def test_rings_are_as_busy_as_the_load_was_made_for() -> None:
     """A queue with no shared steps and nothing computed twice: busy for the asked share of the time."""
     shape = TraceShape(
-        num_conversations=1, seconds=4000.0, first=(FirstPrompts(least=5000, most=40_000),), mean_turns=2.0, swing=0.0
+        num_conversations=1, seconds=300.0, first=(FirstPrompts(least=5000, most=40_000),), mean_turns=2.0, swing=0.0
     )
     pools = {"prefill": PoolShape(num_rings=4, cp=2, tp=2), "decode": PoolShape(num_rings=8, cp=1, tp=2)}
     alone = PrefillScheduling(fuse=False)
