@@ -19,9 +19,9 @@ from orchestration.placement import Choice, WantedTurn
 from orchestration.planner import Planner, PlannerSettings, PromptOnRings
 from orchestration.simulator.clock import Clock
 from orchestration.simulator.cluster import Cluster, ClusterShape
-from orchestration.simulator.decode_ring import DecodingTurn
+from orchestration.simulator.decode_ring import DecodingTurn, SimulatedDecodeRing
 from orchestration.simulator.placement import POLICIES
-from orchestration.simulator.prefill_ring import PrefillingTurn
+from orchestration.simulator.prefill_ring import PrefillingTurn, SimulatedPrefillRing
 from orchestration.simulator.results import SimulationResult, Tally, TurnRecord, percentiles
 from orchestration.simulator.trace import TracedConversation, TracedTurn
 from orchestration.turn import Plan, PrefillReport, PromptMode
@@ -158,28 +158,33 @@ class Simulation:
         """
         number, prompt = conversation.number, wanted.num_tokens
         prefill, decode = self.cluster.prefill[choice.prefill.name], self.cluster.decode[choice.decode.name]
-        before = prefill.kv.held(number), decode.kv.held(number)
-        has_room = (
-            prefill.kv.try_pin(number, prompt),
-            decode.kv.try_pin(number, prompt + wanted.answer_tokens),
-        )
+        rings: tuple[SimulatedPrefillRing | SimulatedDecodeRing, ...] = (prefill, decode)
+        before = [ring.kv.held(number) for ring in rings]
+        has_room = [prefill.kv.try_pin(number, prompt), decode.kv.try_pin(number, prompt + wanted.answer_tokens)]
 
         def give_back() -> None:
-            for ring, held, has in zip((prefill, decode), before, has_room, strict=True):
+            for ring, held, has in zip(rings, before, has_room, strict=True):
                 if has:
                     ring.kv.settle(number, held)
 
         if not all(has_room):
-            refused.extend(ring.group for ring, has in zip((prefill, decode), has_room, strict=True) if not has)
+            refused.extend(ring.group for ring, has in zip(rings, has_room, strict=True) if not has)
             give_back()
             return None
-        kept = [
-            min(wanted.match_tokens, held) if wanted.is_at(group) else 0
-            for group, held in zip((choice.prefill, choice.decode), before, strict=True)
-        ]
-        rings = choice.prefill.registration, choice.decode.registration
-        mode = PromptMode.APPEND if conversation.tokens else PromptMode.NEW
-        plan = self._planner.plan(PromptOnRings(prompt, *kept, *rings), mode=mode)
+        on_prefill, on_decode = (
+            min(wanted.match_tokens, held) if wanted.is_at(ring.group) else 0
+            for ring, held in zip(rings, before, strict=True)
+        )
+        plan = self._planner.plan(
+            PromptOnRings(
+                num_tokens=prompt,
+                kept_on_prefill=on_prefill,
+                kept_on_decode=on_decode,
+                prefill=choice.prefill.registration,
+                decode=choice.decode.registration,
+            ),
+            mode=PromptMode.APPEND if conversation.tokens else PromptMode.NEW,
+        )
         try:
             prefill.reserve(_turn_id(conversation), TokenRange(plan.cached_tokens, prompt))
         except CapacityExceeded:
@@ -190,7 +195,7 @@ class Simulation:
         )
         choice.prefill.num_turns += 1
         choice.decode.num_turns += 1
-        return _Turn(conversation, asked, choice, plan, placed, lacking=prompt - kept[1])
+        return _Turn(conversation, asked, choice, plan, placed, lacking=prompt - on_decode)
 
     def _prefill(self, turn: _Turn) -> None:
         ring = self.cluster.prefill[turn.choice.prefill.name]

@@ -210,7 +210,7 @@ def test_rings_are_as_busy_as_the_load_was_made_for() -> None:
     alone = PrefillScheduling(fuse=False)
     cluster = replace(CLUSTER, scheduling=alone, **pools)  # type: ignore[arg-type]
     shape = replace(shape, num_conversations=conversations_for(0.5, cluster, shape, 3))
-    result = simulate(MadeTrace(shape, 4), scheduling=alone, **pools)
+    result = Simulation(cluster, MadeTrace(shape, 4), "router").run()
     assert result.busy_share * result.simulated_seconds / shape.seconds == pytest.approx(0.5, rel=0.05)
 
 
