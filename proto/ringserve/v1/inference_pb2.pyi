@@ -673,6 +673,8 @@ class RingAlternative(_message.Message):
     MOVE_SECONDS_FIELD_NUMBER: _builtins.int
     PREFILL_SECONDS_FIELD_NUMBER: _builtins.int
     TOTAL_SECONDS_FIELD_NUMBER: _builtins.int
+    NUM_RANKS_FIELD_NUMBER: _builtins.int
+    TP_FIELD_NUMBER: _builtins.int
     ring: _builtins.str
     queue_seconds: _builtins.float
     """Behind what waits there."""
@@ -680,6 +682,9 @@ class RingAlternative(_message.Message):
     """To fetch cached KV that the ring lacks."""
     prefill_seconds: _builtins.float
     total_seconds: _builtins.float
+    num_ranks: _builtins.int
+    """The ring's size: ranks, which share the prompt's tokens, of `tp` processes each, which share the heads."""
+    tp: _builtins.int
     def __init__(
         self,
         *,
@@ -688,10 +693,12 @@ class RingAlternative(_message.Message):
         move_seconds: _builtins.float = ...,
         prefill_seconds: _builtins.float = ...,
         total_seconds: _builtins.float = ...,
+        num_ranks: _builtins.int = ...,
+        tp: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["move_seconds", b"move_seconds", "prefill_seconds", b"prefill_seconds", "queue_seconds", b"queue_seconds", "ring", b"ring", "total_seconds", b"total_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["move_seconds", b"move_seconds", "num_ranks", b"num_ranks", "prefill_seconds", b"prefill_seconds", "queue_seconds", b"queue_seconds", "ring", b"ring", "total_seconds", b"total_seconds", "tp", b"tp"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
