@@ -51,6 +51,9 @@ class RouterMetrics:
         )
         for algorithm in ALGORITHMS:
             self._plans.labels(algorithm, self._selector)
+        self._placements = Counter(
+            "ringserve_router_placements", "Planned turns by their rings.", ["role", "group"], registry=registry
+        )
         self._refusals = Counter("ringserve_router_refusals", "Turns that got no plan.", registry=registry)
         self._planning = Histogram(
             "ringserve_router_begin_turn_seconds",
@@ -69,7 +72,10 @@ class RouterMetrics:
             self._refusals.inc()
             raise
         self._planning.observe(time.monotonic() - started)
-        self._plans.labels(begun.plan.algorithm.value, self._selector).inc()
+        plan = begun.plan
+        self._plans.labels(plan.algorithm.value, self._selector).inc()
+        for role, ring in zip(ROLES, (plan.prefill_ring, plan.decode_ring), strict=True):
+            self._placements.labels(role, ring).inc()
         return begun
 
 

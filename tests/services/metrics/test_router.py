@@ -36,6 +36,8 @@ async def test_a_plan_is_counted_by_algorithm_and_policy_and_a_refusal_as_one(tm
     assert begun.plan.algorithm == "pass_q"
     assert value("ringserve_router_plans_total", {"algorithm": "pass_q", "selector": "pass_q"}) == 1
     assert value("ringserve_router_plans_total", {"algorithm": "pass_kv", "selector": "pass_q"}) == 0
+    for role in ("prefill", "decode"):
+        assert value("ringserve_router_placements_total", {"role": role, "group": f"{role}-0"}) == 1
     assert value("ringserve_router_refusals_total") == 1
     assert value("ringserve_router_begin_turn_seconds_count") == 1
 
