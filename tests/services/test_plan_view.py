@@ -33,7 +33,7 @@ def test_rings_that_were_compared_are_shown_with_their_sizes_the_quickest_first(
     show_plan(complete(("prefill-wide-0", 4, 2, 1.5), ("prefill-0", 1, 1, 0.25)))
     shown = capsys.readouterr()
     assert shown.out == ""
-    lines = [line.split() for line in shown.err.splitlines()]
+    lines = [line.split() for line in shown.err.splitlines()[1:]]
     own, other = (next(line for line in lines if name in line) for name in ("prefill-0", "prefill-wide-0"))
     assert own == ["*", "prefill-0", "1", "1", "257", "ms", "250", "ms", "2", "ms", "5", "ms"]
     assert other == ["prefill-wide-0", "4", "2", "1.51", "s", "1.5", "s", "2", "ms", "5", "ms"]
