@@ -20,9 +20,12 @@ class RankKvUsage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Correction:
-    """What predictions of a ring's turns by `algorithm` are multiplied by, and of how many turns it is the median."""
+    """What predictions of a ring's turns by `algorithm` are multiplied by, of `min_work` to four times as many work
+    units, and how many such turns it has had.
+    """
 
     algorithm: Algorithm
+    min_work: int
     factor: float
     num_turns: int
 

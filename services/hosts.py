@@ -112,7 +112,7 @@ class RunningRouter:
     def _view(self) -> RouterView:
         rings = ((group.registration.role, group.name, group.is_ready) for group in self._router.groups)
         corrections = (
-            (group.name, each.algorithm.value, each.factor)
+            (group.name, each.algorithm.value, each.min_work, each.factor)
             for group in self._router.groups
             for each in self._planner.corrections.of_ring(group.registration)
         )

@@ -28,13 +28,13 @@ ROLES = ("prefill", "decode")
 @dataclass(frozen=True, kw_only=True)
 class RouterView:
     """What the router holds just now. `rings` are (role, name, whether turns go there), `corrections` (ring, algorithm,
-    factor of later predictions).
+    least work of such turns, factor of later predictions).
     """
 
     conversations: int
     running_turns: int
     rings: tuple[tuple[str, str, bool], ...]
-    corrections: tuple[tuple[str, str, float], ...] = ()
+    corrections: tuple[tuple[str, str, int, float], ...] = ()
 
 
 class RouterMetrics:
@@ -100,11 +100,11 @@ class _RouterCollector(Collector):
         yield rings
         corrections = GaugeMetricFamily(
             "ringserve_router_prediction_correction",
-            "Median of measured over predicted prefill seconds of a ring's latest turns.",
-            labels=("group", "algorithm"),
+            "Median of measured over predicted prefill seconds of a ring's latest turns of like work.",
+            labels=("group", "algorithm", "min_work"),
         )
-        for name, algorithm, factor in view.corrections:
-            corrections.add_metric((name, algorithm), factor)
+        for name, algorithm, min_work, factor in view.corrections:
+            corrections.add_metric((name, algorithm, str(min_work)), factor)
         yield corrections
 
     async def _ask(self) -> RouterView:

@@ -77,7 +77,7 @@ class Talk:
         return await self.service.router.get_conversation(self._name)
 
 
-@pytest.mark.parametrize(("decode", "selector"), zip(DECODE_RINGS, 2 * ("pass_kv", "pass_q"), strict=True))
+@pytest.mark.parametrize(("decode", "selector"), list(zip(DECODE_RINGS, 2 * ("pass_kv", "pass_q"), strict=True)))
 async def test_turns_that_alternate_between_prefill_rings_of_all_sizes_give_the_tokens_of_transformers(
     selector: str, decode: str, model_paths: Mapping[str, Path], oracles: Mapping[str, Oracle], pin: Pin
 ) -> None:

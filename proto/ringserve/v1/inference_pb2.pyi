@@ -1104,8 +1104,8 @@ Global___GroupRates: _TypeAlias = GroupRates  # noqa: Y015
 
 @_typing.final
 class Correction(_message.Message):
-    """Later predictions are multiplied by `factor`, the median of measured over predicted seconds of the ring's latest
-    turns; 1 while these are too few.
+    """Later predictions of such turns are multiplied by `factor`, the median of measured over predicted seconds of the
+    latest `num_turns` of them; while these are too few it is that of all rings, or 1.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1113,19 +1113,23 @@ class Correction(_message.Message):
     ALGORITHM_FIELD_NUMBER: _builtins.int
     FACTOR_FIELD_NUMBER: _builtins.int
     NUM_TURNS_FIELD_NUMBER: _builtins.int
+    MIN_WORK_FIELD_NUMBER: _builtins.int
     algorithm: _builtins.str
     factor: _builtins.float
     num_turns: _builtins.int
+    min_work: _builtins.int
+    """Of turns of so many work units up to four times as many."""
     def __init__(
         self,
         *,
         algorithm: _builtins.str = ...,
         factor: _builtins.float = ...,
         num_turns: _builtins.int = ...,
+        min_work: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["algorithm", b"algorithm", "factor", b"factor", "num_turns", b"num_turns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["algorithm", b"algorithm", "factor", b"factor", "min_work", b"min_work", "num_turns", b"num_turns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
