@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from cp_core.errors import Unavailable
-from orchestration.conversations import Placement
 from orchestration.groups import Group, GroupRegistry, Placed, RingKind
+from orchestration.placement_map import Placement
 from orchestration.planner import Planner
 from orchestration.turn import GroupRegistration, RingAlternative
 

@@ -66,18 +66,21 @@ class GroupStatus:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlacementView:
-    """Tokens [0, num_tokens) of a conversation on one ring."""
+    """Tokens [0, num_tokens) of a conversation on one ring, there since `epoch`."""
 
     role: str
     group: str
     incarnation: str
     num_tokens: int
     shards: ShardMap
+    epoch: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConversationView:
-    """A conversation as `GetConversation` shows it. `ttl_seconds` 0: it is never forgotten for its age."""
+    """A conversation as `GetConversation` shows it. `epoch` counts the changes of its placements. `ttl_seconds` 0: it
+    is never forgotten for its age.
+    """
 
     conversation_id: str
     num_tokens: int

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from cp_core.errors import Unavailable
 from cp_core.layout import TokenRange, spread
-from orchestration.conversations import Placement
 from orchestration.corrections import LEAST
 from orchestration.groups import Group, GroupRegistry
 from orchestration.placement import LEAVE_SECONDS, MAX_ALTERNATIVES, TIE, Choice, RingPlacer, WantedTurn
+from orchestration.placement_map import Placement
 from orchestration.planner import Planner, PlannerSettings
 from orchestration.turn import Chunk, GroupRegistration, PrefillReport
 from workers.steps import Algorithm, ModelInfo, RingRates

@@ -1203,6 +1203,7 @@ class GetConversationResponse(_message.Message):
     running_request_id: _builtins.str
     """The running turn's request id, empty when idle."""
     epoch: _builtins.int
+    """Grows with every change of where its KV lies."""
     idle_seconds: _builtins.float
     ttl_seconds: _builtins.float
     """0: it is never forgotten for its age."""
@@ -1366,11 +1367,14 @@ class Placement(_message.Message):
     INCARNATION_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     RANKS_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     group: _builtins.str
     incarnation: _builtins.str
     num_tokens: _builtins.int
     """Tokens [0, num_tokens) have their KV on this ring."""
+    epoch: _builtins.int
+    """So it is since this epoch of the conversation."""
     @_builtins.property
     def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankShard]: ...
     def __init__(
@@ -1381,10 +1385,11 @@ class Placement(_message.Message):
         incarnation: _builtins.str = ...,
         num_tokens: _builtins.int = ...,
         ranks: _abc.Iterable[Global___RankShard] | None = ...,
+        epoch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "incarnation", b"incarnation", "num_tokens", b"num_tokens", "ranks", b"ranks", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "group", b"group", "incarnation", b"incarnation", "num_tokens", b"num_tokens", "ranks", b"ranks", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
