@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Mapping
 from typing import Any
@@ -94,6 +95,15 @@ def test_the_notes_name_the_rings_of_all_pools() -> None:
     assert (
         "2 prefill rings of 4 x 2, 3 prefill rings of 1 x 1, 1 prefill rings of 8 x 2, 1 decode rings of 2 x 1" in notes
     )
+
+
+def test_the_pool_shown_in_the_readme_renders() -> None:
+    examples = re.findall(r"^```\n(.*?)^```", (CHART.parent / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    values = [yaml.safe_load(example) for example in examples]
+    (pools,) = (each for each in values if "pools" in each["prefill"])
+    (whole,) = (each for each in values if "image" in each)
+    config = configuration(render(whole, pools))
+    assert [(pool.groups, pool.cp, pool.tp) for pool in config.pools_of("prefill")] == [(1, 4, 2), (4, 1, 2)]
 
 
 def test_a_chart_with_pools_lints_strictly() -> None:

@@ -7,6 +7,7 @@ import pytest
 from ringserve.v1 import inference_pb2
 from services.cli.plan_view import show_plan
 from services.cli.status import pool_sizes
+from services.client import Plan
 
 
 def complete(*rings: tuple[str, int, int, float]) -> inference_pb2.GenerateComplete:
@@ -38,6 +39,13 @@ def test_rings_that_were_compared_are_shown_with_their_sizes_the_quickest_first(
     assert own == ["*", "prefill-0", "1", "1", "257", "ms", "250", "ms", "2", "ms", "5", "ms"]
     assert other == ["prefill-wide-0", "4", "2", "1.51", "s", "1.5", "s", "2", "ms", "5", "ms"]
     assert lines.index(own) < lines.index(other)
+
+
+def test_a_client_in_python_gets_them_typed() -> None:
+    plan = Plan.from_message(complete(("prefill-wide-0", 4, 2, 1.5)).plan)
+    (ring,) = plan.ring_alternatives
+    assert (ring.ring, ring.num_ranks, ring.tp) == ("prefill-wide-0", 4, 2)
+    assert (ring.queue_seconds, ring.total_seconds) == (1.5, 1.507)
 
 
 def test_where_no_rings_were_compared_the_plan_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
