@@ -98,8 +98,8 @@ def test_the_notes_name_the_rings_of_all_pools() -> None:
 
 
 def test_the_pool_shown_in_the_readme_renders() -> None:
-    examples = re.findall(r"^```\n(.*?)^```", (CHART.parent / "README.md").read_text(), re.MULTILINE | re.DOTALL)
-    values = [yaml.safe_load(example) for example in examples]
+    found = re.findall(r"^```(\w*)\n(.*?)^```", (CHART.parent / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    values = [yaml.safe_load(example) for language, example in found if not language]
     (pools,) = (each for each in values if "pools" in each["prefill"])
     (whole,) = (each for each in values if "image" in each)
     config = configuration(render(whole, pools))
