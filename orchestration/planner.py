@@ -88,7 +88,8 @@ class Planner:
         taken = _of_most_tokens(pieces, names)
         first = names.index(taken)
         why = self._select(ring, pieces[first], seconds[first], algorithm).reason
-        factors = {name: self.corrections.factor(ring, name) for name in Algorithm}
+        work = self._work.work(prompt.num_tokens - cached, cached)
+        factors = {name: self.corrections.factor(ring, name, work) for name in Algorithm}
         return Plan(
             algorithm=taken,
             reason=_reason(taken, names, why) + source.reason + _told(factors[taken]),
@@ -118,7 +119,8 @@ class Planner:
         predicted = sum(
             self._costs.seconds(ring, len(chunk.tokens), chunk.tokens.start).by(name) for chunk in report.chunks
         )
-        self.corrections.note(ring, name, predicted=predicted, measured=report.prefill_seconds)
+        work = sum(self._work.work(len(chunk.tokens), chunk.tokens.start) for chunk in report.chunks)
+        self.corrections.note(ring, name, work, predicted=predicted, measured=report.prefill_seconds)
 
     def predict_turn(self, prompt: PromptOnRings) -> tuple[float, float]:
         """Seconds to fetch KV that only the decode ring keeps, 0 where it is computed again, and of the prefill."""
@@ -136,8 +138,10 @@ class Planner:
 
     def predict_prefill(self, num_tokens: int, cached_tokens: int, ring: GroupRegistration) -> float:
         """Seconds of a prompt whose beginning is cached, taken whole by its faster algorithm, on an idle ring."""
-        seconds = self._costs.seconds(ring, num_tokens - cached_tokens, cached_tokens)
-        return seconds.by(seconds.fastest) * self.corrections.factor(ring, seconds.fastest)
+        new_tokens = num_tokens - cached_tokens
+        seconds = self._costs.seconds(ring, new_tokens, cached_tokens)
+        name, work = seconds.fastest, self._work.work(new_tokens, cached_tokens)
+        return seconds.by(name) * self.corrections.factor(ring, name, work)
 
     def _predict_pulled(self, prompt: PromptOnRings) -> tuple[float, float]:
         """Seconds of fetching all that the prefill ring lacks, and of the prefill after it."""
@@ -194,7 +198,7 @@ def _told(factor: float) -> str:
     """Empty where it is near enough to 1."""
     if abs(factor - 1.0) <= WORTH_TELLING:
         return ""
-    return f"; this ring's latest turns took {factor:.2f} of what was predicted"
+    return f"; latest turns like it took {factor:.2f} of what was predicted"
 
 
 def _of_most_tokens(pieces: Sequence[TokenRange], names: Sequence[Algorithm]) -> Algorithm:

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from cp_core.errors import CapacityExceeded, ConfigError, Unavailable
 from cp_core.layout import ShardMap, TokenRange
 from orchestration.cached_kv import PULLED
-from orchestration.conversations import Placement
 from orchestration.groups import Group, Placed
 from orchestration.placement import Choice, WantedTurn
+from orchestration.placement_map import Placement
 from orchestration.planner import Planner, PlannerSettings, PromptOnRings
 from orchestration.simulator.clock import Clock
 from orchestration.simulator.cluster import Cluster, ClusterShape

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cp_core.layout import spread
-from orchestration.conversations import Placement
 from orchestration.groups import Group, GroupRegistry, Placed
 from orchestration.ordered import Ordered
 from orchestration.placement import RingPlacer, WantedTurn
+from orchestration.placement_map import Placement
 from orchestration.planner import Planner, PlannerSettings
 from orchestration.turn import GroupRegistration
 from tests.orchestration.exhaustive_placement import ExhaustivePlacer
