@@ -21,6 +21,7 @@ from orchestration.cached_kv import MISSING_KV
 from orchestration.prefill_scheduler import PrefillScheduling
 from services.auth.sections import AuthConfig, InternalTlsConfig, TlsConfig, absolute_paths, check_doors, check_sections
 from services.logs import LOG_FORMATS
+from services.tracing.section import TracingConfig, check_tracing
 
 ENV_PREFIX = "RINGSERVE_"
 DTYPES = ("float32", "bfloat16", "float16")
@@ -232,6 +233,7 @@ class Config:
     ray: RayConfig = field(default_factory=RayConfig)
     timeouts: TimeoutConfig = field(default_factory=TimeoutConfig)
     logs: LogConfig = field(default_factory=LogConfig)
+    tracing: TracingConfig = field(default_factory=TracingConfig)
 
     def __post_init__(self) -> None:
         _check(self)
@@ -373,6 +375,7 @@ def _check(config: Config) -> None:
         if getattr(config.metrics, key):
             _address(f"metrics.{key}", getattr(config.metrics, key))
     check_sections(config.tls, config.internal_tls)
+    check_tracing(config.tracing)
     doors = {f"gateway.{key}": getattr(config.gateway, key) for key in ("listen", "http")}
     check_doors(doors, config.tls, config.auth, is_insecure=config.gateway.insecure)
 

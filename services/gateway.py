@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, aclosing, contextmanager
-from importlib.metadata import PackageNotFoundError, version
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import grpc
@@ -22,11 +22,14 @@ from services.auth.scoped_router import ScopedRouter
 from services.auth.tenants import Tenant
 from services.completions import Responses, merged, turns_of
 from services.metrics.gateway import GatewayMetrics
+from services.metrics.process import package_version
 from services.requests import RequestReader, identifier
 from services.sampling_params import num_completions, stop_rule
 from services.status import answer, answer_stream, code_of
 from services.text import IncrementalText, TextCodec
 from services.text_stops import AnswerText, StopRule
+from services.tracing.tracer import NoServiceTracer, ServiceTracer
+from services.tracing.turns import TurnTrace
 from services.turn_stream import TurnStream
 from services.wire import conversations as wire_conversations
 from services.wire import groups as wire_groups
@@ -41,13 +44,6 @@ DEFAULT_PAGE = 100
 
 UNSETTLED = ("cancelled", "unavailable")
 """Outcomes after which the router may still take the turn for running: it is told, once more than needed perhaps."""
-
-
-def package_version() -> str:
-    try:
-        return version("ringserve")
-    except PackageNotFoundError:
-        return "unknown"
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
@@ -66,6 +62,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         peers: Peers,
         metrics: GatewayMetrics,
         doorkeeper: Doorkeeper | None = None,
+        tracer: ServiceTracer | None = None,
     ) -> None:
         self._model = model
         self._model_path = model_path
@@ -75,6 +72,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self._doorkeeper = doorkeeper or Doorkeeper()
         self._peers = peers
         self._metrics = metrics
+        self._tracer = tracer or NoServiceTracer()
         self._started = time.monotonic()
         self._aborts: set[asyncio.Task[None]] = set()
         self._running: set[str] = set()
@@ -91,14 +89,19 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def _generate_for(
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
-        async with aclosing(self.generate(request, self._caller(context), context.time_remaining())) as responses:
+        tenant, trace_parent = self._caller(context), _metadata(context).get("traceparent", "")
+        turn = self.generate(request, tenant, context.time_remaining(), trace_parent)
+        async with aclosing(turn) as responses:
             async for response in responses:
                 yield response
 
     async def generate(
-        self, request: inference_pb2.GenerateRequest, tenant: Tenant, seconds_left: float | None
+        self, request: inference_pb2.GenerateRequest, tenant: Tenant, seconds_left: float | None, trace_parent: str = ""
     ) -> Responses:
-        """One turn, from whatever door. Raises RingserveError; closing the iterator ends the turn everywhere."""
+        """One turn, from whatever door; `trace_parent` is the client's own. Closing the iterator ends the turn.
+
+        Raises RingserveError.
+        """
         started = time.monotonic()
         with ExitStack() as held:
             with self._refusals_counted(started):
@@ -107,7 +110,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 turn_request = await asyncio.to_thread(self._reader.read, request, seconds_left)
             rule, router = stop_rule(request.sampling_params), self.router_for(tenant)
             turns = [
-                self._turn(each, router, rule, started, index)
+                self._turn(replace(each, trace_parent=trace_parent), router, rule, started, index)
                 for index, each in enumerate(turns_of(turn_request, count))
             ]
             async with aclosing(merged(turns) if count > 1 else turns[0]) as responses:
@@ -129,10 +132,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         """The responses of one answer."""
         outcome, request_id = "cancelled", router.scoped(turn_request.request_id)
         self._metrics.began()
+        trace = TurnTrace(self._tracer, turn_request.trace_parent, request_id, router.tenant.name, started)
         try:
             self._running.add(request_id)
-            begun = await router.begin_turn(turn_request)
+            begun = await router.begin_turn(replace(turn_request, trace_parent=trace.parent))
             self._note_plan(request_id, begun.turn_id, begun.prompt_tokens, begun.plan)
+            trace.planned(begun)
             text = AnswerText(IncrementalText(self._codec), rule)
             stream = TurnStream(turn_request, begun, text, started, index)
             yield stream.start()
@@ -140,6 +145,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 if response.HasField("complete"):
                     outcome = response.complete.finish_reason
                     self._metrics.completed(response.complete)
+                    trace.completed(response.complete)
                 yield response
         except RingserveError as error:
             outcome = code_of(error).name.lower()
@@ -149,6 +155,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         finally:
             self._running.discard(request_id)
             self._metrics.ended(outcome, time.monotonic() - started)
+            trace.ended(outcome)
             if outcome in UNSETTLED:
                 self._abort_soon(request_id)
 
@@ -263,9 +270,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
     def _caller(self, context: Context) -> Tenant:
         """Raises Unauthenticated."""
-        metadata = dict(context.invocation_metadata() or ())
-        authorization = metadata.get("authorization")
-        return self._doorkeeper.tenant_of(None if authorization is None else str(authorization))
+        return self._doorkeeper.tenant_of(_metadata(context).get("authorization"))
 
     async def _answer(self, context: Context, ask: Callable[[ScopedRouter], Awaitable[T]]) -> T:
         """What the router says to the tenant that calls; an error becomes its status."""
@@ -278,6 +283,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def _operators_view(self, router: ScopedRouter) -> ServerView:
         self._doorkeeper.check_operator(router.tenant)
         return await router.get_server_info()
+
+
+def _metadata(context: Context) -> dict[str, str]:
+    return {key: str(value) for key, value in context.invocation_metadata() or ()}
 
 
 async def _nothing(router: ScopedRouter) -> None:

@@ -32,6 +32,7 @@ from services.openai.server import HttpServer
 from services.peers import GrpcPeers
 from services.requests import RequestReader
 from services.text import TextCodec
+from services.tracing.tracer import tracer_for
 from workers.builtin_model import resolve_model_path
 from workers.model_info import read_model_info
 
@@ -48,7 +49,8 @@ async def serve(settings: GatewaySettings) -> None:
     peers, metrics = GrpcPeers(settings.peer_tls), GatewayMetrics()
     reader = RequestReader(model, codec, settings.max_seconds)
     router = peers.router(settings.router)
-    servicer = InferenceServicer(model, str(path), codec, reader, router, peers, metrics, doorkeeper)
+    tracer = tracer_for(settings.tracing, "gateway")
+    servicer = InferenceServicer(model, str(path), codec, reader, router, peers, metrics, doorkeeper, tracer)
     server = GrpcServer(settings.tls.grpc_credentials() if settings.tls else None)
     server.add(
         "ringserve.v1.Inference", lambda target: inference_pb2_grpc.add_InferenceServicer_to_server(servicer, target)
@@ -81,6 +83,7 @@ async def serve(settings: GatewaySettings) -> None:
     ending.cancel()
     await asyncio.gather(ending, return_exceptions=True)
     await peers.close()
+    await asyncio.to_thread(tracer.close)
     if endpoint:
         await asyncio.to_thread(endpoint.close)
 

@@ -42,7 +42,7 @@ class TurnService(Protocol):
     """What the door needs of the gateway."""
 
     def generate(
-        self, request: inference_pb2.GenerateRequest, tenant: Tenant, seconds_left: float | None
+        self, request: inference_pb2.GenerateRequest, tenant: Tenant, seconds_left: float | None, trace_parent: str
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         """One turn's responses. Raises RingserveError. Closing it ends the turn."""
 
@@ -103,7 +103,7 @@ class HttpDoor:
         body = await _body(request)
         turn = await asyncio.to_thread(lambda: read(_parsed(body)))
         answer = TurnAnswer(shape, self._model_name, self._service.decode, turn)
-        responses = self._service.generate(turn.request, tenant, None)
+        responses = self._service.generate(turn.request, tenant, None, request.headers.get("traceparent", ""))
         if not turn.stream:
             async with ended_by_hang_up(request.receive):
                 return JSONResponse(await _whole(responses, answer))

@@ -57,6 +57,7 @@ def turn_request_to(request: TurnRequest) -> router_pb2.BeginTurnRequest:
         wait=request.wait,
         priority=request.priority,
         algorithm=request.algorithm or "",
+        trace_parent=request.trace_parent,
     )
 
 
@@ -74,6 +75,7 @@ def turn_request_from(message: router_pb2.BeginTurnRequest) -> TurnRequest:
         wait=message.wait,
         priority=message.priority,
         algorithm=Algorithm(message.algorithm) if message.algorithm else None,
+        trace_parent=message.trace_parent,
     )
 
 
@@ -90,6 +92,7 @@ def reserve_to(request: Reserve) -> groups_pb2.ReserveRequest:
         penalized_ids=request.penalized_ids,
         priority=request.priority,
         request_id=request.request_id,
+        trace_parent=request.trace_parent,
     )
 
 
@@ -106,6 +109,7 @@ def reserve_from(message: groups_pb2.ReserveRequest) -> Reserve:
         penalized_ids=tuple(message.penalized_ids),
         priority=message.priority,
         request_id=message.request_id,
+        trace_parent=message.trace_parent,
     )
 
 

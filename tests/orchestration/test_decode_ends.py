@@ -55,9 +55,10 @@ class Group:
             watch_interval=3600.0,
         )
         self.tasks: set[asyncio.Task[None]] = set()
+        self.settled: list[DecodeTurn] = []
         self.ring = Ring(settings, self.ranks, on_ready=self._on_ready, on_lost=self._on_lost)
         self.engine = DecodeEngine(self.ring, self.router, self.spawn, lambda turn, how: self.ends.end_soon(turn, how))  # type: ignore[arg-type]
-        self.ends = DecodeEnds(self.ring, self.engine, self.router, self.spawn)  # type: ignore[arg-type]
+        self.ends = DecodeEnds(self.ring, self.engine, self.router, self.spawn, self.settled.append)  # type: ignore[arg-type]
 
     def spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
