@@ -22,6 +22,14 @@ class PromptMode(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class KvQuota:
+    """All that a tenant's conversations and running turns may hold: ids of both are `tenant/...`."""
+
+    tenant: str
+    max_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TurnRequest:
     """A turn as the gateway hands it in. `conversation_id` empty: nothing is kept after the turn. A higher `priority`
     goes first.
@@ -29,6 +37,7 @@ class TurnRequest:
     The conversation is forgotten when nobody has used it for `conversation_ttl_seconds` (0: never; None: as before, or
     as the router is set). `wait`: behind the conversation's running turn, instead of being refused. An `algorithm`
     takes the place of the planner's choice. `trace_parent` is what its traces continue; empty: there are none.
+    `kv_quota` bounds what its tenant holds; None: nothing does.
     """
 
     request_id: str
@@ -42,6 +51,7 @@ class TurnRequest:
     priority: int = 0
     algorithm: Algorithm | None = None
     trace_parent: str = ""
+    kv_quota: KvQuota | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,6 +17,7 @@ from orchestration.ports import Peers, RouterPort
 from orchestration.turn import Plan, TurnRequest
 from orchestration.views import ConversationView, ServerView
 from ringserve.v1 import inference_pb2, inference_pb2_grpc
+from services.auth.certificates import of_grpc
 from services.auth.doorkeeper import Doorkeeper
 from services.auth.scoped_router import ScopedRouter
 from services.auth.tenants import Tenant
@@ -270,7 +271,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
     def _caller(self, context: Context) -> Tenant:
         """Raises Unauthenticated."""
-        return self._doorkeeper.tenant_of(_metadata(context).get("authorization"))
+        return self._doorkeeper.tenant_of(_metadata(context).get("authorization"), of_grpc(context.auth_context()))
 
     async def _answer(self, context: Context, ask: Callable[[ScopedRouter], Awaitable[T]]) -> T:
         """What the router says to the tenant that calls; an error becomes its status."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from cp_core.errors import ConfigError
 from services.auth.exposure import check_exposure
-from services.auth.tenants import read_tokens
+from services.auth.tenants import read_tenants
 from services.auth.tls import DoorTls, PeerTls
 
 SECRET_FILES = {"tls": ("cert", "key", "client_ca"), "internal_tls": ("cert", "key", "ca"), "auth": ("tokens",)}
@@ -50,7 +50,7 @@ class InternalTlsConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class AuthConfig:
-    """`tokens` is the file that says which bearer tokens are whose; empty: everybody may call."""
+    """`tokens` is the file that says which bearer tokens and certificates are whose; empty: everybody may call."""
 
     tokens: str = ""
 
@@ -81,7 +81,7 @@ def check_files(tls: TlsConfig, internal: InternalTlsConfig, auth: AuthConfig) -
     if internal.files is not None:
         internal.files.channel_credentials()
     if auth.tokens:
-        read_tokens(Path(auth.tokens))
+        read_tenants(Path(auth.tokens), takes_certificates=bool(tls.client_ca))
 
 
 def check_doors(doors: Mapping[str, str], tls: TlsConfig, auth: AuthConfig, *, is_insecure: bool) -> None:

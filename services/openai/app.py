@@ -29,6 +29,7 @@ from services.openai.errors import BadHttpRequest, error_body, headers_of, statu
 from services.openai.hang_up import EventStream, ended_by_hang_up
 from services.openai.requests import HttpRequestReader, HttpTurn
 from services.openai.responses import ChatShape, CompletionShape, Shape, TurnAnswer, conversation_json, model_json
+from services.openai.server import certificate_of
 
 log = logging.getLogger(__name__)
 
@@ -126,7 +127,7 @@ class HttpDoor:
 
     def _caller(self, request: Request) -> Tenant:
         """Raises Unauthenticated."""
-        return self._doorkeeper.tenant_of(request.headers.get("authorization"))
+        return self._doorkeeper.tenant_of(request.headers.get("authorization"), certificate_of(request.scope))
 
     def _model_json(self) -> dict[str, Any]:
         return model_json(self._model_name, self._created, self._max_positions)

@@ -7,6 +7,7 @@ from orchestration.turn import (
     Admit,
     EndingEvent,
     FinishedEvent,
+    KvQuota,
     PrefillReport,
     PrefillTurn,
     PromptMode,
@@ -58,7 +59,16 @@ def turn_request_to(request: TurnRequest) -> router_pb2.BeginTurnRequest:
         priority=request.priority,
         algorithm=request.algorithm or "",
         trace_parent=request.trace_parent,
+        kv_quota=quota_to(request.kv_quota),
     )
+
+
+def quota_to(quota: KvQuota | None) -> router_pb2.KvQuota | None:
+    return None if quota is None else router_pb2.KvQuota(tenant=quota.tenant, max_tokens=quota.max_tokens)
+
+
+def quota_from(message: router_pb2.KvQuota) -> KvQuota:
+    return KvQuota(tenant=message.tenant, max_tokens=message.max_tokens)
 
 
 def turn_request_from(message: router_pb2.BeginTurnRequest) -> TurnRequest:
@@ -76,6 +86,7 @@ def turn_request_from(message: router_pb2.BeginTurnRequest) -> TurnRequest:
         priority=message.priority,
         algorithm=Algorithm(message.algorithm) if message.algorithm else None,
         trace_parent=message.trace_parent,
+        kv_quota=quota_from(message.kv_quota) if message.HasField("kv_quota") else None,
     )
 
 
