@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import grpc
 
-from cp_core.errors import InvalidRequest, RingserveError, Unavailable
+from cp_core.errors import RingserveError, Unavailable
 from orchestration.ports import Peers, RouterPort
 from orchestration.turn import Plan, TurnRequest
 from orchestration.views import ConversationView, ServerView
@@ -24,7 +24,7 @@ from services.auth.tenants import Tenant
 from services.completions import Responses, merged, turns_of
 from services.metrics.gateway import GatewayMetrics
 from services.metrics.process import package_version
-from services.requests import RequestReader, identifier
+from services.requests import RequestReader, identifier, named, requests_to_abort
 from services.sampling_params import num_completions, stop_rule
 from services.status import answer, answer_stream, code_of
 from services.text import IncrementalText, TextCodec
@@ -195,8 +195,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             await self._abort(request_id)
 
     async def Abort(self, request: inference_pb2.AbortRequest, context: Context) -> inference_pb2.AbortResponse:
-        ids = list(request.request_ids)
-        aborted, unknown = await self._answer(context, lambda router: router.abort_requests(ids))
+        aborted, unknown = await self._answer(
+            context, lambda router: router.abort_requests(requests_to_abort(request.request_ids))
+        )
         return inference_pb2.AbortResponse(aborted=aborted, unknown=unknown)
 
     async def GetModelInfo(
@@ -245,7 +246,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.GetConversationRequest, context: Context
     ) -> inference_pb2.GetConversationResponse:
         name = request.conversation_id
-        view = await self._answer(context, lambda router: _named(name, router.get_conversation))
+        view = await self._answer(context, lambda router: router.get_conversation(named("conversation_id", name)))
         return wire_conversations.conversation_to(view)
 
     async def ListConversations(
@@ -253,7 +254,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     ) -> inference_pb2.ListConversationsResponse:
         size = request.page_size if request.HasField("page_size") else DEFAULT_PAGE
         listing = await self._answer(
-            context, lambda router: router.list_conversations(request.prefix, request.page_token, size)
+            context,
+            lambda router: router.list_conversations(
+                identifier("prefix", request.prefix), identifier("page_token", request.page_token), size
+            ),
         )
         return wire_conversations.list_to(listing)
 
@@ -266,7 +270,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.DeleteConversationRequest, context: Context
     ) -> inference_pb2.DeleteConversationResponse:
         name = request.conversation_id
-        await self._answer(context, lambda router: _named(name, router.delete_conversation))
+        await self._answer(context, lambda router: router.delete_conversation(named("conversation_id", name)))
         return inference_pb2.DeleteConversationResponse()
 
     def _caller(self, context: Context) -> Tenant:
@@ -295,14 +299,6 @@ async def _nothing(router: ScopedRouter) -> None:
 
 
 async def _fork(router: ScopedRouter, request: inference_pb2.ForkConversationRequest) -> ConversationView:
-    for field, value in (("source_id", request.source_id), ("new_id", request.new_id)):
-        if not identifier(field, value):
-            raise InvalidRequest(f"{field}: '' is not allowed; name a conversation")
     at_token = request.at_token if request.HasField("at_token") else None
-    return await router.fork_conversation(request.source_id, request.new_id, at_token)
-
-
-async def _named(conversation_id: str, call: Callable[[str], Awaitable[T]]) -> T:
-    if not conversation_id:
-        raise InvalidRequest("conversation_id: '' is not allowed; name a conversation")
-    return await call(conversation_id)
+    source, new = named("source_id", request.source_id), named("new_id", request.new_id)
+    return await router.fork_conversation(source, new, at_token)

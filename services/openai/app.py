@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -27,9 +28,11 @@ from services.auth.tenants import Tenant
 from services.grpc_server import MAX_MESSAGE_BYTES
 from services.openai.errors import BadHttpRequest, error_body, headers_of, status_of
 from services.openai.hang_up import EventStream, ended_by_hang_up
+from services.openai.header_limit import HeaderLimit
 from services.openai.requests import HttpRequestReader, HttpTurn
 from services.openai.responses import ChatShape, CompletionShape, Shape, TurnAnswer, conversation_json, model_json
 from services.openai.server import certificate_of
+from services.requests import identifier
 
 log = logging.getLogger(__name__)
 
@@ -83,6 +86,7 @@ class HttpDoor:
         ]
         return Starlette(
             routes=routes,
+            middleware=[Middleware(HeaderLimit)],
             exception_handlers={
                 RingserveError: _refuse,
                 HTTPException: _refuse_route,
@@ -133,12 +137,14 @@ class HttpDoor:
         return model_json(self._model_name, self._created, self._max_positions)
 
     async def _conversation(self, request: Request) -> Response:
-        view = await self._service.router_for(self._caller(request)).get_conversation(request.path_params["name"])
+        router = self._service.router_for(self._caller(request))
+        view = await router.get_conversation(identifier("conversation_id", request.path_params["name"]))
         return JSONResponse(conversation_json(view))
 
     async def _forget(self, request: Request) -> Response:
-        name = request.path_params["name"]
-        await self._service.router_for(self._caller(request)).delete_conversation(name)
+        router = self._service.router_for(self._caller(request))
+        name = identifier("conversation_id", request.path_params["name"])
+        await router.delete_conversation(name)
         return JSONResponse({"id": name, "object": "conversation.deleted", "deleted": True})
 
     async def _health(self, request: Request) -> Response:

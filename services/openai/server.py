@@ -14,8 +14,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from cp_core.errors import ConfigError
 from services.auth.certificates import Certificate, of_ssl
+from services.openai.header_limit import MAX_HEADER_BYTES
 
-MAX_HEADER_BYTES = 32 * 1024
 CERTIFICATE = "ringserve.certificate"
 
 
