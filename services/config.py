@@ -246,11 +246,8 @@ def load_config(
     path: Path | None = None, overrides: Mapping[str, str] | None = None, environment: Mapping[str, str] | None = None
 ) -> Config:
     """Read, merge and check. Raises ConfigError naming the key, its value and what is allowed."""
-    values: dict[str, dict[str, Any]] = {}
-    if path is not None:
-        values = _read_file(path)
-    environment = os.environ if environment is None else environment
-    for name, text in environment.items():
+    values = {} if path is None else _read_file(path)
+    for name, text in (os.environ if environment is None else environment).items():
         if name.startswith(ENV_PREFIX) and "__" in name:
             section, _, key = name[len(ENV_PREFIX) :].lower().partition("__")
             values.setdefault(section, {})[key] = _from_text(section, key, text)
