@@ -132,8 +132,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     ) -> Responses:
         """The responses of one answer."""
         outcome, request_id = "cancelled", router.scoped(turn_request.request_id)
-        self._metrics.began()
         trace = TurnTrace(self._tracer, turn_request.trace_parent, request_id, router.tenant.name, started)
+        self._metrics.began()
         try:
             self._running.add(request_id)
             begun = await router.begin_turn(replace(turn_request, trace_parent=trace.parent))
