@@ -33,7 +33,7 @@ class SocketRing(PointToPointRing):
     ) -> None:
         """Takes over `connections`, one to every other rank. `store` is kept as long: on rank 0 it serves all."""
         super().__init__(rank, len(connections) + 1, timeout_seconds)
-        self._traffic = Traffic(rank, connections, timeout_seconds)
+        self._traffic = Traffic(rank, connections, timeout_seconds, self.stats)
         self._store = store
 
     def _start(self, sends: Sequence[Message], recvs: Sequence[Message]) -> SocketWork:

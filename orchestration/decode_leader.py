@@ -14,6 +14,7 @@ from orchestration.block_copies import copy_blocks
 from orchestration.decode_ends import DecodeEnds
 from orchestration.decode_engine import DecodeEngine
 from orchestration.decode_pull import send_back
+from orchestration.decode_times import decode_stretches
 from orchestration.decode_turn import DecodeTurn
 from orchestration.group import GroupLeader
 from orchestration.handoff import HandoffState
@@ -50,7 +51,7 @@ class DecodeLeader(GroupLeader):
     ) -> None:
         super().__init__(settings, factory, announce)
         self._engine = DecodeEngine(self.ring, router, self.spawn, self._no_more_tokens)
-        self._turns = DecodeEnds(self.ring, self._engine, router, self.spawn)
+        self._turns = DecodeEnds(self.ring, self._engine, router, self.spawn, self._trace)
         self._arrivals = itertools.count()
 
     async def on_ready(self) -> None:
@@ -155,8 +156,11 @@ class DecodeLeader(GroupLeader):
             return
         turn.state = turn.state.to(HandoffState.SEALED)
         turn.sequence.shards = turn.sequence.shards.extend(turn.reservation.shards)
-        turn.migrated_bytes += sum(report.payload_bytes for report in reports)
-        turn.migration_seconds += max(report.seconds for report in reports)
+        turn.note_migration(
+            self.settings.name,
+            sum(report.payload_bytes for report in reports),
+            max(report.seconds for report in reports),
+        )
         await self._advance(turn)
 
     async def admit(self, admit: Admit) -> None:
@@ -243,6 +247,11 @@ class DecodeLeader(GroupLeader):
 
     async def measure(self) -> None:
         """The decode loop owns the ranks' compute threads, and no plan asks for this ring's rates."""
+
+    def _trace(self, turn: DecodeTurn) -> None:
+        if turn.request.trace_parent:
+            stretches = decode_stretches(turn, self.settings.name, time.monotonic())
+            self.tracer.record(turn.request.trace_parent, stretches)
 
     @property
     def num_running(self) -> int:

@@ -10,6 +10,7 @@ from cp_core.errors import InvalidRequest, RingserveError
 from cp_core.layout import ShardMap, appended, level_counts
 from orchestration.handoff import HandoffState
 from orchestration.kv_pool import KvPool, SequenceKv
+from orchestration.tracing import Attributes, Stretch, just_ended
 from orchestration.turn import PrefillReport, Reservation, Reserve, TokensEvent, TurnEvent
 from workers.steps import AdmitSequence, FinishReason, TokenHistory, TokenLogprobs, TransferKey, TransferReport
 
@@ -48,6 +49,7 @@ class DecodeTurn:
     migrated_bytes: int = 0
     migration_seconds: float = 0.0
     handoff_seconds: float = 0.0
+    migrations: list[Stretch] = field(default_factory=list)
     # How many tokens make the answer, where the reader says so; and how it ends if they are all.
     num_finished: int | None = None
     own_end: FinishReason | None = None
@@ -74,6 +76,17 @@ class DecodeTurn:
         self.tokens.append(token_id)
         told = () if logprobs is None else (logprobs,)
         self.events.put_nowait(TokensEvent(token_ids=(token_id,), logprobs=told))
+
+    def note_migration(self, ring: str, payload_bytes: int, seconds: float) -> None:
+        """The KV of the latest attempt has just come whole to `ring`, `seconds` after its first byte."""
+        self.migrated_bytes += payload_bytes
+        self.migration_seconds += seconds
+        attributes: Attributes = {
+            "ringserve.ring": ring,
+            "ringserve.attempt": self.request.attempt,
+            "ringserve.bytes": payload_bytes,
+        }
+        self.migrations.append(just_ended("migration", seconds, attributes))
 
     @property
     def kv_tokens(self) -> int:

@@ -11,6 +11,7 @@ from cp_core.errors import RingserveError, Unavailable
 from orchestration.block_copies import copy_blocks
 from orchestration.ports import RankFactory
 from orchestration.ring import GroupSettings, Ring
+from orchestration.tracing import NoTracer, Tracer
 from orchestration.turn import ForkedKv, ForkKv, GroupRegistration, KeptKv
 from orchestration.views import GroupStatus
 
@@ -29,6 +30,7 @@ class GroupLeader(ABC):
         self.settings = settings
         self.endpoint = ""
         self.metrics_endpoint = ""
+        self.tracer: Tracer = NoTracer()
         self.ring = Ring(settings, factory, on_ready=self.on_ready, on_lost=self.fail_all)
         self._announce = announce
         self.is_draining = False

@@ -197,6 +197,13 @@ class PrefillLeader(GroupLeader):
             turn.is_letting_go = True
             turn.loop.scheduler.remove(request.turn_id)
             await run.let_go()
+            self._trace(turn, run)
+
+    def _trace(self, turn: _Turn, run: PrefillRun) -> None:
+        request = turn.request
+        if request.trace_parent:
+            name, now = self.settings.name, time.monotonic()
+            self.tracer.record(request.trace_parent, run.times.stretches(name, request.attempt, turn.reserved_at, now))
 
     def _check_turns(self, scheduler: PrefillScheduler) -> None:
         """A turn counts until it is settled, decoding included: until then its KV is pinned here."""

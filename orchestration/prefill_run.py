@@ -14,6 +14,7 @@ from cp_core.layout import ShardMap, TokenRange, balanced_layout, spread
 from orchestration.block_copies import copy_blocks
 from orchestration.kv_pool import KvPool, SequenceKv
 from orchestration.ports import DecodePort
+from orchestration.prefill_times import PrefillTimes
 from orchestration.reshard_sends import sends_for
 from orchestration.ring import Ring, gather_all, gather_first_error
 from orchestration.turn import Chunk, PrefillTurn, SendKv
@@ -74,6 +75,7 @@ class PrefillRun:
         self.is_computing = False
         self.chunks: list[Chunk] = []
         self.prefill_seconds = 0.0
+        self.times = PrefillTimes()
 
     @property
     def turn_id(self) -> str:
@@ -123,7 +125,9 @@ class PrefillRun:
             await self._quietly(gather_all(port.drop_kv(key, control) for port in self._ranks))
             raise
         sequence.shards = after
-        return Pulled(sent.payload_bytes, time.monotonic() - started)
+        pulled = Pulled(sent.payload_bytes, time.monotonic() - started)
+        self.times.note_pull(pulled.payload_bytes, pulled.seconds)
+        return pulled
 
     def prepare(self, piece: TokenRange) -> PreparedPiece:
         """What each process is told of the turn's new tokens `piece`, whose KV leaves layer by layer.
@@ -175,6 +179,7 @@ class PrefillRun:
         self._sequence.shards = done.after
         self.chunks.append(Chunk(tokens=done.tokens, algorithm=algorithm, num_turns=num_turns))
         self.prefill_seconds += seconds
+        self.times.note_chunk(self.chunks[-1], seconds)
 
     @property
     def is_complete(self) -> bool:

@@ -18,12 +18,13 @@ from orchestration.conversations import Conversation, ConversationStore
 from orchestration.drains import Drains
 from orchestration.group_status import status_of
 from orchestration.groups import Group, GroupRegistry
+from orchestration.kv_quotas import KvQuotas
 from orchestration.placement import RingPlacer, WantedTurn
 from orchestration.planner import Planner
 from orchestration.ports import Peers
 from orchestration.prompts import common_prefix, resolve_prompt
 from orchestration.running_turn import RunningTurn, new_turn_id
-from orchestration.turn import BegunTurn, GroupRegistration, ResumeTurn, TurnOutcome, TurnRequest
+from orchestration.turn import BegunTurn, GroupRegistration, KvQuota, ResumeTurn, TurnOutcome, TurnRequest
 from orchestration.turn_ends import TurnEnds
 from orchestration.turn_placements import TurnPlacements
 from orchestration.turn_starts import TurnStarts
@@ -69,6 +70,7 @@ class Router:
             clock=clock,
         )
         self._turns = TurnEnds(peers, self._groups, self._conversations, settings.control_timeout)
+        self._quotas = KvQuotas(self._conversations, self._turns)
         self._desk = ConversationDesk(self._conversations, peers, self._groups, self._turns)
         self._placements = TurnPlacements(peers, RingPlacer(self._groups, planner), self._turns)
         self._starts = TurnStarts(peers, planner, self._placements, self._turns, settings.control_timeout, self._spawn)
@@ -135,10 +137,18 @@ class Router:
         )
         choice = self._placements.choose(wanted)
         self._check_length(len(prompt), request.sampling.max_tokens, choice.prefill, choice.decode)
+        if request.kv_quota is not None:
+            self._keep_quota(request.kv_quota, conversation, len(prompt), request.sampling.max_tokens)
         placed = self._placements.place(wanted, choice)
         turn = RunningTurn(new_turn_id(), request, conversation, prompt, mode, wanted, choice, placed)
         self._turns.add(turn)
         return turn
+
+    def _keep_quota(self, quota: KvQuota, conversation: Conversation, prompt: int, answer: int) -> None:
+        """See `KvQuotas.admit`."""
+        for old in self._quotas.admit(quota, conversation, prompt, answer):
+            log.info("conversation %s loses its KV to its tenant's quota", old.conversation_id)
+            self._spawn(self._turns.free(old))
 
     def _check_length(self, prompt: int, answer: int, prefill: Group, decode: Group) -> None:
         limits = {

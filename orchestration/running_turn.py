@@ -73,6 +73,11 @@ class RunningTurn:
         return np.concatenate([self.prompt, self.decoded])
 
     @property
+    def most_tokens(self) -> int:
+        """What its KV may come to."""
+        return len(self.prompt) + self.request.sampling.max_tokens
+
+    @property
     def is_kept(self) -> bool:
         """Whether the KV outlives the turn."""
         return bool(self.request.conversation_id)

@@ -22,13 +22,22 @@ class PromptMode(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class KvQuota:
+    """All that a tenant's conversations and running turns may hold: ids of both are `tenant/...`."""
+
+    tenant: str
+    max_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TurnRequest:
     """A turn as the gateway hands it in. `conversation_id` empty: nothing is kept after the turn. A higher `priority`
     goes first.
 
     The conversation is forgotten when nobody has used it for `conversation_ttl_seconds` (0: never; None: as before, or
     as the router is set). `wait`: behind the conversation's running turn, instead of being refused. An `algorithm`
-    takes the place of the planner's choice.
+    takes the place of the planner's choice. `trace_parent` is what its traces continue; empty: there are none.
+    `kv_quota` bounds what its tenant holds; None: nothing does.
     """
 
     request_id: str
@@ -41,6 +50,8 @@ class TurnRequest:
     wait: bool = False
     priority: int = 0
     algorithm: Algorithm | None = None
+    trace_parent: str = ""
+    kv_quota: KvQuota | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,7 +129,8 @@ class BegunTurn:
 class Reserve:
     """Pin a sequence for a turn. `sampling` and `source_incarnation` matter to the decode ring only.
 
-    So do `penalized_ids`, the prompt's distinct tokens where a penalty looks at them. `request_id` is for logs.
+    So do `penalized_ids`, the prompt's distinct tokens where a penalty looks at them. `request_id` is for logs,
+    `trace_parent` for traces.
     """
 
     turn_id: str
@@ -132,6 +144,7 @@ class Reserve:
     penalized_ids: tuple[int, ...] = ()
     priority: int = 0
     request_id: str = ""
+    trace_parent: str = ""
 
     @property
     def log_fields(self) -> dict[str, str]:

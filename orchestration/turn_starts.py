@@ -121,6 +121,7 @@ class TurnStarts:
             penalized_ids=tuple(np.unique(turn.prompt).tolist()) if sampling.looks_at_prompt else (),
             priority=turn.request.priority,
             request_id=turn.request.request_id,
+            trace_parent=turn.request.trace_parent,
         )
         rings = (turn.prefill, turn.decode)
         # Of a later attempt the rings hold nothing but the turn's own tokens.

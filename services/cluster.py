@@ -29,12 +29,13 @@ from ray.exceptions import RayError, RayTaskError
 
 from cp_core.errors import ConfigError, RingserveError, Unavailable
 from orchestration.actors import host as host_actor
-from services.auth.tenants import read_tokens
+from services.auth.sections import check_files
 from services.config import Config
 from services.gateway_settings import GatewaySettings
 from services.hosts import LeaderHost, RouterHost
 from services.router_profile import router_profile
 from services.stopping import check_stop, keeping_handlers
+from services.tracing.section import check_installed
 from workers.builtin_model import PREFIX as BUILTIN_PREFIX
 from workers.builtin_model import resolve_model_path
 from workers.model_info import read_model_info, tensor_share
@@ -124,7 +125,8 @@ class LocalCluster:
         for pool in config.pools:
             tensor_share(model, pool.tp, f"{pool.key}.tp")
         profile = router_profile(config.router)
-        _check_secrets(config)
+        check_files(config.tls, config.internal_tls, config.auth)
+        check_installed(config.tracing)
         if self._with_gateway:
             for key in ("listen", "http", "metrics"):
                 _check_free(f"gateway.{key}", getattr(config.gateway, key))
@@ -248,6 +250,7 @@ class LocalCluster:
             tokens=config.auth.tokens,
             tls=config.tls.files,
             peer_tls=config.internal_tls.files,
+            tracing=config.tracing,
         )
         command = [sys.executable, "-m", "services.gateway_process", "--settings", settings.to_json()]
         # A session of its own: Ctrl-C reaches this process alone, which then ends the gateway in order.
@@ -345,16 +348,6 @@ def _has_failed(reference: Any) -> bool:
     except RayError:
         return True
     return False
-
-
-def _check_secrets(config: Config) -> None:
-    """Say that a file of keys or tokens cannot be used now, and not after half a minute. Raises ConfigError."""
-    if config.tls.files is not None:
-        config.tls.files.http_context()
-    if config.internal_tls.files is not None:
-        config.internal_tls.files.channel_credentials()
-    if config.auth.tokens:
-        read_tokens(Path(config.auth.tokens))
 
 
 def _check_free(key: str, address: str) -> None:

@@ -17,7 +17,7 @@ from cp_core.errors import RingserveError
 from orchestration.readiness import service_fault
 from ringserve.v1 import inference_pb2_grpc
 from services.auth.doorkeeper import Doorkeeper
-from services.auth.tenants import TokenFile
+from services.auth.token_file import TokenFile
 from services.gateway import InferenceServicer
 from services.gateway_settings import GatewaySettings
 from services.grpc_server import GrpcServer
@@ -33,6 +33,7 @@ from services.openai.server import HttpServer
 from services.peers import GrpcPeers
 from services.requests import RequestReader
 from services.text import TextCodec
+from services.tracing.tracer import tracer_for
 from workers.builtin_model import resolve_model_path
 from workers.model_info import read_model_info
 
@@ -45,11 +46,12 @@ async def serve(settings: GatewaySettings) -> None:
     path = resolve_model_path(settings.model)
     model = read_model_info(path, dtype=settings.dtype, name=Path(settings.model).name)
     codec = TextCodec(path)
-    doorkeeper = Doorkeeper(TokenFile(Path(settings.tokens)) if settings.tokens else None)
+    doorkeeper = Doorkeeper(_tenants(settings))
     peers, metrics = GrpcPeers(settings.peer_tls), GatewayMetrics()
     reader = RequestReader(model, codec, settings.max_seconds)
     router = peers.router(settings.router)
-    servicer = InferenceServicer(model, str(path), codec, reader, router, peers, metrics, doorkeeper)
+    tracer = tracer_for(settings.tracing, "gateway")
+    servicer = InferenceServicer(model, str(path), codec, reader, router, peers, metrics, doorkeeper, tracer)
     server = GrpcServer(settings.tls.grpc_credentials() if settings.tls else None)
     server.add(
         "ringserve.v1.Inference", lambda target: inference_pb2_grpc.add_InferenceServicer_to_server(servicer, target)
@@ -82,8 +84,15 @@ async def serve(settings: GatewaySettings) -> None:
     ending.cancel()
     await asyncio.gather(ending, return_exceptions=True)
     await peers.close()
+    await asyncio.to_thread(tracer.close)
     if endpoint:
         await asyncio.to_thread(endpoint.close)
+
+
+def _tenants(settings: GatewaySettings) -> TokenFile | None:
+    """None: everybody may call."""
+    takes_certificates = settings.tls is not None and bool(settings.tls.client_ca)
+    return TokenFile(Path(settings.tokens), takes_certificates=takes_certificates) if settings.tokens else None
 
 
 def _model_name(settings: GatewaySettings) -> str:

@@ -38,6 +38,7 @@ from services.peers import GrpcPeers
 from services.prefill_server import PrefillServicer
 from services.router_profile import empirical_fit
 from services.router_server import RouterServicer
+from services.tracing.tracer import tracer_for
 from workers.steps import ModelInfo
 
 log = logging.getLogger(__name__)
@@ -226,6 +227,7 @@ class RunningLeader:
         self._peers = GrpcPeers(self._tls)
         self._server: GrpcServer | None = None
         self._leader: GroupLeader | None = None
+        self._tracer = tracer_for(host.config.tracing, host.name)
         self._drained = asyncio.Event()
         self._health: HealthWatch | None = None
         self._metrics: MetricsEndpoint | None = None
@@ -251,6 +253,7 @@ class RunningLeader:
                 "ringserve.v1.DecodeService",
                 lambda target: groups_pb2_grpc.add_DecodeServiceServicer_to_server(decode_servicer, target),
             )
+        leader.tracer = self._tracer
         leader.has_left = self._drained  # which is waited for already
         self._leader = leader
         endpoint = await server.start(f"{host.listen_host or ray.util.get_node_ip_address()}:0", is_serving=False)
@@ -304,5 +307,6 @@ class RunningLeader:
         if self._leader is not None:
             await self._leader.close()
         await _close(self._metrics)
+        await asyncio.to_thread(self._tracer.close)
         with contextlib.suppress(asyncio.CancelledError):
             await self._peers.close()

@@ -339,6 +339,8 @@ class RankWorker:
             wait_seconds=self._clock.wait_seconds,
             bytes_sent=sum(transport.stats.bytes_sent for transport in self._transports),
             stalled_seconds=self._receiver.stalled_seconds if self._receiver else 0.0,
+            communication_seconds=self._clock.communication_seconds,
+            step_counts=tuple(self._clock.step_counts),
         )
 
     def stop(self) -> None:

@@ -339,12 +339,21 @@ class DecodeEvents:
     events: tuple[DecodeEvent, ...]
 
 
+STEP_BOUNDS = (
+    *(0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.03, 0.06, 0.1, 0.15),
+    *(0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 60.0),
+)
+"""Seconds: decode steps take those of the first line, prefill steps up to those of the second."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankStatus:
     """Progress, for watchdogs: a step counter and the seconds since it last moved.
 
     `decode_variant` served the latest decode step: `gather` or `pass_q`, empty before the first. `step_seconds` is the
-    time in steps, `wait_seconds` the part of it in which the rank waited for peers, `bytes_sent` what it sent them.
+    time in steps, `wait_seconds` the part of it in which the rank waited for peers, `communication_seconds` that in
+    which messages of the ring were under way (None: its transport cannot tell), `bytes_sent` what it sent.
+    `step_counts` are its steps by length, see `StepClock`.
     `stalled_seconds` is the longest time for which a transfer that has begun, and is not whole, got no byte.
     """
 
@@ -357,3 +366,5 @@ class RankStatus:
     wait_seconds: float = 0.0
     bytes_sent: int = 0
     stalled_seconds: float = 0.0
+    communication_seconds: float | None = None
+    step_counts: tuple[int, ...] = ()

@@ -9,6 +9,7 @@ from typing import Any
 
 from cp_core.errors import ConfigError
 from services.auth.exposure import check_exposure
+from services.auth.tenants import read_tenants
 from services.auth.tls import DoorTls, PeerTls
 
 SECRET_FILES = {"tls": ("cert", "key", "client_ca"), "internal_tls": ("cert", "key", "ca"), "auth": ("tokens",)}
@@ -49,7 +50,7 @@ class InternalTlsConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class AuthConfig:
-    """`tokens` is the file that says which bearer tokens are whose; empty: everybody may call."""
+    """`tokens` is the file that says which bearer tokens and certificates are whose; empty: everybody may call."""
 
     tokens: str = ""
 
@@ -71,6 +72,16 @@ def check_sections(tls: TlsConfig, internal: InternalTlsConfig) -> None:
         raise ConfigError("tls.client_ca: clients can prove themselves only to a server with tls.cert and tls.key")
     if len({bool(internal.cert), bool(internal.key), bool(internal.ca)}) > 1:
         raise ConfigError("internal_tls.cert: belongs together with internal_tls.key and .ca; give all or none")
+
+
+def check_files(tls: TlsConfig, internal: InternalTlsConfig, auth: AuthConfig) -> None:
+    """Say that a file of keys or tokens cannot be used now, and not after half a minute. Raises ConfigError."""
+    if tls.files is not None:
+        tls.files.http_context()
+    if internal.files is not None:
+        internal.files.channel_credentials()
+    if auth.tokens:
+        read_tenants(Path(auth.tokens), takes_certificates=bool(tls.client_ca))
 
 
 def check_doors(doors: Mapping[str, str], tls: TlsConfig, auth: AuthConfig, *, is_insecure: bool) -> None:

@@ -46,7 +46,7 @@ def add(commands: Subcommands) -> None:
 def run(options: argparse.Namespace) -> int:
     from services.gateway_process import run_gateway
 
-    config = config_of(options)  # sections tls, internal_tls and auth, and gateway.insecure: the rest are options
+    config = config_of(options)  # tls, internal_tls, auth, tracing, gateway.insecure: the rest are options
     doors = {"--listen": options.listen, "--http": options.http}
     check_doors(doors, config.tls, config.auth, is_insecure=config.gateway.insecure)
     if not 0 <= options.drain_seconds <= MAX_DRAIN_SECONDS:
@@ -68,5 +68,6 @@ def run(options: argparse.Namespace) -> int:
             tokens=config.auth.tokens,
             tls=config.tls.files,
             peer_tls=config.internal_tls.files,
+            tracing=config.tracing,
         )
     )

@@ -15,6 +15,7 @@ from services.config.pools import check_names
 from services.config.service import ModelConfig
 from services.config.words import DEVICES, DTYPES, LOG_LEVELS, METRIC_NAMES
 from services.logs import LOG_FORMATS
+from services.tracing.section import check_tracing
 
 if TYPE_CHECKING:
     from services.config.tree import Config
@@ -79,6 +80,7 @@ def check(config: Config) -> None:
             _address(f"metrics.{key}", getattr(config.metrics, key))
     _metrics_ports(config)
     check_sections(config.tls, config.internal_tls)
+    check_tracing(config.tracing)
     doors = {f"gateway.{key}": getattr(config.gateway, key) for key in ("listen", "http")}
     check_doors(doors, config.tls, config.auth, is_insecure=config.gateway.insecure)
 

@@ -7,6 +7,7 @@ from orchestration.turn import (
     Admit,
     EndingEvent,
     FinishedEvent,
+    KvQuota,
     PrefillReport,
     PrefillTurn,
     PromptMode,
@@ -57,7 +58,17 @@ def turn_request_to(request: TurnRequest) -> router_pb2.BeginTurnRequest:
         wait=request.wait,
         priority=request.priority,
         algorithm=request.algorithm or "",
+        trace_parent=request.trace_parent,
+        kv_quota=quota_to(request.kv_quota),
     )
+
+
+def quota_to(quota: KvQuota | None) -> router_pb2.KvQuota | None:
+    return None if quota is None else router_pb2.KvQuota(tenant=quota.tenant, max_tokens=quota.max_tokens)
+
+
+def quota_from(message: router_pb2.KvQuota) -> KvQuota:
+    return KvQuota(tenant=message.tenant, max_tokens=message.max_tokens)
 
 
 def turn_request_from(message: router_pb2.BeginTurnRequest) -> TurnRequest:
@@ -74,6 +85,8 @@ def turn_request_from(message: router_pb2.BeginTurnRequest) -> TurnRequest:
         wait=message.wait,
         priority=message.priority,
         algorithm=Algorithm(message.algorithm) if message.algorithm else None,
+        trace_parent=message.trace_parent,
+        kv_quota=quota_from(message.kv_quota) if message.HasField("kv_quota") else None,
     )
 
 
@@ -90,6 +103,7 @@ def reserve_to(request: Reserve) -> groups_pb2.ReserveRequest:
         penalized_ids=request.penalized_ids,
         priority=request.priority,
         request_id=request.request_id,
+        trace_parent=request.trace_parent,
     )
 
 
@@ -106,6 +120,7 @@ def reserve_from(message: groups_pb2.ReserveRequest) -> Reserve:
         penalized_ids=tuple(message.penalized_ids),
         priority=message.priority,
         request_id=message.request_id,
+        trace_parent=message.trace_parent,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import multiprocessing
 import os
 import signal
@@ -25,6 +26,7 @@ from cp_core.socket_ring import SocketRing
 from cp_core.transport import RingTransport
 from tests.cp_core.real_rings import HOST, real_ring
 from tests.cp_core.rings import on_every_rank
+from tests.waiting import eventually
 
 HUGE_BYTES = 64 << 20
 
@@ -248,3 +250,35 @@ def test_a_rank_of_another_ring_with_the_same_store_is_refused() -> None:
             connect_ring(HOST, store.port, "new", 1, 2, 5.0, "sockets")
         with pytest.raises(Unavailable, match=r"rank 0 waits for ranks \[1\] of ring 'old' in vain"):
             joining.result(timeout=10)
+
+
+def test_what_moves_while_nobody_waits_is_counted_as_under_way_and_not_as_waited() -> None:
+    with real_ring("sockets", 2) as transports:
+        works, arrived = [], []
+        for transport in transports:
+            peer = 1 - transport.rank
+            arrived.append(torch.zeros(HUGE_BYTES, dtype=torch.uint8))
+            works.append(transport.exchange(pattern(HUGE_BYTES, transport.rank), peer, arrived[-1], peer))
+        stats = [transport.stats for transport in transports]
+        asyncio.run(eventually(lambda: all(each.seconds_under_way for each in stats)))  # movers tell nobody
+        assert [each.seconds_waited for each in stats] == [0.0, 0.0]
+        moved = [each.seconds_under_way for each in stats]
+        for work in works:
+            work.wait()
+        assert [each.seconds_under_way for each in stats] == moved
+        assert torch.equal(arrived[0], pattern(HUGE_BYTES, 1))
+
+
+def test_messages_are_under_way_at_least_as_long_as_they_are_waited_for() -> None:
+    with real_ring("sockets", 3) as transports:
+
+        def act(transport: RingTransport) -> bool:
+            for _ in range(20):
+                arrived = [torch.zeros(100, dtype=torch.uint8) for _ in range(3)]
+                transport.gather_all(pattern(100, transport.rank), arrived).wait()
+            stats = transport.stats
+            assert stats.seconds_under_way is not None
+            # Looking at the clock once more at the end of each wait, and the thread's turns, are not messages.
+            return 0.0 < stats.seconds_under_way >= stats.seconds_waited * 0.5
+
+        assert on_every_rank(transports, act) == [True] * 3

@@ -15,6 +15,7 @@ from helm_python import lint
 
 from services.auth.sections import TlsConfig
 from services.config import Config, config_from
+from services.tracing.section import TracingConfig
 from tests.helm.charts import (
     ALL_OPTIONS,
     CHART,
@@ -256,6 +257,21 @@ def test_a_change_of_the_configuration_restarts_the_pods() -> None:
 def test_ray_is_guarded_by_a_token_unless_switched_off() -> None:
     assert only(render(), "RayCluster")["spec"]["authOptions"] == {"mode": "token"}
     assert "authOptions" not in only(render({"ray": {"tokenAuthentication": False}}), "RayCluster")["spec"]
+
+
+def test_traces_of_gateways_and_rings_go_to_one_collector() -> None:
+    from services.cli.main import build_parser
+    from services.cli.options import config_of
+
+    tracing = {"endpoint": "http://otel-collector.monitoring:4317", "sampleRatio": 0.25}
+    wanted = TracingConfig(endpoint="http://otel-collector.monitoring:4317", sample_ratio=0.25)
+    container = pod_templates(render({"tracing": tracing}))["gateway"]["spec"]["containers"][0]
+    gateway = config_of(build_parser().parse_args([*container["command"][1:], *container["args"]]))
+    assert gateway.tracing == configuration({"tracing": tracing}).tracing == wanted
+    assert configuration().tracing == TracingConfig()
+    assert not any(
+        "tracing" in argument for argument in pod_templates(render())["gateway"]["spec"]["containers"][0]["args"]
+    )
 
 
 def test_autoscaling_leaves_the_number_of_gateways_to_the_autoscaler() -> None:

@@ -29,6 +29,7 @@
         "prefill" (printf "0.0.0.0:%s" (include "ringserve.port.prefillMetrics" .))
         "decode" (printf "0.0.0.0:%s" (include "ringserve.port.decodeMetrics" .))
         "also_as" (ternary "vllm" "" .Values.metrics.vllmNames))
+    "tracing" (dict "endpoint" .Values.tracing.endpoint "sample_ratio" (float64 .Values.tracing.sampleRatio))
     "ray" (dict "address" "auto" "prefill_resource" "ringserve-prefill" "decode_resource" "ringserve-decode")
 }}
 {{- toYaml (mergeOverwrite $defaults (deepCopy .Values.config) $fixed) }}

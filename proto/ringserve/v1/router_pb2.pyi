@@ -34,6 +34,8 @@ class BeginTurnRequest(_message.Message):
     CONVERSATION_TTL_SECONDS_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     ALGORITHM_FIELD_NUMBER: _builtins.int
+    TRACE_PARENT_FIELD_NUMBER: _builtins.int
+    KV_QUOTA_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     conversation_id: _builtins.str
     prompt_mode: _inference_pb2.PromptMode.ValueType
@@ -43,10 +45,16 @@ class BeginTurnRequest(_message.Message):
     priority: _builtins.int
     algorithm: _builtins.str
     """"pass_kv", "pass_q" or empty."""
+    trace_parent: _builtins.str
+    """W3C Trace Context of the turn's span; empty where nobody traces it."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def sampling(self) -> _groups_pb2.Sampling: ...
+    @_builtins.property
+    def kv_quota(self) -> Global___KvQuota:
+        """Whose KV this is, and how much of it there may be. None: it is not limited."""
+
     def __init__(
         self,
         *,
@@ -60,16 +68,42 @@ class BeginTurnRequest(_message.Message):
         conversation_ttl_seconds: _builtins.float | None = ...,
         priority: _builtins.int = ...,
         algorithm: _builtins.str = ...,
+        trace_parent: _builtins.str = ...,
+        kv_quota: Global___KvQuota | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_conversation_ttl_seconds", b"_conversation_ttl_seconds", "conversation_ttl_seconds", b"conversation_ttl_seconds", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_conversation_ttl_seconds", b"_conversation_ttl_seconds", "conversation_ttl_seconds", b"conversation_ttl_seconds", "kv_quota", b"kv_quota", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_conversation_ttl_seconds", b"_conversation_ttl_seconds", "algorithm", b"algorithm", "conversation_id", b"conversation_id", "conversation_ttl_seconds", b"conversation_ttl_seconds", "deadline_seconds", b"deadline_seconds", "priority", b"priority", "prompt_mode", b"prompt_mode", "request_id", b"request_id", "sampling", b"sampling", "token_ids", b"token_ids", "wait", b"wait"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_conversation_ttl_seconds", b"_conversation_ttl_seconds", "algorithm", b"algorithm", "conversation_id", b"conversation_id", "conversation_ttl_seconds", b"conversation_ttl_seconds", "deadline_seconds", b"deadline_seconds", "kv_quota", b"kv_quota", "priority", b"priority", "prompt_mode", b"prompt_mode", "request_id", b"request_id", "sampling", b"sampling", "token_ids", b"token_ids", "trace_parent", b"trace_parent", "wait", b"wait"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__conversation_ttl_seconds: _TypeAlias = _typing.Literal["conversation_ttl_seconds"]  # noqa: Y015
     _WhichOneofArgType__conversation_ttl_seconds: _TypeAlias = _typing.Literal["_conversation_ttl_seconds", b"_conversation_ttl_seconds"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__conversation_ttl_seconds) -> _WhichOneofReturnType__conversation_ttl_seconds | None: ...
 
 Global___BeginTurnRequest: _TypeAlias = BeginTurnRequest  # noqa: Y015
+
+@_typing.final
+class KvQuota(_message.Message):
+    """Of one tenant: the KV tokens of all conversations whose id begins with `tenant/`, and of its running turns."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    MAX_TOKENS_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    max_tokens: _builtins.int
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.str = ...,
+        max_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_tokens", b"max_tokens", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KvQuota: _TypeAlias = KvQuota  # noqa: Y015
 
 @_typing.final
 class BeginTurnResponse(_message.Message):

@@ -25,6 +25,7 @@ from orchestration.turn import (
     ForkKv,
     GroupRegistration,
     KeptKv,
+    KvQuota,
     Plan,
     PrefillReport,
     PrefillTurn,
@@ -111,6 +112,7 @@ def sent(message: M) -> M:
 PAIRS: list[tuple[st.SearchStrategy[Any], Callable[[Any], Any], Callable[[Any], Any]]] = [
     (values_of(Sampling), sampling.sampling_to, sampling.sampling_from),
     (values_of(TokenLogprobs), sampling.logprobs_to, sampling.logprobs_from),
+    (values_of(KvQuota), turns.quota_to, turns.quota_from),
     (requests(), turns.turn_request_to, turns.turn_request_from),
     (values_of(Plan), plans.plan_to, plans.plan_from),
     (values_of(Reserve), turns.reserve_to, turns.reserve_from),
