@@ -80,6 +80,11 @@ def empirical(turn: Turn, fit: EmpiricalFit) -> Selection:
     return Selection(PASS_KV if h > 0.0 else PASS_Q, f"Empirical: {_describe(turn)}, h = {h:.4g} {sign}")
 
 
+def is_worth_pass_kv(pass_kv_seconds: float, pass_q_seconds: float) -> bool:
+    """By predicted seconds: a tie goes to pass-KV."""
+    return pass_q_seconds >= (1.0 - TIE) * pass_kv_seconds
+
+
 def fastest(turn: Turn, model: ModelShape, rates: Rates) -> Selection:
     """The smaller predicted time; a tie within 2% goes to pass-KV."""
     if turn.num_ranks == 1:
@@ -89,7 +94,7 @@ def fastest(turn: Turn, model: ModelShape, rates: Rates) -> Selection:
         for each in (PASS_KV, PASS_Q)
     )
     times = f"predicted pass-KV {_milliseconds(kv)}, pass-Q {_milliseconds(q)}"
-    if q < (1.0 - TIE) * kv:
+    if not is_worth_pass_kv(kv, q):
         return Selection(PASS_Q, f"Auto: {_describe(turn)}, {times}: pass-Q is faster")
     verdict = "pass-KV is faster" if kv < (1.0 - TIE) * q else "a tie within 2% goes to pass-KV"
     return Selection(PASS_KV, f"Auto: {_describe(turn)}, {times}: {verdict}")

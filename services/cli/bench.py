@@ -13,7 +13,7 @@ from cp_core.errors import ConfigError
 from cp_core.ring_backend import SERVING
 from services.bench.plot import require_matplotlib, write_plot
 from services.bench.report import Report, closing_lines, load_now, to_json, to_table, with_load
-from services.cli import bench_load, bench_router
+from services.cli import bench_load, bench_router, bench_selection
 from services.cli.options import Subcommands
 from services.cli.progress import Tell, progress_bar
 from workers.steps import Algorithm
@@ -69,6 +69,7 @@ def add(commands: Subcommands) -> None:
 
     bench_load.add(kinds)
     bench_router.add(kinds)
+    bench_selection.add(kinds)
 
 
 def run_attention(options: argparse.Namespace) -> int:

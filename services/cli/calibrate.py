@@ -12,15 +12,16 @@ from rich.console import Console
 from cp_core.cost.profile import format_profile
 from cp_core.errors import ConfigError
 from services.bench.plot import require_matplotlib
-from services.calibration.fitting import Calibration, calibrate, profile_before, shape_of
+from services.calibration.fitting import Calibration, calibrate
 from services.calibration.grid import grid, room_of
 from services.calibration.measurement import Calibrator
+from services.calibration.own_rates import profile_before, shape_of
 from services.calibration.report import calibration_json, calibration_table, closing_lines, write_calibration_plot
 from services.cli.options import Subcommands, client_of
 from services.cli.progress import progress_bar
 from services.cli.started import add_serving_options, serving
 from services.client import Client
-from services.planning.units import parse_tokens
+from services.planning.units import parse_token_counts
 from workers.steps import Algorithm
 
 EXAMPLE = """example:
@@ -57,7 +58,8 @@ def add(commands: Subcommands) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    new_tokens, cached_tokens = _counts("--tokens", options.tokens), _counts("--cached", options.cached, least=0)
+    new_tokens = None if options.tokens is None else parse_token_counts("--tokens", options.tokens)
+    cached_tokens = None if options.cached is None else parse_token_counts("--cached", options.cached, least=0)
     _check(options)
     if options.plot is not None:
         require_matplotlib()
@@ -107,9 +109,3 @@ def _check(options: argparse.Namespace) -> None:
         path = getattr(options, key)
         if path is not None and not path.absolute().parent.is_dir():
             raise ConfigError(f"--{key}: {path} cannot be written, its directory does not exist")
-
-
-def _counts(key: str, text: str | None, least: int = 1) -> list[int] | None:
-    if text is None:
-        return None
-    return sorted({0 if least == 0 and item.strip() == "0" else parse_tokens(key, item) for item in text.split(",")})

@@ -12,9 +12,10 @@ from cp_core.cost.profile import format_profile, read_profile
 from cp_core.cost_model import PASS_KV, PASS_Q
 from cp_core.errors import Busy, ConfigError, Unavailable
 from ringserve.v1 import inference_pb2
-from services.calibration.fitting import Calibration, calibrate, profile_before, shape_of
+from services.calibration.fitting import Calibration, calibrate
 from services.calibration.grid import ANSWER_TOKENS, Cell, grid, room_of
 from services.calibration.measurement import Calibrator
+from services.calibration.own_rates import profile_before, shape_of
 from services.calibration.report import calibration_json, closing_lines, write_calibration_plot
 from services.client import Client
 from tests.services.calibration.ring import INFO, FakeClient, server
