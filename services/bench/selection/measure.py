@@ -25,9 +25,6 @@ from workers.steps import Algorithm, ModelInfo, RingRates
 
 Tell = Callable[[str], None]
 
-# Of the largest logit: both sum the same products in fp32, in another order.
-MOST_DIFFERENCE = 1e-4
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SelectionSettings:
@@ -113,13 +110,13 @@ def measure_selection(
 
 
 def _compare(ring: RingProcesses, size: int, cell: Cell) -> list[str]:
-    found: list[Difference] = ring.ask(Compare(cell))
-    largest = max(each.largest for each in found)
-    most = max(each.most for each in found)
-    # Not `most > ...`: NaN is a disagreement too.
-    if most <= MOST_DIFFERENCE * largest:
-        return []
-    return [f"{_name(size, cell)}: logits of pass-KV and pass-Q differ by {most:.3g}, the largest is {largest:.3g}"]
+    answers: list[Difference] = ring.ask(Compare(cell))
+    return [
+        f"{_name(size, cell)}: on rank {rank} logits of pass-KV and pass-Q differ by {answer.most:.3g}, "
+        f"the largest is {answer.largest:.3g}"
+        for rank, answer in enumerate(answers)
+        if not answer.is_rounding
+    ]
 
 
 def _measure_ring(
