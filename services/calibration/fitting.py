@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 
-from cp_core.cost.fit import PrefillSample, StepSample, fit_decode, fit_prefill, predicted_prefill, predicted_step
+from cp_core.cost.fit import PrefillRatio, StepSample, fit_decode, fit_prefill, predicted_prefill, predicted_step
 from cp_core.cost.fit_selector import Comparison, best_seconds, beyond_best, fit_empirical
 from cp_core.cost.memory import WeightBytes, weight_bytes
 from cp_core.cost.profile import HardwareProfile
 from cp_core.cost_model import PASS_KV, PASS_Q, ModelShape
 from cp_core.errors import ConfigError
 from cp_core.selector import EmpiricalFit, Turn, empirical, is_worth_pass_kv
+from services.bench.figures import paired_ratio
 from services.calibration.grid import Cell
 from services.calibration.measurement import Measurement
 
@@ -24,10 +26,13 @@ OF_RANKS = (
     "link_bytes_per_second",
     "all_to_all_latency_seconds",
     "all_to_all_bytes_per_second",
+    "overlap",
 )
 OF_CACHED = ("cached_overhead_seconds",)
 OF_SHARED_HEADS = ("host_sum_bytes_per_second",)
 DECODE_CONSTANTS = ("attention_seconds", "kv_bytes_per_second")
+LEAST_OVERLAP = 0.05
+"""Before it is fitted: a ring that found none would keep none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,8 +81,7 @@ def calibrate(
             f"{len(measurements)} prefills cannot fit a profile; allowed are {len(OF_EVERY_RING)} or more: "
             f"give more of --tokens and --cached"
         )
-    samples = [each.sample for each in measurements]
-    fitted = _fitted(model, before, samples)
+    fitted = _fitted(model, before, measurements)
     held_out = _held_out(model, before, measurements)
     rows = tuple(
         Row(
@@ -107,7 +111,8 @@ def calibrate(
     )
 
 
-def _fitted(model: ModelShape, before: HardwareProfile, samples: Sequence[PrefillSample]) -> HardwareProfile:
+def _fitted(model: ModelShape, before: HardwareProfile, measurements: Sequence[Measurement]) -> HardwareProfile:
+    samples = [each.sample for each in measurements]
     names: tuple[str, ...] = OF_EVERY_RING
     if any(sample.cp > 1 for sample in samples):
         names += OF_RANKS
@@ -117,15 +122,32 @@ def _fitted(model: ModelShape, before: HardwareProfile, samples: Sequence[Prefil
         names += OF_SHARED_HEADS
     # What the shortest prefill took is mostly overhead, and a start near it finds the way.
     overhead = min(sample.seconds / (1 + len(sample.cuts)) for sample in samples) / model.num_layers / 2
-    start = replace(before, prefill=replace(before.prefill, layer_overhead_seconds=overhead))
-    return fit_prefill(model, start, samples, names[: len(samples)], trust=TRUST)
+    overlap = max(LEAST_OVERLAP, before.prefill.overlap)
+    start = replace(before, prefill=replace(before.prefill, layer_overhead_seconds=overhead, overlap=overlap))
+    return fit_prefill(model, start, samples, names[: len(samples)], TRUST, _ratios(measurements))
+
+
+def _ratios(measurements: Sequence[Measurement]) -> list[PrefillRatio]:
+    """pass-Q over pass-KV wherever both took turns in a cell, cut alike."""
+    places = {
+        (each.ring, each.sample.cuts, each.cell, each.sample.algorithm): at for at, each in enumerate(measurements)
+    }
+    found = []
+    for (ring, cuts, cell, algorithm), above in places.items():
+        below = places.get((ring, cuts, cell, PASS_KV))
+        if algorithm == PASS_Q and below is not None:
+            q, kv = measurements[above].seconds, measurements[below].seconds
+            # A round that one of them lacks leaves nothing side by side.
+            value = paired_ratio(q, kv) if len(q) == len(kv) else median(q) / median(kv)
+            found.append(PrefillRatio(above=above, below=below, value=value))
+    return found
 
 
 def _held_out(model: ModelShape, before: HardwareProfile, measurements: Sequence[Measurement]) -> list[float] | None:
     """Seconds of each by what is fitted to every second cell, those that it is not among; None for too few cells."""
     cells = sorted({each.cell for each in measurements})
     half_of: dict[Cell, int] = {cell: place % 2 for place, cell in enumerate(cells)}
-    halves = [[each.sample for each in measurements if half_of[each.cell] == half] for half in (0, 1)]
+    halves = [[each for each in measurements if half_of[each.cell] == half] for half in (0, 1)]
     if min(map(len, halves)) < len(OF_EVERY_RING):
         return None
     profiles = [_fitted(model, before, half) for half in halves]

@@ -60,12 +60,12 @@ def measured_in_namespaces(settings: SelectionSettings, tell: Tell) -> Selection
 
 @contextmanager
 def _ended(hub: subprocess.Popen[bytes]) -> Iterator[subprocess.Popen[bytes]]:
-    """Whatever happens, it and its ranks are gone in the end; interrupted first, so that it ends them itself."""
+    """Whatever happens, it and its ranks are gone in the end; told first, so that it ends them itself."""
     try:
         yield hub
     finally:
         if hub.poll() is None:
-            hub.send_signal(signal.SIGINT)
+            hub.terminate()
         try:
             hub.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
@@ -83,6 +83,8 @@ def _shaped(num_ranks: int) -> ShapedLinks:
 
 
 def main() -> int:
+    # Not SIGINT, which whoever started us may have left ignored.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     settings = pickle.load(sys.stdin.buffer)
     # What libraries print must not come between.
     out: IO[bytes] = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
