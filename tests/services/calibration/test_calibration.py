@@ -46,6 +46,16 @@ def test_a_fitted_profile_predicts_what_was_measured_and_what_was_not() -> None:
     assert max(wrong_before) > 0.4, "the rings' own rates are far off"
 
 
+def test_a_machine_that_is_slow_in_between_hides_no_ratio_between_the_algorithms() -> None:
+    calibration = calibrated(FakeClient(drift=0.5), repeats=1)
+    assert calibration.fitted.rms > 0.05, "times differ from those of a steady machine"
+    by_cell = {(row.measurement.cell, row.measurement.sample.algorithm): row for row in calibration.rows}
+    for cell in CELLS:
+        kv, q = (by_cell[cell, name] for name in (PASS_KV, PASS_Q))
+        ratio = q.measurement.sample.seconds / kv.measurement.sample.seconds
+        assert q.fitted / kv.fitted == pytest.approx(ratio, rel=0.025)
+
+
 def test_auto_by_what_was_fitted_loses_less_than_any_fixed_choice() -> None:
     losses = dict(calibrated(FakeClient(noise=0.02)).losses)
     assert losses["auto, calibrated"] < 0.03
