@@ -57,7 +57,7 @@ def add(kinds: Subcommands) -> None:
     ):
         default = DEFAULTS[name.replace("-", "_")]
         parser.add_argument(f"--{name}", metavar=metavar, default=default, help=f"{what} (default: {default})")
-    parser.add_argument("--rounds", type=int, default=5, help="of every prefill; medians count (default: 5)")
+    parser.add_argument("--rounds", type=int, default=4, help="of every prefill; medians count (default: 4)")
     parser.add_argument("--model", default="builtin:tiny", metavar="DIR", help="(default: builtin:tiny)")
     parser.add_argument("--json", action="store_true", help="print the report as one JSON object")
     parser.add_argument(

@@ -141,7 +141,8 @@ def run_all(commands: Sequence[Command]) -> None:
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_SECONDS, check=False)
         except FileNotFoundError:
-            raise Unavailable(f"{command[0]} is not installed; on Debian it is in iproute2") from None
+            package = "util-linux" if command[0] == "unshare" else "iproute2"
+            raise Unavailable(f"{command[0]} is not installed; on Debian it is in {package}") from None
         except subprocess.TimeoutExpired:
             raise Unavailable(f"`{' '.join(command)}` did not end in {COMMAND_SECONDS:g} s") from None
         if done.returncode:
