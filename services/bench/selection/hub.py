@@ -85,7 +85,6 @@ def _shaped(num_ranks: int) -> ShapedLinks:
 def main() -> int:
     # Not SIGINT, which whoever started us may have left ignored.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    settings = pickle.load(sys.stdin.buffer)
     # What libraries print must not come between.
     out: IO[bytes] = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
@@ -95,10 +94,12 @@ def main() -> int:
         out.flush()
 
     try:
+        settings = pickle.load(sys.stdin.buffer)
         send(measure_selection(settings, _shaped, lambda what: send(Told(what))))
     except RingserveError as error:
         send(Failed(str(error)))
-    except (KeyboardInterrupt, BrokenPipeError):
+    except (KeyboardInterrupt, EOFError, BrokenPipeError):
+        # Whoever started us does not want it any more, or is gone.
         return 1
     return 0
 

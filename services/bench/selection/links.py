@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import shutil
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ Command = tuple[str, ...]
 
 COMMAND_SECONDS = 20.0
 CLONE_NEWNET = 0x40000000
+PROGRAMS = {"unshare": "util-linux", "ip": "iproute2", "tc": "iproute2"}
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 DEVICE = "eth0"
 
@@ -141,8 +143,7 @@ def run_all(commands: Sequence[Command]) -> None:
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_SECONDS, check=False)
         except FileNotFoundError:
-            package = "util-linux" if command[0] == "unshare" else "iproute2"
-            raise Unavailable(f"{command[0]} is not installed; on Debian it is in {package}") from None
+            raise Unavailable(f"{command[0]} is not installed") from None
         except subprocess.TimeoutExpired:
             raise Unavailable(f"`{' '.join(command)}` did not end in {COMMAND_SECONDS:g} s") from None
         if done.returncode:
@@ -152,8 +153,11 @@ def run_all(commands: Sequence[Command]) -> None:
 def isolation() -> Command:
     """What to put before a command so that it runs in a network namespace of its own, where it may make others.
 
-    Raises Unavailable where neither root nor a user namespace of one's own may do that.
+    Raises Unavailable where neither root nor a user namespace of one's own may do that, or a program is missing.
     """
+    for program, package in PROGRAMS.items():
+        if shutil.which(program) is None:
+            raise Unavailable(f"{program} is not installed; on Debian it is in {package}")
     answers = []
     for prefix in (("unshare", "--net", "--"), ("unshare", "--user", "--map-root-user", "--net", "--")):
         try:

@@ -69,10 +69,23 @@ def test_a_command_that_fails_is_told_with_what_it_said() -> None:
 
 
 def test_a_program_that_is_not_there_is_named() -> None:
-    with pytest.raises(Unavailable, match="no-such-program is not installed; on Debian it is in"):
+    with pytest.raises(Unavailable, match="no-such-program is not installed"):
         run_all([("no-such-program",)])
 
 
+def test_a_missing_program_is_told_before_anything_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.bench.selection.links.shutil.which", lambda name: None if name == "tc" else name)
+    with pytest.raises(Unavailable, match="tc is not installed; on Debian it is in iproute2"):
+        isolation()
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever this machine has."""
+    monkeypatch.setattr("services.bench.selection.links.shutil.which", lambda name: name)
+
+
+@pytest.mark.usefixtures("installed")
 def test_who_may_not_make_namespaces_is_told_who_may(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(commands: object) -> None:
         raise Unavailable("`unshare` failed: Operation not permitted")
@@ -82,6 +95,7 @@ def test_who_may_not_make_namespaces_is_told_who_may(monkeypatch: pytest.MonkeyP
         isolation()
 
 
+@pytest.mark.usefixtures("installed")
 def test_root_needs_no_user_namespace_and_others_take_one(monkeypatch: pytest.MonkeyPatch) -> None:
     def only_with_a_user_namespace(commands: list[tuple[str, ...]]) -> None:
         if "--user" not in commands[0]:
