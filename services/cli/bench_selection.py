@@ -57,7 +57,7 @@ def add(kinds: Subcommands) -> None:
     ):
         default = DEFAULTS[name.replace("-", "_")]
         parser.add_argument(f"--{name}", metavar=metavar, default=default, help=f"{what} (default: {default})")
-    parser.add_argument("--rounds", type=int, default=4, help="of every prefill; medians count (default: 4)")
+    parser.add_argument("--rounds", type=int, default=3, help="of every prefill; medians count (default: 3)")
     parser.add_argument("--model", default="builtin:tiny", metavar="DIR", help="(default: builtin:tiny)")
     parser.add_argument("--json", action="store_true", help="print the report as one JSON object")
     parser.add_argument(
@@ -96,8 +96,6 @@ def run(options: argparse.Namespace) -> int:
     with progress_bar(settings.num_measurements) as tell:
         report = measured_in_namespaces(settings, tell)
     report = replace(report, load=(before, load_now()))
-    if options.plot is not None:
-        write_selection_plot(report, options.plot)
     if options.json:
         print(selection_json(report))
     else:
@@ -106,6 +104,9 @@ def run(options: argparse.Namespace) -> int:
             if table is not None:
                 console.print(table)
         print(*closing_lines(report), sep="\n")
+    # Last: what took minutes to measure has been said by now.
+    if options.plot is not None:
+        write_selection_plot(report, options.plot)
     return 1 if report.disagreements else 0
 
 

@@ -60,12 +60,13 @@ def measured_in_namespaces(settings: SelectionSettings, tell: Tell) -> Selection
 
 @contextmanager
 def _ended(hub: subprocess.Popen[bytes]) -> Iterator[subprocess.Popen[bytes]]:
-    """Whatever happens, it and its ranks are gone in the end; told first, so that it ends them itself."""
+    """Whatever happens, it and its ranks are gone in the end. Where it is to end early it is told, and ends them."""
     try:
         yield hub
+    except BaseException:
+        hub.terminate()
+        raise
     finally:
-        if hub.poll() is None:
-            hub.terminate()
         try:
             hub.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
@@ -95,7 +96,9 @@ def main() -> int:
 
     try:
         settings = pickle.load(sys.stdin.buffer)
-        send(measure_selection(settings, _shaped, lambda what: send(Told(what))))
+        report = measure_selection(settings, _shaped, lambda what: send(Told(what)))
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        send(report)
     except RingserveError as error:
         send(Failed(str(error)))
     except (KeyboardInterrupt, EOFError, BrokenPipeError):

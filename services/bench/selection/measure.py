@@ -86,7 +86,7 @@ def measure_selection(
 
     Raises ModelRefused, Unavailable, ConfigError for too few cells to fit a profile.
     """
-    info = read_model_info(resolve_model_path(settings.model), name=settings.model)
+    info = read_model_info(resolve_model_path(settings.model), "float32", settings.model)
     rings: list[RingResult] = []
     disagreements: list[str] = []
     for size in settings.ranks:
