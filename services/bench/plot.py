@@ -54,6 +54,6 @@ def write_plot(report: Report, path: Path) -> None:
 def save_figure(figure: Figure, path: Path) -> None:
     """Raises ConfigError for the path."""
     try:
-        figure.savefig(path)
+        figure.savefig(path, dpi=120)
     except (OSError, ValueError) as error:
         raise ConfigError(f"--plot: cannot write {path}: {error}") from error

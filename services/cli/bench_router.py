@@ -9,13 +9,13 @@ from dataclasses import asdict
 
 from rich.box import SIMPLE
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from cp_core.errors import ConfigError
 from services.bench.report import load_now
 from services.bench.router import RouterLoad, RouterReport, measure_router
 from services.cli.options import Subcommands
+from services.cli.progress import progress_bar
 from services.planning.models import planned_model, to_model_info
 
 EXAMPLE = """example:
@@ -62,18 +62,8 @@ def run(options: argparse.Namespace) -> int:
     load = RouterLoad(**{name: getattr(options, name) for name in names})
     model = to_model_info(planned_model(options.model))
     before = load_now()
-    # The bar goes to standard error: standard output is the report's.
-    progress = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=Console(stderr=True),
-        transient=True,
-    )
-    with progress:
-        task = progress.add_task("starting", total=load.conversations * load.turns)
-        report = measure_router(model, load, lambda name: progress.update(task, advance=1, description=name))
+    with progress_bar(load.conversations * load.turns) as tell:
+        report = measure_router(model, load, tell)
     machine = before, load_now()
     if options.json:
         target = {"target_milliseconds": TARGET_MILLISECONDS, "is_met": _is_met(report)}

@@ -13,6 +13,7 @@ from types import TracebackType
 
 import numpy as np
 
+from cp_core.cost.profile import HardwareProfile
 from orchestration.decode_leader import DecodeLeader
 from orchestration.planner import Planner, PlannerSettings
 from orchestration.prefill_leader import PrefillLeader
@@ -78,6 +79,7 @@ class Service:
         *,
         selector: str = "auto",
         missing_kv: str = "pull",
+        profile: HardwareProfile | None = None,
         kept_fraction: float = 1.0,
         max_waiting_turns: int = 64,
         conversation_ttl: float = 0.0,
@@ -103,7 +105,7 @@ class Service:
         """
         self.model = read_model_info(model_path)
         self.peers = DirectPeers()
-        self._planner = Planner(self.model, PlannerSettings(selector=selector, missing_kv=missing_kv))
+        self._planner = Planner(self.model, PlannerSettings(selector=selector, missing_kv=missing_kv, profile=profile))
         router_settings = RouterSettings(
             max_positions=self.model.max_positions,
             max_waiting_turns=max_waiting_turns,
