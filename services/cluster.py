@@ -354,7 +354,7 @@ def _check_secrets(config: Config) -> None:
     if config.tls.files is not None:
         config.tls.files.http_context()
     if config.internal_tls.files is not None:
-        config.internal_tls.files.channel_credentials()
+        config.internal_tls.files.check()
     if config.auth.tokens:
         read_tokens(Path(config.auth.tokens))
 

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from cp_core.errors import ConfigError
+from cp_core.peer_tls import PeerTls
 from services.auth.exposure import check_exposure
-from services.auth.tls import DoorTls, PeerTls
+from services.auth.tls import DoorTls
 
 SECRET_FILES = {"tls": ("cert", "key", "client_ca"), "internal_tls": ("cert", "key", "ca"), "auth": ("tokens",)}
 
