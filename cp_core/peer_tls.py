@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import socket
 import ssl
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -69,7 +70,8 @@ class PeerTls:
     """PEM files by which our processes prove themselves to each other: each shows `cert`, takes only what `ca` signed.
 
     `server_name` is the name in everybody's certificate, where that is not the host that is called. Contexts are made
-    anew for each connection, so that files that were replaced count for the next one.
+    anew for each connection, so that files that were replaced count for the next one. `accept` and `call` take a
+    connection over; where they raise it is closed.
     """
 
     cert: str
@@ -79,16 +81,18 @@ class PeerTls:
 
     def accept(self, connection: socket.socket) -> ssl.SSLSocket:
         """The connection of somebody who called, whose handshake is still to be done. Raises ConfigError, OSError."""
-        context = self._context(ssl.PROTOCOL_TLS_SERVER)
-        context.verify_mode = ssl.CERT_REQUIRED
-        # Tickets would lie unread at a peer that only sends, and turn the end of its stream into a reset.
-        context.num_tickets = 0
-        return context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
+        with _closed_on_failure(connection):
+            context = self._context(ssl.PROTOCOL_TLS_SERVER)
+            context.verify_mode = ssl.CERT_REQUIRED
+            # Tickets would lie unread at a peer that only sends, and turn the end of its stream into a reset.
+            context.num_tickets = 0
+            return context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
 
     def call(self, connection: socket.socket, host: str) -> ssl.SSLSocket:
         """The connection after the handshake, which the socket's timeout bounds. Raises ConfigError, OSError."""
-        context = self._context(ssl.PROTOCOL_TLS_CLIENT)
-        return context.wrap_socket(connection, server_hostname=self.server_name or host)
+        with _closed_on_failure(connection):
+            context = self._context(ssl.PROTOCOL_TLS_CLIENT)
+            return context.wrap_socket(connection, server_hostname=self.server_name or host)
 
     def check(self) -> None:
         """Raises ConfigError for files that cannot be used."""
@@ -100,6 +104,15 @@ class PeerTls:
         context.sslsocket_class = PeerSocket
         load_files("internal_tls", context, self.cert, self.key, ("ca", self.ca))
         return context
+
+
+@contextmanager
+def _closed_on_failure(connection: socket.socket) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        connection.close()
+        raise
 
 
 def load_files(section: str, context: ssl.SSLContext, cert: str, key: str, authority: tuple[str, str]) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from cp_core.layout import ShardMap, TokenRange
+from cp_core.peer_tls import PeerTls
 from workers.kv_cache import KvCache
 from workers.kv_transfer.frames import PREFIX, Frame, LayerFrame, RefusedFrame, decode_header, decode_prefix, encode
 from workers.kv_transfer.receiver import KvReceiver
@@ -208,8 +209,10 @@ class HandDestination:
 
 
 @contextmanager
-def receiving(cache: KvCache, *, port: int = 0) -> Iterator[KvReceiver]:
-    receiver = KvReceiver(cache, DESTINATION, port=port)
+def receiving(
+    cache: KvCache, *, port: int = 0, tls: PeerTls | None = None, greeting_seconds: float = 10.0
+) -> Iterator[KvReceiver]:
+    receiver = KvReceiver(cache, DESTINATION, port=port, tls=tls, greeting_seconds=greeting_seconds)
     try:
         yield receiver
     finally:
@@ -217,8 +220,8 @@ def receiving(cache: KvCache, *, port: int = 0) -> Iterator[KvReceiver]:
 
 
 @contextmanager
-def sending(cache: KvCache) -> Iterator[KvSender]:
-    sender = KvSender(cache, SOURCE)
+def sending(cache: KvCache, *, tls: PeerTls | None = None) -> Iterator[KvSender]:
+    sender = KvSender(cache, SOURCE, tls=tls)
     try:
         yield sender
     finally:

@@ -156,7 +156,6 @@ def call(endpoint: str, connect_seconds: float, stall_seconds: float, tls: PeerT
     """A stream to who listens at HOST:PORT. Raises TransferError for a malformed endpoint, ConfigError, OSError."""
     host, port = parse_endpoint(endpoint)
     connection = socket.create_connection((host, port), timeout=connect_seconds)
-    # A failed handshake closes it.
     return KvStream(connection if tls is None else tls.call(connection, host), stall_seconds)
 
 
