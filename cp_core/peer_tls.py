@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import socket
 import ssl
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,10 +30,6 @@ class PeerSocket(ssl.SSLSocket):
             return super().send(memoryview(data)[:SLICE_BYTES])
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
             raise BlockingIOError from None
-
-    def sendmsg(self, buffers: Iterable[Any], *_: Any) -> int:
-        """Send some of the first buffer, which is what one record of TLS can hold."""
-        return self.send(next(iter(buffers)))
 
     def recv_into(self, buffer: Any, nbytes: int | None = None, flags: int = 0) -> int:
         """Receive what there is, about a slice of it; 0 at the end of the stream. Raises BlockingIOError.

@@ -19,7 +19,7 @@ from cp_core.ring_backend import select_ring_backend
 from cp_core.selector import POLICIES
 from orchestration.cached_kv import MISSING_KV
 from orchestration.prefill_scheduler import PrefillScheduling
-from services.auth.sections import AuthConfig, InternalTlsConfig, TlsConfig, absolute_paths, check_doors, check_sections
+from services.auth import sections as guards
 from services.logs import LOG_FORMATS
 
 ENV_PREFIX = "RINGSERVE_"
@@ -225,9 +225,9 @@ class Config:
     kv_cache: KvCacheConfig = field(default_factory=KvCacheConfig)
     router: RouterConfig = field(default_factory=RouterConfig)
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
-    tls: TlsConfig = field(default_factory=TlsConfig)
-    internal_tls: InternalTlsConfig = field(default_factory=InternalTlsConfig)
-    auth: AuthConfig = field(default_factory=AuthConfig)
+    tls: guards.TlsConfig = field(default_factory=guards.TlsConfig)
+    internal_tls: guards.InternalTlsConfig = field(default_factory=guards.InternalTlsConfig)
+    auth: guards.AuthConfig = field(default_factory=guards.AuthConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     ray: RayConfig = field(default_factory=RayConfig)
     timeouts: TimeoutConfig = field(default_factory=TimeoutConfig)
@@ -297,15 +297,15 @@ def config_from(values: Mapping[str, Mapping[str, Any]]) -> Config:
     unknown = sorted(set(values) - set(sections))
     if unknown:
         raise ConfigError(f"{unknown[0]}: no such section; allowed are {', '.join(sections)}")
-    return Config(**{name: _section(name, sections[name], absolute_paths(name, part)) for name, part in values.items()})
+    parts = {name: guards.absolute_paths(name, part) for name, part in values.items()}
+    return Config(**{name: _section(name, sections[name], part) for name, part in parts.items()})
 
 
 def _section(name: str, kind: type[Any], values: Mapping[str, Any]) -> Any:
     types = get_type_hints(kind)
-    allowed = [item.name for item in fields(kind)]
     for key in values:
-        if key not in allowed:
-            raise ConfigError(f"{name}.{key}: no such key; allowed are {', '.join(allowed)}")
+        if key not in types:
+            raise ConfigError(f"{name}.{key}: no such key; allowed are {', '.join(types)}")
     return kind(**{key: _typed(f"{name}.{key}", value, types[key]) for key, value in values.items()})
 
 
@@ -327,7 +327,7 @@ def _check(config: Config) -> None:
     _among("logs.level", config.logs.level, LOG_LEVELS)
     _among("logs.format", config.logs.format, LOG_FORMATS)
     _among("model.device", config.model.device, DEVICES)
-    _ring_transport(config.model)
+    _ring_transport(config)
     _among("decode.variant", config.decode.variant, VARIANT_POLICIES)
     _among("router.selector", config.router.selector, POLICIES)
     for name, pool in (("prefill", config.prefill), ("decode", config.decode)):
@@ -365,23 +365,23 @@ def _check(config: Config) -> None:
     _within("gateway.max_seconds", config.gateway.max_seconds, 0.1, 86_400)
     _address("gateway.listen", config.gateway.listen)
     _address("router.listen", config.router.listen)
-    for key in ("http", "metrics"):
-        if address := getattr(config.gateway, key):
-            _address(f"gateway.{key}", address)
     _among("metrics.also_as", config.metrics.also_as, METRIC_NAMES)
-    for key in ("router", "prefill", "decode"):
-        if getattr(config.metrics, key):
-            _address(f"metrics.{key}", getattr(config.metrics, key))
-    check_sections(config.tls, config.internal_tls)
+    optional = {f"gateway.{key}": getattr(config.gateway, key) for key in ("http", "metrics")}
+    optional |= {f"metrics.{key}": getattr(config.metrics, key) for key in ("router", "prefill", "decode")}
+    for key, address in optional.items():
+        if address:
+            _address(key, address)
+    guards.check_sections(config.tls, config.internal_tls, config.router.listen, config.ray.address)
     doors = {f"gateway.{key}": getattr(config.gateway, key) for key in ("listen", "http")}
-    check_doors(doors, config.tls, config.auth, is_insecure=config.gateway.insecure)
+    guards.check_doors(doors, config.tls, config.auth, is_insecure=config.gateway.insecure)
 
 
-def _ring_transport(model: ModelConfig) -> None:
+def _ring_transport(config: Config) -> None:
     try:
-        select_ring_backend(model.ring_transport, model.device)
+        backend = select_ring_backend(config.model.ring_transport, config.model.device)
     except ConfigError as error:
         raise ConfigError(f"model.ring_transport: {error}") from error
+    guards.check_ring(backend, config.internal_tls, max(pool.cp * pool.tp for pool in (config.prefill, config.decode)))
 
 
 def _among(key: str, value: str, allowed: tuple[str, ...]) -> None:

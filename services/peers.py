@@ -233,7 +233,7 @@ class GrpcPeers:
     def __init__(self, tls: PeerTls | None = None) -> None:
         """Raises ConfigError for TLS files that cannot be used."""
         self._channels: dict[str, grpc.aio.Channel] = {}
-        self._credentials, options = peer_channel(tls) if tls else (None, ())
+        self._credentials, options = peer_channel(tls)
         self._options = (*OPTIONS, *options)
 
     def _channel(self, endpoint: str) -> grpc.aio.Channel:

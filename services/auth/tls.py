@@ -48,8 +48,13 @@ def peer_server(tls: PeerTls | None) -> grpc.ServerCredentials | None:
     return grpc.ssl_server_credentials([(key, cert)], authority, require_client_auth=True)
 
 
-def peer_channel(tls: PeerTls) -> tuple[grpc.ChannelCredentials, tuple[tuple[str, str], ...]]:
-    """Credentials and options of a channel between our own processes. Raises ConfigError."""
+def peer_channel(tls: PeerTls | None) -> tuple[grpc.ChannelCredentials | None, tuple[tuple[str, str], ...]]:
+    """Credentials and options of a channel between our own processes; None where they talk plainly.
+
+    Raises ConfigError.
+    """
+    if tls is None:
+        return None, ()
     key, cert, authority = _files(tls)
     options = (("grpc.ssl_target_name_override", tls.server_name),) if tls.server_name else ()
     return grpc.ssl_channel_credentials(authority, key, cert), options

@@ -242,8 +242,8 @@ def test_what_goes_between_ranks_with_tls_cannot_be_read_on_the_way(authority: A
                 ring.close()
             for each in (caller, onward):
                 each.shutdown(socket.SHUT_RDWR)
-            for each in passing:
-                each.exception(SECONDS)
+            for end in passing:
+                end.exception(SECONDS)
 
 
 def test_a_closed_connection_never_goes_on_in_the_clear(authority: Authority) -> None:

@@ -148,8 +148,8 @@ def test_kv_cannot_be_read_on_the_way(authority: Authority) -> None:
             receiver.wait_sealed(key_of(), WAIT_SECONDS)
             for each in (caller, onward):
                 each.shutdown(socket.SHUT_RDWR)
-            for each in passing:
-                each.exception(WAIT_SECONDS)
+            for end in passing:
+                end.exception(WAIT_SECONDS)
     TRUTH.check(destination, BLOCKS, range(TOKENS))
     assert len(seen) > len(TRUTH.payload(0, range(TOKENS)))
     assert TRUTH.payload(0, range(TOKENS))[:16] not in seen

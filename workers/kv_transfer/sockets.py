@@ -69,6 +69,8 @@ class KvStream:
         while True:
             try:
                 with self._moving:
+                    if isinstance(self._connection, ssl.SSLSocket):
+                        return self._connection.send(buffers[0])
                     return self._connection.sendmsg(buffers)
             except BlockingIOError:
                 self._await(select.POLLOUT)
