@@ -1,3 +1,12 @@
+{{/* Mutual TLS between our own processes: the secret is mounted in every pod. */}}
+{{- define "ringserve.internalTls" -}}
+cert: /etc/ringserve-internal/tls.crt
+key: /etc/ringserve-internal/tls.key
+ca: /etc/ringserve-internal/ca.crt
+server_name: {{ .Values.internalTls.serverName | quote }}
+allow_plain_ring: {{ .Values.internalTls.allowPlainRing }}
+{{- end }}
+
 {{/* ringserve's configuration. What other objects of this chart rely on stands last and wins. */}}
 {{- define "ringserve.config" -}}
 {{- include "ringserve.validate" . }}
@@ -7,7 +16,12 @@
     "prefill" (merge (deepCopy .Values.prefill.config) (dict "threads_per_rank" (int .Values.prefill.threadsPerRank)))
     "decode" (merge (deepCopy .Values.decode.config) (dict "threads_per_rank" (int .Values.decode.threadsPerRank)))
 }}
+{{- $internalTls := dict "insecure" .Values.internalTls.insecure }}
+{{- if .Values.internalTls.secretName }}
+{{- $internalTls = include "ringserve.internalTls" . | fromYaml }}
+{{- end }}
 {{- $fixed := dict
+    "internal_tls" $internalTls
     "model" (dict "path" .Values.model.path "dtype" .Values.model.dtype "device" .Values.model.device)
     "prefill" (dict "groups" (int .Values.prefill.replicas) "cp" (int .Values.prefill.parallelism.cp) "tp" (int .Values.prefill.parallelism.tp))
     "decode" (dict "groups" (int .Values.decode.replicas) "cp" (int .Values.decode.parallelism.cp) "tp" (int .Values.decode.parallelism.tp))

@@ -37,6 +37,16 @@
 {{- if and .Values.gateway.tls.clientCertificates (not .Values.gateway.tls.secretName) }}
 {{- fail "gateway.tls.clientCertificates: clients can prove themselves only to a gateway with gateway.tls.secretName" }}
 {{- end }}
+{{- if and (not .Values.internalTls.secretName) (not .Values.internalTls.insecure) }}
+{{- fail "internalTls.secretName: required, since the whole cluster reaches router, leaders and ranks; or say internalTls.insecure: true" }}
+{{- end }}
+{{- if and .Values.internalTls.secretName (not .Values.internalTls.serverName) }}
+{{- fail "internalTls.serverName: required with internalTls.secretName, since pods call each other by addresses that no certificate names" }}
+{{- end }}
+{{- $plainRing := and (eq .Values.model.device "cuda") (or (gt (mul (int .Values.prefill.parallelism.cp) (int .Values.prefill.parallelism.tp)) 1) (gt (mul (int .Values.decode.parallelism.cp) (int .Values.decode.parallelism.tp)) 1)) }}
+{{- if and .Values.internalTls.secretName $plainRing (not .Values.internalTls.allowPlainRing) }}
+{{- fail "internalTls.allowPlainRing: required, since with model.device cuda rings go by NCCL, which does not encrypt; say true where their network is their own" }}
+{{- end }}
 {{- if lt (int .Values.gateway.autoscaling.maxReplicas) (int .Values.gateway.autoscaling.minReplicas) }}
 {{- fail (printf "gateway.autoscaling: maxReplicas %d is less than minReplicas %d" (int .Values.gateway.autoscaling.maxReplicas) (int .Values.gateway.autoscaling.minReplicas)) }}
 {{- end }}
