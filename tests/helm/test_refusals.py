@@ -60,6 +60,10 @@ CASES: dict[str, tuple[Mapping[str, Any], str]] = {
         {"internalTls": {"insecure": False}},
         "internalTls.secretName: required, since the whole cluster reaches router, leaders and ranks",
     ),
+    "a Ray open to all, and nobody said so": (
+        {"internalTls": {"insecure": False, "secretName": "inside"}, "ray": {"tokenAuthentication": False}},
+        "ray.tokenAuthentication: required, since whoever reaches Ray can run code",
+    ),
     "certificates that name nobody": (
         {"internalTls": {"secretName": "inside", "serverName": ""}},
         "internalTls.serverName: required with internalTls.secretName",

@@ -5,6 +5,7 @@ key: /etc/ringserve-internal/tls.key
 ca: /etc/ringserve-internal/ca.crt
 server_name: {{ .Values.internalTls.serverName | quote }}
 allow_plain_ring: {{ .Values.internalTls.allowPlainRing }}
+insecure: {{ .Values.internalTls.insecure }}
 {{- end }}
 
 {{/* ringserve's configuration. What other objects of this chart rely on stands last and wins. */}}

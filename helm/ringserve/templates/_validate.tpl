@@ -43,6 +43,9 @@
 {{- if and .Values.internalTls.secretName (not .Values.internalTls.serverName) }}
 {{- fail "internalTls.serverName: required with internalTls.secretName, since pods call each other by addresses that no certificate names" }}
 {{- end }}
+{{- if and (not .Values.ray.tokenAuthentication) (not .Values.internalTls.insecure) }}
+{{- fail "ray.tokenAuthentication: required, since whoever reaches Ray can run code; or say internalTls.insecure: true" }}
+{{- end }}
 {{- $plainRing := and (eq .Values.model.device "cuda") (or (gt (mul (int .Values.prefill.parallelism.cp) (int .Values.prefill.parallelism.tp)) 1) (gt (mul (int .Values.decode.parallelism.cp) (int .Values.decode.parallelism.tp)) 1)) }}
 {{- if and .Values.internalTls.secretName $plainRing (not .Values.internalTls.allowPlainRing) }}
 {{- fail "internalTls.allowPlainRing: required, since with model.device cuda rings go by NCCL, which does not encrypt; say true where their network is their own" }}
