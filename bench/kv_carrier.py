@@ -1,6 +1,9 @@
 """How fast each candidate moves KV from one process to another over loopback, gloo's one-way send as the yardstick.
 
     python bench/kv_carrier.py --megabytes 64 --messages 262144,1048576,4194304 --json
+    python bench/kv_carrier.py --tls
+
+`--tls` measures what encryption costs: plain sockets and `kv_transfer` beside the same with mutual TLS.
 
 Two processes, one thread of computation each. A run counts from the first byte offered until the receiver has said that
 it holds the last one. Every candidate's bytes end in memory that was there before: a message buffer, or for
@@ -18,9 +21,11 @@ import multiprocessing
 import os
 import socket
 import statistics
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -30,6 +35,7 @@ import psutil
 
 HOST = "127.0.0.1"
 WAIT_SECONDS = 120.0
+CERTIFICATES = "BENCH_CERTIFICATES"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +83,59 @@ def receive_sockets(load: Load, pipe: Connection) -> None:
                 while left.nbytes:
                     left = left[connection.recv_into(left) :]
             connection.sendall(b"k")
+
+
+def receive_sockets_tls(load: Load, pipe: Connection) -> None:
+    from workers.kv_transfer.sockets import KvStream
+
+    with socket.create_server((HOST, 0)) as listener:
+        pipe.send(listener.getsockname()[1])
+        stream = KvStream(bench_tls().accept(listener.accept()[0]), WAIT_SECONDS)
+    stream.shake_hands()
+    buffer = memoryview(bytearray(load.message_bytes))
+    for _ in range(load.repeats + 1):
+        for _ in range(load.count):
+            stream.receive_into(buffer)
+        stream.send([memoryview(b"k")])
+    stream.close()
+
+
+def send_sockets_tls(load: Load, pipe: Connection) -> Runs:
+    from workers.kv_transfer.sockets import call
+
+    message = memoryview(bytearray(os.urandom(load.message_bytes)))
+    stream = call(f"{HOST}:{pipe.recv()}", WAIT_SECONDS, WAIT_SECONDS, bench_tls())
+    answer = bytearray(1)
+
+    def run() -> None:
+        for _ in range(load.count):
+            stream.send([message])
+        stream.receive_into(memoryview(answer))
+        assert answer == b"k"
+
+    yield run
+    stream.close()
+
+
+def bench_tls() -> Any:
+    """The certificate that `main` has made for this run."""
+    from cp_core.peer_tls import PeerTls
+
+    directory = Path(os.environ[CERTIFICATES])
+    cert = str(directory / "cert.pem")
+    return PeerTls(cert=cert, key=str(directory / "key.pem"), ca=cert)
+
+
+@contextmanager
+def certificates() -> Iterator[None]:
+    """One that signs itself, by the program openssl, for as long as this lasts."""
+    with tempfile.TemporaryDirectory() as directory:
+        command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+        command += ["-subj", "/CN=bench", "-addext", f"subjectAltName=IP:{HOST}", "-days", "2"]
+        command += ["-keyout", f"{directory}/key.pem", "-out", f"{directory}/cert.pem"]
+        subprocess.run(command, check=True, capture_output=True, timeout=WAIT_SECONDS)
+        os.environ[CERTIFICATES] = directory
+        yield
 
 
 def send_sockets(load: Load, pipe: Connection) -> Runs:
@@ -216,12 +275,20 @@ def kv_cache(load: Load) -> Any:
 
 
 def receive_kv_transfer(load: Load, pipe: Connection) -> None:
+    _receive_kv(load, pipe)
+
+
+def receive_kv_transfer_tls(load: Load, pipe: Connection) -> None:
+    _receive_kv(load, pipe, tls=bench_tls())
+
+
+def _receive_kv(load: Load, pipe: Connection, tls: Any = None) -> None:
     from cp_core.layout import TokenRange
     from workers.kv_transfer import KvReceiver
     from workers.steps import KvExpect, TransferKey
 
     cache = kv_cache(load)
-    receiver = KvReceiver(cache, "destination")
+    receiver = KvReceiver(cache, "destination", tls=tls)
     blocks, tokens = tuple(range(cache.num_blocks)), TokenRange(0, cache.num_blocks * 16)
     for attempt in range(load.repeats + 1):
         receiver.expect(KvExpect(TransferKey("bench", attempt, "source", "destination"), (tokens,), 0, blocks))
@@ -240,14 +307,19 @@ def send_kv_transfer_unsummed(load: Load, pipe: Connection) -> Runs:
     yield from _send_kv(load, pipe, checksums=False)
 
 
-def _send_kv(load: Load, pipe: Connection, *, checksums: bool) -> Runs:
+def send_kv_transfer_tls(load: Load, pipe: Connection) -> Runs:
+    """As configured by default, with mutual TLS."""
+    yield from _send_kv(load, pipe, checksums=True, tls=bench_tls())
+
+
+def _send_kv(load: Load, pipe: Connection, *, checksums: bool, tls: Any = None) -> Runs:
     from cp_core.layout import TokenRange
     from workers.kv_transfer import KvSender
     from workers.steps import KvPart, KvPiece, KvSend, TransferKey
 
     cache = kv_cache(load)
     endpoint = pipe.recv()
-    sender = KvSender(cache, "source", checksums=checksums)
+    sender = KvSender(cache, "source", checksums=checksums, tls=tls)
     attempts = iter(range(load.repeats + 1))
     piece = KvPiece(TokenRange(0, cache.num_blocks * 16), 0, 0, cache.num_kv_heads)
 
@@ -278,6 +350,12 @@ CANDIDATES = (
     Candidate("grpc", "grpc", receive_grpc, send_grpc),
     Candidate("kv_transfer", "torch", receive_kv_transfer, send_kv_transfer),
     Candidate("kv unsummed", "torch", receive_kv_transfer, send_kv_transfer_unsummed),
+)
+TLS_CANDIDATES = (
+    Candidate("sockets", "socket", receive_sockets, send_sockets),
+    Candidate("sockets tls", "ssl", receive_sockets_tls, send_sockets_tls),
+    Candidate("kv_transfer", "torch", receive_kv_transfer, send_kv_transfer),
+    Candidate("kv tls", "torch", receive_kv_transfer_tls, send_kv_transfer_tls),
 )
 
 
@@ -331,28 +409,32 @@ def measure(candidate: Candidate, load: Load) -> Row:
     )
 
 
+def show(row: Row) -> None:
+    size, cpu = f"{row.message_bytes >> 10:6} KiB", row.cpu_seconds_per_gigabyte
+    print(f"{row.carrier:12} {size}  best {row.best:5.2f}  median {row.median:5.2f} GB/s  cpu {cpu:5.2f} s/GB")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0], epilog="python bench/kv_carrier.py")
     parser.add_argument("--megabytes", type=int, default=64, help="payload of one run (64)")
     parser.add_argument("--messages", default="262144,1048576,4194304", help="message sizes in bytes, with commas")
     parser.add_argument("--repeats", type=int, default=7, help="timed runs each (7)")
+    parser.add_argument("--tls", action="store_true", help="only what encryption costs")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     arguments = parser.parse_args()
 
-    present = [item for item in CANDIDATES if importlib.util.find_spec(item.package) is not None]
-    skipped = [item.name for item in CANDIDATES if item not in present]
+    candidates = TLS_CANDIDATES if arguments.tls else CANDIDATES
+    present = [item for item in candidates if importlib.util.find_spec(item.package) is not None]
+    skipped = [item.name for item in candidates if item not in present]
     rows: list[Row] = []
-    for message_bytes in map(int, arguments.messages.split(",")):
-        count = max(1, (arguments.megabytes << 20) // message_bytes)
-        load = Load(message_bytes=message_bytes, count=count, repeats=arguments.repeats)
-        for candidate in present:
-            rows.append(measure(candidate, load))
-            if not arguments.json:
-                row = rows[-1]
-                size, cpu = f"{row.message_bytes >> 10:6} KiB", row.cpu_seconds_per_gigabyte
-                print(
-                    f"{row.carrier:12} {size}  best {row.best:5.2f}  median {row.median:5.2f} GB/s  cpu {cpu:5.2f} s/GB"
-                )
+    with certificates() if arguments.tls else nullcontext():
+        for message_bytes in map(int, arguments.messages.split(",")):
+            count = max(1, (arguments.megabytes << 20) // message_bytes)
+            load = Load(message_bytes=message_bytes, count=count, repeats=arguments.repeats)
+            for candidate in present:
+                rows.append(measure(candidate, load))
+                if not arguments.json:
+                    show(rows[-1])
     if arguments.json:
         cores = len(os.sched_getaffinity(0))
         print(json.dumps({"cores": cores, "rows": [asdict(row) for row in rows], "not_installed": skipped}))

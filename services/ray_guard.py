@@ -10,12 +10,12 @@ import os
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import grpc
 import ray
+from ray import _raylet
 from ray._private import ray_logging
-from ray._raylet import AuthenticationTokenLoader
-from ray._raylet import Config as RayOwnConfig
 from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
 
 from cp_core.errors import ConfigError
@@ -49,9 +49,10 @@ def _make_token() -> None:
     """One that only the children of this process know. Ray's own would lie in a file and stay the same."""
     os.environ["RAY_AUTH_MODE"] = "token"
     os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
-    # Ray has read both at its import.
-    RayOwnConfig.initialize("")
-    AuthenticationTokenLoader.instance().reset_cache()
+    # Ray has read both at its import. Its stubs do not know what else it has.
+    raylet: Any = _raylet
+    raylet.Config.initialize("")
+    raylet.AuthenticationTokenLoader.instance().reset_cache()
 
 
 def without_ray_token(environment: Mapping[str, str]) -> dict[str, str]:
@@ -71,10 +72,11 @@ def check_guarded(address: str, *, is_insecure: bool) -> None:
 def asks_for_token(address: str, token: str = "") -> bool:
     """Whether Ray's control refuses who shows this token, or none. One that only speaks TLS answers nobody here."""
     metadata = (("authorization", f"Bearer {token}"),) if token else ()
+    messages: Any = gcs_service_pb2
     with grpc.insecure_channel(address) as channel:
         stub = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel)
         try:
-            stub.CheckAlive(gcs_service_pb2.CheckAliveRequest(), timeout=PROBE_SECONDS, metadata=metadata)
+            stub.CheckAlive(messages.CheckAliveRequest(), timeout=PROBE_SECONDS, metadata=metadata)
         except grpc.RpcError:
             return True
     return False
