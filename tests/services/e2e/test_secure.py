@@ -75,6 +75,7 @@ def secure(ringserve: Ringserve, model_path: Path, tmp_path_factory: pytest.Temp
         "internal_tls.server_name": "ringserve.internal",
         "auth.tokens": file,
         "gateway.model_name": "tiny-and-secret",
+        "logs.level": "debug",  # the log is looked through for secrets
     }
     sections: dict[str, dict[str, str]] = {}
     for key, value in values.items():
@@ -270,5 +271,8 @@ def test_a_gateway_for_strangers_is_refused_unless_asked_for(secure: Secure, mod
 def test_the_log_of_the_cluster_holds_no_secret(secure: Secure) -> None:
     log = (secure.cluster.ringserve.directory / "state" / "secure.log").read_text()
     assert "acme/req-" in log
+    assert " DEBUG " in log
     for token in secure.tokens.values():
         assert token not in log
+    for key in secure.authority.directory.glob("*.key"):
+        assert key.read_text().splitlines()[1] not in log
