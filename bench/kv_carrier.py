@@ -3,36 +3,51 @@
     python bench/kv_carrier.py --megabytes 64 --messages 262144,1048576,4194304 --json
     python bench/kv_carrier.py --tls
 
-`--tls` measures what encryption costs: plain sockets and `kv_transfer` beside the same with mutual TLS.
-
 Two processes, one thread of computation each. A run counts from the first byte offered until the receiver has said that
 it holds the last one. Every candidate's bytes end in memory that was there before: a message buffer, or for
 `kv_transfer` (this project's own sender and receiver, with their checks and the copy from staging) the cache itself.
-Candidates that are not installed are left out, and named.
+Candidates that are not installed are left out, and named. `--tls` measures what encryption costs `kv_transfer`.
 """
 
 from __future__ import annotations
 
 import argparse
+import atexit
 import importlib
 import importlib.util
 import json
 import multiprocessing
 import os
+import shutil
 import socket
 import statistics
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import psutil
-from kv_tls import HOST, WAIT_SECONDS, Load, Runs, bench_tls, certificates, receive_sockets_tls, send_sockets_tls
 
+HOST = "127.0.0.1"
+WAIT_SECONDS = 120.0
+CERTIFICATE = "BENCH_CERTIFICATE"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """`count` messages of `message_bytes`, sent `repeats` times after one time for practice."""
+
+    message_bytes: int
+    count: int
+    repeats: int
+
+    @property
+    def total_bytes(self) -> int:
+        return self.message_bytes * self.count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +62,9 @@ class Row:
     best: float
     median: float
     cpu_seconds_per_gigabyte: float
+
+
+Runs = Iterator[Callable[[], None]]
 
 
 # --- plain sockets ---------------------------------------------------------------------------------------------------
@@ -202,15 +220,7 @@ def kv_cache(load: Load) -> Any:
     return cache
 
 
-def receive_kv_transfer(load: Load, pipe: Connection) -> None:
-    _receive_kv(load, pipe)
-
-
-def receive_kv_transfer_tls(load: Load, pipe: Connection) -> None:
-    _receive_kv(load, pipe, tls=bench_tls())
-
-
-def _receive_kv(load: Load, pipe: Connection, tls: Any = None) -> None:
+def receive_kv_transfer(load: Load, pipe: Connection, tls: Any = None) -> None:
     from cp_core.layout import TokenRange
     from workers.kv_transfer import KvReceiver
     from workers.steps import KvExpect, TransferKey
@@ -235,9 +245,20 @@ def send_kv_transfer_unsummed(load: Load, pipe: Connection) -> Runs:
     yield from _send_kv(load, pipe, checksums=False)
 
 
+def receive_kv_transfer_tls(load: Load, pipe: Connection) -> None:
+    receive_kv_transfer(load, pipe, bench_tls())
+
+
 def send_kv_transfer_tls(load: Load, pipe: Connection) -> Runs:
-    """As configured by default, with mutual TLS."""
     yield from _send_kv(load, pipe, checksums=True, tls=bench_tls())
+
+
+def bench_tls() -> Any:
+    """By the certificate that `main` has made for this run: one that signs itself."""
+    from cp_core.peer_tls import PeerTls
+
+    cert = f"{os.environ[CERTIFICATE]}/cert.pem"
+    return PeerTls(cert=cert, key=f"{os.environ[CERTIFICATE]}/key.pem", ca=cert)
 
 
 def _send_kv(load: Load, pipe: Connection, *, checksums: bool, tls: Any = None) -> Runs:
@@ -280,8 +301,6 @@ CANDIDATES = (
     Candidate("kv unsummed", "torch", receive_kv_transfer, send_kv_transfer_unsummed),
 )
 TLS_CANDIDATES = (
-    Candidate("sockets", "socket", receive_sockets, send_sockets),
-    Candidate("sockets tls", "ssl", receive_sockets_tls, send_sockets_tls),
     Candidate("kv_transfer", "torch", receive_kv_transfer, send_kv_transfer),
     Candidate("kv tls", "torch", receive_kv_transfer_tls, send_kv_transfer_tls),
 )
@@ -337,9 +356,14 @@ def measure(candidate: Candidate, load: Load) -> Row:
     )
 
 
-def show(row: Row) -> None:
-    size, cpu = f"{row.message_bytes >> 10:6} KiB", row.cpu_seconds_per_gigabyte
-    print(f"{row.carrier:12} {size}  best {row.best:5.2f}  median {row.median:5.2f} GB/s  cpu {cpu:5.2f} s/GB")
+def make_certificate() -> None:
+    """In a directory that goes with this process."""
+    directory = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, directory)
+    words = f"openssl req -x509 -newkey ed25519 -nodes -days 2 -subj /CN=bench -addext subjectAltName=IP:{HOST}".split()
+    files = ["-keyout", f"{directory}/key.pem", "-out", f"{directory}/cert.pem"]
+    subprocess.run([*words, *files], check=True, capture_output=True, timeout=WAIT_SECONDS)
+    os.environ[CERTIFICATE] = directory
 
 
 def main() -> None:
@@ -347,22 +371,27 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=64, help="payload of one run (64)")
     parser.add_argument("--messages", default="262144,1048576,4194304", help="message sizes in bytes, with commas")
     parser.add_argument("--repeats", type=int, default=7, help="timed runs each (7)")
-    parser.add_argument("--tls", action="store_true", help="only what encryption costs")
+    parser.add_argument("--tls", action="store_true", help="only kv_transfer, with and without")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     arguments = parser.parse_args()
 
     candidates = TLS_CANDIDATES if arguments.tls else CANDIDATES
     present = [item for item in candidates if importlib.util.find_spec(item.package) is not None]
     skipped = [item.name for item in candidates if item not in present]
+    if arguments.tls:
+        make_certificate()
     rows: list[Row] = []
-    with certificates() if arguments.tls else nullcontext():
-        for message_bytes in map(int, arguments.messages.split(",")):
-            count = max(1, (arguments.megabytes << 20) // message_bytes)
-            load = Load(message_bytes=message_bytes, count=count, repeats=arguments.repeats)
-            for candidate in present:
-                rows.append(measure(candidate, load))
-                if not arguments.json:
-                    show(rows[-1])
+    for message_bytes in map(int, arguments.messages.split(",")):
+        count = max(1, (arguments.megabytes << 20) // message_bytes)
+        load = Load(message_bytes=message_bytes, count=count, repeats=arguments.repeats)
+        for candidate in present:
+            rows.append(measure(candidate, load))
+            if not arguments.json:
+                row = rows[-1]
+                size, cpu = f"{row.message_bytes >> 10:6} KiB", row.cpu_seconds_per_gigabyte
+                print(
+                    f"{row.carrier:12} {size}  best {row.best:5.2f}  median {row.median:5.2f} GB/s  cpu {cpu:5.2f} s/GB"
+                )
     if arguments.json:
         cores = len(os.sched_getaffinity(0))
         print(json.dumps({"cores": cores, "rows": [asdict(row) for row in rows], "not_installed": skipped}))
