@@ -119,8 +119,8 @@ class LocalCluster:
         config = self._config
         path = resolve_model_path(config.model.path)
         model = read_model_info(path, dtype=config.model.dtype, name=Path(config.model.path).name)
-        for role, pool in (("prefill", config.prefill), ("decode", config.decode)):
-            tensor_share(model, pool.tp, f"{role}.tp")
+        for pool in config.pools:
+            tensor_share(model, pool.tp, f"{pool.key}.tp")
         profile = router_profile(config.router)
         _check_secrets(config)
         if self._with_gateway:
@@ -139,13 +139,13 @@ class LocalCluster:
             LeaderHost(
                 config=config,
                 model_path=str(path),
-                role=role,
-                index=index,
+                pool=pool,
+                number=number,
                 router_endpoint=self.router_endpoint,
                 listen_host="" if config.ray.address else "127.0.0.1",
             )
-            for role, pool in (("prefill", config.prefill), ("decode", config.decode))
-            for index in range(pool.groups)
+            for pool in config.pools
+            for number in range(pool.groups)
         ]
         self._progress(f"starting {len(hosts)} rings{' and a gateway' if self._with_gateway else ''}")
         if self._with_gateway:
@@ -165,8 +165,7 @@ class LocalCluster:
             self._result(leader.actor.measure.remote())
 
     def _start_ray(self) -> None:
-        pools = (self._config.prefill, self._config.decode)
-        needed = sum(pool.groups * pool.cp * pool.tp * pool.threads_per_rank for pool in pools)
+        needed = sum(pool.num_threads for pool in self._config.pools)
         start_own_ray(max(1, needed), self._namespace, self._temp)
 
     def _join_ray(self) -> None:

@@ -1,7 +1,14 @@
 {{/* Values that contradict each other. The schema cannot see across keys. */}}
 {{- define "ringserve.validate" -}}
 {{- range $role := list "prefill" "decode" }}
-{{- $pool := index $.Values $role }}
+{{- $rings := int (include "ringserve.numRings" (dict "root" $ "role" $role)) }}
+{{- if gt $rings 100 }}
+{{- fail (printf "%s: its pools have %d rings together; at most 100 have metrics ports" $role $rings) }}
+{{- end }}
+{{- end }}
+{{- range $each := include "ringserve.pools" . | fromJsonArray }}
+{{- $role := $each.key }}
+{{- $pool := $each.values }}
 {{- $cp := int $pool.parallelism.cp }}
 {{- $tp := int $pool.parallelism.tp }}
 {{- $perPod := int $pool.ranksPerPod }}
@@ -20,6 +27,9 @@
 {{- end }}
 {{- if and (eq $.Values.model.device "cpu") (gt $gpus 0) }}
 {{- fail (printf "%s.resources: %d GPUs are asked for and model.device is cpu, which would leave them idle; set model.device to cuda" $role $gpus) }}
+{{- end }}
+{{- if and $.Values.internalTls.secretName (eq $.Values.model.device "cuda") (gt (mul $cp $tp) 1) (not $.Values.internalTls.allowPlainRing) }}
+{{- fail "internalTls.allowPlainRing: required, since with model.device cuda rings go by NCCL, which does not encrypt; say true where their network is their own" }}
 {{- end }}
 {{- end }}
 {{- if and (not (hasPrefix "builtin:" .Values.model.path)) (empty .Values.model.volume) }}
@@ -45,10 +55,6 @@
 {{- end }}
 {{- if and (not .Values.ray.tokenAuthentication) (not .Values.internalTls.insecure) }}
 {{- fail "ray.tokenAuthentication: required, since whoever reaches Ray can run code; or say internalTls.insecure: true" }}
-{{- end }}
-{{- $plainRing := and (eq .Values.model.device "cuda") (or (gt (mul (int .Values.prefill.parallelism.cp) (int .Values.prefill.parallelism.tp)) 1) (gt (mul (int .Values.decode.parallelism.cp) (int .Values.decode.parallelism.tp)) 1)) }}
-{{- if and .Values.internalTls.secretName $plainRing (not .Values.internalTls.allowPlainRing) }}
-{{- fail "internalTls.allowPlainRing: required, since with model.device cuda rings go by NCCL, which does not encrypt; say true where their network is their own" }}
 {{- end }}
 {{- if lt (int .Values.gateway.autoscaling.maxReplicas) (int .Values.gateway.autoscaling.minReplicas) }}
 {{- fail (printf "gateway.autoscaling: maxReplicas %d is less than minReplicas %d" (int .Values.gateway.autoscaling.maxReplicas) (int .Values.gateway.autoscaling.minReplicas)) }}
