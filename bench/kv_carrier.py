@@ -1,7 +1,6 @@
 """How fast each candidate moves KV from one process to another over loopback, gloo's one-way send as the yardstick.
 
     python bench/kv_carrier.py --megabytes 64 --messages 262144,1048576,4194304 --json
-    python bench/kv_carrier.py --tls
 
 Two processes, one thread of computation each. A run counts from the first byte offered until the receiver has said that
 it holds the last one. Every candidate's bytes end in memory that was there before: a message buffer, or for
@@ -292,18 +291,16 @@ class Candidate:
     send: Callable[[Load, Connection], Runs]
 
 
+OURS = Candidate("kv_transfer", "torch", receive_kv_transfer, send_kv_transfer)
 CANDIDATES = (
     Candidate("gloo", "torch", receive_gloo, send_gloo),
     Candidate("sockets", "socket", receive_sockets, send_sockets),
     Candidate("zeromq", "zmq", receive_zeromq, send_zeromq),
     Candidate("grpc", "grpc", receive_grpc, send_grpc),
-    Candidate("kv_transfer", "torch", receive_kv_transfer, send_kv_transfer),
+    OURS,
     Candidate("kv unsummed", "torch", receive_kv_transfer, send_kv_transfer_unsummed),
 )
-TLS_CANDIDATES = (
-    Candidate("kv_transfer", "torch", receive_kv_transfer, send_kv_transfer),
-    Candidate("kv tls", "torch", receive_kv_transfer_tls, send_kv_transfer_tls),
-)
+TLS_CANDIDATES = (OURS, Candidate("kv tls", "torch", receive_kv_transfer_tls, send_kv_transfer_tls))
 
 
 def cpu_seconds(pids: Sequence[int]) -> float:
