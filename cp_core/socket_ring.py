@@ -1,4 +1,4 @@
-"""A ring over plain TCP sockets, one connection for each pair of ranks: the ring of CPU ranks.
+"""A ring over TCP sockets, plain or with TLS, one connection for each pair of ranks: the ring of CPU ranks.
 
 A gloo message passes through two helper threads, which on busy cores wait for their turns: a small gather took
 milliseconds there (docs/decisions/0004). Here callers send and receive small messages themselves.

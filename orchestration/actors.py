@@ -33,6 +33,7 @@ from workers.steps import (
     KvSend,
     PrefillOutput,
     PrefillStep,
+    RankDoors,
     RankInfo,
     RankSpec,
     RankStatus,
@@ -135,8 +136,8 @@ class RayRank:
     async def start(self, spec: RankSpec, timeout: float) -> RankInfo:
         return await self._answer(self._actor.start.remote(spec), "start", timeout)
 
-    async def open_store(self, host: str, timeout: float) -> int:
-        return await self._call("control", "open_store", timeout, host)
+    async def open_doors(self, timeout: float) -> RankDoors:
+        return await self._call("control", "open_doors", timeout)
 
     async def join(self, ring: RingSpec, timeout: float) -> None:
         await self._call("compute", "join", timeout, ring)

@@ -24,7 +24,6 @@ from typing import Any
 
 import psutil
 import ray
-from ray._private import ray_logging
 from ray.exceptions import RayError, RayTaskError
 
 from cp_core.errors import ConfigError, RingserveError, Unavailable
@@ -33,6 +32,7 @@ from services.auth.sections import check_files
 from services.config import Config
 from services.gateway_settings import GatewaySettings
 from services.hosts import LeaderHost, RouterHost
+from services.ray_guard import check_guarded, forward_every_line, start_own_ray, without_ray_token
 from services.router_profile import router_profile
 from services.stopping import check_stop, keeping_handlers
 from services.tracing.section import check_installed
@@ -42,8 +42,6 @@ from workers.model_info import read_model_info, tensor_share
 
 log = logging.getLogger(__name__)
 
-OBJECT_STORE_BYTES = 80 * 1024 * 1024
-"""The least Ray allows: no tensor ever passes through it."""
 ROUTER_NAME = "router"
 GATEWAY_STOP_SECONDS = 10.0
 RAY_END_SECONDS = 8.0
@@ -169,33 +167,18 @@ class LocalCluster:
             self._result(leader.actor.measure.remote())
 
     def _start_ray(self) -> None:
-        config = self._config
-        _forward_every_line()
-        needed = sum(pool.num_threads for pool in config.pools)
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        # Ray guards a local cluster by a token, and warns that it does.
-        logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
-        with keeping_handlers():
-            ray.init(
-                address="local",
-                namespace=self._namespace,
-                num_cpus=max(1, needed),
-                include_dashboard=False,
-                object_store_memory=OBJECT_STORE_BYTES,
-                _temp_dir=str(self._temp),
-                _node_ip_address="127.0.0.1",
-                logging_level=logging.WARNING,
-            )
+        needed = sum(pool.num_threads for pool in self._config.pools)
+        start_own_ray(max(1, needed), self._namespace, self._temp)
 
     def _join_ray(self) -> None:
-        """The cluster may be starting still: it has the start timeout. Raises Unavailable."""
-        _forward_every_line()
+        """The cluster may be starting still: it has the start timeout. Raises Unavailable, ConfigError."""
+        forward_every_line()
         address, deadline = self._config.ray.address, time.monotonic() + self._config.timeouts.start
         while True:
             try:
                 with keeping_handlers():
                     ray.init(address=address, namespace=self._namespace, logging_level=logging.WARNING)
-                return
+                break
             except (ConnectionError, RuntimeError, ValueError) as error:
                 if ray.is_initialized():
                     ray.shutdown()
@@ -206,6 +189,7 @@ class LocalCluster:
                     ) from error
             self._stopped.wait(RESTART_SECONDS)
             check_stop(self._stopped)
+        check_guarded(ray.get_runtime_context().gcs_address, is_insecure=self._config.internal_tls.insecure)
 
     def _make_leader(self, host: LeaderHost) -> None:
         # Ray frees the name of a dead actor when it likes: the successor gets another.
@@ -254,7 +238,13 @@ class LocalCluster:
         )
         command = [sys.executable, "-m", "services.gateway_process", "--settings", settings.to_json()]
         # A session of its own: Ctrl-C reaches this process alone, which then ends the gateway in order.
-        self._gateway = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+        self._gateway = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+            env=without_ray_token(os.environ),
+        )
 
     def _await_gateway(self) -> None:
         assert self._gateway is not None, "no gateway was started"
@@ -331,11 +321,6 @@ class LocalCluster:
 def _model_name(path: str) -> str:
     """What HTTP clients call the model where the configuration names nothing."""
     return path if path.startswith(BUILTIN_PREFIX) else Path(path).name
-
-
-def _forward_every_line() -> None:
-    """Ray folds lines that differ by numbers alone, as those of two rings do. Its switch was read at its import."""
-    vars(ray_logging)["RAY_DEDUP_LOGS"] = False
 
 
 def _is_done(reference: Any) -> bool:

@@ -6,7 +6,8 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Self
 
-from services.auth.tls import DoorTls, PeerTls
+from cp_core.peer_tls import PeerTls
+from services.auth.tls import DoorTls
 from services.tracing.section import TracingConfig
 
 

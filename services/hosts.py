@@ -22,6 +22,7 @@ from orchestration.readiness import ring_fault
 from orchestration.ring import GroupSettings
 from orchestration.router import Router, RouterSettings
 from ringserve.v1 import groups_pb2_grpc, router_pb2_grpc
+from services.auth.tls import peer_server
 from services.config import Config
 from services.config.pools import Pool
 from services.decode_server import DecodeServicer
@@ -98,7 +99,7 @@ class RunningRouter:
         self._metrics: MetricsEndpoint | None = None
 
     async def start(self) -> str:
-        self._server = GrpcServer(self._tls.server_credentials() if self._tls else None)
+        self._server = GrpcServer(peer_server(self._tls))
         metrics = RouterMetrics(self._config.router.selector, self._view, asyncio.get_running_loop())
         servicer = RouterServicer(self._router, metrics)
         if self._config.metrics.router:
@@ -201,6 +202,7 @@ class LeaderHost:
             kv_checksums=config.kv_cache.checksums,
             num_threads=pool.threads_per_rank,
             listen_host=self.listen_host,
+            tls=config.internal_tls.files,
             max_batch=config.decode.max_batch,
             decode_variant=config.decode.variant,
             continuous=config.decode.continuous,
@@ -235,7 +237,7 @@ class RunningLeader:
     async def start(self) -> str:
         """Door first, ring second: the ring is announced by its endpoint when it is ready."""
         host = self._host
-        server = self._server = GrpcServer(self._tls.server_credentials() if self._tls else None)
+        server = self._server = GrpcServer(peer_server(self._tls))
         router = self._peers.router(host.router_endpoint)
         ranks = RayRanks(host.name, host.resources())
         leader: GroupLeader

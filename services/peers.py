@@ -8,6 +8,7 @@ from typing import TypeVar
 import grpc
 
 from cp_core.errors import RingserveError
+from cp_core.peer_tls import PeerTls
 from orchestration.turn import (
     Admit,
     BegunTurn,
@@ -28,7 +29,7 @@ from orchestration.turn import (
 )
 from orchestration.views import ConversationList, ConversationView, GroupStatus, ServerView
 from ringserve.v1 import groups_pb2, groups_pb2_grpc, inference_pb2, router_pb2, router_pb2_grpc
-from services.auth.tls import PeerTls
+from services.auth.tls import peer_channel
 from services.grpc_server import OPTIONS
 from services.status import error_from
 from services.wire import conversations as wire_conversations
@@ -232,8 +233,8 @@ class GrpcPeers:
     def __init__(self, tls: PeerTls | None = None) -> None:
         """Raises ConfigError for TLS files that cannot be used."""
         self._channels: dict[str, grpc.aio.Channel] = {}
-        self._credentials = tls.channel_credentials() if tls else None
-        self._options = OPTIONS if tls is None else (*OPTIONS, *tls.channel_options())
+        self._credentials, options = peer_channel(tls)
+        self._options = (*OPTIONS, *options)
 
     def _channel(self, endpoint: str) -> grpc.aio.Channel:
         if endpoint not in self._channels:

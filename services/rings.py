@@ -7,9 +7,9 @@ import time
 from collections.abc import Awaitable, Callable
 
 from cp_core.errors import DeadlineExceeded
+from cp_core.peer_tls import PeerTls
 from orchestration.ring import RingState
 from orchestration.views import GroupStatus
-from services.auth.tls import PeerTls
 from services.peers import GrpcPeers, GrpcRouter
 
 POLL_SECONDS = 0.5

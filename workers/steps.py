@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from cp_core.cost_model import ModelShape
 from cp_core.layout import PrefillLayout, TokenRange
+from cp_core.peer_tls import PeerTls
 from cp_core.reshard import KvPiece as KvPiece
 from workers.sampling.parameters import NO_HISTORY as NO_HISTORY
 from workers.sampling.parameters import Sampling as Sampling
@@ -43,7 +44,7 @@ class RankSpec:
     """What a rank needs to start. `num_blocks` blocks of `block_tokens` tokens for every layer.
 
     `num_ranks` is cp * tp and `rank` is cp_rank * tp + tp_rank: the tp ranks of one cp rank hold the same tokens, each
-    its own share of the heads.
+    its own share of the heads. With `tls` all that ranks send each other is encrypted, as far as `ring_transport` can.
     """
 
     role: str
@@ -62,6 +63,7 @@ class RankSpec:
     kv_checksums: bool = True
     num_threads: int = 1
     listen_host: str = "127.0.0.1"
+    tls: PeerTls | None = None
     max_batch: int = 32
     decode_variant: str = "auto"
 
@@ -131,12 +133,25 @@ class RankInfo:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RingSpec:
-    """Where the ranks of one ring meet. Rank 0 opens the store at host:port (port 0: it chooses and reports)."""
+class RankDoors:
+    """Where one rank waits for others of its ring, each HOST:PORT or empty.
 
-    host: str
-    port: int
+    `tokens` is for those that hold other tokens, `heads` for those that hold other heads. Where the ring's transport
+    meets in a store instead, the first rank's `store` is that.
+    """
+
+    tokens: str = ""
+    heads: str = ""
+    store: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RingSpec:
+    """How the ranks of one ring meet: the doors of all by rank, and a secret by which they know each other."""
+
     name: str
+    doors: tuple[RankDoors, ...]
+    secret: str = field(repr=False)
     timeout_seconds: float = 60.0
 
 

@@ -56,6 +56,22 @@ CASES: dict[str, tuple[Mapping[str, Any], str]] = {
         {"gateway": {"tls": {"clientCertificates": True}}},
         "gateway.tls.clientCertificates: clients can prove themselves only to a gateway with gateway.tls.secretName",
     ),
+    "ranks open to all, and nobody said so": (
+        {"internalTls": {"insecure": False}},
+        "internalTls.secretName: required, since the whole cluster reaches router, leaders and ranks",
+    ),
+    "a Ray open to all, and nobody said so": (
+        {"internalTls": {"insecure": False, "secretName": "inside"}, "ray": {"tokenAuthentication": False}},
+        "ray.tokenAuthentication: required, since whoever reaches Ray can run code",
+    ),
+    "certificates that name nobody": (
+        {"internalTls": {"secretName": "inside", "serverName": ""}},
+        "internalTls.serverName: required with internalTls.secretName",
+    ),
+    "rings of GPUs that do not encrypt, and nobody said so": (
+        merged(CUDA, {"internalTls": {"secretName": "inside"}}),
+        "internalTls.allowPlainRing: required, since with model.device cuda rings go by NCCL",
+    ),
     "an autoscaler upside down": (
         {"gateway": {"autoscaling": {"minReplicas": 5}}},
         "gateway.autoscaling: maxReplicas 4 is less than minReplicas 5",

@@ -96,12 +96,13 @@ def test_what_serves_grpc_is_probed_by_grpc(component: str, service: str) -> Non
         assert asked["port"] in ports
 
 
-def test_behind_tls_the_gateway_is_probed_by_what_a_kubelet_can_speak() -> None:
-    container = pod_templates(render(SECURE))["gateway"]["spec"]["containers"][0]
+@pytest.mark.parametrize(("component", "port"), [("gateway", "metrics"), ("head", "m-router")])
+def test_behind_tls_pods_are_probed_by_what_a_kubelet_can_speak(component: str, port: str) -> None:
+    container = pod_templates(render(SECURE))[component]["spec"]["containers"][0]
     paths = {"startupProbe": "/live", "readinessProbe": "/ready", "livenessProbe": "/live"}
     for probe, path in paths.items():
-        assert container[probe]["httpGet"] == {"port": "metrics", "path": path}
-    assert "metrics" in {port["name"] for port in container["ports"]}
+        assert container[probe]["httpGet"] == {"port": port, "path": path}
+    assert port in {each["name"] for each in container["ports"]}
 
 
 def test_names_stay_short_enough_for_what_is_appended_to_them() -> None:

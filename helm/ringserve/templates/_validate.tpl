@@ -28,6 +28,9 @@
 {{- if and (eq $.Values.model.device "cpu") (gt $gpus 0) }}
 {{- fail (printf "%s.resources: %d GPUs are asked for and model.device is cpu, which would leave them idle; set model.device to cuda" $role $gpus) }}
 {{- end }}
+{{- if and $.Values.internalTls.secretName (eq $.Values.model.device "cuda") (gt (mul $cp $tp) 1) (not $.Values.internalTls.allowPlainRing) }}
+{{- fail "internalTls.allowPlainRing: required, since with model.device cuda rings go by NCCL, which does not encrypt; say true where their network is their own" }}
+{{- end }}
 {{- end }}
 {{- if and (not (hasPrefix "builtin:" .Values.model.path)) (empty .Values.model.volume) }}
 {{- fail (printf "model.volume: required because model.path is %s, a directory; name the volume that holds it" .Values.model.path) }}
@@ -43,6 +46,15 @@
 {{- end }}
 {{- if and .Values.gateway.tls.clientCertificates (not .Values.gateway.tls.secretName) }}
 {{- fail "gateway.tls.clientCertificates: clients can prove themselves only to a gateway with gateway.tls.secretName" }}
+{{- end }}
+{{- if and (not .Values.internalTls.secretName) (not .Values.internalTls.insecure) }}
+{{- fail "internalTls.secretName: required, since the whole cluster reaches router, leaders and ranks; or say internalTls.insecure: true" }}
+{{- end }}
+{{- if and .Values.internalTls.secretName (not .Values.internalTls.serverName) }}
+{{- fail "internalTls.serverName: required with internalTls.secretName, since pods call each other by addresses that no certificate names" }}
+{{- end }}
+{{- if and (not .Values.ray.tokenAuthentication) (not .Values.internalTls.insecure) }}
+{{- fail "ray.tokenAuthentication: required, since whoever reaches Ray can run code; or say internalTls.insecure: true" }}
 {{- end }}
 {{- if lt (int .Values.gateway.autoscaling.maxReplicas) (int .Values.gateway.autoscaling.minReplicas) }}
 {{- fail (printf "gateway.autoscaling: maxReplicas %d is less than minReplicas %d" (int .Values.gateway.autoscaling.maxReplicas) (int .Values.gateway.autoscaling.minReplicas)) }}
