@@ -20,6 +20,7 @@ from orchestration.planner import Planner, PlannerSettings
 from orchestration.prefill_leader import PrefillLeader
 from orchestration.readiness import ring_fault
 from orchestration.ring import GroupSettings
+from orchestration.ring_returns import RingEvent
 from orchestration.router import Router, RouterSettings
 from ringserve.v1 import groups_pb2_grpc, router_pb2_grpc
 from services.config import Config
@@ -41,6 +42,8 @@ from workers.steps import ModelInfo
 log = logging.getLogger(__name__)
 
 STOP_GRACE_SECONDS = 2.0
+RETURN_SECONDS = 30.0
+"""Beyond what a ring may take to start: for the one before it to end."""
 
 
 def reachable(address: str) -> str:
@@ -89,6 +92,7 @@ class RunningRouter:
             max_waiting_turns=router.max_waiting_turns,
             control_timeout=host.config.timeouts.control,
             max_positions=host.model.max_positions,
+            return_seconds=host.config.timeouts.start + RETURN_SECONDS,
         )
         self._router = Router(settings, self._planner, self._peers)
         self._server: GrpcServer | None = None
@@ -125,7 +129,7 @@ class RunningRouter:
     async def measure(self) -> None:
         """A router has nothing to measure."""
 
-    async def wait_event(self) -> str:
+    async def wait_event(self) -> RingEvent:
         """The ring that has left and is to be started again."""
         return await self._router.next_return()
 
@@ -283,10 +287,10 @@ class RunningLeader:
         assert self._leader is not None, "the leader has not started"
         await self._leader.measure()
 
-    async def wait_event(self) -> str:
-        """Our ring's name, when it has drained: it is to be stopped, and stays away."""
+    async def wait_event(self) -> RingEvent:
+        """Our ring, when it has drained: it is to be stopped, and stays away."""
         await self._drained.wait()
-        return self._host.name
+        return RingEvent(ring=self._host.name)
 
     async def stop(self) -> None:
         if self._health is not None:
