@@ -5,6 +5,7 @@ What is started here is ended here, by handle: Ray with its driver, the gateway 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import logging
@@ -33,8 +34,9 @@ from services.config import Config
 from services.gateway_settings import GatewaySettings
 from services.hosts import LeaderHost, RouterHost
 from services.leaders import RayLeader, RingKeeper, is_done, is_node_alive
+from services.rings import OperatorsDoor, drain_all
 from services.router_profile import router_profile
-from services.stopping import check_stop, keeping_handlers
+from services.stopping import check_stop, keeping_handlers, until_set
 from workers.builtin_model import PREFIX as BUILTIN_PREFIX
 from workers.builtin_model import resolve_model_path
 from workers.model_info import read_model_info, tensor_share
@@ -52,7 +54,8 @@ JOIN_SECONDS = 1.0
 
 
 class LocalCluster:
-    """`start`, then `watch`, both until `stopped` is set, then `stop`. `progress` gets one line for each stage.
+    """`start`, then `watch`, both until `stopped` is set, then perhaps `drain`, then `stop`. `progress` gets one line
+    for each stage. When the gateway is to end, its turns have `drain_seconds` to end by themselves.
 
     With `config.ray.address` it runs on that Ray cluster, which it leaves as it was. Router and leaders are on the node
     it is called on, which so is where gateways and Prometheus find them.
@@ -65,10 +68,12 @@ class LocalCluster:
         stopped: threading.Event | None = None,
         *,
         with_gateway: bool = True,
+        drain_seconds: float = 0.0,
     ) -> None:
         self._config = config
         self._progress = progress
         self._with_gateway = with_gateway
+        self._drain_seconds = drain_seconds
         self._stopped = stopped or threading.Event()
         # Of its own, so that names of one that has just ended are not in the way.
         self._namespace = f"ringserve-{uuid.uuid4().hex[:8]}"
@@ -207,6 +212,7 @@ class LocalCluster:
             log_format=config.logs.format,
             metric_names=config.metrics.also_as,
             follow_stdin=True,
+            drain_seconds=max(self._drain_seconds, GatewaySettings.drain_seconds),
             tokens=config.auth.tokens,
             tls=config.tls.files,
             peer_tls=config.internal_tls.files,
@@ -237,6 +243,21 @@ class LocalCluster:
                 log.warning("the gateway died (exit %s) and is started again", gateway.returncode)
                 self._start_gateway(resolve_model_path(self._config.model.path))
                 self._await_gateway()
+
+    def drain(self, insisted: threading.Event) -> None:
+        """Let the turns that run end, `drain_seconds` at most and not after `insisted` is set; new ones are refused."""
+        if not self._drain_seconds:
+            return
+        self._progress(f"draining, for {self._drain_seconds:g} s at most")
+        if self._gateway is not None:
+            self._gateway.terminate()  # it ends when its turns have
+        door = OperatorsDoor(
+            endpoint=self.router_endpoint, tls=self._config.internal_tls.files, progress=self._progress
+        )
+        try:
+            asyncio.run(until_set(insisted, drain_all(door, seconds=self._drain_seconds)))
+        except RingserveError as error:
+            log.warning("turns may be cut off: %s", error)
 
     def stop(self) -> None:
         """End everything that `start` began. Idempotent; safe after a start that failed half way."""

@@ -61,6 +61,16 @@ async def drain_node(door: OperatorsDoor, node: str, *, seconds: float) -> list[
         return rings
 
 
+async def drain_all(door: OperatorsDoor, *, seconds: float) -> None:
+    """Let all rings drain at once, and wait until they have left: the service ends. Raises as `drain_ring`."""
+    async with door.router() as router:
+        rings = [group.name for group in (await router.get_server_info()).groups if group.state != AWAY]
+        for ring in rings:
+            await router.drain_ring(ring, seconds, force=True)
+        for ring in rings:
+            await _until_left(router, ring, seconds, door.progress)
+
+
 async def restart_ring(door: OperatorsDoor, ring: str, *, seconds: float, start_seconds: float) -> None:
     """Let a ring drain and start again, and wait until it serves.
 
