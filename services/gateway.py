@@ -50,6 +50,24 @@ def package_version() -> str:
         return "unknown"
 
 
+class CallsUnderWay:
+    """Counts what is inside of it, as a context; `none` is set while that is nothing."""
+
+    def __init__(self) -> None:
+        self.none = asyncio.Event()
+        self.none.set()
+        self._count = 0
+
+    def __enter__(self) -> None:
+        self._count += 1
+        self.none.clear()
+
+    def __exit__(self, *error: object) -> None:
+        self._count -= 1
+        if not self._count:
+            self.none.set()
+
+
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     """The public methods. Tokens come straight from the decode leader of each turn.
 
@@ -78,6 +96,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self._started = time.monotonic()
         self._aborts: set[asyncio.Task[None]] = set()
         self._running: set[str] = set()
+        self._calls = CallsUnderWay()
         self._is_stopping = False
 
     async def Generate(
@@ -101,6 +120,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         """One turn, from whatever door. Raises RingserveError; closing the iterator ends the turn everywhere."""
         started = time.monotonic()
         with ExitStack() as held:
+            held.enter_context(self._calls)
             with self._refusals_counted(started):
                 count = num_completions(request.sampling_params)
                 held.enter_context(self._doorkeeper.limits.turns(tenant, count))
@@ -180,11 +200,16 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             log.warning("request %s could not be aborted: %s", request_id, error)
 
     async def end_turns(self, grace: float) -> None:
-        """The gateway stops: turns have `grace` seconds to end by themselves, then they are ended everywhere."""
-        await asyncio.sleep(grace)
-        self._is_stopping = True
-        for request_id in list(self._running):
-            await self._abort(request_id)
+        """The gateway stops: turns have `grace` seconds to end by themselves, then they are ended everywhere.
+
+        Returns when no turn is under way, of whatever door, or when those that were have been ended.
+        """
+        try:
+            async with asyncio.timeout(grace):
+                await self._calls.none.wait()
+        except TimeoutError:
+            self._is_stopping = True
+            await asyncio.gather(*(self._abort(request_id) for request_id in self._running))
 
     async def Abort(self, request: inference_pb2.AbortRequest, context: Context) -> inference_pb2.AbortResponse:
         ids = list(request.request_ids)

@@ -37,6 +37,8 @@ from workers.model_info import read_model_info
 
 ABORT_GRACE_SECONDS = 5.0
 """For the rings to let go of the others."""
+LAST_WORDS_SECONDS = 2.0
+"""For what has been written to reach the clients."""
 
 
 async def serve(settings: GatewaySettings) -> None:
@@ -75,14 +77,27 @@ async def serve(settings: GatewaySettings) -> None:
     print(json.dumps({"gateway": address, "http": http_address, "metrics": metrics_address}), flush=True)
     await stopped.wait()
     await watch.close()
-    ending = asyncio.create_task(servicer.end_turns(settings.drain_seconds))
-    grace = settings.drain_seconds + ABORT_GRACE_SECONDS  # sooner where nothing runs
-    await asyncio.gather(server.stop(grace), http_server.stop(grace))
-    ending.cancel()
-    await asyncio.gather(ending, return_exceptions=True)
+    await _close_doors(server, http_server, servicer, settings.drain_seconds)
     await peers.close()
     if endpoint:
         await asyncio.to_thread(endpoint.close)
+
+
+async def _close_doors(
+    server: GrpcServer, http_server: HttpServer, servicer: InferenceServicer, drain_seconds: float
+) -> None:
+    """Take no new calls at once, and close when the turns under way have ended, or been ended after `drain_seconds`.
+
+    Calls that are no turns, as those of who watches our health, do not keep the doors open.
+    """
+    closing = asyncio.gather(
+        server.stop(drain_seconds + ABORT_GRACE_SECONDS), http_server.stop(drain_seconds + ABORT_GRACE_SECONDS)
+    )
+    await servicer.end_turns(drain_seconds)
+    await asyncio.wait([closing], timeout=LAST_WORDS_SECONDS)
+    http_server.hurry()
+    await server.stop(0)
+    await closing
 
 
 def _model_name(settings: GatewaySettings) -> str:

@@ -5,11 +5,16 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
+import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from openai import APIConnectionError, OpenAI
 
 from tests.services.e2e.cluster import Cluster, Inference, Ringserve, ids, running_cluster, wait_until
+from tests.services.e2e.gateways import started_gateway
 from tests.workers.models import random_tokens
 
 RINGS = ("prefill-0", "decode-0", "prefill-1", "decode-1")
@@ -75,25 +80,31 @@ def test_one_request_is_followed_through_every_process_by_its_id(ringserve: Ring
 def test_a_gateway_that_is_told_to_end_finishes_its_turns_first(
     ringserve: Ringserve, rolling: Cluster, model_path: Path, tmp_path: Path
 ) -> None:
-    output = tmp_path / "gateway.log"
-    options = ("--router", rolling.router, "--model", str(model_path), "--drain-seconds", "60")
-    process = ringserve.start("gateway", "--listen", "127.0.0.1:0", *options, output=output)
-
-    def address() -> str:
-        lines = [line for line in output.read_text().splitlines() if line.startswith("{")]
-        return str(json.loads(lines[0])["gateway"]) if lines else ""
-
-    try:
-        wait_until(lambda: address() != "", "the gateway's address")
-        inference = Inference(address())
-        with inference.running(ids(random_tokens(9), max_tokens=NUM_TOKENS)) as call:
-            process.terminate()
+    """Of both doors, while it takes no others; who only watches its health keeps it from nothing."""
+    log, options = tmp_path / "gateway.log", ("--drain-seconds", "60")
+    with started_gateway(ringserve, rolling.router, model_path, log, *options) as gateway:
+        inference = Inference(gateway.address)
+        watching = health_pb2_grpc.HealthStub(inference.channel).Watch(health_pb2.HealthCheckRequest())
+        wait_until(lambda: next(watching).status == health_pb2.HealthCheckResponse.SERVING, "a gateway that is ready")
+        openai = OpenAI(base_url=f"http://{gateway.http}/v1", api_key="none", max_retries=0)
+        ask = partial(openai.completions.create, model=model_path.name, prompt=random_tokens(9), max_tokens=NUM_TOKENS)
+        with (
+            inference.running(ids(random_tokens(9), max_tokens=NUM_TOKENS)) as call,
+            ask(stream=True, temperature=0) as over_http,
+        ):
+            assert next(over_http).choices[0].finish_reason is None
+            gateway.process.terminate()
+            assert next(watching).status == health_pb2.HealthCheckResponse.NOT_SERVING
+            with pytest.raises(grpc.RpcError) as refusal:
+                Inference(gateway.address).answer(ids(random_tokens(5)))
+            assert refusal.value.code() is grpc.StatusCode.UNAVAILABLE
+            with pytest.raises(APIConnectionError):
+                ask()
             *_, last = call
             assert last.complete.usage.completion_tokens == NUM_TOKENS
-        assert process.wait(WAIT_SECONDS) == 0
-    finally:
-        process.kill()
-        process.wait()
+            *_, last_over_http = over_http
+            assert last_over_http.choices[0].finish_reason == "length"
+        assert gateway.process.wait(WAIT_SECONDS) == 0
 
 
 def test_a_ring_of_each_role_is_restarted_under_load_and_no_turn_fails(ringserve: Ringserve, rolling: Cluster) -> None:

@@ -23,6 +23,7 @@ import yaml
 from services.reference import StockModel
 from tests.helm.charts import CHART, only, render
 from tests.services.e2e.cluster import Family, Inference, Ringserve, ids, wait_until
+from tests.services.e2e.gateways import started_gateway
 from tests.services.e2e.ports import free_port
 from tests.workers.models import random_tokens
 
@@ -98,20 +99,6 @@ def running_head(ringserve: Ringserve, directory: Path, config: Mapping[str, Any
         shutil.rmtree(ray_directory, ignore_errors=True)
 
 
-@contextmanager
-def running_gateway(ringserve: Ringserve, directory: Path, router: str, model_path: Path) -> Iterator[Inference]:
-    port = free_port()
-    command = ("gateway", "--listen", f"127.0.0.1:{port}", "--router", router, "--model", str(model_path))
-    process = ringserve.start(*command, output=directory / "gateway.log")
-    door = Inference(f"127.0.0.1:{port}")
-    try:
-        yield door
-    finally:
-        door.channel.close()
-        process.terminate()
-        process.wait(STOP_SECONDS)
-
-
 def is_ready(head: Head, door: Inference) -> bool:
     assert head.process.poll() is None, head.log.read_text()
     try:
@@ -129,7 +116,8 @@ def test_rings_serve_on_a_cluster_of_ray_behind_a_gateway_of_their_own(
     config = configuration(model_path, ray_port, free_port())
     prompt = random_tokens(50, seed=3)
     with running_head(ringserve, tmp_path, config, ray_port) as head:
-        with running_gateway(ringserve, tmp_path, head.router, model_path) as door:
+        with started_gateway(ringserve, head.router, model_path, tmp_path / "gateway.log") as gateway:
+            door = Inference(gateway.address)
             wait_until(lambda: is_ready(head, door), "no two rings are ready", START_SECONDS)
             complete = door.answer(ids(prompt, max_tokens=5))
             assert list(complete.output_ids) == stock.greedy(prompt, 5).token_ids
