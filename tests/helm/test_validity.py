@@ -11,12 +11,18 @@ import jsonschema
 import kubernetes_validate
 import pytest
 
-from tests.helm.charts import ALL_OPTIONS, CUDA, Object, merged, only, pod_templates, render
+from tests.helm.charts import ALL_OPTIONS, AUTOSCALED, CUDA, Object, merged, only, pod_templates, render
 
 LIVE = "ringserve.live"
 CUSTOM = {"RayCluster", "ServiceMonitor", "PodMonitor", "PrometheusRule"}
 KUBERNETES = "1.34"
-CASES = {"defaults": {}, "cuda": CUDA, "every option": ALL_OPTIONS, "both": merged(CUDA, ALL_OPTIONS)}
+CASES = {
+    "defaults": {},
+    "cuda": CUDA,
+    "every option": ALL_OPTIONS,
+    "both": merged(CUDA, ALL_OPTIONS),
+    "autoscaled rings": merged(CUDA, AUTOSCALED),
+}
 
 
 @pytest.mark.parametrize("case", CASES)
