@@ -11,7 +11,7 @@ import jsonschema
 import kubernetes_validate
 import pytest
 
-from tests.helm.charts import ALL_OPTIONS, AUTOSCALED, CUDA, Object, merged, only, pod_templates, render
+from tests.helm.charts import ALL_OPTIONS, AUTOSCALED, CUDA, SECURE, Object, merged, only, pod_templates, render
 
 LIVE = "ringserve.live"
 CUSTOM = {"RayCluster", "ServiceMonitor", "PodMonitor", "PrometheusRule"}
@@ -22,6 +22,7 @@ CASES = {
     "every option": ALL_OPTIONS,
     "both": merged(CUDA, ALL_OPTIONS),
     "autoscaled rings": merged(CUDA, AUTOSCALED),
+    "secure": merged(ALL_OPTIONS, SECURE),
 }
 
 
@@ -91,6 +92,14 @@ def test_what_serves_grpc_is_probed_by_grpc(component: str, service: str) -> Non
         asked = container[probe]["grpc"]
         assert asked["service"] == name
         assert asked["port"] in ports
+
+
+def test_behind_tls_the_gateway_is_probed_by_what_a_kubelet_can_speak() -> None:
+    container = pod_templates(render(SECURE))["gateway"]["spec"]["containers"][0]
+    paths = {"startupProbe": "/live", "readinessProbe": "/ready", "livenessProbe": "/live"}
+    for probe, path in paths.items():
+        assert container[probe]["httpGet"] == {"port": "metrics", "path": path}
+    assert "metrics" in {port["name"] for port in container["ports"]}
 
 
 def test_names_stay_short_enough_for_what_is_appended_to_them() -> None:
