@@ -61,13 +61,14 @@ def test_a_gateway_that_is_told_to_end_finishes_its_turns_first(
     log, options = tmp_path / "gateway.log", ("--drain-seconds", "60")
     with started_gateway(ringserve, rolling.router, model_path, log, *options) as gateway:
         inference = Inference(gateway.address)
-        watching = health_pb2_grpc.HealthStub(inference.channel).Watch(health_pb2.HealthCheckRequest())
+        health: Any = health_pb2_grpc.HealthStub(inference.channel)  # the stubs of this package know no methods
+        watching = health.Watch(health_pb2.HealthCheckRequest())
         wait_until(lambda: next(watching).status == health_pb2.HealthCheckResponse.SERVING, "a gateway that is ready")
         openai = OpenAI(base_url=f"http://{gateway.http}/v1", api_key="none", max_retries=0)
-        ask = partial(openai.completions.create, model=model_path.name, prompt=random_tokens(9), max_tokens=NUM_TOKENS)
+        ask: Any = partial(openai.completions.create, model=model_path.name, prompt=random_tokens(9), temperature=0)
         with (
             inference.running(ids(random_tokens(9), max_tokens=NUM_TOKENS)) as call,
-            ask(stream=True, temperature=0) as over_http,
+            ask(stream=True, max_tokens=NUM_TOKENS) as over_http,
         ):
             assert next(over_http).choices[0].finish_reason is None
             gateway.process.terminate()
