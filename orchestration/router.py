@@ -273,6 +273,11 @@ class Router:
         return await self._returns.next_wanted()
 
     @property
+    def rings_away(self) -> Sequence[GroupRegistration]:
+        """Rings that have left and are to come back, as they were."""
+        return self._returns.away()
+
+    @property
     def num_waiting_for_rings(self) -> int:
         """Turns that wait for a ring to come back."""
         return self._returns.num_waiting

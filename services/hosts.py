@@ -114,7 +114,8 @@ class RunningRouter:
         return reachable(await self._server.start(self._config.router.listen))
 
     def _view(self) -> RouterView:
-        rings = ((group.registration.role, group.name, group.is_ready) for group in self._router.groups)
+        rings = [(group.role, group.name, group.takes_turns) for group in self._router.groups]
+        rings += [(ring.role, ring.name, False) for ring in self._router.rings_away]
         corrections = (
             (group.name, each.algorithm.value, each.factor)
             for group in self._router.groups
@@ -123,6 +124,7 @@ class RunningRouter:
         return RouterView(
             conversations=self._router.num_conversations,
             running_turns=self._router.num_running,
+            turns_waiting_for_rings=self._router.num_waiting_for_rings,
             rings=tuple(rings),
             corrections=tuple(corrections),
         )

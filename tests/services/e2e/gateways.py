@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.services.e2e.cluster import Ringserve, wait_until
+from tests.services.e2e.cluster import START_SECONDS, Ringserve, wait_until
 
 STOP_SECONDS = 60.0
 
@@ -36,7 +36,7 @@ def started_gateway(ringserve: Ringserve, router: str, model_path: Path, log: Pa
         return json.loads(lines[0]) if lines else {}
 
     try:
-        wait_until(lambda: bool(told()), "the gateway's addresses")
+        wait_until(lambda: bool(told()), "the gateway's addresses", START_SECONDS)
         yield Gateway(process, told()["gateway"], told()["http"])
     finally:
         process.terminate()
