@@ -199,15 +199,16 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         except RingserveError as error:
             log.warning("request %s could not be aborted: %s", request_id, error)
 
-    async def end_turns(self, grace: float) -> None:
-        """The gateway stops: turns have `grace` seconds to end by themselves, then they are ended everywhere.
+    async def end_turns(self, grace: float, hurry: asyncio.Event) -> None:
+        """The gateway stops: turns have `grace` seconds, or until `hurry`, to end by themselves; then they are ended.
 
         Returns when no turn is under way, of whatever door, or when those that were have been ended.
         """
-        try:
-            async with asyncio.timeout(grace):
-                await self._calls.none.wait()
-        except TimeoutError:
+        ends = [asyncio.create_task(event.wait()) for event in (self._calls.none, hurry)]
+        await asyncio.wait(ends, timeout=grace, return_when=asyncio.FIRST_COMPLETED)
+        for end in ends:
+            end.cancel()
+        if not self._calls.none.is_set():
             self._is_stopping = True
             await asyncio.gather(*(self._abort(request_id) for request_id in self._running))
 

@@ -1,4 +1,7 @@
-"""The gateway as a process of its own. Ends on SIGTERM, on SIGINT, or when its parent is gone."""
+"""The gateway as a process of its own. Ends on SIGTERM, on SIGINT, or when its parent is gone.
+
+A second signal gives its turns no more time.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from pathlib import Path
 
 from prometheus_client.registry import Collector
@@ -56,10 +59,10 @@ async def serve(settings: GatewaySettings) -> None:
     server.add(
         "ringserve.v1.Inference", lambda target: inference_pb2_grpc.add_InferenceServicer_to_server(servicer, target)
     )
-    stopped = asyncio.Event()
+    stopped, hurry = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopped.set)
+        loop.add_signal_handler(number, lambda: (hurry if stopped.is_set() else stopped).set())
     if settings.follow_stdin:
         descriptor = sys.stdin.fileno()
         loop.add_reader(descriptor, lambda: None if os.read(descriptor, 4096) else stopped.set())
@@ -78,23 +81,23 @@ async def serve(settings: GatewaySettings) -> None:
     print(json.dumps({"gateway": address, "http": http_address, "metrics": metrics_address}), flush=True)
     await stopped.wait()
     await watch.close()
-    await _close_doors(server, http_server, servicer, settings.drain_seconds)
+    await _close_doors(server, http_server, servicer.end_turns(settings.drain_seconds, hurry), settings.drain_seconds)
     await peers.close()
     if endpoint:
         await asyncio.to_thread(endpoint.close)
 
 
 async def _close_doors(
-    server: GrpcServer, http_server: HttpServer, servicer: InferenceServicer, drain_seconds: float
+    server: GrpcServer, http_server: HttpServer, end_turns: Awaitable[None], drain_seconds: float
 ) -> None:
-    """Take no new calls at once, and close when the turns under way have ended, or been ended after `drain_seconds`.
+    """Take no new calls from now on, and close when `end_turns` says that no turn is under way.
 
     Calls that are no turns, as those of who watches our health, do not keep the doors open.
     """
     closing = asyncio.gather(
         server.stop(drain_seconds + ABORT_GRACE_SECONDS), http_server.stop(drain_seconds + ABORT_GRACE_SECONDS)
     )
-    await servicer.end_turns(drain_seconds)
+    await end_turns
     await asyncio.wait([closing], timeout=LAST_WORDS_SECONDS)
     http_server.hurry()
     await server.stop(0)
