@@ -105,24 +105,42 @@ def running_head(
 def running_node(
     head: Head, address: str, resources: Mapping[str, int], log: Path
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A worker's pod, as far as a node of an address of its own can be one."""
+    """A worker's pod, as far as a node of an address of its own can be one; it has started.
+
+    As a pod's, its container is started again where it ends by itself: Ray gives a node 30 seconds to come up, which is
+    little on a busy machine.
+    """
     command = ["ray", "start", f"--address={head.ray_address}", f"--node-ip-address={address}", *OPTIONS.split()]
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [*command, "--num-cpus=1", f"--resources={json.dumps(dict(resources))}"],
-            env=dict(head.environment),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    family = Family(process.pid)
+    families: list[Family] = []
+
+    def start() -> subprocess.Popen[bytes]:
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                [*command, "--num-cpus=1", f"--resources={json.dumps(dict(resources))}"],
+                env=dict(head.environment),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        families.append(Family(process.pid))
+        return process
+
+    process = start()
+
+    def has_started() -> bool:
+        nonlocal process
+        if process.poll() is not None:
+            families[-1].kill()
+            process = start()
+        return "Ray runtime started" in log.read_text()
+
     try:
-        wait_until(lambda: "Ray runtime started" in log.read_text(), f"node {address} has started", START_SECONDS)
+        wait_until(has_started, f"node {address} has started", START_SECONDS)
         yield process
     finally:
-        family.look()
+        families[-1].look()
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
             process.wait(STOP_SECONDS)
-        family.kill()
+        families[-1].kill()
