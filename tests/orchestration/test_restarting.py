@@ -223,6 +223,7 @@ async def test_a_waiting_turn_can_be_aborted_and_hung_up_on(service: Restarting)
 
 async def test_the_service_stays_ready_while_turns_would_wait(service: Restarting) -> None:
     before = {group.name: group for group in (await service.router.get_server_info()).groups}
+    assert {group.nodes for group in before.values()} == {("127.0.0.1",)}
     await service.away("prefill-0")
     view = await service.router.get_server_info()
     away = next(group for group in view.groups if group.name == "prefill-0")
