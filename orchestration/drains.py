@@ -31,7 +31,9 @@ class Drains:
         role = group.registration.role
         others = [other for other in self._groups.all() if other.registration.role == role and other is not group]
         if not force and not any(other.takes_turns for other in others):
-            raise Busy(f"ring: {name} is the only {role} ring that takes turns; restart it, start another first, or force it")
+            raise Busy(
+                f"ring: {name} is the only {role} ring that takes turns; restart it, start another first, or force it"
+            )
         self._returns.forget(name)  # where it was to come back, it is not any more
         await self._port(group).drain(seconds)
 

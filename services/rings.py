@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from cp_core.errors import DeadlineExceeded
+from cp_core.errors import DeadlineExceeded, NotFound, Unavailable
 from orchestration.ring import RingState
 from orchestration.ring_returns import AWAY
 from orchestration.views import GroupStatus
@@ -50,25 +50,37 @@ async def drain_ring(door: OperatorsDoor, ring: str, *, seconds: float, force: b
 async def drain_node(door: OperatorsDoor, node: str, *, seconds: float) -> list[str]:
     """Let every ring with a rank on a node drain, and wait until they have left; they start again when it is gone.
 
-    Returns their names. Raises InvalidRequest, Unavailable, DeadlineExceeded.
+    Returns their names, without those whose leaders cannot be told. Raises Unavailable, DeadlineExceeded.
     """
     async with door.router() as router:
         rings = [group.name for group in (await router.get_server_info()).groups if node in group.nodes]
-        for ring in rings:
-            await router.restart_ring(ring, seconds, leaving_node=node)
-        for ring in rings:
+        told = await _told(rings, lambda ring: router.restart_ring(ring, seconds, leaving_node=node), door.progress)
+        for ring in told:
             await _until_left(router, ring, seconds, door.progress)
-        return rings
+        return told
 
 
 async def drain_all(door: OperatorsDoor, *, seconds: float) -> None:
-    """Let all rings drain at once, and wait until they have left: the service ends. Raises as `drain_ring`."""
+    """Let all rings drain at once, and wait until they have left: the service ends. Raises as `drain_node`."""
     async with door.router() as router:
         rings = [group.name for group in (await router.get_server_info()).groups if group.state != AWAY]
-        for ring in rings:
-            await router.drain_ring(ring, seconds, force=True)
-        for ring in rings:
+        for ring in await _told(rings, lambda ring: router.drain_ring(ring, seconds, force=True), door.progress):
             await _until_left(router, ring, seconds, door.progress)
+
+
+async def _told(
+    rings: Sequence[str], tell: Callable[[str], Awaitable[None]], progress: Callable[[str], None]
+) -> list[str]:
+    """Tell every ring; one that cannot be told must not keep the others."""
+    told = []
+    for ring in rings:
+        try:
+            await tell(ring)
+        except (NotFound, Unavailable) as error:
+            progress(f"ring {ring} cannot be drained: {error}")
+        else:
+            told.append(ring)
+    return told
 
 
 async def restart_ring(door: OperatorsDoor, ring: str, *, seconds: float, start_seconds: float) -> None:
