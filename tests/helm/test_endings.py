@@ -80,6 +80,11 @@ def test_pods_follow_rings_where_ray_scales() -> None:
     # Of hosts as many as a ring has pods: Ray adds and removes whole rings.
     assert replicas == {"prefill": (2, 0, 3, 2), "decode": (1, 1, 1, 2)}
     assert configuration(CUDA, AUTOSCALED)["prefill"]["groups"] == 2
+    further = render(
+        AUTOSCALED, {"prefill": {"pools": {"short": {"parallelism": {"cp": 1, "tp": 1}, "maxReplicas": 2}}}}
+    )
+    short = only(further, "RayCluster")["spec"]["workerGroupSpecs"][1]
+    assert (short["groupName"], short["minReplicas"], short["maxReplicas"]) == ("prefill-short", 1, 2), "of its own"
     tokens = {
         name: each["spec"]["automountServiceAccountToken"] for name, each in pod_templates(render(AUTOSCALED)).items()
     }

@@ -42,7 +42,9 @@ class Machine:
         self.nodes: set[str] = set()
         self.made: list[FakeLeader] = []
         self.keeper = RingKeeper(self._start, self.nodes.__contains__, lambda: self.now)
-        host = LeaderHost(config=config_from({}), model_path="", role="decode", index=0, router_endpoint="")
+        config = config_from({})
+        (pool,) = config.pools_of("decode")
+        host = LeaderHost(config=config, model_path="", pool=pool, number=0, router_endpoint="")
         self.keeper.make(host)
 
     def _start(self, host: LeaderHost, name: str) -> FakeLeader:
