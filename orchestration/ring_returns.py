@@ -155,6 +155,8 @@ class RingReturns:
 
     def _awaited(self) -> _Returning | None:
         """The ring that a turn of now has to wait for; None where none is missing, or one is that will not come."""
+        if not self._rings:
+            return None  # as nearly always: nobody looks through a thousand rings for each turn
         missing = [role for role in ROLES if not self._groups.ready(role)]
         found = None
         for role in missing:

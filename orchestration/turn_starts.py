@@ -11,7 +11,7 @@ import numpy as np
 
 from cp_core.errors import CapacityExceeded, NotFound, RingserveError, TurnCancelled, Unavailable
 from orchestration.group_status import withdraw_if_lost
-from orchestration.planner import Planner
+from orchestration.planner import Planner, PromptOnRings
 from orchestration.ports import DecodePort, Peers, PrefillPort
 from orchestration.running_turn import RunningTurn
 from orchestration.turn import Plan, PrefillDone, PrefillTurn, Reserve, ResumeTurn
@@ -154,15 +154,14 @@ class TurnStarts:
 
     def _plan(self, turn: RunningTurn) -> Plan:
         assert turn.on_prefill and turn.on_decode, "both rings have answered"
-        return self._planner.plan(
+        prompt = PromptOnRings(
             num_tokens=len(turn.token_ids),
             kept_on_prefill=turn.on_prefill.kept_tokens,
             kept_on_decode=turn.on_decode.kept_tokens,
             prefill=turn.prefill.registration,
             decode=turn.decode.registration,
-            mode=turn.mode,
-            algorithm=turn.request.algorithm,
         )
+        return self._planner.plan(prompt, mode=turn.mode, algorithm=turn.request.algorithm)
 
     async def _prefill(self, turn: RunningTurn, plan: Plan) -> PrefillDone:
         assert turn.on_decode, "the decode ring has answered"

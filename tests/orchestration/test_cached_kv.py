@@ -8,7 +8,7 @@ import pytest
 
 from cp_core.layout import TokenRange
 from orchestration.cached_kv import AUTO, PULL, RECOMPUTE, CachedKv, choose_source
-from orchestration.planner import Planner, PlannerSettings
+from orchestration.planner import Planner, PlannerSettings, PromptOnRings
 from orchestration.turn import CachedSource, GroupRegistration, Plan, PromptMode
 from tests.orchestration.fake_ranks import MODEL
 from workers.steps import RingRates
@@ -77,11 +77,7 @@ def planned(on_prefill: int, on_decode: int, rates: RingRates, num_ranks: int = 
         chunk_tokens=1 << 20,
     )
     return Planner(MODEL, PlannerSettings()).plan(
-        num_tokens=4096,
-        kept_on_prefill=on_prefill,
-        kept_on_decode=on_decode,
-        prefill=ring,
-        decode=ring,
+        PromptOnRings(num_tokens=4096, kept_on_prefill=on_prefill, kept_on_decode=on_decode, prefill=ring, decode=ring),
         mode=PromptMode.APPEND,
     )
 
