@@ -225,4 +225,5 @@ class GroupLeader(ABC):
             metrics_endpoint=self.metrics_endpoint,
             decode_variant=ring.decode_variant,
             is_draining=self.is_draining,
+            nodes=ring.nodes,
         )

@@ -150,20 +150,21 @@ class GroupRegistry:
         self._num_placed = 0
         self._numbers = count(1)
         self._order = RingOrder()
-        self._left: dict[str, str] = {}  # incarnations of rings that have said good-bye, by name
+        self._left: dict[str, GroupRegistration] = {}  # what rings announced that have said good-bye, by name
 
     def register(self, registration: GroupRegistration) -> bool:
         """Enter a ring, its new incarnation, that it still lives, drains or leaves. True where it is news."""
         groups, name = self._groups[registration.role], registration.name
         known = groups.get(name)
-        if self._left.get(name) == registration.incarnation:
+        left = self._left.get(name)
+        if left is not None and left.incarnation == registration.incarnation:
             return False  # told before it left, and late
         if registration.is_leaving:
-            self._left[name] = registration.incarnation
-            left = groups.pop(name, None)
-            if left is not None:
-                self._order.remove(left)
-            return left is not None
+            self._left[name] = registration
+            gone = groups.pop(name, None)
+            if gone is not None:
+                self._order.remove(gone)
+            return gone is not None
         self._left.pop(name, None)
         if known is None:
             known = groups[name] = Group(registration, next(self._numbers), self._order.changed)
@@ -186,9 +187,9 @@ class GroupRegistry:
         """A ring of either role."""
         return self._groups["prefill"].get(name) or self._groups["decode"].get(name)
 
-    def has_left(self, name: str) -> bool:
-        """Whether a ring of that name was here, drained and left."""
-        return name in self._left
+    def left(self, name: str) -> GroupRegistration | None:
+        """The good-bye of a ring of that name that was here, drained and left."""
+        return self._left.get(name)
 
     def named(self, role: str, name: str) -> Group | None:
         return self._groups[role].get(name)

@@ -150,6 +150,12 @@ class Ring:
         return tuple(info.kv_endpoint for info in self.infos)
 
     @property
+    def nodes(self) -> tuple[str, ...]:
+        """Addresses of the nodes that the ranks are on, as far as ranks listen at their own node's."""
+        hosts = (endpoint.rpartition(":")[0].strip("[]") for endpoint in self.kv_endpoints)
+        return tuple(dict.fromkeys(hosts))
+
+    @property
     def cp_ranks(self) -> Sequence[int]:
         """Of each of `ranks`, which share of the tokens it holds."""
         return [rank // self.settings.tp for rank in range(self.settings.num_processes)]

@@ -9,20 +9,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from cp_core.errors import Busy, DeadlineExceeded, InvalidRequest, TurnCancelled
+from cp_core.errors import Busy, DeadlineExceeded, InvalidRequest, NotBegun, TurnCancelled, Unavailable
 from orchestration.conversation_desk import ConversationDesk
 from orchestration.conversations import Conversation, ConversationStore
 from orchestration.drains import Drains
-from orchestration.group_status import status_of
+from orchestration.group_status import status_of, status_without
 from orchestration.groups import Group, GroupRegistry
 from orchestration.kv_quotas import KvQuotas
 from orchestration.placement import RingPlacer, WantedTurn
 from orchestration.planner import Planner
 from orchestration.ports import Peers
 from orchestration.prompts import common_prefix, resolve_prompt
+from orchestration.ring_returns import AWAY, RingEvent, RingReturns
 from orchestration.running_turn import RunningTurn, new_turn_id
 from orchestration.turn import BegunTurn, GroupRegistration, KvQuota, ResumeTurn, TurnOutcome, TurnRequest
 from orchestration.turn_ends import TurnEnds
@@ -43,12 +45,14 @@ MAX_PROMPT_LOGPROBS = 1 << 18
 class RouterSettings:
     """Times in seconds. `conversation_ttl` 0: conversations are not forgotten for their age.
 
-    `max_waiting_turns` bounds those that wait for one conversation.
+    `max_waiting_turns` bounds those that wait for one conversation, and those that wait for rings to come back; a ring
+    has `return_seconds` for that.
     """
 
     max_conversations: int = 10_000
     conversation_ttl: float = 0.0
     max_waiting_turns: int = 64
+    return_seconds: float = 150.0
     control_timeout: float = 20.0
     max_positions: int
 
@@ -74,35 +78,48 @@ class Router:
         self._desk = ConversationDesk(self._conversations, peers, self._groups, self._turns)
         self._placements = TurnPlacements(peers, RingPlacer(self._groups, planner), self._turns)
         self._starts = TurnStarts(peers, planner, self._placements, self._turns, settings.control_timeout, self._spawn)
-        self._drains = Drains(peers, self._groups)
+        self._returns = RingReturns(
+            self._groups, seconds=settings.return_seconds, max_waiting=settings.max_waiting_turns
+        )
+        self._drains = Drains(peers, self._groups, self._returns)
         self._expiring: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     # --- beginning ---------------------------------------------------------------------------------------------------
 
     async def begin_turn(self, request: TurnRequest) -> BegunTurn:
-        """Plan a turn and set it going. Raises InvalidRequest, NotFound, Busy, CapacityExceeded, Unavailable."""
+        """Plan a turn and set it going; it may have to wait for its conversation, or for a ring to come back.
+
+        Raises InvalidRequest, NotFound, Busy, CapacityExceeded, DeadlineExceeded, NotBegun.
+        """
         request_id = request.request_id
-        if self._turns.of_request(request_id) is not None or self._conversations.is_waiting(request_id):
+        if self._is_known(request_id):
             raise Busy(f"request_id: {request_id!r} is running already; choose another")
         self.expire_conversations()
         deadline = asyncio.get_running_loop().time() + request.deadline_seconds
         conversation = await self._open(request)
-        if request.wait:
-            left = deadline - asyncio.get_running_loop().time()
-            request = replace(request, deadline_seconds=max(left, 0.001))
         try:
-            turn = self._admit(request, conversation)
+            if await self._returns.until_served(request_id, deadline) or request.wait:
+                left = deadline - asyncio.get_running_loop().time()
+                request = replace(request, deadline_seconds=max(left, 0.001))
+            with _refused_whole():
+                turn = self._admit(request, conversation)
         except BaseException:
             self._conversations.close(conversation)
             raise
-        plan = await self._starts.start(turn)
+        with _refused_whole():
+            plan = await self._starts.start(turn)
         return BegunTurn(
             turn_id=turn.turn_id,
             decode_endpoint=turn.decode.registration.endpoint,
             prompt_tokens=len(turn.prompt),
             plan=plan,
         )
+
+    def _is_known(self, request_id: str) -> bool:
+        """Whether a turn of that id runs or waits."""
+        waits = self._conversations.is_waiting(request_id) or self._returns.is_waiting(request_id)
+        return waits or self._turns.of_request(request_id) is not None
 
     async def _open(self, request: TurnRequest) -> Conversation:
         """Awaits nothing unless the request is to wait for its conversation."""
@@ -182,7 +199,8 @@ class Router:
     async def abort_requests(self, request_ids: Sequence[str]) -> tuple[list[str], list[str]]:
         """End running and waiting turns by request id. Returns (aborted, unknown)."""
         error = TurnCancelled("the request was aborted")
-        aborted = {name for name in request_ids if self._conversations.end_wait(name, error)}
+        waits = (self._conversations, self._returns)
+        aborted = {name for name in request_ids if any(wait.end_wait(name, error) for wait in waits)}
         running = {name: self._turns.of_request(name) for name in request_ids}
         await asyncio.gather(*(self._turns.abort(turn, error) for turn in running.values() if turn is not None))
         aborted |= {name for name, turn in running.items() if turn is not None}
@@ -244,6 +262,7 @@ class Router:
         """From a leader. Returns how many turns are, or are about to be, on its ring."""
         if self._groups.register(group):
             log.info("%s ring %s %s with %d ranks", group.role, group.name, group.doing, group.num_ranks)
+            self._returns.note(group)
         known = self._groups.named(group.role, group.name)
         return known.num_turns if known is not None else 0
 
@@ -251,23 +270,40 @@ class Router:
         """See `Drains.drain`. Raises NotFound, InvalidRequest, Busy, Unavailable."""
         await self._drains.drain(name, seconds, force=force)
 
+    async def restart_ring(self, name: str, seconds: float, *, leaving_node: str = "") -> None:
+        """See `Drains.restart`. Raises NotFound, InvalidRequest, Unavailable."""
+        await self._drains.restart(name, seconds, leaving_node=leaving_node)
+
     async def undrain_ring(self, name: str) -> None:
         """See `Drains.undrain`. Raises NotFound, Unavailable."""
         await self._drains.undrain(name)
 
-    async def next_return(self) -> str:
+    async def next_return(self) -> RingEvent:
         """The next ring that has left and is wanted again."""
-        return await self._drains.next_return()
+        return await self._returns.next_wanted()
+
+    @property
+    def rings_away(self) -> Sequence[GroupRegistration]:
+        """Rings that have left and are to come back, as they were."""
+        return self._returns.away()
+
+    @property
+    def num_waiting_for_rings(self) -> int:
+        """Turns that wait for a ring to come back."""
+        return self._returns.num_waiting
 
     async def get_server_info(self) -> ServerView:
-        groups = self._groups.all()
+        groups, returns = self._groups.all(), self._returns
         statuses = await asyncio.gather(*(status_of(group, self._peers) for group in groups))
         shown_in = self._planner.corrections.shown_in
+        shown = [shown_in(status, group.registration) for status, group in zip(statuses, groups, strict=True)]
+        shown += [status_without(ring, AWAY) for ring in returns.away()]
         return ServerView(
             selector=self._planner.selector,
-            groups=tuple(shown_in(status, group.registration) for status, group in zip(statuses, groups, strict=True)),
+            groups=tuple(replace(status, is_restarting=returns.is_expected(status.name)) for status in shown),
             conversations=len(self._conversations),
             running_turns=len(self._turns),
+            turns_waiting_for_rings=returns.num_waiting,
         )
 
     def _spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
@@ -282,6 +318,15 @@ class Router:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+@contextmanager
+def _refused_whole() -> Iterator[None]:
+    """A turn that gets no plan leaves its conversation as it was: it may be asked for again."""
+    try:
+        yield
+    except Unavailable as error:
+        raise NotBegun(str(error)) from error
 
 
 def _match(conversation: Conversation, prompt: TokenIds, request: TurnRequest) -> int:

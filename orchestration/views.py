@@ -35,7 +35,10 @@ class GroupStatus:
     """What a group tells operators. `rank_pids` are those of `tp` processes a rank, in order; `decode_variant` served
     the latest decode step that was looked at. `waiting_work` and its bound are in work units, of prefill rings.
 
-    The router adds what the ring announced (`rates`, `capacity_tokens`, `chunk_tokens`), and its own `corrections`.
+    `nodes` are the addresses of the nodes that its ranks are on, each once.
+
+    The router adds what the ring announced (`rates`, `capacity_tokens`, `chunk_tokens`), its own `corrections`, and
+    whether it expects the ring back (`is_restarting`) when that has drained; one that has left is "away" by its state.
     """
 
     role: str
@@ -62,6 +65,8 @@ class GroupStatus:
     chunk_tokens: int = 0
     corrections: tuple[Correction, ...] = ()
     is_draining: bool = False
+    is_restarting: bool = False
+    nodes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,4 +133,5 @@ class ServerView:
     groups: tuple[GroupStatus, ...]
     conversations: int
     running_turns: int
+    turns_waiting_for_rings: int = 0
     metrics_endpoint: str = ""

@@ -47,6 +47,24 @@ UNSETTLED = ("cancelled", "unavailable")
 """Outcomes after which the router may still take the turn for running: it is told, once more than needed perhaps."""
 
 
+class CallsUnderWay:
+    """Counts what is inside of it, as a context; `none` is set while that is nothing."""
+
+    def __init__(self) -> None:
+        self.none = asyncio.Event()
+        self.none.set()
+        self._count = 0
+
+    def __enter__(self) -> None:
+        self._count += 1
+        self.none.clear()
+
+    def __exit__(self, *error: object) -> None:
+        self._count -= 1
+        if not self._count:
+            self.none.set()
+
+
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     """The public methods. Tokens come straight from the decode leader of each turn.
 
@@ -77,6 +95,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self._started = time.monotonic()
         self._aborts: set[asyncio.Task[None]] = set()
         self._running: set[str] = set()
+        self._calls = CallsUnderWay()
         self._is_stopping = False
 
     async def Generate(
@@ -105,6 +124,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         """
         started = time.monotonic()
         with ExitStack() as held:
+            held.enter_context(self._calls)
             with self._refusals_counted(started):
                 count = num_completions(request.sampling_params)
                 held.enter_context(self._doorkeeper.limits.turns(tenant, count))
@@ -187,12 +207,18 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         except RingserveError as error:
             log.warning("request %s could not be aborted: %s", request_id, error)
 
-    async def end_turns(self, grace: float) -> None:
-        """The gateway stops: turns have `grace` seconds to end by themselves, then they are ended everywhere."""
-        await asyncio.sleep(grace)
-        self._is_stopping = True
-        for request_id in list(self._running):
-            await self._abort(request_id)
+    async def end_turns(self, grace: float, hurry: asyncio.Event) -> None:
+        """The gateway stops: turns have `grace` seconds, or until `hurry`, to end by themselves; then they are ended.
+
+        Returns when no turn is under way, of whatever door, or when those that were have been ended.
+        """
+        ends = [asyncio.create_task(event.wait()) for event in (self._calls.none, hurry)]
+        await asyncio.wait(ends, timeout=grace, return_when=asyncio.FIRST_COMPLETED)
+        for end in ends:
+            end.cancel()
+        if not self._calls.none.is_set():
+            self._is_stopping = True
+            await asyncio.gather(*(self._abort(request_id) for request_id in self._running))
 
     async def Abort(self, request: inference_pb2.AbortRequest, context: Context) -> inference_pb2.AbortResponse:
         aborted, unknown = await self._answer(

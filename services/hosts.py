@@ -20,6 +20,7 @@ from orchestration.planner import Planner, PlannerSettings
 from orchestration.prefill_leader import PrefillLeader
 from orchestration.readiness import ring_fault
 from orchestration.ring import GroupSettings
+from orchestration.ring_returns import RingEvent
 from orchestration.router import Router, RouterSettings
 from ringserve.v1 import groups_pb2_grpc, router_pb2_grpc
 from services.auth.tls import peer_server
@@ -45,6 +46,8 @@ from workers.steps import ModelInfo
 log = logging.getLogger(__name__)
 
 STOP_GRACE_SECONDS = 2.0
+RETURN_SECONDS = 30.0
+"""Beyond what a ring may take to start: for the one before it to end."""
 
 
 def reachable(address: str) -> str:
@@ -93,6 +96,7 @@ class RunningRouter:
             max_waiting_turns=router.max_waiting_turns,
             control_timeout=host.config.timeouts.control,
             max_positions=host.model.max_positions,
+            return_seconds=host.config.timeouts.start + RETURN_SECONDS,
         )
         self._router = Router(settings, self._planner, self._peers)
         self._server: GrpcServer | None = None
@@ -113,7 +117,8 @@ class RunningRouter:
         return reachable(await self._server.start(self._config.router.listen))
 
     def _view(self) -> RouterView:
-        rings = ((group.registration.role, group.name, group.is_ready) for group in self._router.groups)
+        rings = [(group.role, group.name, group.takes_turns) for group in self._router.groups]
+        rings += [(ring.role, ring.name, False) for ring in self._router.rings_away]
         corrections = (
             (group.name, each.algorithm.value, each.min_work, each.factor)
             for group in self._router.groups
@@ -122,6 +127,7 @@ class RunningRouter:
         return RouterView(
             conversations=self._router.num_conversations,
             running_turns=self._router.num_running,
+            turns_waiting_for_rings=self._router.num_waiting_for_rings,
             rings=tuple(rings),
             corrections=tuple(corrections),
         )
@@ -129,7 +135,7 @@ class RunningRouter:
     async def measure(self) -> None:
         """A router has nothing to measure."""
 
-    async def wait_event(self) -> str:
+    async def wait_event(self) -> RingEvent:
         """The ring that has left and is to be started again."""
         return await self._router.next_return()
 
@@ -296,10 +302,10 @@ class RunningLeader:
         assert self._leader is not None, "the leader has not started"
         await self._leader.measure()
 
-    async def wait_event(self) -> str:
-        """Our ring's name, when it has drained: it is to be stopped, and stays away."""
+    async def wait_event(self) -> RingEvent:
+        """Our ring, when it has drained: it is to be stopped, and stays away."""
         await self._drained.wait()
-        return self._host.name
+        return RingEvent(ring=self._host.name)
 
     async def stop(self) -> None:
         if self._health is not None:

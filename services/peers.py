@@ -164,8 +164,8 @@ class GrpcRouter:
         self._stub = router_pb2_grpc.RouterServiceStub(channel)
 
     async def begin_turn(self, request: TurnRequest) -> BegunTurn:
-        # One that waits for its conversation is told by the router when its deadline has passed.
-        timeout = request.deadline_seconds + (CONTROL_SECONDS if request.wait else 0.0)
+        # One that waits, for its conversation or for a ring, is told by the router when its deadline has passed.
+        timeout = request.deadline_seconds + CONTROL_SECONDS
         call = self._stub.BeginTurn(wire.turn_request_to(request), timeout=timeout)
         answer = await _reach(self._peer, call)
         return BegunTurn(
@@ -213,6 +213,10 @@ class GrpcRouter:
     async def drain_ring(self, name: str, seconds: float, *, force: bool = False) -> None:
         request = router_pb2.DrainRingRequest(ring=name, seconds=seconds, force=force)
         await _reach(self._peer, self._stub.DrainRing(request, timeout=CONTROL_SECONDS))
+
+    async def restart_ring(self, name: str, seconds: float, *, leaving_node: str = "") -> None:
+        request = router_pb2.RestartRingRequest(ring=name, seconds=seconds, leaving_node=leaving_node)
+        await _reach(self._peer, self._stub.RestartRing(request, timeout=CONTROL_SECONDS))
 
     async def undrain_ring(self, name: str) -> None:
         request = router_pb2.UndrainRingRequest(ring=name)

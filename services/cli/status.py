@@ -42,6 +42,7 @@ def run(options: argparse.Namespace) -> int:
         print(
             f"version {info.version}, up {info.uptime_seconds:.0f} s, selector {info.selector}, "
             f"{info.conversations} conversations, {info.running_turns} running turns"
+            + (f", {info.turns_waiting_for_rings} waiting for rings" if info.turns_waiting_for_rings else "")
         )
     return 0 if info.groups and all(group.state == "ready" for group in info.groups) else 1
 
@@ -65,7 +66,7 @@ def _table(info: inference_pb2.GetServerInfoResponse) -> Table:
         )
         table.add_row(
             group.name,
-            f"{group.state}, draining" if group.draining else group.state,
+            _state(group),
             f"{group.num_ranks} x {group.tp}" if group.tp > 1 else str(group.num_ranks),
             ", ".join(name for name in (group.attention_backend, group.ring_transport, group.decode_variant) if name),
             str(group.num_requests_running),
@@ -75,6 +76,11 @@ def _table(info: inference_pb2.GetServerInfoResponse) -> Table:
             str(group.rebuilds),
         )
     return table
+
+
+def _state(group: inference_pb2.GroupInfo) -> str:
+    words = {"draining": group.draining, "restarting": group.restarting}
+    return ", ".join([group.state, *(word for word, holds in words.items() if holds)])
 
 
 def pool_sizes(info: inference_pb2.GetServerInfoResponse) -> str:

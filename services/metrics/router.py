@@ -33,7 +33,8 @@ class RouterView:
 
     conversations: int
     running_turns: int
-    rings: tuple[tuple[str, str, bool], ...]
+    turns_waiting_for_rings: int = 0
+    rings: tuple[tuple[str, str, bool], ...] = ()
     corrections: tuple[tuple[str, str, int, float], ...] = ()
 
 
@@ -92,6 +93,11 @@ class _RouterCollector(Collector):
             return
         yield GaugeMetricFamily("ringserve_conversations", "Conversations remembered.", view.conversations)
         yield GaugeMetricFamily("ringserve_router_running_turns", "Turns begun and not ended.", view.running_turns)
+        yield GaugeMetricFamily(
+            "ringserve_router_turns_waiting_for_rings",
+            "Turns that wait for a ring that restarts.",
+            view.turns_waiting_for_rings,
+        )
         rings = GaugeMetricFamily(
             "ringserve_router_ring_ready", "1 where turns go to the ring.", labels=("role", "group")
         )

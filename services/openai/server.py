@@ -80,6 +80,11 @@ class HttpServer:
         self._server.should_exit = True
         await self._serving
 
+    def hurry(self) -> None:
+        """While it stops: wait for nobody any longer."""
+        if self._server is not None:
+            self._server.force_exit = True
+
 
 def _listener(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET

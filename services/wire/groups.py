@@ -94,6 +94,8 @@ def status_to(status: GroupStatus) -> inference_pb2.GroupInfo:
             for each in status.corrections
         ],
         draining=status.is_draining,
+        restarting=status.is_restarting,
+        nodes=status.nodes,
         kv_usage=[
             inference_pb2.RankKvUsage(
                 total_blocks=rank.total_blocks,
@@ -139,6 +141,8 @@ def status_from(message: inference_pb2.GroupInfo) -> GroupStatus:
             for each in message.corrections
         ),
         is_draining=message.draining,
+        is_restarting=message.restarting,
+        nodes=tuple(message.nodes),
         kv_usage=tuple(
             RankKvUsage(
                 total_blocks=rank.total_blocks,
@@ -158,6 +162,7 @@ def server_to(view: ServerView) -> inference_pb2.GetServerInfoResponse:
         conversations=view.conversations,
         running_turns=view.running_turns,
         router_metrics_endpoint=view.metrics_endpoint,
+        turns_waiting_for_rings=view.turns_waiting_for_rings,
     )
 
 
@@ -168,6 +173,7 @@ def server_from(message: inference_pb2.GetServerInfoResponse) -> ServerView:
         conversations=message.conversations,
         running_turns=message.running_turns,
         metrics_endpoint=message.router_metrics_endpoint,
+        turns_waiting_for_rings=message.turns_waiting_for_rings,
     )
 
 

@@ -76,6 +76,11 @@ POOLS: Object = {
 }
 """To be laid over CUDA."""
 
+AUTOSCALED: Object = {
+    "ray": {"autoscaling": {"enabled": True, "idleTimeoutSeconds": 120}},
+    "prefill": {"replicas": 2, "minReplicas": 0, "maxReplicas": 3},
+}
+
 
 def merged(*parts: Mapping[str, Any]) -> Object:
     """Values laid over each other, the last on top."""

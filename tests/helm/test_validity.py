@@ -11,7 +11,7 @@ import jsonschema
 import kubernetes_validate
 import pytest
 
-from tests.helm.charts import ALL_OPTIONS, CUDA, POOLS, SECURE, Object, merged, only, pod_templates, render
+from tests.helm.charts import ALL_OPTIONS, AUTOSCALED, CUDA, POOLS, SECURE, Object, merged, only, pod_templates, render
 
 LIVE = "ringserve.live"
 CUSTOM = {"RayCluster", "ServiceMonitor", "PodMonitor", "PrometheusRule"}
@@ -21,6 +21,7 @@ CASES = {
     "cuda": CUDA,
     "every option": ALL_OPTIONS,
     "both": merged(CUDA, ALL_OPTIONS),
+    "autoscaled rings": merged(CUDA, AUTOSCALED),
     "pools": merged(CUDA, POOLS),
     "secure": merged(ALL_OPTIONS, SECURE),
 }

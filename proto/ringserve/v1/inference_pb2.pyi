@@ -932,6 +932,7 @@ class GetServerInfoResponse(_message.Message):
     CONVERSATIONS_FIELD_NUMBER: _builtins.int
     RUNNING_TURNS_FIELD_NUMBER: _builtins.int
     ROUTER_METRICS_ENDPOINT_FIELD_NUMBER: _builtins.int
+    TURNS_WAITING_FOR_RINGS_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     uptime_seconds: _builtins.float
     selector: _builtins.str
@@ -939,6 +940,8 @@ class GetServerInfoResponse(_message.Message):
     running_turns: _builtins.int
     router_metrics_endpoint: _builtins.str
     """HOST:PORT where the router serves /metrics; empty where it does not."""
+    turns_waiting_for_rings: _builtins.int
+    """Turns that wait for a ring that restarts."""
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupInfo]: ...
     def __init__(
@@ -951,10 +954,11 @@ class GetServerInfoResponse(_message.Message):
         conversations: _builtins.int = ...,
         running_turns: _builtins.int = ...,
         router_metrics_endpoint: _builtins.str = ...,
+        turns_waiting_for_rings: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["conversations", b"conversations", "groups", b"groups", "router_metrics_endpoint", b"router_metrics_endpoint", "running_turns", b"running_turns", "selector", b"selector", "uptime_seconds", b"uptime_seconds", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["conversations", b"conversations", "groups", b"groups", "router_metrics_endpoint", b"router_metrics_endpoint", "running_turns", b"running_turns", "selector", b"selector", "turns_waiting_for_rings", b"turns_waiting_for_rings", "uptime_seconds", b"uptime_seconds", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -988,12 +992,14 @@ class GroupInfo(_message.Message):
     CHUNK_TOKENS_FIELD_NUMBER: _builtins.int
     CORRECTIONS_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    RESTARTING_FIELD_NUMBER: _builtins.int
+    NODES_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     name: _builtins.str
     endpoint: _builtins.str
     incarnation: _builtins.str
     state: _builtins.str
-    """"ready", "rebuilding" or "lost"."""
+    """"ready", "rebuilding" or "lost"; "away" where it has drained and is to come back."""
     num_ranks: _builtins.int
     attention_backend: _builtins.str
     num_requests_running: _builtins.int
@@ -1017,6 +1023,8 @@ class GroupInfo(_message.Message):
     chunk_tokens: _builtins.int
     draining: _builtins.bool
     """It takes no new turns, and leaves when those that run have ended."""
+    restarting: _builtins.bool
+    """When it has drained it is started again, and new turns may wait for it."""
     @_builtins.property
     def kv_usage(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankKvUsage]: ...
     @_builtins.property
@@ -1030,6 +1038,10 @@ class GroupInfo(_message.Message):
     @_builtins.property
     def corrections(self) -> _containers.RepeatedCompositeFieldContainer[Global___Correction]:
         """Of prefill rings: how their turns' times compare with what was predicted for them, by algorithm."""
+
+    @_builtins.property
+    def nodes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Addresses of the nodes that its ranks are on."""
 
     def __init__(
         self,
@@ -1058,10 +1070,12 @@ class GroupInfo(_message.Message):
         chunk_tokens: _builtins.int = ...,
         corrections: _abc.Iterable[Global___Correction] | None = ...,
         draining: _builtins.bool = ...,
+        restarting: _builtins.bool = ...,
+        nodes: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["rates", b"rates"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_backend", b"attention_backend", "capacity_tokens", b"capacity_tokens", "chunk_tokens", b"chunk_tokens", "corrections", b"corrections", "decode_variant", b"decode_variant", "draining", b"draining", "endpoint", b"endpoint", "incarnation", b"incarnation", "kv_usage", b"kv_usage", "max_waiting_work", b"max_waiting_work", "metrics_endpoint", b"metrics_endpoint", "name", b"name", "num_preemptions", b"num_preemptions", "num_ranks", b"num_ranks", "num_requests_running", b"num_requests_running", "num_requests_waiting", b"num_requests_waiting", "rank_pids", b"rank_pids", "rates", b"rates", "rebuilds", b"rebuilds", "ring_transport", b"ring_transport", "role", b"role", "state", b"state", "tp", b"tp", "waiting_work", b"waiting_work"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_backend", b"attention_backend", "capacity_tokens", b"capacity_tokens", "chunk_tokens", b"chunk_tokens", "corrections", b"corrections", "decode_variant", b"decode_variant", "draining", b"draining", "endpoint", b"endpoint", "incarnation", b"incarnation", "kv_usage", b"kv_usage", "max_waiting_work", b"max_waiting_work", "metrics_endpoint", b"metrics_endpoint", "name", b"name", "nodes", b"nodes", "num_preemptions", b"num_preemptions", "num_ranks", b"num_ranks", "num_requests_running", b"num_requests_running", "num_requests_waiting", b"num_requests_waiting", "rank_pids", b"rank_pids", "rates", b"rates", "rebuilds", b"rebuilds", "restarting", b"restarting", "ring_transport", b"ring_transport", "role", b"role", "state", b"state", "tp", b"tp", "waiting_work", b"waiting_work"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -408,6 +408,48 @@ class DrainRingResponse(_message.Message):
 Global___DrainRingResponse: _TypeAlias = DrainRingResponse  # noqa: Y015
 
 @_typing.final
+class RestartRingRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RING_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    LEAVING_NODE_FIELD_NUMBER: _builtins.int
+    ring: _builtins.str
+    seconds: _builtins.float
+    """How long turns that run are waited for."""
+    leaving_node: _builtins.str
+    """Address of a node that goes away: the ring is started again when it is gone. May be empty."""
+    def __init__(
+        self,
+        *,
+        ring: _builtins.str = ...,
+        seconds: _builtins.float = ...,
+        leaving_node: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["leaving_node", b"leaving_node", "ring", b"ring", "seconds", b"seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RestartRingRequest: _TypeAlias = RestartRingRequest  # noqa: Y015
+
+@_typing.final
+class RestartRingResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RestartRingResponse: _TypeAlias = RestartRingResponse  # noqa: Y015
+
+@_typing.final
 class UndrainRingRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

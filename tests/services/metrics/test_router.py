@@ -15,6 +15,7 @@ from tests.workers.models import save_model
 VIEW = RouterView(
     conversations=4,
     running_turns=2,
+    turns_waiting_for_rings=3,
     rings=(("prefill", "prefill-0", True), ("decode", "decode-0", False)),
     corrections=(("prefill-0", "pass_q", 64, 1.25),),
 )
@@ -51,6 +52,7 @@ async def test_rings_and_conversations_are_shown_as_the_router_knows_them() -> N
         return [
             registry.get_sample_value("ringserve_conversations"),
             registry.get_sample_value("ringserve_router_running_turns"),
+            registry.get_sample_value("ringserve_router_turns_waiting_for_rings"),
             registry.get_sample_value("ringserve_router_ring_ready", {"role": "prefill", "group": "prefill-0"}),
             registry.get_sample_value("ringserve_router_ring_ready", {"role": "decode", "group": "decode-0"}),
             registry.get_sample_value(
@@ -59,4 +61,4 @@ async def test_rings_and_conversations_are_shown_as_the_router_knows_them() -> N
             ),
         ]
 
-    assert await asyncio.to_thread(ask) == [4, 2, 1, 0, 1.25]
+    assert await asyncio.to_thread(ask) == [4, 2, 3, 1, 0, 1.25]
