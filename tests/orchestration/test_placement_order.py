@@ -6,7 +6,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cp_core.layout import spread
@@ -114,6 +114,7 @@ class Happenings:
         return Placement(group=ring.name, incarnation=ring.incarnation, shards=spread(0, kept, (0,) * ring.num_ranks))
 
 
+@settings(deadline=None)
 @given(seed=st.integers(0, 2**32), num_rings=st.integers(1, 9))
 def test_the_rings_are_those_that_a_search_through_all_would_choose(seed: int, num_rings: int) -> None:
     cluster = Happenings(seed, num_rings)
@@ -143,6 +144,7 @@ def test_a_ring_that_has_left_is_forgotten_though_its_turns_still_end() -> None:
     assert cluster.groups.least_busy(lambda group: group is ring) == []
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 8), st.integers(-20, 20), st.booleans()), max_size=300), st.integers(0, 8))
 def test_the_first_of_ordered_items_is_the_least_of_the_latest_keys(
     moves: list[tuple[int, int, bool]], limit: int
