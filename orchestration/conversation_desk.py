@@ -13,8 +13,8 @@ from dataclasses import replace
 from cp_core.errors import Busy, InvalidRequest, NotFound, RingserveError
 from orchestration.conversations import Conversation, ConversationStore, Placement
 from orchestration.groups import GroupRegistry
+from orchestration.kv_messages import ForkKv, KeptKv
 from orchestration.ports import DecodePort, Peers, PrefillPort
-from orchestration.turn import ForkKv, KeptKv
 from orchestration.turn_ends import TurnEnds
 from orchestration.views import ConversationList, ConversationSummary, ConversationView, PlacementView
 

@@ -9,9 +9,11 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 
 from cp_core.errors import RingserveError, Unavailable
 from orchestration.block_copies import copy_blocks
-from orchestration.ports import RankFactory
+from orchestration.kv_messages import ForkedKv, ForkKv, KeptKv, SendKv, SentKv, TakeKv, TakenKv
+from orchestration.kv_moves import KvMoves
+from orchestration.ports import Peers, RankFactory
 from orchestration.ring import GroupSettings, Ring
-from orchestration.turn import ForkedKv, ForkKv, GroupRegistration, KeptKv
+from orchestration.turn import GroupRegistration
 from orchestration.views import GroupStatus
 
 log = logging.getLogger(__name__)
@@ -24,12 +26,14 @@ class GroupLeader(ABC):
         self,
         settings: GroupSettings,
         factory: RankFactory,
+        peers: Peers,
         announce: Callable[[GroupRegistration], Awaitable[int]],
     ) -> None:
         self.settings = settings
         self.endpoint = ""
         self.metrics_endpoint = ""
         self.ring = Ring(settings, factory, on_ready=self.on_ready, on_lost=self.fail_all)
+        self.kv_moves = KvMoves(self.ring, peers)
         self._announce = announce
         self.is_draining = False
         self.is_leaving = False
@@ -70,6 +74,7 @@ class GroupLeader(ABC):
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.kv_moves.close()
         await self.ring.close()
 
     async def on_ready(self) -> None:
@@ -95,6 +100,7 @@ class GroupLeader(ABC):
             waiting_work=self.waiting_work,
             work_rate=self.work_rate,
             free_tokens=ring.pool.free_tokens,
+            spare_tokens=ring.pool.spare_tokens,
             max_batch=self.settings.max_batch if self.settings.role == "decode" else 0,
             is_draining=self.is_draining,
             is_leaving=self.is_leaving,
@@ -196,6 +202,14 @@ class GroupLeader(ABC):
         finally:
             pool.settle(request.sequence_id, name, keep)
         return ForkedKv(incarnation=incarnation, shards=shards.truncate(pool.num_kept(request.sequence_id)))
+
+    async def send_kv(self, request: SendKv) -> SentKv:
+        """See `KvMoves.send`. Raises NotFound, Busy, TransferError, Unavailable."""
+        return await self.kv_moves.send(request)
+
+    async def take_kv(self, request: TakeKv) -> TakenKv:
+        """See `KvMoves.take`. Raises CapacityExceeded, Busy, NotFound, TransferError, Unavailable."""
+        return await self.kv_moves.take(request)
 
     async def get_kept(self, sequence_ids: Sequence[str]) -> KeptKv:
         """What is still here of these sequences. Raises Unavailable."""

@@ -68,7 +68,7 @@ class PrefillLeader(GroupLeader):
         peers: Peers,
         announce: Callable[[GroupRegistration], Awaitable[int]],
     ) -> None:
-        super().__init__(settings, factory, announce)
+        super().__init__(settings, factory, peers, announce)
         self._peers = peers
         self._turns: dict[str, _Turn] = {}
         self.loop: PrefillLoop | None = None
@@ -112,6 +112,7 @@ class PrefillLeader(GroupLeader):
 
     async def reserve(self, request: Reserve) -> Reservation:
         """Pin the sequence and hold room for the whole prompt on every rank. Idempotent per turn."""
+        await self.kv_moves.until_free(request.sequence_id)
         known = self._turns.get(request.turn_id)
         if known is not None:
             return known.reservation

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 
@@ -12,15 +11,16 @@ import numpy as np
 from cp_core.errors import RingserveError
 from cp_core.layout import ShardMap, TokenRange, balanced_layout, spread
 from orchestration.block_copies import copy_blocks
+from orchestration.kv_messages import SentKv
 from orchestration.kv_pool import KvPool, SequenceKv
+from orchestration.kv_transfers import fetch
 from orchestration.ports import DecodePort
 from orchestration.reshard_sends import sends_for
 from orchestration.ring import Ring, gather_all, gather_first_error
-from orchestration.turn import Chunk, PrefillTurn, SendKv
+from orchestration.turn import Chunk, PrefillTurn
 from workers.steps import (
     NO_HISTORY,
     Algorithm,
-    KvExpect,
     PrefillOutput,
     PromptScore,
     SequencePrefill,
@@ -32,12 +32,7 @@ from workers.steps import (
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Pulled:
-    """What came back from the decode ring before the turn could compute."""
-
-    payload_bytes: int = 0
-    seconds: float = 0.0
+NOTHING = SentKv(payload_bytes=0, seconds=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,43 +82,22 @@ class PrefillRun:
     def planned_chunks(self) -> tuple[Chunk, ...]:
         return self._turn.chunks
 
-    async def pull(self) -> Pulled:
+    async def pull(self) -> SentKv:
         """Fetch cached KV that only the decode ring has: tokens it made, or what was evicted here."""
         turn, sequence = self._turn, self._sequence
         await copy_blocks(self._ring, self._pool, sequence, self._incarnation)
         held = sequence.shards.held
         missing = TokenRange(sequence.shards.num_tokens, turn.cached_tokens)
         if not len(missing):
-            return Pulled()
-        started = time.monotonic()
+            return NOTHING
         shards = spread(missing.start, len(missing), held)
         after = sequence.shards.extend(shards)
         self._pool.make_room(sequence, after.held)
         key = TransferKey(f"{turn.turn_id}/pull", turn.attempt, turn.destination.incarnation, self._incarnation)
-        control, transfer = self._settings.control_timeout, self._settings.transfer_timeout
-        expects = [KvExpect(key, shards.ranks[rank], held[rank], sequence.table(rank)) for rank in self._ring.cp_ranks]
-        send = SendKv(
-            transfer_id=key.transfer_id,
-            attempt=key.attempt,
-            sequence_id=turn.sequence_id,
-            source_incarnation=key.source,
-            destination_incarnation=key.destination,
-            tokens=missing,
-            shards=shards,
-            kv_endpoints=self._ring.kv_endpoints,
-            tp=self._settings.tp,
-            deadline_seconds=transfer,
-        )
-        try:
-            await gather_all(port.expect_kv(expect, control) for port, expect in zip(self._ranks, expects, strict=True))
-            sent = await self._decode.send_kv(send)
-            await gather_first_error(port.await_kv(key, transfer) for port in self._ranks)
-        except BaseException:
-            # Also when cancelled: no late byte may land in blocks that are about to be freed.
-            await self._quietly(gather_all(port.drop_kv(key, control) for port in self._ranks))
-            raise
+        timeout = self._settings.transfer_timeout
+        sent = await fetch(self._ring, sequence, self._decode, key, missing, shards, timeout, turn_id=turn.turn_id)
         sequence.shards = after
-        return Pulled(sent.payload_bytes, time.monotonic() - started)
+        return sent
 
     def prepare(self, piece: TokenRange) -> PreparedPiece:
         """What each process is told of the turn's new tokens `piece`, whose KV leaves layer by layer.

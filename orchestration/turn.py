@@ -223,55 +223,6 @@ class ResumeTurn:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SendKv:
-    """Send kept KV of `tokens` to a prefill ring whose ranks, of `tp` processes each, expect it as `shards` lay it."""
-
-    transfer_id: str
-    attempt: int
-    sequence_id: str
-    source_incarnation: str
-    destination_incarnation: str
-    tokens: TokenRange
-    shards: ShardMap
-    kv_endpoints: tuple[str, ...]
-    deadline_seconds: float
-    tp: int = 1
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SentKv:
-    """What a pull moved."""
-
-    payload_bytes: int
-    seconds: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ForkKv:
-    """Begin a sequence with the kept KV of another's first `num_tokens` tokens."""
-
-    source_id: str
-    sequence_id: str
-    num_tokens: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ForkedKv:
-    """What of it was there, and is now there for both."""
-
-    incarnation: str
-    shards: ShardMap
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class KeptKv:
-    """How many tokens of each sequence that was asked for have their KV on this incarnation of a ring."""
-
-    incarnation: str
-    num_tokens: tuple[int, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class TokensEvent:
     """Newly decoded tokens of a turn; `logprobs` has one for each token, or none."""
 
@@ -326,8 +277,9 @@ class GroupRegistration:
     that `is_draining` takes no new turns, one that `is_leaving` is gone when this is read.
 
     What changes from one announcement to the next: work units that wait and those it computes a second, of
-    prefill rings (0: not known); tokens that no running turn holds the room of (None: not known); and the turns that a
-    decode ring takes into one batch (0: not known).
+    prefill rings (0: not known); tokens that no running turn holds the room of (None: not known), and those of them
+    that nothing is kept in and more may be kept in; and the turns that a decode ring takes into one batch (0: not
+    known).
     """
 
     role: str
@@ -344,6 +296,7 @@ class GroupRegistration:
     waiting_work: float = 0.0
     work_rate: float = 0.0
     free_tokens: int | None = None
+    spare_tokens: int = 0
     max_batch: int = 0
     is_draining: bool = False
     is_leaving: bool = False

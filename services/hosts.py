@@ -239,7 +239,7 @@ class RunningLeader:
                 lambda target: groups_pb2_grpc.add_PrefillServiceServicer_to_server(servicer, target),
             )
         else:
-            leader = decode = DecodeLeader(host.settings(), ranks, router, router.register_group)
+            leader = decode = DecodeLeader(host.settings(), ranks, self._peers, router, router.register_group)
             decode_servicer = DecodeServicer(decode)
             server.add(
                 "ringserve.v1.DecodeService",

@@ -8,20 +8,16 @@ from typing import TypeVar
 import grpc
 
 from cp_core.errors import RingserveError
+from orchestration.kv_messages import ForkedKv, ForkKv, KeptKv, SendKv, SentKv
 from orchestration.turn import (
     Admit,
     BegunTurn,
-    ForkedKv,
-    ForkKv,
     GroupRegistration,
-    KeptKv,
     PrefillDone,
     PrefillTurn,
     Reservation,
     Reserve,
     ResumeTurn,
-    SendKv,
-    SentKv,
     TurnEvent,
     TurnOutcome,
     TurnRequest,

@@ -14,22 +14,18 @@ import numpy as np
 
 from cp_core.errors import RingserveError
 from cp_core.layout import ShardMap, spread
+from orchestration.kv_messages import ForkedKv, ForkKv, KeptKv, SendKv, SentKv
 from orchestration.planner import Planner, PlannerSettings
 from orchestration.router import Router, RouterSettings
 from orchestration.turn import (
     Admit,
-    ForkedKv,
-    ForkKv,
     GroupRegistration,
-    KeptKv,
     PrefillDone,
     PrefillReport,
     PrefillTurn,
     PromptMode,
     Reservation,
     Reserve,
-    SendKv,
-    SentKv,
     TurnEvent,
     TurnOutcome,
     TurnRequest,

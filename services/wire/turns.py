@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from cp_core.layout import TokenRange
+from orchestration.kv_messages import SendKv
 from orchestration.turn import (
     Admit,
     EndingEvent,
@@ -14,7 +15,6 @@ from orchestration.turn import (
     Reserve,
     ResumeTurn,
     ScoredEvent,
-    SendKv,
     TokensEvent,
     TurnEvent,
     TurnOutcome,

@@ -10,9 +10,9 @@ import pytest
 from cp_core.errors import RingserveError, Unavailable
 from cp_core.layout import spread
 from orchestration.block_copies import copy_blocks
+from orchestration.kv_messages import ForkKv
 from orchestration.kv_pool import KvPool, SequenceKv
 from orchestration.ring import GroupSettings
-from orchestration.turn import ForkKv
 from tests.orchestration.fake_ranks import FakeRank, FakeRanks
 from tests.orchestration.test_group import Leader
 from tests.waiting import eventually

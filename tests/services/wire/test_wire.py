@@ -18,13 +18,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cp_core.layout import ShardMap, TokenRange
+from orchestration.kv_messages import ForkedKv, ForkKv, KeptKv, SendKv
 from orchestration.turn import (
     Admit,
     FinishedEvent,
-    ForkedKv,
-    ForkKv,
     GroupRegistration,
-    KeptKv,
     Plan,
     PrefillReport,
     PrefillTurn,
@@ -32,7 +30,6 @@ from orchestration.turn import (
     Reservation,
     Reserve,
     ResumeTurn,
-    SendKv,
     TurnEvent,
     TurnOutcome,
     TurnRequest,
