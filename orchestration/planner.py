@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from cp_core.cost.profile import HardwareProfile
 from cp_core.layout import TokenRange
 from cp_core.selector import EmpiricalFit, Selection, Turn, select
-from orchestration.cached_kv import AUTO, CachedKv, choose_source
+from orchestration.cached_kv import AUTO, CachedKv, KeptOn, choose_source
 from orchestration.corrections import RingCorrections
 from orchestration.prefill_work import StepLimits, WorkModel, cut
 from orchestration.ring_costs import RingCosts
@@ -24,8 +24,8 @@ class PlannerSettings:
     """`compute_flops` and `link_bytes_per_second` are C and BW, per rank; 0 takes those of `profile`, which predicts
     for every ring, or without one what the ring measured at its start.
 
-    `fit` holds the constants of the empirical selector, which has no defaults: they belong to one cluster. What only
-    the decode ring keeps is pulled or computed again as `missing_kv` says: one of `cached_kv.MISSING_KV`.
+    `fit` holds the constants of the empirical selector, which has no defaults: they belong to one cluster. What
+    another ring keeps is pulled or computed again as `missing_kv` says: one of `cached_kv.MISSING_KV`.
     """
 
     selector: str = "auto"
@@ -67,13 +67,17 @@ class Planner:
         decode: GroupRegistration,
         mode: PromptMode,
         algorithm: Algorithm | None = None,
+        others: Sequence[KeptOn] = (),
     ) -> Plan:
-        """The plan of a turn of `num_tokens` prompt tokens whose beginnings both rings have kept.
+        """The plan of a turn of `num_tokens` prompt tokens whose beginnings both rings have kept, and perhaps `others`.
 
         Long prompts are cut as the ring would with nothing else to do; each chunk chooses its own algorithm, since what
         is cached grows from one to the next, unless the turn asked for one.
         """
-        source = self._choose_source(num_tokens, kept_on_prefill, kept_on_decode, prefill, decode)
+        most = _most_kept(KeptOn(decode, kept_on_decode), others)
+        source = self._choose_source(
+            num_tokens, kept_on_prefill, most, prefill, "" if most.ring is decode else most.ring.name
+        )
         cached = source.cached_tokens
         pieces = self._cut(prefill, TokenRange(cached, num_tokens))
         turns = [_turn(prefill, piece) for piece in pieces]
@@ -126,20 +130,21 @@ class Planner:
         self,
         num_tokens: int,
         kept_on_prefill: int,
-        kept_on_decode: int,
+        most: KeptOn,
         prefill: GroupRegistration,
-        decode: GroupRegistration,
+        other_ring: str = "",
     ) -> CachedKv:
         """Compares the turn's prefill after a pull with a longer one. Each is taken whole, by its faster algorithm."""
-        missing = max(0, kept_on_decode - kept_on_prefill)
-        most = max(kept_on_prefill, kept_on_decode)
-        pulled = self.predict_move(missing, prefill, decode) + self.predict_prefill(num_tokens, most, prefill)
+        missing = max(0, most.num_tokens - kept_on_prefill)
+        pulled = self.predict_move(missing, prefill, most.ring)
+        pulled += self.predict_prefill(num_tokens, max(kept_on_prefill, most.num_tokens), prefill)
         return choose_source(
             self._settings.missing_kv,
             kept_on_prefill=kept_on_prefill,
-            kept_on_decode=kept_on_decode,
+            kept_on_decode=most.num_tokens,
             pull_seconds=pulled,
             recompute_seconds=self.predict_prefill(num_tokens, kept_on_prefill, prefill) if missing else pulled,
+            other_ring=other_ring,
         )
 
     def predict_turn(
@@ -150,21 +155,23 @@ class Planner:
         kept_on_decode: int,
         prefill: GroupRegistration,
         decode: GroupRegistration,
+        others: Sequence[KeptOn] = (),
     ) -> tuple[float, float]:
-        """Seconds to fetch KV that only the decode ring keeps, 0 where it is computed again, and of the prefill."""
-        if kept_on_decode <= kept_on_prefill:
+        """Seconds to fetch KV that the prefill ring lacks, 0 where it is computed again, and of the prefill."""
+        most = _most_kept(KeptOn(decode, kept_on_decode), others)
+        if most.num_tokens <= kept_on_prefill:
             return 0.0, self.predict_prefill(num_tokens, kept_on_prefill, prefill)
-        source = self._choose_source(num_tokens, kept_on_prefill, kept_on_decode, prefill, decode)
+        source = self._choose_source(num_tokens, kept_on_prefill, most, prefill)
         missing = max(0, source.cached_tokens - kept_on_prefill)
         return (
-            self.predict_move(missing, prefill, decode),
+            self.predict_move(missing, prefill, most.ring),
             self.predict_prefill(num_tokens, source.cached_tokens, prefill),
         )
 
-    def predict_move(self, num_tokens: int, prefill: GroupRegistration, decode: GroupRegistration) -> float:
+    def predict_move(self, num_tokens: int, ring: GroupRegistration, other: GroupRegistration) -> float:
         """Seconds in which the KV of so many tokens goes from one of these rings to the other."""
-        links = min(prefill.num_ranks * prefill.tp, decode.num_ranks * decode.tp)
-        return self._costs.pull_seconds(prefill, num_tokens * self._model.kv_bytes_per_token / links)
+        links = min(ring.num_ranks * ring.tp, other.num_ranks * other.tp)
+        return self._costs.pull_seconds(ring, num_tokens * self._model.kv_bytes_per_token / links)
 
     def predict_prefill(self, num_tokens: int, cached_tokens: int, ring: GroupRegistration) -> float:
         """Seconds of a prompt whose beginning is cached, taken whole by its faster algorithm, on an idle ring."""
@@ -180,6 +187,11 @@ class Planner:
             min_chunk_tokens=ring.min_chunk_tokens,
         )
         return cut(self._work, limits, tokens)
+
+
+def _most_kept(decode: KeptOn, others: Sequence[KeptOn]) -> KeptOn:
+    """The turn's decode ring, unless one of the others keeps more."""
+    return max((decode, *others), key=lambda kept: kept.num_tokens)
 
 
 def _turn(ring: GroupRegistration, tokens: TokenRange) -> Turn:

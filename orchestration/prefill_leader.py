@@ -151,9 +151,8 @@ class PrefillLeader(GroupLeader):
         if turn.task is None:
             if turn.error is not None:
                 raise turn.error
-            decode = self._peers.decode(request.decode_endpoint)
             incarnation = turn.reservation.incarnation
-            turn.run = PrefillRun(self.ring, turn.pool, turn.sequence, incarnation, request, decode)
+            turn.run = PrefillRun(self.ring, turn.pool, turn.sequence, incarnation, request, self._peers)
             turn.task = asyncio.create_task(self._run(turn, turn.run, request))
         try:
             return await asyncio.shield(turn.task)
@@ -172,6 +171,7 @@ class PrefillLeader(GroupLeader):
                 pulled_bytes=pulled.payload_bytes,
                 pull_seconds=pulled.seconds,
                 chunks=tuple(run.chunks),
+                lost_tokens=run.lost_tokens,
             )
             admit = Admit(
                 turn_id=request.turn_id,

@@ -14,7 +14,7 @@ from orchestration.block_copies import copy_blocks
 from orchestration.kv_messages import SentKv
 from orchestration.kv_pool import KvPool, SequenceKv
 from orchestration.kv_transfers import fetch
-from orchestration.ports import DecodePort
+from orchestration.ports import Peers
 from orchestration.reshard_sends import sends_for
 from orchestration.ring import Ring, gather_all, gather_first_error
 from orchestration.turn import Chunk, PrefillTurn
@@ -52,7 +52,7 @@ class PrefillRun:
     """
 
     def __init__(
-        self, ring: Ring, pool: KvPool, sequence: SequenceKv, incarnation: str, turn: PrefillTurn, decode: DecodePort
+        self, ring: Ring, pool: KvPool, sequence: SequenceKv, incarnation: str, turn: PrefillTurn, peers: Peers
     ) -> None:
         self._ring = ring
         self._settings = ring.settings
@@ -61,7 +61,8 @@ class PrefillRun:
         self._sequence = sequence
         self._incarnation = incarnation
         self._turn = turn
-        self._decode = decode
+        self._peers = peers
+        self._cached_tokens = turn.cached_tokens
         self._sending: TransferKey | None = None
         self.stop_error: RingserveError | None = None
         self.first_logprobs: TokenLogprobs | None = None
@@ -80,10 +81,23 @@ class PrefillRun:
 
     @property
     def planned_chunks(self) -> tuple[Chunk, ...]:
-        return self._turn.chunks
+        """Those of the turn, and before them what could not be pulled."""
+        chunks = self._turn.chunks
+        if not self.lost_tokens:
+            return chunks
+        lost = TokenRange(self._cached_tokens, self._turn.cached_tokens)
+        return (Chunk(tokens=lost, algorithm=chunks[0].algorithm), *chunks)
+
+    @property
+    def lost_tokens(self) -> int:
+        """Tokens that were to be pulled from another ring, and are computed instead."""
+        return self._turn.cached_tokens - self._cached_tokens
 
     async def pull(self) -> SentKv:
-        """Fetch cached KV that only the decode ring has: tokens it made, or what was evicted here."""
+        """Fetch cached KV that another ring has: tokens that a decode ring made, or what was evicted here.
+
+        What the turn's decode ring cannot send ends the turn; of what another ring cannot, nothing is cached any more.
+        """
         turn, sequence = self._turn, self._sequence
         await copy_blocks(self._ring, self._pool, sequence, self._incarnation)
         held = sequence.shards.held
@@ -93,11 +107,27 @@ class PrefillRun:
         shards = spread(missing.start, len(missing), held)
         after = sequence.shards.extend(shards)
         self._pool.make_room(sequence, after.held)
-        key = TransferKey(f"{turn.turn_id}/pull", turn.attempt, turn.destination.incarnation, self._incarnation)
-        timeout = self._settings.transfer_timeout
-        sent = await fetch(self._ring, sequence, self._decode, key, missing, shards, timeout, turn_id=turn.turn_id)
+        try:
+            sent = await self._fetch(missing, shards)
+        except RingserveError as error:
+            if turn.pulled_from is None or self.stop_error is not None:
+                raise
+            log.warning("turn %s computes %d tokens: %s", turn.turn_id, len(missing), error)
+            self._cached_tokens = missing.start
+            return NOTHING
         sequence.shards = after
         return sent
+
+    async def _fetch(self, tokens: TokenRange, shards: ShardMap) -> SentKv:
+        turn, other, timeout = self._turn, self._turn.pulled_from, self._settings.transfer_timeout
+        transfer_id = f"{turn.turn_id}/pull"
+        if other is None:
+            key = TransferKey(transfer_id, turn.attempt, turn.destination.incarnation, self._incarnation)
+            decode = self._peers.decode(turn.decode_endpoint)
+            return await fetch(self._ring, self._sequence, decode, key, tokens, shards, timeout, turn_id=turn.turn_id)
+        key = TransferKey(transfer_id, turn.attempt, other.incarnation, self._incarnation)
+        find = self._peers.prefill if other.role == "prefill" else self._peers.decode
+        return await fetch(self._ring, self._sequence, find(other.endpoint), key, tokens, shards, timeout)
 
     def prepare(self, piece: TokenRange) -> PreparedPiece:
         """What each process is told of the turn's new tokens `piece`, whose KV leaves layer by layer.
@@ -114,7 +144,7 @@ class PrefillRun:
         key = TransferKey(turn.turn_id, turn.attempt, self._incarnation, turn.destination.incarnation)
         # The first chunk also carries cached KV that the decode ring no longer has; what it still has, none carries.
         kept = turn.destination.kept_tokens
-        first = kept if piece.start == turn.cached_tokens else max(piece.start, kept)
+        first = kept if piece.start == self._cached_tokens else max(piece.start, kept)
         sends = sends_for(
             key,
             after,

@@ -45,10 +45,13 @@ class TurnRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CachedSource:
-    """Where cached tokens come from: "kept_on_prefill" or "pulled_from_decode"."""
+    """Where cached tokens come from: "kept_on_prefill", "pulled_from_decode", or "pulled_from_other", a ring that the
+    conversation leaves: `ring`.
+    """
 
     source: str
     tokens: TokenRange
+    ring: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,9 +155,21 @@ class Reservation:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class KeepingRing:
+    """A ring that keeps KV of a turn's conversation, and is none of the turn's own."""
+
+    role: str
+    ring: str
+    endpoint: str
+    incarnation: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillTurn:
     """Run the prefill of a reserved turn; `destination` is the decode ring's reservation.
 
+    Cached tokens that the ring lacks are pulled from there, or `pulled_from` another ring: what that cannot send is
+    computed after all.
     `chunks` cover tokens [cached_tokens, len(token_ids)) in order. They are advice: the leader cuts by what else waits,
     and takes from them which algorithm to prefer where.
     """
@@ -169,11 +184,12 @@ class PrefillTurn:
     deadline_seconds: float
     decode_endpoint: str
     destination: Reservation
+    pulled_from: KeepingRing | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillReport:
-    """What the prefill ring measured, and the chunks as it computed them.
+    """What the prefill ring measured, and the chunks as it computed them; `lost_tokens` of them were to be pulled.
 
     `prefill_seconds` are those of the steps the turn was in, shared ones whole; `queue_seconds` the rest of the time
     from its reservation to its first token.
@@ -184,6 +200,7 @@ class PrefillReport:
     pulled_bytes: int = 0
     pull_seconds: float = 0.0
     chunks: tuple[Chunk, ...] = ()
+    lost_tokens: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

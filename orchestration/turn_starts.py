@@ -10,11 +10,12 @@ from dataclasses import replace
 import numpy as np
 
 from cp_core.errors import CapacityExceeded, NotFound, RingserveError, TurnCancelled, Unavailable
+from orchestration.cached_kv import PULLED_FROM_OTHER
 from orchestration.group_status import withdraw_if_lost
 from orchestration.planner import Planner
 from orchestration.ports import DecodePort, Peers, PrefillPort
 from orchestration.running_turn import RunningTurn
-from orchestration.turn import Plan, PrefillDone, PrefillTurn, Reserve, ResumeTurn
+from orchestration.turn import KeepingRing, Plan, PrefillDone, PrefillTurn, Reserve, ResumeTurn
 from orchestration.turn_ends import TurnEnds
 from orchestration.turn_placements import TurnPlacements
 from workers.steps import TokenIds
@@ -126,11 +127,17 @@ class TurnStarts:
         # Of a later attempt the rings hold nothing but the turn's own tokens.
         matches = [turn.match_on(ring) if turn.attempt == 1 else num_tokens - 1 for ring in rings]
         on_prefill, on_decode = (replace(request, match_tokens=match) for match in matches)
-        answers = await asyncio.gather(
-            self._prefill_port(turn).reserve(on_prefill),
-            self._decode_port(turn).reserve(on_decode),
-            return_exceptions=True,
-        )
+        left = asyncio.create_task(self._placements.ask_left(turn)) if turn.attempt == 1 else None
+        try:
+            answers = await asyncio.gather(
+                self._prefill_port(turn).reserve(on_prefill),
+                self._decode_port(turn).reserve(on_decode),
+                return_exceptions=True,
+            )
+            turn.left = [] if left is None else await left
+        finally:
+            if left is not None:
+                left.cancel()
         for group, answer in zip(rings, answers, strict=True):
             if isinstance(answer, Unavailable):
                 group.is_ready = False
@@ -162,6 +169,7 @@ class TurnStarts:
             decode=turn.decode.registration,
             mode=turn.mode,
             algorithm=turn.request.algorithm,
+            others=turn.left,
         )
 
     async def _prefill(self, turn: RunningTurn, plan: Plan) -> PrefillDone:
@@ -177,6 +185,7 @@ class TurnStarts:
             deadline_seconds=turn.request.deadline_seconds,
             decode_endpoint=turn.decode.registration.endpoint,
             destination=turn.on_decode,
+            pulled_from=_keeping_ring(turn, plan),
         )
         return await self._prefill_port(turn).prefill(request)
 
@@ -201,3 +210,12 @@ class TurnStarts:
 
     def _decode_port(self, turn: RunningTurn) -> DecodePort:
         return self._peers.decode(turn.decode.registration.endpoint)
+
+
+def _keeping_ring(turn: RunningTurn, plan: Plan) -> KeepingRing | None:
+    """Where the plan fetches cached KV from, unless that is the turn's decode ring."""
+    names = [source.ring for source in plan.cached_sources if source.source == PULLED_FROM_OTHER]
+    if not names:
+        return None
+    ring = next(kept.ring for kept in turn.left if kept.ring.name == names[0])
+    return KeepingRing(role=ring.role, ring=ring.name, endpoint=ring.endpoint, incarnation=ring.incarnation)
