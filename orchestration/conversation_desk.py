@@ -50,6 +50,7 @@ class ConversationDesk:
 
     async def delete(self, conversation_id: str) -> None:
         """Forget a conversation and free its KV; forks of it keep theirs. Raises NotFound, Busy."""
+        await self._store.until_moved(conversation_id)
         await self._turns.free(self._store.remove(conversation_id))
 
     async def fork(self, source_id: str, new_id: str, at_token: int | None) -> ConversationView:
@@ -58,6 +59,7 @@ class ConversationDesk:
         On each ring both share what is kept of them; a ring that cannot fork leaves it to be pulled or computed.
         Asking again for a fork that nobody has used is answered as before. Raises NotFound, InvalidRequest, Busy.
         """
+        await self._store.until_moved(source_id)
         source = self._store.get(source_id)
         if source.tokens is None:
             raise NotFound(f"source_id: conversation {source_id!r} has finished no turn yet")

@@ -18,8 +18,8 @@ class Group:
     """One ring. `is_ready` falls when a call finds it gone and rises with its next announcement.
 
     What it announces is seconds old when the next turn comes, so the router adds what it has placed there since.
-    `busy_until` is on the registry's clock, `free_tokens` falls with every turn until the ring tells it anew, and
-    `last_placed` counts the router's choices.
+    `busy_until` is on the registry's clock, `free_tokens` falls with every turn until the ring tells it anew, as
+    `spare_tokens` does with what is moved there, and `last_placed` counts the router's choices.
     """
 
     registration: GroupRegistration
@@ -28,6 +28,7 @@ class Group:
     num_prefilling: int = 0
     busy_until: float = 0.0
     free_tokens: int = 0
+    spare_tokens: int = 0
     last_placed: int = 0
     kind: RingKind = (0, 0, 0, 0)
 
@@ -51,6 +52,7 @@ class Group:
             self.busy_until = now + registration.waiting_work / registration.work_rate
         free = registration.free_tokens
         self.free_tokens = registration.capacity_tokens if free is None else free
+        self.spare_tokens = registration.spare_tokens
 
     def queue_seconds(self, now: float) -> float:
         """How long what waits on a prefill ring is predicted to take."""

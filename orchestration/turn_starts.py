@@ -12,12 +12,14 @@ import numpy as np
 from cp_core.errors import CapacityExceeded, NotFound, RingserveError, TurnCancelled, Unavailable
 from orchestration.cached_kv import PULLED_FROM_OTHER
 from orchestration.group_status import withdraw_if_lost
+from orchestration.move_counts import MoveCounts
 from orchestration.planner import Planner
 from orchestration.ports import DecodePort, Peers, PrefillPort
 from orchestration.running_turn import RunningTurn
-from orchestration.turn import KeepingRing, Plan, PrefillDone, PrefillTurn, Reserve, ResumeTurn
+from orchestration.turn import KeepingRing, Plan, PrefillDone, PrefillReport, PrefillTurn, Reserve, ResumeTurn
 from orchestration.turn_ends import TurnEnds
 from orchestration.turn_placements import TurnPlacements
+from orchestration.views import MoveReason
 from workers.steps import TokenIds
 
 log = logging.getLogger(__name__)
@@ -35,6 +37,7 @@ class TurnStarts:
         planner: Planner,
         placements: TurnPlacements,
         turns: TurnEnds,
+        moves: MoveCounts,
         control_timeout: float,
         spawn: Callable[[Coroutine[None, None, None]], object],
     ) -> None:
@@ -42,6 +45,7 @@ class TurnStarts:
         self._planner = planner
         self._placements = placements
         self._turns = turns
+        self._moves = moves
         self._control_timeout = control_timeout
         self._spawn = spawn
 
@@ -174,6 +178,7 @@ class TurnStarts:
 
     async def _prefill(self, turn: RunningTurn, plan: Plan) -> PrefillDone:
         assert turn.on_decode, "the decode ring has answered"
+        turn.pulled_from = _keeping_ring(turn, plan)
         request = PrefillTurn(
             turn_id=turn.turn_id,
             attempt=turn.attempt,
@@ -185,7 +190,7 @@ class TurnStarts:
             deadline_seconds=turn.request.deadline_seconds,
             decode_endpoint=turn.decode.registration.endpoint,
             destination=turn.on_decode,
-            pulled_from=_keeping_ring(turn, plan),
+            pulled_from=turn.pulled_from,
         )
         return await self._prefill_port(turn).prefill(request)
 
@@ -194,7 +199,7 @@ class TurnStarts:
         turn.placed.end_prefill()
         error = None if task.cancelled() else task.exception()
         if error is None and not task.cancelled():
-            self._planner.note_prefill(turn.prefill.registration, task.result().report)
+            self._note_report(turn, task.result().report)
         if error is None or turn.ending is not None:
             return
         if not isinstance(error, RingserveError):
@@ -204,6 +209,15 @@ class TurnStarts:
             # Or was it the decode ring that could not be reached?
             self._spawn(withdraw_if_lost(turn.prefill, self._peers))
         self._spawn(self._turns.abort(turn, error))
+
+    def _note_report(self, turn: RunningTurn, report: PrefillReport) -> None:
+        self._planner.note_prefill(turn.prefill.registration, report)
+        if turn.pulled_from is None:
+            return
+        if report.lost_tokens:
+            self._moves.failed(turn.pulled_from.role, MoveReason.TURN)
+        else:
+            self._moves.moved(turn.pulled_from.role, MoveReason.TURN, report.pulled_bytes, report.pull_seconds)
 
     def _prefill_port(self, turn: RunningTurn) -> PrefillPort:
         return self._peers.prefill(turn.prefill.registration.endpoint)

@@ -88,6 +88,7 @@ class RunningRouter:
             conversation_ttl=router.conversation_ttl_seconds,
             max_waiting_turns=router.max_waiting_turns,
             control_timeout=host.config.timeouts.control,
+            transfer_timeout=host.config.timeouts.transfer,
             max_positions=host.model.max_positions,
         )
         self._router = Router(settings, self._planner, self._peers)
@@ -120,6 +121,7 @@ class RunningRouter:
             running_turns=self._router.num_running,
             rings=tuple(rings),
             corrections=tuple(corrections),
+            moves=self._router.moves,
         )
 
     async def measure(self) -> None:
