@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 
 from cp_core.errors import DeadlineExceeded
 from orchestration.ring import RingState
-from orchestration.views import GroupStatus
+from orchestration.views import DrainView, GroupStatus, ServerView
 from services.auth.tls import PeerTls
 from services.peers import GrpcPeers, GrpcRouter
 
@@ -19,35 +19,45 @@ LEAVE_SECONDS = 30.0
 
 async def drain_ring(
     router: str, tls: PeerTls | None, ring: str, *, seconds: float, force: bool, progress: Callable[[str], None]
-) -> None:
-    """Let a ring drain, and wait until it has left. `progress` gets a line whenever its running turns change.
+) -> DrainView | None:
+    """Let a ring drain, and wait until it has left. `progress` gets a line whenever there is less left to do.
 
-    Raises NotFound, Busy, InvalidRequest, Unavailable, DeadlineExceeded.
+    Returns how it went; None where the router was started anew meanwhile. Raises NotFound, Busy, InvalidRequest,
+    Unavailable, DeadlineExceeded.
     """
+    shown: str | None = None
+    seen: DrainView | None = None
+
+    def has_left(view: ServerView) -> bool:
+        nonlocal shown, seen
+        seen = next((drain for drain in view.drains if drain.ring == ring), seen)
+        status = _status_of(view, ring)
+        if status is None:
+            return True
+        running = status.num_requests_running + status.num_requests_waiting
+        line = f"ring {ring} drains, {running} turns are under way{_moves_told(seen)}"
+        if line != shown:
+            progress(line)
+            shown = line
+        return False
 
     async def ask(door: GrpcRouter) -> None:
         await door.drain_ring(ring, seconds, force=force)
-        shown = -1
-
-        def has_left(status: GroupStatus | None) -> bool:
-            nonlocal shown
-            if status is None:
-                return True
-            running = status.num_requests_running + status.num_requests_waiting
-            if running != shown:
-                progress(f"ring {ring} drains, {running} turns are under way")
-                shown = running
-            return False
-
         await _until(door, ring, has_left, seconds + LEAVE_SECONDS, "leave")
 
     await _with_router(router, tls, ask)
+    return seen
+
+
+def _moves_told(drain: DrainView | None) -> str:
+    return "" if drain is None else f", {drain.num_moved} conversations are moved and {drain.num_left} left"
 
 
 async def undrain_ring(router: str, tls: PeerTls | None, ring: str, *, seconds: float) -> None:
     """Let a ring take turns again, and wait until it does. Raises NotFound, Unavailable, DeadlineExceeded."""
 
-    def serves(status: GroupStatus | None) -> bool:
+    def serves(view: ServerView) -> bool:
+        status = _status_of(view, ring)
         return status is not None and status.state == RingState.READY and not status.is_draining
 
     async def ask(door: GrpcRouter) -> None:
@@ -65,15 +75,16 @@ async def _with_router(endpoint: str, tls: PeerTls | None, ask: Callable[[GrpcRo
         await peers.close()
 
 
-async def _until(
-    door: GrpcRouter, ring: str, holds: Callable[[GroupStatus | None], bool], seconds: float, what: str
-) -> None:
+async def _until(door: GrpcRouter, ring: str, holds: Callable[[ServerView], bool], seconds: float, what: str) -> None:
     """Look again and again: the router tells nobody by itself."""
     deadline = time.monotonic() + seconds
     while True:
-        groups = (await door.get_server_info()).groups
-        if holds(next((group for group in groups if group.name == ring), None)):
+        if holds(await door.get_server_info()):
             return
         if time.monotonic() > deadline:
             raise DeadlineExceeded(f"ring {ring} did not {what} within {seconds:.0f} s")
         await asyncio.sleep(POLL_SECONDS)
+
+
+def _status_of(view: ServerView, ring: str) -> GroupStatus | None:
+    return next((group for group in view.groups if group.name == ring), None)

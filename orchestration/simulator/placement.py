@@ -52,13 +52,19 @@ PredictSeconds = Callable[[SimulatedPrefillRing, SimulatedDecodeRing], float]
 
 
 class PlacementPolicy(Protocol):
-    """`predict` gives the planned prefill seconds of the turn at hand on a pair of rings."""
+    """`predict` gives the planned prefill seconds of the turn at hand on a pair of rings. Where it `fetches_from_left`,
+    a turn takes along what rings keep that its conversation leaves, as the router has it.
+    """
+
+    fetches_from_left: bool
 
     def choose(self, turn: AskedTurn, predict: PredictSeconds) -> Chosen: ...
 
 
 class RouterPlacement:
     """The router's own: it knows of the rings what they announce, and of conversations where it has put them."""
+
+    fetches_from_left = True
 
     def __init__(self, rings: Rings, planner: Planner) -> None:
         self._placer = RingPlacer(rings.registry, planner)
@@ -81,6 +87,8 @@ class RouterPlacement:
 class RoundRobin:
     """The next ring of each pool, whatever it holds."""
 
+    fetches_from_left = False
+
     def __init__(self, rings: Rings, planner: Planner) -> None:
         self._rings = rings
         self._next = 0
@@ -95,6 +103,8 @@ class KvAware:
     """Knows every queue and all kept KV as they are. The prefill ring where waiting and computing end first: that which
     holds the conversation, or the idlest other. The decode ring that holds it, unless others have many turns fewer.
     """
+
+    fetches_from_left = False
 
     def __init__(self, rings: Rings, planner: Planner) -> None:
         self._rings = rings

@@ -17,6 +17,7 @@ from cp_core.cost.prefill import predict_turn
 from cp_core.cost.profile import HardwareProfile
 from cp_core.errors import CapacityExceeded, ConfigError
 from cp_core.layout import TokenRange
+from orchestration.cached_kv import KeptOn
 from orchestration.groups import Group, GroupRegistry, Placed
 from orchestration.planner import Planner, PlannerSettings
 from orchestration.prefill_scheduler import PrefillScheduler, PrefillScheduling, ScheduledStep
@@ -123,6 +124,7 @@ class Simulation:
         def plan(prefill: SimulatedPrefillRing, decode: SimulatedDecodeRing) -> Plan:
             # The last prompt token is always computed.
             most = min(conversation.tokens, prompt - 1)
+            own = [ring for ring in (conversation.where.prefill, conversation.where.decode) if ring is not None]
             return self._planner.plan(
                 num_tokens=prompt,
                 kept_on_prefill=min(most, prefill.kv.held(conversation.number)),
@@ -130,6 +132,11 @@ class Simulation:
                 prefill=prefill.group.registration,
                 decode=decode.group.registration,
                 mode=PromptMode.APPEND if conversation.tokens else PromptMode.NEW,
+                others=[
+                    KeptOn(ring.group.registration, min(most, ring.kv.held(conversation.number)))
+                    for ring in own
+                    if self._policy.fetches_from_left and ring is not prefill and ring is not decode
+                ],
             )
 
         asked_turn = AskedTurn(
@@ -182,7 +189,7 @@ class Simulation:
         placed: Placed,
         asked: float,
     ) -> None:
-        pulled = sum(len(each.tokens) for each in plan.cached_sources if each.source == "pulled_from_decode")
+        pulled = sum(len(each.tokens) for each in plan.cached_sources if each.source != "kept_on_prefill")
         seconds = plan.predicted_prefill_seconds
         sent = self._migration_seconds(plan.new_tokens, seconds)
 
