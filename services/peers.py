@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import grpc
 
@@ -34,6 +34,9 @@ from services.wire import plans
 from services.wire import turns as wire
 from services.wire.layouts import shards_from
 
+if TYPE_CHECKING:  # these two are names of the stubs' types alone
+    LeaderStub = groups_pb2_grpc.PrefillServiceAsyncStub | groups_pb2_grpc.DecodeServiceAsyncStub
+
 T = TypeVar("T")
 
 CONTROL_SECONDS = 30.0
@@ -47,10 +50,6 @@ async def _reach(peer: str, call: Awaitable[T]) -> T:
         return await call
     except grpc.aio.AioRpcError as failure:
         raise error_from(failure, peer) from None
-
-
-LeaderStub = groups_pb2_grpc.PrefillServiceStub | groups_pb2_grpc.DecodeServiceStub
-"""For what leaders of both roles are asked alike."""
 
 
 async def _send_kv(peer: str, stub: LeaderStub, request: SendKv) -> SentKv:

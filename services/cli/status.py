@@ -41,6 +41,8 @@ def run(options: argparse.Namespace) -> int:
             f"version {info.version}, up {info.uptime_seconds:.0f} s, selector {info.selector}, "
             f"{info.conversations} conversations, {info.running_turns} running turns"
         )
+        for drain in info.drains:
+            print(_drain_line(drain))
     return 0 if info.groups and all(group.state == "ready" for group in info.groups) else 1
 
 
@@ -73,6 +75,15 @@ def _table(info: inference_pb2.GetServerInfoResponse) -> Table:
             str(group.rebuilds),
         )
     return table
+
+
+def _drain_line(drain: inference_pb2.RingDrain) -> str:
+    """How far a ring is with leaving, or how it left."""
+    stayed = drain.no_room + drain.failed
+    return (
+        f"{drain.ring} {'has left' if drain.has_left else 'drains'}: {drain.running_turns} turns, {drain.moved} "
+        f"conversations moved, {drain.left} left to move, {stayed} stay behind"
+    )
 
 
 def _waiting(group: inference_pb2.GroupInfo) -> str:
