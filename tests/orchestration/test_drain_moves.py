@@ -117,7 +117,8 @@ async def test_conversations_go_on_with_all_their_kv_when_a_ring_of_each_role_ha
 async def test_those_used_last_go_first_where_there_is_not_room_for_all(
     model_paths: Mapping[str, Path], oracles: Mapping[str, Oracle]
 ) -> None:
-    async with Draining(model_paths[KIND], oracles[KIND], num_blocks=64) as service:
+    service = Draining(model_paths[KIND], oracles[KIND], num_blocks=64)
+    async with service:
         await service.begin("abcd", num_tokens=80)
         await service.turn("a", [9])
         pool = service.peers.leaders["decode-1"].ring.pool

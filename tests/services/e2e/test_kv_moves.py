@@ -21,7 +21,7 @@ DRAIN_SECONDS = 100.0
 
 @pytest.fixture(scope="module")
 def two_decode_rings(ringserve: Ringserve, model_path: Path) -> Iterator[Cluster]:
-    values = ("prefill.cp=1", "decode.groups=2", "metrics.router=127.0.0.1:0")
+    values = ("prefill.cp=1", "decode.groups=2", "metrics.router=127.0.0.1:0", "timeouts.start=300")
     options = [word for value in values for word in ("--set", value)]
     with running_cluster(ringserve, "moving", model_path, *options) as cluster:
         yield cluster
