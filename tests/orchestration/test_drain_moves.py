@@ -82,7 +82,8 @@ class Draining(Service):
 
 @pytest.fixture
 async def service(model_paths: Mapping[str, Path], oracles: Mapping[str, Oracle]) -> AsyncIterator[Draining]:
-    async with Draining(model_paths[KIND], oracles[KIND]) as made:
+    made = Draining(model_paths[KIND], oracles[KIND])
+    async with made:
         yield made
 
 

@@ -21,7 +21,7 @@ DRAIN_SECONDS = 100.0
 
 @pytest.fixture(scope="module")
 def two_decode_rings(ringserve: Ringserve, model_path: Path) -> Iterator[Cluster]:
-    values = ("prefill.cp=1", "decode.groups=2", "metrics.router=127.0.0.1:0", "timeouts.start=300")
+    values = ("prefill.cp=1", "decode.groups=2", "metrics.router=127.0.0.1:0")
     options = [word for value in values for word in ("--set", value)]
     with running_cluster(ringserve, "moving", model_path, *options) as cluster:
         yield cluster
@@ -47,7 +47,6 @@ def test_the_next_turns_of_conversations_whose_ring_has_left_find_all_their_kv(
     num_bytes = len(there) * (90 + ANSWER - 1) * _token_bytes(inference)
     nothing = {"left": 0, "no_room": 0, "failed": 0}
     assert outcome == {"ring": leaving, "drained": True, "moved": len(there), "moved_bytes": num_bytes, **nothing}
-    assert f"{leaving} drains" in drained.stderr
 
     info = inference.info()
     (told,) = [drain for drain in info.drains if drain.ring == leaving]
