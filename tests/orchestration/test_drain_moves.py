@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -309,3 +310,44 @@ async def test_the_only_ring_of_a_role_leaves_with_what_it_keeps(service: Draini
     await service.router.drain_ring("decode-0", WAIT_SECONDS, force=True)
     view = await service.left("decode-0")
     assert (view.num_moved, view.num_no_room) == (0, 1)
+
+
+async def test_turns_forks_and_deletions_meet_moves_at_any_moment_and_nothing_is_lost(service: Draining) -> None:
+    """Rings drain and stay, in turn; each conversation's turns follow each other as fast as they can."""
+    free = service.free_blocks()
+    await service.begin("abc")
+    is_over = asyncio.Event()
+
+    async def talk(name: str) -> None:
+        for number in range(6):
+            await service.turn(name, [number + 1])
+            if number == 3:
+                await service.router.fork_conversation(name, f"{name}{name}", None)
+                service.histories[name * 2] = service.histories[name]
+                await service.turn(name * 2, [9])
+        await service.router.delete_conversation(name)
+
+    async def drain_in_turn() -> None:
+        names = itertools.cycle(["decode-0", "prefill-0", "decode-1", "prefill-1"])
+        while not is_over.is_set():
+            leader = service.peers.leaders[next(names)]
+            leader.is_draining = True
+            for _ in range(5):
+                await leader.announce()
+                await asyncio.sleep(DRAIN_INTERVAL)
+            leader.is_draining = False
+            await leader.announce()
+
+    async with asyncio.TaskGroup() as group:
+        draining = group.create_task(drain_in_turn())
+        try:
+            await asyncio.gather(*(talk(name) for name in "abc"))
+        finally:
+            is_over.set()
+        await draining
+    for name in ("aa", "bb", "cc"):
+        await service.turn(name, [7])
+        await service.router.delete_conversation(name)
+    assert any(each.num_moved for each in service.router.moves)
+    await eventually(lambda: service.free_blocks() == free)
+    service.check_integrity()
