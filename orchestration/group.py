@@ -83,7 +83,10 @@ class GroupLeader(ABC):
         await self.announce()
 
     async def announce(self) -> int:
-        """Tell the router what the ring is and does. Returns how many turns the router has, or begins, on it."""
+        """Tell the router what the ring is and does.
+
+        Returns how many turns the router has, or begins, on it, and how many conversations it moves from it.
+        """
         ring = self.ring
         registration = GroupRegistration(
             role=self.settings.role,
@@ -126,7 +129,8 @@ class GroupLeader(ABC):
         """Turns that are not over here, or whose end nobody has read yet."""
 
     async def drain(self, seconds: float) -> None:
-        """Take no new turns and leave when those that run have ended, or after `seconds`: then `has_left` is set.
+        """Take no new turns and leave when those that run have ended and what is kept here has been moved, or after
+        `seconds`: then `has_left` is set.
 
         Answers when the router knows. Turns that it had begun before are served. Idempotent: the first deadline counts.
         """
@@ -163,7 +167,9 @@ class GroupLeader(ABC):
         self.has_left.set()
 
     async def _until_idle(self) -> None:
-        """The router's word counts beside our own: it may have chosen the ring for a turn that has not come yet."""
+        """The router's word counts beside our own: it may have chosen the ring for a turn that has not come yet, and it
+        moves conversations from here.
+        """
         while True:
             try:
                 coming = await self.announce()
