@@ -11,10 +11,11 @@ import logging
 import uuid
 
 from cp_core.errors import RingserveError, Unavailable
-from orchestration.conversations import Conversation, ConversationStore, Placement
+from orchestration.conversations import Conversation, ConversationStore
 from orchestration.groups import Group
 from orchestration.kv_messages import TakeKv, TakenKv
 from orchestration.move_counts import MoveCounts
+from orchestration.placement_map import Placement
 from orchestration.ports import DecodePort, Peers, PrefillPort
 from orchestration.views import MoveReason
 
@@ -49,7 +50,7 @@ class ConversationMover:
             raise Unavailable(f"ring {ring.name} did not say what it keeps") from None
         counts = []
         for conversation, num_tokens in zip(conversations, kept.num_tokens, strict=True):
-            place = conversation.place(ring.role)
+            place = conversation.places.at(ring.role)
             is_there = place and (place.group, place.incarnation) == (ring.name, kept.incarnation)
             counts.append(min(num_tokens, place.num_tokens) if place and is_there else 0)
         return counts
@@ -64,7 +65,7 @@ class ConversationMover:
         try:
             taken = await self._copy(conversation.conversation_id, source, target, num_tokens)
             place = Placement(group=target.name, incarnation=taken.incarnation, shards=taken.shards)
-            conversation.put(source.role, place)
+            conversation.places = conversation.places.put(source.role, place)
             target.spare_tokens = max(0, target.spare_tokens - num_tokens)
             await self._free(conversation.conversation_id, source)
         finally:

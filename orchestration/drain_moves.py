@@ -117,13 +117,13 @@ class DrainMoves:
         ring = drain.ring
         while waiting and self._is_draining(drain):
             conversation, num_tokens = waiting.popleft()
-            place = conversation.place(ring.role)
+            place = conversation.places.at(ring.role)
             if place is None or place.group != ring.name or not self._store.can_move(conversation):
                 continue  # used meanwhile, and moved by its turn; or it comes up again with a later announcement
             if num_tokens:
                 await self._move(drain, conversation, num_tokens)
             else:
-                conversation.put(ring.role, None)  # evicted before
+                conversation.places = conversation.places.put(ring.role, None)  # evicted before
 
     def _is_draining(self, drain: _Drain) -> bool:
         ring = drain.ring

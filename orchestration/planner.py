@@ -83,7 +83,8 @@ class Planner:
         turns = [_turn(prefill, piece) for piece in pieces]
         chosen = [self._select(prefill, turn, algorithm) for turn in turns]
         taken = _of_most_tokens(turns, chosen)
-        factor = self.corrections.factor(prefill, taken)
+        work = self._work.work(num_tokens - cached, cached)
+        factor = self.corrections.factor(prefill, taken, work)
         return Plan(
             algorithm=taken,
             reason=_reason(taken, chosen) + source.reason + _told(factor),
@@ -100,7 +101,7 @@ class Planner:
             ),
             predicted_prefill_seconds=sum(
                 self._costs.seconds(prefill, selection.algorithm, turn)
-                * self.corrections.factor(prefill, Algorithm(selection.algorithm))
+                * self.corrections.factor(prefill, Algorithm(selection.algorithm), work)
                 for turn, selection in zip(turns, chosen, strict=True)
             ),
             # By one factor, so that they compare as they did when one of them was chosen.
@@ -118,7 +119,8 @@ class Planner:
             return
         (name,) = names
         predicted = sum(self._costs.seconds(ring, name, _turn(ring, chunk.tokens)) for chunk in report.chunks)
-        self.corrections.note(ring, name, predicted=predicted, measured=report.prefill_seconds)
+        work = sum(self._work.work(len(chunk.tokens), chunk.tokens.start) for chunk in report.chunks)
+        self.corrections.note(ring, name, work, predicted=predicted, measured=report.prefill_seconds)
 
     def _select(self, ring: GroupRegistration, turn: Turn, asked: Algorithm | None) -> Selection:
         if asked is not None:
@@ -177,7 +179,7 @@ class Planner:
         """Seconds of a prompt whose beginning is cached, taken whole by its faster algorithm, on an idle ring."""
         turn = _turn(ring, TokenRange(cached_tokens, num_tokens))
         seconds, name = min((self._costs.seconds(ring, name, turn), name) for name in Algorithm)
-        return seconds * self.corrections.factor(ring, name)
+        return seconds * self.corrections.factor(ring, name, self._work.work(turn.new_tokens, cached_tokens))
 
     def _cut(self, ring: GroupRegistration, tokens: TokenRange) -> list[TokenRange]:
         limits = StepLimits.of(
@@ -203,7 +205,7 @@ def _told(factor: float) -> str:
     """Empty where it is near enough to 1."""
     if abs(factor - 1.0) <= WORTH_TELLING:
         return ""
-    return f"; this ring's latest turns took {factor:.2f} of what was predicted"
+    return f"; latest turns like it took {factor:.2f} of what was predicted"
 
 
 def _of_most_tokens(turns: Sequence[Turn], chosen: Sequence[Selection]) -> Algorithm:

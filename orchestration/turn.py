@@ -65,11 +65,13 @@ class Chunk:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RingAlternative:
-    """What a turn is predicted to take on one prefill ring, in seconds: behind what waits there, to fetch cached KV
-    that the ring lacks, and to compute the rest.
+    """What a turn is predicted to take on one prefill ring of `num_ranks` ranks of `tp` processes, in seconds: behind
+    what waits there, to fetch cached KV that the ring lacks, and to compute the rest.
     """
 
     ring: str
+    num_ranks: int
+    tp: int
     queue_seconds: float
     move_seconds: float
     prefill_seconds: float

@@ -86,6 +86,33 @@ def test_explain_shows_the_choice_its_reason_and_every_cost(capsys: pytest.Captu
     assert "empirical takes pass_q: Empirical: T=1280 P=126720 N=4" in capsys.readouterr().out
 
 
+def test_explain_sets_rings_of_several_sizes_beside_each_other(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ("--ranks", "1,2,4,8", "--tp", "4,8")
+    chosen = []
+    for tokens in ("16", "128k"):
+        compared = printed(capsys, "explain", *MODEL, "--tokens", tokens, *sizes)
+        rings = compared["rings"]
+        shapes = [(ring["shape"]["cp"], ring["shape"]["tp"]) for ring in rings]
+        assert shapes == [(cp, tp) for tp in (4, 8) for cp in (1, 2, 4, 8)]
+        seconds = {
+            shape: next(each["total_seconds"] for each in ring["alternatives"] if each["is_chosen"])
+            for shape, ring in zip(shapes, rings, strict=True)
+        }
+        taken = compared["chosen"]["cp"], compared["chosen"]["tp"]
+        assert seconds[taken] <= 1.1 * min(seconds.values())
+        smaller = [shape for shape in shapes if shape[0] * shape[1] < taken[0] * taken[1]]
+        assert all(seconds[shape] > 1.1 * min(seconds.values()) for shape in smaller)
+        chosen.append(taken)
+    assert chosen[0][0] == 1, "a short prompt does not pay for context parallelism"
+    assert chosen[1] == (8, 8)
+    assert main(["explain", *MODEL, "--tokens", "128k", *sizes]) == 0
+    shown = capsys.readouterr().out
+    assert "cp 8 x tp 8 takes" in shown
+    assert ": the quickest" in shown
+    assert "auto takes pass_kv" in shown
+    assert [line.split()[1:3] for line in shown.splitlines() if line.strip().startswith("*")] == [["8", "8"]]
+
+
 def test_reproduction_prints_row_by_row_and_says_which_targets_are_missed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--reproduce"]) == 0
     shown = capsys.readouterr().out
@@ -126,7 +153,7 @@ def test_a_plan_is_drawn_even_with_a_single_context(tmp_path: Path) -> None:
         (("plan", *MODEL, "--context", "10m", "--cp", "1"), "llama3-405b-fp8 on cp 1 x tp 8 does not fit"),
         (("plan", "--model", "llama3-405b", "--context", "8k"), "llama3-405b on cp 64 x tp 8 does not fit: a process"),
         (("explain", *MODEL, "--tokens", "0", "--ranks", "2"), "--tokens: '0' is no number of tokens"),
-        (("explain", *MODEL, "--tokens", "1", "--ranks", "0"), "--ranks: 0 is none"),
+        (("explain", *MODEL, "--tokens", "1", "--ranks", "0"), "--ranks: '0' is no list of sizes"),
         (("explain", *MODEL, "--tokens", "1", "--ranks", "2", "--fit", "1,2"), "--fit: '1,2' are no three numbers"),
         (("explain", *MODEL, "--tokens", "1", "--ranks", "2", "--tp", "3"), "--tp: 3 does not divide the 8 KV heads"),
     ],
