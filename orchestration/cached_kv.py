@@ -10,7 +10,8 @@ from orchestration.turn import CachedSource, GroupRegistration
 AUTO, PULL, RECOMPUTE = "auto", "pull", "recompute"
 MISSING_KV = (AUTO, PULL, RECOMPUTE)
 """What is done with KV that another ring keeps and the prefill ring lacks."""
-PULLED_FROM_OTHER = "pulled_from_other"
+KEPT, PULLED, PULLED_FROM_OTHER = "kept_on_prefill", "pulled_from_decode", "pulled_from_other"
+"""Where cached KV comes from: a `CachedSource.source`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,11 @@ class CachedKv:
     alternatives: tuple[tuple[str, float], ...] = ()
 
 
+def is_worth_pulling(policy: str, *, pull_seconds: float, recompute_seconds: float) -> bool:
+    """Whether what the prefill ring lacks is fetched; equal costs go to the pull. See `choose_source`."""
+    return policy == PULL or (policy == AUTO and pull_seconds <= recompute_seconds)
+
+
 def choose_source(
     policy: str,
     *,
@@ -45,17 +51,17 @@ def choose_source(
     """`policy` is one of MISSING_KV; the seconds are predicted for pull and prefill, and for the longer prefill alone.
 
     With `other_ring` it is that one which keeps so much, and not the turn's decode ring.
-    What the prefill ring keeps is always used. Equal costs go to the pull.
+    What the prefill ring keeps is always used.
     """
-    kept = CachedSource(source="kept_on_prefill", tokens=TokenRange(0, kept_on_prefill))
+    kept = CachedSource(source=KEPT, tokens=TokenRange(0, kept_on_prefill))
     if kept_on_decode <= kept_on_prefill:
         return CachedKv(cached_tokens=kept_on_prefill, sources=(kept,) if kept_on_prefill else ())
     missing = TokenRange(kept_on_prefill, kept_on_decode)
-    is_pulled = policy == PULL or (policy == AUTO and pull_seconds <= recompute_seconds)
+    is_pulled = is_worth_pulling(policy, pull_seconds=pull_seconds, recompute_seconds=recompute_seconds)
     verb, other = ("pulled", "computing them again") if is_pulled else ("computed again", "pulling them")
     chosen, instead = (pull_seconds, recompute_seconds) if is_pulled else (recompute_seconds, pull_seconds)
     why = "as configured" if policy != AUTO else f"{1e3 * chosen:.3g} ms predicted, {other} {1e3 * instead:.3g} ms"
-    name = PULLED_FROM_OTHER if other_ring else "pulled_from_decode"
+    name = PULLED_FROM_OTHER if other_ring else PULLED
     sources = (kept, CachedSource(source=name, tokens=missing, ring=other_ring)) if is_pulled else (kept,)
     keeper = f"ring {other_ring}" if other_ring else "the decode ring"
     return CachedKv(

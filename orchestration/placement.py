@@ -13,25 +13,21 @@ kept, by way of the prefill ring. Pure Python and synchronous.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from cp_core.errors import Unavailable
 from orchestration.cached_kv import KeptOn
-from orchestration.groups import Group, GroupRegistry, Placed, RingKind
+from orchestration.groups import Group, GroupRegistry, Placed
 from orchestration.placement_map import Placement
-from orchestration.planner import Planner
+from orchestration.planner import Planner, PromptOnRings
 from orchestration.turn import GroupRegistration, RingAlternative
 
 TIE = 0.1
 """Predictions this near to each other, relatively, say nothing: they are not that good."""
 LEAVE_SECONDS = 0.02
 """A conversation leaves its KV for no less: what it saves is predicted, and what it loses is there."""
-TURN_SECONDS = 0.02
-"""What a turn more in a decode batch costs those of the batch: about 0.1 ms a step for an answer of 200 tokens."""
-WAIT_SECONDS = 1.0
-"""What each turn beyond a full decode batch waits for a place in it: answers take seconds."""
 MAX_ALTERNATIVES = 8
 """Prefill rings that a plan lists."""
 
@@ -104,10 +100,10 @@ class RingPlacer:
         Raises Unavailable where a kind of ring is missing. Where no ring could ever hold the turn it is a largest one:
         who asks for too much is told so by the caller.
         """
-        prefills, decodes = self._candidates("prefill", turn, refused), self._candidates("decode", turn, refused)
+        prefills = self._prefill_options(turn, refused)
         now = self._groups.clock()
         options = []
-        for decode in self._decode_options(turn, decodes):
+        for decode in self._decode_options(turn, refused):
             costs = self._prefill_costs(turn, prefills, decode, now)
             cost = _first_of_the_quickest(turn, costs)
             options.append((cost.total + self._decode_seconds(turn, decode), cost, costs, decode))
@@ -118,7 +114,7 @@ class RingPlacer:
             prefill=cost.group,
             decode=decode,
             prefill_seconds=cost.prefill,
-            reason=self._reason(turn, cost, costs, decode, len(decodes)),
+            reason=self._reason(turn, cost, costs, decode),
             alternatives=_listed(cost, costs) if len(costs) > 1 else (),
         )
 
@@ -128,52 +124,68 @@ class RingPlacer:
             choice.prefill, choice.decode, prefill_seconds=choice.prefill_seconds, num_tokens=turn.num_tokens
         )
 
-    def _candidates(self, role: str, turn: WantedTurn, refused: Collection[Group]) -> Sequence[Group]:
-        """Those that can hold the turn and, so far as is known, have room for it now; else those that may have."""
+    # --- which rings are compared ------------------------------------------------------------------------------------
+
+    def _prefill_options(self, turn: WantedTurn, refused: Collection[Group]) -> list[Group]:
+        """The least busy ring of each kind, and the conversation's own, however busy it is."""
+        own = self._own("prefill", turn.prefill, refused)
+        for accepts in _by_room(turn):
+            others = self._groups.least_busy(lambda group: group is not own and _may_take(group, refused, accepts))  # noqa: B023
+            if own is not None and accepts(own):
+                others.append(own)
+            if others:
+                return others
+        return [self._largest("prefill", refused)]
+
+    def _decode_options(self, turn: WantedTurn, refused: Collection[Group]) -> list[Group]:
+        """The conversation's own ring, and of the others the least loaded, if its load could make up for the KV."""
+        own = self._own("decode", turn.decode, refused)
+        for accepts in _by_room(turn):
+            other = self._groups.least_loaded(lambda group: group is not own and _may_take(group, refused, accepts))  # noqa: B023
+            if own is None or not accepts(own):
+                if other is not None:
+                    return [other]
+            elif other is None or other.load_seconds + LEAVE_SECONDS >= own.load_seconds:
+                return [own]
+            else:
+                return [own, other]
+        return [self._largest("decode", refused)]
+
+    def _own(self, role: str, place: Placement | None, refused: Collection[Group]) -> Group | None:
+        """The conversation's ring, where it takes turns."""
+        own = None if place is None else self._groups.named(role, place.group)
+        return own if own is not None and own.takes_turns and own not in refused else None
+
+    def _largest(self, role: str, refused: Collection[Group]) -> Group:
+        """Raises Unavailable where there is none."""
         ready = self._groups.ready(role)
-        left = [group for group in ready if group not in refused] if refused else ready
+        left = [group for group in ready if group not in refused]
         if not left:
             raise Unavailable(f"no {'other ' if ready else ''}{role} ring is ready; retry in a few seconds")
-        need = turn.num_tokens + turn.answer_tokens
-        fitting = [group for group in left if group.registration.capacity_tokens >= need]
-        if not fitting:
-            return [max(left, key=lambda group: group.registration.capacity_tokens)]
-        with_room = [group for group in fitting if group.free_tokens >= turn.num_tokens]
-        return with_room or fitting
+        return max(left, key=lambda group: group.registration.capacity_tokens)
 
-    # --- decode rings ------------------------------------------------------------------------------------------------
-
-    def _decode_options(self, turn: WantedTurn, decodes: Sequence[Group]) -> list[Group]:
-        """The conversation's own ring, and of the others the least loaded, if its load could make up for the KV."""
-        own = [group for group in decodes if turn.is_at(group)]
-        others = [group for group in decodes if not turn.is_at(group)]
-        if others:
-            other = min(others, key=lambda group: (_load_seconds(group), group.last_placed))
-            if not own or _load_seconds(other) + LEAVE_SECONDS < _load_seconds(own[0]):
-                own.append(other)
-        return own
+    # --- what they cost ----------------------------------------------------------------------------------------------
 
     def _decode_seconds(self, turn: WantedTurn, decode: Group) -> float:
         """The load, and what of the history must come from the prefill ring: new tokens come to every ring alike."""
         lacking = turn.match_tokens - turn.kept_on(decode)
         ring = decode.registration
-        return _load_seconds(decode) + self._planner.predict_move(lacking, ring, ring)
-
-    # --- prefill rings -----------------------------------------------------------------------------------------------
+        return decode.load_seconds + self._planner.predict_move(lacking, ring, ring)
 
     def _prefill_costs(self, turn: WantedTurn, prefills: Sequence[Group], decode: Group, now: float) -> list[_Cost]:
         on_decode = turn.kept_on(decode)
         left = [group for group in self.own_rings(turn) if group is not decode]
         costs = []
-        for group in _least_busy_of_each_kind(turn, prefills, now):
-            move, prefill = self._planner.predict_turn(
-                num_tokens=turn.num_tokens,
-                kept_on_prefill=turn.kept_on(group),
-                kept_on_decode=on_decode,
-                prefill=group.registration,
-                decode=decode.registration,
-                others=[KeptOn(other.registration, turn.kept_on(other)) for other in left if other is not group],
+        for group in prefills:
+            prompt = PromptOnRings(
+                turn.num_tokens,
+                turn.kept_on(group),
+                on_decode,
+                group.registration,
+                decode.registration,
+                [KeptOn(other.registration, turn.kept_on(other)) for other in left if other is not group],
             )
+            move, prefill = self._planner.predict_turn(prompt)
             queue = group.queue_seconds(now)
             costs.append(_Cost(group, queue, move, prefill, queue + move + prefill))
         return costs
@@ -186,7 +198,7 @@ class RingPlacer:
 
     # --- why ---------------------------------------------------------------------------------------------------------
 
-    def _reason(self, turn: WantedTurn, cost: _Cost, costs: Sequence[_Cost], decode: Group, num_decodes: int) -> str:
+    def _reason(self, turn: WantedTurn, cost: _Cost, costs: Sequence[_Cost], decode: Group) -> str:
         parts = []
         if len(costs) > 1:
             other = min((each for each in costs if each is not cost), key=lambda each: each.total)
@@ -196,7 +208,7 @@ class RingPlacer:
                 f"({_milliseconds(cost.queue)} of it queue){keeps}, "
                 f"{other.group.name} {_milliseconds(other.total)} by {_size(other.group)}"
             )
-        if num_decodes > 1:
+        if self._groups.num_rings("decode") > 1:
             keeps = f"keeps {turn.kept_on(decode)} tokens and " if turn.kept_on(decode) else ""
             parts.append(f"ring {decode.name} {keeps}has {decode.num_turns} turns")
         for role, place, chosen in (("prefill", turn.prefill, cost.group), ("decode", turn.decode, decode)):
@@ -205,18 +217,21 @@ class RingPlacer:
         return "".join(f"; {part}" for part in parts)
 
 
-def _least_busy_of_each_kind(turn: WantedTurn, prefills: Sequence[Group], now: float) -> list[Group]:
-    """And the conversation's own ring, however busy it is. Of the idle ones those that had no turn the longest."""
-    kinds: dict[RingKind, list[Group]] = {}
-    compared = []
-    for group in prefills:
-        if turn.is_at(group):
-            compared.append(group)
-        else:
-            kinds.setdefault(group.kind, []).append(group)
-    for same in kinds.values():
-        compared.append(min(same, key=lambda group: (max(group.busy_until, now), group.last_placed)))
-    return compared
+def _by_room(turn: WantedTurn) -> tuple[Callable[[Group], bool], ...]:
+    """Who may hold the turn: those that are known to have room now, else those that ever have."""
+    need = turn.num_tokens + turn.answer_tokens
+
+    def fits(group: Group) -> bool:
+        return group.registration.capacity_tokens >= need
+
+    def has_room(group: Group) -> bool:
+        return group.free_tokens >= turn.num_tokens and fits(group)
+
+    return has_room, fits
+
+
+def _may_take(group: Group, refused: Collection[Group], accepts: Callable[[Group], bool]) -> bool:
+    return group.takes_turns and accepts(group) and group not in refused
 
 
 def _first_of_the_quickest(turn: WantedTurn, costs: Sequence[_Cost]) -> _Cost:
@@ -227,7 +242,7 @@ def _first_of_the_quickest(turn: WantedTurn, costs: Sequence[_Cost]) -> _Cost:
             return cost
     return min(
         (cost for cost in costs if cost.total <= least * (1 + TIE)),
-        key=lambda cost: (_num_processes(cost.group.registration), cost.group.last_placed),
+        key=lambda cost: (_num_processes(cost.group.registration), cost.group.last_placed, cost.group.number),
     )
 
 
@@ -242,12 +257,6 @@ def _listed(chosen: _Cost, costs: Sequence[_Cost]) -> tuple[RingAlternative, ...
     if not any(cost is chosen for cost in quickest):
         quickest[-1] = chosen
     return tuple(cost.alternative for cost in quickest)
-
-
-def _load_seconds(decode: Group) -> float:
-    limit = decode.registration.max_batch
-    waiting = max(0, decode.num_turns - limit + 1) if limit else 0
-    return TURN_SECONDS * decode.num_turns + WAIT_SECONDS * waiting
 
 
 def _num_processes(ring: GroupRegistration) -> int:

@@ -13,7 +13,7 @@ from cp_core.errors import CapacityExceeded, NotFound, RingserveError, TurnCance
 from orchestration.cached_kv import PULLED_FROM_OTHER
 from orchestration.group_status import withdraw_if_lost
 from orchestration.move_counts import MoveCounts
-from orchestration.planner import Planner
+from orchestration.planner import Planner, PromptOnRings
 from orchestration.ports import DecodePort, Peers, PrefillPort
 from orchestration.running_turn import RunningTurn
 from orchestration.turn import KeepingRing, Plan, PrefillDone, PrefillReport, PrefillTurn, Reserve, ResumeTurn
@@ -165,16 +165,15 @@ class TurnStarts:
 
     def _plan(self, turn: RunningTurn) -> Plan:
         assert turn.on_prefill and turn.on_decode, "both rings have answered"
-        return self._planner.plan(
+        prompt = PromptOnRings(
             num_tokens=len(turn.token_ids),
             kept_on_prefill=turn.on_prefill.kept_tokens,
             kept_on_decode=turn.on_decode.kept_tokens,
             prefill=turn.prefill.registration,
             decode=turn.decode.registration,
-            mode=turn.mode,
-            algorithm=turn.request.algorithm,
-            others=turn.left,
+            left=turn.left,
         )
+        return self._planner.plan(prompt, mode=turn.mode, algorithm=turn.request.algorithm)
 
     async def _prefill(self, turn: RunningTurn, plan: Plan) -> PrefillDone:
         assert turn.on_decode, "the decode ring has answered"

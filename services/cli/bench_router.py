@@ -93,7 +93,12 @@ def _table(report: RouterReport) -> Table:
     table = Table(title=title, box=SIMPLE)
     for header in ("what", "mean ms", "p50", "p99", "most"):
         table.add_column(header, justify="left" if header == "what" else "right", no_wrap=True)
-    for name, figures in (("decision", report.decision), ("choice of rings in it", report.placement)):
+    rows = {
+        "decision": report.decision,
+        "its processor time": report.processor,
+        "choice of rings in it": report.placement,
+    }
+    for name, figures in rows.items():
         cells = (figures.mean, figures.p50, figures.p99, figures.most)
         table.add_row(name, *(f"{value:.3f}" for value in cells))
     return table
@@ -103,6 +108,8 @@ def _closing_lines(report: RouterReport, machine: tuple[float, float]) -> list[s
     met = "met" if _is_met(report) else "missed"
     return [
         f"{report.decisions_per_second:.0f} decisions/s; target of p99 under {TARGET_MILLISECONDS:g} ms: {met}",
+        f"{report.num_pauses} garbage collections took {report.pauses_share:.1%} of the time, "
+        f"the longest {report.longest_pause:.1f} ms",
         f"{report.bytes_per_conversation / 1e3:.1f} kB a conversation at rest, "
         f"{report.token_bytes_per_conversation / 1e3:.1f} kB of them token ids",
         f"{report.kept_share:.1%} of follow-ups went to the rings of the turn before; {report.rings_used} rings used",

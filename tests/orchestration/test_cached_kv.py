@@ -8,7 +8,7 @@ import pytest
 
 from cp_core.layout import TokenRange
 from orchestration.cached_kv import AUTO, PULL, PULLED_FROM_OTHER, RECOMPUTE, CachedKv, KeptOn, choose_source
-from orchestration.planner import Planner, PlannerSettings
+from orchestration.planner import Planner, PlannerSettings, PromptOnRings
 from orchestration.turn import CachedSource, GroupRegistration, Plan, PromptMode
 from tests.orchestration.fake_ranks import MODEL
 from workers.steps import RingRates
@@ -87,16 +87,9 @@ def test_a_ring_that_the_conversation_leaves_is_named() -> None:
 def test_what_is_pulled_comes_from_the_ring_that_keeps_most_of_equals_the_turns_own(
     on_decode: int, kept: list[int], source: str, ring: str
 ) -> None:
-    others = [KeptOn(registration(RATES, f"other-{number}"), count) for number, count in enumerate(kept)]
-    plan = Planner(MODEL, PlannerSettings(missing_kv=PULL)).plan(
-        num_tokens=4096,
-        kept_on_prefill=60,
-        kept_on_decode=on_decode,
-        prefill=registration(RATES),
-        decode=registration(RATES),
-        mode=PromptMode.APPEND,
-        others=others,
-    )
+    left = [KeptOn(registration(RATES, f"other-{number}"), count) for number, count in enumerate(kept)]
+    prompt = PromptOnRings(4096, 60, on_decode, registration(RATES), registration(RATES), left)
+    plan = Planner(MODEL, PlannerSettings(missing_kv=PULL)).plan(prompt, mode=PromptMode.APPEND)
     last = plan.cached_sources[-1]
     assert (last.source, last.ring) == (source, ring)
     assert plan.cached_tokens == last.tokens.stop == max([on_decode, *kept])
@@ -118,11 +111,7 @@ def registration(rates: RingRates, name: str = "ring", num_ranks: int = 2) -> Gr
 def planned(on_prefill: int, on_decode: int, rates: RingRates, num_ranks: int = 2) -> Plan:
     ring = registration(rates, num_ranks=num_ranks)
     return Planner(MODEL, PlannerSettings()).plan(
-        num_tokens=4096,
-        kept_on_prefill=on_prefill,
-        kept_on_decode=on_decode,
-        prefill=ring,
-        decode=ring,
+        PromptOnRings(num_tokens=4096, kept_on_prefill=on_prefill, kept_on_decode=on_decode, prefill=ring, decode=ring),
         mode=PromptMode.APPEND,
     )
 
