@@ -36,8 +36,9 @@ class Conversation:
     """`tokens` are those of all finished turns, and `places` is where their KV was put.
 
     It belongs to one turn at a time (`running_request`); `waiting` ones get it in the order in which they came, each
-    from the one before. `num_forks` are under way: until they have ended no other turn begins. Times are on the store's
-    clock; `ttl_seconds` 0 means for ever. At `is_due_at` the store looks whether it has expired.
+    from the one before. `num_forks` are under way: until they have ended no other turn begins; nor while its KV is
+    moved to another ring, at the end of which `moved` is set. Times are on the store's clock; `ttl_seconds` 0 means for
+    ever. At `is_due_at` the store looks whether it has expired.
     """
 
     conversation_id: str
@@ -46,6 +47,7 @@ class Conversation:
     places: PlacementMap = field(default_factory=PlacementMap)
     running_request: str = ""
     num_forks: int = 0
+    moved: asyncio.Event | None = None
     forked_from: str = ""
     waiting: OrderedDict[str, Waiter] = field(default_factory=OrderedDict)
     ttl_seconds: float = 0.0
@@ -69,7 +71,7 @@ class Conversation:
 
     @property
     def is_idle(self) -> bool:
-        return not self.running_request and not self.num_forks
+        return not self.running_request and not self.num_forks and self.moved is None
 
     @property
     def kv_tokens(self) -> int:
@@ -85,7 +87,9 @@ class Conversation:
     @property
     def occupant(self) -> str:
         """Who keeps others from it, for errors."""
-        return f"request {self.running_request!r}" if self.running_request else "a fork of it"
+        if self.running_request:
+            return f"request {self.running_request!r}"
+        return "a fork of it" if self.num_forks else "a move of its KV"
 
     def view(self, now: float = 0.0) -> ConversationView:
         return ConversationView(
@@ -271,6 +275,42 @@ class ConversationStore:
             conversation.num_forks -= 1
             self._pass_on(conversation)
             self._touch(conversation)
+
+    # --- moves -------------------------------------------------------------------------------------------------------
+
+    def placed_at(self, role: str, group: str, incarnation: str) -> list[Conversation]:
+        """Those whose KV was put on that incarnation of a ring."""
+        return [
+            conversation
+            for conversation in self._known.values()
+            if (place := conversation.places.at(role)) and (place.group, place.incarnation) == (group, incarnation)
+        ]
+
+    def can_move(self, conversation: Conversation) -> bool:
+        """Whether nobody uses it, and it has not been forgotten."""
+        return conversation.is_idle and self._known.get(conversation.conversation_id) is conversation
+
+    def begin_move(self, conversation: Conversation) -> None:
+        """Of one that can be moved; turns, forks and deletions wait until `end_move`."""
+        assert self.can_move(conversation), f"{conversation.conversation_id!r} is in use"
+        conversation.moved = asyncio.Event()
+
+    def end_move(self, conversation: Conversation) -> None:
+        assert conversation.moved is not None, "a move ends once"
+        conversation.moved.set()
+        conversation.moved = None
+        self._pass_on(conversation)
+        self._note_expiry(conversation)
+
+    def is_moving(self, conversation_id: str) -> bool:
+        """Whether a turn that comes now need only wait for a move of the conversation's KV, and for no other turn."""
+        conversation = self._known.get(conversation_id)
+        return conversation is not None and conversation.moved is not None and not conversation.waiting
+
+    async def until_moved(self, conversation_id: str) -> None:
+        """Moves have a deadline of their own."""
+        while (conversation := self._known.get(conversation_id)) is not None and conversation.moved is not None:
+            await conversation.moved.wait()
 
     # --- ends --------------------------------------------------------------------------------------------------------
 

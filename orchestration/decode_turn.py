@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from cp_core.errors import InvalidRequest, RingserveError
 from cp_core.layout import ShardMap, appended, level_counts
 from orchestration.handoff import HandoffState
+from orchestration.kv_messages import SentKv
 from orchestration.kv_pool import KvPool, SequenceKv
 from orchestration.tracing import Attributes, Stretch, just_ended
 from orchestration.turn import PrefillReport, Reservation, Reserve, TokensEvent, TurnEvent
-from workers.steps import AdmitSequence, FinishReason, TokenHistory, TokenLogprobs, TransferKey, TransferReport
+from workers.steps import AdmitSequence, FinishReason, TokenHistory, TokenLogprobs, TransferKey
 
 
 @dataclass(slots=True)
@@ -43,7 +44,7 @@ class DecodeTurn:
     over: asyncio.Event = field(default_factory=asyncio.Event)
     ending: asyncio.Task[None] | None = None
     sealing: asyncio.Task[None] | None = None
-    pulls: set[asyncio.Task[list[TransferReport]]] = field(default_factory=set)
+    sends: set[asyncio.Task[SentKv]] = field(default_factory=set)
     copying: asyncio.Task[None] | None = None
     timers: list[asyncio.TimerHandle] = field(default_factory=list)
     migrated_bytes: int = 0

@@ -22,7 +22,8 @@ class Drains:
         self._returns = returns
 
     async def drain(self, name: str, seconds: float, *, force: bool) -> None:
-        """Let a ring take no new turns and leave when those that run have ended, `seconds` at most. Idempotent.
+        """Let a ring take no new turns and leave when those that run have ended and its conversations have been moved,
+        `seconds` at most. Idempotent.
 
         Raises NotFound, InvalidRequest, Unavailable; Busy where no other ring of its role takes turns, unless forced.
         """

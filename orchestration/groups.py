@@ -24,9 +24,9 @@ class Group:
     """One ring. `is_ready` falls when a call finds it gone and rises with its next announcement.
 
     What it announces is seconds old when the next turn comes, so the router adds what it has placed there since.
-    `busy_until` is on the registry's clock, `free_tokens` falls with every turn until the ring tells it anew, and
-    `last_placed` counts the router's choices. `number` counts the rings as they came. A ring enters itself in `changed`
-    when its place among others may be another one.
+    `busy_until` is on the registry's clock, `free_tokens` falls with every turn until the ring tells it anew, as
+    `spare_tokens` does with what is moved there, and `last_placed` counts the router's choices. `number` counts the
+    rings as they came. A ring enters itself in `changed` when its place among others may be another one.
     """
 
     __slots__ = (
@@ -40,6 +40,7 @@ class Group:
         "num_prefilling",
         "number",
         "registration",
+        "spare_tokens",
     )
 
     def __init__(self, registration: GroupRegistration, number: int = 0, changed: set[Group] | None = None) -> None:
@@ -48,6 +49,7 @@ class Group:
         self.is_ready = True
         self.num_prefilling = 0
         self.free_tokens = 0
+        self.spare_tokens = 0
         self.kind = _kind_of(registration)
         self._num_turns = 0
         self._busy_until = 0.0
@@ -97,6 +99,7 @@ class Group:
         """Take over what the ring says of itself. One that tells no rate keeps the router's own estimate."""
         self.registration, self.is_ready = registration, True
         self.kind = _kind_of(registration)
+        self.spare_tokens = registration.spare_tokens
         self.tell(registration.waiting_work, registration.work_rate, registration.free_tokens, now)
 
     def tell(self, waiting_work: float, work_rate: float, free_tokens: int | None, now: float) -> None:

@@ -4,9 +4,10 @@
     seconds = load + move                   on a decode ring
 
 Affinity is no rule of its own: a ring that keeps a conversation's KV needs neither to fetch it nor to compute it, and
-is left when that costs less than what waits there. A prefill ring that lacks KV fetches it from the turn's decode ring
-or computes it again. A decode ring gets from the prefill ring what it lacks; KV is not moved from one decode ring to
-another, so with a new one the prefill ring computes again what only the old one kept. Pure Python and synchronous.
+is left when that costs less than what waits there. A prefill ring that lacks KV fetches it from the ring that keeps
+most of it, the turn's decode ring or one that the conversation leaves, or computes it again. A decode ring gets from
+the prefill ring what it lacks; so a conversation that goes to another decode ring takes along what only the old one
+kept, by way of the prefill ring. Pure Python and synchronous.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from cp_core.errors import Unavailable
+from orchestration.cached_kv import KeptOn
 from orchestration.groups import Group, GroupRegistry, Placed
 from orchestration.placement_map import Placement
 from orchestration.planner import Planner, PromptOnRings
@@ -104,7 +106,6 @@ class RingPlacer:
         for decode in self._decode_options(turn, refused):
             costs = self._prefill_costs(turn, prefills, decode, now)
             cost = _first_of_the_quickest(turn, costs)
-            # The pull that a decode ring without the KV makes impossible is in the prefill's cost.
             options.append((cost.total + self._decode_seconds(turn, decode), cost, costs, decode))
         total, cost, costs, decode = options[0]
         if len(options) > 1 and total > _worth_leaving(options[1][0]):
@@ -173,15 +174,27 @@ class RingPlacer:
 
     def _prefill_costs(self, turn: WantedTurn, prefills: Sequence[Group], decode: Group, now: float) -> list[_Cost]:
         on_decode = turn.kept_on(decode)
+        left = [group for group in self.own_rings(turn) if group is not decode]
         costs = []
         for group in prefills:
             prompt = PromptOnRings(
-                turn.num_tokens, turn.kept_on(group), on_decode, group.registration, decode.registration
+                turn.num_tokens,
+                turn.kept_on(group),
+                on_decode,
+                group.registration,
+                decode.registration,
+                [KeptOn(other.registration, turn.kept_on(other)) for other in left if other is not group],
             )
             move, prefill = self._planner.predict_turn(prompt)
             queue = group.queue_seconds(now)
             costs.append(_Cost(group, queue, move, prefill, queue + move + prefill))
         return costs
+
+    def own_rings(self, turn: WantedTurn) -> list[Group]:
+        """The conversation's rings that can be asked for what they keep, those that drain among them."""
+        places = (("prefill", turn.prefill), ("decode", turn.decode))
+        own = [self._groups.named(role, place.group) for role, place in places if place is not None]
+        return [group for group in own if group is not None and group.is_ready and turn.kept_on(group)]
 
     # --- why ---------------------------------------------------------------------------------------------------------
 

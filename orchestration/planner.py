@@ -9,7 +9,7 @@ from typing import NamedTuple
 from cp_core.cost.profile import HardwareProfile
 from cp_core.layout import TokenRange
 from cp_core.selector import EmpiricalFit, Selection, Turn, faster, is_clearly_less, select
-from orchestration.cached_kv import AUTO, CachedKv, choose_source, is_worth_pulling
+from orchestration.cached_kv import AUTO, CachedKv, KeptOn, choose_source, is_worth_pulling
 from orchestration.corrections import RingCorrections
 from orchestration.prefill_work import StepLimits, WorkModel, cut
 from orchestration.ring_costs import RingCosts, StepSeconds
@@ -25,8 +25,8 @@ class PlannerSettings:
     """`compute_flops` and `link_bytes_per_second` are C and BW, per rank; 0 takes those of `profile`, which predicts
     for every ring, or without one what the ring measured at its start.
 
-    `fit` holds the constants of the empirical selector, which has no defaults: they belong to one cluster. What only
-    the decode ring keeps is pulled or computed again as `missing_kv` says: one of `cached_kv.MISSING_KV`.
+    `fit` holds the constants of the empirical selector, which has no defaults: they belong to one cluster. What
+    another ring keeps is pulled or computed again as `missing_kv` says: one of `cached_kv.MISSING_KV`.
     """
 
     selector: str = "auto"
@@ -40,6 +40,8 @@ class PlannerSettings:
 class PromptOnRings(NamedTuple):
     """A prompt of `num_tokens` tokens on a pair of rings, and how many of its first ones each of them keeps the KV of.
 
+    `left` are rings that the prompt's conversation leaves, with what they keep of it.
+
     A tuple, since a router makes several for every turn.
     """
 
@@ -48,11 +50,18 @@ class PromptOnRings(NamedTuple):
     kept_on_decode: int
     prefill: GroupRegistration
     decode: GroupRegistration
+    left: Sequence[KeptOn] = ()
+
+    @property
+    def most(self) -> KeptOn:
+        """Where what the prefill ring lacks would come from: the decode ring, unless one that is left keeps more."""
+        own = KeptOn(self.decode, self.kept_on_decode)
+        return max((own, *self.left), key=lambda kept: kept.num_tokens) if self.left else own
 
     @property
     def missing(self) -> int:
-        """Tokens that only the decode ring keeps."""
-        return max(0, self.kept_on_decode - self.kept_on_prefill)
+        """Tokens that the prefill ring lacks and another keeps."""
+        return max(0, self.most.num_tokens - self.kept_on_prefill)
 
 
 class Planner:
@@ -123,7 +132,7 @@ class Planner:
         self.corrections.note(ring, name, work, predicted=predicted, measured=report.prefill_seconds)
 
     def predict_turn(self, prompt: PromptOnRings) -> tuple[float, float]:
-        """Seconds to fetch KV that only the decode ring keeps, 0 where it is computed again, and of the prefill."""
+        """Seconds to fetch KV that the prefill ring lacks, 0 where it is computed again, and of the prefill."""
         prefill = self.predict_prefill(prompt.num_tokens, prompt.kept_on_prefill, prompt.prefill)
         if not prompt.missing:
             return 0.0, prefill
@@ -131,10 +140,10 @@ class Planner:
         is_pulled = is_worth_pulling(self._settings.missing_kv, pull_seconds=move + after, recompute_seconds=prefill)
         return (move, after) if is_pulled else (0.0, prefill)
 
-    def predict_move(self, num_tokens: int, prefill: GroupRegistration, decode: GroupRegistration) -> float:
+    def predict_move(self, num_tokens: int, ring: GroupRegistration, other: GroupRegistration) -> float:
         """Seconds in which the KV of so many tokens goes from one of these rings to the other."""
-        links = min(prefill.num_ranks * prefill.tp, decode.num_ranks * decode.tp)
-        return self._costs.pull_seconds(prefill, num_tokens * self._kv_bytes_a_token / links)
+        links = min(ring.num_ranks * ring.tp, other.num_ranks * other.tp)
+        return self._costs.pull_seconds(ring, num_tokens * self._kv_bytes_a_token / links)
 
     def predict_prefill(self, num_tokens: int, cached_tokens: int, ring: GroupRegistration) -> float:
         """Seconds of a prompt whose beginning is cached, taken whole by its faster algorithm, on an idle ring."""
@@ -146,7 +155,7 @@ class Planner:
     def _predict_pulled(self, prompt: PromptOnRings) -> tuple[float, float]:
         """Seconds of fetching all that the prefill ring lacks, and of the prefill after it."""
         return (
-            self.predict_move(prompt.missing, prompt.prefill, prompt.decode),
+            self.predict_move(prompt.missing, prompt.prefill, prompt.most.ring),
             self.predict_prefill(prompt.num_tokens, prompt.kept_on_prefill + prompt.missing, prompt.prefill),
         )
 
@@ -159,9 +168,10 @@ class Planner:
         return choose_source(
             self._settings.missing_kv,
             kept_on_prefill=prompt.kept_on_prefill,
-            kept_on_decode=prompt.kept_on_decode,
+            kept_on_decode=prompt.most.num_tokens,
             pull_seconds=pull,
             recompute_seconds=recompute,
+            other_ring="" if prompt.most.ring is prompt.decode else prompt.most.ring.name,
         )
 
     def _choose(

@@ -15,11 +15,15 @@ from dataclasses import dataclass, replace
 
 from cp_core.errors import Busy, DeadlineExceeded, InvalidRequest, NotBegun, TurnCancelled, Unavailable
 from orchestration.conversation_desk import ConversationDesk
+from orchestration.conversation_mover import ConversationMover
 from orchestration.conversations import Conversation, ConversationStore
+from orchestration.drain_moves import DrainMoves
 from orchestration.drains import Drains
+from orchestration.full_moves import FullMoves
 from orchestration.group_status import status_of, status_without
 from orchestration.groups import Group, GroupRegistry
 from orchestration.kv_quotas import KvQuotas
+from orchestration.move_counts import MoveCounts
 from orchestration.placement import RingPlacer, WantedTurn
 from orchestration.planner import Planner
 from orchestration.ports import Peers
@@ -30,7 +34,7 @@ from orchestration.turn import BegunTurn, GroupRegistration, KvQuota, ResumeTurn
 from orchestration.turn_ends import TurnEnds
 from orchestration.turn_placements import TurnPlacements
 from orchestration.turn_starts import TurnStarts
-from orchestration.views import ConversationList, ConversationView, ServerView
+from orchestration.views import ConversationList, ConversationView, MoveTotals, ServerView
 from workers.steps import TokenIds
 
 log = logging.getLogger(__name__)
@@ -54,6 +58,7 @@ class RouterSettings:
     max_waiting_turns: int = 64
     return_seconds: float = 150.0
     control_timeout: float = 20.0
+    transfer_timeout: float = 60.0
     max_positions: int
 
 
@@ -75,13 +80,26 @@ class Router:
         )
         self._turns = TurnEnds(peers, self._groups, self._conversations, settings.control_timeout)
         self._quotas = KvQuotas(self._conversations, self._turns)
+        self._moves = MoveCounts()
         self._desk = ConversationDesk(self._conversations, peers, self._groups, self._turns)
         self._placements = TurnPlacements(peers, RingPlacer(self._groups, planner), self._turns)
-        self._starts = TurnStarts(peers, planner, self._placements, self._turns, settings.control_timeout, self._spawn)
+        self._starts = TurnStarts(
+            peers, planner, self._placements, self._turns, self._moves, settings.control_timeout, self._spawn
+        )
         self._returns = RingReturns(
             self._groups, seconds=settings.return_seconds, max_waiting=settings.max_waiting_turns
         )
         self._drains = Drains(peers, self._groups, self._returns)
+        mover = ConversationMover(
+            self._conversations,
+            peers,
+            self._moves,
+            control_timeout=settings.control_timeout,
+            transfer_timeout=settings.transfer_timeout,
+        )
+        books = (self._conversations, self._groups)
+        self._drain_moves = DrainMoves(*books, mover, self._moves, self._spawn)
+        self._full_moves = FullMoves(*books, planner, mover, self._moves, self._spawn)
         self._expiring: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -97,9 +115,10 @@ class Router:
             raise Busy(f"request_id: {request_id!r} is running already; choose another")
         self.expire_conversations()
         deadline = asyncio.get_running_loop().time() + request.deadline_seconds
-        conversation = await self._open(request)
+        waits = request.wait or self._conversations.is_moving(request.conversation_id)
+        conversation = await self._open(request, waits=waits)
         try:
-            if await self._returns.until_served(request_id, deadline) or request.wait:
+            if await self._returns.until_served(request_id, deadline) or waits:
                 left = deadline - asyncio.get_running_loop().time()
                 request = replace(request, deadline_seconds=max(left, 0.001))
             with _refused_whole():
@@ -121,12 +140,12 @@ class Router:
         waits = self._conversations.is_waiting(request_id) or self._returns.is_waiting(request_id)
         return waits or self._turns.of_request(request_id) is not None
 
-    async def _open(self, request: TurnRequest) -> Conversation:
+    async def _open(self, request: TurnRequest, *, waits: bool) -> Conversation:
         """Awaits nothing unless the request is to wait for its conversation."""
         name, ttl = request.conversation_id, request.conversation_ttl_seconds
         if not name:
             return Conversation("", running_request=request.request_id)
-        if request.wait:
+        if waits:
             try:
                 async with asyncio.timeout(request.deadline_seconds):
                     conversation, dropped = await self._conversations.open_in_turn(name, request.request_id, ttl)
@@ -218,6 +237,11 @@ class Router:
         return len(self._conversations)
 
     @property
+    def moves(self) -> tuple[MoveTotals, ...]:
+        """Kept KV that went from ring to ring."""
+        return self._moves.totals()
+
+    @property
     def groups(self) -> Sequence[Group]:
         """Every ring that has announced itself."""
         return self._groups.all()
@@ -259,12 +283,19 @@ class Router:
             self.expire_conversations()
 
     async def register_group(self, group: GroupRegistration) -> int:
-        """From a leader. Returns how many turns are, or are about to be, on its ring."""
+        """From a leader. Returns how many turns are, or are about to be, on its ring, and conversations to be moved."""
         if self._groups.register(group):
             log.info("%s ring %s %s with %d ranks", group.role, group.name, group.doing, group.num_ranks)
             self._returns.note(group)
         known = self._groups.named(group.role, group.name)
-        return known.num_turns if known is not None else 0
+        if known is None:
+            self._drain_moves.left(group.name)
+            return 0
+        if known.registration.is_draining:
+            return known.num_turns + self._drain_moves.go_on(known)
+        self._drain_moves.serves(group.name)
+        self._full_moves.note(known)
+        return known.num_turns
 
     async def drain_ring(self, name: str, seconds: float, *, force: bool = False) -> None:
         """See `Drains.drain`. Raises NotFound, InvalidRequest, Busy, Unavailable."""
@@ -304,6 +335,8 @@ class Router:
             conversations=len(self._conversations),
             running_turns=len(self._turns),
             turns_waiting_for_rings=returns.num_waiting,
+            drains=self._drain_moves.views(),
+            moves=self._moves.totals(),
         )
 
     def _spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from cp_core.errors import RingserveError
+from orchestration.cached_kv import KeptOn
 from orchestration.conversations import Conversation
 from orchestration.groups import Group, Placed
 from orchestration.placement import Choice, WantedTurn
-from orchestration.turn import PrefillDone, PromptMode, Reservation, TurnRequest
+from orchestration.turn import KeepingRing, PrefillDone, PromptMode, Reservation, TurnRequest
 from workers.steps import TokenIds
 
 
@@ -25,7 +26,9 @@ class RunningTurn:
     """`on_prefill` and `on_decode` are the rings' reservations, None until they have answered.
 
     `attempt` counts the times that its KV is made for the decode ring; `decoded` are tokens whose KV belongs to that.
-    `refused` are rings that had no room for it, or were gone. Where it is placed anew it gets another `turn_id`.
+    `left` are rings that keep some of the conversation and are none of the turn's; from `pulled_from` its prefill ring
+    fetches. `refused` are rings that had no room
+    for it, or were gone. Where it is placed anew it gets another `turn_id`.
     """
 
     turn_id: str
@@ -39,6 +42,8 @@ class RunningTurn:
     refused: list[Group] = field(default_factory=list)
     on_prefill: Reservation | None = None
     on_decode: Reservation | None = None
+    left: list[KeptOn] = field(default_factory=list)
+    pulled_from: KeepingRing | None = None
     prefilling: asyncio.Task[PrefillDone] | None = None
     ending: asyncio.Task[int] | None = None
     lease: asyncio.TimerHandle | None = None

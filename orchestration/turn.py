@@ -56,10 +56,13 @@ class TurnRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CachedSource:
-    """Where cached tokens come from: "kept_on_prefill" or "pulled_from_decode"."""
+    """Where cached tokens come from: "kept_on_prefill", "pulled_from_decode", or "pulled_from_other", a ring that the
+    conversation leaves: `ring`.
+    """
 
     source: str
     tokens: TokenRange
+    ring: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -167,9 +170,21 @@ class Reservation:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class KeepingRing:
+    """A ring that keeps KV of a turn's conversation, and is none of the turn's own."""
+
+    role: str
+    ring: str
+    endpoint: str
+    incarnation: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillTurn:
     """Run the prefill of a reserved turn; `destination` is the decode ring's reservation.
 
+    Cached tokens that the ring lacks are pulled from there, or `pulled_from` another ring: what that cannot send is
+    computed after all.
     `chunks` cover tokens [cached_tokens, len(token_ids)) in order. They are advice: the leader cuts by what else waits,
     and takes from them which algorithm to prefer where.
     """
@@ -184,11 +199,12 @@ class PrefillTurn:
     deadline_seconds: float
     decode_endpoint: str
     destination: Reservation
+    pulled_from: KeepingRing | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillReport:
-    """What the prefill ring measured, and the chunks as it computed them.
+    """What the prefill ring measured, and the chunks as it computed them; `lost_tokens` of them were to be pulled.
 
     `prefill_seconds` are those of the steps the turn was in, shared ones whole; `queue_seconds` the rest of the time
     from its reservation to its first token.
@@ -199,6 +215,7 @@ class PrefillReport:
     pulled_bytes: int = 0
     pull_seconds: float = 0.0
     chunks: tuple[Chunk, ...] = ()
+    lost_tokens: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -235,55 +252,6 @@ class ResumeTurn:
     attempt: int
     token_ids: tuple[int, ...]
     deadline_seconds: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SendKv:
-    """Send kept KV of `tokens` to a prefill ring whose ranks, of `tp` processes each, expect it as `shards` lay it."""
-
-    transfer_id: str
-    attempt: int
-    sequence_id: str
-    source_incarnation: str
-    destination_incarnation: str
-    tokens: TokenRange
-    shards: ShardMap
-    kv_endpoints: tuple[str, ...]
-    deadline_seconds: float
-    tp: int = 1
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SentKv:
-    """What a pull moved."""
-
-    payload_bytes: int
-    seconds: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ForkKv:
-    """Begin a sequence with the kept KV of another's first `num_tokens` tokens."""
-
-    source_id: str
-    sequence_id: str
-    num_tokens: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ForkedKv:
-    """What of it was there, and is now there for both."""
-
-    incarnation: str
-    shards: ShardMap
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class KeptKv:
-    """How many tokens of each sequence that was asked for have their KV on this incarnation of a ring."""
-
-    incarnation: str
-    num_tokens: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -341,8 +309,9 @@ class GroupRegistration:
     that `is_draining` takes no new turns, one that `is_leaving` is gone when this is read.
 
     What changes from one announcement to the next: work units that wait and those it computes a second, of
-    prefill rings (0: not known); tokens that no running turn holds the room of (None: not known); and the turns that a
-    decode ring takes into one batch (0: not known).
+    prefill rings (0: not known); tokens that no running turn holds the room of (None: not known), and those of them
+    that nothing is kept in and more may be kept in; and the turns that a decode ring takes into one batch (0: not
+    known).
     """
 
     role: str
@@ -359,6 +328,7 @@ class GroupRegistration:
     waiting_work: float = 0.0
     work_rate: float = 0.0
     free_tokens: int | None = None
+    spare_tokens: int = 0
     max_batch: int = 0
     is_draining: bool = False
     is_leaving: bool = False

@@ -10,13 +10,16 @@ from dataclasses import replace
 import numpy as np
 
 from cp_core.errors import CapacityExceeded, NotFound, RingserveError, TurnCancelled, Unavailable
+from orchestration.cached_kv import PULLED_FROM_OTHER
 from orchestration.group_status import withdraw_if_lost
+from orchestration.move_counts import MoveCounts
 from orchestration.planner import Planner, PromptOnRings
 from orchestration.ports import DecodePort, Peers, PrefillPort
 from orchestration.running_turn import RunningTurn
-from orchestration.turn import Plan, PrefillDone, PrefillTurn, Reserve, ResumeTurn
+from orchestration.turn import KeepingRing, Plan, PrefillDone, PrefillReport, PrefillTurn, Reserve, ResumeTurn
 from orchestration.turn_ends import TurnEnds
 from orchestration.turn_placements import TurnPlacements
+from orchestration.views import MoveReason
 from workers.steps import TokenIds
 
 log = logging.getLogger(__name__)
@@ -34,6 +37,7 @@ class TurnStarts:
         planner: Planner,
         placements: TurnPlacements,
         turns: TurnEnds,
+        moves: MoveCounts,
         control_timeout: float,
         spawn: Callable[[Coroutine[None, None, None]], object],
     ) -> None:
@@ -41,6 +45,7 @@ class TurnStarts:
         self._planner = planner
         self._placements = placements
         self._turns = turns
+        self._moves = moves
         self._control_timeout = control_timeout
         self._spawn = spawn
 
@@ -127,11 +132,17 @@ class TurnStarts:
         # Of a later attempt the rings hold nothing but the turn's own tokens.
         matches = [turn.match_on(ring) if turn.attempt == 1 else num_tokens - 1 for ring in rings]
         on_prefill, on_decode = (replace(request, match_tokens=match) for match in matches)
-        answers = await asyncio.gather(
-            self._prefill_port(turn).reserve(on_prefill),
-            self._decode_port(turn).reserve(on_decode),
-            return_exceptions=True,
-        )
+        left = asyncio.create_task(self._placements.ask_left(turn)) if turn.attempt == 1 else None
+        try:
+            answers = await asyncio.gather(
+                self._prefill_port(turn).reserve(on_prefill),
+                self._decode_port(turn).reserve(on_decode),
+                return_exceptions=True,
+            )
+            turn.left = [] if left is None else await left
+        finally:
+            if left is not None:
+                left.cancel()
         for group, answer in zip(rings, answers, strict=True):
             if isinstance(answer, Unavailable):
                 group.is_ready = False
@@ -161,11 +172,13 @@ class TurnStarts:
             kept_on_decode=turn.on_decode.kept_tokens,
             prefill=turn.prefill.registration,
             decode=turn.decode.registration,
+            left=turn.left,
         )
         return self._planner.plan(prompt, mode=turn.mode, algorithm=turn.request.algorithm)
 
     async def _prefill(self, turn: RunningTurn, plan: Plan) -> PrefillDone:
         assert turn.on_decode, "the decode ring has answered"
+        turn.pulled_from = _keeping_ring(turn, plan)
         request = PrefillTurn(
             turn_id=turn.turn_id,
             attempt=turn.attempt,
@@ -177,6 +190,7 @@ class TurnStarts:
             deadline_seconds=turn.request.deadline_seconds,
             decode_endpoint=turn.decode.registration.endpoint,
             destination=turn.on_decode,
+            pulled_from=turn.pulled_from,
         )
         return await self._prefill_port(turn).prefill(request)
 
@@ -185,7 +199,7 @@ class TurnStarts:
         turn.placed.end_prefill()
         error = None if task.cancelled() else task.exception()
         if error is None and not task.cancelled():
-            self._planner.note_prefill(turn.prefill.registration, task.result().report)
+            self._note_report(turn, task.result().report)
         if error is None or turn.ending is not None:
             return
         if not isinstance(error, RingserveError):
@@ -196,8 +210,26 @@ class TurnStarts:
             self._spawn(withdraw_if_lost(turn.prefill, self._peers))
         self._spawn(self._turns.abort(turn, error))
 
+    def _note_report(self, turn: RunningTurn, report: PrefillReport) -> None:
+        self._planner.note_prefill(turn.prefill.registration, report)
+        if turn.pulled_from is None:
+            return
+        if report.lost_tokens:
+            self._moves.failed(turn.pulled_from.role, MoveReason.TURN)
+        else:
+            self._moves.moved(turn.pulled_from.role, MoveReason.TURN, report.pulled_bytes, report.pull_seconds)
+
     def _prefill_port(self, turn: RunningTurn) -> PrefillPort:
         return self._peers.prefill(turn.prefill.registration.endpoint)
 
     def _decode_port(self, turn: RunningTurn) -> DecodePort:
         return self._peers.decode(turn.decode.registration.endpoint)
+
+
+def _keeping_ring(turn: RunningTurn, plan: Plan) -> KeepingRing | None:
+    """Where the plan fetches cached KV from, unless that is the turn's decode ring."""
+    names = [source.ring for source in plan.cached_sources if source.source == PULLED_FROM_OTHER]
+    if not names:
+        return None
+    ring = next(kept.ring for kept in turn.left if kept.ring.name == names[0])
+    return KeepingRing(role=ring.role, ring=ring.name, endpoint=ring.endpoint, incarnation=ring.incarnation)

@@ -95,6 +95,7 @@ class RunningRouter:
             conversation_ttl=router.conversation_ttl_seconds,
             max_waiting_turns=router.max_waiting_turns,
             control_timeout=host.config.timeouts.control,
+            transfer_timeout=host.config.timeouts.transfer,
             max_positions=host.model.max_positions,
             return_seconds=host.config.timeouts.start + RETURN_SECONDS,
         )
@@ -130,6 +131,7 @@ class RunningRouter:
             turns_waiting_for_rings=self._router.num_waiting_for_rings,
             rings=tuple(rings),
             corrections=tuple(corrections),
+            moves=self._router.moves,
         )
 
     async def measure(self) -> None:
@@ -255,7 +257,7 @@ class RunningLeader:
                 lambda target: groups_pb2_grpc.add_PrefillServiceServicer_to_server(servicer, target),
             )
         else:
-            leader = decode = DecodeLeader(host.settings(), ranks, router, router.register_group)
+            leader = decode = DecodeLeader(host.settings(), ranks, self._peers, router, router.register_group)
             decode_servicer = DecodeServicer(decode)
             server.add(
                 "ringserve.v1.DecodeService",

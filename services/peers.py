@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import grpc
 
 from cp_core.errors import RingserveError
 from cp_core.peer_tls import PeerTls
+from orchestration.kv_messages import ForkedKv, ForkKv, KeptKv, SendKv, SentKv, TakeKv, TakenKv
 from orchestration.turn import (
     Admit,
     BegunTurn,
-    ForkedKv,
-    ForkKv,
     GroupRegistration,
-    KeptKv,
     PrefillDone,
     PrefillTurn,
     Reservation,
     Reserve,
     ResumeTurn,
-    SendKv,
-    SentKv,
     TurnEvent,
     TurnOutcome,
     TurnRequest,
@@ -34,9 +30,13 @@ from services.grpc_server import OPTIONS
 from services.status import error_from
 from services.wire import conversations as wire_conversations
 from services.wire import groups as wire_groups
+from services.wire import kv as wire_kv
 from services.wire import plans
 from services.wire import turns as wire
 from services.wire.layouts import shards_from
+
+if TYPE_CHECKING:  # these two are names of the stubs' types alone
+    LeaderStub = groups_pb2_grpc.PrefillServiceAsyncStub | groups_pb2_grpc.DecodeServiceAsyncStub
 
 T = TypeVar("T")
 
@@ -51,6 +51,17 @@ async def _reach(peer: str, call: Awaitable[T]) -> T:
         return await call
     except grpc.aio.AioRpcError as failure:
         raise error_from(failure, peer) from None
+
+
+async def _send_kv(peer: str, stub: LeaderStub, request: SendKv) -> SentKv:
+    call = stub.SendKv(wire_kv.send_kv_to(request), timeout=request.deadline_seconds + CONTROL_SECONDS)
+    return wire_kv.sent_from(await _reach(peer, call))
+
+
+async def _take_kv(peer: str, stub: LeaderStub, request: TakeKv) -> TakenKv:
+    # The leader gives the other ring's as much, and is to tell what came of it.
+    call = stub.TakeKv(wire_kv.take_kv_to(request), timeout=request.deadline_seconds + 2 * CONTROL_SECONDS)
+    return wire_kv.taken_from(await _reach(peer, call))
 
 
 class GrpcPrefill:
@@ -69,6 +80,12 @@ class GrpcPrefill:
         call = self._stub.Prefill(wire.prefill_turn_to(turn), timeout=turn.deadline_seconds + CONTROL_SECONDS)
         answer = await _reach(self._peer, call)
         return PrefillDone(report=wire.report_from(answer.report), shards=shards_from(answer.shards))
+
+    async def send_kv(self, request: SendKv) -> SentKv:
+        return await _send_kv(self._peer, self._stub, request)
+
+    async def take_kv(self, request: TakeKv) -> TakenKv:
+        return await _take_kv(self._peer, self._stub, request)
 
     async def abort_turn(self, turn_id: str, error: RingserveError) -> None:
         await _reach(self._peer, self._stub.AbortTurn(_abort_request(turn_id, error), timeout=ABORT_SECONDS))
@@ -126,9 +143,10 @@ class GrpcDecode:
         await _reach(self._peer, self._stub.FinishTurn(request, timeout=CONTROL_SECONDS))
 
     async def send_kv(self, request: SendKv) -> SentKv:
-        call = self._stub.SendKv(wire.send_kv_to(request), timeout=request.deadline_seconds + CONTROL_SECONDS)
-        answer = await _reach(self._peer, call)
-        return SentKv(payload_bytes=answer.payload_bytes, seconds=answer.seconds)
+        return await _send_kv(self._peer, self._stub, request)
+
+    async def take_kv(self, request: TakeKv) -> TakenKv:
+        return await _take_kv(self._peer, self._stub, request)
 
     async def abort_turn(self, turn_id: str, error: RingserveError) -> None:
         await _reach(self._peer, self._stub.AbortTurn(_abort_request(turn_id, error), timeout=ABORT_SECONDS))

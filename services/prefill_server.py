@@ -12,6 +12,7 @@ from ringserve.v1 import groups_pb2, groups_pb2_grpc
 from services.status import answer, error_named
 from services.wire import conversations as wire_conversations
 from services.wire import groups as wire_groups
+from services.wire import kv as wire_kv
 from services.wire import turns as wire
 from services.wire.layouts import shards_to
 
@@ -33,6 +34,12 @@ class PrefillServicer(groups_pb2_grpc.PrefillServiceServicer):
     async def _prefill(self, turn: PrefillTurn) -> groups_pb2.PrefillResponse:
         done = await self._leader.prefill(turn)
         return groups_pb2.PrefillResponse(report=wire.report_to(done.report), shards=shards_to(done.shards))
+
+    async def SendKv(self, request: groups_pb2.SendKvRequest, context: Context) -> groups_pb2.SendKvResponse:
+        return wire_kv.sent_to(await answer(context, self._leader.send_kv(wire_kv.send_kv_from(request))))
+
+    async def TakeKv(self, request: groups_pb2.TakeKvRequest, context: Context) -> groups_pb2.TakeKvResponse:
+        return wire_kv.taken_to(await answer(context, self._leader.take_kv(wire_kv.take_kv_from(request))))
 
     async def AbortTurn(self, request: groups_pb2.AbortTurnRequest, context: Context) -> groups_pb2.AbortTurnResponse:
         error = error_named(request.error, request.message)

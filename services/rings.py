@@ -12,7 +12,7 @@ from cp_core.errors import DeadlineExceeded, NotFound, Unavailable
 from cp_core.peer_tls import PeerTls
 from orchestration.ring import RingState
 from orchestration.ring_returns import AWAY
-from orchestration.views import GroupStatus
+from orchestration.views import DrainView, GroupStatus, ServerView
 from services.peers import GrpcPeers, GrpcRouter
 
 POLL_SECONDS = 0.5
@@ -37,14 +37,15 @@ class OperatorsDoor:
             await peers.close()
 
 
-async def drain_ring(door: OperatorsDoor, ring: str, *, seconds: float, force: bool) -> None:
-    """Let a ring drain, and wait until it has left. Tells whenever its running turns change.
+async def drain_ring(door: OperatorsDoor, ring: str, *, seconds: float, force: bool) -> DrainView | None:
+    """Let a ring drain, and wait until it has left. Tells whenever there is less left to do.
 
-    Raises NotFound, Busy, InvalidRequest, Unavailable, DeadlineExceeded.
+    Returns how it went; None where the router was started anew meanwhile. Raises NotFound, Busy, InvalidRequest,
+    Unavailable, DeadlineExceeded.
     """
     async with door.router() as router:
         await router.drain_ring(ring, seconds, force=force)
-        await _until_left(router, ring, seconds, door.progress)
+        return await _until_left(router, ring, seconds, door.progress)
 
 
 async def drain_node(door: OperatorsDoor, node: str, *, seconds: float) -> list[str]:
@@ -89,12 +90,13 @@ async def restart_ring(door: OperatorsDoor, ring: str, *, seconds: float, start_
     Raises NotFound, InvalidRequest, Unavailable, DeadlineExceeded.
     """
     async with door.router() as router:
-        before = await _status_of(router, ring)
+        before = _status_of(await router.get_server_info(), ring)
         was = before.incarnation if before is not None and before.state != AWAY else ""
         await router.restart_ring(ring, seconds)
         door.progress(f"ring {ring} restarts")
 
-        def is_back(status: GroupStatus | None) -> bool:
+        def is_back(view: ServerView) -> bool:
+            status = _status_of(view, ring)
             return _serves(status) and status is not None and status.incarnation != was
 
         await _until(router, ring, is_back, seconds + LEAVE_SECONDS + start_seconds, "serve again")
@@ -104,40 +106,48 @@ async def undrain_ring(door: OperatorsDoor, ring: str, *, seconds: float) -> Non
     """Let a ring take turns again, and wait until it does. Raises NotFound, Unavailable, DeadlineExceeded."""
     async with door.router() as router:
         await router.undrain_ring(ring)
-        await _until(router, ring, _serves, seconds, "serve again")
+        await _until(router, ring, lambda view: _serves(_status_of(view, ring)), seconds, "serve again")
 
 
 def _serves(status: GroupStatus | None) -> bool:
     return status is not None and status.state == RingState.READY and not status.is_draining
 
 
-async def _until_left(router: GrpcRouter, ring: str, seconds: float, progress: Callable[[str], None]) -> None:
-    shown = -1
+async def _until_left(
+    router: GrpcRouter, ring: str, seconds: float, progress: Callable[[str], None]
+) -> DrainView | None:
+    shown = ""
+    seen: DrainView | None = None
 
-    def has_left(status: GroupStatus | None) -> bool:
-        nonlocal shown
+    def has_left(view: ServerView) -> bool:
+        nonlocal shown, seen
+        seen = next((drain for drain in view.drains if drain.ring == ring), seen)
+        status = _status_of(view, ring)
         if status is None or status.state == AWAY or _serves(status):
             return True
         running = status.num_requests_running + status.num_requests_waiting
-        if running != shown:
-            progress(f"ring {ring} drains, {running} turns are under way")
-            shown = running
+        line = f"ring {ring} drains, {running} turns are under way{_moves_told(seen)}"
+        if line != shown:
+            progress(line)
+            shown = line
         return False
 
     await _until(router, ring, has_left, seconds + LEAVE_SECONDS, "leave")
+    return seen
 
 
-async def _until(
-    router: GrpcRouter, ring: str, holds: Callable[[GroupStatus | None], bool], seconds: float, what: str
-) -> None:
+def _moves_told(drain: DrainView | None) -> str:
+    return "" if drain is None else f", {drain.num_moved} conversations are moved and {drain.num_left} left"
+
+
+async def _until(router: GrpcRouter, ring: str, holds: Callable[[ServerView], bool], seconds: float, what: str) -> None:
     """Look again and again: the router tells nobody by itself."""
     deadline = time.monotonic() + seconds
-    while not holds(await _status_of(router, ring)):
+    while not holds(await router.get_server_info()):
         if time.monotonic() > deadline:
             raise DeadlineExceeded(f"ring {ring} did not {what} within {seconds:.0f} s")
         await asyncio.sleep(POLL_SECONDS)
 
 
-async def _status_of(router: GrpcRouter, ring: str) -> GroupStatus | None:
-    groups = (await router.get_server_info()).groups
-    return next((group for group in groups if group.name == ring), None)
+def _status_of(view: ServerView, ring: str) -> GroupStatus | None:
+    return next((group for group in view.groups if group.name == ring), None)

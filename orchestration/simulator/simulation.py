@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from cp_core.errors import CapacityExceeded, ConfigError, Unavailable
 from cp_core.layout import ShardMap, TokenRange
-from orchestration.cached_kv import PULLED
+from orchestration.cached_kv import KEPT, KeptOn
 from orchestration.groups import Group, Placed
-from orchestration.placement import Choice, WantedTurn
+from orchestration.placement import Choice, RingPlacer, WantedTurn
 from orchestration.placement_map import Placement
 from orchestration.planner import Planner, PlannerSettings, PromptOnRings
 from orchestration.simulator.clock import Clock
@@ -65,7 +65,7 @@ class _Turn:
 
     @property
     def moved(self) -> int:
-        return sum(len(each.tokens) for each in self.plan.cached_sources if each.source == PULLED)
+        return sum(len(each.tokens) for each in self.plan.cached_sources if each.source != KEPT)
 
 
 class Simulation:
@@ -182,6 +182,7 @@ class Simulation:
                 kept_on_decode=on_decode,
                 prefill=choice.prefill.registration,
                 decode=choice.decode.registration,
+                left=self._left(number, wanted, choice),
             ),
             mode=PromptMode.APPEND if conversation.tokens else PromptMode.NEW,
         )
@@ -196,6 +197,17 @@ class Simulation:
         choice.prefill.num_turns += 1
         choice.decode.num_turns += 1
         return _Turn(conversation, asked, choice, plan, placed, lacking=prompt - on_decode)
+
+    def _left(self, number: int, wanted: WantedTurn, choice: Choice) -> list[KeptOn]:
+        """What rings keep that the conversation leaves: turns take it along where the router places them."""
+        if not isinstance(self._policy, RingPlacer):
+            return []
+        rings: list[SimulatedPrefillRing | SimulatedDecodeRing] = []
+        if wanted.prefill is not None and wanted.prefill.group != choice.prefill.name:
+            rings.append(self.cluster.prefill[wanted.prefill.group])
+        if wanted.decode is not None and wanted.decode.group != choice.decode.name:
+            rings.append(self.cluster.decode[wanted.decode.group])
+        return [KeptOn(ring.group.registration, min(wanted.match_tokens, ring.kv.held(number))) for ring in rings]
 
     def _prefill(self, turn: _Turn) -> None:
         ring = self.cluster.prefill[turn.choice.prefill.name]

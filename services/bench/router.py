@@ -15,22 +15,18 @@ import numpy as np
 
 from cp_core.errors import RingserveError
 from cp_core.layout import ShardMap, spread
+from orchestration.kv_messages import ForkedKv, ForkKv, KeptKv, SendKv, SentKv, TakeKv, TakenKv
 from orchestration.planner import Planner, PlannerSettings
 from orchestration.router import Router, RouterSettings
 from orchestration.turn import (
     Admit,
-    ForkedKv,
-    ForkKv,
     GroupRegistration,
-    KeptKv,
     PrefillDone,
     PrefillReport,
     PrefillTurn,
     PromptMode,
     Reservation,
     Reserve,
-    SendKv,
-    SentKv,
     TurnEvent,
     TurnOutcome,
     TurnRequest,
@@ -143,6 +139,9 @@ class YesRing:
 
     async def send_kv(self, request: SendKv) -> SentKv:
         raise AssertionError("no prefill ring of this bench pulls")
+
+    async def take_kv(self, request: TakeKv) -> TakenKv:
+        raise AssertionError("no ring of this bench drains or is full")
 
     async def fork_kv(self, request: ForkKv) -> ForkedKv:
         raise AssertionError("no conversation of this bench is forked")

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from cp_core.errors import ConfigError
+from orchestration.views import DrainView
 from services.cli.options import Subcommands, add_router_options, config_of, router_of
 from services.rings import OperatorsDoor, drain_node, drain_ring, restart_ring, undrain_ring
 
@@ -18,7 +19,8 @@ DRAIN = """example:
   ringserve drain prefill-1 --seconds 60 --target 10.0.0.5:6380 --config cluster.yaml
   ringserve drain --node 10.0.0.7
 
-The ring takes no new turns, ends those that run, and leaves; 'ringserve undrain' brings it back.
+The ring takes no new turns, ends those that run, gives what it keeps of conversations to other rings of its role, those
+used last first, and leaves; 'ringserve undrain' brings it back.
 With --node every ring with a rank on that node leaves, and is started again when the node is gone.
 """
 UNDRAIN = """example:
@@ -69,9 +71,34 @@ def run_drain(options: argparse.Namespace) -> int:
         raise ConfigError("ring: name one ring, or with --node the node whose rings are to leave")
     if options.node:
         return _run_drain_node(options)
-    work = drain_ring(_door(options), options.ring, seconds=options.seconds, force=options.force)
-    asyncio.run(work)
-    return _tell(options, {"ring": options.ring, "drained": True}, f"{options.ring} has left")
+    drain = asyncio.run(drain_ring(_door(options), options.ring, seconds=options.seconds, force=options.force))
+    outcome = {"ring": options.ring, "drained": True, **_moves(drain)}
+    return _tell(options, outcome, f"{options.ring} has left{_moves_told(drain)}")
+
+
+def _moves(drain: DrainView | None) -> dict[str, int]:
+    if drain is None:
+        return {}
+    return {
+        "moved": drain.num_moved,
+        "left": drain.num_left,
+        "no_room": drain.num_no_room,
+        "failed": drain.num_failed,
+        "moved_bytes": drain.moved_bytes,
+    }
+
+
+def _moves_told(drain: DrainView | None) -> str:
+    """What became of the conversations that the ring kept; later turns compute again what was not moved."""
+    if drain is None:
+        return ""
+    stayed = [
+        (drain.num_left, "had no time"),
+        (drain.num_no_room, "found no room elsewhere"),
+        (drain.num_failed, "could not be moved"),
+    ]
+    others = "".join(f", {count} {why}" for count, why in stayed if count)
+    return f"; {drain.num_moved} conversations were moved{others}"
 
 
 def _run_drain_node(options: argparse.Namespace) -> int:

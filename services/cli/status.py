@@ -44,6 +44,8 @@ def run(options: argparse.Namespace) -> int:
             f"{info.conversations} conversations, {info.running_turns} running turns"
             + (f", {info.turns_waiting_for_rings} waiting for rings" if info.turns_waiting_for_rings else "")
         )
+        for drain in info.drains:
+            print(_drain_line(drain))
     return 0 if info.groups and all(group.state == "ready" for group in info.groups) else 1
 
 
@@ -81,6 +83,15 @@ def _table(info: inference_pb2.GetServerInfoResponse) -> Table:
 def _state(group: inference_pb2.GroupInfo) -> str:
     words = {"draining": group.draining, "restarting": group.restarting}
     return ", ".join([group.state, *(word for word, holds in words.items() if holds)])
+
+
+def _drain_line(drain: inference_pb2.RingDrain) -> str:
+    """How far a ring is with leaving, or how it left."""
+    stayed = drain.no_room + drain.failed
+    return (
+        f"{drain.ring} {'has left' if drain.has_left else 'drains'}: {drain.running_turns} turns, {drain.moved} "
+        f"conversations moved, {drain.left} left to move, {stayed} stay behind"
+    )
 
 
 def pool_sizes(info: inference_pb2.GetServerInfoResponse) -> str:

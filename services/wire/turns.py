@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from cp_core.layout import TokenRange
 from orchestration.turn import (
     Admit,
     EndingEvent,
     FinishedEvent,
+    KeepingRing,
     KvQuota,
     PrefillReport,
     PrefillTurn,
@@ -15,7 +15,6 @@ from orchestration.turn import (
     Reserve,
     ResumeTurn,
     ScoredEvent,
-    SendKv,
     TokensEvent,
     TurnEvent,
     TurnOutcome,
@@ -156,7 +155,18 @@ def prefill_turn_to(turn: PrefillTurn) -> groups_pb2.PrefillRequest:
         deadline_seconds=turn.deadline_seconds,
         decode_endpoint=turn.decode_endpoint,
         destination=reservation_to(turn.destination),
+        pulled_from=None if turn.pulled_from is None else keeping_ring_to(turn.pulled_from),
     )
+
+
+def keeping_ring_to(keeping: KeepingRing) -> groups_pb2.KvSource:
+    return groups_pb2.KvSource(
+        role=keeping.role, ring=keeping.ring, endpoint=keeping.endpoint, incarnation=keeping.incarnation
+    )
+
+
+def keeping_ring_from(message: groups_pb2.KvSource) -> KeepingRing:
+    return KeepingRing(role=message.role, ring=message.ring, endpoint=message.endpoint, incarnation=message.incarnation)
 
 
 def prefill_turn_from(message: groups_pb2.PrefillRequest) -> PrefillTurn:
@@ -171,6 +181,7 @@ def prefill_turn_from(message: groups_pb2.PrefillRequest) -> PrefillTurn:
         deadline_seconds=message.deadline_seconds,
         decode_endpoint=message.decode_endpoint,
         destination=reservation_from(message.destination),
+        pulled_from=keeping_ring_from(message.pulled_from) if message.HasField("pulled_from") else None,
     )
 
 
@@ -181,6 +192,7 @@ def report_to(report: PrefillReport) -> groups_pb2.PrefillReport:
         pulled_bytes=report.pulled_bytes,
         pull_seconds=report.pull_seconds,
         chunks=chunks_to(report.chunks),
+        lost_tokens=report.lost_tokens,
     )
 
 
@@ -191,6 +203,7 @@ def report_from(message: groups_pb2.PrefillReport) -> PrefillReport:
         pulled_bytes=message.pulled_bytes,
         pull_seconds=message.pull_seconds,
         chunks=chunks_from(message.chunks),
+        lost_tokens=message.lost_tokens,
     )
 
 
@@ -213,36 +226,6 @@ def admit_from(message: groups_pb2.AdmitRequest) -> Admit:
         report=report_from(message.report),
         logprobs=logprobs_from(message.logprobs) if message.HasField("logprobs") else None,
         prompt_logprobs=all_logprobs_from(message.prompt_logprobs),
-    )
-
-
-def send_kv_to(request: SendKv) -> groups_pb2.SendKvRequest:
-    return groups_pb2.SendKvRequest(
-        transfer_id=request.transfer_id,
-        attempt=request.attempt,
-        sequence_id=request.sequence_id,
-        source_incarnation=request.source_incarnation,
-        destination_incarnation=request.destination_incarnation,
-        tokens=inference_pb2.Range(start=request.tokens.start, stop=request.tokens.stop),
-        shards=shards_to(request.shards),
-        kv_endpoints=request.kv_endpoints,
-        tp=request.tp,
-        deadline_seconds=request.deadline_seconds,
-    )
-
-
-def send_kv_from(message: groups_pb2.SendKvRequest) -> SendKv:
-    return SendKv(
-        transfer_id=message.transfer_id,
-        attempt=message.attempt,
-        sequence_id=message.sequence_id,
-        source_incarnation=message.source_incarnation,
-        destination_incarnation=message.destination_incarnation,
-        tokens=TokenRange(message.tokens.start, message.tokens.stop),
-        shards=shards_from(message.shards),
-        kv_endpoints=tuple(message.kv_endpoints),
-        tp=message.tp,
-        deadline_seconds=message.deadline_seconds,
     )
 
 

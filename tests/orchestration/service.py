@@ -139,7 +139,9 @@ class Service:
         self.prefill = PrefillLeader(
             settings("prefill", num_prefill, prefill_tp), self.prefill_ranks, self.peers, register
         )
-        self.decode = DecodeLeader(settings("decode", num_decode, decode_tp), self.decode_ranks, self.router, register)
+        self.decode = DecodeLeader(
+            settings("decode", num_decode, decode_tp), self.decode_ranks, self.peers, self.router, register
+        )
         self.peers.leaders = {"prefill-0": self.prefill, "decode-0": self.decode}
         for number, shape in enumerate(other_prefill, start=1):
             self.peers.leaders[f"prefill-{number}"] = PrefillLeader(
@@ -150,7 +152,11 @@ class Service:
             )
         for number, shape in enumerate(other_decode, start=1):
             self.peers.leaders[f"decode-{number}"] = DecodeLeader(
-                settings("decode", *_shape(shape, decode_tp), number), ThreadRanks(poisoned=True), self.router, register
+                settings("decode", *_shape(shape, decode_tp), number),
+                ThreadRanks(poisoned=True),
+                self.peers,
+                self.router,
+                register,
             )
         self._numbers = itertools.count()
 

@@ -37,7 +37,7 @@ class TwoOfEach(Service):
             self.peers.leaders[name] = PrefillLeader(settings, ranks, self.peers, register)
         else:
             settings = replace(self.decode.settings, name=name, drain_interval=0.01)
-            self.peers.leaders[name] = DecodeLeader(settings, ranks, self.router, register)
+            self.peers.leaders[name] = DecodeLeader(settings, ranks, self.peers, self.router, register)
 
     async def drained(self, name: str) -> None:
         """Drain a ring and end it, as the process that started it does."""

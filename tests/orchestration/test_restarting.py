@@ -49,7 +49,7 @@ class Restarting(Service):
         if isinstance(before, PrefillLeader):
             leader: PrefillLeader | DecodeLeader = PrefillLeader(before.settings, ranks, self.peers, register)
         else:
-            leader = DecodeLeader(before.settings, ranks, self.router, register)
+            leader = DecodeLeader(before.settings, ranks, self.peers, self.router, register)
         self.peers.leaders[name] = leader
         await leader.start(name)
 

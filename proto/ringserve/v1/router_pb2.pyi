@@ -255,6 +255,7 @@ class RegisterGroupRequest(_message.Message):
     WAITING_WORK_FIELD_NUMBER: _builtins.int
     WORK_RATE_FIELD_NUMBER: _builtins.int
     FREE_TOKENS_FIELD_NUMBER: _builtins.int
+    SPARE_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_BATCH_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
     LEAVING_FIELD_NUMBER: _builtins.int
@@ -276,6 +277,8 @@ class RegisterGroupRequest(_message.Message):
     work_rate: _builtins.float
     free_tokens: _builtins.int
     """KV room that no running turn holds."""
+    spare_tokens: _builtins.int
+    """Tokens of it that nothing is kept in, and that more may be kept in."""
     max_batch: _builtins.int
     """Turns that a decode ring takes into one batch; 0: not known."""
     draining: _builtins.bool
@@ -300,13 +303,14 @@ class RegisterGroupRequest(_message.Message):
         waiting_work: _builtins.float = ...,
         work_rate: _builtins.float = ...,
         free_tokens: _builtins.int | None = ...,
+        spare_tokens: _builtins.int = ...,
         max_batch: _builtins.int = ...,
         draining: _builtins.bool = ...,
         leaving: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_free_tokens", b"_free_tokens", "free_tokens", b"free_tokens", "rates", b"rates"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_free_tokens", b"_free_tokens", "capacity_tokens", b"capacity_tokens", "chunk_tokens", b"chunk_tokens", "draining", b"draining", "endpoint", b"endpoint", "free_tokens", b"free_tokens", "incarnation", b"incarnation", "leaving", b"leaving", "max_batch", b"max_batch", "min_chunk_tokens", b"min_chunk_tokens", "name", b"name", "num_ranks", b"num_ranks", "rates", b"rates", "role", b"role", "step_budget", b"step_budget", "tp", b"tp", "waiting_work", b"waiting_work", "work_rate", b"work_rate"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_free_tokens", b"_free_tokens", "capacity_tokens", b"capacity_tokens", "chunk_tokens", b"chunk_tokens", "draining", b"draining", "endpoint", b"endpoint", "free_tokens", b"free_tokens", "incarnation", b"incarnation", "leaving", b"leaving", "max_batch", b"max_batch", "min_chunk_tokens", b"min_chunk_tokens", "name", b"name", "num_ranks", b"num_ranks", "rates", b"rates", "role", b"role", "spare_tokens", b"spare_tokens", "step_budget", b"step_budget", "tp", b"tp", "waiting_work", b"waiting_work", "work_rate", b"work_rate"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__free_tokens: _TypeAlias = _typing.Literal["free_tokens"]  # noqa: Y015
     _WhichOneofArgType__free_tokens: _TypeAlias = _typing.Literal["_free_tokens", b"_free_tokens"]  # noqa: Y015
@@ -351,7 +355,7 @@ class RegisterGroupResponse(_message.Message):
 
     RUNNING_TURNS_FIELD_NUMBER: _builtins.int
     running_turns: _builtins.int
-    """Turns that are, or are about to be, on this ring."""
+    """Turns that are, or are about to be, on this ring; where it drains also conversations that are to be moved from it."""
     def __init__(
         self,
         *,
