@@ -92,7 +92,7 @@ def test_on_slow_links_auto_takes_the_algorithm_that_sends_less(report: Selectio
     losses = {way.name: way.loss for way in ring.ways}
     assert losses["auto"] == losses["best of each cell"] == 0.0
     assert losses["pass_kv"] > 1.0, "a prefix of 1500 tokens went through the link"
-    assert losses["pass_q"] > 0.1
+    assert losses["pass_q"] > 0.0
     # A load on the machine makes a link slower, never faster.
     assert 0 < ring.measured.link_bytes_per_second < 1.05 * SLOW.bytes_per_second
 
