@@ -42,6 +42,7 @@ from workers.decode_batch import DecodeBatch
 from workers.decode_header import Header, HeaderChannel
 from workers.decode_loop import DecodeFollower, DecodeLeader
 from workers.decode_mailbox import DecodeMailbox
+from workers.decode_prompt import DecodePrompts
 from workers.decode_step import DecodePass
 from workers.kv_cache import KvCache
 from workers.model import LoadedModel, load_model
@@ -244,16 +245,17 @@ class OverheadStation:
         batch = DecodeBatch(seat.rank, seat.num_ranks, BLOCK_TOKENS)
         parts = (TimedModel(self._model, clock), ring, self._cache, TimedBackend(self._backend, clock), batch)
         step = TimedPass(*parts, clock=clock)
+        prompts = DecodePrompts(self._model, ring, self._cache, self._backend)
         device = torch.device("cpu")
         with torch.inference_mode():
             if seat.rank:
                 channel = HeaderChannel((seat.transport,), case.batch, device)
-                DecodeFollower(channel, batch, step, Progress()).run()
+                DecodeFollower(channel, batch, step, prompts, Progress()).run()
                 return None
             mailbox = DecodeMailbox(case.batch)
             mailbox.submit([self._admission(case, row) for row in range(case.batch)])
             timed = TimedChannel((seat.transport,), case.batch, device, clock=clock)
-            leader = DecodeLeader(timed, batch, step, Progress(), lambda *_: case.variant, mailbox)
+            leader = DecodeLeader(timed, batch, step, prompts, Progress(), lambda *_: case.variant, mailbox)
             end_after(mailbox, case.batch * case.steps)
             leader.run()
         return [milliseconds(parts) for parts in clock.steps[WARM_UP_STEPS : case.steps]]

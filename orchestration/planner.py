@@ -13,7 +13,7 @@ from orchestration.corrections import RingCorrections
 from orchestration.prefill_work import StepLimits, WorkModel, cut
 from orchestration.ring_costs import RingCosts
 from orchestration.turn import Chunk, GroupRegistration, Plan, PrefillReport, PromptMode
-from workers.steps import Algorithm, ModelInfo
+from workers.steps import RING_ALGORITHMS, Algorithm, ModelInfo
 
 WORTH_TELLING = 0.05
 """A correction that moves a prediction by more is part of a plan's reason."""
@@ -101,7 +101,8 @@ class Planner:
             ),
             # By one factor, so that they compare as they did when one of them was chosen.
             alternatives=tuple(
-                (name, factor * sum(self._costs.seconds(prefill, name, turn) for turn in turns)) for name in Algorithm
+                (name, factor * sum(self._costs.seconds(prefill, name, turn) for turn in turns))
+                for name in RING_ALGORITHMS
             )
             + source.alternatives,
             prompt_mode=mode,
@@ -169,7 +170,7 @@ class Planner:
     def predict_prefill(self, num_tokens: int, cached_tokens: int, ring: GroupRegistration) -> float:
         """Seconds of a prompt whose beginning is cached, taken whole by its faster algorithm, on an idle ring."""
         turn = _turn(ring, TokenRange(cached_tokens, num_tokens))
-        seconds, name = min((self._costs.seconds(ring, name, turn), name) for name in Algorithm)
+        seconds, name = min((self._costs.seconds(ring, name, turn), name) for name in RING_ALGORITHMS)
         return seconds * self.corrections.factor(ring, name)
 
     def _cut(self, ring: GroupRegistration, tokens: TokenRange) -> list[TokenRange]:
@@ -195,7 +196,7 @@ def _told(factor: float) -> str:
 
 
 def _of_most_tokens(turns: Sequence[Turn], chosen: Sequence[Selection]) -> Algorithm:
-    tokens = dict.fromkeys(Algorithm, 0)
+    tokens = dict.fromkeys(RING_ALGORITHMS, 0)
     for turn, selection in zip(turns, chosen, strict=True):
         tokens[Algorithm(selection.algorithm)] += turn.new_tokens
     return max(tokens, key=lambda name: tokens[name])

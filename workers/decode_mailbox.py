@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 
 from cp_core.errors import Unavailable
-from workers.steps import AdmitSequence, DecodeCommand, DecodeEvent, DecodeEvents, RemoveSequence
+from workers.steps import AdmitSequence, ComputePrompt, DecodeCommand, DecodeEvent, DecodeEvents, RemoveSequence
 
 
 class DecodeMailbox:
@@ -38,6 +38,8 @@ class DecodeMailbox:
             for command in commands:
                 if isinstance(command, RemoveSequence):
                     expected.discard(command.sequence_id)
+                if isinstance(command, ComputePrompt):
+                    assert command.token_ids, f"{command.sequence_id!r} has no new token"
                 if not isinstance(command, AdmitSequence):
                     continue
                 _check_admission(command)

@@ -30,12 +30,13 @@ from workers.decode_header import LEADER, HeaderChannel
 from workers.decode_loop import DecodeFollower, DecodeLeader
 from workers.decode_mailbox import DecodeMailbox
 from workers.decode_probe import probe_decode_rates
+from workers.decode_prompt import DecodePrompts
 from workers.decode_step import DecodePass
 from workers.kv_cache import KvCache
 from workers.kv_transfer.receiver import KvReceiver
 from workers.kv_transfer.sender import KvSender
 from workers.model import DTYPES, LoadedModel, load_model
-from workers.prefill_step import PrefillPass, ScoredRows
+from workers.prefill_step import PrefillPass, ScoredRows, run_prefill
 from workers.probe import probe_rates
 from workers.progress import Progress
 from workers.sampling.logprobs import logprobs_of
@@ -249,10 +250,7 @@ class RankWorker:
     def _run_prefill(self, step: PrefillStep, ring: RingTransport) -> tuple[PrefillPass, Tensor]:
         """(the pass, hidden states [T, hidden_size]) of this rank's tokens."""
         self._progress.alive(running=len(step.sequences))
-        forward = PrefillPass(step, ring, self._cache, self._backend, self._kv_sender.layer_ready)
-        if forward.num_tokens:
-            return forward, self._model.hidden_states(forward.token_ids, forward.positions, forward)
-        return forward, self._model.attend_without_tokens(forward)
+        return run_prefill(step, self._model, ring, self._cache, self._backend, self._kv_sender.layer_ready)
 
     # --- decode ------------------------------------------------------------------------------------------------------
 
@@ -264,13 +262,15 @@ class RankWorker:
         with self._compute() as ring:
             batch = DecodeBatch(ring.rank, ring.size, self._spec.block_tokens)
             step = DecodePass(self._model, ring, self._cache, self._backend, batch)
-            step.clock, step.timed = self._clock, self._transports
+            prompts = DecodePrompts(self._model, ring, self._cache, self._backend)
+            step.clock = prompts.clock = self._clock
+            step.timed = prompts.timed = self._transports
             channel = HeaderChannel(self._header_hops(ring), self._spec.max_batch, self._cache.device)
             if self._spec.rank != LEADER:
-                DecodeFollower(channel, batch, step, self._progress).run()
+                DecodeFollower(channel, batch, step, prompts, self._progress).run()
                 return
             try:
-                DecodeLeader(channel, batch, step, self._progress, self._choose_variant, self._mailbox).run()
+                DecodeLeader(channel, batch, step, prompts, self._progress, self._choose_variant, self._mailbox).run()
             except Exception as error:
                 self._mailbox.close(f"the decode loop of {self._spec.group} broke: {error}")
                 raise

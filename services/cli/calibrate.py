@@ -23,7 +23,7 @@ from services.cli.options import Subcommands, client_of
 from services.cli.started import add_serving_options, serving
 from services.client import Client
 from services.planning.units import parse_tokens
-from workers.steps import Algorithm
+from workers.steps import RING_ALGORITHMS
 
 EXAMPLE = """example:
   ringserve calibrate --write measured.json
@@ -87,7 +87,7 @@ def _calibrate(
     name = PROFILE_NAME if options.write is None else options.write.stem
     before = profile_before(model, server.groups, name)
     calibrator = Calibrator(client, repeats=options.repeats, timeout=options.timeout, seed=options.seed)
-    with _progress(len(cells) * len(Algorithm) * options.repeats) as tell:
+    with _progress(len(cells) * len(RING_ALGORITHMS) * options.repeats) as tell:
         measurements = calibrator.prefills(cells, tell)
     steps = calibrator.steps(sorted({cell.cached_tokens + cell.new_tokens for cell in cells}))
     rings = sorted({f"{each.ring} ({each.sample.cp} x {each.sample.tp})" for each in measurements})
