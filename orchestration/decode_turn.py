@@ -10,7 +10,7 @@ from cp_core.errors import InvalidRequest, RingserveError
 from cp_core.layout import ShardMap, appended, level_counts
 from orchestration.handoff import HandoffState
 from orchestration.kv_pool import KvPool, SequenceKv
-from orchestration.turn import PrefillReport, Reservation, Reserve, TokensEvent, TurnEvent
+from orchestration.turn import PrefillDone, PrefillReport, Reservation, Reserve, TokensEvent, TurnEvent
 from workers.steps import AdmitSequence, FinishReason, TokenHistory, TokenLogprobs, TransferKey, TransferReport
 
 
@@ -20,7 +20,8 @@ class DecodeTurn:
 
     `arrival` orders the ring's turns. `request`, `key` and `reservation` are those of the latest attempt, whose prompt
     is the turn's own `prompt_tokens` and, after a preemption, what was decoded until then; `num_attempts` also counts
-    those that the router could not begin. `room` tokens of the sequence find a slot in its block tables.
+    those that the router could not begin. `room` tokens of the sequence find a slot in its block tables. The ring
+    itself computes the prompt in `prefilling`, or KV comes from elsewhere and `sealing` waits for it.
     """
 
     request: Reserve
@@ -42,6 +43,7 @@ class DecodeTurn:
     over: asyncio.Event = field(default_factory=asyncio.Event)
     ending: asyncio.Task[None] | None = None
     sealing: asyncio.Task[None] | None = None
+    prefilling: asyncio.Task[PrefillDone] | None = None
     pulls: set[asyncio.Task[list[TransferReport]]] = field(default_factory=set)
     copying: asyncio.Task[None] | None = None
     timers: list[asyncio.TimerHandle] = field(default_factory=list)
@@ -51,6 +53,7 @@ class DecodeTurn:
     # How many tokens make the answer, where the reader says so; and how it ends if they are all.
     num_finished: int | None = None
     own_end: FinishReason | None = None
+    reserved_at: float = field(default_factory=time.monotonic)
     first_token_at: float = 0.0
 
     @property

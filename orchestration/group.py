@@ -96,6 +96,8 @@ class GroupLeader(ABC):
             work_rate=self.work_rate,
             free_tokens=ring.pool.free_tokens,
             max_batch=self.settings.max_batch if self.settings.role == "decode" else 0,
+            max_direct_tokens=self.settings.max_direct_tokens if self.settings.role == "decode" else 0,
+            max_direct_seconds=self.settings.max_direct_seconds if self.settings.role == "decode" else 0.0,
             is_draining=self.is_draining,
             is_leaving=self.is_leaving,
         )

@@ -18,8 +18,8 @@ class Group:
     """One ring. `is_ready` falls when a call finds it gone and rises with its next announcement.
 
     What it announces is seconds old when the next turn comes, so the router adds what it has placed there since.
-    `busy_until` is on the registry's clock, `free_tokens` falls with every turn until the ring tells it anew, and
-    `last_placed` counts the router's choices.
+    `busy_until` is on the registry's clock (a decode ring is busy with prompts that it computes itself), `free_tokens`
+    falls with every turn until the ring tells it anew, and `last_placed` counts the router's choices.
     """
 
     registration: GroupRegistration
@@ -53,27 +53,27 @@ class Group:
         self.free_tokens = registration.capacity_tokens if free is None else free
 
     def queue_seconds(self, now: float) -> float:
-        """How long what waits on a prefill ring is predicted to take."""
+        """How long the prompts that wait on a ring are predicted to take."""
         return max(0.0, self.busy_until - now)
 
 
 class Placed:
     """A turn's share of two rings' load, from the choice to the end of its prefill. Whoever placed it says when."""
 
-    def __init__(self, prefill: Group, clock: Callable[[], float]) -> None:
-        self._prefill = prefill
+    def __init__(self, computing: Group, clock: Callable[[], float]) -> None:
+        self._computing = computing
         self._clock = clock
         self._is_over = False
 
     def end_prefill(self) -> None:
-        """Nothing of the turn waits on the prefill ring any more. Idempotent."""
+        """Nothing of the turn's prompt waits to be computed any more. Idempotent."""
         if self._is_over:
             return
         self._is_over = True
-        self._prefill.num_prefilling -= 1
-        if not self._prefill.num_prefilling:
+        self._computing.num_prefilling -= 1
+        if not self._computing.num_prefilling:
             # Nobody else's turns wait there: what was predicted beyond now was too much.
-            self._prefill.busy_until = min(self._prefill.busy_until, self._clock())
+            self._computing.busy_until = min(self._computing.busy_until, self._clock())
 
 
 class GroupRegistry:
@@ -123,16 +123,20 @@ class GroupRegistry:
     def named(self, role: str, name: str) -> Group | None:
         return self._groups[role].get(name)
 
-    def place(self, prefill: Group, decode: Group, *, prefill_seconds: float, num_tokens: int) -> Placed:
-        """Count a turn of `num_tokens` tokens to two rings, until they announce their own figures."""
+    def place(self, prefill: Group | None, decode: Group, *, prefill_seconds: float, num_tokens: int) -> Placed:
+        """Count a turn of `num_tokens` tokens to its rings, until they announce their own figures.
+
+        `prefill` None: the decode ring computes the prompt, in `prefill_seconds` all the same.
+        """
         now = self.clock()
         self._num_placed += 1
-        for group in (prefill, decode):
+        for group in (decode,) if prefill is None else (prefill, decode):
             group.last_placed = self._num_placed
             group.free_tokens = max(0, group.free_tokens - num_tokens)
-        prefill.busy_until = max(prefill.busy_until, now) + prefill_seconds
-        prefill.num_prefilling += 1
-        return Placed(prefill, self.clock)
+        computing = prefill or decode
+        computing.busy_until = max(computing.busy_until, now) + prefill_seconds
+        computing.num_prefilling += 1
+        return Placed(computing, self.clock)
 
 
 def _kind_of(registration: GroupRegistration) -> RingKind:

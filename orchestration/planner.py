@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cp_core.cost.profile import HardwareProfile
 from cp_core.layout import TokenRange
@@ -12,7 +12,7 @@ from orchestration.cached_kv import AUTO, CachedKv, choose_source
 from orchestration.corrections import RingCorrections
 from orchestration.prefill_work import StepLimits, WorkModel, cut
 from orchestration.ring_costs import RingCosts
-from orchestration.turn import Chunk, GroupRegistration, Plan, PrefillReport, PromptMode
+from orchestration.turn import CachedSource, Chunk, GroupRegistration, Plan, PrefillReport, PromptMode
 from workers.steps import RING_ALGORITHMS, Algorithm, ModelInfo
 
 WORTH_TELLING = 0.05
@@ -107,6 +107,57 @@ class Planner:
             + source.alternatives,
             prompt_mode=mode,
         )
+
+    def plan_direct(
+        self,
+        *,
+        num_tokens: int,
+        kept_on_prefill: int,
+        kept_on_decode: int,
+        prefill: GroupRegistration,
+        decode: GroupRegistration,
+        mode: PromptMode,
+        algorithm: Algorithm | None = None,
+    ) -> Plan:
+        """The plan of a turn whose decode ring computes the prompt itself. `prefill` is the ring that would instead."""
+        other = self.plan(
+            num_tokens=num_tokens,
+            kept_on_prefill=kept_on_prefill,
+            kept_on_decode=kept_on_decode,
+            prefill=prefill,
+            decode=decode,
+            mode=mode,
+        )
+        new = TokenRange(kept_on_decode, num_tokens)
+        kept = CachedSource(source="kept_on_decode", tokens=TokenRange(0, kept_on_decode))
+        seconds = self.predict_direct(num_tokens, kept_on_decode, decode)
+        why = "Decode ring" if algorithm is None else f"Forced: {algorithm} was asked for with the turn"
+        told = _told(self.corrections.factor(decode, Algorithm.DECODE_RING))
+        return replace(
+            other,
+            algorithm=Algorithm.DECODE_RING,
+            reason=f"{why}: {decode.name} keeps {kept_on_decode} tokens and computes the {len(new)} new ones in "
+            f"{1e3 * seconds:.3g} ms predicted, with no KV to move{told}",
+            new_tokens=len(new),
+            cached_tokens=kept_on_decode,
+            prefill_ring=decode.name,
+            prefill_ranks=decode.num_ranks,
+            cached_sources=(kept,) if kept_on_decode else (),
+            chunks=(Chunk(tokens=new, algorithm=Algorithm.DECODE_RING),),
+            predicted_prefill_seconds=seconds,
+            alternatives=((Algorithm.DECODE_RING, seconds), *other.alternatives),
+        )
+
+    @property
+    def may_choose_direct(self) -> bool:
+        """Whether a turn that asks for no algorithm may be computed by its decode ring: not where one is forced."""
+        return self.selector not in RING_ALGORITHMS
+
+    def predict_direct(self, num_tokens: int, kept_on_decode: int, decode: GroupRegistration) -> float:
+        """Seconds in which a decode ring computes the end of a prompt whose beginning it keeps, between two steps."""
+        turn = _turn(decode, TokenRange(kept_on_decode, num_tokens))
+        factor = self.corrections.factor(decode, Algorithm.DECODE_RING)
+        return self._costs.seconds(decode, Algorithm.DECODE_RING, turn) * factor
 
     def note_prefill(self, ring: GroupRegistration, report: PrefillReport) -> None:
         """Learn from what a turn took; one that shared a step, or took both algorithms, measures neither."""

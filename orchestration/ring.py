@@ -69,6 +69,8 @@ class GroupSettings:
     continuous: bool = True
     preemption: bool = True
     headroom_tokens: int = 128
+    max_direct_tokens: int = 0
+    max_direct_seconds: float = 0.15
     max_waiting: int = 256
     chunk_tokens: int = 4096
     prefill_scheduling: PrefillScheduling = field(default_factory=PrefillScheduling)

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 from cp_core.cost.profile import HardwareProfile
 from cp_core.cost.share import sum_seconds
-from cp_core.cost_model import ModelShape, Rates, predict_prefill
+from cp_core.cost_model import PASS_Q, ModelShape, Rates, predict_prefill
 from cp_core.selector import Turn
 from orchestration.turn import GroupRegistration
 from workers.model_info import tensor_share
-from workers.steps import ModelInfo
+from workers.steps import Algorithm, ModelInfo
 
 
 class RingCosts:
@@ -58,7 +58,8 @@ class RingCosts:
         return self._shapes[ring.tp]
 
     def seconds(self, ring: GroupRegistration, algorithm: str, turn: Turn) -> float:
-        """Of one step: T new tokens after P cached ones."""
+        """Of one step: T new tokens after P cached ones. A decode ring computes them by pass-Q."""
+        algorithm = PASS_Q if algorithm == Algorithm.DECODE_RING else algorithm
         rates = self.rates(ring, is_cached=turn.cached_tokens > 0)
         cost = predict_prefill(self.shape(ring), rates, turn.num_ranks, algorithm, turn.new_tokens, turn.cached_tokens)
         return cost.total_seconds + self._tensor_sums(ring, rates, turn)

@@ -18,7 +18,7 @@ from orchestration.conversations import Conversation, ConversationStore
 from orchestration.drains import Drains
 from orchestration.group_status import status_of
 from orchestration.groups import Group, GroupRegistry
-from orchestration.placement import RingPlacer, WantedTurn
+from orchestration.placement import RingPlacer
 from orchestration.planner import Planner
 from orchestration.ports import Peers
 from orchestration.prompts import common_prefix, resolve_prompt
@@ -28,6 +28,7 @@ from orchestration.turn_ends import TurnEnds
 from orchestration.turn_placements import TurnPlacements
 from orchestration.turn_starts import TurnStarts
 from orchestration.views import ConversationList, ConversationView, ServerView
+from orchestration.wanted_turn import WantedTurn
 from workers.steps import TokenIds
 
 log = logging.getLogger(__name__)
@@ -132,6 +133,7 @@ class Router:
             match_tokens=_match(conversation, prompt, request),
             prefill=conversation.prefill,
             decode=conversation.decode,
+            algorithm=request.algorithm,
         )
         choice = self._placements.choose(wanted)
         self._check_length(len(prompt), request.sampling.max_tokens, choice.prefill, choice.decode)

@@ -45,7 +45,9 @@ class TurnRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CachedSource:
-    """Where cached tokens come from: "kept_on_prefill" or "pulled_from_decode"."""
+    """Where cached tokens come from: "kept_on_prefill" or "pulled_from_decode"; or "kept_on_decode", where that ring
+    computes the prompt itself.
+    """
 
     source: str
     tokens: TokenRange
@@ -62,18 +64,25 @@ class Chunk:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RingAlternative:
-    """What a turn is predicted to take on one prefill ring, in seconds: behind what waits there, to fetch cached KV
-    that the ring lacks, and to compute the rest.
+    """What a turn is predicted to take on one ring, in seconds: behind what waits there, to fetch cached KV that the
+    ring lacks, and to compute the rest.
+
+    Where the decode ring could compute the prompt itself it is one of those compared: with `handoff_seconds`, of the
+    new tokens' KV on its way from a prefill ring, and `stall_seconds`, by which all turns that decode there would
+    wait longer together.
     """
 
     ring: str
     queue_seconds: float
     move_seconds: float
     prefill_seconds: float
+    handoff_seconds: float = 0.0
+    stall_seconds: float = 0.0
 
     @property
     def total_seconds(self) -> float:
-        return self.queue_seconds + self.move_seconds + self.prefill_seconds
+        waits = self.queue_seconds + self.move_seconds + self.handoff_seconds + self.stall_seconds
+        return waits + self.prefill_seconds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,7 +92,10 @@ class Plan:
     `alternatives` are (algorithm, predicted seconds) of computing every chunk by it; where only the decode ring keeps
     a part, also those of a "pull" and of a "recompute", each until the prefill has ended. `chunks` are those of a ring
     that has nothing else to do: the prefill leader cuts by what waits, and reports what it did. `ring_alternatives` are
-    the prefill rings that were compared, the quickest few and the chosen one; none where there was no choice.
+    the rings that were compared, the quickest few and the chosen one; none where there was no choice.
+
+    With `Algorithm.DECODE_RING` the decode ring is also `prefill_ring`, and nothing is handed over. Other plans have it
+    among their `alternatives` where it was possible.
     """
 
     algorithm: Algorithm
@@ -116,7 +128,8 @@ class BegunTurn:
 class Reserve:
     """Pin a sequence for a turn. `sampling` and `source_incarnation` matter to the decode ring only.
 
-    So do `penalized_ids`, the prompt's distinct tokens where a penalty looks at them. `request_id` is for logs.
+    So do `penalized_ids`, the prompt's distinct tokens where a penalty looks at them, and `is_direct`: the decode ring
+    itself is going to compute what it does not keep, so no KV comes. `request_id` is for logs.
     """
 
     turn_id: str
@@ -130,6 +143,7 @@ class Reserve:
     penalized_ids: tuple[int, ...] = ()
     priority: int = 0
     request_id: str = ""
+    is_direct: bool = False
 
     @property
     def log_fields(self) -> dict[str, str]:
@@ -153,7 +167,7 @@ class Reservation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillTurn:
-    """Run the prefill of a reserved turn; `destination` is the decode ring's reservation.
+    """Run the prefill of a reserved turn; `destination` is the decode ring's reservation, also where it runs there.
 
     `chunks` cover tokens [cached_tokens, len(token_ids)) in order. They are advice: the leader cuts by what else waits,
     and takes from them which algorithm to prefer where.
@@ -173,7 +187,7 @@ class PrefillTurn:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillReport:
-    """What the prefill ring measured, and the chunks as it computed them.
+    """What the ring that computed the prompt measured, and the chunks as it computed them.
 
     `prefill_seconds` are those of the steps the turn was in, shared ones whole; `queue_seconds` the rest of the time
     from its reservation to its first token.
@@ -188,7 +202,7 @@ class PrefillReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillDone:
-    """The turn's KV has been handed over; `shards` is where the whole prompt now lies on the prefill ring."""
+    """The turn's KV is where it is decoded; `shards` is how the whole prompt now lies on the ring that computed it."""
 
     report: PrefillReport
     shards: ShardMap
@@ -325,6 +339,9 @@ class GroupRegistration:
     one of its prefill steps may compute, `step_budget` its most work units (0: those of `chunk_tokens` tokens). One
     that `is_draining` takes no new turns, one that `is_leaving` is gone when this is read.
 
+    A decode ring computes up to `max_direct_tokens` tokens of a prompt itself (0: none), where a step of them is
+    predicted to take no longer than `max_direct_seconds`.
+
     What changes from one announcement to the next: work units that wait and those it computes a second, of
     prefill rings (0: not known); tokens that no running turn holds the room of (None: not known); and the turns that a
     decode ring takes into one batch (0: not known).
@@ -345,6 +362,8 @@ class GroupRegistration:
     work_rate: float = 0.0
     free_tokens: int | None = None
     max_batch: int = 0
+    max_direct_tokens: int = 0
+    max_direct_seconds: float = 0.0
     is_draining: bool = False
     is_leaving: bool = False
 

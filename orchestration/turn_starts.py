@@ -1,4 +1,4 @@
-"""How turns start, or start again: both rings reserve, their answers make the plan, the prefill is set going."""
+"""How turns start, or start again: their rings reserve, the answers make the plan, the prefill is set going."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ import numpy as np
 
 from cp_core.errors import CapacityExceeded, NotFound, RingserveError, TurnCancelled, Unavailable
 from orchestration.group_status import withdraw_if_lost
+from orchestration.groups import Group
 from orchestration.planner import Planner
 from orchestration.ports import DecodePort, Peers, PrefillPort
 from orchestration.running_turn import RunningTurn
 from orchestration.turn import Plan, PrefillDone, PrefillTurn, Reserve, ResumeTurn
 from orchestration.turn_ends import TurnEnds
 from orchestration.turn_placements import TurnPlacements
-from workers.steps import TokenIds
+from workers.steps import RING_ALGORITHMS, TokenIds
 
 log = logging.getLogger(__name__)
 
@@ -90,9 +91,13 @@ class TurnStarts:
         # Of the attempt before: the decode ring had all KV, or gave it up, and its sender may not know yet.
         await asyncio.wait([turn.prefilling], timeout=self._control_timeout)
         if not turn.prefilling.done():
-            raise Unavailable(f"prefill ring {turn.prefill.name} still works on turn {turn.turn_id}")
+            raise Unavailable(f"ring {turn.choice.computing.name} still works on turn {turn.turn_id}")
         turn.decoded = decoded
-        await self._prefill_port(turn).settle(turn.sequence_id, turn.turn_id, len(turn.token_ids) - 1)
+        if turn.prefill is None:
+            self._placements.take_prefill_ring(turn)
+        else:
+            port = self._peers.prefill(turn.prefill.registration.endpoint)
+            await port.settle(turn.sequence_id, turn.turn_id, len(turn.token_ids) - 1)
         await self._reserve(turn)
         if turn.ending is not None:
             raise NotFound(f"turn {turn.turn_id} has ended")
@@ -107,53 +112,61 @@ class TurnStarts:
                 await self._placements.try_elsewhere(turn, refusal)
 
     async def _reserve(self, turn: RunningTurn) -> None:
-        sampling = turn.request.sampling
-        num_tokens = len(turn.token_ids)
+        sampling, prefill = turn.request.sampling, turn.prefill
         request = Reserve(
             turn_id=turn.turn_id,
             attempt=turn.attempt,
             sequence_id=turn.sequence_id,
             match_tokens=0,
-            num_tokens=num_tokens,
+            num_tokens=len(turn.token_ids),
             deadline_seconds=turn.request.deadline_seconds,
-            source_incarnation=turn.prefill.registration.incarnation,
+            source_incarnation=prefill.registration.incarnation if prefill else "",
+            is_direct=prefill is None,
             sampling=sampling,
             penalized_ids=tuple(np.unique(turn.prompt).tolist()) if sampling.looks_at_prompt else (),
             priority=turn.request.priority,
             request_id=turn.request.request_id,
         )
-        rings = (turn.prefill, turn.decode)
-        # Of a later attempt the rings hold nothing but the turn's own tokens.
-        matches = [turn.match_on(ring) if turn.attempt == 1 else num_tokens - 1 for ring in rings]
-        on_prefill, on_decode = (replace(request, match_tokens=match) for match in matches)
-        answers = await asyncio.gather(
-            self._prefill_port(turn).reserve(on_prefill),
-            self._decode_port(turn).reserve(on_decode),
-            return_exceptions=True,
+        calls = (
+            self._port(ring).reserve(replace(request, match_tokens=turn.match_to_reserve(ring))) for ring in turn.rings
         )
-        for group, answer in zip(rings, answers, strict=True):
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        for group, answer in zip(turn.rings, answers, strict=True):
             if isinstance(answer, Unavailable):
                 group.is_ready = False
-            if isinstance(answer, Unavailable | CapacityExceeded):
+            # One that cannot compute the prompt itself may have room for KV that comes from a prefill ring.
+            if isinstance(answer, Unavailable) or (isinstance(answer, CapacityExceeded) and not request.is_direct):
                 turn.refused.append(group)
-        turn.on_prefill, turn.on_decode = (None if isinstance(each, BaseException) else each for each in answers)
+        *on_prefill, turn.on_decode = (None if isinstance(each, BaseException) else each for each in answers)
+        turn.on_prefill = on_prefill[0] if on_prefill else None
         for answer in answers:
             if isinstance(answer, BaseException):
                 raise answer
         log.info(
-            "turn %s of request %s is reserved on %s and %s",
+            "turn %s of request %s is reserved on %s",
             turn.turn_id,
             request.request_id,
-            turn.prefill.name,
-            turn.decode.name,
+            " and ".join(ring.name for ring in turn.rings),
             extra=request.log_fields,
         )
-        if turn.on_prefill.incarnation != request.source_incarnation:  # type: ignore[union-attr]
-            turn.refused.append(turn.prefill)
-            raise Unavailable(f"ring {turn.prefill.name} was rebuilt just now; retry")
+        if prefill and turn.on_prefill and turn.on_prefill.incarnation != request.source_incarnation:
+            turn.refused.append(prefill)
+            raise Unavailable(f"ring {prefill.name} was rebuilt just now; retry")
 
     def _plan(self, turn: RunningTurn) -> Plan:
-        assert turn.on_prefill and turn.on_decode, "both rings have answered"
+        assert turn.on_decode, "the decode ring has answered"
+        asked, would = turn.request.algorithm, turn.choice.prefill
+        if turn.prefill is None:
+            return self._planner.plan_direct(
+                num_tokens=len(turn.token_ids),
+                kept_on_prefill=turn.wanted.kept_on(would),
+                kept_on_decode=turn.on_decode.kept_tokens,
+                prefill=would.registration,
+                decode=turn.decode.registration,
+                mode=turn.mode,
+                algorithm=asked,
+            )
+        assert turn.on_prefill, "both rings have answered"
         return self._planner.plan(
             num_tokens=len(turn.token_ids),
             kept_on_prefill=turn.on_prefill.kept_tokens,
@@ -161,7 +174,8 @@ class TurnStarts:
             prefill=turn.prefill.registration,
             decode=turn.decode.registration,
             mode=turn.mode,
-            algorithm=turn.request.algorithm,
+            # A turn that its decode ring computed as asked is resumed by a prefill ring, in its own way.
+            algorithm=asked if asked in RING_ALGORITHMS else None,
         )
 
     async def _prefill(self, turn: RunningTurn, plan: Plan) -> PrefillDone:
@@ -178,14 +192,15 @@ class TurnStarts:
             decode_endpoint=turn.decode.registration.endpoint,
             destination=turn.on_decode,
         )
-        return await self._prefill_port(turn).prefill(request)
+        turn.is_on_prefill_ring = turn.prefill is not None
+        return await self._port(turn.choice.computing).prefill(request)
 
     def _prefilled(self, turn: RunningTurn, task: asyncio.Task[PrefillDone]) -> None:
         """A failed prefill ends the turn where its client waits: on the decode ring's stream."""
         turn.placed.end_prefill()
         error = None if task.cancelled() else task.exception()
         if error is None and not task.cancelled():
-            self._planner.note_prefill(turn.prefill.registration, task.result().report)
+            self._planner.note_prefill(turn.choice.computing.registration, task.result().report)
         if error is None or turn.ending is not None:
             return
         if not isinstance(error, RingserveError):
@@ -193,11 +208,9 @@ class TurnStarts:
             error = Unavailable("the prefill failed for an internal reason; retry")
         if isinstance(error, Unavailable):
             # Or was it the decode ring that could not be reached?
-            self._spawn(withdraw_if_lost(turn.prefill, self._peers))
+            self._spawn(withdraw_if_lost(turn.choice.computing, self._peers))
         self._spawn(self._turns.abort(turn, error))
 
-    def _prefill_port(self, turn: RunningTurn) -> PrefillPort:
-        return self._peers.prefill(turn.prefill.registration.endpoint)
-
-    def _decode_port(self, turn: RunningTurn) -> DecodePort:
-        return self._peers.decode(turn.decode.registration.endpoint)
+    def _port(self, ring: Group) -> PrefillPort | DecodePort:
+        endpoint = ring.registration.endpoint
+        return self._peers.prefill(endpoint) if ring.role == "prefill" else self._peers.decode(endpoint)

@@ -89,6 +89,9 @@ class DecodeConfig:
     whichever is predicted to be faster (`auto`). `preemption`: a turn begins with KV room for `headroom_tokens` of its
     answer and grows; where no room is left the youngest turn gives way and is resumed later. Without, room for the
     whole answer is set aside at once. `continuous`: turns join the batch at every step; without, when it is empty.
+
+    A ring computes up to `max_direct_tokens` new tokens of a turn whose other KV it keeps itself (0: none), where that
+    is predicted to be sooner than by a prefill ring and to hold up its batch no longer than `max_direct_seconds`.
     """
 
     groups: int = 1
@@ -101,6 +104,8 @@ class DecodeConfig:
     continuous: bool = True
     preemption: bool = True
     headroom_tokens: int = 128
+    max_direct_tokens: int = 128
+    max_direct_seconds: float = 0.15
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -344,6 +349,8 @@ def _check(config: Config) -> None:
     _within("prefill.max_queue_work", config.prefill.max_queue_work, 1, 1e15)
     _within("decode.max_batch", config.decode.max_batch, 1, 4096)
     _within("decode.headroom_tokens", config.decode.headroom_tokens, 1, 1 << 20)
+    _within("decode.max_direct_tokens", config.decode.max_direct_tokens, 0, 4096)
+    _within("decode.max_direct_seconds", config.decode.max_direct_seconds, 0, 60)
     _within("kv_cache.block_tokens", config.kv_cache.block_tokens, 1, 4096)
     _within("kv_cache.tokens_per_rank", config.kv_cache.tokens_per_rank, config.kv_cache.block_tokens, 1 << 30)
     _within("kv_cache.kept_fraction", config.kv_cache.kept_fraction, 0.0, 1.0)

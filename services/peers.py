@@ -35,7 +35,6 @@ from services.wire import conversations as wire_conversations
 from services.wire import groups as wire_groups
 from services.wire import plans
 from services.wire import turns as wire
-from services.wire.layouts import shards_from
 
 T = TypeVar("T")
 
@@ -66,8 +65,7 @@ class GrpcPrefill:
     async def prefill(self, turn: PrefillTurn) -> PrefillDone:
         # The decode leader keeps the turn's deadline: a ring that works up to it is not gone.
         call = self._stub.Prefill(wire.prefill_turn_to(turn), timeout=turn.deadline_seconds + CONTROL_SECONDS)
-        answer = await _reach(self._peer, call)
-        return PrefillDone(report=wire.report_from(answer.report), shards=shards_from(answer.shards))
+        return wire.prefill_done_from(await _reach(self._peer, call))
 
     async def abort_turn(self, turn_id: str, error: RingserveError) -> None:
         await _reach(self._peer, self._stub.AbortTurn(_abort_request(turn_id, error), timeout=ABORT_SECONDS))
@@ -105,6 +103,10 @@ class GrpcDecode:
     async def reserve(self, request: Reserve) -> Reservation:
         call = self._stub.Reserve(wire.reserve_to(request), timeout=CONTROL_SECONDS)
         return wire.reservation_from(await _reach(self._peer, call))
+
+    async def prefill(self, turn: PrefillTurn) -> PrefillDone:
+        call = self._stub.Prefill(wire.prefill_turn_to(turn), timeout=turn.deadline_seconds + CONTROL_SECONDS)
+        return wire.prefill_done_from(await _reach(self._peer, call))
 
     async def admit(self, admit: Admit) -> None:
         await _reach(self._peer, self._stub.Admit(wire.admit_to(admit), timeout=CONTROL_SECONDS))

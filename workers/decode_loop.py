@@ -2,8 +2,8 @@
 
 A step: rank 0 sends a header, the ranks compute the batch and sample its tokens, rank 0 reports them. A header may also
 carry one prompt, which is computed before the batch: so a sequence waits for at most one prompt between two of its
-tokens, however many there are. With an empty batch rank 0 sends a sign of life about once a second, so that a follower that hears nothing knows that its leader
-is gone.
+tokens, however many there are. With an empty batch rank 0 sends a sign of life about once a second, so that a follower
+that hears nothing knows that its leader is gone.
 """
 
 from __future__ import annotations

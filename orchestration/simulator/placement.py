@@ -9,10 +9,11 @@ from typing import Protocol
 from cp_core.layout import spread
 from orchestration.conversations import Placement
 from orchestration.groups import GroupRegistry
-from orchestration.placement import RingPlacer, WantedTurn
+from orchestration.placement import RingPlacer
 from orchestration.planner import Planner
 from orchestration.simulator.decode_ring import SimulatedDecodeRing
 from orchestration.simulator.prefill_ring import SimulatedPrefillRing
+from orchestration.wanted_turn import WantedTurn
 
 # Decode rings are compared by their turns alone: nearer ones than this are no reason to leave a conversation's KV.
 MAX_MORE_TURNS = 8

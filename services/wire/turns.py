@@ -7,6 +7,7 @@ from orchestration.turn import (
     Admit,
     EndingEvent,
     FinishedEvent,
+    PrefillDone,
     PrefillReport,
     PrefillTurn,
     PromptMode,
@@ -90,6 +91,7 @@ def reserve_to(request: Reserve) -> groups_pb2.ReserveRequest:
         penalized_ids=request.penalized_ids,
         priority=request.priority,
         request_id=request.request_id,
+        direct=request.is_direct,
     )
 
 
@@ -106,6 +108,7 @@ def reserve_from(message: groups_pb2.ReserveRequest) -> Reserve:
         penalized_ids=tuple(message.penalized_ids),
         priority=message.priority,
         request_id=message.request_id,
+        is_direct=message.direct,
     )
 
 
@@ -177,6 +180,14 @@ def report_from(message: groups_pb2.PrefillReport) -> PrefillReport:
         pull_seconds=message.pull_seconds,
         chunks=chunks_from(message.chunks),
     )
+
+
+def prefill_done_to(done: PrefillDone) -> groups_pb2.PrefillResponse:
+    return groups_pb2.PrefillResponse(report=report_to(done.report), shards=shards_to(done.shards))
+
+
+def prefill_done_from(message: groups_pb2.PrefillResponse) -> PrefillDone:
+    return PrefillDone(report=report_from(message.report), shards=shards_from(message.shards))
 
 
 def admit_to(admit: Admit) -> groups_pb2.AdmitRequest:

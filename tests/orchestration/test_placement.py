@@ -12,9 +12,10 @@ from cp_core.errors import Unavailable
 from cp_core.layout import spread
 from orchestration.conversations import Placement
 from orchestration.groups import Group, GroupRegistry
-from orchestration.placement import LEAVE_SECONDS, MAX_ALTERNATIVES, TIE, Choice, RingPlacer, WantedTurn
+from orchestration.placement import LEAVE_SECONDS, MAX_ALTERNATIVES, TIE, RingPlacer
 from orchestration.planner import Planner, PlannerSettings
 from orchestration.turn import GroupRegistration
+from orchestration.wanted_turn import Choice, WantedTurn
 from workers.steps import ModelInfo, RingRates
 
 RATES = RingRates(gemm_flops=4e14, attention_flops=3e14, link_bytes_per_second=2e10, link_latency_seconds=2e-5)

@@ -34,6 +34,7 @@ class ReserveRequest(_message.Message):
     PENALIZED_IDS_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    DIRECT_FIELD_NUMBER: _builtins.int
     turn_id: _builtins.str
     attempt: _builtins.int
     sequence_id: _builtins.str
@@ -48,6 +49,8 @@ class ReserveRequest(_message.Message):
     """Higher first."""
     request_id: _builtins.str
     """Whose turn it is, for logs."""
+    direct: _builtins.bool
+    """Decode only: the ring itself is asked to compute what it does not keep of the prompt; refused where that is too much."""
     @_builtins.property
     def sampling(self) -> Global___Sampling: ...
     @_builtins.property
@@ -68,10 +71,11 @@ class ReserveRequest(_message.Message):
         penalized_ids: _abc.Iterable[_builtins.int] | None = ...,
         priority: _builtins.int = ...,
         request_id: _builtins.str = ...,
+        direct: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "deadline_seconds", b"deadline_seconds", "match_tokens", b"match_tokens", "num_tokens", b"num_tokens", "penalized_ids", b"penalized_ids", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "sequence_id", b"sequence_id", "source_incarnation", b"source_incarnation", "turn_id", b"turn_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "deadline_seconds", b"deadline_seconds", "direct", b"direct", "match_tokens", b"match_tokens", "num_tokens", b"num_tokens", "penalized_ids", b"penalized_ids", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "sequence_id", b"sequence_id", "source_incarnation", b"source_incarnation", "turn_id", b"turn_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

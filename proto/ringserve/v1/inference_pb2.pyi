@@ -593,7 +593,9 @@ class Plan(_message.Message):
     CHUNKS_FIELD_NUMBER: _builtins.int
     RING_ALTERNATIVES_FIELD_NUMBER: _builtins.int
     algorithm: _builtins.str
-    """"pass_kv" or "pass_q": that of most new tokens. Each chunk has its own."""
+    """"pass_kv" or "pass_q": that of most new tokens. Each chunk has its own. "decode_ring": the decode ring, which keeps
+    the KV before them, computes them itself; it is also `prefill_ring` then, and no KV moves.
+    """
     reason: _builtins.str
     new_tokens: _builtins.int
     cached_tokens: _builtins.int
@@ -627,7 +629,7 @@ class Plan(_message.Message):
 
     @_builtins.property
     def ring_alternatives(self) -> _containers.RepeatedCompositeFieldContainer[Global___RingAlternative]:
-        """The prefill rings that were compared: the quickest few and the chosen one; none where there was no choice."""
+        """The rings that were compared: the quickest few and the chosen one; none where there was no choice."""
 
     def __init__(
         self,
@@ -664,7 +666,7 @@ Global___Plan: _TypeAlias = Plan  # noqa: Y015
 
 @_typing.final
 class RingAlternative(_message.Message):
-    """What the turn was predicted to take on one prefill ring, in seconds."""
+    """What the turn was predicted to take on one ring, in seconds: a prefill ring, or the decode ring that keeps the KV."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -673,6 +675,8 @@ class RingAlternative(_message.Message):
     MOVE_SECONDS_FIELD_NUMBER: _builtins.int
     PREFILL_SECONDS_FIELD_NUMBER: _builtins.int
     TOTAL_SECONDS_FIELD_NUMBER: _builtins.int
+    HANDOFF_SECONDS_FIELD_NUMBER: _builtins.int
+    STALL_SECONDS_FIELD_NUMBER: _builtins.int
     ring: _builtins.str
     queue_seconds: _builtins.float
     """Behind what waits there."""
@@ -680,6 +684,9 @@ class RingAlternative(_message.Message):
     """To fetch cached KV that the ring lacks."""
     prefill_seconds: _builtins.float
     total_seconds: _builtins.float
+    handoff_seconds: _builtins.float
+    """Where the decode ring was compared: of the new KV on its way there, and what turns that decode there would wait."""
+    stall_seconds: _builtins.float
     def __init__(
         self,
         *,
@@ -688,10 +695,12 @@ class RingAlternative(_message.Message):
         move_seconds: _builtins.float = ...,
         prefill_seconds: _builtins.float = ...,
         total_seconds: _builtins.float = ...,
+        handoff_seconds: _builtins.float = ...,
+        stall_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["move_seconds", b"move_seconds", "prefill_seconds", b"prefill_seconds", "queue_seconds", b"queue_seconds", "ring", b"ring", "total_seconds", b"total_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handoff_seconds", b"handoff_seconds", "move_seconds", b"move_seconds", "prefill_seconds", b"prefill_seconds", "queue_seconds", b"queue_seconds", "ring", b"ring", "stall_seconds", b"stall_seconds", "total_seconds", b"total_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
