@@ -25,7 +25,7 @@ def check_direct(ring: str, num_new: int, max_tokens: int) -> None:
     """
     if num_new > max_tokens:
         raise CapacityExceeded(
-            f"decode ring {ring}: {num_new} tokens of the prompt are not kept and at most {max_tokens} are computed here"
+            f"decode ring {ring}: {num_new} tokens of the prompt are not kept and it computes {max_tokens} at most"
         )
 
 
