@@ -23,14 +23,18 @@ class DirectPlacer:
     def __init__(self, planner: Planner) -> None:
         self._planner = planner
 
-    def offer(self, turn: WantedTurn, decode: Group, now: float) -> RingAlternative | None:
-        """What the turn is predicted to take where its decode ring computes the prompt; None where it may not."""
+    def offer(self, turn: WantedTurn, prefill: Group, decode: Group, now: float) -> RingAlternative | None:
+        """What the turn is predicted to take where its decode ring computes the prompt; None where it may not.
+
+        To be compared with the way over `prefill`.
+        """
         ring, kept = decode.registration, turn.kept_on(decode)
         if not self._may(turn) or not kept or turn.num_tokens - kept > ring.max_direct_tokens:
             return None
-        seconds = self._planner.predict_direct(turn.num_tokens, kept, ring)
-        if seconds > ring.max_direct_seconds and not turn.asks_for_direct:
+        is_long = self._planner.predict_direct(turn.num_tokens, kept, ring) > ring.max_direct_seconds
+        if is_long and not turn.asks_for_direct:
             return None
+        seconds = self._planner.compare_direct(turn.num_tokens, kept, ring, prefill.registration)
         return RingAlternative(
             ring=decode.name,
             queue_seconds=decode.queue_seconds(now),

@@ -138,7 +138,8 @@ class RingPlacer:
 
     def _option(self, turn: WantedTurn, prefills: Sequence[Group], decode: Group, now: float) -> _Option:
         costs = self._prefill_costs(turn, prefills, decode, now)
-        cost, direct = _first_of_the_quickest(turn, costs), self._direct.offer(turn, decode, now)
+        cost = _first_of_the_quickest(turn, costs)
+        direct = self._direct.offer(turn, cost.group, decode, now)
         handoff = self._direct.handoff_seconds(turn, cost.group, decode) if direct else 0.0
         return _Option(decode, self._decode_seconds(turn, decode), cost, costs, direct, handoff)
 

@@ -155,9 +155,23 @@ class Planner:
 
     def predict_direct(self, num_tokens: int, kept_on_decode: int, decode: GroupRegistration) -> float:
         """Seconds in which a decode ring computes the end of a prompt whose beginning it keeps, between two steps."""
-        turn = _turn(decode, TokenRange(kept_on_decode, num_tokens))
         factor = self.corrections.factor(decode, Algorithm.DECODE_RING)
-        return self._costs.seconds(decode, Algorithm.DECODE_RING, turn) * factor
+        return self._direct_seconds(num_tokens, kept_on_decode, decode) * factor
+
+    def compare_direct(
+        self, num_tokens: int, kept_on_decode: int, decode: GroupRegistration, prefill: GroupRegistration
+    ) -> float:
+        """As `predict_direct`, to be compared with that prefill ring: by the factor of that ring's turns.
+
+        The decode ring's own comes from short prompts alone, of which a fixed cost is a larger part: beside a factor
+        that comes from all kinds it would tell more of their lengths than of the rings.
+        """
+        _, name = self._quicker(prefill, _turn(prefill, TokenRange(kept_on_decode, num_tokens)))
+        return self._direct_seconds(num_tokens, kept_on_decode, decode) * self.corrections.factor(prefill, name)
+
+    def _direct_seconds(self, num_tokens: int, kept_on_decode: int, decode: GroupRegistration) -> float:
+        turn = _turn(decode, TokenRange(kept_on_decode, num_tokens))
+        return self._costs.seconds(decode, Algorithm.DECODE_RING, turn)
 
     def note_prefill(self, ring: GroupRegistration, report: PrefillReport) -> None:
         """Learn from what a turn took; one that shared a step, or took both algorithms, measures neither."""
@@ -220,9 +234,11 @@ class Planner:
 
     def predict_prefill(self, num_tokens: int, cached_tokens: int, ring: GroupRegistration) -> float:
         """Seconds of a prompt whose beginning is cached, taken whole by its faster algorithm, on an idle ring."""
-        turn = _turn(ring, TokenRange(cached_tokens, num_tokens))
-        seconds, name = min((self._costs.seconds(ring, name, turn), name) for name in RING_ALGORITHMS)
+        seconds, name = self._quicker(ring, _turn(ring, TokenRange(cached_tokens, num_tokens)))
         return seconds * self.corrections.factor(ring, name)
+
+    def _quicker(self, ring: GroupRegistration, turn: Turn) -> tuple[float, Algorithm]:
+        return min((self._costs.seconds(ring, name, turn), name) for name in RING_ALGORITHMS)
 
     def _cut(self, ring: GroupRegistration, tokens: TokenRange) -> list[TokenRange]:
         limits = StepLimits.of(

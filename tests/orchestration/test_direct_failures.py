@@ -168,7 +168,7 @@ async def test_a_ring_that_has_evicted_the_kv_refuses_and_the_turn_goes_over_a_p
     """Unless it asked for this way alone."""
     async with conversing(model_paths["llama_gqa"]) as (service, history):
         planner = service._planner
-        monkeypatch.setattr(planner, "predict_direct", lambda *_: 0.0)  # the choice is not what is tested here
+        monkeypatch.setattr(planner, "compare_direct", lambda *_: 0.0)  # the choice is not what is tested here
         await service.decode.settle("c", "", 10)
         with pytest.raises(CapacityExceeded, match="41 tokens of the prompt are not kept and it computes 16 at most"):
             await service.answer(direct_request(service, [4]))

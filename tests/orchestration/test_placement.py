@@ -41,9 +41,10 @@ MODEL = ModelInfo(
 class Cluster:
     """A registry whose clock stands still, and the placer over it."""
 
-    def __init__(self) -> None:
+    def __init__(self, selector: str = "auto") -> None:
         self.groups = GroupRegistry(lambda: 100.0)
-        self.placer = RingPlacer(self.groups, Planner(MODEL, PlannerSettings()))
+        self.planner = Planner(MODEL, PlannerSettings(selector=selector))
+        self.placer = RingPlacer(self.groups, self.planner)
 
     def add(self, role: str, name: str, num_ranks: int = 2, **changes: object) -> Group:
         registration = GroupRegistration(
