@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -24,7 +25,8 @@ def cluster(num_prefill: int = 1, selector: str = "auto", links: RingRates = RAT
     made = Cluster(selector)
     for number in range(num_prefill):
         made.add("prefill", f"p{number}", rates=links)
-    made.add("decode", "d0", **({"max_direct_tokens": 128, "max_direct_seconds": 0.5} | decode))
+    options: dict[str, Any] = {"max_direct_tokens": 128, "max_direct_seconds": 0.5} | decode
+    made.add("decode", "d0", **options)
     return made
 
 

@@ -176,7 +176,7 @@ def test_a_prompt_mode_the_contract_does_not_define_is_nothing() -> None:
 @given(values_of(Plan), st.sampled_from(FinishReason))
 def test_what_the_client_reads_are_plain_words(plan: Plan, reason: FinishReason) -> None:
     message = plans.plan_to(plan)
-    assert message.algorithm in ("pass_kv", "pass_q")
+    assert message.algorithm in ("pass_kv", "pass_q", "decode_ring")
     assert message.prompt_mode in ("auto", "new", "append", "whole_history")
     ending = FinishedEvent(finish_reason=reason, migrated_bytes=0, migration_seconds=0.0, handoff_seconds=0.0)
     assert turns.event_to(ending).finished.finish_reason in ("stop", "length", "abort")
