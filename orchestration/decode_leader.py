@@ -270,7 +270,9 @@ class DecodeLeader(GroupLeader):
         self.ring.pool.settle(sequence_id, turn_id, keep_tokens)
 
     async def measure(self) -> None:
-        """The decode loop owns the ranks' compute threads, and no plan asks for this ring's rates."""
+        """Between two steps: plans ask for this ring's rates where it could compute a prompt itself."""
+        await self.ring.measure_between_steps()
+        await self.announce()
 
     @property
     def num_running(self) -> int:

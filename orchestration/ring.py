@@ -212,6 +212,11 @@ class Ring:
         timeout = self.settings.start_timeout
         self.rates = (await gather_first_error(rank.probe(timeout) for rank in self.ranks))[0]
 
+    async def measure_between_steps(self) -> None:
+        """As `measure`, on a ring whose ranks run their decode loop."""
+        self.require_ready()
+        self.rates = await self.ranks[0].probe_between_steps(self.settings.start_timeout)
+
     def _spec(self, rank: int, incarnation: str) -> RankSpec:
         settings = self.settings
         return RankSpec(

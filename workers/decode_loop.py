@@ -28,11 +28,22 @@ from workers.steps import (
     DecodeEvent,
     FinishReason,
     GrowSequence,
+    RingRates,
     Sampling,
 )
 
 # (sequences, stored tokens of all) of the next step -> which variant serves it.
 VariantChoice = Callable[[int, int], str]
+
+
+@dataclass(frozen=True, slots=True)
+class LoopWork:
+    """What every rank of a loop does in the same order: steps of the batch, prompts, and measurements of the ring."""
+
+    batch: DecodeBatch
+    step: DecodePass
+    prompts: DecodePrompts
+    probe: Callable[[], RingRates]
 
 
 @dataclass(slots=True)
@@ -52,25 +63,26 @@ class Generation:
 class DecodeFollower:
     """The loop of every rank but the first."""
 
-    def __init__(
-        self, channel: HeaderChannel, batch: DecodeBatch, step: DecodePass, prompts: DecodePrompts, progress: Progress
-    ) -> None:
+    def __init__(self, channel: HeaderChannel, work: LoopWork, progress: Progress) -> None:
         self._channel = channel
-        self._batch = batch
-        self._step = step
-        self._prompts = prompts
+        self._work = work
+        self._batch = work.batch
         self._progress = progress
 
     def run(self) -> None:
         """Until rank 0 says stop. Raises Unavailable if the ring breaks."""
         while (header := self._channel.receive()).kind is not HeaderKind.STOP:
+            if header.kind is HeaderKind.PROBE:
+                self._work.probe()
+                self._progress.alive(len(self._batch))
+                continue
             if header.kind is HeaderKind.STEP:
                 self._batch.advance(header.token_ids, header.change)
             if header.change.prompt is not None:
-                self._prompts.run(header.change.prompt)
+                self._work.prompts.run(header.change.prompt)
                 self._progress.stepped(len(self._batch))
             if len(self._batch):
-                self._step.run(header.variant)
+                self._work.step.run(header.variant)
                 self._progress.decoded(len(self._batch), header.variant)
             else:
                 self._progress.alive(running=0)
@@ -82,19 +94,16 @@ class DecodeLeader:
     def __init__(
         self,
         channel: HeaderChannel,
-        batch: DecodeBatch,
-        step: DecodePass,
-        prompts: DecodePrompts,
+        work: LoopWork,
         progress: Progress,
         choose_variant: VariantChoice,
         mailbox: DecodeMailbox,
     ) -> None:
         self._channel = channel
-        self._batch = batch
-        self._step = step
+        self._work = work
+        self._batch = work.batch
         self._progress = progress
         self._choose_variant = choose_variant
-        self._prompts = prompts
         self._mailbox = mailbox
         self._waiting: deque[ComputePrompt] = deque()
         self._generations: dict[str, Generation] = {}
@@ -105,6 +114,10 @@ class DecodeLeader:
         """Until the mailbox is closed. Raises Unavailable if the ring breaks."""
         while (header := self._next_header()).kind is not HeaderKind.STOP:
             self._channel.send(header)
+            if header.kind is HeaderKind.PROBE:
+                self._mailbox.answer_rates(self._work.probe())
+                self._progress.alive(len(self._batch))
+                continue
             if header.kind is HeaderKind.STEP:
                 self._batch.advance(header.token_ids, header.change)
                 self._sampled = ()
@@ -112,7 +125,7 @@ class DecodeLeader:
                 self._compute(header.change.prompt)
                 self._progress.stepped(len(self._batch))
             if len(self._batch):
-                self._commit(self._step.run(header.variant))
+                self._commit(self._work.step.run(header.variant))
                 self._progress.decoded(len(self._batch), header.variant)
             else:
                 self._progress.alive(running=0)
@@ -120,6 +133,8 @@ class DecodeLeader:
 
     def _next_header(self) -> Header:
         """Take commands; wait for them only while there is nothing to compute and nobody has to be told of an end."""
+        if self._mailbox.take_question():
+            return Header(HeaderKind.PROBE)
         is_idle = not len(self._batch)
         commands = self._mailbox.take(HEARTBEAT_SECONDS if is_idle and not self._waiting else 0.0)
         if self._mailbox.is_closed:
@@ -199,7 +214,7 @@ class DecodeLeader:
     def _compute(self, prompt: Prompt) -> None:
         """Compute a prompt, and report the token after it."""
         began = time.perf_counter()
-        drawn = self._prompts.run(prompt)
+        drawn = self._work.prompts.run(prompt)
         assert drawn is not None, "drawn tokens come to the first rank"
         event = DecodeEvent(
             sequence_id=prompt.sequence_id,

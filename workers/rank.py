@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,7 +28,7 @@ from workers.builtin_model import resolve_model_path
 from workers.decode_batch import DecodeBatch
 from workers.decode_choice import DecodeChoice
 from workers.decode_header import LEADER, HeaderChannel
-from workers.decode_loop import DecodeFollower, DecodeLeader
+from workers.decode_loop import DecodeFollower, DecodeLeader, LoopWork
 from workers.decode_mailbox import DecodeMailbox
 from workers.decode_probe import probe_decode_rates
 from workers.decode_prompt import DecodePrompts
@@ -171,10 +172,20 @@ class RankWorker:
     def probe(self) -> RingRates:
         """Measure this rank and its link; collective, about 0.5 s."""
         with self._compute() as ring:
-            share, device = self._model.share, self._cache.device
-            rates = probe_rates(share, device, self._backend, ring)
-            self._choose_variant.measured(probe_decode_rates(rates, share, device, self._backend, ring))
-            return rates
+            return self._probe(ring)
+
+    def probe_between_steps(self, timeout: float) -> RingRates:
+        """First rank: as `probe`, by the decode loop of all ranks, which computes nothing else meanwhile.
+
+        Seconds. Raises Unavailable.
+        """
+        return self._mailbox.ask_rates(timeout)
+
+    def _probe(self, ring: RingTransport) -> RingRates:
+        share, device = self._model.share, self._cache.device
+        rates = probe_rates(share, device, self._backend, ring)
+        self._choose_variant.measured(probe_decode_rates(rates, share, device, self._backend, ring))
+        return rates
 
     def follow_decode_variant(self, policy: str) -> None:
         """First rank: decode as `policy` says, from the next step on. Raises ConfigError for an unknown one."""
@@ -266,11 +277,12 @@ class RankWorker:
             step.clock = prompts.clock = self._clock
             step.timed = prompts.timed = self._transports
             channel = HeaderChannel(self._header_hops(ring), self._spec.max_batch, self._cache.device)
+            work = LoopWork(batch, step, prompts, partial(self._probe, ring))
             if self._spec.rank != LEADER:
-                DecodeFollower(channel, batch, step, prompts, self._progress).run()
+                DecodeFollower(channel, work, self._progress).run()
                 return
             try:
-                DecodeLeader(channel, batch, step, prompts, self._progress, self._choose_variant, self._mailbox).run()
+                DecodeLeader(channel, work, self._progress, self._choose_variant, self._mailbox).run()
             except Exception as error:
                 self._mailbox.close(f"the decode loop of {self._spec.group} broke: {error}")
                 raise

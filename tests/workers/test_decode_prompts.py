@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from cp_core.decode_variant import VARIANTS
+from cp_core.errors import Unavailable
 from tests.workers.models import KINDS, Oracle, random_tokens
 from tests.workers.rings import LocalRing, Turn
 from workers.decode_batch import Admission, BatchChange, Prompt
+from workers.decode_mailbox import DecodeMailbox
 from workers.sampling.parameters import TokenBias
 from workers.step_codec import decode_change, encode_change
 from workers.steps import DecodeEvent, FinishReason, Sampling, TokenHistory
@@ -162,3 +164,31 @@ def test_a_prompt_crosses_the_wire_as_it_is() -> None:
         change = BatchChange(admitted=admitted, prompt=prompt)
         assert decode_change(encode_change(change)) == change
     assert not decode_change(encode_change(BatchChange(removed=("a",)))).prompt
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_ring_measures_itself_between_two_steps_and_goes_on(
+    num_ranks: int, model_paths: Models, oracles: Oracles
+) -> None:
+    sampling = Sampling(max_tokens=60)
+    with LocalRing(model_paths["llama_gqa"], num_ranks) as ring:
+        conversation = ring.open("a", 128)
+        first = ring.prefill([Turn(conversation, random_tokens(9), sampling)])["a"]
+        ring.start_decode()
+        idle = ring.workers[0].probe_between_steps(60.0)
+        ring.admit(conversation, first, sampling)
+        events = list(ring.next_events())
+        busy = ring.workers[0].probe_between_steps(60.0)
+        while events[-1].finish_reason is None:
+            events += ring.next_events()
+        ring.stop_decode()
+        with pytest.raises(Unavailable, match="the test ended the loop"):
+            ring.workers[0].probe_between_steps(60.0)
+    for rates in (idle, busy):
+        assert min(rates.gemm_flops, rates.attention_flops, rates.link_bytes_per_second) > 0
+    assert [first, *(event.token_id for event in events)] == oracles["llama_gqa"].greedy(random_tokens(9), 60)
+
+
+def test_rates_that_nobody_measures_in_time_are_an_error() -> None:
+    with pytest.raises(Unavailable, match=r"measured nothing within 0\.0 s"):
+        DecodeMailbox(1).ask_rates(0.01)
