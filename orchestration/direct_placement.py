@@ -8,7 +8,7 @@ there waits for this one, added up. Pure Python and synchronous.
 
 from __future__ import annotations
 
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from cp_core.errors import InvalidRequest
 from orchestration.groups import Group
@@ -17,31 +17,37 @@ from orchestration.turn import RingAlternative
 from orchestration.wanted_turn import WantedTurn
 
 
+class DirectOffer(NamedTuple):
+    """What a turn is predicted to take where its decode ring computes the prompt.
+
+    `is_too_long`: it would hold up the ring's batch for longer than is allowed; then it is only for turns that ask.
+    """
+
+    alternative: RingAlternative
+    is_too_long: bool
+
+
 class DirectPlacer:
     """Predicts by what the planner knows of decode rings."""
 
     def __init__(self, planner: Planner) -> None:
         self._planner = planner
 
-    def offer(self, turn: WantedTurn, prefill: Group, decode: Group, now: float) -> RingAlternative | None:
-        """What the turn is predicted to take where its decode ring computes the prompt; None where it may not.
-
-        To be compared with the way over `prefill`.
-        """
+    def offer(self, turn: WantedTurn, prefill: Group, decode: Group, now: float) -> DirectOffer | None:
+        """To be compared with the way over `prefill`; None where the decode ring may not, or lacks the KV."""
         ring, kept = decode.registration, turn.kept_on(decode)
         if not self._may(turn) or not kept or turn.num_tokens - kept > ring.max_direct_tokens:
             return None
-        is_long = self._planner.predict_direct(turn.num_tokens, kept, ring) > ring.max_direct_seconds
-        if is_long and not turn.asks_for_direct:
-            return None
         seconds = self._planner.compare_direct(turn.num_tokens, kept, ring, prefill.registration)
-        return RingAlternative(
+        alternative = RingAlternative(
             ring=decode.name,
             queue_seconds=decode.queue_seconds(now),
             move_seconds=0.0,
             prefill_seconds=seconds,
             stall_seconds=seconds * decode.num_turns,
         )
+        step = self._planner.predict_direct(turn.num_tokens, kept, ring)
+        return DirectOffer(alternative, is_too_long=step > ring.max_direct_seconds)
 
     def _may(self, turn: WantedTurn) -> bool:
         if turn.algorithm is not None:
@@ -63,11 +69,14 @@ def refuse_direct(turn: WantedTurn, max_tokens: int) -> NoReturn:
     )
 
 
-def compared(direct: RingAlternative, prefill: RingAlternative, *, is_direct: bool) -> str:
+def compared(offer: DirectOffer, prefill: RingAlternative, *, is_direct: bool) -> str:
     """How both ways compare in words, the chosen one first."""
-    itself = f"ring {direct.ring} itself takes {_told(direct)}"
-    over = f"the way over ring {prefill.ring} {_told(prefill)}"
-    return f"{itself}, {over}" if is_direct else f"{over}, {itself}"
+    direct = offer.alternative
+    itself, over = f"ring {direct.ring} itself", f"the way over ring {prefill.ring}"
+    if is_direct:
+        return f"{itself} takes {_told(direct)}, {over} {_told(prefill)}"
+    but = ", too long for those that decode there" if offer.is_too_long else ""
+    return f"{over} takes {_told(prefill)}, {itself} {_told(direct)}{but}"
 
 
 def _told(alternative: RingAlternative) -> str:

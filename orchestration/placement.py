@@ -20,7 +20,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from cp_core.errors import Unavailable
-from orchestration.direct_placement import DirectPlacer, compared, milliseconds, refuse_direct
+from orchestration.direct_placement import DirectOffer, DirectPlacer, compared, milliseconds, refuse_direct
 from orchestration.groups import Group, GroupRegistry, Placed, RingKind
 from orchestration.planner import Planner
 from orchestration.turn import GroupRegistration, RingAlternative
@@ -64,7 +64,7 @@ class _Option(NamedTuple):
     decode_seconds: float
     cost: _Cost
     costs: Sequence[_Cost]
-    direct: RingAlternative | None
+    direct: DirectOffer | None
     handoff: float
 
     @property
@@ -76,13 +76,15 @@ class _Option(NamedTuple):
         """Whether the decode ring computes the prompt: asked for, or sooner."""
         if self.direct is None:
             return False
-        return turn.asks_for_direct or self.direct.total_seconds < self.over_prefill.total_seconds
+        is_sooner = self.direct.alternative.total_seconds < self.over_prefill.total_seconds
+        return turn.asks_for_direct or (is_sooner and not self.direct.is_too_long)
 
     def total(self, turn: WantedTurn) -> float:
         """Seconds by which decode rings compare."""
         # The pull that a decode ring without the KV makes impossible is in the prefill's cost.
-        first_token = self.direct.total_seconds if self.direct and self.is_direct(turn) else self.cost.total
-        return first_token + self.decode_seconds
+        if self.direct is not None and self.is_direct(turn):
+            return self.direct.alternative.total_seconds + self.decode_seconds
+        return self.cost.total + self.decode_seconds
 
 
 class RingPlacer:
@@ -110,7 +112,7 @@ class RingPlacer:
         chosen = options[0]
         if len(options) > 1 and chosen.total(turn) > _worth_leaving(options[1].total(turn)):
             chosen = options[1]
-        direct, is_direct = chosen.direct, chosen.is_direct(turn)
+        direct, is_direct = chosen.direct and chosen.direct.alternative, chosen.is_direct(turn)
         return Choice(
             prefill=chosen.cost.group,
             decode=chosen.decode,
@@ -258,7 +260,7 @@ def _listed(option: _Option) -> tuple[RingAlternative, ...]:
     if not any(cost is option.cost for cost in quickest):
         quickest[-1] = option.cost
     prefills = tuple(replace(cost.alternative, handoff_seconds=option.handoff) for cost in quickest)
-    return prefills if option.direct is None else (option.direct, *prefills)
+    return prefills if option.direct is None else (option.direct.alternative, *prefills)
 
 
 def _load_seconds(decode: Group) -> float:

@@ -190,4 +190,7 @@ def test_what_turns_took_there_corrects_what_is_predicted_and_not_which_way_is_t
     # How long others would have to wait for it is another matter: that is what it takes.
     limit = 2 * before.predicted_prefill_seconds
     made.groups.register(replace(decode, max_direct_seconds=limit))
-    assert not made.placer.choose(follow_up()).is_direct
+    too_long = made.placer.choose(follow_up())
+    assert not too_long.is_direct
+    assert too_long.reason.startswith("; the way over ring p0 takes ")
+    assert too_long.reason.endswith(", too long for those that decode there")
