@@ -20,6 +20,7 @@ from services.planning.units import parse_tokens
 EXAMPLE = """example:
   ringserve explain --model llama3-405b-fp8 --hardware gtt --tokens 3200 --cached 124800 --ranks 4 --tp 8
   ringserve explain --model llama3-70b --hardware gti --tokens 8k --ranks 2 --tp 8 --json
+  ringserve explain --model llama3-70b --tokens 20 --cached 128k --missing 300 --ranks 4 --tp 8 --decode-ranks 2
 """
 HELP = """Predicted by a hardware profile, for one turn computed in one step on an idle ring; * marks what is chosen.
 Linear layers, tensor parallel sums, attention, messages exposed and hidden behind it, all-to-all, overhead."""
@@ -43,6 +44,13 @@ def add(commands: Subcommands) -> None:
     parser.add_argument("--cached", metavar="P", default="0", help="cached tokens before them (default: 0)")
     parser.add_argument("--ranks", metavar="N", type=int, required=True, help="ranks of the ring")
     parser.add_argument("--tp", metavar="N", type=int, default=1, help="processes of a rank (default: 1)")
+    parser.add_argument(
+        "--decode-ranks", metavar="N", type=int, help="ranks of the decode ring that keeps P: it may compute T itself"
+    )
+    parser.add_argument("--decode-tp", metavar="N", type=int, help="processes of a rank there (default: as --tp)")
+    parser.add_argument(
+        "--missing", metavar="TOKENS", default="0", help="cached tokens that only the decode ring keeps (default: 0)"
+    )
     parser.add_argument("--selector", choices=POLICIES, default="auto", help="who chooses (default: auto)")
     parser.add_argument(
         "--fit", metavar="ALPHA,BETA,GAMMA", help="constants of the empirical selector, as --fit=-1,1,12"
@@ -52,18 +60,23 @@ def add(commands: Subcommands) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    for key, value in (("--ranks", options.ranks), ("--tp", options.tp)):
-        if value < 1:
+    decode_tp = options.tp if options.decode_tp is None else options.decode_tp
+    sizes = {"--ranks": options.ranks, "--tp": options.tp, "--decode-ranks": options.decode_ranks}
+    for key, value in (sizes | {"--decode-tp": decode_tp}).items():
+        if value is not None and value < 1:
             raise ConfigError(f"{key}: {value} is none; allowed are 1 or more")
     model, profile = planned_model(options.model), read_profile(options.hardware)
     require_tp(model, options.tp)
+    require_tp(model, decode_tp)
     explanation = explain_turn(
         model,
         profile,
         RingShape(cp=options.ranks, tp=options.tp),
         policy=options.selector,
         new_tokens=parse_tokens("--tokens", options.tokens),
-        cached_tokens=0 if options.cached == "0" else parse_tokens("--cached", options.cached),
+        cached_tokens=_tokens_or_none("--cached", options.cached),
+        decode=None if options.decode_ranks is None else RingShape(cp=options.decode_ranks, tp=decode_tp),
+        missing_tokens=_tokens_or_none("--missing", options.missing),
         fit=None if options.fit is None else _fit(options.fit),
     )
     if options.json:
@@ -72,6 +85,10 @@ def run(options: argparse.Namespace) -> int:
         Console(width=None if sys.stdout.isatty() else PIPE_WIDTH).print(explanation_table(explanation))
         print(*explanation_lines(explanation), sep="\n")
     return 0
+
+
+def _tokens_or_none(key: str, text: str) -> int:
+    return 0 if text == "0" else parse_tokens(key, text)
 
 
 def _fit(text: str) -> EmpiricalFit:
