@@ -29,9 +29,14 @@ class Doors:
     """An async context: rings of 2 prefill and 3 decode ranks, and the doors that clients call."""
 
     def __init__(
-        self, model_path: Path, codec: TextCodec, doorkeeper: Doorkeeper | None = None, tls: DoorTls | None = None
+        self,
+        model_path: Path,
+        codec: TextCodec,
+        doorkeeper: Doorkeeper | None = None,
+        tls: DoorTls | None = None,
+        max_direct_tokens: int = 0,
     ) -> None:
-        self.service = Service(model_path, 2, 3)
+        self.service = Service(model_path, 2, 3, max_direct_tokens=max_direct_tokens)
         self._is_secure = tls is not None
         self.codec = codec
         reader = RequestReader(self.service.model, codec, max_seconds=CALL_SECONDS)

@@ -81,6 +81,7 @@ class GenerateRequest(_message.Message):
     algorithm: _builtins.str
     """"pass_kv" or "pass_q": computes every chunk by it, whatever the service's selector would choose. Empty: chosen. The
     tokens are the same; what measures rings asks for it. Where turns share a prefill step the ring may take the other.
+    "decode_ring": computes a few new tokens on the decode ring that keeps the conversation; refused where it cannot.
     """
     @_builtins.property
     def tokenized(self) -> Global___TokenizedInput: ...
@@ -1031,7 +1032,7 @@ class GroupInfo(_message.Message):
 
     @_builtins.property
     def corrections(self) -> _containers.RepeatedCompositeFieldContainer[Global___Correction]:
-        """Of prefill rings: how their turns' times compare with what was predicted for them, by algorithm."""
+        """How the ring's prefills compare with what was predicted for them, by algorithm; of decode rings, "decode_ring"."""
 
     def __init__(
         self,
