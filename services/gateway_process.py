@@ -25,6 +25,7 @@ from services.health import HealthWatch
 from services.logs import set_up_logs
 from services.metrics.endpoint import MetricsEndpoint, metrics_page
 from services.metrics.gateway import GatewayMetrics
+from services.metrics.probes import probe_pages
 from services.metrics.targets import targets_page
 from services.metrics.vllm_names import GATEWAY_NAMES, WithVllmNames
 from services.openai.app import HttpDoor
@@ -60,17 +61,17 @@ async def serve(settings: GatewaySettings) -> None:
     if settings.follow_stdin:
         descriptor = sys.stdin.fileno()
         loop.add_reader(descriptor, lambda: None if os.read(descriptor, 4096) else stopped.set())
-    endpoint = _serve_metrics(settings, metrics, peers)
-    metrics_address = endpoint.address if endpoint else ""
-    door = HttpDoor(servicer, _model_name(settings), model.max_positions, doorkeeper)
-    http_server = HttpServer(door.app, settings.tls.http_context() if settings.tls else None)
-    http_address = await http_server.start(settings.http) if settings.http else ""
-    address = await server.start(settings.listen, is_serving=False)
 
     async def find_fault() -> str:
         return service_fault(await router.get_server_info())
 
     watch = HealthWatch("the gateway", server, find_fault)
+    endpoint = _serve_metrics(settings, metrics, peers, watch)
+    metrics_address = endpoint.address if endpoint else ""
+    door = HttpDoor(servicer, _model_name(settings), model.max_positions, doorkeeper)
+    http_server = HttpServer(door.app, settings.tls.http_context() if settings.tls else None)
+    http_address = await http_server.start(settings.http) if settings.http else ""
+    address = await server.start(settings.listen, is_serving=False)
     watch.start()
     print(json.dumps({"gateway": address, "http": http_address, "metrics": metrics_address}), flush=True)
     await stopped.wait()
@@ -90,15 +91,21 @@ def _model_name(settings: GatewaySettings) -> str:
     return settings.model_name or Path(settings.model).name
 
 
-def _serve_metrics(settings: GatewaySettings, metrics: GatewayMetrics, peers: GrpcPeers) -> MetricsEndpoint | None:
-    """/metrics of this gateway, and /targets: where the router and the rings serve theirs."""
+def _serve_metrics(
+    settings: GatewaySettings, metrics: GatewayMetrics, peers: GrpcPeers, watch: HealthWatch
+) -> MetricsEndpoint | None:
+    """/metrics and probes of this gateway, and /targets: where the router and the rings serve theirs."""
     if not settings.metrics:
         return None
     shown: Collector = metrics.registry
     if settings.metric_names == "vllm":
         shown = WithVllmNames(metrics.registry.collect, GATEWAY_NAMES, Path(settings.model).name)
     router, loop = peers.router(settings.router), asyncio.get_running_loop()
-    pages = {"/metrics": metrics_page(shown), "/targets": targets_page(router.get_server_info, lambda: own, loop)}
+    pages = {
+        "/metrics": metrics_page(shown),
+        "/targets": targets_page(router.get_server_info, lambda: own, loop),
+        **probe_pages(lambda: watch.fault, loop),
+    }
     endpoint = MetricsEndpoint("gateway.metrics", settings.metrics, pages)
     own = endpoint.address
     return endpoint

@@ -33,6 +33,11 @@ class HealthWatch:
         self._shown: str | None = None
         self._asking: asyncio.Task[None] | None = None
 
+    @property
+    def fault(self) -> str:
+        """What was found at the last look, empty where all is well."""
+        return "it has only just started" if self._shown is None else self._shown
+
     def start(self) -> None:
         self._asking = asyncio.create_task(self._ask())
 
@@ -59,6 +64,7 @@ class HealthWatch:
             return str(error)
 
     async def close(self) -> None:
+        self._shown = "it is about to end"
         if self._asking is not None:
             self._asking.cancel()
             await asyncio.gather(self._asking, return_exceptions=True)

@@ -28,6 +28,7 @@ from services.grpc_server import GrpcServer
 from services.health import HealthWatch
 from services.logs import set_up_logs
 from services.metrics.endpoint import MetricsEndpoint, metrics_page
+from services.metrics.probes import probe_pages
 from services.metrics.process import new_registry
 from services.metrics.ring import RingCollector, view_of
 from services.metrics.router import RouterMetrics, RouterView
@@ -99,7 +100,7 @@ class RunningRouter:
         metrics = RouterMetrics(self._config.router.selector, self._view, asyncio.get_running_loop())
         servicer = RouterServicer(self._router, metrics)
         if self._config.metrics.router:
-            pages = {"/metrics": metrics_page(metrics.registry)}
+            pages = {"/metrics": metrics_page(metrics.registry), **probe_pages(str, asyncio.get_running_loop())}
             self._metrics = MetricsEndpoint("metrics.router", self._config.metrics.router, pages)
             servicer.metrics_endpoint = reachable(self._metrics.address)
         self._server.add(
@@ -274,11 +275,13 @@ class RunningLeader:
         if not address:
             return
         registry = new_registry(host.role)
-        registry.register(RingCollector(host.role, host.name, partial(view_of, leader), asyncio.get_running_loop()))
+        loop = asyncio.get_running_loop()
+        registry.register(RingCollector(host.role, host.name, partial(view_of, leader), loop))
         shown: Collector = registry
         if host.config.metrics.also_as == "vllm":
             shown = WithVllmNames(registry.collect, RING_NAMES, Path(host.model_path).name)
-        self._metrics = MetricsEndpoint(f"metrics.{host.role}", address, {"/metrics": metrics_page(shown)})
+        probes = probe_pages(lambda: self._health.fault if self._health else "it starts", loop)
+        self._metrics = MetricsEndpoint(f"metrics.{host.role}", address, {"/metrics": metrics_page(shown), **probes})
         leader.metrics_endpoint = reachable(self._metrics.address)
 
     async def measure(self) -> None:

@@ -1,11 +1,12 @@
-"""A small HTTP server for Prometheus: /metrics, and at a gateway /targets, the metrics ports of the others."""
+"""A small plain HTTP server for Prometheus and for probes: /metrics, /live, /ready, and at a gateway /targets."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from prometheus_client.exposition import choose_encoder
@@ -15,8 +16,16 @@ from cp_core.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-Page = Callable[[str], tuple[str, bytes]]
-"""Accept header -> (content type, body)."""
+
+class Reply(NamedTuple):
+    content_type: str
+    body: bytes
+    status: int = 200
+
+
+Page = Callable[[str], Reply]
+"""Accept header -> what is answered."""
+TEXT = "text/plain; charset=utf-8"
 IDLE_SECONDS = 30.0
 """A connection that asks nothing for so long is closed."""
 
@@ -24,9 +33,9 @@ IDLE_SECONDS = 30.0
 def metrics_page(source: Collector) -> Page:
     """All of a registry in the format that the scraper prefers."""
 
-    def page(accept: str) -> tuple[str, bytes]:
+    def page(accept: str) -> Reply:
         encode, content_type = choose_encoder(accept)
-        return content_type, encode(source)
+        return Reply(content_type, encode(source))
 
     return page
 
@@ -34,7 +43,7 @@ def metrics_page(source: Collector) -> Page:
 class MetricsEndpoint:
     """Listens from the start until `close`."""
 
-    def __init__(self, key: str, address: str, pages: dict[str, Page]) -> None:
+    def __init__(self, key: str, address: str, pages: Mapping[str, Page]) -> None:
         """`key` names the setting in errors; `address` is HOST:PORT, port 0 any free one. Raises ConfigError."""
         host, _, port = address.rpartition(":")
         try:
@@ -56,7 +65,7 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False  # a scraper that keeps its connection open must not keep the process
 
-    def __init__(self, address: tuple[str, int], pages: dict[str, Page]) -> None:
+    def __init__(self, address: tuple[str, int], pages: Mapping[str, Page]) -> None:
         self.pages = pages
         super().__init__(address, _Handler)
 
@@ -68,22 +77,21 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         page = self.server.pages.get(urlsplit(self.path).path)
         if page is None:
-            self._send(404, "text/plain; charset=utf-8", f"pages are {', '.join(self.server.pages)}\n".encode())
+            self._send(Reply(TEXT, f"pages are {', '.join(self.server.pages)}\n".encode(), 404))
             return
         try:
-            content_type, body = page(self.headers.get("Accept", ""))
+            reply = page(self.headers.get("Accept", ""))
         except Exception:  # the last door before the network: logged whole, shown as one sentence
             log.exception("the page %s failed", self.path)
-            self._send(500, "text/plain; charset=utf-8", b"internal error; the process's log has the details\n")
-            return
-        self._send(200, content_type, body)
+            reply = Reply(TEXT, b"internal error; the process's log has the details\n", 500)
+        self._send(reply)
 
-    def _send(self, status: int, content_type: str, body: bytes) -> None:
-        self.send_response(status)
-        self.send_header("Content-Type", content_type)
-        self.send_header("Content-Length", str(len(body)))
+    def _send(self, reply: Reply) -> None:
+        self.send_response(reply.status)
+        self.send_header("Content-Type", reply.content_type)
+        self.send_header("Content-Length", str(len(reply.body)))
         self.end_headers()
-        self.wfile.write(body)
+        self.wfile.write(reply.body)
 
     def log_message(self, format: str, *arguments: object) -> None:
         log.debug(format, *arguments)

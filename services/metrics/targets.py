@@ -7,7 +7,7 @@ import json
 from collections.abc import Awaitable, Callable
 
 from orchestration.views import ServerView
-from services.metrics.endpoint import Page
+from services.metrics.endpoint import Page, Reply
 from services.metrics.ring import SCRAPE_SECONDS
 
 
@@ -31,8 +31,8 @@ def targets_page(
         async with asyncio.timeout(SCRAPE_SECONDS):
             return await get_server_info()
 
-    def page(accept: str) -> tuple[str, bytes]:
+    def page(accept: str) -> Reply:
         view = asyncio.run_coroutine_threadsafe(ask(), loop).result(2 * SCRAPE_SECONDS)
-        return "application/json", json.dumps(targets_of(view, gateway())).encode()
+        return Reply("application/json", json.dumps(targets_of(view, gateway())).encode())
 
     return page

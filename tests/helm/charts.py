@@ -14,7 +14,14 @@ ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "helm" / "ringserve"
 Object = dict[str, Any]
 """A Kubernetes object."""
-REQUIRED: Object = {"image": {"repository": "registry.example/ringserve"}}
+REQUIRED: Object = {"image": {"repository": "registry.example/ringserve"}, "gateway": {"insecure": True}}
+SECURE: Object = {
+    "gateway": {
+        "insecure": False,
+        "tls": {"secretName": "door", "clientCertificates": True},
+        "tokens": {"secretName": "tenants", "key": "who.yaml"},
+    }
+}
 CUDA: Object = {
     "model": {"device": "cuda", "path": "/models/llama", "numKvHeads": 8, "volume": {"emptyDir": {}}},
     "prefill": {

@@ -44,6 +44,18 @@ CASES: dict[str, tuple[Mapping[str, Any], str]] = {
         {"model": {"path": "/data/llama", "volume": {"emptyDir": {}}}},
         "model.path: /data/llama does not lie under model.mountPath /models",
     ),
+    "doors open to all, and nobody said so": (
+        {"gateway": {"insecure": False}},
+        "gateway.tls.secretName and gateway.tokens.secretName: required, since the whole cluster reaches the gateway",
+    ),
+    "tokens in clear text": (
+        {"gateway": {"insecure": False, "tokens": {"secretName": "tenants"}}},
+        "gateway.tls.secretName: required, since the whole cluster reaches the gateway",
+    ),
+    "certificates of clients without TLS": (
+        {"gateway": {"tls": {"clientCertificates": True}}},
+        "gateway.tls.clientCertificates: clients can prove themselves only to a gateway with gateway.tls.secretName",
+    ),
     "an autoscaler upside down": (
         {"gateway": {"autoscaling": {"minReplicas": 5}}},
         "gateway.autoscaling: maxReplicas 4 is less than minReplicas 5",

@@ -13,12 +13,14 @@ import pytest
 import yaml
 from helm_python import lint
 
+from services.auth.sections import TlsConfig
 from services.config import Config, config_from
 from tests.helm.charts import (
     ALL_OPTIONS,
     CHART,
     CUDA,
     REQUIRED,
+    SECURE,
     kinds,
     merged,
     only,
@@ -125,7 +127,45 @@ def test_the_gateways_arguments_are_those_of_the_command(capsys: pytest.CaptureF
     assert container["command"] == ["ringserve", "gateway"]
     options = build_parser().parse_args([*container["command"][1:], *container["args"]])
     assert (options.listen, options.metrics, options.metric_names) == ("0.0.0.0:50051", "0.0.0.0:9464", "vllm")
+    assert (options.http, options.set) == ("0.0.0.0:8000", ["gateway.insecure=true"])
     assert (options.model, options.dtype, options.max_seconds) == ("builtin:tiny", "float32", 600.0)
+
+
+def test_a_guarded_gateway_reads_its_secrets_where_they_are_mounted() -> None:
+    from services.cli.main import build_parser
+    from services.cli.options import config_of
+
+    objects = render(SECURE)
+    pod = pod_templates(objects)["gateway"]["spec"]
+    container = pod["containers"][0]
+    config = config_of(build_parser().parse_args([*container["command"][1:], *container["args"]]))
+    assert not config.gateway.insecure
+    assert config.tls == TlsConfig(
+        cert="/etc/ringserve-tls/tls.crt", key="/etc/ringserve-tls/tls.key", client_ca="/etc/ringserve-tls/ca.crt"
+    )
+    assert config.auth.tokens == "/etc/ringserve-tokens/who.yaml"
+    secrets = {volume["name"]: volume["secret"]["secretName"] for volume in pod["volumes"] if "secret" in volume}
+    mounts = {mount["name"]: mount for mount in container["volumeMounts"]}
+    assert secrets == {"tls": "door", "tokens": "tenants"}
+    for name in secrets:
+        assert (mounts[name]["mountPath"], mounts[name]["readOnly"]) == (f"/etc/ringserve-{name}", True)
+    for component in ("head", "prefill", "decode"):
+        spec = pod_templates(objects)[component]["spec"]
+        assert not any("secret" in volume for volume in spec["volumes"]), "the gateway's are the gateway's alone"
+
+
+def test_http_is_served_beside_grpc_unless_switched_off() -> None:
+    objects = render({"gateway": {"service": {"httpPort": 80}, "http": {"modelName": "llama"}}}, ALL_OPTIONS)
+    ports = {port["name"]: port for port in only(objects, "Service")["spec"]["ports"]}
+    assert (ports["http"]["port"], ports["http"]["targetPort"], ports["http"]["appProtocol"]) == (80, "http", "http")
+    container = pod_templates(objects)["gateway"]["spec"]["containers"][0]
+    assert {"--http=0.0.0.0:8000", "--model-name=llama"} < set(container["args"])
+    allowed = only(objects, "NetworkPolicy", "-gateway")["spec"]["ingress"][0]["ports"]
+    assert {port["port"] for port in allowed} == {50051, 8000}
+    without = render({"gateway": {"http": {"enabled": False}}}, ALL_OPTIONS)
+    container = pod_templates(without)["gateway"]["spec"]["containers"][0]
+    assert not any(argument.startswith("--http") for argument in container["args"])
+    assert "http" not in {port["name"] for port in only(without, "Service")["spec"]["ports"]}
 
 
 def test_every_ring_has_a_metrics_port_and_every_metrics_port_is_scraped() -> None:
@@ -245,7 +285,13 @@ def test_the_notes_tell_how_to_call_the_service() -> None:
     notes = render_files(merged(REQUIRED, CUDA))["NOTES.txt"]
     assert "kubectl -n serving port-forward service/test-ringserve 50051" in notes
     assert "2 prefill rings of 4 x 2, 1 decode rings of 2 x 1" in notes
-    assert "neither TLS nor authentication" in notes
+    assert "The gateway was allowed to serve without TLS and tokens: let only those reach it who may use it" in notes
+    assert "base_url=http://test-ringserve.serving.svc:8000/v1" in notes
+    secure = render_files(merged(REQUIRED, SECURE))["NOTES.txt"]
+    assert "--tls-ca CA.pem --tls-server-name NAME_IN_THE_CERTIFICATE --tls-cert" in secure
+    assert "export RINGSERVE_TOKEN" in secure
+    assert "base_url=https://" in secure
+    assert "was allowed" not in secure
 
 
 def test_the_values_shown_in_the_readme_render() -> None:
@@ -253,6 +299,7 @@ def test_the_values_shown_in_the_readme_render() -> None:
         r"^```\n(image:.*?)^```", (CHART.parent / "README.md").read_text(), re.MULTILINE | re.DOTALL
     )
     values = yaml.safe_load(example)
+    assert render_files(values), "nothing more is required"
     config = configuration(values)
     assert (config.prefill.cp, config.prefill.tp, config.kv_cache.tokens_per_rank) == (4, 2, 1_000_000)
     hosts = [group["numOfHosts"] for group in only(render(values), "RayCluster")["spec"]["workerGroupSpecs"]]

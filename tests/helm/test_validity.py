@@ -11,12 +11,18 @@ import jsonschema
 import kubernetes_validate
 import pytest
 
-from tests.helm.charts import ALL_OPTIONS, CUDA, Object, merged, only, pod_templates, render
+from tests.helm.charts import ALL_OPTIONS, CUDA, SECURE, Object, merged, only, pod_templates, render
 
 LIVE = "ringserve.live"
 CUSTOM = {"RayCluster", "ServiceMonitor", "PodMonitor", "PrometheusRule"}
 KUBERNETES = "1.34"
-CASES = {"defaults": {}, "cuda": CUDA, "every option": ALL_OPTIONS, "both": merged(CUDA, ALL_OPTIONS)}
+CASES = {
+    "defaults": {},
+    "cuda": CUDA,
+    "every option": ALL_OPTIONS,
+    "both": merged(CUDA, ALL_OPTIONS),
+    "secure": merged(ALL_OPTIONS, SECURE),
+}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -85,6 +91,14 @@ def test_what_serves_grpc_is_probed_by_grpc(component: str, service: str) -> Non
         asked = container[probe]["grpc"]
         assert asked["service"] == name
         assert asked["port"] in ports
+
+
+def test_behind_tls_the_gateway_is_probed_by_what_a_kubelet_can_speak() -> None:
+    container = pod_templates(render(SECURE))["gateway"]["spec"]["containers"][0]
+    paths = {"startupProbe": "/live", "readinessProbe": "/ready", "livenessProbe": "/live"}
+    for probe, path in paths.items():
+        assert container[probe]["httpGet"] == {"port": "metrics", "path": path}
+    assert "metrics" in {port["name"] for port in container["ports"]}
 
 
 def test_names_stay_short_enough_for_what_is_appended_to_them() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 import pytest
 
@@ -12,6 +12,7 @@ from orchestration.decode_batch import DecodeBatch
 from orchestration.decode_turn import DecodeTurn
 from tests.orchestration.decode_turns import decode_turn
 from tests.orchestration.fake_ranks import FakeRank
+from tests.waiting import eventually
 from workers.steps import DecodeEvent, FinishReason
 
 WAIT_SECONDS = 10.0
@@ -35,11 +36,6 @@ class Batch:
         for turn in turns:
             await self.batch.join(turn)
         return turns
-
-    async def until(self, holds: Callable[[], bool]) -> None:
-        async with asyncio.timeout(WAIT_SECONDS):
-            while not holds():
-                await asyncio.sleep(0)
 
     @property
     def counts(self) -> tuple[int, int]:
@@ -71,12 +67,12 @@ async def test_turns_are_admitted_in_order_up_to_the_limit(batch: Batch) -> None
 async def test_whoever_waits_longest_takes_the_free_place(batch: Batch) -> None:
     first, *_ = await batch.join("a", "b", "c", "d")
     batch.rank.post(token("a", 1), token("b", 2), token("a", 3, FinishReason.LENGTH))
-    await batch.until(lambda: batch.rank.admitted == ["a", "b", "c"])
+    await eventually(lambda: batch.rank.admitted == ["a", "b", "c"])
     assert first.left_batch.is_set()
     assert batch.seen == [("a", 1), ("b", 2), ("a", 3)]
     assert batch.counts == (2, 1)
     batch.rank.post(token("b", 4, FinishReason.STOP), token("c", 5, FinishReason.STOP))
-    await batch.until(lambda: batch.rank.admitted == ["a", "b", "c", "d"])
+    await eventually(lambda: batch.rank.admitted == ["a", "b", "c", "d"])
     assert batch.counts == (1, 0)
 
 
@@ -85,7 +81,7 @@ async def test_polls_go_on_from_the_last_events(batch: Batch) -> None:
     batch.rank.post(token("a", 1), token("a", 2))
     batch.rank.post()
     batch.rank.post(token("a", 3))
-    await batch.until(lambda: len(batch.rank.polled) == 4)
+    await eventually(lambda: len(batch.rank.polled) == 4)
     assert batch.rank.polled == [0, 2, 2, 3]
 
 
@@ -93,7 +89,7 @@ async def test_events_of_turns_that_are_not_in_the_batch_are_ignored(batch: Batc
     await batch.join("a", "b", "c")
     batch.rank.post(token("stranger", 1), token("c", 2), aborted("stranger"))
     batch.rank.post(token("a", 3, FinishReason.STOP), token("a", 4))
-    await batch.until(lambda: bool(batch.seen))
+    await eventually(lambda: bool(batch.seen))
     assert batch.seen == [("a", 3)]
 
 
@@ -102,15 +98,15 @@ async def test_a_turn_that_waits_leaves_without_a_word_to_the_loop(batch: Batch)
     await batch.batch.leave(turns[2])
     assert batch.rank.removed == []
     batch.rank.post(token("a", 1, FinishReason.STOP))
-    await batch.until(lambda: batch.rank.admitted == ["a", "b", "d"])
+    await eventually(lambda: batch.rank.admitted == ["a", "b", "d"])
 
 
 async def test_a_running_turn_has_left_when_the_loop_says_so(batch: Batch) -> None:
     turns = await batch.join("a", "b", "c")
     leaving = asyncio.create_task(batch.batch.leave(turns[0]))
-    await batch.until(lambda: batch.rank.removed == ["a"])
+    await eventually(lambda: batch.rank.removed == ["a"])
     batch.rank.post(token("a", 1))  # one more step was under way
-    await batch.until(lambda: batch.seen == [("a", 1)])
+    await eventually(lambda: batch.seen == [("a", 1)])
     assert not leaving.done()
     batch.rank.post(aborted("a"))
     async with asyncio.timeout(WAIT_SECONDS):
@@ -122,7 +118,7 @@ async def test_a_running_turn_has_left_when_the_loop_says_so(batch: Batch) -> No
 async def test_a_turn_that_finishes_while_it_leaves_has_left(batch: Batch) -> None:
     (turn,) = await batch.join("a")
     leaving = asyncio.create_task(batch.batch.leave(turn))
-    await batch.until(lambda: batch.rank.removed == ["a"])
+    await eventually(lambda: batch.rank.removed == ["a"])
     batch.rank.post(token("a", 1, FinishReason.LENGTH))  # the removal met nobody: no abort follows
     async with asyncio.timeout(WAIT_SECONDS):
         await leaving
@@ -137,13 +133,13 @@ async def test_a_removal_never_overtakes_its_admission(batch: Batch) -> None:
     batch.rank.gate.clear()
     turn = decode_turn("a")
     joining = asyncio.create_task(batch.batch.join(turn))
-    await batch.until(lambda: batch.batch.num_running == 1)
+    await eventually(lambda: batch.batch.num_running == 1)
     joining.cancel()  # as the end of a turn does to its sealing, which admits it
     await asyncio.gather(joining, return_exceptions=True)
     leaving = asyncio.create_task(batch.batch.leave(turn))
-    await asyncio.sleep(0)
+    await eventually(lambda: len(batch.batch._submissions) == 2)  # the removal behind the admission
     batch.rank.gate.set()
-    await batch.until(lambda: batch.rank.removed == ["a"])
+    await eventually(lambda: batch.rank.removed == ["a"])
     assert [command.sequence_id for command in batch.rank.submitted] == ["a", "a"]
     assert batch.rank.admitted == ["a"]
     batch.rank.post(aborted("a"))
@@ -155,11 +151,11 @@ async def test_cancelling_one_turn_does_not_lose_the_admission_of_another(batch:
     await batch.join("a", "b", "c")
     batch.rank.gate.clear()
     batch.rank.post(token("b", 1, FinishReason.STOP))
-    await batch.until(lambda: batch.counts == (2, 0))
+    await eventually(lambda: batch.counts == (2, 0))
     batch.reading.cancel()  # whoever happened to hand in the admission goes away
     await asyncio.gather(batch.reading, return_exceptions=True)
     batch.rank.gate.set()
-    await batch.until(lambda: batch.rank.admitted == ["a", "b", "c"])
+    await eventually(lambda: batch.rank.admitted == ["a", "b", "c"])
 
 
 async def test_a_lost_rank_ends_the_reading_with_its_error(batch: Batch) -> None:

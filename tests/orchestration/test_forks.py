@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from cp_core.errors import Busy, InvalidRequest, NotFound
-from orchestration.turn import PromptMode
+from orchestration.turn import ForkedKv, ForkKv, PromptMode
 from orchestration.views import ConversationView
 from tests.orchestration.service import BLOCK_TOKENS, Answer, Service
 from tests.orchestration.test_turn_failures import read_tokens
-from tests.waiting import eventually
+from tests.waiting import WAIT_SECONDS, eventually
 from tests.workers.models import Oracle, random_tokens
 
 RING_SIZES = (1, 2, 3)
@@ -141,17 +141,29 @@ async def test_a_fork_made_while_a_turn_runs_is_of_the_finished_history(
         assert (await running).token_ids == oracle.greedy(edited, 300)
 
 
-async def test_turns_that_come_while_a_fork_is_made_wait_or_are_refused(model_paths: Mapping[str, Path]) -> None:
+async def test_turns_that_come_while_a_fork_is_made_wait_or_are_refused(
+    model_paths: Mapping[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with Service(model_paths["llama_gqa"], 1, 2) as service:
         await begin(service, "c", random_tokens(30))
+        has_begun, may_fork, fork_kv = asyncio.Event(), asyncio.Event(), service.decode.fork_kv
+
+        async def slow(request: ForkKv) -> ForkedKv:
+            has_begun.set()
+            await may_fork.wait()
+            return await fork_kv(request)
+
+        monkeypatch.setattr(service.decode, "fork_kv", slow)
         forking = asyncio.create_task(service.router.fork_conversation("c", "f", None))
-        await asyncio.sleep(0)  # it has begun, and waits for the rings
+        async with asyncio.timeout(WAIT_SECONDS):
+            await has_begun.wait()
         for name in ("c", "f"):
             with pytest.raises(Busy, match="busy with a fork of it"):
                 await go_on(service, name, [1])
         waiting = asyncio.create_task(
             service.answer(service.request([1], conversation="c", mode=PromptMode.APPEND, wait=True))
         )
+        may_fork.set()
         assert isinstance(await forking, ConversationView)
         assert len((await waiting).token_ids) == 5
         service.check_integrity()

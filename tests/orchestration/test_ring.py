@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
@@ -11,6 +11,7 @@ import pytest
 from cp_core.errors import ModelRefused, RingserveError, Unavailable
 from orchestration.ring import GroupSettings, Ring, RingState, gather_all, gather_first_error
 from tests.orchestration.fake_ranks import RATES, FakeRanks
+from tests.waiting import eventually
 
 WAIT_SECONDS = 10.0
 DEAD = Unavailable("rank 1 died")
@@ -61,11 +62,6 @@ class Rings:
                 self._changed.clear()
                 await self._changed.wait()
         assert [have.startswith(want) for have, want in zip(self.told, told, strict=True)] == [True] * len(told)
-
-    async def until(self, holds: Callable[[], bool]) -> None:
-        async with asyncio.timeout(WAIT_SECONDS):
-            while not holds():
-                await asyncio.sleep(0)
 
 
 @asynccontextmanager
@@ -148,8 +144,7 @@ async def test_a_ring_that_cannot_announce_itself_does_not_start_and_stays_close
         await rings.ring.start()
     assert rings.ranks.num_open == 0
     assert all(rank.is_killed for rank in rings.ranks.latest)
-    rings.ranks.latest[0].fail(DEAD)  # nobody watches any more
-    await asyncio.sleep(0)
+    assert asyncio.all_tasks() == {asyncio.current_task()}, "nobody watches any more"
     assert rings.ring.state is RingState.CLOSED
     assert len(rings.ranks.rings) == 1
 
@@ -197,7 +192,7 @@ async def test_a_rank_stuck_in_a_step_is_lost() -> None:
         rank.seconds_since_step = rings.ring.settings.step_timeout + 1
         rank.running = 1
         await rings.until_told("ready", "lost: ring ring lost a rank and is being rebuilt: a rank of ring made no step")
-        await rings.until(lambda: rings.ring.rebuilds == 1)
+        await eventually(lambda: rings.ring.rebuilds == 1)
 
 
 async def test_an_idle_rank_may_be_idle_for_as_long_as_it_likes() -> None:
@@ -225,7 +220,7 @@ async def test_a_decode_loop_that_ends_by_itself_is_a_lost_ring() -> None:
     async with started("decode") as rings:
         rings.ranks.latest[0]._failed.set()
         await rings.until_told("ready", "lost: ring ring lost a rank and is being rebuilt: a decode loop of ring ended")
-        await rings.until(lambda: rings.ring.rebuilds == 1)
+        await eventually(lambda: rings.ring.rebuilds == 1)
 
 
 async def test_the_second_report_of_a_loss_is_echo() -> None:
@@ -258,7 +253,7 @@ async def test_a_rank_lost_while_the_rebuilt_ring_announces_itself_means_one_mor
         rings.ring.report_lost(DEAD, rings.ring.incarnation)
         await rings.until_told("ready", "lost", "ready")
         rings.ring.report_lost(DEAD, rings.ring.incarnation)
-        await rings.until(lambda: rings.ring.rebuilds == 2)
+        await eventually(lambda: rings.ring.rebuilds == 2)
         rings.gate.set()
         await rings.until_told("ready", "lost", "ready", "lost", "ready")
         assert rings.ring.state is RingState.READY
@@ -299,9 +294,7 @@ async def test_closing_during_a_rebuild_ends_the_rebuild() -> None:
             await attempts.wait()
             await rings.ring.close()
         assert rings.ring.state is RingState.CLOSED
-        left = len(rings.ranks.create_errors)
-        await asyncio.sleep(0)
-        assert len(rings.ranks.create_errors) == left
+        assert asyncio.all_tasks() == {asyncio.current_task()}, "nobody is left to try again"
         assert rings.told[-1].startswith("lost")
 
 
@@ -309,19 +302,24 @@ async def test_closing_during_a_rebuild_ends_the_rebuild() -> None:
 
 
 async def test_gather_all_waits_for_every_call_before_it_raises() -> None:
-    ended: list[str] = []
+    failed, may_end, ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     async def fail() -> None:
+        failed.set()
         raise DEAD
 
     async def slow() -> None:
-        for _ in range(5):
-            await asyncio.sleep(0)
-        ended.append("slow")
+        await may_end.wait()
+        ended.set()
 
+    together = asyncio.create_task(gather_all([fail(), slow()]))
+    await failed.wait()
+    over, _ = await asyncio.wait([together], timeout=0.01)
+    assert not over
+    may_end.set()
     with pytest.raises(Unavailable, match="rank 1 died"):
-        await gather_all([fail(), slow()])
-    assert ended == ["slow"]
+        await together
+    assert ended.is_set()
 
 
 async def test_gather_first_error_cancels_the_others_and_raises_the_error_itself() -> None:
@@ -343,10 +341,15 @@ async def test_gather_first_error_cancels_the_others_and_raises_the_error_itself
 
 
 async def test_calls_together_answer_in_order() -> None:
+    ended = [asyncio.Event() for _ in range(5)]
+
     async def number(value: int) -> int:
-        for _ in range(5 - value):
-            await asyncio.sleep(0)
+        if value < 4:
+            await ended[value + 1].wait()  # the last one ends first
+        ended[value].set()
         return value
 
-    assert await gather_first_error(number(value) for value in range(5)) == [*range(5)]
-    assert await gather_all(number(value) for value in range(5)) == [*range(5)]
+    for gather in (gather_first_error, gather_all):
+        for event in ended:
+            event.clear()
+        assert await gather(number(value) for value in range(5)) == [*range(5)]

@@ -41,6 +41,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | quote }}
 {{/* Ports that are told to several objects. */}}
 {{- define "ringserve.port.router" -}}50050{{- end }}
 {{- define "ringserve.port.gateway" -}}50051{{- end }}
+{{- define "ringserve.port.gatewayHttp" -}}8000{{- end }}
 {{- define "ringserve.port.gatewayMetrics" -}}9464{{- end }}
 {{- define "ringserve.port.routerMetrics" -}}9465{{- end }}
 {{- define "ringserve.port.prefillMetrics" -}}9500{{- end }}

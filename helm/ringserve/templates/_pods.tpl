@@ -1,4 +1,5 @@
-{{/* What the pods of head, workers and gateway have in common. Called with (dict "root" $ "part" values "component" name). */}}
+{{/* What the pods of head, workers and gateway have in common. Called with (dict "root" $ "part" values "component" name).
+     Secrets by name are mounted at /etc/ringserve-NAME: (dict ... "secrets" (dict "tls" "my-secret")). */}}
 {{- define "ringserve.podMetadata" -}}
 annotations:
   checksum/config: {{ include "ringserve.config" .root | sha256sum }}
@@ -58,6 +59,9 @@ volumes:
   - name: model
     {{- toYaml . | nindent 4 }}
   {{- end }}
+  {{- range $name, $secret := .secrets }}
+  - {name: {{ $name }}, secret: {secretName: {{ $secret }}}}
+  {{- end }}
 {{- end }}
 
 {{- define "ringserve.containerSettings" -}}
@@ -82,5 +86,8 @@ volumeMounts:
   - {name: config, mountPath: /etc/ringserve, readOnly: true}
   {{- if .root.Values.model.volume }}
   - {name: model, mountPath: {{ .root.Values.model.mountPath }}, readOnly: true}
+  {{- end }}
+  {{- range $name, $secret := .secrets }}
+  - {name: {{ $name }}, mountPath: /etc/ringserve-{{ $name }}, readOnly: true}
   {{- end }}
 {{- end }}

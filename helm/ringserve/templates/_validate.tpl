@@ -28,6 +28,15 @@
 {{- if and (not (hasPrefix "builtin:" .Values.model.path)) (not (hasPrefix .Values.model.mountPath .Values.model.path)) }}
 {{- fail (printf "model.path: %s does not lie under model.mountPath %s" .Values.model.path .Values.model.mountPath) }}
 {{- end }}
+{{- $lacks := list }}
+{{- if not .Values.gateway.tls.secretName }}{{- $lacks = append $lacks "gateway.tls.secretName" }}{{- end }}
+{{- if not .Values.gateway.tokens.secretName }}{{- $lacks = append $lacks "gateway.tokens.secretName" }}{{- end }}
+{{- if and $lacks (not .Values.gateway.insecure) }}
+{{- fail (printf "%s: required, since the whole cluster reaches the gateway; or say gateway.insecure: true" (join " and " $lacks)) }}
+{{- end }}
+{{- if and .Values.gateway.tls.clientCertificates (not .Values.gateway.tls.secretName) }}
+{{- fail "gateway.tls.clientCertificates: clients can prove themselves only to a gateway with gateway.tls.secretName" }}
+{{- end }}
 {{- if lt (int .Values.gateway.autoscaling.maxReplicas) (int .Values.gateway.autoscaling.minReplicas) }}
 {{- fail (printf "gateway.autoscaling: maxReplicas %d is less than minReplicas %d" (int .Values.gateway.autoscaling.maxReplicas) (int .Values.gateway.autoscaling.minReplicas)) }}
 {{- end }}

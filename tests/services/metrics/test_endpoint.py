@@ -12,7 +12,8 @@ import pytest
 
 from cp_core.errors import ConfigError, Unavailable
 from orchestration.views import ServerView
-from services.metrics.endpoint import MetricsEndpoint, metrics_page
+from services.metrics.endpoint import MetricsEndpoint, Reply, metrics_page
+from services.metrics.probes import probe_pages
 from services.metrics.process import new_registry
 from services.metrics.targets import targets_page
 from tests.services.metrics.test_ring import status
@@ -48,7 +49,7 @@ def test_another_page_is_not_found_by_a_sentence(endpoint: MetricsEndpoint) -> N
 
 
 def test_a_page_that_fails_shows_no_trace_of_it() -> None:
-    def broken(accept: str) -> tuple[str, bytes]:
+    def broken(accept: str) -> Reply:
         raise Unavailable("the reason is for the log")
 
     endpoint = MetricsEndpoint("metrics.router", "127.0.0.1:0", {"/metrics": broken})
@@ -74,9 +75,39 @@ async def test_targets_name_every_process_that_serves_metrics() -> None:
         return served
 
     page = targets_page(get_server_info, lambda: "g:2", asyncio.get_running_loop())
-    content_type, body = await asyncio.to_thread(page, "")
-    assert content_type == "application/json"
-    assert json.loads(body) == [
+    reply = await asyncio.to_thread(page, "")
+    assert reply.content_type == "application/json"
+    assert json.loads(reply.body) == [
         {"targets": ["g:2"], "labels": {"ringserve_role": "gateway", "ringserve_group": ""}},
         {"targets": ["r:1"], "labels": {"ringserve_role": "router", "ringserve_group": ""}},
     ], "a ring without a metrics port is no target"
+
+
+async def test_probes_are_told_what_health_checks_are() -> None:
+    fault = "no decode ring takes turns"
+    pages = probe_pages(lambda: fault, asyncio.get_running_loop())
+    endpoint = MetricsEndpoint("gateway.metrics", "127.0.0.1:0", pages)
+    try:
+        with pytest.raises(urllib.error.HTTPError) as failure:
+            await asyncio.to_thread(fetch, endpoint.address, "/ready")
+        assert failure.value.code == 503
+        assert failure.value.read() == b"not ready: no decode ring takes turns\n"
+        assert (await asyncio.to_thread(fetch, endpoint.address, "/live"))[1] == b"live\n"
+        fault = ""
+        assert (await asyncio.to_thread(fetch, endpoint.address, "/ready"))[1] == b"ready\n"
+    finally:
+        await asyncio.to_thread(endpoint.close)
+
+
+def test_what_no_longer_turns_its_loop_is_not_live() -> None:
+    loop = asyncio.new_event_loop()
+    pages = probe_pages(str, loop)
+    loop.close()
+    endpoint = MetricsEndpoint("gateway.metrics", "127.0.0.1:0", pages)
+    try:
+        with pytest.raises(urllib.error.HTTPError) as failure:
+            fetch(endpoint.address, "/live")
+        assert failure.value.code == 500
+        assert failure.value.read() == b"internal error; the process's log has the details\n"
+    finally:
+        endpoint.close()
