@@ -20,6 +20,7 @@ from cp_core.selector import POLICIES
 from orchestration.cached_kv import MISSING_KV
 from orchestration.prefill_scheduler import PrefillScheduling
 from services.auth.sections import AuthConfig, InternalTlsConfig, TlsConfig, absolute_paths, check_doors, check_sections
+from services.config_checks import address, among, within
 from services.logs import LOG_FORMATS
 
 ENV_PREFIX = "RINGSERVE_"
@@ -328,57 +329,57 @@ def _typed(name: str, value: Any, wanted: type[Any]) -> Any:
 def _check(config: Config) -> None:
     if not config.model.path:
         raise ConfigError("model.path: '' is not allowed; give a model directory or builtin:tiny")
-    _among("model.dtype", config.model.dtype, DTYPES)
-    _among("logs.level", config.logs.level, LOG_LEVELS)
-    _among("logs.format", config.logs.format, LOG_FORMATS)
-    _among("model.device", config.model.device, DEVICES)
+    among("model.dtype", config.model.dtype, DTYPES)
+    among("logs.level", config.logs.level, LOG_LEVELS)
+    among("logs.format", config.logs.format, LOG_FORMATS)
+    among("model.device", config.model.device, DEVICES)
     _ring_transport(config.model)
-    _among("decode.variant", config.decode.variant, VARIANT_POLICIES)
-    _among("router.selector", config.router.selector, POLICIES)
+    among("decode.variant", config.decode.variant, VARIANT_POLICIES)
+    among("router.selector", config.router.selector, POLICIES)
     for name, pool in (("prefill", config.prefill), ("decode", config.decode)):
-        _within(f"{name}.groups", pool.groups, 1, 1024)
-        _within(f"{name}.cp", pool.cp, 1, 64)
-        _within(f"{name}.tp", pool.tp, 1, 64)
-        _within(f"{name}.max_waiting", pool.max_waiting, 1, 1_000_000)
-        _within(f"{name}.threads_per_rank", pool.threads_per_rank, 1, 1024)
-    _within("prefill.chunk_tokens", config.prefill.chunk_tokens, 1, 1 << 24)
-    _within("prefill.step_budget", config.prefill.step_budget, 0, 1e15)
-    _within("prefill.step_seconds", config.prefill.step_seconds, 0, 3600)
-    _within("prefill.min_chunk_tokens", config.prefill.min_chunk_tokens, 1, 1 << 24)
-    _within("prefill.ageing_seconds", config.prefill.ageing_seconds, 0.001, 86_400)
-    _within("prefill.max_queue_work", config.prefill.max_queue_work, 1, 1e15)
-    _within("decode.max_batch", config.decode.max_batch, 1, 4096)
-    _within("decode.headroom_tokens", config.decode.headroom_tokens, 1, 1 << 20)
-    _within("decode.max_direct_tokens", config.decode.max_direct_tokens, 0, 4096)
-    _within("decode.max_direct_seconds", config.decode.max_direct_seconds, 0, 60)
-    _within("kv_cache.block_tokens", config.kv_cache.block_tokens, 1, 4096)
-    _within("kv_cache.tokens_per_rank", config.kv_cache.tokens_per_rank, config.kv_cache.block_tokens, 1 << 30)
-    _within("kv_cache.kept_fraction", config.kv_cache.kept_fraction, 0.0, 1.0)
-    _among("router.missing_kv", config.router.missing_kv, MISSING_KV)
-    _within("router.conversation_ttl_seconds", config.router.conversation_ttl_seconds, 0.0, 1e9)
-    _within("router.max_waiting_turns", config.router.max_waiting_turns, 1, 100_000)
-    _within("router.max_conversations", config.router.max_conversations, 1, 1 << 24)
+        within(f"{name}.groups", pool.groups, 1, 1024)
+        within(f"{name}.cp", pool.cp, 1, 64)
+        within(f"{name}.tp", pool.tp, 1, 64)
+        within(f"{name}.max_waiting", pool.max_waiting, 1, 1_000_000)
+        within(f"{name}.threads_per_rank", pool.threads_per_rank, 1, 1024)
+    within("prefill.chunk_tokens", config.prefill.chunk_tokens, 1, 1 << 24)
+    within("prefill.step_budget", config.prefill.step_budget, 0, 1e15)
+    within("prefill.step_seconds", config.prefill.step_seconds, 0, 3600)
+    within("prefill.min_chunk_tokens", config.prefill.min_chunk_tokens, 1, 1 << 24)
+    within("prefill.ageing_seconds", config.prefill.ageing_seconds, 0.001, 86_400)
+    within("prefill.max_queue_work", config.prefill.max_queue_work, 1, 1e15)
+    within("decode.max_batch", config.decode.max_batch, 1, 4096)
+    within("decode.headroom_tokens", config.decode.headroom_tokens, 1, 1 << 20)
+    within("decode.max_direct_tokens", config.decode.max_direct_tokens, 0, 4096)
+    within("decode.max_direct_seconds", config.decode.max_direct_seconds, 0, 60)
+    within("kv_cache.block_tokens", config.kv_cache.block_tokens, 1, 4096)
+    within("kv_cache.tokens_per_rank", config.kv_cache.tokens_per_rank, config.kv_cache.block_tokens, 1 << 30)
+    within("kv_cache.kept_fraction", config.kv_cache.kept_fraction, 0.0, 1.0)
+    among("router.missing_kv", config.router.missing_kv, MISSING_KV)
+    within("router.conversation_ttl_seconds", config.router.conversation_ttl_seconds, 0.0, 1e9)
+    within("router.max_waiting_turns", config.router.max_waiting_turns, 1, 100_000)
+    within("router.max_conversations", config.router.max_conversations, 1, 1 << 24)
     router = config.router
     if router.selector == "empirical" and router.alpha == router.beta == router.gamma == 0 and not router.profile:
         raise ConfigError(
             "router.selector: 'empirical' needs router.alpha, beta and gamma, fitted on this cluster, or its profile"
         )
     for key in ("compute_flops", "link_bytes_per_second"):
-        _within(f"router.{key}", getattr(config.router, key), 0, 1e30)
+        within(f"router.{key}", getattr(config.router, key), 0, 1e30)
     for key in ("alpha", "beta", "gamma"):
-        _within(f"router.{key}", getattr(config.router, key), -1e6, 1e6)
+        within(f"router.{key}", getattr(config.router, key), -1e6, 1e6)
     for item in fields(config.timeouts):
-        _within(f"timeouts.{item.name}", getattr(config.timeouts, item.name), 0.1, 86_400)
-    _within("gateway.max_seconds", config.gateway.max_seconds, 0.1, 86_400)
-    _address("gateway.listen", config.gateway.listen)
-    _address("router.listen", config.router.listen)
+        within(f"timeouts.{item.name}", getattr(config.timeouts, item.name), 0.1, 86_400)
+    within("gateway.max_seconds", config.gateway.max_seconds, 0.1, 86_400)
+    address("gateway.listen", config.gateway.listen)
+    address("router.listen", config.router.listen)
     for key in ("http", "metrics"):
-        if address := getattr(config.gateway, key):
-            _address(f"gateway.{key}", address)
-    _among("metrics.also_as", config.metrics.also_as, METRIC_NAMES)
+        if getattr(config.gateway, key):
+            address(f"gateway.{key}", getattr(config.gateway, key))
+    among("metrics.also_as", config.metrics.also_as, METRIC_NAMES)
     for key in ("router", "prefill", "decode"):
         if getattr(config.metrics, key):
-            _address(f"metrics.{key}", getattr(config.metrics, key))
+            address(f"metrics.{key}", getattr(config.metrics, key))
     check_sections(config.tls, config.internal_tls)
     doors = {f"gateway.{key}": getattr(config.gateway, key) for key in ("listen", "http")}
     check_doors(doors, config.tls, config.auth, is_insecure=config.gateway.insecure)
@@ -389,19 +390,3 @@ def _ring_transport(model: ModelConfig) -> None:
         select_ring_backend(model.ring_transport, model.device)
     except ConfigError as error:
         raise ConfigError(f"model.ring_transport: {error}") from error
-
-
-def _among(key: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ConfigError(f"{key}: {value!r} is not allowed; use one of {', '.join(allowed)}")
-
-
-def _within(key: str, value: float, low: float, high: float) -> None:
-    if not low <= value <= high:
-        raise ConfigError(f"{key}: {value} is out of range; allowed is {low} to {high}")
-
-
-def _address(key: str, value: str) -> None:
-    host, colon, port = value.rpartition(":")
-    if not (host and colon and port.isascii() and port.isdigit() and len(port) <= 5 and int(port) < 65536):
-        raise ConfigError(f"{key}: {value!r} is no address; write HOST:PORT, e.g. 127.0.0.1:50051")
