@@ -11,8 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from cp_core.errors import Busy, InvalidRequest, NotFound, RingserveError
-from orchestration.conversations import Conversation, ConversationStore, Placement
+from orchestration.conversations import Conversation, ConversationStore
 from orchestration.groups import GroupRegistry
+from orchestration.placement_map import Placement
 from orchestration.ports import DecodePort, Peers, PrefillPort
 from orchestration.turn import ForkKv, KeptKv
 from orchestration.turn_ends import TurnEnds
@@ -74,11 +75,12 @@ class ConversationDesk:
         fork, dropped = self._store.begin_fork(source, new_id, num_tokens)
         is_forked = False
         try:
-            fork.prefill, fork.decode, *_ = await asyncio.gather(
+            on_prefill, on_decode, *_ = await asyncio.gather(
                 self._fork_on("prefill", source.prefill, source_id, new_id, shared),
                 self._fork_on("decode", source.decode, source_id, new_id, shared),
                 *(self._turns.free(old) for old in dropped),
             )
+            fork.places = fork.places.changed(prefill=on_prefill, decode=on_decode)
             is_forked = True
         finally:
             self._store.end_fork(source, fork)
@@ -113,9 +115,8 @@ class ConversationDesk:
         """By ring, what it says it keeps of each conversation: (its incarnation, tokens)."""
         asked: dict[RingName, list[str]] = {}
         for conversation in conversations:
-            for role, placement in (("prefill", conversation.prefill), ("decode", conversation.decode)):
-                if placement is not None:
-                    asked.setdefault((role, placement.group), []).append(conversation.conversation_id)
+            for role, placement in conversation.places.items():
+                asked.setdefault((role, placement.group), []).append(conversation.conversation_id)
         answers = await asyncio.gather(*(self._ask(ring, names) for ring, names in asked.items()))
         return {
             ring: {name: (kept.incarnation, count) for name, count in zip(names, kept.num_tokens, strict=True)}

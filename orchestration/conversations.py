@@ -12,25 +12,9 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from cp_core.errors import Busy, CapacityExceeded, InvalidRequest, NotFound, RingserveError
-from cp_core.layout import ShardMap
+from orchestration.placement_map import Placement, PlacementMap
 from orchestration.views import ConversationView, PlacementView
 from workers.steps import TokenIds
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Placement:
-    """Tokens [0, num_tokens) have their KV on one incarnation of one ring. Rings may have evicted it since."""
-
-    group: str
-    incarnation: str
-    shards: ShardMap
-
-    @property
-    def num_tokens(self) -> int:
-        return self.shards.num_tokens
-
-    def cut(self, num_tokens: int) -> Placement:
-        return Placement(group=self.group, incarnation=self.incarnation, shards=self.shards.truncate(num_tokens))
 
 
 @dataclass(slots=True)
@@ -49,7 +33,7 @@ class Waiter:
 
 @dataclass(slots=True)
 class Conversation:
-    """`tokens` are those of all finished turns. `epoch` grows with every change of placement.
+    """`tokens` are those of all finished turns, and `places` is where their KV was put.
 
     It belongs to one turn at a time (`running_request`); `waiting` ones get it in the order in which they came, each
     from the one before. `num_forks` are under way: until they have ended no other turn begins. Times are on the store's
@@ -59,16 +43,24 @@ class Conversation:
     conversation_id: str
     tokens: TokenIds | None = None
     num_turns: int = 0
-    epoch: int = 0
+    places: PlacementMap = field(default_factory=PlacementMap)
     running_request: str = ""
-    prefill: Placement | None = None
-    decode: Placement | None = None
     num_forks: int = 0
     forked_from: str = ""
     waiting: OrderedDict[str, Waiter] = field(default_factory=OrderedDict)
     ttl_seconds: float = 0.0
     last_used: float = 0.0
     is_due_at: float = math.inf
+
+    @property
+    def prefill(self) -> Placement | None:
+        """On a prefill ring."""
+        return self.places.prefill
+
+    @property
+    def decode(self) -> Placement | None:
+        """On a decode ring."""
+        return self.places.decode
 
     @property
     def expires_at(self) -> float:
@@ -85,26 +77,25 @@ class Conversation:
         return f"request {self.running_request!r}" if self.running_request else "a fork of it"
 
     def view(self, now: float = 0.0) -> ConversationView:
-        sides = (("prefill", self.prefill), ("decode", self.decode))
         return ConversationView(
             conversation_id=self.conversation_id,
             num_tokens=0 if self.tokens is None else len(self.tokens),
             num_turns=self.num_turns,
             running_request_id=self.running_request,
-            epoch=self.epoch,
+            epoch=self.places.epoch,
             idle_seconds=0.0 if self.running_request else max(0.0, now - self.last_used),
             ttl_seconds=self.ttl_seconds,
             num_waiting=len(self.waiting),
             placements=tuple(
                 PlacementView(
                     role=role,
-                    group=side.group,
-                    incarnation=side.incarnation,
-                    num_tokens=side.num_tokens,
-                    shards=side.shards,
+                    group=place.group,
+                    incarnation=place.incarnation,
+                    num_tokens=place.num_tokens,
+                    shards=place.shards,
+                    epoch=place.epoch,
                 )
-                for role, side in sides
-                if side is not None
+                for role, place in self.places.items()
             ),
         )
 

@@ -41,6 +41,8 @@ class DirectPlacer:
         seconds = self._planner.compare_direct(turn.num_tokens, kept, ring, prefill.registration)
         alternative = RingAlternative(
             ring=decode.name,
+            num_ranks=ring.num_ranks,
+            tp=ring.tp,
             queue_seconds=decode.queue_seconds(now),
             move_seconds=0.0,
             prefill_seconds=seconds,

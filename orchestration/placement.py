@@ -49,8 +49,14 @@ class _Cost(NamedTuple):
 
     @property
     def alternative(self) -> RingAlternative:
+        ring = self.group.registration
         return RingAlternative(
-            ring=self.group.name, queue_seconds=self.queue, move_seconds=self.move, prefill_seconds=self.prefill
+            ring=ring.name,
+            num_ranks=ring.num_ranks,
+            tp=ring.tp,
+            queue_seconds=self.queue,
+            move_seconds=self.move,
+            prefill_seconds=self.prefill,
         )
 
 
@@ -206,8 +212,9 @@ class RingPlacer:
             other = min((each for each in costs if each is not cost), key=lambda each: each.total)
             keeps = f" and keeps {turn.kept_on(cost.group)} tokens" if turn.kept_on(cost.group) else ""
             parts.append(
-                f"ring {cost.group.name} takes {milliseconds(cost.total)} ({milliseconds(cost.queue)} of it queue)"
-                f"{keeps}, {other.group.name} {milliseconds(other.total)}"
+                f"ring {cost.group.name} takes {milliseconds(cost.total)} by {_size(cost.group)} "
+                f"({milliseconds(cost.queue)} of it queue){keeps}, "
+                f"{other.group.name} {milliseconds(other.total)} by {_size(other.group)}"
             )
         if num_decodes > 1:
             keeps = f"keeps {turn.kept_on(decode)} tokens and " if turn.kept_on(decode) else ""
@@ -271,3 +278,8 @@ def _load_seconds(decode: Group) -> float:
 
 def _num_processes(ring: GroupRegistration) -> int:
     return ring.num_ranks * ring.tp
+
+
+def _size(group: Group) -> str:
+    ring = group.registration
+    return f"cp {ring.num_ranks}" if ring.tp == 1 else f"cp {ring.num_ranks} x tp {ring.tp}"

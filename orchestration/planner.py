@@ -79,7 +79,8 @@ class Planner:
         turns = [_turn(prefill, piece) for piece in pieces]
         chosen = [self._select(prefill, turn, algorithm) for turn in turns]
         taken = _of_most_tokens(turns, chosen)
-        factor = self.corrections.factor(prefill, taken)
+        work = self._work.work(num_tokens - cached, cached)
+        factor = self.corrections.factor(prefill, taken, work)
         return Plan(
             algorithm=taken,
             reason=_reason(taken, chosen) + source.reason + _told(factor),
@@ -96,7 +97,7 @@ class Planner:
             ),
             predicted_prefill_seconds=sum(
                 self._costs.seconds(prefill, selection.algorithm, turn)
-                * self.corrections.factor(prefill, Algorithm(selection.algorithm))
+                * self.corrections.factor(prefill, Algorithm(selection.algorithm), work)
                 for turn, selection in zip(turns, chosen, strict=True)
             ),
             # By one factor, so that they compare as they did when one of them was chosen.
@@ -132,7 +133,7 @@ class Planner:
         kept = CachedSource(source="kept_on_decode", tokens=TokenRange(0, kept_on_decode))
         seconds = self.predict_direct(num_tokens, kept_on_decode, decode)
         why = "Decode ring" if algorithm is None else f"Forced: {algorithm} was asked for with the turn"
-        told = _told(self.corrections.factor(decode, Algorithm.DECODE_RING))
+        told = _told(self._direct_factor(num_tokens, kept_on_decode, decode, Algorithm.DECODE_RING))
         return replace(
             other,
             algorithm=Algorithm.DECODE_RING,
@@ -155,19 +156,23 @@ class Planner:
 
     def predict_direct(self, num_tokens: int, kept_on_decode: int, decode: GroupRegistration) -> float:
         """Seconds in which a decode ring computes the end of a prompt whose beginning it keeps, between two steps."""
-        factor = self.corrections.factor(decode, Algorithm.DECODE_RING)
+        factor = self._direct_factor(num_tokens, kept_on_decode, decode, Algorithm.DECODE_RING)
         return self._direct_seconds(num_tokens, kept_on_decode, decode) * factor
 
     def compare_direct(
         self, num_tokens: int, kept_on_decode: int, decode: GroupRegistration, prefill: GroupRegistration
     ) -> float:
-        """As `predict_direct`, to be compared with that prefill ring: by the factor of that ring's turns.
+        """As `predict_direct`, to be compared with that prefill ring: by the factor of that ring's turns of like work.
 
-        The decode ring's own comes from short prompts alone, of which a fixed cost is a larger part: beside a factor
-        that comes from all kinds it would tell more of their lengths than of the rings.
+        What the model leaves out it leaves out of both ways. By its own factor the way that had more turns would
+        compare with one of which too little is known, and win or lose by that.
         """
         _, name = self._quicker(prefill, _turn(prefill, TokenRange(kept_on_decode, num_tokens)))
-        return self._direct_seconds(num_tokens, kept_on_decode, decode) * self.corrections.factor(prefill, name)
+        factor = self._direct_factor(num_tokens, kept_on_decode, prefill, name)
+        return self._direct_seconds(num_tokens, kept_on_decode, decode) * factor
+
+    def _direct_factor(self, num_tokens: int, kept: int, ring: GroupRegistration, name: Algorithm) -> float:
+        return self.corrections.factor(ring, name, self._work.work(num_tokens - kept, kept))
 
     def _direct_seconds(self, num_tokens: int, kept_on_decode: int, decode: GroupRegistration) -> float:
         turn = _turn(decode, TokenRange(kept_on_decode, num_tokens))
@@ -180,7 +185,8 @@ class Planner:
             return
         (name,) = names
         predicted = sum(self._costs.seconds(ring, name, _turn(ring, chunk.tokens)) for chunk in report.chunks)
-        self.corrections.note(ring, name, predicted=predicted, measured=report.prefill_seconds)
+        work = sum(self._work.work(len(chunk.tokens), chunk.tokens.start) for chunk in report.chunks)
+        self.corrections.note(ring, name, work, predicted=predicted, measured=report.prefill_seconds)
 
     def _select(self, ring: GroupRegistration, turn: Turn, asked: Algorithm | None) -> Selection:
         if asked is not None:
@@ -234,8 +240,9 @@ class Planner:
 
     def predict_prefill(self, num_tokens: int, cached_tokens: int, ring: GroupRegistration) -> float:
         """Seconds of a prompt whose beginning is cached, taken whole by its faster algorithm, on an idle ring."""
-        seconds, name = self._quicker(ring, _turn(ring, TokenRange(cached_tokens, num_tokens)))
-        return seconds * self.corrections.factor(ring, name)
+        turn = _turn(ring, TokenRange(cached_tokens, num_tokens))
+        seconds, name = self._quicker(ring, turn)
+        return seconds * self.corrections.factor(ring, name, self._work.work(turn.new_tokens, cached_tokens))
 
     def _quicker(self, ring: GroupRegistration, turn: Turn) -> tuple[float, Algorithm]:
         return min((self._costs.seconds(ring, name, turn), name) for name in RING_ALGORITHMS)
@@ -259,7 +266,7 @@ def _told(factor: float) -> str:
     """Empty where it is near enough to 1."""
     if abs(factor - 1.0) <= WORTH_TELLING:
         return ""
-    return f"; this ring's latest turns took {factor:.2f} of what was predicted"
+    return f"; latest turns like it took {factor:.2f} of what was predicted"
 
 
 def _of_most_tokens(turns: Sequence[Turn], chosen: Sequence[Selection]) -> Algorithm:

@@ -64,8 +64,8 @@ class Chunk:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RingAlternative:
-    """What a turn is predicted to take on one ring, in seconds: behind what waits there, to fetch cached KV that the
-    ring lacks, and to compute the rest.
+    """What a turn is predicted to take on one ring of `num_ranks` ranks of `tp` processes, in seconds: behind what
+    waits there, to fetch cached KV that the ring lacks, and to compute the rest.
 
     Where the decode ring could compute the prompt itself it is one of those compared: with `handoff_seconds`, of the
     new tokens' KV on its way from a prefill ring, and `stall_seconds`, by which all turns that decode there would
@@ -73,6 +73,8 @@ class RingAlternative:
     """
 
     ring: str
+    num_ranks: int
+    tp: int
     queue_seconds: float
     move_seconds: float
     prefill_seconds: float

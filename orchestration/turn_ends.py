@@ -9,8 +9,9 @@ from collections import OrderedDict
 import numpy as np
 
 from cp_core.errors import RingserveError, TurnCancelled
-from orchestration.conversations import Conversation, ConversationStore, Placement
+from orchestration.conversations import Conversation, ConversationStore
 from orchestration.groups import GroupRegistry, Placed
+from orchestration.placement_map import Placement, PlacementMap
 from orchestration.ports import DecodePort, Peers
 from orchestration.running_turn import RunningTurn, new_turn_id
 from orchestration.turn import PrefillDone, TurnOutcome
@@ -135,10 +136,9 @@ class TurnEnds:
         await self._leave_other_rings(turn)
         conversation.tokens = np.concatenate([turn.prompt, np.asarray(outcome.token_ids, dtype=np.int64)])
         conversation.num_turns += 1
-        conversation.epoch += 1
-        conversation.prefill = _on_prefill_ring(turn, done)
-        conversation.decode = Placement(
-            group=turn.decode.name, incarnation=turn.on_decode.incarnation, shards=outcome.shards
+        conversation.places = conversation.places.changed(
+            prefill=_on_prefill_ring(turn, done),
+            decode=Placement(group=turn.decode.name, incarnation=turn.on_decode.incarnation, shards=outcome.shards),
         )
         return outcome.kv_tokens
 
@@ -147,12 +147,13 @@ class TurnEnds:
         conversation = turn.conversation
         kept_on_prefill, kept_on_decode = turn.kept_on_prefill, turn.kept_on_decode
         await self._settle_prefill(turn, kept_on_prefill)
-        conversation.epoch += 1
+        prefill, decode = conversation.prefill, conversation.decode
         # Rings that the turn did not come to, or left, still have what they had of it.
-        if conversation.prefill is not None and turn.prefill and conversation.prefill.group == turn.prefill.name:
-            conversation.prefill = conversation.prefill.cut(kept_on_prefill)
-        if conversation.decode is not None and conversation.decode.group == turn.decode.name:
-            conversation.decode = conversation.decode.cut(kept_on_decode)
+        came_to = {ring.name for ring in turn.rings}
+        conversation.places = conversation.places.changed(
+            prefill=prefill.cut(kept_on_prefill) if prefill and prefill.group in came_to else prefill,
+            decode=decode.cut(kept_on_decode) if decode and decode.group in came_to else decode,
+        )
         return kept_on_decode
 
     async def _settle_prefill(self, turn: RunningTurn, keep_tokens: int) -> None:
@@ -190,17 +191,16 @@ class TurnEnds:
     async def _leave_other_rings(self, turn: RunningTurn) -> None:
         """Where the conversation has moved, its KV on the rings it came from is of no more use."""
         old = turn.conversation
-        left = Conversation(
-            old.conversation_id,
+        left = PlacementMap(
             prefill=old.prefill if old.prefill and turn.prefill and old.prefill.group != turn.prefill.name else None,
             decode=old.decode if old.decode and old.decode.group != turn.decode.name else None,
         )
-        await self.free(left)
+        await self.free(Conversation(old.conversation_id, places=left))
 
     async def free(self, conversation: Conversation) -> None:
         """Free an idle conversation's KV wherever it lies. A ring that cannot be told has lost it anyway."""
-        for role, placement in (("prefill", conversation.prefill), ("decode", conversation.decode)):
-            group = self._groups.named(role, placement.group) if placement else None
+        for role, placement in conversation.places.items():
+            group = self._groups.named(role, placement.group)
             if group is None:
                 continue
             endpoint = group.registration.endpoint

@@ -20,9 +20,12 @@ class RankKvUsage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Correction:
-    """What predictions of a ring's turns by `algorithm` are multiplied by, and of how many turns it is the median."""
+    """What predictions of a ring's turns by `algorithm` are multiplied by, of `min_work` to four times as many work
+    units, and how many such turns it has had.
+    """
 
     algorithm: Algorithm
+    min_work: int
     factor: float
     num_turns: int
 
@@ -63,18 +66,21 @@ class GroupStatus:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlacementView:
-    """Tokens [0, num_tokens) of a conversation on one ring."""
+    """Tokens [0, num_tokens) of a conversation on one ring, there since `epoch`."""
 
     role: str
     group: str
     incarnation: str
     num_tokens: int
     shards: ShardMap
+    epoch: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConversationView:
-    """A conversation as `GetConversation` shows it. `ttl_seconds` 0: it is never forgotten for its age."""
+    """A conversation as `GetConversation` shows it. `epoch` counts the changes of its placements. `ttl_seconds` 0: it
+    is never forgotten for its age.
+    """
 
     conversation_id: str
     num_tokens: int

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from orchestration.conversations import Placement
 from orchestration.groups import Group
+from orchestration.placement_map import Placement
 from orchestration.turn import RingAlternative
 from workers.steps import Algorithm
 

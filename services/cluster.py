@@ -121,8 +121,8 @@ class LocalCluster:
         config = self._config
         path = resolve_model_path(config.model.path)
         model = read_model_info(path, dtype=config.model.dtype, name=Path(config.model.path).name)
-        for role, pool in (("prefill", config.prefill), ("decode", config.decode)):
-            tensor_share(model, pool.tp, f"{role}.tp")
+        for pool in config.pools:
+            tensor_share(model, pool.tp, f"{pool.key}.tp")
         profile = router_profile(config.router)
         _check_secrets(config)
         if self._with_gateway:
@@ -141,13 +141,13 @@ class LocalCluster:
             LeaderHost(
                 config=config,
                 model_path=str(path),
-                role=role,
-                index=index,
+                pool=pool,
+                number=number,
                 router_endpoint=self.router_endpoint,
                 listen_host="" if config.ray.address else "127.0.0.1",
             )
-            for role, pool in (("prefill", config.prefill), ("decode", config.decode))
-            for index in range(pool.groups)
+            for pool in config.pools
+            for number in range(pool.groups)
         ]
         self._progress(f"starting {len(hosts)} rings{' and a gateway' if self._with_gateway else ''}")
         if self._with_gateway:
@@ -169,9 +169,7 @@ class LocalCluster:
     def _start_ray(self) -> None:
         config = self._config
         _forward_every_line()
-        needed = sum(
-            pool.groups * pool.cp * pool.tp * pool.threads_per_rank for pool in (config.prefill, config.decode)
-        )
+        needed = sum(pool.num_threads for pool in config.pools)
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         # Ray guards a local cluster by a token, and warns that it does.
         logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)

@@ -23,6 +23,7 @@ from orchestration.ring import GroupSettings
 from orchestration.router import Router, RouterSettings
 from ringserve.v1 import groups_pb2_grpc, router_pb2_grpc
 from services.config import Config
+from services.config.pools import Pool
 from services.decode_server import DecodeServicer
 from services.grpc_server import GrpcServer
 from services.health import HealthWatch
@@ -112,7 +113,7 @@ class RunningRouter:
     def _view(self) -> RouterView:
         rings = ((group.registration.role, group.name, group.is_ready) for group in self._router.groups)
         corrections = (
-            (group.name, each.algorithm.value, each.factor)
+            (group.name, each.algorithm.value, each.min_work, each.factor)
             for group in self._router.groups
             for each in self._planner.corrections.of_ring(group.registration)
         )
@@ -145,18 +146,25 @@ async def _close(endpoint: MetricsEndpoint | None) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class LeaderHost:
-    """Builds the leader of one ring. Picklable. `listen_host` empty: leader and ranks listen at their nodes' own."""
+    """Builds the leader of one ring of a pool. Picklable.
+
+    `listen_host` empty: leader and ranks listen at their nodes' own.
+    """
 
     config: Config
     model_path: str
-    role: str
-    index: int
+    pool: Pool
+    number: int
     router_endpoint: str
     listen_host: str = "127.0.0.1"
 
     @property
     def name(self) -> str:
-        return f"{self.role}-{self.index}"
+        return self.pool.ring_name(self.number)
+
+    @property
+    def role(self) -> str:
+        return self.pool.role
 
     def __call__(self) -> RunningLeader:
         return RunningLeader(self)
@@ -166,19 +174,16 @@ class LeaderHost:
         taken = {"CPU": float(self.settings().num_threads)}
         if self.config.model.device == "cuda":
             taken["GPU"] = 1.0
-        ray_config = self.config.ray
-        own = ray_config.prefill_resource if self.role == "prefill" else ray_config.decode_resource
-        return taken | ({own: 1.0} if own else {})
+        return taken | ({self.pool.resource: 1.0} if self.pool.resource else {})
 
     def metrics_address(self) -> str:
-        """Where this ring's leader serves its metrics; rings of one pool take ports in a row."""
+        """Where this ring's leader serves its metrics; rings of one role take ports in a row."""
         metrics = self.config.metrics
         host, _, port = (metrics.prefill if self.role == "prefill" else metrics.decode).rpartition(":")
-        return f"{host}:{int(port) and int(port) + self.index}" if host else ""
+        return f"{host}:{int(port) and int(port) + self.pool.num_before + self.number}" if host else ""
 
     def settings(self) -> GroupSettings:
-        config, timeouts = self.config, self.config.timeouts
-        pool = config.prefill if self.role == "prefill" else config.decode
+        config, timeouts, pool = self.config, self.config.timeouts, self.pool
         return GroupSettings(
             role=self.role,
             name=self.name,

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from cp_core.layout import spread
-from orchestration.conversations import Placement
 from orchestration.groups import GroupRegistry
 from orchestration.placement import RingPlacer
+from orchestration.placement_map import Placement
 from orchestration.planner import Planner
 from orchestration.simulator.decode_ring import SimulatedDecodeRing
 from orchestration.simulator.prefill_ring import SimulatedPrefillRing

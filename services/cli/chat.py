@@ -8,8 +8,9 @@ import uuid
 
 from cp_core.errors import NotFound, RingserveError
 from ringserve.v1 import inference_pb2
-from services.answer import collect, plan_line
+from services.answer import collect
 from services.cli.options import Subcommands, add_target_options, client_of
+from services.cli.plan_view import show_plan
 from services.cli.sampling import add_sampling_options, sampling_of
 
 EXAMPLE = """example:
@@ -46,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
                 continue
             messages = [*asked, inference_pb2.ChatMessage(role="assistant", content=complete.text)]
             print()
-            print(f"[{plan_line(complete)}]", file=sys.stderr)
+            show_plan(complete)
         try:
             client.delete_conversation(conversation)
         except NotFound:

@@ -110,7 +110,8 @@ def _show(view: inference_pb2.GetConversationResponse, as_json: bool) -> None:
     )
     running = f", {view.running_request_id} running, {view.num_waiting} waiting" if view.running_request_id else ""
     print(
-        f"{view.conversation_id}: {view.num_tokens} tokens, {view.num_turns} turns{running}; kept: {kept or 'nothing'}"
+        f"{view.conversation_id}: {view.num_tokens} tokens, {view.num_turns} turns{running}; "
+        f"kept at epoch {view.epoch}: {kept or 'nothing'}"
     )
 
 

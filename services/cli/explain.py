@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 import argparse
-import sys
-
-from rich.console import Console
 
 from cp_core.cost.profile import read_profile
 from cp_core.errors import ConfigError
 from cp_core.selector import POLICIES, EmpiricalFit
 from services.cli.options import Subcommands
-from services.planning.explanation import explain_turn
+from services.planning.explanation import Explanation, RingComparison, compare_rings, explain_turn
 from services.planning.models import planned_model
-from services.planning.report import explanation_json, explanation_lines, explanation_table
+from services.planning.report import (
+    comparison_json,
+    comparison_line,
+    comparison_table,
+    explanation_json,
+    explanation_lines,
+    explanation_table,
+)
 from services.planning.sizing import RingShape, require_tp
-from services.planning.units import parse_tokens
+from services.planning.units import parse_sizes, parse_tokens
+from services.tables import console
 
 EXAMPLE = """example:
   ringserve explain --model llama3-405b-fp8 --hardware gtt --tokens 3200 --cached 124800 --ranks 4 --tp 8
+  ringserve explain --model llama3-70b --hardware gtt --tokens 2k --ranks 1,2,4,8 --tp 8
   ringserve explain --model llama3-70b --hardware gti --tokens 8k --ranks 2 --tp 8 --json
-  ringserve explain --model llama3-70b --tokens 20 --cached 128k --missing 300 --ranks 4 --tp 8 --decode-ranks 2
+  ringserve explain --model llama3-8b --tokens 20 --cached 128k --missing 300 --ranks 4 --decode-ranks 2
 """
 HELP = """Predicted by a hardware profile, for one turn computed in one step on an idle ring; * marks what is chosen.
+Several sizes (--ranks 1,2,4) are set beside each other; * marks the ring that a router would take.
 Linear layers, tensor parallel sums, attention, messages exposed and hidden behind it, all-to-all, overhead."""
-PIPE_WIDTH = 150
 NUM_CONSTANTS = 3
 
 
@@ -42,12 +48,12 @@ def add(commands: Subcommands) -> None:
     )
     parser.add_argument("--tokens", metavar="T", required=True, help="new tokens, e.g. 3200 or 8k")
     parser.add_argument("--cached", metavar="P", default="0", help="cached tokens before them (default: 0)")
-    parser.add_argument("--ranks", metavar="N", type=int, required=True, help="ranks of the ring")
-    parser.add_argument("--tp", metavar="N", type=int, default=1, help="processes of a rank (default: 1)")
+    parser.add_argument("--ranks", metavar="N,...", required=True, help="ranks of the ring, or of several to compare")
+    parser.add_argument("--tp", metavar="N,...", default="1", help="processes of a rank (default: 1)")
     parser.add_argument(
         "--decode-ranks", metavar="N", type=int, help="ranks of the decode ring that keeps P: it may compute T itself"
     )
-    parser.add_argument("--decode-tp", metavar="N", type=int, help="processes of a rank there (default: as --tp)")
+    parser.add_argument("--decode-tp", metavar="N", type=int, default=1, help="processes of a rank there (default: 1)")
     parser.add_argument(
         "--missing", metavar="TOKENS", default="0", help="cached tokens that only the decode ring keeps (default: 0)"
     )
@@ -60,31 +66,51 @@ def add(commands: Subcommands) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    decode_tp = options.tp if options.decode_tp is None else options.decode_tp
-    sizes = {"--ranks": options.ranks, "--tp": options.tp, "--decode-ranks": options.decode_ranks}
-    for key, value in (sizes | {"--decode-tp": decode_tp}).items():
+    for key, value in (("--decode-ranks", options.decode_ranks), ("--decode-tp", options.decode_tp)):
         if value is not None and value < 1:
             raise ConfigError(f"{key}: {value} is none; allowed are 1 or more")
     model, profile = planned_model(options.model), read_profile(options.hardware)
-    require_tp(model, options.tp)
-    require_tp(model, decode_tp)
-    explanation = explain_turn(
-        model,
-        profile,
-        RingShape(cp=options.ranks, tp=options.tp),
-        policy=options.selector,
-        new_tokens=parse_tokens("--tokens", options.tokens),
-        cached_tokens=_tokens_or_none("--cached", options.cached),
-        decode=None if options.decode_ranks is None else RingShape(cp=options.decode_ranks, tp=decode_tp),
-        missing_tokens=_tokens_or_none("--missing", options.missing),
-        fit=None if options.fit is None else _fit(options.fit),
-    )
-    if options.json:
+    ranks, widths = parse_sizes("--ranks", options.ranks), parse_sizes("--tp", options.tp)
+    for tp in (*widths, options.decode_tp):
+        require_tp(model, tp)
+    decode = None if options.decode_ranks is None else RingShape(cp=options.decode_ranks, tp=options.decode_tp)
+    rings = [
+        explain_turn(
+            model,
+            profile,
+            RingShape(cp=cp, tp=tp),
+            policy=options.selector,
+            new_tokens=parse_tokens("--tokens", options.tokens),
+            cached_tokens=_tokens_or_none("--cached", options.cached),
+            decode=decode,
+            missing_tokens=_tokens_or_none("--missing", options.missing),
+            fit=None if options.fit is None else _fit(options.fit),
+        )
+        for tp in widths
+        for cp in ranks
+    ]
+    if len(rings) == 1:
+        _show_one(rings[0], as_json=options.json)
+    else:
+        _show_several(compare_rings(rings), as_json=options.json)
+    return 0
+
+
+def _show_one(explanation: Explanation, *, as_json: bool) -> None:
+    if as_json:
         print(explanation_json(explanation))
     else:
-        Console(width=None if sys.stdout.isatty() else PIPE_WIDTH).print(explanation_table(explanation))
+        console().print(explanation_table(explanation))
         print(*explanation_lines(explanation), sep="\n")
-    return 0
+
+
+def _show_several(comparison: RingComparison, *, as_json: bool) -> None:
+    if as_json:
+        print(comparison_json(comparison))
+    else:
+        console().print(comparison_table(comparison))
+        print(comparison_line(comparison))
+        print(*explanation_lines(comparison.chosen), sep="\n")
 
 
 def _tokens_or_none(key: str, text: str) -> int:

@@ -10,8 +10,9 @@ from pathlib import Path
 from cp_core.errors import InvalidRequest
 from orchestration.turn import MAX_PRIORITY
 from ringserve.v1 import inference_pb2
-from services.answer import answer_dict, answers_dict, collect_all, plan_line
+from services.answer import answer_dict, answers_dict, collect_all
 from services.cli.options import Subcommands, add_target_options, client_of
+from services.cli.plan_view import show_plan
 from services.cli.sampling import add_answer_options, add_sampling_options, check_ids, sampling_of
 from workers.steps import Algorithm
 
@@ -99,7 +100,7 @@ def run(options: argparse.Namespace) -> int:
         return 0
     for answer in answers:
         print("" if is_streamed else f"[{answer.index + 1} of {len(answers)}] {answer.text}")
-        print(plan_line(answer), file=sys.stderr)
+        show_plan(answer)
     return 0
 
 

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
-
-from rich.console import Console
 
 from cp_core.cost.profile import HardwareProfile, read_profile
 from cp_core.errors import ConfigError
@@ -31,7 +28,8 @@ from services.planning.sizing import (
     forecast_ring,
     require_tp,
 )
-from services.planning.units import format_tokens, parse_contexts, parse_rate, parse_seconds, parse_tokens
+from services.planning.units import format_tokens, parse_contexts, parse_rate, parse_seconds, parse_sizes, parse_tokens
+from services.tables import console
 
 EXAMPLE = """example:
   ringserve plan --model llama3-405b-fp8 --hardware gtt --context 128k,1m
@@ -42,8 +40,6 @@ EXAMPLE = """example:
 HELP = """Predicts time to first token, time between tokens, KV memory and throughput of rings, and how many of which
 shape a traffic mix needs. 128k is 128,000 tokens. Times are predictions: --reproduce shows what they are worth."""
 CP_SIZES = (1, 2, 4, 8, 16, 32, 64)
-PIPE_WIDTH = 150
-MAX_SIZE = 4096
 
 
 def add(commands: Subcommands) -> None:
@@ -93,9 +89,9 @@ def run_reproduction(options: argparse.Namespace) -> int:
     if options.json:
         print(reproduction_json(reproduction))
         return 0
-    console = _console()
+    out = console()
     for table in reproduction_tables(reproduction):
-        console.print(table)
+        out.print(table)
     print(*reproduction.targets, sep="\n")
     if options.plot is not None:
         print(*(f"figure: {path}" for path in written), sep="\n")
@@ -132,7 +128,7 @@ def _print_plan(
     forecasts: list[RingForecast],
     smallest: RingForecast,
 ) -> None:
-    _console().print(plan_table(forecasts))
+    console().print(plan_table(forecasts))
     refusals = [forecast.refusal for forecast in forecasts if forecast.refusal]
     if refusals:
         print(f"no: {refusals[0]}" + (f"; and {len(refusals) - 1} more" if len(refusals) > 1 else ""))
@@ -144,7 +140,7 @@ def _print_plan(
 
 
 def _print_proposal(proposal: Proposal, workload: Workload, traffic: Traffic) -> None:
-    _console().print(proposal_table(proposal))
+    console().print(proposal_table(proposal))
     print(*proposal_lines(proposal, workload, traffic), sep="\n")
 
 
@@ -177,7 +173,7 @@ def _traffic(options: argparse.Namespace) -> Traffic | None:
 
 
 def _cp_sizes(options: argparse.Namespace) -> list[int]:
-    return list(CP_SIZES) if options.cp is None else _sizes("--cp", options.cp)
+    return list(CP_SIZES) if options.cp is None else parse_sizes("--cp", options.cp)
 
 
 def _tp_sizes(options: argparse.Namespace, model: PlannedModel, profile: HardwareProfile) -> list[int]:
@@ -185,18 +181,7 @@ def _tp_sizes(options: argparse.Namespace, model: PlannedModel, profile: Hardwar
     if options.tp is None:
         heads = model.shape.num_kv_heads
         return [max(size for size in range(1, profile.processes_per_host + 1) if heads % size == 0)]
-    sizes = _sizes("--tp", options.tp)
+    sizes = parse_sizes("--tp", options.tp)
     for size in sizes:
         require_tp(model, size)
     return sizes
-
-
-def _sizes(key: str, text: str) -> list[int]:
-    sizes = [int(item) if item.isdecimal() else 0 for item in text.split(",")]
-    if not all(1 <= size <= MAX_SIZE for size in sizes):
-        raise ConfigError(f"{key}: {text!r} is no list of sizes; allowed are numbers of 1 to {MAX_SIZE}, with commas")
-    return list(dict.fromkeys(sizes))
-
-
-def _console() -> Console:
-    return Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 
 from google.protobuf.json_format import MessageToJson
 from rich.console import Console
@@ -37,6 +38,7 @@ def run(options: argparse.Namespace) -> int:
         )
     else:
         Console().print(_table(info))
+        print(pool_sizes(info))
         print(
             f"version {info.version}, up {info.uptime_seconds:.0f} s, selector {info.selector}, "
             f"{info.conversations} conversations, {info.running_turns} running turns"
@@ -73,6 +75,16 @@ def _table(info: inference_pb2.GetServerInfoResponse) -> Table:
             str(group.rebuilds),
         )
     return table
+
+
+def pool_sizes(info: inference_pb2.GetServerInfoResponse) -> str:
+    """How many rings of which size each role has, the largest first."""
+    rings = Counter((group.role, group.num_ranks, group.tp) for group in info.groups)
+    told = {role: "" for role in dict.fromkeys(group.role for group in info.groups)}
+    for (role, cp, tp), count in sorted(rings.items(), key=lambda item: (-item[0][1], -item[0][2])):
+        size = f"cp {cp} x tp {tp}" if tp > 1 else f"cp {cp}"
+        told[role] += f"{',' if told[role] else ''} {count} of {size}"
+    return "; ".join(f"{role} rings:{sizes}" for role, sizes in told.items())
 
 
 def _waiting(group: inference_pb2.GroupInfo) -> str:

@@ -53,6 +53,19 @@ class Alternative:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RingAlternative:
+    """What the turn was predicted to take on one prefill ring, of `num_ranks` ranks of `tp` processes; in seconds."""
+
+    ring: str
+    num_ranks: int
+    tp: int
+    queue_seconds: float
+    move_seconds: float
+    prefill_seconds: float
+    total_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """How a turn is computed and why. What is measured is 0 until it is known; times in seconds."""
 
@@ -76,6 +89,7 @@ class Plan:
     cached_sources: tuple[CachedSource, ...]
     chunks: tuple[Chunk, ...]
     alternatives: tuple[Alternative, ...]
+    ring_alternatives: tuple[RingAlternative, ...]
 
     @classmethod
     def from_message(cls, plan: inference_pb2.Plan) -> Self:
@@ -84,6 +98,9 @@ class Plan:
             cached_sources=tuple(CachedSource(**_scalars(CachedSource, item)) for item in plan.cached_sources),
             chunks=tuple(Chunk(**_scalars(Chunk, item)) for item in plan.chunks),
             alternatives=tuple(Alternative(**_scalars(Alternative, item)) for item in plan.alternatives),
+            ring_alternatives=tuple(
+                RingAlternative(**_scalars(RingAlternative, item)) for item in plan.ring_alternatives
+            ),
         )
 
 

@@ -28,13 +28,13 @@ ROLES = ("prefill", "decode")
 @dataclass(frozen=True, kw_only=True)
 class RouterView:
     """What the router holds just now. `rings` are (role, name, whether turns go there), `corrections` (ring, algorithm,
-    factor of later predictions).
+    least work of such turns, factor of later predictions).
     """
 
     conversations: int
     running_turns: int
     rings: tuple[tuple[str, str, bool], ...]
-    corrections: tuple[tuple[str, str, float], ...] = ()
+    corrections: tuple[tuple[str, str, int, float], ...] = ()
 
 
 class RouterMetrics:
@@ -51,6 +51,9 @@ class RouterMetrics:
         )
         for algorithm in ALGORITHMS:
             self._plans.labels(algorithm, self._selector)
+        self._placements = Counter(
+            "ringserve_router_placements", "Planned turns by their rings.", ["role", "group"], registry=registry
+        )
         self._refusals = Counter("ringserve_router_refusals", "Turns that got no plan.", registry=registry)
         self._planning = Histogram(
             "ringserve_router_begin_turn_seconds",
@@ -69,7 +72,10 @@ class RouterMetrics:
             self._refusals.inc()
             raise
         self._planning.observe(time.monotonic() - started)
-        self._plans.labels(begun.plan.algorithm.value, self._selector).inc()
+        plan = begun.plan
+        self._plans.labels(plan.algorithm.value, self._selector).inc()
+        for role, ring in zip(ROLES, (plan.prefill_ring, plan.decode_ring), strict=True):
+            self._placements.labels(role, ring).inc()
         return begun
 
 
@@ -94,11 +100,11 @@ class _RouterCollector(Collector):
         yield rings
         corrections = GaugeMetricFamily(
             "ringserve_router_prediction_correction",
-            "Median of measured over predicted prefill seconds of a ring's latest turns.",
-            labels=("group", "algorithm"),
+            "Median of measured over predicted prefill seconds of a ring's latest turns of like work.",
+            labels=("group", "algorithm", "min_work"),
         )
-        for name, algorithm, factor in view.corrections:
-            corrections.add_metric((name, algorithm), factor)
+        for name, algorithm, min_work, factor in view.corrections:
+            corrections.add_metric((name, algorithm, str(min_work)), factor)
         yield corrections
 
     async def _ask(self) -> RouterView:

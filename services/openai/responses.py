@@ -191,7 +191,8 @@ def conversation_json(view: ConversationView) -> Json:
     """A conversation under OpenAI's name for one, with what is known of it in `ringserve`."""
     message = wire_conversations.conversation_to(view)
     known = MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
-    known["epoch"] = int(known["epoch"])  # 64-bit numbers stay numbers
+    for numbered in (known, *known["placements"]):
+        numbered["epoch"] = int(numbered["epoch"])  # 64-bit numbers stay numbers
     return {"id": view.conversation_id, "object": "conversation", "metadata": {}, "ringserve": known}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cp_core.cost.decode import StepCost, fastest_step
@@ -11,6 +12,7 @@ from cp_core.cost.share import process_share
 from cp_core.cost_model import PASS_KV, PASS_Q
 from cp_core.errors import ConfigError
 from cp_core.selector import POLICIES, EmpiricalFit, Selection, Turn, select
+from orchestration.placement import TIE
 from services.planning.direct_way import DirectWay, direct_way
 from services.planning.models import PlannedModel
 from services.planning.sizing import RingShape
@@ -44,6 +46,31 @@ class Explanation:
     selections: tuple[tuple[str, Selection], ...]
     step: StepCost
     direct: DirectWay | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Of the chosen way."""
+        return next(each.cost.total_seconds for each in self.alternatives if each.is_chosen)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RingComparison:
+    """The same turn on idle rings of several sizes. `chosen` is one of them, the one that a router would take."""
+
+    rings: tuple[Explanation, ...]
+    chosen: Explanation
+    reason: str
+
+
+def compare_rings(rings: Sequence[Explanation]) -> RingComparison:
+    """As a router does with idle rings that keep nothing of the turn: the quickest, of those that tie the smallest."""
+    quickest = min(rings, key=lambda ring: ring.seconds)
+    tied = [ring for ring in rings if ring.seconds <= quickest.seconds * (1 + TIE)]
+    chosen = min(tied, key=lambda ring: (ring.shape.num_processes, ring.seconds))
+    reason = "the quickest"
+    if chosen is not quickest:
+        reason = f"within {TIE:.0%} of the quickest, {quickest.shape}, and with fewer processes"
+    return RingComparison(rings=tuple(rings), chosen=chosen, reason=reason)
 
 
 def explain_turn(

@@ -5,19 +5,21 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 
-from rich.box import SIMPLE
 from rich.table import Table
 
 from services.planning.direct_way import DirectWay
-from services.planning.explanation import Explanation
+from services.planning.explanation import Explanation, RingComparison
 from services.planning.proposal import Proposal, Traffic
 from services.planning.reproduction import ReproducedRow, Reproduction
 from services.planning.sizing import GIGABYTE, RingForecast, Workload
 from services.planning.units import format_seconds, format_tokens
+from services.tables import simple_table
 
 CHOSEN = "chosen, from T = 1,280 to 128,000"
 LEFT = ("row", "what", "how", "", "pool", CHOSEN)
+_table = partial(simple_table, left=LEFT)
 
 
 def plan_json(forecasts: Sequence[RingForecast], proposal: Proposal | None) -> str:
@@ -87,9 +89,44 @@ def proposal_lines(proposal: Proposal, workload: Workload, traffic: Traffic) -> 
 
 def explanation_json(explanation: Explanation) -> str:
     """One object, each alternative with its sum."""
+    return json.dumps(_explanation_dict(explanation))
+
+
+def comparison_json(comparison: RingComparison) -> str:
+    """One object: `rings`, each as an explanation of its own, the `chosen` one's shape, and why."""
+    rings = [_explanation_dict(each) for each in comparison.rings]
+    return json.dumps({"rings": rings, "chosen": asdict(comparison.chosen.shape), "reason": comparison.reason})
+
+
+def _explanation_dict(explanation: Explanation) -> dict[str, object]:
     alternatives = [asdict(each) | {"total_seconds": each.cost.total_seconds} for each in explanation.alternatives]
     step = asdict(explanation.step) | {"total_seconds": explanation.step.total_seconds}
-    return json.dumps(asdict(explanation) | {"alternatives": alternatives, "step": step})
+    return asdict(explanation) | {"alternatives": alternatives, "step": step}
+
+
+def comparison_table(comparison: RingComparison) -> Table:
+    """One line a ring; * marks the one that a router would take."""
+    table = _table(
+        "", "cp", "tp", "processes", "algorithm", "prefill", "linear", "attention", "exposed", "a token after"
+    )
+    for ring in comparison.rings:
+        (cost,) = (each.cost for each in ring.alternatives if each.is_chosen)
+        parts = (cost.total_seconds, cost.linear_seconds, cost.attention_seconds, cost.exposed_seconds)
+        table.add_row(
+            "*" if ring is comparison.chosen else "",
+            str(ring.shape.cp),
+            str(ring.shape.tp),
+            str(ring.shape.num_processes),
+            ring.chosen.algorithm,
+            *map(format_seconds, (*parts, ring.step.total_seconds)),
+        )
+    return table
+
+
+def comparison_line(comparison: RingComparison) -> str:
+    """The choice and its reason."""
+    chosen = comparison.chosen
+    return f"{chosen.shape} takes {format_seconds(chosen.seconds)}: {comparison.reason}"
 
 
 def explanation_table(explanation: Explanation) -> Table:
@@ -167,11 +204,4 @@ def _rows(title: str, rows: Sequence[ReproducedRow]) -> Table:
         if row.held_out is not None:
             cells += [format_seconds(row.held_out), f"{row.held_out_error:+.1%}"]
         table.add_row(*cells)
-    return table
-
-
-def _table(*headers: str, title: str | None = None) -> Table:
-    table = Table(box=SIMPLE, title=title)
-    for header in headers:
-        table.add_column(header, justify="left" if header in LEFT else "right", no_wrap=True)
     return table

@@ -29,6 +29,9 @@ class RingShape:
     def num_processes(self) -> int:
         return self.cp * self.tp
 
+    def __str__(self) -> str:
+        return f"cp {self.cp} x tp {self.tp}"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ContextForecast:

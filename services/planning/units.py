@@ -11,6 +11,8 @@ from cp_core.errors import ConfigError
 TOKENS = {"": 1, "k": 1_000, "m": 1_000_000}
 SECONDS = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
 MAX_TOKENS = 1_000_000_000
+MAX_SIZE = 4096
+"""Ranks, and processes of a rank."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,6 +59,14 @@ def parse_rate(key: str, text: str) -> float:
     if found is None:
         raise ConfigError(f"{key}: {text!r} is no rate; allowed are those like 0.1/s, 6/min or 360/h")
     return _positive(key, found[1], "a rate like 0.1/s") / SECONDS[found[2]]
+
+
+def parse_sizes(key: str, text: str) -> list[int]:
+    """ "1,2,4", each once. Raises ConfigError."""
+    sizes = [int(item) if item.isdecimal() else 0 for item in text.split(",")]
+    if not all(1 <= size <= MAX_SIZE for size in sizes):
+        raise ConfigError(f"{key}: {text!r} is no list of sizes; allowed are numbers of 1 to {MAX_SIZE}, with commas")
+    return list(dict.fromkeys(sizes))
 
 
 def format_seconds(seconds: float) -> str:

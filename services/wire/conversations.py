@@ -25,6 +25,7 @@ def conversation_to(view: ConversationView) -> inference_pb2.GetConversationResp
                 incarnation=place.incarnation,
                 num_tokens=place.num_tokens,
                 ranks=shards_to(place.shards),
+                epoch=place.epoch,
             )
             for place in view.placements
         ],
@@ -48,6 +49,7 @@ def conversation_from(message: inference_pb2.GetConversationResponse) -> Convers
                 incarnation=place.incarnation,
                 num_tokens=place.num_tokens,
                 shards=shards_from(place.ranks),
+                epoch=place.epoch,
             )
             for place in message.placements
         ),

@@ -92,7 +92,9 @@ def status_to(status: GroupStatus) -> inference_pb2.GroupInfo:
         capacity_tokens=status.capacity_tokens,
         chunk_tokens=status.chunk_tokens,
         corrections=[
-            inference_pb2.Correction(algorithm=each.algorithm, factor=each.factor, num_turns=each.num_turns)
+            inference_pb2.Correction(
+                algorithm=each.algorithm, min_work=each.min_work, factor=each.factor, num_turns=each.num_turns
+            )
             for each in status.corrections
         ],
         draining=status.is_draining,
@@ -132,7 +134,12 @@ def status_from(message: inference_pb2.GroupInfo) -> GroupStatus:
         capacity_tokens=message.capacity_tokens,
         chunk_tokens=message.chunk_tokens,
         corrections=tuple(
-            Correction(algorithm=Algorithm(each.algorithm), factor=each.factor, num_turns=each.num_turns)
+            Correction(
+                algorithm=Algorithm(each.algorithm),
+                min_work=each.min_work,
+                factor=each.factor,
+                num_turns=each.num_turns,
+            )
             for each in message.corrections
         ),
         is_draining=message.draining,

@@ -54,6 +54,8 @@ def plan_to(plan: Plan) -> inference_pb2.Plan:
         ring_alternatives=[
             inference_pb2.RingAlternative(
                 ring=item.ring,
+                num_ranks=item.num_ranks,
+                tp=item.tp,
                 queue_seconds=item.queue_seconds,
                 move_seconds=item.move_seconds,
                 prefill_seconds=item.prefill_seconds,
@@ -87,6 +89,8 @@ def plan_from(message: inference_pb2.Plan) -> Plan:
         ring_alternatives=tuple(
             RingAlternative(
                 ring=item.ring,
+                num_ranks=item.num_ranks,
+                tp=item.tp,
                 queue_seconds=item.queue_seconds,
                 move_seconds=item.move_seconds,
                 prefill_seconds=item.prefill_seconds,

@@ -51,6 +51,25 @@ ALL_OPTIONS: Object = {
     "networkPolicy": {"enabled": True},
     "podDisruptionBudget": {"enabled": True},
 }
+POOLS: Object = {
+    "prefill": {
+        "nodeSelector": {"gpu": "large"},
+        "config": {"chunk_tokens": 8192},
+        "pools": {
+            "wide": {"parallelism": {"cp": 8, "tp": 2}},
+            "short": {
+                "replicas": 3,
+                "parallelism": {"cp": 1, "tp": 1},
+                "ranksPerPod": 1,
+                "threadsPerRank": 2,
+                "nodeSelector": {"disk": "fast"},
+                "resources": {"limits": {"nvidia.com/gpu": 1}},
+            },
+        },
+    },
+    "decode": {"pools": {"small": {"parallelism": {"cp": 1, "tp": 1}}}},
+}
+"""To be laid over CUDA."""
 
 
 def merged(*parts: Mapping[str, Any]) -> Object:

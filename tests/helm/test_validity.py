@@ -11,7 +11,7 @@ import jsonschema
 import kubernetes_validate
 import pytest
 
-from tests.helm.charts import ALL_OPTIONS, CUDA, SECURE, Object, merged, only, pod_templates, render
+from tests.helm.charts import ALL_OPTIONS, CUDA, POOLS, SECURE, Object, merged, only, pod_templates, render
 
 LIVE = "ringserve.live"
 CUSTOM = {"RayCluster", "ServiceMonitor", "PodMonitor", "PrometheusRule"}
@@ -21,6 +21,7 @@ CASES = {
     "cuda": CUDA,
     "every option": ALL_OPTIONS,
     "both": merged(CUDA, ALL_OPTIONS),
+    "pools": merged(CUDA, POOLS),
     "secure": merged(ALL_OPTIONS, SECURE),
 }
 
@@ -36,7 +37,9 @@ def test_core_objects_are_valid_to_the_letter(case: str) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_pods_of_every_component_are_valid_to_the_letter(case: str) -> None:
     templates = pod_templates(render(CASES[case]))
-    assert set(templates) == {"gateway", "head", "prefill", "decode"}
+    labels = (template["metadata"]["labels"] for template in templates.values())
+    components = {each["app.kubernetes.io/component"] for each in labels}
+    assert components == {"gateway", "head", "prefill", "decode"}
     for component, template in templates.items():
         pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {**template["metadata"], "name": component}}
         kubernetes_validate.validate(pod | {"spec": template["spec"]}, KUBERNETES, strict=True)

@@ -34,6 +34,8 @@ from workers.steps import Algorithm, Sampling, TokenLogprobs
 from workers.thread_ranks import ThreadRanks
 
 BLOCK_TOKENS = 4
+Shape = int | tuple[int, int]
+"""Ranks of a ring; or (ranks, processes a rank)."""
 
 
 @dataclass(frozen=True)
@@ -94,10 +96,13 @@ class Service:
         decode_tp: int = 1,
         decode_variant: str = "auto",
         scheduling: PrefillScheduling | None = None,
-        other_prefill: Sequence[int] = (),
-        other_decode: Sequence[int] = (),
+        other_prefill: Sequence[Shape] = (),
+        other_decode: Sequence[Shape] = (),
     ) -> None:
-        """`other_prefill` and `other_decode` are the ranks of further rings, prefill-1, decode-1 and so on."""
+        """`other_prefill` and `other_decode` are further rings, prefill-1, decode-1 and so on.
+
+        Given by their ranks alone they have as many processes a rank as the first of their role.
+        """
         self.model = read_model_info(model_path)
         self.peers = DirectPeers()
         self._planner = Planner(self.model, PlannerSettings(selector=selector, missing_kv=missing_kv))
@@ -138,13 +143,16 @@ class Service:
         )
         self.decode = DecodeLeader(settings("decode", num_decode, decode_tp), self.decode_ranks, self.router, register)
         self.peers.leaders = {"prefill-0": self.prefill, "decode-0": self.decode}
-        for number, size in enumerate(other_prefill, start=1):
+        for number, shape in enumerate(other_prefill, start=1):
             self.peers.leaders[f"prefill-{number}"] = PrefillLeader(
-                settings("prefill", size, prefill_tp, number), ThreadRanks(poisoned=True), self.peers, register
+                settings("prefill", *_shape(shape, prefill_tp), number),
+                ThreadRanks(poisoned=True),
+                self.peers,
+                register,
             )
-        for number, size in enumerate(other_decode, start=1):
+        for number, shape in enumerate(other_decode, start=1):
             self.peers.leaders[f"decode-{number}"] = DecodeLeader(
-                settings("decode", size, decode_tp, number), ThreadRanks(poisoned=True), self.router, register
+                settings("decode", *_shape(shape, decode_tp), number), ThreadRanks(poisoned=True), self.router, register
             )
         self._numbers = itertools.count()
 
@@ -227,3 +235,7 @@ class Service:
     def check_integrity(self) -> None:
         for leader in self.peers.leaders.values():
             leader.ring.pool.check_integrity()
+
+
+def _shape(shape: Shape, tp: int) -> tuple[int, int]:
+    return (shape, tp) if isinstance(shape, int) else shape

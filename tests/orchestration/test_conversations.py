@@ -9,7 +9,8 @@ import pytest
 
 from cp_core.errors import Busy, CapacityExceeded, NotFound, TurnCancelled
 from cp_core.layout import TokenRange, spread
-from orchestration.conversations import Conversation, ConversationStore, Placement
+from orchestration.conversations import Conversation, ConversationStore
+from orchestration.placement_map import Placement
 
 
 def finish(store: ConversationStore, name: str) -> Conversation:
@@ -78,7 +79,8 @@ def test_a_view_shows_each_ring_that_holds_kv() -> None:
     conversation = finish(store, "c")
     assert conversation.view().placements == ()
     shards = spread(0, 10, (0, 0))
-    conversation.decode = Placement(group="decode-0", incarnation="x", shards=shards)
+    there = Placement(group="decode-0", incarnation="x", shards=shards)
+    conversation.places = conversation.places.put("decode", there)
     (place,) = conversation.view().placements
     assert (place.role, place.group, place.incarnation, place.num_tokens) == ("decode", "decode-0", "x", 10)
     assert place.shards == shards

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cp_core.layout import TokenRange
-from orchestration.corrections import LEAST, WINDOW, RingCorrections
+from orchestration.corrections import LEAST, LIKE, WINDOW, RingCorrections
 from orchestration.planner import Planner, PlannerSettings
 from orchestration.turn import Chunk, GroupRegistration, Plan, PrefillReport, PromptMode
 from orchestration.views import Correction
@@ -28,12 +28,15 @@ RING = GroupRegistration(
     capacity_tokens=1 << 20,
     chunk_tokens=512,
 )
+OTHER = replace(RING, name="other")
+WORK = 100.0
+"""Like that of turns of 64 to 256 work units."""
 
 
 def noted(ratios: list[float], algorithm: Algorithm = KV) -> RingCorrections:
     corrections = RingCorrections()
     for ratio in ratios:
-        corrections.note(RING, algorithm, predicted=1.0, measured=ratio)
+        corrections.note(RING, algorithm, WORK, predicted=1.0, measured=ratio)
     return corrections
 
 
@@ -48,24 +51,45 @@ def test_turns_that_are_off_do_not_spoil_it_while_they_are_fewer_than_half(
     turns = honest + wild[: (len(honest) - 1) // 2]
     order.shuffle(turns)
     assert len(turns) <= WINDOW
-    assert 0.8 <= noted(turns).factor(RING, KV) <= 1.25
+    assert 0.8 <= noted(turns).factor(RING, KV, WORK) <= 1.25
 
 
 @given(st.lists(st.floats(1e-6, 1e6), max_size=LEAST - 1))
 def test_too_few_turns_say_nothing(ratios: list[float]) -> None:
-    assert noted(ratios).factor(RING, KV) == 1.0
+    assert noted(ratios).factor(RING, KV, WORK) == 1.0
 
 
 @given(st.lists(st.floats(1e-6, 1e6), max_size=3 * WINDOW))
 def test_a_factor_is_that_of_the_latest_turns(ratios: list[float]) -> None:
-    assert noted([*ratios, *[1.5] * WINDOW]).factor(RING, KV) == 1.5
+    assert noted([*ratios, *[1.5] * WINDOW]).factor(RING, KV, WORK) == 1.5
 
 
 def test_each_algorithm_of_each_ring_has_its_own() -> None:
     corrections = noted([2.0] * LEAST)
-    assert corrections.factor(RING, Q) == 1.0
-    assert corrections.factor(replace(RING, name="other"), KV) == 1.0
-    assert corrections.of_ring(RING) == (Correction(algorithm=KV, factor=2.0, num_turns=LEAST),)
+    for _ in range(LEAST):
+        corrections.note(OTHER, KV, WORK, predicted=1.0, measured=5.0)
+    assert corrections.factor(RING, Q, WORK) == 1.0
+    assert (corrections.factor(RING, KV, WORK), corrections.factor(OTHER, KV, WORK)) == (2.0, 5.0)
+    assert corrections.of_ring(RING) == (Correction(algorithm=KV, min_work=64, factor=2.0, num_turns=LEAST),)
+
+
+def test_a_ring_that_has_had_too_few_turns_of_a_kind_is_taken_to_be_as_all_are() -> None:
+    corrections = noted([2.0] * LEAST)
+    assert corrections.factor(OTHER, KV, WORK) == 2.0
+    corrections.note(OTHER, KV, WORK, predicted=1.0, measured=9.0)
+    assert corrections.factor(OTHER, KV, WORK) == 2.0
+    assert corrections.of_ring(OTHER) == (Correction(algorithm=KV, min_work=64, factor=2.0, num_turns=1),)
+
+
+@given(st.floats(1.0, 1e15), st.floats(1.0, 1e15))
+def test_what_turns_take_says_something_of_like_work_alone(work: float, other: float) -> None:
+    corrections = RingCorrections()
+    for _ in range(LEAST):
+        corrections.note(RING, KV, work, predicted=1.0, measured=3.0)
+    (correction,) = corrections.of_ring(RING)
+    assert correction.min_work <= work < LIKE * correction.min_work
+    is_like = correction.min_work <= other < LIKE * correction.min_work
+    assert corrections.factor(RING, KV, other) == (3.0 if is_like else 1.0)
 
 
 @pytest.mark.parametrize(
@@ -76,16 +100,17 @@ def test_each_algorithm_of_each_ring_has_its_own() -> None:
 def test_what_a_ring_was_before_is_forgotten(changed: dict[str, object]) -> None:
     corrections = noted([2.0] * LEAST)
     now = replace(RING, **changed)  # type: ignore[arg-type]
-    assert corrections.factor(now, KV) == 1.0
-    corrections.note(now, KV, predicted=1.0, measured=3.0)
-    assert corrections.of_ring(now) == (Correction(algorithm=KV, factor=1.0, num_turns=1),)
+    assert corrections.of_ring(now) == ()
+    for _ in range(LEAST):
+        corrections.note(now, KV, WORK, predicted=1.0, measured=3.0)
+    assert corrections.of_ring(now) == (Correction(algorithm=KV, min_work=64, factor=3.0, num_turns=LEAST),)
     assert corrections.of_ring(RING) == ()
 
 
 @pytest.mark.parametrize(("predicted", "measured"), [(0.0, 1.0), (1.0, 0.0), (1.0, float("inf")), (float("nan"), 1.0)])
 def test_a_time_that_is_none_is_left_out(predicted: float, measured: float) -> None:
     corrections = RingCorrections()
-    corrections.note(RING, KV, predicted=predicted, measured=measured)
+    corrections.note(RING, KV, WORK, predicted=predicted, measured=measured)
     assert corrections.of_ring(RING) == ()
 
 
@@ -117,7 +142,7 @@ def test_later_predictions_are_those_of_the_model_times_what_turns_took() -> Non
         planner.note_prefill(RING, report(before, 1.5))
     after = planned(planner)
     assert after.predicted_prefill_seconds == pytest.approx(1.5 * before.predicted_prefill_seconds)
-    assert "latest turns took 1.50 of what was predicted" in after.reason
+    assert "latest turns like it took 1.50 of what was predicted" in after.reason
     # Ratios are to the model, not to what it was corrected to: the same time again changes nothing.
     planner.note_prefill(RING, report(before, 1.5))
     assert planned(planner) == after

@@ -9,14 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cp_core.errors import Unavailable
-from cp_core.layout import spread
-from orchestration.conversations import Placement
+from cp_core.layout import TokenRange, spread
+from orchestration.corrections import LEAST
 from orchestration.groups import Group, GroupRegistry
 from orchestration.placement import LEAVE_SECONDS, MAX_ALTERNATIVES, TIE, RingPlacer
+from orchestration.placement_map import Placement
 from orchestration.planner import Planner, PlannerSettings
-from orchestration.turn import GroupRegistration
+from orchestration.turn import Chunk, GroupRegistration, PrefillReport
 from orchestration.wanted_turn import Choice, WantedTurn
-from workers.steps import ModelInfo, RingRates
+from workers.steps import Algorithm, ModelInfo, RingRates
 
 RATES = RingRates(gemm_flops=4e14, attention_flops=3e14, link_bytes_per_second=2e10, link_latency_seconds=2e-5)
 SLOW_LINKS = replace(RATES, link_bytes_per_second=1e9, link_latency_seconds=5e-3)
@@ -184,6 +185,27 @@ def test_short_prompts_take_small_rings_and_long_ones_large_rings() -> None:
     made.add("decode", "d0")
     assert made.placer.choose(new_turn(500)).prefill.name == "small"
     assert made.placer.choose(new_turn(500_000)).prefill.name == "large"
+
+
+def test_time_that_the_model_leaves_out_sends_no_prompt_to_a_ring_of_the_wrong_size() -> None:
+    """Each step takes 20 ms more than predicted: many times what short prompts are predicted to take."""
+    made = Cluster()
+    made.add("prefill", "large", 8, rates=SLOW_LINKS)
+    made.add("prefill", "small", 1, rates=SLOW_LINKS)
+    made.add("decode", "d0")
+    taken = []
+    for _ in range(3 * LEAST):
+        for num_tokens in (100, 500_000):
+            choice = made.placer.choose(new_turn(num_tokens))
+            taken.append(choice.prefill.name)
+            ring = choice.prefill.registration
+            chunk = Chunk(tokens=TokenRange(0, num_tokens), algorithm=Algorithm.PASS_KV, num_turns=1)
+            predicted = made.planner.predict_prefill(num_tokens, 0, replace(ring, name="never seen"))
+            report = PrefillReport(prefill_seconds=0.02 + predicted, chunks=(chunk,))
+            made.planner.note_prefill(ring, report)
+    assert taken == 3 * LEAST * ["small", "large"]
+    (short,) = made.planner.corrections.of_ring(made.groups.named("prefill", "small").registration)  # type: ignore[union-attr]
+    assert short.factor > 5.0, "it was learned"
 
 
 def test_a_turn_that_fits_only_the_largest_rings_goes_there_whatever_waits() -> None:

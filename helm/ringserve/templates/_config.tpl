@@ -7,10 +7,21 @@
     "prefill" (merge (deepCopy .Values.prefill.config) (dict "threads_per_rank" (int .Values.prefill.threadsPerRank)))
     "decode" (merge (deepCopy .Values.decode.config) (dict "threads_per_rank" (int .Values.decode.threadsPerRank)))
 }}
+{{- $rings := dict "prefill" dict "decode" dict }}
+{{- $further := dict "prefill" dict "decode" dict }}
+{{- range $pool := include "ringserve.pools" . | fromJsonArray }}
+{{- $size := include "ringserve.poolConfig" $pool | fromJson }}
+{{- if $pool.name }}
+{{- $own := dict "threads_per_rank" (int $pool.values.threadsPerRank) "resource" (printf "ringserve-%s" $pool.group) }}
+{{- $_ := set (index $further $pool.role) $pool.name (merge $own $size) }}
+{{- else }}
+{{- $_ := set $rings $pool.role $size }}
+{{- end }}
+{{- end }}
 {{- $fixed := dict
     "model" (dict "path" .Values.model.path "dtype" .Values.model.dtype "device" .Values.model.device)
-    "prefill" (dict "groups" (int .Values.prefill.replicas) "cp" (int .Values.prefill.parallelism.cp) "tp" (int .Values.prefill.parallelism.tp))
-    "decode" (dict "groups" (int .Values.decode.replicas) "cp" (int .Values.decode.parallelism.cp) "tp" (int .Values.decode.parallelism.tp))
+    "prefill" (merge (dict "pools" $further.prefill) $rings.prefill)
+    "decode" (merge (dict "pools" $further.decode) $rings.decode)
     "router" (dict "listen" (printf "0.0.0.0:%s" (include "ringserve.port.router" .)))
     "gateway" (dict "insecure" true "http" "" "listen" (printf "0.0.0.0:%s" (include "ringserve.port.gateway" .)) "metrics" (printf "0.0.0.0:%s" (include "ringserve.port.gatewayMetrics" .)))
     "metrics" (dict

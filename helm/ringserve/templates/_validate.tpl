@@ -1,7 +1,14 @@
 {{/* Values that contradict each other. The schema cannot see across keys. */}}
 {{- define "ringserve.validate" -}}
 {{- range $role := list "prefill" "decode" }}
-{{- $pool := index $.Values $role }}
+{{- $rings := int (include "ringserve.numRings" (dict "root" $ "role" $role)) }}
+{{- if gt $rings 100 }}
+{{- fail (printf "%s: its pools have %d rings together; at most 100 have metrics ports" $role $rings) }}
+{{- end }}
+{{- end }}
+{{- range $each := include "ringserve.pools" . | fromJsonArray }}
+{{- $role := $each.key }}
+{{- $pool := $each.values }}
 {{- $cp := int $pool.parallelism.cp }}
 {{- $tp := int $pool.parallelism.tp }}
 {{- $perPod := int $pool.ranksPerPod }}

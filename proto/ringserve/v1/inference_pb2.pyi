@@ -676,6 +676,8 @@ class RingAlternative(_message.Message):
     MOVE_SECONDS_FIELD_NUMBER: _builtins.int
     PREFILL_SECONDS_FIELD_NUMBER: _builtins.int
     TOTAL_SECONDS_FIELD_NUMBER: _builtins.int
+    NUM_RANKS_FIELD_NUMBER: _builtins.int
+    TP_FIELD_NUMBER: _builtins.int
     HANDOFF_SECONDS_FIELD_NUMBER: _builtins.int
     STALL_SECONDS_FIELD_NUMBER: _builtins.int
     ring: _builtins.str
@@ -685,6 +687,9 @@ class RingAlternative(_message.Message):
     """To fetch cached KV that the ring lacks."""
     prefill_seconds: _builtins.float
     total_seconds: _builtins.float
+    num_ranks: _builtins.int
+    """The ring's size: ranks, which share the prompt's tokens, of `tp` processes each, which share the heads."""
+    tp: _builtins.int
     handoff_seconds: _builtins.float
     """Where the decode ring was compared: of the new KV on its way there, and what turns that decode there would wait."""
     stall_seconds: _builtins.float
@@ -696,12 +701,14 @@ class RingAlternative(_message.Message):
         move_seconds: _builtins.float = ...,
         prefill_seconds: _builtins.float = ...,
         total_seconds: _builtins.float = ...,
+        num_ranks: _builtins.int = ...,
+        tp: _builtins.int = ...,
         handoff_seconds: _builtins.float = ...,
         stall_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["handoff_seconds", b"handoff_seconds", "move_seconds", b"move_seconds", "prefill_seconds", b"prefill_seconds", "queue_seconds", b"queue_seconds", "ring", b"ring", "stall_seconds", b"stall_seconds", "total_seconds", b"total_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handoff_seconds", b"handoff_seconds", "move_seconds", b"move_seconds", "num_ranks", b"num_ranks", "prefill_seconds", b"prefill_seconds", "queue_seconds", b"queue_seconds", "ring", b"ring", "stall_seconds", b"stall_seconds", "total_seconds", b"total_seconds", "tp", b"tp"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1107,8 +1114,8 @@ Global___GroupRates: _TypeAlias = GroupRates  # noqa: Y015
 
 @_typing.final
 class Correction(_message.Message):
-    """Later predictions are multiplied by `factor`, the median of measured over predicted seconds of the ring's latest
-    turns; 1 while these are too few.
+    """Later predictions of such turns are multiplied by `factor`, the median of measured over predicted seconds of the
+    latest `num_turns` of them; while these are too few it is that of all rings, or 1.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1116,19 +1123,23 @@ class Correction(_message.Message):
     ALGORITHM_FIELD_NUMBER: _builtins.int
     FACTOR_FIELD_NUMBER: _builtins.int
     NUM_TURNS_FIELD_NUMBER: _builtins.int
+    MIN_WORK_FIELD_NUMBER: _builtins.int
     algorithm: _builtins.str
     factor: _builtins.float
     num_turns: _builtins.int
+    min_work: _builtins.int
+    """Of turns of so many work units up to four times as many."""
     def __init__(
         self,
         *,
         algorithm: _builtins.str = ...,
         factor: _builtins.float = ...,
         num_turns: _builtins.int = ...,
+        min_work: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["algorithm", b"algorithm", "factor", b"factor", "num_turns", b"num_turns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["algorithm", b"algorithm", "factor", b"factor", "min_work", b"min_work", "num_turns", b"num_turns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1202,6 +1213,7 @@ class GetConversationResponse(_message.Message):
     running_request_id: _builtins.str
     """The running turn's request id, empty when idle."""
     epoch: _builtins.int
+    """Grows with every change of where its KV lies."""
     idle_seconds: _builtins.float
     ttl_seconds: _builtins.float
     """0: it is never forgotten for its age."""
@@ -1365,11 +1377,14 @@ class Placement(_message.Message):
     INCARNATION_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     RANKS_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     group: _builtins.str
     incarnation: _builtins.str
     num_tokens: _builtins.int
     """Tokens [0, num_tokens) have their KV on this ring."""
+    epoch: _builtins.int
+    """So it is since this epoch of the conversation."""
     @_builtins.property
     def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankShard]: ...
     def __init__(
@@ -1380,10 +1395,11 @@ class Placement(_message.Message):
         incarnation: _builtins.str = ...,
         num_tokens: _builtins.int = ...,
         ranks: _abc.Iterable[Global___RankShard] | None = ...,
+        epoch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "incarnation", b"incarnation", "num_tokens", b"num_tokens", "ranks", b"ranks", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "group", b"group", "incarnation", b"incarnation", "num_tokens", b"num_tokens", "ranks", b"ranks", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -116,8 +116,9 @@ def test_a_follow_up_that_the_decode_ring_computes_moves_no_kv_and_the_next_one_
         {"source": "kept_on_prefill", "start": 0, "stop": 70},
         {"source": "pulled_from_decode", "start": 70, "stop": cached},
     ]
-    corrections = {each.algorithm: each.num_turns for each in inference.ring("decode").corrections}
-    assert corrections == {"decode_ring": 2}
+    corrections = inference.ring("decode").corrections
+    assert {each.algorithm for each in corrections} == {"decode_ring"}
+    assert sum(each.num_turns for each in corrections) == 2
     inference.delete("direct")
     file.write_text(json.dumps(random_tokens(3)))
     refused = cluster.ringserve.run(

@@ -16,8 +16,10 @@ VIEW = RouterView(
     conversations=4,
     running_turns=2,
     rings=(("prefill", "prefill-0", True), ("decode", "decode-0", False)),
-    corrections=(("prefill-0", "pass_q", 1.25),),
+    corrections=(("prefill-0", "pass_q", 64, 1.25),),
 )
+
+CORRECTION = {"group": "prefill-0", "algorithm": "pass_q", "min_work": "64"}
 
 
 def metrics_of(selector: str = "auto") -> RouterMetrics:
@@ -36,6 +38,8 @@ async def test_a_plan_is_counted_by_algorithm_and_policy_and_a_refusal_as_one(tm
     assert begun.plan.algorithm == "pass_q"
     assert value("ringserve_router_plans_total", {"algorithm": "pass_q", "selector": "pass_q"}) == 1
     assert value("ringserve_router_plans_total", {"algorithm": "pass_kv", "selector": "pass_q"}) == 0
+    for role in ("prefill", "decode"):
+        assert value("ringserve_router_placements_total", {"role": role, "group": f"{role}-0"}) == 1
     assert value("ringserve_router_refusals_total") == 1
     assert value("ringserve_router_begin_turn_seconds_count") == 1
 
@@ -50,7 +54,8 @@ async def test_rings_and_conversations_are_shown_as_the_router_knows_them() -> N
             registry.get_sample_value("ringserve_router_ring_ready", {"role": "prefill", "group": "prefill-0"}),
             registry.get_sample_value("ringserve_router_ring_ready", {"role": "decode", "group": "decode-0"}),
             registry.get_sample_value(
-                "ringserve_router_prediction_correction", {"group": "prefill-0", "algorithm": "pass_q"}
+                "ringserve_router_prediction_correction",
+                {"group": "prefill-0", "algorithm": "pass_q", "min_work": "64"},
             ),
         ]
 

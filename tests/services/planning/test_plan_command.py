@@ -87,7 +87,8 @@ def test_explain_shows_the_choice_its_reason_and_every_cost(capsys: pytest.Captu
 
 
 def test_explain_compares_the_decode_ring_that_keeps_the_kv(capsys: pytest.CaptureFixture[str]) -> None:
-    turn = ("--tokens", "20", "--cached", "126720", "--ranks", "4", "--tp", "8", "--decode-ranks", "4")
+    rings = ("--ranks", "4", "--tp", "8", "--decode-tp", "8", "--decode-ranks", "4")
+    turn = ("--tokens", "20", "--cached", "126720", *rings)
     explained = printed(capsys, "explain", *MODEL, *turn, "--missing", "300")
     direct, ways = explained["direct"], {each["name"]: each for each in explained["alternatives"]}
     # Rings of one shape compute alike, and only one of them needs KV.
@@ -102,6 +103,33 @@ def test_explain_compares_the_decode_ring_that_keeps_the_kv(capsys: pytest.Captu
     assert "no sooner than by a prefill ring" in shown
     assert main(["explain", *MODEL, *turn, "--missing", "126721"]) != 0
     assert "--missing: 126721 is out of range; allowed are 0 to the 126720 cached" in capsys.readouterr().err
+
+
+def test_explain_sets_rings_of_several_sizes_beside_each_other(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ("--ranks", "1,2,4,8", "--tp", "4,8")
+    chosen = []
+    for tokens in ("16", "128k"):
+        compared = printed(capsys, "explain", *MODEL, "--tokens", tokens, *sizes)
+        rings = compared["rings"]
+        shapes = [(ring["shape"]["cp"], ring["shape"]["tp"]) for ring in rings]
+        assert shapes == [(cp, tp) for tp in (4, 8) for cp in (1, 2, 4, 8)]
+        seconds = {
+            shape: next(each["total_seconds"] for each in ring["alternatives"] if each["is_chosen"])
+            for shape, ring in zip(shapes, rings, strict=True)
+        }
+        taken = compared["chosen"]["cp"], compared["chosen"]["tp"]
+        assert seconds[taken] <= 1.1 * min(seconds.values())
+        smaller = [shape for shape in shapes if shape[0] * shape[1] < taken[0] * taken[1]]
+        assert all(seconds[shape] > 1.1 * min(seconds.values()) for shape in smaller)
+        chosen.append(taken)
+    assert chosen[0][0] == 1, "a short prompt does not pay for context parallelism"
+    assert chosen[1] == (8, 8)
+    assert main(["explain", *MODEL, "--tokens", "128k", *sizes]) == 0
+    shown = capsys.readouterr().out
+    assert "cp 8 x tp 8 takes" in shown
+    assert ": the quickest" in shown
+    assert "auto takes pass_kv" in shown
+    assert [line.split()[1:3] for line in shown.splitlines() if line.strip().startswith("*")] == [["8", "8"]]
 
 
 def test_reproduction_prints_row_by_row_and_says_which_targets_are_missed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -144,7 +172,7 @@ def test_a_plan_is_drawn_even_with_a_single_context(tmp_path: Path) -> None:
         (("plan", *MODEL, "--context", "10m", "--cp", "1"), "llama3-405b-fp8 on cp 1 x tp 8 does not fit"),
         (("plan", "--model", "llama3-405b", "--context", "8k"), "llama3-405b on cp 64 x tp 8 does not fit: a process"),
         (("explain", *MODEL, "--tokens", "0", "--ranks", "2"), "--tokens: '0' is no number of tokens"),
-        (("explain", *MODEL, "--tokens", "1", "--ranks", "0"), "--ranks: 0 is none"),
+        (("explain", *MODEL, "--tokens", "1", "--ranks", "0"), "--ranks: '0' is no list of sizes"),
         (("explain", *MODEL, "--tokens", "1", "--ranks", "2", "--fit", "1,2"), "--fit: '1,2' are no three numbers"),
         (("explain", *MODEL, "--tokens", "1", "--ranks", "2", "--tp", "3"), "--tp: 3 does not divide the 8 KV heads"),
     ],

@@ -1,0 +1,33 @@
+"""One YAML file, one frozen tree, every default here: `load_config` makes a `Config`."""
+
+from services.config.reading import config_from, load_config
+from services.config.rings import DecodeConfig, KvCacheConfig, PrefillConfig
+from services.config.service import (
+    GatewayConfig,
+    LogConfig,
+    MetricsConfig,
+    ModelConfig,
+    RayConfig,
+    RouterConfig,
+    TimeoutConfig,
+)
+from services.config.tree import Config
+from services.config.words import LOG_LEVELS, METRIC_NAMES
+
+__all__ = [
+    "LOG_LEVELS",
+    "METRIC_NAMES",
+    "Config",
+    "DecodeConfig",
+    "GatewayConfig",
+    "KvCacheConfig",
+    "LogConfig",
+    "MetricsConfig",
+    "ModelConfig",
+    "PrefillConfig",
+    "RayConfig",
+    "RouterConfig",
+    "TimeoutConfig",
+    "config_from",
+    "load_config",
+]

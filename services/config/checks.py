@@ -1,0 +1,130 @@
+"""What a configuration may hold. Every refusal is one sentence with the key, its value and what is allowed."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import TYPE_CHECKING
+
+from cp_core.decode_variant import VARIANT_POLICIES
+from cp_core.errors import ConfigError
+from cp_core.ring_backend import select_ring_backend
+from cp_core.selector import POLICIES
+from orchestration.cached_kv import MISSING_KV
+from services.auth.sections import check_doors, check_sections
+from services.config.pools import check_names
+from services.config.service import ModelConfig
+from services.config.words import DEVICES, DTYPES, LOG_LEVELS, METRIC_NAMES
+from services.logs import LOG_FORMATS
+
+if TYPE_CHECKING:
+    from services.config.tree import Config
+
+MAX_PORT = 65_535
+
+
+def check(config: Config) -> None:
+    """Raises ConfigError."""
+    if not config.model.path:
+        raise ConfigError("model.path: '' is not allowed; give a model directory or builtin:tiny")
+    _among("model.dtype", config.model.dtype, DTYPES)
+    _among("logs.level", config.logs.level, LOG_LEVELS)
+    _among("logs.format", config.logs.format, LOG_FORMATS)
+    _among("model.device", config.model.device, DEVICES)
+    _ring_transport(config.model)
+    _among("decode.variant", config.decode.variant, VARIANT_POLICIES)
+    _among("router.selector", config.router.selector, POLICIES)
+    for role, section in (("prefill", config.prefill), ("decode", config.decode)):
+        check_names(role, section.pools)
+        _within(f"{role}.max_waiting", section.max_waiting, 1, 1_000_000)
+    for pool in config.pools:
+        _within(f"{pool.key}.groups", pool.groups, 1, 1024)
+        _within(f"{pool.key}.cp", pool.cp, 1, 64)
+        _within(f"{pool.key}.tp", pool.tp, 1, 64)
+        _within(f"{pool.key}.threads_per_rank", pool.threads_per_rank, 1, 1024)
+    _within("prefill.chunk_tokens", config.prefill.chunk_tokens, 1, 1 << 24)
+    _within("prefill.step_budget", config.prefill.step_budget, 0, 1e15)
+    _within("prefill.step_seconds", config.prefill.step_seconds, 0, 3600)
+    _within("prefill.min_chunk_tokens", config.prefill.min_chunk_tokens, 1, 1 << 24)
+    _within("prefill.ageing_seconds", config.prefill.ageing_seconds, 0.001, 86_400)
+    _within("prefill.max_queue_work", config.prefill.max_queue_work, 1, 1e15)
+    _within("decode.max_batch", config.decode.max_batch, 1, 4096)
+    _within("decode.headroom_tokens", config.decode.headroom_tokens, 1, 1 << 20)
+    _within("decode.max_direct_tokens", config.decode.max_direct_tokens, 0, 4096)
+    _within("decode.max_direct_seconds", config.decode.max_direct_seconds, 0, 60)
+    _within("kv_cache.block_tokens", config.kv_cache.block_tokens, 1, 4096)
+    _within("kv_cache.tokens_per_rank", config.kv_cache.tokens_per_rank, config.kv_cache.block_tokens, 1 << 30)
+    _within("kv_cache.kept_fraction", config.kv_cache.kept_fraction, 0.0, 1.0)
+    _among("router.missing_kv", config.router.missing_kv, MISSING_KV)
+    _within("router.conversation_ttl_seconds", config.router.conversation_ttl_seconds, 0.0, 1e9)
+    _within("router.max_waiting_turns", config.router.max_waiting_turns, 1, 100_000)
+    _within("router.max_conversations", config.router.max_conversations, 1, 1 << 24)
+    router = config.router
+    if router.selector == "empirical" and router.alpha == router.beta == router.gamma == 0 and not router.profile:
+        raise ConfigError(
+            "router.selector: 'empirical' needs router.alpha, beta and gamma, fitted on this cluster, or its profile"
+        )
+    for key in ("compute_flops", "link_bytes_per_second"):
+        _within(f"router.{key}", getattr(config.router, key), 0, 1e30)
+    for key in ("alpha", "beta", "gamma"):
+        _within(f"router.{key}", getattr(config.router, key), -1e6, 1e6)
+    for item in fields(config.timeouts):
+        _within(f"timeouts.{item.name}", getattr(config.timeouts, item.name), 0.1, 86_400)
+    _within("gateway.max_seconds", config.gateway.max_seconds, 0.1, 86_400)
+    _address("gateway.listen", config.gateway.listen)
+    _address("router.listen", config.router.listen)
+    for key in ("http", "metrics"):
+        if address := getattr(config.gateway, key):
+            _address(f"gateway.{key}", address)
+    _among("metrics.also_as", config.metrics.also_as, METRIC_NAMES)
+    for key in ("router", "prefill", "decode"):
+        if getattr(config.metrics, key):
+            _address(f"metrics.{key}", getattr(config.metrics, key))
+    _metrics_ports(config)
+    check_sections(config.tls, config.internal_tls)
+    doors = {f"gateway.{key}": getattr(config.gateway, key) for key in ("listen", "http")}
+    check_doors(doors, config.tls, config.auth, is_insecure=config.gateway.insecure)
+
+
+def _metrics_ports(config: Config) -> None:
+    """Rings of a role take ports in a row: they must exist, and not be those of the other role on the same host."""
+    taken: list[tuple[str, str, int, int]] = []
+    for role in ("prefill", "decode"):
+        host, _, text = getattr(config.metrics, role).rpartition(":")
+        first, num_rings = int(text or 0), sum(pool.groups for pool in config.pools_of(role))
+        if not first:
+            continue
+        last = first + num_rings - 1
+        if last > MAX_PORT:
+            raise ConfigError(
+                f"metrics.{role}: {num_rings} rings take the ports from {first} to {last}, and {MAX_PORT} is the last"
+            )
+        for other, other_host, low, high in taken:
+            if other_host == host and low <= last and first <= high:
+                raise ConfigError(
+                    f"metrics.{role}: its {num_rings} rings take the ports from {first} to {last}, and those of "
+                    f"metrics.{other} the ports from {low} to {high}; let them lie apart"
+                )
+        taken.append((role, host, first, last))
+
+
+def _ring_transport(model: ModelConfig) -> None:
+    try:
+        select_ring_backend(model.ring_transport, model.device)
+    except ConfigError as error:
+        raise ConfigError(f"model.ring_transport: {error}") from error
+
+
+def _among(key: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{key}: {value!r} is not allowed; use one of {', '.join(allowed)}")
+
+
+def _within(key: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high:
+        raise ConfigError(f"{key}: {value} is out of range; allowed is {low} to {high}")
+
+
+def _address(key: str, value: str) -> None:
+    host, colon, port = value.rpartition(":")
+    if not (host and colon and port.isascii() and port.isdigit() and len(port) <= 5 and int(port) < 65536):
+        raise ConfigError(f"{key}: {value!r} is no address; write HOST:PORT, e.g. 127.0.0.1:50051")

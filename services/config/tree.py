@@ -1,0 +1,63 @@
+"""The configuration: one frozen tree, checked when it is made, every default in its sections."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from services.auth.sections import AuthConfig, InternalTlsConfig, TlsConfig
+from services.config.checks import check
+from services.config.pools import Pool, PoolConfig, pools_of
+from services.config.rings import DecodeConfig, KvCacheConfig, PrefillConfig
+from services.config.service import (
+    GatewayConfig,
+    LogConfig,
+    MetricsConfig,
+    ModelConfig,
+    RayConfig,
+    RouterConfig,
+    TimeoutConfig,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Everything `ringserve up` needs."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    prefill: PrefillConfig = field(default_factory=PrefillConfig)
+    decode: DecodeConfig = field(default_factory=DecodeConfig)
+    kv_cache: KvCacheConfig = field(default_factory=KvCacheConfig)
+    router: RouterConfig = field(default_factory=RouterConfig)
+    gateway: GatewayConfig = field(default_factory=GatewayConfig)
+    tls: TlsConfig = field(default_factory=TlsConfig)
+    internal_tls: InternalTlsConfig = field(default_factory=InternalTlsConfig)
+    auth: AuthConfig = field(default_factory=AuthConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    ray: RayConfig = field(default_factory=RayConfig)
+    timeouts: TimeoutConfig = field(default_factory=TimeoutConfig)
+    logs: LogConfig = field(default_factory=LogConfig)
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    @property
+    def pools(self) -> tuple[Pool, ...]:
+        """All of them, those of prefill first."""
+        return (*self.pools_of("prefill"), *self.pools_of("decode"))
+
+    def pools_of(self, role: str) -> tuple[Pool, ...]:
+        """Those of "prefill" or of "decode"."""
+        is_prefill = role == "prefill"
+        section = self.prefill if is_prefill else self.decode
+        first = PoolConfig(
+            groups=section.groups,
+            cp=section.cp,
+            tp=section.tp,
+            threads_per_rank=section.threads_per_rank,
+            resource=self.ray.prefill_resource if is_prefill else self.ray.decode_resource,
+        )
+        return pools_of(role, first, section.pools, max_waiting=section.max_waiting)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
