@@ -32,7 +32,7 @@ COPY workers workers
 COPY orchestration orchestration
 COPY services services
 COPY proto proto
-RUN pip install . "ray[default]" -c constraints.txt && pip check
+RUN pip install ".[otel]" "ray[default]" -c constraints.txt && pip check
 
 FROM build-cuda AS install-cuda
 COPY pyproject.toml README.md LICENSE ./
@@ -41,7 +41,7 @@ COPY workers workers
 COPY orchestration orchestration
 COPY services services
 COPY proto proto
-RUN pip install . "ray[default]" -c constraints.txt && pip check
+RUN pip install ".[otel]" "ray[default]" -c constraints.txt && pip check
 
 # Nothing of the build but the environment. wget is what KubeRay's probes call.
 FROM base AS runtime

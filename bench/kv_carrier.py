@@ -5,19 +5,22 @@
 Two processes, one thread of computation each. A run counts from the first byte offered until the receiver has said that
 it holds the last one. Every candidate's bytes end in memory that was there before: a message buffer, or for
 `kv_transfer` (this project's own sender and receiver, with their checks and the copy from staging) the cache itself.
-Candidates that are not installed are left out, and named.
+Candidates that are not installed are left out, and named. `--tls` measures what encryption costs `kv_transfer`.
 """
 
 from __future__ import annotations
 
 import argparse
+import atexit
 import importlib
 import importlib.util
 import json
 import multiprocessing
 import os
+import shutil
 import socket
 import statistics
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +33,7 @@ import psutil
 
 HOST = "127.0.0.1"
 WAIT_SECONDS = 120.0
+CERTIFICATE = "BENCH_CERTIFICATE"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,13 +219,13 @@ def kv_cache(load: Load) -> Any:
     return cache
 
 
-def receive_kv_transfer(load: Load, pipe: Connection) -> None:
+def receive_kv_transfer(load: Load, pipe: Connection, tls: Any = None) -> None:
     from cp_core.layout import TokenRange
     from workers.kv_transfer import KvReceiver
     from workers.steps import KvExpect, TransferKey
 
     cache = kv_cache(load)
-    receiver = KvReceiver(cache, "destination")
+    receiver = KvReceiver(cache, "destination", tls=tls)
     blocks, tokens = tuple(range(cache.num_blocks)), TokenRange(0, cache.num_blocks * 16)
     for attempt in range(load.repeats + 1):
         receiver.expect(KvExpect(TransferKey("bench", attempt, "source", "destination"), (tokens,), 0, blocks))
@@ -240,14 +244,30 @@ def send_kv_transfer_unsummed(load: Load, pipe: Connection) -> Runs:
     yield from _send_kv(load, pipe, checksums=False)
 
 
-def _send_kv(load: Load, pipe: Connection, *, checksums: bool) -> Runs:
+def receive_kv_transfer_tls(load: Load, pipe: Connection) -> None:
+    receive_kv_transfer(load, pipe, bench_tls())
+
+
+def send_kv_transfer_tls(load: Load, pipe: Connection) -> Runs:
+    yield from _send_kv(load, pipe, checksums=True, tls=bench_tls())
+
+
+def bench_tls() -> Any:
+    """By the certificate that `main` has made for this run: one that signs itself."""
+    from cp_core.peer_tls import PeerTls
+
+    cert = f"{os.environ[CERTIFICATE]}/cert.pem"
+    return PeerTls(cert=cert, key=f"{os.environ[CERTIFICATE]}/key.pem", ca=cert)
+
+
+def _send_kv(load: Load, pipe: Connection, *, checksums: bool, tls: Any = None) -> Runs:
     from cp_core.layout import TokenRange
     from workers.kv_transfer import KvSender
     from workers.steps import KvPart, KvPiece, KvSend, TransferKey
 
     cache = kv_cache(load)
     endpoint = pipe.recv()
-    sender = KvSender(cache, "source", checksums=checksums)
+    sender = KvSender(cache, "source", checksums=checksums, tls=tls)
     attempts = iter(range(load.repeats + 1))
     piece = KvPiece(TokenRange(0, cache.num_blocks * 16), 0, 0, cache.num_kv_heads)
 
@@ -271,14 +291,16 @@ class Candidate:
     send: Callable[[Load, Connection], Runs]
 
 
+OURS = Candidate("kv_transfer", "torch", receive_kv_transfer, send_kv_transfer)
 CANDIDATES = (
     Candidate("gloo", "torch", receive_gloo, send_gloo),
     Candidate("sockets", "socket", receive_sockets, send_sockets),
     Candidate("zeromq", "zmq", receive_zeromq, send_zeromq),
     Candidate("grpc", "grpc", receive_grpc, send_grpc),
-    Candidate("kv_transfer", "torch", receive_kv_transfer, send_kv_transfer),
+    OURS,
     Candidate("kv unsummed", "torch", receive_kv_transfer, send_kv_transfer_unsummed),
 )
+TLS_CANDIDATES = (OURS, Candidate("kv tls", "torch", receive_kv_transfer_tls, send_kv_transfer_tls))
 
 
 def cpu_seconds(pids: Sequence[int]) -> float:
@@ -331,16 +353,30 @@ def measure(candidate: Candidate, load: Load) -> Row:
     )
 
 
+def make_certificate() -> None:
+    """In a directory that goes with this process."""
+    directory = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, directory)
+    words = f"openssl req -x509 -newkey ed25519 -nodes -days 2 -subj /CN=bench -addext subjectAltName=IP:{HOST}".split()
+    files = ["-keyout", f"{directory}/key.pem", "-out", f"{directory}/cert.pem"]
+    subprocess.run([*words, *files], check=True, capture_output=True, timeout=WAIT_SECONDS)
+    os.environ[CERTIFICATE] = directory
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0], epilog="python bench/kv_carrier.py")
     parser.add_argument("--megabytes", type=int, default=64, help="payload of one run (64)")
     parser.add_argument("--messages", default="262144,1048576,4194304", help="message sizes in bytes, with commas")
     parser.add_argument("--repeats", type=int, default=7, help="timed runs each (7)")
+    parser.add_argument("--tls", action="store_true", help="only kv_transfer, with and without")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     arguments = parser.parse_args()
 
-    present = [item for item in CANDIDATES if importlib.util.find_spec(item.package) is not None]
-    skipped = [item.name for item in CANDIDATES if item not in present]
+    candidates = TLS_CANDIDATES if arguments.tls else CANDIDATES
+    present = [item for item in candidates if importlib.util.find_spec(item.package) is not None]
+    skipped = [item.name for item in candidates if item not in present]
+    if arguments.tls:
+        make_certificate()
     rows: list[Row] = []
     for message_bytes in map(int, arguments.messages.split(",")):
         count = max(1, (arguments.megabytes << 20) // message_bytes)

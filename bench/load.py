@@ -1,6 +1,7 @@
 """What each part of the scheduling is worth under load: one service at a time, the same arrivals for all.
 
     python bench/load.py --rate 2 --duration 60 --every 10
+    python bench/load.py --only "with long" --only "with long, no fusing"
 
 Short prompts alone, then with a long one at fixed intervals, then that again with fusing, chunking (a long prompt runs
 all its steps in a row) and continuous batching switched off one by one. Each is `ringserve bench load --start` with
@@ -32,12 +33,18 @@ def main() -> int:
     parser.add_argument("--rate", type=float, default=2.0, help="short requests a second")
     parser.add_argument("--duration", type=float, default=60.0, help="seconds of arrivals")
     parser.add_argument("--every", type=float, default=10.0, help="seconds between two long prompts")
-    parser.add_argument("--only", default="", help="variants whose name holds this text, beside the first")
+    parser.add_argument(
+        "--only",
+        action="append",
+        choices=VARIANTS,
+        metavar="NAME",
+        help=f"these and the first; repeatable: {' | '.join(VARIANTS)}",
+    )
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="for every variant")
     options = parser.parse_args()
     alone = 0.0
     for name, settings in VARIANTS.items():
-        if name != ALONE and options.only not in name:
+        if name != ALONE and options.only and name not in options.only:
             continue
         report = _measure(options, name, (*options.set, *settings))
         short = next(kind for kind in report["kinds"] if kind["kind"] == "short")

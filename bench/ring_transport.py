@@ -166,9 +166,8 @@ def decode(rank: int, num_ranks: int, transport: str, num_tokens: int, steps: in
             ring_transport=transport or "auto",
         )
     )
-    if rank == 0:
-        pipe.send(worker.open_store(HOST))
-    worker.join(RingSpec(host=HOST, port=pipe.recv(), name="bench", timeout_seconds=WAIT_SECONDS))
+    pipe.send(worker.open_doors())
+    worker.join(RingSpec(name="bench", doors=pipe.recv(), secret="of a bench", timeout_seconds=WAIT_SECONDS))
     blocks = tuple(range(num_blocks))
     layout = balanced_layout(0, num_tokens, (0,) * num_ranks)
     sequence = SequencePrefill(
@@ -218,9 +217,9 @@ def measure_decode(num_ranks: int, transport: str, num_tokens: int, steps: int) 
     ]
     for process in processes:
         process.start()
-    port = pipes[0][0].recv()
+    doors = tuple(pipe.recv() for pipe, _ in pipes)
     for pipe, _ in pipes:
-        pipe.send(port)
+        pipe.send(doors)
     seconds: list[float] = pipes[0][0].recv()
     for pipe, _ in pipes:
         pipe.send("stop")

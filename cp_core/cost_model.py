@@ -12,7 +12,7 @@ caller's.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from cp_core.errors import ConfigError
 
@@ -96,7 +96,9 @@ class Rates:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillCost:
-    """Predicted seconds of a step over all layers. `hidden_seconds` of communication pass behind attention."""
+    """Predicted seconds over all layers, of one step or of several. `hidden_seconds` of communication pass behind
+    attention. `sum_seconds` are those of tensor parallelism, whose processes one rank's prediction leaves out.
+    """
 
     linear_seconds: float
     attention_seconds: float
@@ -104,46 +106,107 @@ class PrefillCost:
     hidden_seconds: float
     all_to_all_seconds: float
     overhead_seconds: float
+    sum_seconds: float = 0.0
 
     @property
     def total_seconds(self) -> float:
         return (
             self.linear_seconds
+            + self.sum_seconds
             + self.attention_seconds
             + self.exposed_seconds
             + self.all_to_all_seconds
             + self.overhead_seconds
         )
 
+    def __add__(self, other: PrefillCost) -> PrefillCost:
+        """Of both, one after the other."""
+        return PrefillCost(**{each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(self)})
+
+
+class StepPredictor:
+    """Predicts steps of a model on rings of one size and speed. What follows from these alone is computed once: a
+    router asks for many steps while it places one turn.
+    """
+
+    __slots__ = (
+        "_head_seconds",
+        "_hop_bytes",
+        "_layers",
+        "_num_ranks",
+        "_overhead",
+        "_pair_seconds",
+        "_rates",
+        "_return_bytes",
+        "_token_seconds",
+    )
+
+    def __init__(self, model: ModelShape, rates: Rates, num_ranks: int) -> None:
+        self._rates = rates
+        self._num_ranks = num_ranks
+        self._layers = model.num_layers
+        self._head_seconds = model.head_flops / rates.gemm_flops
+        self._token_seconds = model.linear_flops_per_token / rates.gemm_flops
+        # Of two tokens that attend to each other, their share of one ring iteration.
+        self._pair_seconds = model.attention_flops(1, 0) / num_ranks**2 / rates.attention_flops
+        self._overhead = model.num_layers * rates.layer_overhead_seconds
+        # Of one token: its K and V or its queries in a hop, its partial outputs and LSE from all other ranks.
+        self._hop_bytes = {
+            PASS_KV: 2 * model.num_kv_heads * model.head_dim * model.element_bytes,
+            PASS_Q: model.num_heads * model.head_dim * model.element_bytes,
+        }
+        self._return_bytes = (num_ranks - 1) * model.num_heads * (model.head_dim + 1) * model.partial_bytes
+
+    def cost(self, algorithm: str, new_tokens: int, cached_tokens: int) -> PrefillCost:
+        """Of T new tokens after P cached ones that lie evenly over the ranks. Raises ConfigError for an algorithm that
+        is neither "pass_kv" nor "pass_q".
+        """
+        if algorithm not in self._hop_bytes:
+            raise ConfigError(f"algorithm is {algorithm!r}; allowed are {PASS_KV}, {PASS_Q}")
+        iteration = self._iteration(new_tokens, cached_tokens)
+        message, all_to_all = self._messages(algorithm, new_tokens, cached_tokens)
+        hops, exposed = self._num_ranks - 1, self._exposed(message, iteration)
+        return PrefillCost(
+            linear_seconds=self._linear(new_tokens),
+            attention_seconds=self._layers * self._num_ranks * iteration,
+            exposed_seconds=self._layers * exposed,
+            hidden_seconds=self._layers * (hops * message - exposed),
+            all_to_all_seconds=self._layers * all_to_all,
+            overhead_seconds=self._overhead,
+        )
+
+    def seconds(self, new_tokens: int, cached_tokens: int) -> tuple[float, float]:
+        """The totals of pass-KV and of pass-Q, as those of `cost`."""
+        iteration = self._iteration(new_tokens, cached_tokens)
+        same = self._linear(new_tokens) + self._layers * self._num_ranks * iteration + self._overhead
+        if self._num_ranks == 1:
+            return same, same
+        message, _ = self._messages(PASS_KV, new_tokens, cached_tokens)
+        pass_kv = same + self._layers * self._exposed(message, iteration)
+        message, all_to_all = self._messages(PASS_Q, new_tokens, cached_tokens)
+        return pass_kv, same + self._layers * (self._exposed(message, iteration) + all_to_all)
+
+    def _linear(self, new_tokens: int) -> float:
+        # The fullest rank sets the pace: its chunks hold the remainder.
+        return -(-new_tokens // self._num_ranks) * self._token_seconds + self._head_seconds
+
+    def _iteration(self, new_tokens: int, cached_tokens: int) -> float:
+        return (new_tokens * cached_tokens + new_tokens * (new_tokens + 1) // 2) * self._pair_seconds
+
+    def _messages(self, algorithm: str, new_tokens: int, cached_tokens: int) -> tuple[float, float]:
+        """Seconds of a hop's message and of the all-to-all, in one layer."""
+        is_pass_q = algorithm == PASS_Q
+        local_tokens = -(-(new_tokens if is_pass_q else new_tokens + cached_tokens) // self._num_ranks)
+        message = self._rates.message_seconds(local_tokens * self._hop_bytes[algorithm])
+        return message, self._rates.all_to_all_seconds(local_tokens * self._return_bytes) if is_pass_q else 0.0
+
+    def _exposed(self, message: float, iteration: float) -> float:
+        """Seconds of one layer's hops that do not pass behind attention."""
+        return (self._num_ranks - 1) * (message - self._rates.overlap * min(message, iteration))
+
 
 def predict_prefill(
     model: ModelShape, rates: Rates, num_ranks: int, algorithm: str, new_tokens: int, cached_tokens: int
 ) -> PrefillCost:
-    """The cost of T new tokens after P cached ones that lie evenly over the ranks.
-
-    Raises ConfigError if `algorithm` is neither "pass_kv" nor "pass_q".
-    """
-    if algorithm not in (PASS_KV, PASS_Q):
-        raise ConfigError(f"algorithm is {algorithm!r}; allowed are {PASS_KV}, {PASS_Q}")
-    # The fullest rank sets the pace: its chunks hold the remainder.
-    local_tokens = -(-new_tokens // num_ranks)
-    local_stored = -(-(new_tokens + cached_tokens) // num_ranks)
-    hops = num_ranks - 1
-
-    iteration = model.attention_flops(new_tokens, cached_tokens) / num_ranks**2 / rates.attention_flops
-    if algorithm == PASS_KV:
-        hop_bytes = 2 * local_stored * model.num_kv_heads * model.head_dim * model.element_bytes
-        return_bytes = 0
-    else:
-        hop_bytes = local_tokens * model.num_heads * model.head_dim * model.element_bytes
-        return_bytes = hops * local_tokens * model.num_heads * (model.head_dim + 1) * model.partial_bytes
-    message = rates.message_seconds(hop_bytes)
-    exposed = hops * (message - rates.overlap * min(message, iteration))
-    return PrefillCost(
-        linear_seconds=(local_tokens * model.linear_flops_per_token + model.head_flops) / rates.gemm_flops,
-        attention_seconds=model.num_layers * num_ranks * iteration,
-        exposed_seconds=model.num_layers * exposed,
-        hidden_seconds=model.num_layers * (hops * message - exposed),
-        all_to_all_seconds=model.num_layers * rates.all_to_all_seconds(return_bytes),
-        overhead_seconds=model.num_layers * rates.layer_overhead_seconds,
-    )
+    """One step by a predictor that is used once."""
+    return StepPredictor(model, rates, num_ranks).cost(algorithm, new_tokens, cached_tokens)

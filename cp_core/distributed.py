@@ -6,9 +6,10 @@ process and one can be torn down and rebuilt.
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -16,12 +17,13 @@ import torch
 from torch.distributed import ProcessGroupGloo, Work
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from cp_core.errors import Unavailable
+from cp_core.errors import ConfigError, Unavailable
 from cp_core.inprocess import InProcessRing
+from cp_core.peer_tls import PeerTls
 from cp_core.point_to_point import Message, PointToPointRing
 from cp_core.rendezvous import RingStore, find_store, own_address
 from cp_core.ring_backend import select_ring_backend
-from cp_core.socket_mesh import connect_mesh
+from cp_core.socket_mesh import Meeting, RingDoor, connect_mesh
 from cp_core.socket_ring import SocketRing
 from cp_core.transport import RingTransport
 
@@ -123,19 +125,25 @@ def connect_ring(
     store: RingStore | None = None,
     opens_store: bool = True,
     device: torch.device | str = "cpu",
+    tls: PeerTls | None = None,
 ) -> RingTransport:
     """Join the ring called `name` of `size` ranks; returns when all have joined. The name must be new to the store.
+
+    The store guards nothing: whoever reaches it can be part of the ring. Ranks that were told their doors otherwise
+    meet by `cp_core.socket_mesh` alone.
 
     Rank 0 opens the store at host:port unless it passes `store`, as it must where the port is chosen (port 0) and told
     to the others first, or unless a rank of another ring opens it for both (`opens_store` is False). `timeout_seconds`
     bounds the joining and every later wait. `backend`, the same on all ranks, is one of `cp_core.ring_backend` that
-    serves `device`. Raises Unavailable if the others do not come, ConfigError for a backend that does not serve the
-    device.
+    serves `device`; only sockets go by `tls`. Raises Unavailable if the others do not come, ConfigError for a backend
+    that does not serve the device, or cannot encrypt where it should.
     """
     device = torch.device(device)
     backend = select_ring_backend(backend, device.type)
     if size == 1:
         return InProcessRing(1, timeout_seconds).transports[0]
+    if tls is not None and backend != "sockets":
+        raise ConfigError(f"ring transport {backend!r} cannot encrypt; only 'sockets' can")
     deadline = time.monotonic() + timeout_seconds
     if rank == 0 and store is None and opens_store:
         store = RingStore(host, port, timeout_seconds)
@@ -148,12 +156,27 @@ def connect_ring(
             return join_nccl(prefixed, rank, size, device, timeout_seconds, store)
         address = own_address(host, found.port)
         if backend == "sockets":
-            left = deadline - time.monotonic()
-            return SocketRing(rank, timeout_seconds, connect_mesh(prefixed, name, rank, size, address, left), store)
+            with closing(RingDoor(address)) as door:
+                meeting = _meet_in_store(prefixed, door.endpoint, name, rank, size, deadline, tls)
+                return SocketRing(rank, timeout_seconds, connect_mesh(door, meeting), store)
         return TorchRing(_join_gloo(prefixed, rank, size, address, deadline), timeout_seconds, store)
     except (RuntimeError, Unavailable) as error:
         reason = f": {error}" if isinstance(error, Unavailable) else ""
         raise Unavailable(f"rank {rank} cannot join ring {name!r} of {size} at {host}:{port}{reason}") from error
+
+
+def _meet_in_store(
+    store: Store, endpoint: str, name: str, rank: int, size: int, deadline: float, tls: PeerTls | None
+) -> Meeting:
+    """Tell the others our door, learn theirs, and the secret that rank 0 makes. Raises RuntimeError at the deadline."""
+    if rank == 0:
+        store.set("secret", secrets.token_hex(32))
+    store.set(f"door {rank}", endpoint)
+    keys = ["secret", *(f"door {peer}" for peer in range(size))]
+    store.wait(keys, timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+    secret, *endpoints = (store.get(key).decode() for key in keys)
+    left = max(deadline - time.monotonic(), 0.001)
+    return Meeting(name=name, rank=rank, endpoints=tuple(endpoints), secret=secret, timeout_seconds=left, tls=tls)
 
 
 def _join_gloo(store: Store, rank: int, size: int, address: str, deadline: float) -> Group:

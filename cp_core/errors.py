@@ -10,6 +10,7 @@ RingserveError
 ├── DeadlineExceeded      the turn's own deadline passed
 ├── TurnCancelled         the client, or an Abort, ended the turn
 ├── Unavailable           a ring, rank or peer is down or being rebuilt
+│   ├── NotBegun          so the turn was refused whole, and may be asked for again
 │   └── StaleIncarnation  a message was meant for (or came from) an earlier life of a ring
 ├── TransferError         a KV transfer broke a rule: unknown, stale, overlapping, incomplete
 ├── ReshardError          a reshard plan would not deliver every token, layer and head exactly once
@@ -62,6 +63,10 @@ class TurnCancelled(RingserveError):
 
 class Unavailable(RingserveError):
     """A ring, rank or peer is down or being rebuilt."""
+
+
+class NotBegun(Unavailable):
+    """The turn was refused before anything of it was done: its conversation is as it was."""
 
 
 class StaleIncarnation(Unavailable):

@@ -68,7 +68,7 @@ class ShardMap:
 
     @property
     def num_tokens(self) -> int:
-        return sum(self.held)
+        return sum(len(item) for ranges in self.ranks for item in ranges)
 
     def truncate(self, num_tokens: int) -> ShardMap:
         """Keep positions below `num_tokens`: on every rank this is a prefix of its stored order."""

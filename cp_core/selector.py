@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from cp_core.cost_model import PASS_KV, PASS_Q, ModelShape, Rates, predict_prefill
+from cp_core.cost_model import PASS_KV, PASS_Q, ModelShape, Rates, StepPredictor
 from cp_core.errors import ConfigError, InvalidRequest
 
 POLICIES = ("auto", "alg1", "alg5", "empirical", PASS_KV, PASS_Q)
@@ -82,17 +82,25 @@ def empirical(turn: Turn, fit: EmpiricalFit) -> Selection:
 
 def fastest(turn: Turn, model: ModelShape, rates: Rates) -> Selection:
     """The smaller predicted time; a tie within 2% goes to pass-KV."""
+    kv, q = StepPredictor(model, rates, turn.num_ranks).seconds(turn.new_tokens, turn.cached_tokens)
+    return faster(turn, kv, q)
+
+
+def faster(turn: Turn, pass_kv_seconds: float, pass_q_seconds: float) -> Selection:
+    """As `fastest`, by times that are known already."""
     if turn.num_ranks == 1:
         return _alone()
-    kv, q = (
-        predict_prefill(model, rates, turn.num_ranks, each, turn.new_tokens, turn.cached_tokens).total_seconds
-        for each in (PASS_KV, PASS_Q)
-    )
+    kv, q = pass_kv_seconds, pass_q_seconds
     times = f"predicted pass-KV {_milliseconds(kv)}, pass-Q {_milliseconds(q)}"
-    if q < (1.0 - TIE) * kv:
+    if is_clearly_less(q, kv):
         return Selection(PASS_Q, f"Auto: {_describe(turn)}, {times}: pass-Q is faster")
-    verdict = "pass-KV is faster" if kv < (1.0 - TIE) * q else "a tie within 2% goes to pass-KV"
+    verdict = "pass-KV is faster" if is_clearly_less(kv, q) else "a tie within 2% goes to pass-KV"
     return Selection(PASS_KV, f"Auto: {_describe(turn)}, {times}: {verdict}")
+
+
+def is_clearly_less(seconds: float, other: float) -> bool:
+    """By more than a tie."""
+    return seconds < (1.0 - TIE) * other
 
 
 def forced(algorithm: str) -> Selection:

@@ -1,4 +1,4 @@
-"""A ring over plain TCP sockets, one connection for each pair of ranks: the ring of CPU ranks.
+"""A ring over TCP sockets, plain or with TLS, one connection for each pair of ranks: the ring of CPU ranks.
 
 A gloo message passes through two helper threads, which on busy cores wait for their turns: a small gather took
 milliseconds there (docs/decisions/0004). Here callers send and receive small messages themselves.
@@ -33,7 +33,7 @@ class SocketRing(PointToPointRing):
     ) -> None:
         """Takes over `connections`, one to every other rank. `store` is kept as long: on rank 0 it serves all."""
         super().__init__(rank, len(connections) + 1, timeout_seconds)
-        self._traffic = Traffic(rank, connections, timeout_seconds)
+        self._traffic = Traffic(rank, connections, timeout_seconds, self.stats)
         self._store = store
 
     def _start(self, sends: Sequence[Message], recvs: Sequence[Message]) -> SocketWork:

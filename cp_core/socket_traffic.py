@@ -24,13 +24,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from cp_core.bell import Bell
 from cp_core.errors import Unavailable
 from cp_core.socket_link import BROKEN, Link, Transfer
+from cp_core.transport import TransportStats
 
 
 class Traffic:
     """All links of `rank`. Any thread may call; `start` calls decide the order of messages."""
 
-    def __init__(self, rank: int, connections: Mapping[int, socket.socket], mover_seconds: float) -> None:
-        """Takes the connections, one for each peer, over. The mover looks up every `mover_seconds` at the latest."""
+    def __init__(
+        self, rank: int, connections: Mapping[int, socket.socket], mover_seconds: float, stats: TransportStats
+    ) -> None:
+        """Takes the connections, one for each peer, over. The mover looks up every `mover_seconds` at the latest.
+
+        `stats` is told how long messages were under way, whenever none is left. One that the kernel holds whole is
+        under way until somebody asks for it.
+        """
         self._rank = rank
         self._mover_seconds = mover_seconds
         self._links = {peer: Link(peer, connection) for peer, connection in connections.items()}
@@ -43,18 +50,24 @@ class Traffic:
         self._closed_because: str | None = None
         self._is_in_order = False
         self._is_disposed = False
+        self._stats = stats
+        stats.seconds_under_way = self._seconds_under_way = 0.0
+        self._under_way_since: float | None = None
 
     def start(self, sends: Sequence[Transfer], recvs: Sequence[Transfer]) -> None:
         """Queue the transfers behind those of earlier calls. Raises Unavailable once the ring is closed."""
         with self._lock:
             if self._closed_because is not None:
                 raise Unavailable(self._closed_because)
+            if self._under_way_since is None:
+                self._under_way_since = time.perf_counter()
             for transfer in recvs:
                 self._links[transfer.peer].recvs.append(transfer)
             for transfer in sends:
                 self._links[transfer.peer].sends.append(transfer)
             for transfer in sends:
                 self._links[transfer.peer].move()
+            self._note_idle()
             self._call_mover()
 
     def wait(self, transfers: Sequence[Transfer], seconds: float) -> None:
@@ -87,6 +100,7 @@ class Traffic:
             if self._closed_because is None:
                 for link in self._links.values():
                     link.move()
+                self._note_idle()
             left = [transfer for transfer in transfers if not transfer.is_done]
             if not left:
                 return None
@@ -97,6 +111,12 @@ class Traffic:
             if self._closed_because is not None:
                 raise Unavailable(self._closed_because)
             return self._poll_links()
+
+    def _note_idle(self) -> None:
+        if self._under_way_since is not None and all(link.is_idle for link in self._links.values()):
+            self._seconds_under_way += time.perf_counter() - self._under_way_since
+            self._stats.seconds_under_way = self._seconds_under_way
+            self._under_way_since = None
 
     def _listen(self, poll: select.poll, seconds: float) -> None:
         for descriptor, events in poll.poll(max(0, math.ceil(seconds * 1e3))):
@@ -146,6 +166,7 @@ class Traffic:
             if not self._num_waiting and self._closed_because is None:
                 for link in self._links.values():
                     link.move()
+                self._note_idle()
                 self._check_peers(self._links.values())
                 is_needed = any(link.needs_mover for link in self._links.values())
             if self._closed_because is not None:

@@ -29,7 +29,11 @@ class Work(Protocol):
 
 @dataclass(slots=True)
 class TransportStats:
-    """What a transport did since it was made."""
+    """What a transport did since it was made.
+
+    `seconds_waited` is the time in which its user stood still for it. `seconds_under_way` that in which any message was
+    under way, whether or not anybody waited; None of a transport that does not see when a message is done.
+    """
 
     exchanges: int = 0
     all_to_alls: int = 0
@@ -37,6 +41,7 @@ class TransportStats:
     broadcasts: int = 0
     bytes_sent: int = 0
     seconds_waited: float = 0.0
+    seconds_under_way: float | None = None
 
 
 class RingTransport(Protocol):

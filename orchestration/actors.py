@@ -25,6 +25,7 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from cp_core.errors import RingserveError, Unavailable
+from orchestration.ring_returns import RingEvent
 from workers.steps import (
     BlockPair,
     DecodeCommand,
@@ -33,6 +34,7 @@ from workers.steps import (
     KvSend,
     PrefillOutput,
     PrefillStep,
+    RankDoors,
     RankInfo,
     RankSpec,
     RankStatus,
@@ -52,8 +54,8 @@ class Hosted(Protocol):
     async def measure(self) -> None:
         """Measure itself, once all that share the machine have started."""
 
-    async def wait_event(self) -> str:
-        """Answers when whoever started this has something to do for it: the name of a ring. May never answer."""
+    async def wait_event(self) -> RingEvent:
+        """Answers when whoever started this has something to do for a ring. May never answer."""
 
     async def stop(self) -> None:
         """Stop serving and free everything. Idempotent."""
@@ -75,7 +77,7 @@ class HostActor:
     async def stop(self) -> None:
         await self._hosted.stop()
 
-    async def wait_event(self) -> str:
+    async def wait_event(self) -> RingEvent:
         """The next thing to be done for what is hosted; the caller learns of this actor's death from it too."""
         return await self._hosted.wait_event()
 
@@ -135,8 +137,8 @@ class RayRank:
     async def start(self, spec: RankSpec, timeout: float) -> RankInfo:
         return await self._answer(self._actor.start.remote(spec), "start", timeout)
 
-    async def open_store(self, host: str, timeout: float) -> int:
-        return await self._call("control", "open_store", timeout, host)
+    async def open_doors(self, timeout: float) -> RankDoors:
+        return await self._call("control", "open_doors", timeout)
 
     async def join(self, ring: RingSpec, timeout: float) -> None:
         await self._call("compute", "join", timeout, ring)

@@ -13,9 +13,9 @@ from dataclasses import replace
 from cp_core.errors import Busy, InvalidRequest, NotFound, RingserveError
 from orchestration.conversations import Conversation, ConversationStore
 from orchestration.groups import GroupRegistry
+from orchestration.kv_messages import ForkKv, KeptKv
 from orchestration.placement_map import Placement
 from orchestration.ports import DecodePort, Peers, PrefillPort
-from orchestration.turn import ForkKv, KeptKv
 from orchestration.turn_ends import TurnEnds
 from orchestration.views import ConversationList, ConversationSummary, ConversationView, PlacementView
 
@@ -51,6 +51,7 @@ class ConversationDesk:
 
     async def delete(self, conversation_id: str) -> None:
         """Forget a conversation and free its KV; forks of it keep theirs. Raises NotFound, Busy."""
+        await self._store.until_moved(conversation_id)
         await self._turns.free(self._store.remove(conversation_id))
 
     async def fork(self, source_id: str, new_id: str, at_token: int | None) -> ConversationView:
@@ -59,6 +60,7 @@ class ConversationDesk:
         On each ring both share what is kept of them; a ring that cannot fork leaves it to be pulled or computed.
         Asking again for a fork that nobody has used is answered as before. Raises NotFound, InvalidRequest, Busy.
         """
+        await self._store.until_moved(source_id)
         source = self._store.get(source_id)
         if source.tokens is None:
             raise NotFound(f"source_id: conversation {source_id!r} has finished no turn yet")

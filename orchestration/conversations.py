@@ -7,7 +7,7 @@ import heapq
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -36,8 +36,9 @@ class Conversation:
     """`tokens` are those of all finished turns, and `places` is where their KV was put.
 
     It belongs to one turn at a time (`running_request`); `waiting` ones get it in the order in which they came, each
-    from the one before. `num_forks` are under way: until they have ended no other turn begins. Times are on the store's
-    clock; `ttl_seconds` 0 means for ever. At `is_due_at` the store looks whether it has expired.
+    from the one before. `num_forks` are under way: until they have ended no other turn begins; nor while its KV is
+    moved to another ring, at the end of which `moved` is set. Times are on the store's clock; `ttl_seconds` 0 means for
+    ever. At `is_due_at` the store looks whether it has expired.
     """
 
     conversation_id: str
@@ -46,6 +47,7 @@ class Conversation:
     places: PlacementMap = field(default_factory=PlacementMap)
     running_request: str = ""
     num_forks: int = 0
+    moved: asyncio.Event | None = None
     forked_from: str = ""
     waiting: OrderedDict[str, Waiter] = field(default_factory=OrderedDict)
     ttl_seconds: float = 0.0
@@ -69,12 +71,25 @@ class Conversation:
 
     @property
     def is_idle(self) -> bool:
-        return not self.running_request and not self.num_forks
+        return not self.running_request and not self.num_forks and self.moved is None
+
+    @property
+    def kv_tokens(self) -> int:
+        """How many have their KV on a ring, as far as the router knows; those on two rings count once."""
+        return max((place.num_tokens for _, place in self.places.items()), default=0)
+
+    def let_go(self) -> Conversation:
+        """Its KV is to be freed, and computed again when it goes on. Returns where the KV is, under the same id."""
+        left = Conversation(self.conversation_id, places=self.places)
+        self.places = self.places.changed(prefill=None, decode=None)
+        return left
 
     @property
     def occupant(self) -> str:
         """Who keeps others from it, for errors."""
-        return f"request {self.running_request!r}" if self.running_request else "a fork of it"
+        if self.running_request:
+            return f"request {self.running_request!r}"
+        return "a fork of it" if self.num_forks else "a move of its KV"
 
     def view(self, now: float = 0.0) -> ConversationView:
         return ConversationView(
@@ -100,6 +115,12 @@ class Conversation:
         )
 
 
+def tenant_of(scoped_id: str) -> str:
+    """Who owns what is called `tenant/...`; empty where ids are not by tenant."""
+    tenant, slash, _ = scoped_id.partition("/")
+    return tenant if slash else ""
+
+
 class ConversationStore:
     """At most `limit` conversations; an idle one that was used least recently makes place for a new one.
 
@@ -119,6 +140,7 @@ class ConversationStore:
         self._ttl_seconds = ttl_seconds
         self.clock = clock
         self._known: OrderedDict[str, Conversation] = OrderedDict()
+        self._of_tenant: dict[str, dict[str, Conversation]] = {}
         self._waiters: dict[str, Waiter] = {}
         # (when to look, id), soonest first. Used since then, a conversation is entered again with a later moment.
         self._expiries: list[tuple[float, str]] = []
@@ -132,6 +154,10 @@ class ConversationStore:
         if conversation is None or (conversation.tokens is None and not conversation.running_request):
             raise NotFound(f"conversation_id: there is no conversation {conversation_id!r}")
         return conversation
+
+    def of_tenant(self, tenant: str) -> Collection[Conversation]:
+        """Those whose id is `tenant/...`."""
+        return self._of_tenant.get(tenant, {}).values()
 
     def page(self, prefix: str, after: str, limit: int) -> tuple[list[Conversation], str]:
         """Conversations whose id begins with `prefix` and follows `after`, by id, and where the next page begins."""
@@ -156,7 +182,7 @@ class ConversationStore:
                 f"one turn at a time is allowed (wait=true waits for it)"
             )
         if conversation is None:
-            conversation = self._known[conversation_id] = self._new(conversation_id)
+            conversation = self._enter(conversation_id)
         conversation.running_request = request_id
         self._set_ttl(conversation, ttl_seconds)
         return conversation, self._make_place(conversation)
@@ -209,7 +235,7 @@ class ConversationStore:
         self._pass_on(conversation)
         self._touch(conversation)
         if conversation.tokens is None and conversation.is_idle:
-            self._known.pop(conversation.conversation_id, None)
+            self._leave(conversation.conversation_id)
 
     def _pass_on(self, conversation: Conversation) -> None:
         while conversation.is_idle and conversation.waiting:
@@ -229,7 +255,7 @@ class ConversationStore:
         assert source.tokens is not None, "a conversation without a finished turn has nothing to fork"
         if new_id in self._known:
             raise InvalidRequest(f"new_id: conversation {new_id!r} exists already; choose another or delete it")
-        fork = self._known[new_id] = self._new(new_id)
+        fork = self._enter(new_id)
         fork.tokens = source.tokens[:num_tokens]
         fork.forked_from = source.conversation_id
         fork.ttl_seconds = source.ttl_seconds
@@ -250,6 +276,42 @@ class ConversationStore:
             self._pass_on(conversation)
             self._touch(conversation)
 
+    # --- moves -------------------------------------------------------------------------------------------------------
+
+    def placed_at(self, role: str, group: str, incarnation: str) -> list[Conversation]:
+        """Those whose KV was put on that incarnation of a ring."""
+        return [
+            conversation
+            for conversation in self._known.values()
+            if (place := conversation.places.at(role)) and (place.group, place.incarnation) == (group, incarnation)
+        ]
+
+    def can_move(self, conversation: Conversation) -> bool:
+        """Whether nobody uses it, and it has not been forgotten."""
+        return conversation.is_idle and self._known.get(conversation.conversation_id) is conversation
+
+    def begin_move(self, conversation: Conversation) -> None:
+        """Of one that can be moved; turns, forks and deletions wait until `end_move`."""
+        assert self.can_move(conversation), f"{conversation.conversation_id!r} is in use"
+        conversation.moved = asyncio.Event()
+
+    def end_move(self, conversation: Conversation) -> None:
+        assert conversation.moved is not None, "a move ends once"
+        conversation.moved.set()
+        conversation.moved = None
+        self._pass_on(conversation)
+        self._note_expiry(conversation)
+
+    def is_moving(self, conversation_id: str) -> bool:
+        """Whether a turn that comes now need only wait for a move of the conversation's KV, and for no other turn."""
+        conversation = self._known.get(conversation_id)
+        return conversation is not None and conversation.moved is not None and not conversation.waiting
+
+    async def until_moved(self, conversation_id: str) -> None:
+        """Moves have a deadline of their own."""
+        while (conversation := self._known.get(conversation_id)) is not None and conversation.moved is not None:
+            await conversation.moved.wait()
+
     # --- ends --------------------------------------------------------------------------------------------------------
 
     def remove(self, conversation_id: str) -> Conversation:
@@ -260,7 +322,8 @@ class ConversationStore:
                 f"conversation_id: {conversation_id!r} is busy with {conversation.occupant} "
                 f"and cannot be deleted until that ends"
             )
-        return self._known.pop(conversation_id)
+        self._leave(conversation_id)
+        return conversation
 
     def expire(self) -> list[Conversation]:
         """Take out the idle conversations that nobody has used for their time to live."""
@@ -274,7 +337,8 @@ class ConversationStore:
             if not conversation.is_idle or conversation.expires_at > now:
                 self._note_expiry(conversation)
             else:
-                expired.append(self._known.pop(name))
+                self._leave(name)
+                expired.append(conversation)
         return expired
 
     @property
@@ -284,8 +348,20 @@ class ConversationStore:
             heapq.heappop(self._expiries)  # deleted, or dropped for want of room
         return self._expiries[0][0] if self._expiries else None
 
-    def _new(self, conversation_id: str) -> Conversation:
-        return Conversation(conversation_id, ttl_seconds=self._ttl_seconds, last_used=self.clock())
+    def _enter(self, conversation_id: str) -> Conversation:
+        conversation = Conversation(conversation_id, ttl_seconds=self._ttl_seconds, last_used=self.clock())
+        self._known[conversation_id] = conversation
+        self._of_tenant.setdefault(tenant_of(conversation_id), {})[conversation_id] = conversation
+        return conversation
+
+    def _leave(self, conversation_id: str) -> None:
+        """Forget it; one that is not known any more was forgotten before."""
+        if self._known.pop(conversation_id, None) is None:
+            return
+        tenant = tenant_of(conversation_id)
+        del self._of_tenant[tenant][conversation_id]
+        if not self._of_tenant[tenant]:
+            del self._of_tenant[tenant]
 
     def _set_ttl(self, conversation: Conversation, ttl_seconds: float | None) -> None:
         if ttl_seconds is not None:
@@ -306,5 +382,5 @@ class ConversationStore:
         surplus = max(0, len(self._known) - self._limit)
         dropped = list(islice((item for item in self._known.values() if item.is_idle), surplus))
         for item in dropped:
-            del self._known[item.conversation_id]
+            self._leave(item.conversation_id)
         return dropped

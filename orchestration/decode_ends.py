@@ -22,7 +22,8 @@ class DecodeEnds:
     """The ring's turns by id, and the way out for each of them: finished, failed, cancelled or expired.
 
     A turn is here from `add` until its blocks are settled. One that ends before its stream has come stays readable
-    for the attach timeout. `spawn` runs work in the background for as long as the leader lives.
+    for the attach timeout. `spawn` runs work in the background for as long as the leader lives, `on_settled` is told of
+    each turn whose blocks are settled.
     """
 
     def __init__(
@@ -31,12 +32,14 @@ class DecodeEnds:
         engine: DecodeEngine,
         router: RouterPort,
         spawn: Callable[[Coroutine[None, None, None]], asyncio.Task[None]],
+        on_settled: Callable[[DecodeTurn], None],
     ) -> None:
         self._ring = ring
         self._settings = ring.settings
         self._engine = engine
         self._router = router
         self._spawn = spawn
+        self._on_settled = on_settled
         self._turns: dict[str, DecodeTurn] = {}
         self._unread: dict[str, DecodeTurn] = {}
 
@@ -134,12 +137,13 @@ class DecodeEnds:
             if failed:
                 await self._let_go(turn)
             keep = await self._tell_router(turn, failed)
-            await asyncio.gather(*turn.pulls, *filter(None, [turn.copying, turn.prefilling]), return_exceptions=True)
+            await asyncio.gather(*turn.sends, *filter(None, [turn.copying, turn.prefilling]), return_exceptions=True)
         finally:
             turn.state = turn.state.to(HandoffState.ABORTED if failed else HandoffState.DONE)
             self._turns.pop(turn.turn_id, None)
         turn.pool.settle(turn.request.sequence_id, turn.turn_id, keep)
         self._engine.freed(turn)
+        self._on_settled(turn)
         log.info("turn %s ended with %d tokens: %s", turn.turn_id, len(turn.tokens), how, extra=turn.request.log_fields)
         turn.events.put_nowait(how if isinstance(how, RingserveError) else _finished(turn, how))
         turn.over.set()

@@ -13,12 +13,14 @@ from cp_core.layout import ShardMap, spread
 from orchestration.block_copies import copy_blocks
 from orchestration.decode_ends import DecodeEnds
 from orchestration.decode_engine import DecodeEngine
-from orchestration.decode_pull import send_back
+from orchestration.decode_times import decode_stretches
 from orchestration.decode_turn import DecodeTurn
 from orchestration.direct_prefill import check_direct, compute_prompt, direct_shards
 from orchestration.group import GroupLeader
 from orchestration.handoff import HandoffState
-from orchestration.ports import RankFactory, RouterPort
+from orchestration.kv_messages import SendKv, SentKv
+from orchestration.kv_transfers import send
+from orchestration.ports import Peers, RankFactory, RouterPort
 from orchestration.ring import GroupSettings, gather_all, gather_first_error
 from orchestration.turn import (
     Admit,
@@ -30,8 +32,6 @@ from orchestration.turn import (
     Reservation,
     Reserve,
     ScoredEvent,
-    SendKv,
-    SentKv,
     TurnEvent,
 )
 from orchestration.views import GroupStatus
@@ -48,12 +48,13 @@ class DecodeLeader(GroupLeader):
         self,
         settings: GroupSettings,
         factory: RankFactory,
+        peers: Peers,
         router: RouterPort,
         announce: Callable[[GroupRegistration], Awaitable[int]],
     ) -> None:
-        super().__init__(settings, factory, announce)
+        super().__init__(settings, factory, peers, announce)
         self._engine = DecodeEngine(self.ring, router, self.spawn, self._no_more_tokens)
-        self._turns = DecodeEnds(self.ring, self._engine, router, self.spawn)
+        self._turns = DecodeEnds(self.ring, self._engine, router, self.spawn, self._trace)
         self._arrivals = itertools.count()
 
     async def on_ready(self) -> None:
@@ -65,6 +66,7 @@ class DecodeLeader(GroupLeader):
     async def reserve(self, request: Reserve) -> Reservation:
         """Pin the sequence, set blocks aside, and make the ranks expect the KV. Idempotent per attempt."""
         await self._turns.until_settled(request.sequence_id)
+        await self.kv_moves.until_free(request.sequence_id)
         known = self._turns.of_turn(request.turn_id)
         if known is not None:
             if request.attempt > known.request.attempt:
@@ -165,8 +167,11 @@ class DecodeLeader(GroupLeader):
             return
         turn.state = turn.state.to(HandoffState.SEALED)
         turn.sequence.shards = turn.sequence.shards.extend(turn.reservation.shards)
-        turn.migrated_bytes += sum(report.payload_bytes for report in reports)
-        turn.migration_seconds += max(report.seconds for report in reports)
+        turn.note_migration(
+            self.settings.name,
+            sum(report.payload_bytes for report in reports),
+            max(report.seconds for report in reports),
+        )
         await self._advance(turn)
 
     async def prefill(self, request: PrefillTurn) -> PrefillDone:
@@ -183,6 +188,7 @@ class DecodeLeader(GroupLeader):
 
     async def _prefill(self, turn: DecodeTurn, token_ids: TokenIds) -> PrefillDone:
         admit = await compute_prompt(self._engine, turn, token_ids)
+        turn.note_prompt(self.settings.name, admit.report)
         shards = turn.sequence.shards
         await self.admit(admit)
         return PrefillDone(report=admit.report, shards=shards)
@@ -253,13 +259,20 @@ class DecodeLeader(GroupLeader):
             self._turns.end_soon(turn, TurnCancelled("the client went away"))
 
     async def send_kv(self, request: SendKv) -> SentKv:
-        """Send kept tokens back to a prefill ring. The sequence stays pinned until the ranks have let go of it."""
+        """Send kept tokens to another ring: a turn's own stay pinned until the ranks have let go of them.
+
+        Losing the caller does not end it. Raises NotFound, Busy, TransferError, Unavailable.
+        """
+        if not request.turn_id:
+            return await super().send_kv(request)
         self.ring.require_ready(request.source_incarnation)
-        turn_id = request.transfer_id.partition("/")[0]
-        turn = self._turns.under_way(turn_id)
+        turn = self._turns.under_way(request.turn_id)
         if turn is None:
-            raise NotFound(f"turn {turn_id} holds no KV on decode ring {self.settings.name}")
-        return await send_back(self.ring, turn, request)
+            raise NotFound(f"turn {request.turn_id} holds no KV on decode ring {self.settings.name}")
+        sending = asyncio.create_task(send(self.ring, turn.sequence, request))
+        turn.sends.add(sending)
+        sending.add_done_callback(turn.sends.discard)
+        return await asyncio.shield(sending)
 
     async def abort_turn(self, turn_id: str, error: RingserveError) -> None:
         """End a turn in any state; returns when its blocks are settled. Idempotent."""
@@ -273,6 +286,11 @@ class DecodeLeader(GroupLeader):
         """Between two steps: plans ask for this ring's rates where it could compute a prompt itself."""
         await self.ring.measure_between_steps()
         await self.announce()
+
+    def _trace(self, turn: DecodeTurn) -> None:
+        if turn.request.trace_parent:
+            stretches = decode_stretches(turn, self.settings.name, time.monotonic())
+            self.tracer.record(turn.request.trace_parent, stretches)
 
     @property
     def num_running(self) -> int:

@@ -9,9 +9,11 @@ from dataclasses import dataclass, field
 from cp_core.errors import InvalidRequest, RingserveError
 from cp_core.layout import ShardMap, appended, level_counts
 from orchestration.handoff import HandoffState
+from orchestration.kv_messages import SentKv
 from orchestration.kv_pool import KvPool, SequenceKv
+from orchestration.tracing import Attributes, Stretch, just_ended
 from orchestration.turn import PrefillDone, PrefillReport, Reservation, Reserve, TokensEvent, TurnEvent
-from workers.steps import AdmitSequence, FinishReason, TokenHistory, TokenLogprobs, TransferKey, TransferReport
+from workers.steps import AdmitSequence, FinishReason, TokenHistory, TokenLogprobs, TransferKey
 
 
 @dataclass(slots=True)
@@ -44,12 +46,14 @@ class DecodeTurn:
     ending: asyncio.Task[None] | None = None
     sealing: asyncio.Task[None] | None = None
     prefilling: asyncio.Task[PrefillDone] | None = None
-    pulls: set[asyncio.Task[list[TransferReport]]] = field(default_factory=set)
+    sends: set[asyncio.Task[SentKv]] = field(default_factory=set)
     copying: asyncio.Task[None] | None = None
     timers: list[asyncio.TimerHandle] = field(default_factory=list)
     migrated_bytes: int = 0
     migration_seconds: float = 0.0
     handoff_seconds: float = 0.0
+    # How its KV came to be here, each time.
+    origins: list[Stretch] = field(default_factory=list)
     # How many tokens make the answer, where the reader says so; and how it ends if they are all.
     num_finished: int | None = None
     own_end: FinishReason | None = None
@@ -77,6 +81,31 @@ class DecodeTurn:
         self.tokens.append(token_id)
         told = () if logprobs is None else (logprobs,)
         self.events.put_nowait(TokensEvent(token_ids=(token_id,), logprobs=told))
+
+    def note_migration(self, ring: str, payload_bytes: int, seconds: float) -> None:
+        """The KV of the latest attempt has just come whole to `ring`, `seconds` after its first byte."""
+        self.migrated_bytes += payload_bytes
+        self.migration_seconds += seconds
+        attributes: Attributes = {
+            "ringserve.ring": ring,
+            "ringserve.attempt": self.request.attempt,
+            "ringserve.bytes": payload_bytes,
+        }
+        self.origins.append(just_ended("migration", seconds, attributes))
+
+    def note_prompt(self, ring: str, report: PrefillReport) -> None:
+        """`ring` itself has just computed the prompt, in one step."""
+        (chunk,) = report.chunks
+        where: Attributes = {"ringserve.ring": ring, "ringserve.attempt": self.request.attempt}
+        attributes: Attributes = {
+            **where,
+            "ringserve.tokens.start": chunk.tokens.start,
+            "ringserve.tokens.stop": chunk.tokens.stop,
+            "ringserve.algorithm": chunk.algorithm.value,
+        }
+        step = just_ended("prefill", report.prefill_seconds, attributes)
+        queue = Stretch(name="queue", began=min(self.reserved_at, step.began), ended=step.began, attributes=where)
+        self.origins += [queue, step]
 
     @property
     def kv_tokens(self) -> int:

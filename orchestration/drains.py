@@ -2,52 +2,73 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import math
 
 from cp_core.errors import Busy, InvalidRequest, NotFound
 from orchestration.groups import Group, GroupRegistry
 from orchestration.ports import DecodePort, Peers, PrefillPort
-
-log = logging.getLogger(__name__)
+from orchestration.ring_returns import RingReturns
+from orchestration.turn import GroupRegistration
 
 MAX_SECONDS = 86_400.0
 
 
 class Drains:
-    """The operator's word to the leaders. Who started a ring starts it again: `next_return` tells which."""
+    """The operator's word to the leaders. Who started a ring starts it again: `returns` tells which."""
 
-    def __init__(self, peers: Peers, groups: GroupRegistry) -> None:
+    def __init__(self, peers: Peers, groups: GroupRegistry, returns: RingReturns) -> None:
         self._peers = peers
         self._groups = groups
-        self._returns: asyncio.Queue[str] = asyncio.Queue()
+        self._returns = returns
 
     async def drain(self, name: str, seconds: float, *, force: bool) -> None:
-        """Let a ring take no new turns and leave when those that run have ended, `seconds` at most. Idempotent.
+        """Let a ring take no new turns and leave when those that run have ended and its conversations have been moved,
+        `seconds` at most. Idempotent.
 
         Raises NotFound, InvalidRequest, Unavailable; Busy where no other ring of its role takes turns, unless forced.
         """
-        if not (math.isfinite(seconds) and 0 <= seconds <= MAX_SECONDS):
-            raise InvalidRequest(f"seconds: {seconds:g} is not allowed; use 0 to {MAX_SECONDS:g}")
+        _check_seconds(seconds)
         group = self._require(name)
         role = group.registration.role
         others = [other for other in self._groups.all() if other.registration.role == role and other is not group]
         if not force and not any(other.takes_turns for other in others):
-            raise Busy(f"ring: {name} is the only {role} ring that takes turns; start another first, or force it")
+            raise Busy(
+                f"ring: {name} is the only {role} ring that takes turns; restart it, start another first, or force it"
+            )
+        self._returns.forget(name)  # where it was to come back, it is not any more
         await self._port(group).drain(seconds)
+
+    async def restart(self, name: str, seconds: float, *, leaving_node: str = "") -> None:
+        """Let a ring drain, as `drain` does, and start again; new turns wait for it where no other ring takes them.
+
+        With `leaving_node` it starts again when the node at that address is gone. Also for the only ring of a role.
+        One that has left comes back. Idempotent. Raises NotFound, InvalidRequest, Unavailable.
+        """
+        _check_seconds(seconds)
+        if (left := self._left(name)) is not None:
+            self._returns.bring_back(left)
+            return
+        group = self._require(name)
+        was_expected = self._returns.is_expected(name)
+        self._returns.expect(group.registration, seconds, leaving_node)
+        try:
+            await self._port(group).drain(seconds)
+        except BaseException:
+            if not was_expected:
+                self._returns.forget(name)
+            raise
 
     async def undrain(self, name: str) -> None:
         """Let a ring take turns again; one that has left is started again. Raises NotFound, Unavailable. Idempotent."""
-        group = self._groups.find(name)
-        if group is None and self._groups.has_left(name):
-            self._returns.put_nowait(name)
+        if (left := self._left(name)) is not None:
+            self._returns.bring_back(left)
             return
         await self._port(self._require(name)).undrain()
+        self._returns.forget(name)
 
-    async def next_return(self) -> str:
-        """The next ring that has left and is wanted again."""
-        return await self._returns.get()
+    def _left(self, name: str) -> GroupRegistration | None:
+        """What a ring announced that is not here any more."""
+        return self._groups.left(name) if self._groups.find(name) is None else None
 
     def _require(self, name: str) -> Group:
         group = self._groups.find(name)
@@ -60,3 +81,8 @@ class Drains:
         registration = group.registration
         find = self._peers.prefill if registration.role == "prefill" else self._peers.decode
         return find(registration.endpoint)
+
+
+def _check_seconds(seconds: float) -> None:
+    if not (math.isfinite(seconds) and 0 <= seconds <= MAX_SECONDS):
+        raise InvalidRequest(f"seconds: {seconds:g} is not allowed; use 0 to {MAX_SECONDS:g}")

@@ -9,9 +9,12 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 
 from cp_core.errors import RingserveError, Unavailable
 from orchestration.block_copies import copy_blocks
-from orchestration.ports import RankFactory
+from orchestration.kv_messages import ForkedKv, ForkKv, KeptKv, SendKv, SentKv, TakeKv, TakenKv
+from orchestration.kv_moves import KvMoves
+from orchestration.ports import Peers, RankFactory
 from orchestration.ring import GroupSettings, Ring
-from orchestration.turn import ForkedKv, ForkKv, GroupRegistration, KeptKv
+from orchestration.tracing import NoTracer, Tracer
+from orchestration.turn import GroupRegistration
 from orchestration.views import GroupStatus
 
 log = logging.getLogger(__name__)
@@ -24,12 +27,15 @@ class GroupLeader(ABC):
         self,
         settings: GroupSettings,
         factory: RankFactory,
+        peers: Peers,
         announce: Callable[[GroupRegistration], Awaitable[int]],
     ) -> None:
         self.settings = settings
         self.endpoint = ""
         self.metrics_endpoint = ""
+        self.tracer: Tracer = NoTracer()
         self.ring = Ring(settings, factory, on_ready=self.on_ready, on_lost=self.fail_all)
+        self.kv_moves = KvMoves(self.ring, peers)
         self._announce = announce
         self.is_draining = False
         self.is_leaving = False
@@ -70,6 +76,7 @@ class GroupLeader(ABC):
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.kv_moves.close()
         await self.ring.close()
 
     async def on_ready(self) -> None:
@@ -78,7 +85,10 @@ class GroupLeader(ABC):
         await self.announce()
 
     async def announce(self) -> int:
-        """Tell the router what the ring is and does. Returns how many turns the router has, or begins, on it."""
+        """Tell the router what the ring is and does.
+
+        Returns how many turns the router has, or begins, on it, and how many conversations it moves from it.
+        """
         ring = self.ring
         registration = GroupRegistration(
             role=self.settings.role,
@@ -95,6 +105,7 @@ class GroupLeader(ABC):
             waiting_work=self.waiting_work,
             work_rate=self.work_rate,
             free_tokens=ring.pool.free_tokens,
+            spare_tokens=ring.pool.spare_tokens,
             max_batch=self.settings.max_batch if self.settings.role == "decode" else 0,
             max_direct_tokens=self.settings.max_direct_tokens if self.settings.role == "decode" else 0,
             max_direct_seconds=self.settings.max_direct_seconds if self.settings.role == "decode" else 0.0,
@@ -122,7 +133,8 @@ class GroupLeader(ABC):
         """Turns that are not over here, or whose end nobody has read yet."""
 
     async def drain(self, seconds: float) -> None:
-        """Take no new turns and leave when those that run have ended, or after `seconds`: then `has_left` is set.
+        """Take no new turns and leave when those that run have ended and what is kept here has been moved, or after
+        `seconds`: then `has_left` is set.
 
         Answers when the router knows. Turns that it had begun before are served. Idempotent: the first deadline counts.
         """
@@ -159,7 +171,9 @@ class GroupLeader(ABC):
         self.has_left.set()
 
     async def _until_idle(self) -> None:
-        """The router's word counts beside our own: it may have chosen the ring for a turn that has not come yet."""
+        """The router's word counts beside our own: it may have chosen the ring for a turn that has not come yet, and it
+        moves conversations from here.
+        """
         while True:
             try:
                 coming = await self.announce()
@@ -199,6 +213,14 @@ class GroupLeader(ABC):
             pool.settle(request.sequence_id, name, keep)
         return ForkedKv(incarnation=incarnation, shards=shards.truncate(pool.num_kept(request.sequence_id)))
 
+    async def send_kv(self, request: SendKv) -> SentKv:
+        """See `KvMoves.send`. Raises NotFound, Busy, TransferError, Unavailable."""
+        return await self.kv_moves.send(request)
+
+    async def take_kv(self, request: TakeKv) -> TakenKv:
+        """See `KvMoves.take`. Raises CapacityExceeded, Busy, NotFound, TransferError, Unavailable."""
+        return await self.kv_moves.take(request)
+
     async def get_kept(self, sequence_ids: Sequence[str]) -> KeptKv:
         """What is still here of these sequences. Raises Unavailable."""
         self.ring.require_ready()
@@ -225,4 +247,5 @@ class GroupLeader(ABC):
             metrics_endpoint=self.metrics_endpoint,
             decode_variant=ring.decode_variant,
             is_draining=self.is_draining,
+            nodes=ring.nodes,
         )

@@ -6,6 +6,7 @@ from cp_core.errors import RingserveError
 from orchestration.groups import Group
 from orchestration.ports import Peers
 from orchestration.ring import RingState
+from orchestration.turn import GroupRegistration
 from orchestration.views import GroupStatus
 
 
@@ -17,22 +18,27 @@ async def status_of(group: Group, peers: Peers) -> GroupStatus:
     try:
         return await port.get_status()
     except RingserveError:
-        return GroupStatus(
-            role=registration.role,
-            name=registration.name,
-            endpoint=endpoint,
-            incarnation=registration.incarnation,
-            state="lost",
-            num_ranks=registration.num_ranks,
-            tp=registration.tp,
-            attention_backend="",
-            ring_transport="",
-            num_requests_running=0,
-            num_requests_waiting=0,
-            kv_usage=(),
-            rebuilds=0,
-            rank_pids=(),
-        )
+        return status_without(registration, "lost")
+
+
+def status_without(registration: GroupRegistration, state: str) -> GroupStatus:
+    """Of a ring that cannot be asked: what it announced last."""
+    return GroupStatus(
+        role=registration.role,
+        name=registration.name,
+        endpoint=registration.endpoint,
+        incarnation=registration.incarnation,
+        state=state,
+        num_ranks=registration.num_ranks,
+        tp=registration.tp,
+        attention_backend="",
+        ring_transport="",
+        num_requests_running=0,
+        num_requests_waiting=0,
+        kv_usage=(),
+        rebuilds=0,
+        rank_pids=(),
+    )
 
 
 async def withdraw_if_lost(group: Group, peers: Peers) -> None:

@@ -5,31 +5,57 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from itertools import count
 
+from orchestration.ring_order import RingOrder
 from orchestration.turn import GroupRegistration
 
 RingKind = tuple[int, int, int, int]
 """Ranks, processes a rank, and powers of two near to the measured rates of matrix products and links."""
 
 
-@dataclass(slots=True, eq=False)
+TURN_SECONDS = 0.02
+"""What a turn more in a decode batch costs those of the batch: about 0.1 ms a step for an answer of 200 tokens."""
+WAIT_SECONDS = 1.0
+"""What each turn beyond a full decode batch waits for a place in it: answers take seconds."""
+
+
 class Group:
     """One ring. `is_ready` falls when a call finds it gone and rises with its next announcement.
 
     What it announces is seconds old when the next turn comes, so the router adds what it has placed there since.
     `busy_until` is on the registry's clock (a decode ring is busy with prompts that it computes itself), `free_tokens`
-    falls with every turn until the ring tells it anew, and `last_placed` counts the router's choices.
+    falls with every turn until the ring tells it anew, as `spare_tokens` does with what is moved there, and
+    `last_placed` counts the router's choices. `number` counts the rings as they came. A ring enters itself in `changed`
+    when its place among others may be another one.
     """
 
-    registration: GroupRegistration
-    is_ready: bool = True
-    num_turns: int = 0
-    num_prefilling: int = 0
-    busy_until: float = 0.0
-    free_tokens: int = 0
-    last_placed: int = 0
-    kind: RingKind = (0, 0, 0, 0)
+    __slots__ = (
+        "_busy_until",
+        "_changed",
+        "_last_placed",
+        "_num_turns",
+        "free_tokens",
+        "is_ready",
+        "kind",
+        "num_prefilling",
+        "number",
+        "registration",
+        "spare_tokens",
+    )
+
+    def __init__(self, registration: GroupRegistration, number: int = 0, changed: set[Group] | None = None) -> None:
+        self.registration = registration
+        self.number = number
+        self.is_ready = True
+        self.num_prefilling = 0
+        self.free_tokens = 0
+        self.spare_tokens = 0
+        self.kind = _kind_of(registration)
+        self._num_turns = 0
+        self._busy_until = 0.0
+        self._last_placed = 0
+        self._changed = set() if changed is None else changed
 
     @property
     def takes_turns(self) -> bool:
@@ -43,18 +69,61 @@ class Group:
     def role(self) -> str:
         return self.registration.role
 
+    @property
+    def num_turns(self) -> int:
+        return self._num_turns
+
+    @num_turns.setter
+    def num_turns(self, value: int) -> None:
+        self._num_turns = value
+        self._changed.add(self)
+
+    @property
+    def busy_until(self) -> float:
+        return self._busy_until
+
+    @busy_until.setter
+    def busy_until(self, value: float) -> None:
+        self._busy_until = value
+        self._changed.add(self)
+
+    @property
+    def last_placed(self) -> int:
+        return self._last_placed
+
+    @last_placed.setter
+    def last_placed(self, value: int) -> None:
+        self._last_placed = value
+        self._changed.add(self)
+
     def announce(self, registration: GroupRegistration, now: float) -> None:
         """Take over what the ring says of itself. One that tells no rate keeps the router's own estimate."""
         self.registration, self.is_ready = registration, True
         self.kind = _kind_of(registration)
-        if registration.work_rate > 0.0:
-            self.busy_until = now + registration.waiting_work / registration.work_rate
-        free = registration.free_tokens
-        self.free_tokens = registration.capacity_tokens if free is None else free
+        self.spare_tokens = registration.spare_tokens
+        self.tell(registration.waiting_work, registration.work_rate, registration.free_tokens, now)
+
+    def tell(self, waiting_work: float, work_rate: float, free_tokens: int | None, now: float) -> None:
+        """What changes from one announcement to the next; see `GroupRegistration`."""
+        if work_rate > 0.0:
+            self._busy_until = now + waiting_work / work_rate
+        self.free_tokens = self.registration.capacity_tokens if free_tokens is None else free_tokens
+        self._changed.add(self)
+
+    def leave(self) -> None:
+        """It is none of the registry's any more."""
+        self._changed = set()
 
     def queue_seconds(self, now: float) -> float:
         """How long the prompts that wait on a ring are predicted to take."""
-        return max(0.0, self.busy_until - now)
+        return max(0.0, self._busy_until - now)
+
+    @property
+    def load_seconds(self) -> float:
+        """What a turn more on a decode ring is taken to wait for those that are there."""
+        limit = self.registration.max_batch
+        waiting = max(0, self._num_turns - limit + 1) if limit else 0
+        return TURN_SECONDS * self._num_turns + WAIT_SECONDS * waiting
 
 
 class Placed:
@@ -83,20 +152,26 @@ class GroupRegistry:
         self.clock = clock
         self._groups: dict[str, dict[str, Group]] = {"prefill": {}, "decode": {}}
         self._num_placed = 0
-        self._left: dict[str, str] = {}  # incarnations of rings that have said good-bye, by name
+        self._numbers = count(1)
+        self._order = RingOrder()
+        self._left: dict[str, GroupRegistration] = {}  # what rings announced that have said good-bye, by name
 
     def register(self, registration: GroupRegistration) -> bool:
         """Enter a ring, its new incarnation, that it still lives, drains or leaves. True where it is news."""
         groups, name = self._groups[registration.role], registration.name
         known = groups.get(name)
-        if self._left.get(name) == registration.incarnation:
+        left = self._left.get(name)
+        if left is not None and left.incarnation == registration.incarnation:
             return False  # told before it left, and late
         if registration.is_leaving:
-            self._left[name] = registration.incarnation
-            return groups.pop(name, None) is not None
+            self._left[name] = registration
+            gone = groups.pop(name, None)
+            if gone is not None:
+                self._order.remove(gone)
+            return gone is not None
         self._left.pop(name, None)
         if known is None:
-            known = groups[name] = Group(registration)
+            known = groups[name] = Group(registration, next(self._numbers), self._order.changed)
             is_news = True
         else:
             before = known.registration
@@ -116,12 +191,26 @@ class GroupRegistry:
         """A ring of either role."""
         return self._groups["prefill"].get(name) or self._groups["decode"].get(name)
 
-    def has_left(self, name: str) -> bool:
-        """Whether a ring of that name was here, drained and left."""
-        return name in self._left
+    def left(self, name: str) -> GroupRegistration | None:
+        """The good-bye of a ring of that name that was here, drained and left."""
+        return self._left.get(name)
 
     def named(self, role: str, name: str) -> Group | None:
         return self._groups[role].get(name)
+
+    def num_rings(self, role: str) -> int:
+        """Whether or not they are ready."""
+        return len(self._groups[role])
+
+    def least_busy(self, accepts: Callable[[Group], bool]) -> list[Group]:
+        """Of each kind of prefill ring that which will be idle first, of idle ones that which had no turn the longest;
+        of those that are accepted. In the order in which they came.
+        """
+        return self._order.least_busy(self.clock(), accepts)
+
+    def least_loaded(self, accepts: Callable[[Group], bool]) -> Group | None:
+        """The decode ring of the least load, of equals that which had no turn the longest; of those accepted."""
+        return self._order.least_loaded(accepts)
 
     def place(self, prefill: Group | None, decode: Group, *, prefill_seconds: float, num_tokens: int) -> Placed:
         """Count a turn of `num_tokens` tokens to its rings, until they announce their own figures.

@@ -17,7 +17,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from cp_core.errors import Busy, CapacityExceeded
+from cp_core.errors import Busy, CapacityExceeded, NotFound
 from cp_core.layout import ShardMap
 from orchestration.block_allocator import BlockAllocator
 from orchestration.views import RankKvUsage
@@ -85,6 +85,12 @@ class KvPool:
         )
         return max(0, min(free, default=0)) * self.num_ranks * self.block_tokens
 
+    @property
+    def spare_tokens(self) -> int:
+        """Tokens that could be kept beside all that is here: as the fullest rank, the ring holds them evenly."""
+        spare = (min(rank.free_blocks, self._max_kept - rank.kept_blocks) for rank in self.usage())
+        return max(0, min(spare, default=0)) * self.num_ranks * self.block_tokens
+
     def get(self, sequence_id: str) -> SequenceKv | None:
         return self._sequences.get(sequence_id)
 
@@ -109,6 +115,44 @@ class KvPool:
         sequence.pinned_by = turn_id
         self._sequences.move_to_end(sequence_id)
         self._cut(sequence, match_tokens)
+        return sequence
+
+    def hold(self, sequence_id: str, holder: str, num_tokens: int) -> SequenceKv:
+        """Pin a kept sequence as it is, for somebody who reads its first `num_tokens` tokens; `settle` lets go.
+
+        Raises NotFound where less of it is here, Busy while another has it pinned.
+        """
+        sequence = self._sequences.get(sequence_id)
+        if sequence is None or sequence.shards.num_tokens < num_tokens:
+            raise NotFound(
+                f"sequence {sequence_id!r}: {num_tokens} tokens are asked for, {self.num_kept(sequence_id)} are kept"
+            )
+        if sequence.pinned_by is not None:
+            raise Busy(f"sequence {sequence_id!r} is in use by {sequence.pinned_by!r}; retry in a moment")
+        sequence.pinned_by = holder
+        return sequence
+
+    def take_in(self, sequence_id: str, holder: str, held: Sequence[int]) -> SequenceKv:
+        """Pin a new sequence with room for `held[r]` tokens on each rank r, whose KV comes from another ring.
+
+        Nothing is evicted for it but an earlier sequence of the same name: raises CapacityExceeded where there is no
+        spare room, Busy while the earlier one is pinned.
+        """
+        old = self._sequences.get(sequence_id)
+        if old is not None and old.pinned_by is not None:
+            raise Busy(f"sequence {sequence_id!r} is in use by {old.pinned_by!r}; retry in a moment")
+        if old is not None:
+            self._drop(old)
+        for rank, usage in enumerate(self.usage()):
+            need, spare = self._blocks_for(held[rank]), min(usage.free_blocks, self._max_kept - usage.kept_blocks)
+            if need > spare:
+                raise CapacityExceeded(
+                    f"kv cache: {need} blocks of {self.block_tokens} tokens are needed on rank {rank} and {spare} are "
+                    f"to spare"
+                )
+        sequence = self._add(sequence_id)
+        sequence.pinned_by = holder
+        self.make_room(sequence, held)
         return sequence
 
     def fork(self, source_id: str, sequence_id: str, turn_id: str, num_tokens: int) -> SequenceKv:
@@ -225,10 +269,11 @@ class KvPool:
             self._ranks[copy.rank].free([copy.destination])
         sequence.copies.clear()
 
-    def settle(self, sequence_id: str, turn_id: str, keep_tokens: int) -> None:
+    def settle(self, sequence_id: str, turn_id: str, keep_tokens: int, *, is_guest: bool = False) -> None:
         """End a turn's pin; keep the first `keep_tokens` tokens and free the other blocks. Idempotent.
 
-        Copies that are still to be made are given up: the caller sees to it that no rank is making them.
+        Copies that are still to be made are given up: the caller sees to it that no rank is making them. A guest, which
+        another ring kept before, is the first to go when room is needed, until a turn uses it.
         """
         sequence = self._sequences.get(sequence_id)
         if sequence is None or sequence.pinned_by not in (None, turn_id):
@@ -236,7 +281,7 @@ class KvPool:
         self._uncopy(sequence)
         if sequence.pinned_by is not None:
             sequence.pinned_by, sequence.is_forking = None, False
-            self._sequences.move_to_end(sequence_id)  # a long turn was in use until now
+            self._sequences.move_to_end(sequence_id, last=not is_guest)  # a long turn was in use until now
         self._cut(sequence, keep_tokens)
         if not sequence.shards.num_tokens:
             self._drop(sequence)

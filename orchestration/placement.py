@@ -5,24 +5,26 @@
     seconds = queue + stall + prefill       on a decode ring that keeps the KV and computes the rest itself
 
 Affinity is no rule of its own: a ring that keeps a conversation's KV needs neither to fetch it nor to compute it, and
-is left when that costs less than what waits there. A prefill ring that lacks KV fetches it from the turn's decode ring
-or computes it again. A decode ring gets from the prefill ring what it lacks; KV is not moved from one decode ring to
-another, so with a new one the prefill ring computes again what only the old one kept. Where the conversation's decode
-ring could compute a few new tokens itself (`direct`), that is compared with the way over a prefill ring, hand-off
-included. Pure Python and synchronous.
+is left when that costs less than what waits there. A prefill ring that lacks KV fetches it from the ring that keeps
+most of it, the turn's decode ring or one that the conversation leaves, or computes it again. A decode ring gets from
+the prefill ring what it lacks; so a conversation that goes to another decode ring takes along what only the old one
+kept, by way of the prefill ring. Where the conversation's decode ring could compute a few new tokens itself (`direct`),
+that is compared with the way over a prefill ring, hand-off included. Pure Python and synchronous.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from cp_core.errors import Unavailable
+from orchestration.cached_kv import KeptOn
 from orchestration.direct_placement import DirectOffer, DirectPlacer, compared, milliseconds, refuse_direct
-from orchestration.groups import Group, GroupRegistry, Placed, RingKind
-from orchestration.planner import Planner
+from orchestration.groups import Group, GroupRegistry, Placed
+from orchestration.placement_map import Placement
+from orchestration.planner import Planner, PromptOnRings
 from orchestration.turn import GroupRegistration, RingAlternative
 from orchestration.wanted_turn import Choice, WantedTurn
 
@@ -30,10 +32,6 @@ TIE = 0.1
 """Predictions this near to each other, relatively, say nothing: they are not that good."""
 LEAVE_SECONDS = 0.02
 """A conversation leaves its KV for no less: what it saves is predicted, and what it loses is there."""
-TURN_SECONDS = 0.02
-"""What a turn more in a decode batch costs those of the batch: about 0.1 ms a step for an answer of 200 tokens."""
-WAIT_SECONDS = 1.0
-"""What each turn beyond a full decode batch waits for a place in it: answers take seconds."""
 MAX_ALTERNATIVES = 8
 """Prefill rings that a plan lists."""
 
@@ -108,13 +106,13 @@ class RingPlacer:
         compute it and that cannot be. Where no ring could ever hold the turn it is a largest one: who asks for too much
         is told so by the caller.
         """
-        prefills, decodes = self._candidates("prefill", turn, refused), self._candidates("decode", turn, refused)
+        prefills = self._prefill_options(turn, refused)
         now = self._groups.clock()
-        options = [self._option(turn, prefills, decode, now) for decode in self._decode_options(turn, decodes)]
+        options = [self._option(turn, prefills, decode, now) for decode in self._decode_options(turn, refused)]
         if turn.asks_for_direct:
             options = [option for option in options if option.direct is not None]
         if not options:
-            refuse_direct(turn, max(group.registration.max_direct_tokens for group in decodes))
+            refuse_direct(turn, max(group.registration.max_direct_tokens for group in self._groups.ready("decode")))
         chosen = options[0]
         if len(options) > 1 and chosen.total(turn) > _worth_leaving(options[1].total(turn)):
             chosen = options[1]
@@ -123,7 +121,7 @@ class RingPlacer:
             prefill=chosen.cost.group,
             decode=chosen.decode,
             prefill_seconds=direct.prefill_seconds if direct and is_direct else chosen.cost.prefill,
-            reason=self._reason(turn, chosen, len(decodes)),
+            reason=self._reason(turn, chosen),
             alternatives=_listed(chosen),
             is_direct=is_direct,
             direct=direct,
@@ -131,7 +129,7 @@ class RingPlacer:
 
     def choose_prefill(self, turn: WantedTurn, decode: Group) -> Choice:
         """A prefill ring for a turn that decodes on `decode` and has none yet. Raises Unavailable."""
-        prefills = self._candidates("prefill", turn, ())
+        prefills = self._prefill_options(turn, ())
         cost = _first_of_the_quickest(turn, self._prefill_costs(turn, prefills, decode, self._groups.clock()))
         return Choice(prefill=cost.group, decode=decode, prefill_seconds=cost.prefill)
 
@@ -144,6 +142,48 @@ class RingPlacer:
             num_tokens=turn.num_tokens,
         )
 
+    # --- which rings are compared ------------------------------------------------------------------------------------
+
+    def _prefill_options(self, turn: WantedTurn, refused: Collection[Group]) -> list[Group]:
+        """The least busy ring of each kind, and the conversation's own, however busy it is."""
+        own = self._own("prefill", turn.prefill, refused)
+        for accepts in _by_room(turn):
+            others = self._groups.least_busy(lambda group: group is not own and _may_take(group, refused, accepts))  # noqa: B023
+            if own is not None and accepts(own):
+                others.append(own)
+            if others:
+                return others
+        return [self._largest("prefill", refused)]
+
+    def _decode_options(self, turn: WantedTurn, refused: Collection[Group]) -> list[Group]:
+        """The conversation's own ring, and of the others the least loaded, if its load could make up for the KV."""
+        own = self._own("decode", turn.decode, refused)
+        for accepts in _by_room(turn):
+            other = self._groups.least_loaded(lambda group: group is not own and _may_take(group, refused, accepts))  # noqa: B023
+            if own is None or not accepts(own):
+                if other is not None:
+                    return [other]
+            elif other is None or other.load_seconds + LEAVE_SECONDS >= own.load_seconds:
+                return [own]
+            else:
+                return [own, other]
+        return [self._largest("decode", refused)]
+
+    def _own(self, role: str, place: Placement | None, refused: Collection[Group]) -> Group | None:
+        """The conversation's ring, where it takes turns."""
+        own = None if place is None else self._groups.named(role, place.group)
+        return own if own is not None and own.takes_turns and own not in refused else None
+
+    def _largest(self, role: str, refused: Collection[Group]) -> Group:
+        """Raises Unavailable where there is none."""
+        ready = self._groups.ready(role)
+        left = [group for group in ready if group not in refused]
+        if not left:
+            raise Unavailable(f"no {'other ' if ready else ''}{role} ring is ready; retry in a few seconds")
+        return max(left, key=lambda group: group.registration.capacity_tokens)
+
+    # --- what they cost ----------------------------------------------------------------------------------------------
+
     def _option(self, turn: WantedTurn, prefills: Sequence[Group], decode: Group, now: float) -> _Option:
         costs = self._prefill_costs(turn, prefills, decode, now)
         cost = _first_of_the_quickest(turn, costs)
@@ -151,57 +191,39 @@ class RingPlacer:
         handoff = self._direct.handoff_seconds(turn, cost.group, decode) if direct else 0.0
         return _Option(decode, self._decode_seconds(turn, decode), cost, costs, direct, handoff)
 
-    def _candidates(self, role: str, turn: WantedTurn, refused: Collection[Group]) -> Sequence[Group]:
-        """Those that can hold the turn and, so far as is known, have room for it now; else those that may have."""
-        ready = self._groups.ready(role)
-        left = [group for group in ready if group not in refused] if refused else ready
-        if not left:
-            raise Unavailable(f"no {'other ' if ready else ''}{role} ring is ready; retry in a few seconds")
-        need = turn.num_tokens + turn.answer_tokens
-        fitting = [group for group in left if group.registration.capacity_tokens >= need]
-        if not fitting:
-            return [max(left, key=lambda group: group.registration.capacity_tokens)]
-        with_room = [group for group in fitting if group.free_tokens >= turn.num_tokens]
-        return with_room or fitting
-
-    # --- decode rings ------------------------------------------------------------------------------------------------
-
-    def _decode_options(self, turn: WantedTurn, decodes: Sequence[Group]) -> list[Group]:
-        """The conversation's own ring, and of the others the least loaded, if its load could make up for the KV."""
-        own = [group for group in decodes if turn.is_at(group)]
-        others = [group for group in decodes if not turn.is_at(group)]
-        if others:
-            other = min(others, key=lambda group: (_load_seconds(group), group.last_placed))
-            if not own or _load_seconds(other) + LEAVE_SECONDS < _load_seconds(own[0]):
-                own.append(other)
-        return own
-
     def _decode_seconds(self, turn: WantedTurn, decode: Group) -> float:
         """The load, and what of the history must come from the prefill ring: new tokens come to every ring alike."""
         lacking = turn.match_tokens - turn.kept_on(decode)
         ring = decode.registration
-        return _load_seconds(decode) + self._planner.predict_move(lacking, ring, ring)
-
-    # --- prefill rings -----------------------------------------------------------------------------------------------
+        return decode.load_seconds + self._planner.predict_move(lacking, ring, ring)
 
     def _prefill_costs(self, turn: WantedTurn, prefills: Sequence[Group], decode: Group, now: float) -> list[_Cost]:
         on_decode = turn.kept_on(decode)
+        left = [group for group in self.own_rings(turn) if group is not decode]
         costs = []
-        for group in _least_busy_of_each_kind(turn, prefills, now):
-            move, prefill = self._planner.predict_turn(
-                num_tokens=turn.num_tokens,
-                kept_on_prefill=turn.kept_on(group),
-                kept_on_decode=on_decode,
-                prefill=group.registration,
-                decode=decode.registration,
+        for group in prefills:
+            prompt = PromptOnRings(
+                turn.num_tokens,
+                turn.kept_on(group),
+                on_decode,
+                group.registration,
+                decode.registration,
+                [KeptOn(other.registration, turn.kept_on(other)) for other in left if other is not group],
             )
+            move, prefill = self._planner.predict_turn(prompt)
             queue = group.queue_seconds(now)
             costs.append(_Cost(group, queue, move, prefill, queue + move + prefill))
         return costs
 
+    def own_rings(self, turn: WantedTurn) -> list[Group]:
+        """The conversation's rings that can be asked for what they keep, those that drain among them."""
+        places = (("prefill", turn.prefill), ("decode", turn.decode))
+        own = [self._groups.named(role, place.group) for role, place in places if place is not None]
+        return [group for group in own if group is not None and group.is_ready and turn.kept_on(group)]
+
     # --- why ---------------------------------------------------------------------------------------------------------
 
-    def _reason(self, turn: WantedTurn, chosen: _Option, num_decodes: int) -> str:
+    def _reason(self, turn: WantedTurn, chosen: _Option) -> str:
         cost, costs, decode, is_direct = chosen.cost, chosen.costs, chosen.decode, chosen.is_direct(turn)
         parts = []
         if chosen.direct is not None:
@@ -216,7 +238,7 @@ class RingPlacer:
                 f"({milliseconds(cost.queue)} of it queue){keeps}, "
                 f"{other.group.name} {milliseconds(other.total)} by {_size(other.group)}"
             )
-        if num_decodes > 1:
+        if self._groups.num_rings("decode") > 1:
             keeps = f"keeps {turn.kept_on(decode)} tokens and " if turn.kept_on(decode) else ""
             parts.append(f"ring {decode.name} {keeps}has {decode.num_turns} turns")
         goes_to = (("prefill", turn.prefill, cost.group), ("decode", turn.decode, decode))
@@ -226,18 +248,21 @@ class RingPlacer:
         return "".join(f"; {part}" for part in parts)
 
 
-def _least_busy_of_each_kind(turn: WantedTurn, prefills: Sequence[Group], now: float) -> list[Group]:
-    """And the conversation's own ring, however busy it is. Of the idle ones those that had no turn the longest."""
-    kinds: dict[RingKind, list[Group]] = {}
-    compared = []
-    for group in prefills:
-        if turn.is_at(group):
-            compared.append(group)
-        else:
-            kinds.setdefault(group.kind, []).append(group)
-    for same in kinds.values():
-        compared.append(min(same, key=lambda group: (max(group.busy_until, now), group.last_placed)))
-    return compared
+def _by_room(turn: WantedTurn) -> tuple[Callable[[Group], bool], ...]:
+    """Who may hold the turn: those that are known to have room now, else those that ever have."""
+    need = turn.num_tokens + turn.answer_tokens
+
+    def fits(group: Group) -> bool:
+        return group.registration.capacity_tokens >= need
+
+    def has_room(group: Group) -> bool:
+        return group.free_tokens >= turn.num_tokens and fits(group)
+
+    return has_room, fits
+
+
+def _may_take(group: Group, refused: Collection[Group], accepts: Callable[[Group], bool]) -> bool:
+    return group.takes_turns and accepts(group) and group not in refused
 
 
 def _first_of_the_quickest(turn: WantedTurn, costs: Sequence[_Cost]) -> _Cost:
@@ -248,7 +273,7 @@ def _first_of_the_quickest(turn: WantedTurn, costs: Sequence[_Cost]) -> _Cost:
             return cost
     return min(
         (cost for cost in costs if cost.total <= least * (1 + TIE)),
-        key=lambda cost: (_num_processes(cost.group.registration), cost.group.last_placed),
+        key=lambda cost: (_num_processes(cost.group.registration), cost.group.last_placed, cost.group.number),
     )
 
 
@@ -268,12 +293,6 @@ def _listed(option: _Option) -> tuple[RingAlternative, ...]:
         quickest[-1] = option.cost
     prefills = tuple(replace(cost.alternative, handoff_seconds=option.handoff) for cost in quickest)
     return prefills if option.direct is None else (option.direct.alternative, *prefills)
-
-
-def _load_seconds(decode: Group) -> float:
-    limit = decode.registration.max_batch
-    waiting = max(0, decode.num_turns - limit + 1) if limit else 0
-    return TURN_SECONDS * decode.num_turns + WAIT_SECONDS * waiting
 
 
 def _num_processes(ring: GroupRegistration) -> int:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from cp_core.cost.profile import HardwareProfile
 from cp_core.layout import TokenRange
-from cp_core.selector import EmpiricalFit, Selection, Turn, select
-from orchestration.cached_kv import AUTO, CachedKv, choose_source
+from cp_core.selector import EmpiricalFit, Selection, Turn, faster, is_clearly_less, select
+from orchestration.cached_kv import AUTO, CachedKv, KeptOn, choose_source, is_worth_pulling
 from orchestration.corrections import RingCorrections
 from orchestration.prefill_work import StepLimits, WorkModel, cut
-from orchestration.ring_costs import RingCosts
+from orchestration.ring_costs import RingCosts, StepSeconds
 from orchestration.turn import CachedSource, Chunk, GroupRegistration, Plan, PrefillReport, PromptMode
 from workers.steps import RING_ALGORITHMS, Algorithm, ModelInfo
 
@@ -24,8 +25,8 @@ class PlannerSettings:
     """`compute_flops` and `link_bytes_per_second` are C and BW, per rank; 0 takes those of `profile`, which predicts
     for every ring, or without one what the ring measured at its start.
 
-    `fit` holds the constants of the empirical selector, which has no defaults: they belong to one cluster. What only
-    the decode ring keeps is pulled or computed again as `missing_kv` says: one of `cached_kv.MISSING_KV`.
+    `fit` holds the constants of the empirical selector, which has no defaults: they belong to one cluster. What
+    another ring keeps is pulled or computed again as `missing_kv` says: one of `cached_kv.MISSING_KV`.
     """
 
     selector: str = "auto"
@@ -34,6 +35,33 @@ class PlannerSettings:
     profile: HardwareProfile | None = None
     fit: EmpiricalFit | None = None
     missing_kv: str = AUTO
+
+
+class PromptOnRings(NamedTuple):
+    """A prompt of `num_tokens` tokens on a pair of rings, and how many of its first ones each of them keeps the KV of.
+
+    `left` are rings that the prompt's conversation leaves, with what they keep of it.
+
+    A tuple, since a router makes several for every turn.
+    """
+
+    num_tokens: int
+    kept_on_prefill: int
+    kept_on_decode: int
+    prefill: GroupRegistration
+    decode: GroupRegistration
+    left: Sequence[KeptOn] = ()
+
+    @property
+    def most(self) -> KeptOn:
+        """Where what the prefill ring lacks would come from: the decode ring, unless one that is left keeps more."""
+        own = KeptOn(self.decode, self.kept_on_decode)
+        return max((own, *self.left), key=lambda kept: kept.num_tokens) if self.left else own
+
+    @property
+    def missing(self) -> int:
+        """Tokens that the prefill ring lacks and another keeps."""
+        return max(0, self.most.num_tokens - self.kept_on_prefill)
 
 
 class Planner:
@@ -47,7 +75,7 @@ class Planner:
     def __init__(self, model: ModelInfo, settings: PlannerSettings) -> None:
         self.selector = settings.selector
         self._settings = settings
-        self._model = model
+        self._kv_bytes_a_token = model.kv_bytes_per_token
         self._work = WorkModel.of_shape(model.shape)
         self._costs = RingCosts(
             model,
@@ -57,78 +85,46 @@ class Planner:
         )
         self.corrections = RingCorrections()
 
-    def plan(
-        self,
-        *,
-        num_tokens: int,
-        kept_on_prefill: int,
-        kept_on_decode: int,
-        prefill: GroupRegistration,
-        decode: GroupRegistration,
-        mode: PromptMode,
-        algorithm: Algorithm | None = None,
-    ) -> Plan:
-        """The plan of a turn of `num_tokens` prompt tokens whose beginnings both rings have kept.
-
-        Long prompts are cut as the ring would with nothing else to do; each chunk chooses its own algorithm, since what
-        is cached grows from one to the next, unless the turn asked for one.
+    def plan(self, prompt: PromptOnRings, *, mode: PromptMode, algorithm: Algorithm | None = None) -> Plan:
+        """Long prompts are cut as the ring would with nothing else to do; each chunk chooses its own algorithm, since
+        what is cached grows from one to the next, unless the turn asked for one.
         """
-        source = self._choose_source(num_tokens, kept_on_prefill, kept_on_decode, prefill, decode)
+        ring, source = prompt.prefill, self._choose_source(prompt)
         cached = source.cached_tokens
-        pieces = self._cut(prefill, TokenRange(cached, num_tokens))
-        turns = [_turn(prefill, piece) for piece in pieces]
-        chosen = [self._select(prefill, turn, algorithm) for turn in turns]
-        taken = _of_most_tokens(turns, chosen)
-        work = self._work.work(num_tokens - cached, cached)
-        factor = self.corrections.factor(prefill, taken, work)
+        pieces = self._cut(ring, TokenRange(cached, prompt.num_tokens))
+        seconds = [self._costs.seconds(ring, len(piece), piece.start) for piece in pieces]
+        names = [self._choose(ring, *each, algorithm) for each in zip(pieces, seconds, strict=True)]
+        taken = _of_most_tokens(pieces, names)
+        first = names.index(taken)
+        why = self._select(ring, pieces[first], seconds[first], algorithm).reason
+        work = self._work.work(prompt.num_tokens - cached, cached)
+        factors = {name: self.corrections.factor(ring, name, work) for name in RING_ALGORITHMS}
         return Plan(
             algorithm=taken,
-            reason=_reason(taken, chosen) + source.reason + _told(factor),
-            new_tokens=num_tokens - cached,
+            reason=_reason(taken, names, why) + source.reason + _told(factors[taken]),
+            new_tokens=prompt.num_tokens - cached,
             cached_tokens=cached,
-            prefill_ring=prefill.name,
-            decode_ring=decode.name,
-            prefill_ranks=prefill.num_ranks,
-            decode_ranks=decode.num_ranks,
+            prefill_ring=ring.name,
+            decode_ring=prompt.decode.name,
+            prefill_ranks=ring.num_ranks,
+            decode_ranks=prompt.decode.num_ranks,
             cached_sources=source.sources,
-            chunks=tuple(
-                Chunk(tokens=piece, algorithm=Algorithm(selection.algorithm))
-                for piece, selection in zip(pieces, chosen, strict=True)
-            ),
+            chunks=tuple(Chunk(tokens=piece, algorithm=name) for piece, name in zip(pieces, names, strict=True)),
             predicted_prefill_seconds=sum(
-                self._costs.seconds(prefill, selection.algorithm, turn)
-                * self.corrections.factor(prefill, Algorithm(selection.algorithm), work)
-                for turn, selection in zip(turns, chosen, strict=True)
+                each.by(name) * factors[name] for each, name in zip(seconds, names, strict=True)
             ),
             # By one factor, so that they compare as they did when one of them was chosen.
             alternatives=tuple(
-                (name, factor * sum(self._costs.seconds(prefill, name, turn) for turn in turns))
-                for name in RING_ALGORITHMS
+                (name, factors[taken] * sum(each.by(name) for each in seconds)) for name in RING_ALGORITHMS
             )
             + source.alternatives,
             prompt_mode=mode,
         )
 
-    def plan_direct(
-        self,
-        *,
-        num_tokens: int,
-        kept_on_prefill: int,
-        kept_on_decode: int,
-        prefill: GroupRegistration,
-        decode: GroupRegistration,
-        mode: PromptMode,
-        algorithm: Algorithm | None = None,
-    ) -> Plan:
-        """The plan of a turn whose decode ring computes the prompt itself. `prefill` is the ring that would instead."""
-        other = self.plan(
-            num_tokens=num_tokens,
-            kept_on_prefill=kept_on_prefill,
-            kept_on_decode=kept_on_decode,
-            prefill=prefill,
-            decode=decode,
-            mode=mode,
-        )
+    def plan_direct(self, prompt: PromptOnRings, *, mode: PromptMode, algorithm: Algorithm | None = None) -> Plan:
+        """The plan of a turn whose decode ring computes the prompt itself; its prefill ring would instead."""
+        other = self.plan(prompt, mode=mode)
+        num_tokens, kept_on_decode, decode = prompt.num_tokens, prompt.kept_on_decode, prompt.decode
         new = TokenRange(kept_on_decode, num_tokens)
         kept = CachedSource(source="kept_on_decode", tokens=TokenRange(0, kept_on_decode))
         seconds = self.predict_direct(num_tokens, kept_on_decode, decode)
@@ -167,7 +163,7 @@ class Planner:
         What the model leaves out it leaves out of both ways. By its own factor the way that had more turns would
         compare with one of which too little is known, and win or lose by that.
         """
-        _, name = self._quicker(prefill, _turn(prefill, TokenRange(kept_on_decode, num_tokens)))
+        name = self._costs.seconds(prefill, num_tokens - kept_on_decode, kept_on_decode).fastest
         factor = self._direct_factor(num_tokens, kept_on_decode, prefill, name)
         return self._direct_seconds(num_tokens, kept_on_decode, decode) * factor
 
@@ -175,8 +171,8 @@ class Planner:
         return self.corrections.factor(ring, name, self._work.work(num_tokens - kept, kept))
 
     def _direct_seconds(self, num_tokens: int, kept_on_decode: int, decode: GroupRegistration) -> float:
-        turn = _turn(decode, TokenRange(kept_on_decode, num_tokens))
-        return self._costs.seconds(decode, Algorithm.DECODE_RING, turn)
+        new_tokens = num_tokens - kept_on_decode
+        return self._costs.seconds(decode, new_tokens, kept_on_decode).by(Algorithm.DECODE_RING)
 
     def note_prefill(self, ring: GroupRegistration, report: PrefillReport) -> None:
         """Learn from what a turn took; one that shared a step, or took both algorithms, measures neither."""
@@ -184,68 +180,74 @@ class Planner:
         if len(names) != 1 or any(chunk.num_turns != 1 for chunk in report.chunks):
             return
         (name,) = names
-        predicted = sum(self._costs.seconds(ring, name, _turn(ring, chunk.tokens)) for chunk in report.chunks)
+        predicted = sum(
+            self._costs.seconds(ring, len(chunk.tokens), chunk.tokens.start).by(name) for chunk in report.chunks
+        )
         work = sum(self._work.work(len(chunk.tokens), chunk.tokens.start) for chunk in report.chunks)
         self.corrections.note(ring, name, work, predicted=predicted, measured=report.prefill_seconds)
 
-    def _select(self, ring: GroupRegistration, turn: Turn, asked: Algorithm | None) -> Selection:
-        if asked is not None:
-            return Selection(asked, f"Forced: {asked} was asked for with the turn")
-        rates = self._costs.rates(ring, is_cached=turn.cached_tokens > 0)
-        return select(self.selector, turn, self._costs.shape(ring), rates, self._settings.fit)
+    def predict_turn(self, prompt: PromptOnRings) -> tuple[float, float]:
+        """Seconds to fetch KV that the prefill ring lacks, 0 where it is computed again, and of the prefill."""
+        prefill = self.predict_prefill(prompt.num_tokens, prompt.kept_on_prefill, prompt.prefill)
+        if not prompt.missing:
+            return 0.0, prefill
+        move, after = self._predict_pulled(prompt)
+        is_pulled = is_worth_pulling(self._settings.missing_kv, pull_seconds=move + after, recompute_seconds=prefill)
+        return (move, after) if is_pulled else (0.0, prefill)
 
-    def _choose_source(
-        self,
-        num_tokens: int,
-        kept_on_prefill: int,
-        kept_on_decode: int,
-        prefill: GroupRegistration,
-        decode: GroupRegistration,
-    ) -> CachedKv:
-        """Compares the turn's prefill after a pull with a longer one. Each is taken whole, by its faster algorithm."""
-        missing = max(0, kept_on_decode - kept_on_prefill)
-        most = max(kept_on_prefill, kept_on_decode)
-        pulled = self.predict_move(missing, prefill, decode) + self.predict_prefill(num_tokens, most, prefill)
-        return choose_source(
-            self._settings.missing_kv,
-            kept_on_prefill=kept_on_prefill,
-            kept_on_decode=kept_on_decode,
-            pull_seconds=pulled,
-            recompute_seconds=self.predict_prefill(num_tokens, kept_on_prefill, prefill) if missing else pulled,
-        )
-
-    def predict_turn(
-        self,
-        *,
-        num_tokens: int,
-        kept_on_prefill: int,
-        kept_on_decode: int,
-        prefill: GroupRegistration,
-        decode: GroupRegistration,
-    ) -> tuple[float, float]:
-        """Seconds to fetch KV that only the decode ring keeps, 0 where it is computed again, and of the prefill."""
-        if kept_on_decode <= kept_on_prefill:
-            return 0.0, self.predict_prefill(num_tokens, kept_on_prefill, prefill)
-        source = self._choose_source(num_tokens, kept_on_prefill, kept_on_decode, prefill, decode)
-        missing = max(0, source.cached_tokens - kept_on_prefill)
-        return (
-            self.predict_move(missing, prefill, decode),
-            self.predict_prefill(num_tokens, source.cached_tokens, prefill),
-        )
-
-    def predict_move(self, num_tokens: int, prefill: GroupRegistration, decode: GroupRegistration) -> float:
+    def predict_move(self, num_tokens: int, ring: GroupRegistration, other: GroupRegistration) -> float:
         """Seconds in which the KV of so many tokens goes from one of these rings to the other."""
-        links = min(prefill.num_ranks * prefill.tp, decode.num_ranks * decode.tp)
-        return self._costs.pull_seconds(prefill, num_tokens * self._model.kv_bytes_per_token / links)
+        links = min(ring.num_ranks * ring.tp, other.num_ranks * other.tp)
+        return self._costs.pull_seconds(ring, num_tokens * self._kv_bytes_a_token / links)
 
     def predict_prefill(self, num_tokens: int, cached_tokens: int, ring: GroupRegistration) -> float:
         """Seconds of a prompt whose beginning is cached, taken whole by its faster algorithm, on an idle ring."""
-        turn = _turn(ring, TokenRange(cached_tokens, num_tokens))
-        seconds, name = self._quicker(ring, turn)
-        return seconds * self.corrections.factor(ring, name, self._work.work(turn.new_tokens, cached_tokens))
+        new_tokens = num_tokens - cached_tokens
+        seconds = self._costs.seconds(ring, new_tokens, cached_tokens)
+        name, work = seconds.fastest, self._work.work(new_tokens, cached_tokens)
+        return seconds.by(name) * self.corrections.factor(ring, name, work)
 
-    def _quicker(self, ring: GroupRegistration, turn: Turn) -> tuple[float, Algorithm]:
-        return min((self._costs.seconds(ring, name, turn), name) for name in RING_ALGORITHMS)
+    def _predict_pulled(self, prompt: PromptOnRings) -> tuple[float, float]:
+        """Seconds of fetching all that the prefill ring lacks, and of the prefill after it."""
+        return (
+            self.predict_move(prompt.missing, prompt.prefill, prompt.most.ring),
+            self.predict_prefill(prompt.num_tokens, prompt.kept_on_prefill + prompt.missing, prompt.prefill),
+        )
+
+    def _choose_source(self, prompt: PromptOnRings) -> CachedKv:
+        """Compares the turn's prefill after a pull with a longer one. Each is taken whole, by its faster algorithm."""
+        pull = recompute = 0.0
+        if prompt.missing:
+            pull = sum(self._predict_pulled(prompt))
+            recompute = self.predict_prefill(prompt.num_tokens, prompt.kept_on_prefill, prompt.prefill)
+        return choose_source(
+            self._settings.missing_kv,
+            kept_on_prefill=prompt.kept_on_prefill,
+            kept_on_decode=prompt.most.num_tokens,
+            pull_seconds=pull,
+            recompute_seconds=recompute,
+            other_ring="" if prompt.most.ring is prompt.decode else prompt.most.ring.name,
+        )
+
+    def _choose(
+        self, ring: GroupRegistration, tokens: TokenRange, seconds: StepSeconds, asked: Algorithm | None
+    ) -> Algorithm:
+        """As `_select`, without the words: plans of long prompts have dozens of chunks and tell the reason of one."""
+        if self.selector != "auto" or asked is not None:
+            return Algorithm(self._select(ring, tokens, seconds, asked).algorithm)
+        is_pass_q = ring.num_ranks > 1 and is_clearly_less(seconds.pass_q, seconds.pass_kv)
+        return Algorithm.PASS_Q if is_pass_q else Algorithm.PASS_KV
+
+    def _select(
+        self, ring: GroupRegistration, tokens: TokenRange, seconds: StepSeconds, asked: Algorithm | None
+    ) -> Selection:
+        if asked is not None:
+            return Selection(asked, f"Forced: {asked} was asked for with the turn")
+        turn = Turn(new_tokens=len(tokens), cached_tokens=tokens.start, num_ranks=ring.num_ranks)
+        if self.selector == "auto":
+            return faster(turn, seconds.pass_kv, seconds.pass_q)
+        rates = self._costs.rates(ring, is_cached=tokens.start > 0)
+        return select(self.selector, turn, self._costs.shape(ring), rates, self._settings.fit)
 
     def _cut(self, ring: GroupRegistration, tokens: TokenRange) -> list[TokenRange]:
         limits = StepLimits.of(
@@ -257,11 +259,6 @@ class Planner:
         return cut(self._work, limits, tokens)
 
 
-def _turn(ring: GroupRegistration, tokens: TokenRange) -> Turn:
-    """`tokens` in one step, all before them cached."""
-    return Turn(new_tokens=len(tokens), cached_tokens=tokens.start, num_ranks=ring.num_ranks)
-
-
 def _told(factor: float) -> str:
     """Empty where it is near enough to 1."""
     if abs(factor - 1.0) <= WORTH_TELLING:
@@ -269,16 +266,15 @@ def _told(factor: float) -> str:
     return f"; latest turns like it took {factor:.2f} of what was predicted"
 
 
-def _of_most_tokens(turns: Sequence[Turn], chosen: Sequence[Selection]) -> Algorithm:
+def _of_most_tokens(pieces: Sequence[TokenRange], names: Sequence[Algorithm]) -> Algorithm:
     tokens = dict.fromkeys(RING_ALGORITHMS, 0)
-    for turn, selection in zip(turns, chosen, strict=True):
-        tokens[Algorithm(selection.algorithm)] += turn.new_tokens
+    for piece, name in zip(pieces, names, strict=True):
+        tokens[name] += len(piece)
     return max(tokens, key=lambda name: tokens[name])
 
 
-def _reason(algorithm: Algorithm, chosen: Sequence[Selection]) -> str:
-    """The reason of the first chunk that took the plan's algorithm, and how many did."""
-    same = [selection.reason for selection in chosen if selection.algorithm == algorithm]
-    if len(chosen) == 1:
-        return same[0]
-    return f"{len(same)} of {len(chosen)} chunks by {algorithm}, the first because: {same[0]}"
+def _reason(algorithm: Algorithm, names: Sequence[Algorithm], why: str) -> str:
+    """How many chunks took the plan's algorithm, and why the first of them did."""
+    if len(names) == 1:
+        return why
+    return f"{names.count(algorithm)} of {len(names)} chunks by {algorithm}, the first because: {why}"

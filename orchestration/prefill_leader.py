@@ -68,7 +68,7 @@ class PrefillLeader(GroupLeader):
         peers: Peers,
         announce: Callable[[GroupRegistration], Awaitable[int]],
     ) -> None:
-        super().__init__(settings, factory, announce)
+        super().__init__(settings, factory, peers, announce)
         self._peers = peers
         self._turns: dict[str, _Turn] = {}
         self.loop: PrefillLoop | None = None
@@ -112,6 +112,7 @@ class PrefillLeader(GroupLeader):
 
     async def reserve(self, request: Reserve) -> Reservation:
         """Pin the sequence and hold room for the whole prompt on every rank. Idempotent per turn."""
+        await self.kv_moves.until_free(request.sequence_id)
         known = self._turns.get(request.turn_id)
         if known is not None:
             return known.reservation
@@ -150,9 +151,8 @@ class PrefillLeader(GroupLeader):
         if turn.task is None:
             if turn.error is not None:
                 raise turn.error
-            decode = self._peers.decode(request.decode_endpoint)
             incarnation = turn.reservation.incarnation
-            turn.run = PrefillRun(self.ring, turn.pool, turn.sequence, incarnation, request, decode)
+            turn.run = PrefillRun(self.ring, turn.pool, turn.sequence, incarnation, request, self._peers)
             turn.task = asyncio.create_task(self._run(turn, turn.run, request))
         try:
             return await asyncio.shield(turn.task)
@@ -171,6 +171,7 @@ class PrefillLeader(GroupLeader):
                 pulled_bytes=pulled.payload_bytes,
                 pull_seconds=pulled.seconds,
                 chunks=tuple(run.chunks),
+                lost_tokens=run.lost_tokens,
             )
             admit = Admit(
                 turn_id=request.turn_id,
@@ -197,6 +198,13 @@ class PrefillLeader(GroupLeader):
             turn.is_letting_go = True
             turn.loop.scheduler.remove(request.turn_id)
             await run.let_go()
+            self._trace(turn, run)
+
+    def _trace(self, turn: _Turn, run: PrefillRun) -> None:
+        request = turn.request
+        if request.trace_parent:
+            name, now = self.settings.name, time.monotonic()
+            self.tracer.record(request.trace_parent, run.times.stretches(name, request.attempt, turn.reserved_at, now))
 
     def _check_turns(self, scheduler: PrefillScheduler) -> None:
         """A turn counts until it is settled, decoding included: until then its KV is pinned here."""

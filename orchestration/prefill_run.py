@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 
@@ -12,15 +11,17 @@ import numpy as np
 from cp_core.errors import RingserveError
 from cp_core.layout import ShardMap, TokenRange, balanced_layout, spread
 from orchestration.block_copies import copy_blocks
+from orchestration.kv_messages import SentKv
 from orchestration.kv_pool import KvPool, SequenceKv
-from orchestration.ports import DecodePort
+from orchestration.kv_transfers import fetch
+from orchestration.ports import Peers
+from orchestration.prefill_times import PrefillTimes
 from orchestration.reshard_sends import sends_for
 from orchestration.ring import Ring, gather_all, gather_first_error
-from orchestration.turn import Chunk, PrefillTurn, SendKv
+from orchestration.turn import Chunk, PrefillTurn
 from workers.steps import (
     NO_HISTORY,
     Algorithm,
-    KvExpect,
     PrefillOutput,
     PromptScore,
     SequencePrefill,
@@ -32,12 +33,7 @@ from workers.steps import (
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Pulled:
-    """What came back from the decode ring before the turn could compute."""
-
-    payload_bytes: int = 0
-    seconds: float = 0.0
+NOTHING = SentKv(payload_bytes=0, seconds=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +53,7 @@ class PrefillRun:
     """
 
     def __init__(
-        self, ring: Ring, pool: KvPool, sequence: SequenceKv, incarnation: str, turn: PrefillTurn, decode: DecodePort
+        self, ring: Ring, pool: KvPool, sequence: SequenceKv, incarnation: str, turn: PrefillTurn, peers: Peers
     ) -> None:
         self._ring = ring
         self._settings = ring.settings
@@ -66,7 +62,8 @@ class PrefillRun:
         self._sequence = sequence
         self._incarnation = incarnation
         self._turn = turn
-        self._decode = decode
+        self._peers = peers
+        self._cached_tokens = turn.cached_tokens
         self._sending: TransferKey | None = None
         self.stop_error: RingserveError | None = None
         self.first_logprobs: TokenLogprobs | None = None
@@ -74,6 +71,7 @@ class PrefillRun:
         self.is_computing = False
         self.chunks: list[Chunk] = []
         self.prefill_seconds = 0.0
+        self.times = PrefillTimes()
 
     @property
     def turn_id(self) -> str:
@@ -85,45 +83,54 @@ class PrefillRun:
 
     @property
     def planned_chunks(self) -> tuple[Chunk, ...]:
-        return self._turn.chunks
+        """Those of the turn, and before them what could not be pulled."""
+        chunks = self._turn.chunks
+        if not self.lost_tokens:
+            return chunks
+        lost = TokenRange(self._cached_tokens, self._turn.cached_tokens)
+        return (Chunk(tokens=lost, algorithm=chunks[0].algorithm), *chunks)
 
-    async def pull(self) -> Pulled:
-        """Fetch cached KV that only the decode ring has: tokens it made, or what was evicted here."""
+    @property
+    def lost_tokens(self) -> int:
+        """Tokens that were to be pulled from another ring, and are computed instead."""
+        return self._turn.cached_tokens - self._cached_tokens
+
+    async def pull(self) -> SentKv:
+        """Fetch cached KV that another ring has: tokens that a decode ring made, or what was evicted here.
+
+        What the turn's decode ring cannot send ends the turn; of what another ring cannot, nothing is cached any more.
+        """
         turn, sequence = self._turn, self._sequence
         await copy_blocks(self._ring, self._pool, sequence, self._incarnation)
         held = sequence.shards.held
         missing = TokenRange(sequence.shards.num_tokens, turn.cached_tokens)
         if not len(missing):
-            return Pulled()
-        started = time.monotonic()
+            return NOTHING
         shards = spread(missing.start, len(missing), held)
         after = sequence.shards.extend(shards)
         self._pool.make_room(sequence, after.held)
-        key = TransferKey(f"{turn.turn_id}/pull", turn.attempt, turn.destination.incarnation, self._incarnation)
-        control, transfer = self._settings.control_timeout, self._settings.transfer_timeout
-        expects = [KvExpect(key, shards.ranks[rank], held[rank], sequence.table(rank)) for rank in self._ring.cp_ranks]
-        send = SendKv(
-            transfer_id=key.transfer_id,
-            attempt=key.attempt,
-            sequence_id=turn.sequence_id,
-            source_incarnation=key.source,
-            destination_incarnation=key.destination,
-            tokens=missing,
-            shards=shards,
-            kv_endpoints=self._ring.kv_endpoints,
-            tp=self._settings.tp,
-            deadline_seconds=transfer,
-        )
         try:
-            await gather_all(port.expect_kv(expect, control) for port, expect in zip(self._ranks, expects, strict=True))
-            sent = await self._decode.send_kv(send)
-            await gather_first_error(port.await_kv(key, transfer) for port in self._ranks)
-        except BaseException:
-            # Also when cancelled: no late byte may land in blocks that are about to be freed.
-            await self._quietly(gather_all(port.drop_kv(key, control) for port in self._ranks))
-            raise
+            sent = await self._fetch(missing, shards)
+        except RingserveError as error:
+            if turn.pulled_from is None or self.stop_error is not None:
+                raise
+            log.warning("turn %s computes %d tokens: %s", turn.turn_id, len(missing), error)
+            self._cached_tokens = missing.start
+            return NOTHING
         sequence.shards = after
-        return Pulled(sent.payload_bytes, time.monotonic() - started)
+        self.times.note_pull(sent.payload_bytes, sent.seconds)
+        return sent
+
+    async def _fetch(self, tokens: TokenRange, shards: ShardMap) -> SentKv:
+        turn, other, timeout = self._turn, self._turn.pulled_from, self._settings.transfer_timeout
+        transfer_id = f"{turn.turn_id}/pull"
+        if other is None:
+            key = TransferKey(transfer_id, turn.attempt, turn.destination.incarnation, self._incarnation)
+            decode = self._peers.decode(turn.decode_endpoint)
+            return await fetch(self._ring, self._sequence, decode, key, tokens, shards, timeout, turn_id=turn.turn_id)
+        key = TransferKey(transfer_id, turn.attempt, other.incarnation, self._incarnation)
+        find = self._peers.prefill if other.role == "prefill" else self._peers.decode
+        return await fetch(self._ring, self._sequence, find(other.endpoint), key, tokens, shards, timeout)
 
     def prepare(self, piece: TokenRange) -> PreparedPiece:
         """What each process is told of the turn's new tokens `piece`, whose KV leaves layer by layer.
@@ -140,7 +147,7 @@ class PrefillRun:
         key = TransferKey(turn.turn_id, turn.attempt, self._incarnation, turn.destination.incarnation)
         # The first chunk also carries cached KV that the decode ring no longer has; what it still has, none carries.
         kept = turn.destination.kept_tokens
-        first = kept if piece.start == turn.cached_tokens else max(piece.start, kept)
+        first = kept if piece.start == self._cached_tokens else max(piece.start, kept)
         sends = sends_for(
             key,
             after,
@@ -175,6 +182,7 @@ class PrefillRun:
         self._sequence.shards = done.after
         self.chunks.append(Chunk(tokens=done.tokens, algorithm=algorithm, num_turns=num_turns))
         self.prefill_seconds += seconds
+        self.times.note_chunk(self.chunks[-1], seconds)
 
     @property
     def is_complete(self) -> bool:

@@ -14,6 +14,7 @@ arrives later than it by more than `ageing_seconds` times the difference in prio
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -80,8 +81,8 @@ class _Item:
     @property
     def algorithm(self) -> Algorithm:
         """Of the planned chunk that holds the next token."""
-        planned = (chunk.algorithm for chunk in self.advice if self.position < chunk.tokens.stop)
-        return next(planned, self.advice[-1].algorithm)
+        place = bisect_right(self.advice, self.position, key=lambda chunk: chunk.tokens.stop)
+        return self.advice[min(place, len(self.advice) - 1)].algorithm
 
 
 class PrefillScheduler:

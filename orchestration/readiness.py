@@ -28,6 +28,11 @@ def ring_fault(status: GroupStatus, ranks: Iterable[RankStatus], stuck_seconds: 
 
 
 def service_fault(view: ServerView) -> str:
-    """One sentence on why no turn could be served; empty where a ring of each role takes turns."""
-    taking = {group.role for group in view.groups if group.state == RingState.READY and not group.is_draining}
+    """One sentence on why no turn could be served; empty where a ring of each role takes turns, or comes back: turns
+    wait for it."""
+    taking = {
+        group.role
+        for group in view.groups
+        if group.is_restarting or (group.state == RingState.READY and not group.is_draining)
+    }
     return next((f"no {role} ring takes turns" for role in ("prefill", "decode") if role not in taking), "")

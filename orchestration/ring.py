@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -19,6 +20,7 @@ from enum import StrEnum
 from typing import TypeVar
 
 from cp_core.errors import RingserveError, Unavailable
+from cp_core.peer_tls import PeerTls
 from orchestration.kv_pool import KvPool
 from orchestration.ports import RankFactory, RankPort
 from orchestration.prefill_scheduler import PrefillScheduling
@@ -46,7 +48,8 @@ class GroupSettings:
     at most `kept_fraction` are kept between turns.
 
     `num_ranks` ranks share the tokens; each of them is `tp` processes that share the heads, and so hold the same tokens
-    by the same block table. `listen_host` is where ranks listen; empty: each at the address of its node.
+    by the same block table. `listen_host` is where ranks listen; empty: each at the address of its node. With `tls`
+    they take each other only by certificates.
     """
 
     role: str
@@ -64,6 +67,7 @@ class GroupSettings:
     kv_checksums: bool = True
     num_threads: int = 1
     listen_host: str = "127.0.0.1"
+    tls: PeerTls | None = None
     max_batch: int = 32
     decode_variant: str = "auto"
     continuous: bool = True
@@ -148,6 +152,12 @@ class Ring:
         return tuple(info.kv_endpoint for info in self.infos)
 
     @property
+    def nodes(self) -> tuple[str, ...]:
+        """Addresses of the nodes that the ranks are on, as far as ranks listen at their own node's."""
+        hosts = (endpoint.rpartition(":")[0].strip("[]") for endpoint in self.kv_endpoints)
+        return tuple(dict.fromkeys(hosts))
+
+    @property
     def cp_ranks(self) -> Sequence[int]:
         """Of each of `ranks`, which share of the tokens it holds."""
         return [rank // self.settings.tp for rank in range(self.settings.num_processes)]
@@ -186,10 +196,13 @@ class Ring:
         specs = [self._spec(rank, incarnation) for rank in range(settings.num_processes)]
         starts = zip(ranks, specs, strict=True)
         infos = await gather_first_error(rank.start(spec, settings.start_timeout) for rank, spec in starts)
-        # Where ranks listen at their own node's address, the ring meets at that of the first.
-        host = settings.listen_host or infos[0].kv_endpoint.rpartition(":")[0].strip("[]")
-        port = await ranks[0].open_store(host, settings.control_timeout)
-        meeting = RingSpec(host=host, port=port, name=incarnation, timeout_seconds=settings.stuck_timeout)
+        doors = await gather_first_error(rank.open_doors(settings.control_timeout) for rank in ranks)
+        meeting = RingSpec(
+            name=incarnation,
+            doors=tuple(doors),
+            secret=secrets.token_hex(32),
+            timeout_seconds=settings.stuck_timeout,
+        )
         await gather_first_error(rank.join(meeting, settings.start_timeout) for rank in ranks)
         rates = await gather_first_error(rank.probe(settings.start_timeout) for rank in ranks)
         if self.state is RingState.CLOSED:
@@ -236,6 +249,7 @@ class Ring:
             kv_checksums=settings.kv_checksums,
             num_threads=settings.num_threads,
             listen_host=settings.listen_host,
+            tls=settings.tls,
             max_batch=settings.max_batch,
             decode_variant=settings.decode_variant,
         )

@@ -9,25 +9,32 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from cp_core.errors import Busy, DeadlineExceeded, InvalidRequest, TurnCancelled
+from cp_core.errors import Busy, DeadlineExceeded, InvalidRequest, NotBegun, TurnCancelled, Unavailable
 from orchestration.conversation_desk import ConversationDesk
+from orchestration.conversation_mover import ConversationMover
 from orchestration.conversations import Conversation, ConversationStore
+from orchestration.drain_moves import DrainMoves
 from orchestration.drains import Drains
-from orchestration.group_status import status_of
+from orchestration.full_moves import FullMoves
+from orchestration.group_status import status_of, status_without
 from orchestration.groups import Group, GroupRegistry
+from orchestration.kv_quotas import KvQuotas
+from orchestration.move_counts import MoveCounts
 from orchestration.placement import RingPlacer
 from orchestration.planner import Planner
 from orchestration.ports import Peers
 from orchestration.prompts import common_prefix, resolve_prompt
+from orchestration.ring_returns import AWAY, RingEvent, RingReturns
 from orchestration.running_turn import RunningTurn, new_turn_id
-from orchestration.turn import BegunTurn, GroupRegistration, ResumeTurn, TurnOutcome, TurnRequest
+from orchestration.turn import BegunTurn, GroupRegistration, KvQuota, ResumeTurn, TurnOutcome, TurnRequest
 from orchestration.turn_ends import TurnEnds
 from orchestration.turn_placements import TurnPlacements
 from orchestration.turn_starts import TurnStarts
-from orchestration.views import ConversationList, ConversationView, ServerView
+from orchestration.views import ConversationList, ConversationView, MoveTotals, ServerView
 from orchestration.wanted_turn import WantedTurn
 from workers.steps import TokenIds
 
@@ -43,13 +50,16 @@ MAX_PROMPT_LOGPROBS = 1 << 18
 class RouterSettings:
     """Times in seconds. `conversation_ttl` 0: conversations are not forgotten for their age.
 
-    `max_waiting_turns` bounds those that wait for one conversation.
+    `max_waiting_turns` bounds those that wait for one conversation, and those that wait for rings to come back; a ring
+    has `return_seconds` for that.
     """
 
     max_conversations: int = 10_000
     conversation_ttl: float = 0.0
     max_waiting_turns: int = 64
+    return_seconds: float = 150.0
     control_timeout: float = 20.0
+    transfer_timeout: float = 60.0
     max_positions: int
 
 
@@ -70,32 +80,55 @@ class Router:
             clock=clock,
         )
         self._turns = TurnEnds(peers, self._groups, self._conversations, settings.control_timeout)
+        self._quotas = KvQuotas(self._conversations, self._turns)
+        self._moves = MoveCounts()
         self._desk = ConversationDesk(self._conversations, peers, self._groups, self._turns)
         self._placements = TurnPlacements(peers, RingPlacer(self._groups, planner), self._turns)
-        self._starts = TurnStarts(peers, planner, self._placements, self._turns, settings.control_timeout, self._spawn)
-        self._drains = Drains(peers, self._groups)
+        self._starts = TurnStarts(
+            peers, planner, self._placements, self._turns, self._moves, settings.control_timeout, self._spawn
+        )
+        self._returns = RingReturns(
+            self._groups, seconds=settings.return_seconds, max_waiting=settings.max_waiting_turns
+        )
+        self._drains = Drains(peers, self._groups, self._returns)
+        mover = ConversationMover(
+            self._conversations,
+            peers,
+            self._moves,
+            control_timeout=settings.control_timeout,
+            transfer_timeout=settings.transfer_timeout,
+        )
+        books = (self._conversations, self._groups)
+        self._drain_moves = DrainMoves(*books, mover, self._moves, self._spawn)
+        self._full_moves = FullMoves(*books, planner, mover, self._moves, self._spawn)
         self._expiring: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     # --- beginning ---------------------------------------------------------------------------------------------------
 
     async def begin_turn(self, request: TurnRequest) -> BegunTurn:
-        """Plan a turn and set it going. Raises InvalidRequest, NotFound, Busy, CapacityExceeded, Unavailable."""
+        """Plan a turn and set it going; it may have to wait for its conversation, or for a ring to come back.
+
+        Raises InvalidRequest, NotFound, Busy, CapacityExceeded, DeadlineExceeded, NotBegun.
+        """
         request_id = request.request_id
-        if self._turns.of_request(request_id) is not None or self._conversations.is_waiting(request_id):
+        if self._is_known(request_id):
             raise Busy(f"request_id: {request_id!r} is running already; choose another")
         self.expire_conversations()
         deadline = asyncio.get_running_loop().time() + request.deadline_seconds
-        conversation = await self._open(request)
-        if request.wait:
-            left = deadline - asyncio.get_running_loop().time()
-            request = replace(request, deadline_seconds=max(left, 0.001))
+        waits = request.wait or self._conversations.is_moving(request.conversation_id)
+        conversation = await self._open(request, waits=waits)
         try:
-            turn = self._admit(request, conversation)
+            if await self._returns.until_served(request_id, deadline) or waits:
+                left = deadline - asyncio.get_running_loop().time()
+                request = replace(request, deadline_seconds=max(left, 0.001))
+            with _refused_whole():
+                turn = self._admit(request, conversation)
         except BaseException:
             self._conversations.close(conversation)
             raise
-        plan = await self._starts.start(turn)
+        with _refused_whole():
+            plan = await self._starts.start(turn)
         return BegunTurn(
             turn_id=turn.turn_id,
             decode_endpoint=turn.decode.registration.endpoint,
@@ -103,12 +136,17 @@ class Router:
             plan=plan,
         )
 
-    async def _open(self, request: TurnRequest) -> Conversation:
+    def _is_known(self, request_id: str) -> bool:
+        """Whether a turn of that id runs or waits."""
+        waits = self._conversations.is_waiting(request_id) or self._returns.is_waiting(request_id)
+        return waits or self._turns.of_request(request_id) is not None
+
+    async def _open(self, request: TurnRequest, *, waits: bool) -> Conversation:
         """Awaits nothing unless the request is to wait for its conversation."""
         name, ttl = request.conversation_id, request.conversation_ttl_seconds
         if not name:
             return Conversation("", running_request=request.request_id)
-        if request.wait:
+        if waits:
             try:
                 async with asyncio.timeout(request.deadline_seconds):
                     conversation, dropped = await self._conversations.open_in_turn(name, request.request_id, ttl)
@@ -137,10 +175,18 @@ class Router:
         )
         choice = self._placements.choose(wanted)
         self._check_length(len(prompt), request.sampling.max_tokens, choice.prefill, choice.decode)
+        if request.kv_quota is not None:
+            self._keep_quota(request.kv_quota, conversation, len(prompt), request.sampling.max_tokens)
         placed = self._placements.place(wanted, choice)
         turn = RunningTurn(new_turn_id(), request, conversation, prompt, mode, wanted, choice, placed)
         self._turns.add(turn)
         return turn
+
+    def _keep_quota(self, quota: KvQuota, conversation: Conversation, prompt: int, answer: int) -> None:
+        """See `KvQuotas.admit`."""
+        for old in self._quotas.admit(quota, conversation, prompt, answer):
+            log.info("conversation %s loses its KV to its tenant's quota", old.conversation_id)
+            self._spawn(self._turns.free(old))
 
     def _check_length(self, prompt: int, answer: int, prefill: Group, decode: Group) -> None:
         limits = {
@@ -174,7 +220,8 @@ class Router:
     async def abort_requests(self, request_ids: Sequence[str]) -> tuple[list[str], list[str]]:
         """End running and waiting turns by request id. Returns (aborted, unknown)."""
         error = TurnCancelled("the request was aborted")
-        aborted = {name for name in request_ids if self._conversations.end_wait(name, error)}
+        waits = (self._conversations, self._returns)
+        aborted = {name for name in request_ids if any(wait.end_wait(name, error) for wait in waits)}
         running = {name: self._turns.of_request(name) for name in request_ids}
         await asyncio.gather(*(self._turns.abort(turn, error) for turn in running.values() if turn is not None))
         aborted |= {name for name, turn in running.items() if turn is not None}
@@ -190,6 +237,11 @@ class Router:
     def num_conversations(self) -> int:
         """Conversations remembered."""
         return len(self._conversations)
+
+    @property
+    def moves(self) -> tuple[MoveTotals, ...]:
+        """Kept KV that went from ring to ring."""
+        return self._moves.totals()
 
     @property
     def groups(self) -> Sequence[Group]:
@@ -233,33 +285,60 @@ class Router:
             self.expire_conversations()
 
     async def register_group(self, group: GroupRegistration) -> int:
-        """From a leader. Returns how many turns are, or are about to be, on its ring."""
+        """From a leader. Returns how many turns are, or are about to be, on its ring, and conversations to be moved."""
         if self._groups.register(group):
             log.info("%s ring %s %s with %d ranks", group.role, group.name, group.doing, group.num_ranks)
+            self._returns.note(group)
         known = self._groups.named(group.role, group.name)
-        return known.num_turns if known is not None else 0
+        if known is None:
+            self._drain_moves.left(group.name)
+            return 0
+        if known.registration.is_draining:
+            return known.num_turns + self._drain_moves.go_on(known)
+        self._drain_moves.serves(group.name)
+        self._full_moves.note(known)
+        return known.num_turns
 
     async def drain_ring(self, name: str, seconds: float, *, force: bool = False) -> None:
         """See `Drains.drain`. Raises NotFound, InvalidRequest, Busy, Unavailable."""
         await self._drains.drain(name, seconds, force=force)
 
+    async def restart_ring(self, name: str, seconds: float, *, leaving_node: str = "") -> None:
+        """See `Drains.restart`. Raises NotFound, InvalidRequest, Unavailable."""
+        await self._drains.restart(name, seconds, leaving_node=leaving_node)
+
     async def undrain_ring(self, name: str) -> None:
         """See `Drains.undrain`. Raises NotFound, Unavailable."""
         await self._drains.undrain(name)
 
-    async def next_return(self) -> str:
+    async def next_return(self) -> RingEvent:
         """The next ring that has left and is wanted again."""
-        return await self._drains.next_return()
+        return await self._returns.next_wanted()
+
+    @property
+    def rings_away(self) -> Sequence[GroupRegistration]:
+        """Rings that have left and are to come back, as they were."""
+        return self._returns.away()
+
+    @property
+    def num_waiting_for_rings(self) -> int:
+        """Turns that wait for a ring to come back."""
+        return self._returns.num_waiting
 
     async def get_server_info(self) -> ServerView:
-        groups = self._groups.all()
+        groups, returns = self._groups.all(), self._returns
         statuses = await asyncio.gather(*(status_of(group, self._peers) for group in groups))
         shown_in = self._planner.corrections.shown_in
+        shown = [shown_in(status, group.registration) for status, group in zip(statuses, groups, strict=True)]
+        shown += [status_without(ring, AWAY) for ring in returns.away()]
         return ServerView(
             selector=self._planner.selector,
-            groups=tuple(shown_in(status, group.registration) for status, group in zip(statuses, groups, strict=True)),
+            groups=tuple(replace(status, is_restarting=returns.is_expected(status.name)) for status in shown),
             conversations=len(self._conversations),
             running_turns=len(self._turns),
+            turns_waiting_for_rings=returns.num_waiting,
+            drains=self._drain_moves.views(),
+            moves=self._moves.totals(),
         )
 
     def _spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
@@ -274,6 +353,15 @@ class Router:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+@contextmanager
+def _refused_whole() -> Iterator[None]:
+    """A turn that gets no plan leaves its conversation as it was: it may be asked for again."""
+    try:
+        yield
+    except Unavailable as error:
+        raise NotBegun(str(error)) from error
 
 
 def _match(conversation: Conversation, prompt: TokenIds, request: TurnRequest) -> int:

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from cp_core.errors import RingserveError
+from orchestration.cached_kv import KeptOn
 from orchestration.conversations import Conversation
 from orchestration.groups import Group, Placed
-from orchestration.turn import PrefillDone, PromptMode, Reservation, TurnRequest
+from orchestration.turn import KeepingRing, PrefillDone, PromptMode, Reservation, TurnRequest
 from orchestration.wanted_turn import Choice, WantedTurn
 from workers.steps import TokenIds
 
@@ -25,7 +26,9 @@ class RunningTurn:
     """`on_prefill` and `on_decode` are the rings' reservations, None until they have answered.
 
     `attempt` counts the times that its KV is made for the decode ring; `decoded` are tokens whose KV belongs to that.
-    `refused` are rings that had no room for it, or were gone. Where it is placed anew it gets another `turn_id`.
+    `left` are rings that keep some of the conversation and are none of the turn's; from `pulled_from` its prefill ring
+    fetches. `refused` are rings that had no room for it, or were gone. Where it is placed anew it gets another
+    `turn_id`.
 
     Where the decode ring computes the prompt itself there is no `prefill` ring, until the turn has to be resumed.
     `is_on_prefill_ring`: that ring has begun to make the turn's KV, and holds no other tokens of the conversation.
@@ -42,6 +45,8 @@ class RunningTurn:
     refused: list[Group] = field(default_factory=list)
     on_prefill: Reservation | None = None
     on_decode: Reservation | None = None
+    left: list[KeptOn] = field(default_factory=list)
+    pulled_from: KeepingRing | None = None
     prefilling: asyncio.Task[PrefillDone] | None = None
     ending: asyncio.Task[int] | None = None
     lease: asyncio.TimerHandle | None = None
@@ -86,6 +91,11 @@ class RunningTurn:
     def token_ids(self) -> TokenIds:
         """All whose KV the decode ring is to get."""
         return np.concatenate([self.prompt, self.decoded])
+
+    @property
+    def most_tokens(self) -> int:
+        """What its KV may come to."""
+        return len(self.prompt) + self.request.sampling.max_tokens
 
     @property
     def is_kept(self) -> bool:

@@ -22,13 +22,22 @@ class PromptMode(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class KvQuota:
+    """All that a tenant's conversations and running turns may hold: ids of both are `tenant/...`."""
+
+    tenant: str
+    max_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TurnRequest:
     """A turn as the gateway hands it in. `conversation_id` empty: nothing is kept after the turn. A higher `priority`
     goes first.
 
     The conversation is forgotten when nobody has used it for `conversation_ttl_seconds` (0: never; None: as before, or
     as the router is set). `wait`: behind the conversation's running turn, instead of being refused. An `algorithm`
-    takes the place of the planner's choice.
+    takes the place of the planner's choice. `trace_parent` is what its traces continue; empty: there are none.
+    `kv_quota` bounds what its tenant holds; None: nothing does.
     """
 
     request_id: str
@@ -41,16 +50,19 @@ class TurnRequest:
     wait: bool = False
     priority: int = 0
     algorithm: Algorithm | None = None
+    trace_parent: str = ""
+    kv_quota: KvQuota | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CachedSource:
-    """Where cached tokens come from: "kept_on_prefill" or "pulled_from_decode"; or "kept_on_decode", where that ring
-    computes the prompt itself.
+    """Where cached tokens come from: "kept_on_prefill", "pulled_from_decode", or "pulled_from_other", a ring that the
+    conversation leaves: `ring`; or "kept_on_decode", where that ring computes the prompt itself.
     """
 
     source: str
     tokens: TokenRange
+    ring: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,7 +143,8 @@ class Reserve:
     """Pin a sequence for a turn. `sampling` and `source_incarnation` matter to the decode ring only.
 
     So do `penalized_ids`, the prompt's distinct tokens where a penalty looks at them, and `is_direct`: the decode ring
-    itself is going to compute what it does not keep, so no KV comes. `request_id` is for logs.
+    itself is going to compute what it does not keep, so no KV comes. `request_id` is for logs, `trace_parent` for
+    traces.
     """
 
     turn_id: str
@@ -145,6 +158,7 @@ class Reserve:
     penalized_ids: tuple[int, ...] = ()
     priority: int = 0
     request_id: str = ""
+    trace_parent: str = ""
     is_direct: bool = False
 
     @property
@@ -168,9 +182,21 @@ class Reservation:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class KeepingRing:
+    """A ring that keeps KV of a turn's conversation, and is none of the turn's own."""
+
+    role: str
+    ring: str
+    endpoint: str
+    incarnation: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillTurn:
     """Run the prefill of a reserved turn; `destination` is the decode ring's reservation, also where it runs there.
 
+    Cached tokens that the ring lacks are pulled from there, or `pulled_from` another ring: what that cannot send is
+    computed after all.
     `chunks` cover tokens [cached_tokens, len(token_ids)) in order. They are advice: the leader cuts by what else waits,
     and takes from them which algorithm to prefer where.
     """
@@ -185,11 +211,13 @@ class PrefillTurn:
     deadline_seconds: float
     decode_endpoint: str
     destination: Reservation
+    pulled_from: KeepingRing | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillReport:
-    """What the ring that computed the prompt measured, and the chunks as it computed them.
+    """What the ring that computed the prompt measured, and the chunks as it computed them; `lost_tokens` of them were
+    to be pulled.
 
     `prefill_seconds` are those of the steps the turn was in, shared ones whole; `queue_seconds` the rest of the time
     from its reservation to its first token.
@@ -200,6 +228,7 @@ class PrefillReport:
     pulled_bytes: int = 0
     pull_seconds: float = 0.0
     chunks: tuple[Chunk, ...] = ()
+    lost_tokens: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -236,55 +265,6 @@ class ResumeTurn:
     attempt: int
     token_ids: tuple[int, ...]
     deadline_seconds: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SendKv:
-    """Send kept KV of `tokens` to a prefill ring whose ranks, of `tp` processes each, expect it as `shards` lay it."""
-
-    transfer_id: str
-    attempt: int
-    sequence_id: str
-    source_incarnation: str
-    destination_incarnation: str
-    tokens: TokenRange
-    shards: ShardMap
-    kv_endpoints: tuple[str, ...]
-    deadline_seconds: float
-    tp: int = 1
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SentKv:
-    """What a pull moved."""
-
-    payload_bytes: int
-    seconds: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ForkKv:
-    """Begin a sequence with the kept KV of another's first `num_tokens` tokens."""
-
-    source_id: str
-    sequence_id: str
-    num_tokens: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ForkedKv:
-    """What of it was there, and is now there for both."""
-
-    incarnation: str
-    shards: ShardMap
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class KeptKv:
-    """How many tokens of each sequence that was asked for have their KV on this incarnation of a ring."""
-
-    incarnation: str
-    num_tokens: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -345,8 +325,9 @@ class GroupRegistration:
     predicted to take no longer than `max_direct_seconds`.
 
     What changes from one announcement to the next: work units that wait and those it computes a second, of
-    prefill rings (0: not known); tokens that no running turn holds the room of (None: not known); and the turns that a
-    decode ring takes into one batch (0: not known).
+    prefill rings (0: not known); tokens that no running turn holds the room of (None: not known), and those of them
+    that nothing is kept in and more may be kept in; and the turns that a decode ring takes into one batch (0: not
+    known).
     """
 
     role: str
@@ -363,6 +344,7 @@ class GroupRegistration:
     waiting_work: float = 0.0
     work_rate: float = 0.0
     free_tokens: int | None = None
+    spare_tokens: int = 0
     max_batch: int = 0
     max_direct_tokens: int = 0
     max_direct_seconds: float = 0.0

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
+from collections.abc import Iterator
 
 import numpy as np
 
 from cp_core.errors import RingserveError, TurnCancelled
-from orchestration.conversations import Conversation, ConversationStore
+from orchestration.conversations import Conversation, ConversationStore, tenant_of
 from orchestration.groups import GroupRegistry, Placed
 from orchestration.placement_map import Placement, PlacementMap
 from orchestration.ports import DecodePort, Peers
@@ -71,6 +72,10 @@ class TurnEnds:
         _count(turn, -1)
         turn.choice = choice
         _count(turn, 1)
+
+    def of_tenant(self, tenant: str) -> Iterator[RunningTurn]:
+        """Running turns whose request id is `tenant/...`."""
+        return (turn for turn in self._running.values() if tenant_of(turn.request.request_id) == tenant)
 
     def of_request(self, request_id: str) -> RunningTurn | None:
         return self._running.get(self._turn_of_request.get(request_id, ""))

@@ -8,6 +8,7 @@ from collections.abc import Coroutine
 from dataclasses import replace
 
 from cp_core.errors import RingserveError, TurnCancelled, Unavailable
+from orchestration.cached_kv import KeptOn
 from orchestration.groups import Group, Placed
 from orchestration.placement import RingPlacer
 from orchestration.ports import Peers
@@ -21,6 +22,8 @@ log = logging.getLogger(__name__)
 
 MAX_REFUSALS = 3
 """Rings that a turn is refused by before its client hears of it."""
+ASK_SECONDS = 2.0
+"""How long a turn waits to hear what a ring keeps that its conversation leaves."""
 
 
 class TurnPlacements:
@@ -88,6 +91,26 @@ class TurnPlacements:
             await self._peers.decode(ring.registration.endpoint).abort_turn(turn_id, moved)
         except RingserveError as error:
             log.info("decode ring %s could not be told to drop %s: %s", ring.name, turn_id, error)
+
+    async def ask_left(self, turn: RunningTurn) -> list[KeptOn]:
+        """What rings that the conversation leaves still keep of it. One that does not answer soon keeps nothing."""
+        own = self._placer.own_rings(turn.wanted)
+        answers = await asyncio.gather(
+            *(self._ask_left(turn, ring) for ring in own if ring not in (turn.prefill, turn.decode))
+        )
+        return [kept for kept in answers if kept is not None]
+
+    async def _ask_left(self, turn: RunningTurn, ring: Group) -> KeptOn | None:
+        registration, wanted = ring.registration, turn.wanted
+        find = self._peers.prefill if ring.role == "prefill" else self._peers.decode
+        try:
+            async with asyncio.timeout(ASK_SECONDS):
+                kept = await find(registration.endpoint).get_kept([turn.sequence_id])
+        except (RingserveError, TimeoutError) as error:
+            log.info("ring %s cannot say what it keeps of %s: %s", ring.name, turn.sequence_id, error)
+            return None
+        num_tokens = min(wanted.kept_on(ring), *kept.num_tokens)
+        return KeptOn(registration, num_tokens) if kept.incarnation == registration.incarnation else None
 
     def explain(self, turn: RunningTurn, plan: Plan) -> Plan:
         """The plan with why its rings were taken, and what others would have taken."""

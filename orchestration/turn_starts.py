@@ -10,14 +10,17 @@ from dataclasses import replace
 import numpy as np
 
 from cp_core.errors import CapacityExceeded, NotFound, RingserveError, TurnCancelled, Unavailable
+from orchestration.cached_kv import PULLED_FROM_OTHER
 from orchestration.group_status import withdraw_if_lost
 from orchestration.groups import Group
-from orchestration.planner import Planner
+from orchestration.move_counts import MoveCounts
+from orchestration.planner import Planner, PromptOnRings
 from orchestration.ports import DecodePort, Peers, PrefillPort
 from orchestration.running_turn import RunningTurn
-from orchestration.turn import Plan, PrefillDone, PrefillTurn, Reserve, ResumeTurn
+from orchestration.turn import KeepingRing, Plan, PrefillDone, PrefillReport, PrefillTurn, Reserve, ResumeTurn
 from orchestration.turn_ends import TurnEnds
 from orchestration.turn_placements import TurnPlacements
+from orchestration.views import MoveReason
 from workers.steps import RING_ALGORITHMS, TokenIds
 
 log = logging.getLogger(__name__)
@@ -35,6 +38,7 @@ class TurnStarts:
         planner: Planner,
         placements: TurnPlacements,
         turns: TurnEnds,
+        moves: MoveCounts,
         control_timeout: float,
         spawn: Callable[[Coroutine[None, None, None]], object],
     ) -> None:
@@ -42,6 +46,7 @@ class TurnStarts:
         self._planner = planner
         self._placements = placements
         self._turns = turns
+        self._moves = moves
         self._control_timeout = control_timeout
         self._spawn = spawn
 
@@ -126,11 +131,21 @@ class TurnStarts:
             penalized_ids=tuple(np.unique(turn.prompt).tolist()) if sampling.looks_at_prompt else (),
             priority=turn.request.priority,
             request_id=turn.request.request_id,
+            trace_parent=turn.request.trace_parent,
         )
-        calls = (
-            self._port(ring).reserve(replace(request, match_tokens=turn.match_to_reserve(ring))) for ring in turn.rings
-        )
-        answers = await asyncio.gather(*calls, return_exceptions=True)
+        # A turn that its decode ring computes fetches nothing. Of a later attempt the rings hold its own tokens alone.
+        asks_left = turn.attempt == 1 and prefill is not None
+        left = asyncio.create_task(self._placements.ask_left(turn)) if asks_left else None
+        try:
+            calls = (
+                self._port(ring).reserve(replace(request, match_tokens=turn.match_to_reserve(ring)))
+                for ring in turn.rings
+            )
+            answers = await asyncio.gather(*calls, return_exceptions=True)
+            turn.left = [] if left is None else await left
+        finally:
+            if left is not None:
+                left.cancel()
         for group, answer in zip(turn.rings, answers, strict=True):
             if isinstance(answer, Unavailable):
                 group.is_ready = False
@@ -155,31 +170,26 @@ class TurnStarts:
 
     def _plan(self, turn: RunningTurn) -> Plan:
         assert turn.on_decode, "the decode ring has answered"
-        asked, would = turn.request.algorithm, turn.choice.prefill
-        if turn.prefill is None:
-            return self._planner.plan_direct(
-                num_tokens=len(turn.token_ids),
-                kept_on_prefill=turn.wanted.kept_on(would),
-                kept_on_decode=turn.on_decode.kept_tokens,
-                prefill=would.registration,
-                decode=turn.decode.registration,
-                mode=turn.mode,
-                algorithm=asked,
-            )
-        assert turn.on_prefill, "both rings have answered"
-        return self._planner.plan(
+        asked, prefill = turn.request.algorithm, turn.choice.prefill
+        is_direct = turn.prefill is None
+        assert is_direct or turn.on_prefill, "both rings have answered"
+        prompt = PromptOnRings(
             num_tokens=len(turn.token_ids),
-            kept_on_prefill=turn.on_prefill.kept_tokens,
+            kept_on_prefill=turn.on_prefill.kept_tokens if turn.on_prefill else turn.wanted.kept_on(prefill),
             kept_on_decode=turn.on_decode.kept_tokens,
-            prefill=turn.prefill.registration,
+            prefill=prefill.registration,
             decode=turn.decode.registration,
-            mode=turn.mode,
-            # A turn that its decode ring computed as asked is resumed by a prefill ring, in its own way.
-            algorithm=asked if asked in RING_ALGORITHMS else None,
+            left=turn.left,
         )
+        if is_direct:
+            return self._planner.plan_direct(prompt, mode=turn.mode, algorithm=asked)
+        # A turn that its decode ring computed as asked is resumed by a prefill ring, in its own way.
+        algorithm = asked if asked in RING_ALGORITHMS else None
+        return self._planner.plan(prompt, mode=turn.mode, algorithm=algorithm)
 
     async def _prefill(self, turn: RunningTurn, plan: Plan) -> PrefillDone:
         assert turn.on_decode, "the decode ring has answered"
+        turn.pulled_from = _keeping_ring(turn, plan)
         request = PrefillTurn(
             turn_id=turn.turn_id,
             attempt=turn.attempt,
@@ -191,6 +201,7 @@ class TurnStarts:
             deadline_seconds=turn.request.deadline_seconds,
             decode_endpoint=turn.decode.registration.endpoint,
             destination=turn.on_decode,
+            pulled_from=turn.pulled_from,
         )
         turn.is_on_prefill_ring = turn.prefill is not None
         return await self._port(turn.choice.computing).prefill(request)
@@ -200,7 +211,7 @@ class TurnStarts:
         turn.placed.end_prefill()
         error = None if task.cancelled() else task.exception()
         if error is None and not task.cancelled():
-            self._planner.note_prefill(turn.choice.computing.registration, task.result().report)
+            self._note_report(turn, task.result().report)
         if error is None or turn.ending is not None:
             return
         if not isinstance(error, RingserveError):
@@ -211,6 +222,24 @@ class TurnStarts:
             self._spawn(withdraw_if_lost(turn.choice.computing, self._peers))
         self._spawn(self._turns.abort(turn, error))
 
+    def _note_report(self, turn: RunningTurn, report: PrefillReport) -> None:
+        self._planner.note_prefill(turn.choice.computing.registration, report)
+        if turn.pulled_from is None:
+            return
+        if report.lost_tokens:
+            self._moves.failed(turn.pulled_from.role, MoveReason.TURN)
+        else:
+            self._moves.moved(turn.pulled_from.role, MoveReason.TURN, report.pulled_bytes, report.pull_seconds)
+
     def _port(self, ring: Group) -> PrefillPort | DecodePort:
         endpoint = ring.registration.endpoint
         return self._peers.prefill(endpoint) if ring.role == "prefill" else self._peers.decode(endpoint)
+
+
+def _keeping_ring(turn: RunningTurn, plan: Plan) -> KeepingRing | None:
+    """Where the plan fetches cached KV from, unless that is the turn's decode ring."""
+    names = [source.ring for source in plan.cached_sources if source.source == PULLED_FROM_OTHER]
+    if not names:
+        return None
+    ring = next(kept.ring for kept in turn.left if kept.ring.name == names[0])
+    return KeepingRing(role=ring.role, ring=ring.name, endpoint=ring.endpoint, incarnation=ring.incarnation)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from cp_core.layout import ShardMap
 from workers.steps import Algorithm, RingRates
@@ -35,7 +36,10 @@ class GroupStatus:
     """What a group tells operators. `rank_pids` are those of `tp` processes a rank, in order; `decode_variant` served
     the latest decode step that was looked at. `waiting_work` and its bound are in work units, of prefill rings.
 
-    The router adds what the ring announced (`rates`, `capacity_tokens`, `chunk_tokens`), and its own `corrections`.
+    `nodes` are the addresses of the nodes that its ranks are on, each once.
+
+    The router adds what the ring announced (`rates`, `capacity_tokens`, `chunk_tokens`), its own `corrections`, and
+    whether it expects the ring back (`is_restarting`) when that has drained; one that has left is "away" by its state.
     """
 
     role: str
@@ -62,6 +66,8 @@ class GroupStatus:
     chunk_tokens: int = 0
     corrections: tuple[Correction, ...] = ()
     is_draining: bool = False
+    is_restarting: bool = False
+    nodes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,6 +126,45 @@ class ConversationList:
     next_after: str
 
 
+class MoveReason(StrEnum):
+    """Why kept KV goes from one ring to another: a turn fetches what its conversation leaves behind, its ring drains,
+    or its ring is about to evict.
+    """
+
+    TURN = "turn"
+    DRAIN = "drain"
+    FULL = "full"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MoveTotals:
+    """Moves of kept KV from rings of a role, since the router started."""
+
+    role: str
+    reason: MoveReason
+    num_moved: int
+    num_failed: int
+    payload_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DrainView:
+    """How far a ring is with leaving. Of its conversations `num_left` are still to be moved, `num_no_room` found no
+    room elsewhere, and `num_failed` moves failed.
+    """
+
+    role: str
+    ring: str
+    has_left: bool
+    running_turns: int
+    num_moved: int
+    num_left: int
+    num_no_room: int
+    num_failed: int
+    moved_bytes: int
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerView:
     """The whole service as the router sees it. `metrics_endpoint` is the router's."""
@@ -128,4 +173,7 @@ class ServerView:
     groups: tuple[GroupStatus, ...]
     conversations: int
     running_turns: int
+    turns_waiting_for_rings: int = 0
     metrics_endpoint: str = ""
+    drains: tuple[DrainView, ...] = ()
+    moves: tuple[MoveTotals, ...] = ()

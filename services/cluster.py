@@ -5,6 +5,7 @@ What is started here is ended here, by handle: Ray with its driver, the gateway 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import logging
@@ -18,71 +19,42 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 import ray
-from ray._private import ray_logging
 from ray.exceptions import RayError, RayTaskError
 
 from cp_core.errors import ConfigError, RingserveError, Unavailable
 from orchestration.actors import host as host_actor
-from services.auth.tenants import read_tokens
+from services.auth.sections import check_files
 from services.config import Config
 from services.gateway_settings import GatewaySettings
 from services.hosts import LeaderHost, RouterHost
+from services.leaders import RayLeader, RingKeeper, is_done, is_node_alive
+from services.ray_guard import check_guarded, forward_every_line, start_own_ray, without_ray_token
+from services.rings import OperatorsDoor, drain_all
 from services.router_profile import router_profile
-from services.stopping import check_stop, keeping_handlers
+from services.stopping import check_stop, keeping_handlers, until_set
+from services.tracing.section import check_installed
 from workers.builtin_model import PREFIX as BUILTIN_PREFIX
 from workers.builtin_model import resolve_model_path
 from workers.model_info import read_model_info, tensor_share
 
 log = logging.getLogger(__name__)
 
-OBJECT_STORE_BYTES = 80 * 1024 * 1024
-"""The least Ray allows: no tensor ever passes through it."""
 ROUTER_NAME = "router"
 GATEWAY_STOP_SECONDS = 10.0
 RAY_END_SECONDS = 8.0
 POLL_SECONDS = 0.2
-RESTART_SECONDS = 1.0
-"""Least time between two starts of one leader: one that cannot start must not keep the machine busy with trying."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Leader:
-    """A leader's actor. `serves` answers when its ring serves or has failed to, `leaves` when the ring
-    has drained, or by failing."""
-
-    host: LeaderHost
-    actor: Any
-    serves: Any
-    leaves: Any
-    started_at: float
-
-    def has_left(self) -> bool:
-        """Whether the ring has drained."""
-        return _is_done(self.leaves) and not _has_failed(self.leaves)
-
-    def failure(self) -> str:
-        """Why it has to be started again, or nothing."""
-        if _is_done(self.leaves) and not self.has_left():
-            return "died"
-        if not _is_done(self.serves):
-            return ""
-        try:
-            ray.get(self.serves)
-        except RayTaskError as error:
-            return f"could not start its ring: {error.cause}"
-        except RayError:
-            return "died"
-        return ""
+JOIN_SECONDS = 1.0
+"""Between two attempts to join a Ray cluster."""
 
 
 class LocalCluster:
-    """`start`, then `watch`, both until `stopped` is set, then `stop`. `progress` gets one line for each stage.
+    """`start`, then `watch`, both until `stopped` is set, then perhaps `drain`, then `stop`. `progress` gets one line
+    for each stage. When the gateway is to end, its turns have `drain_seconds` to end by themselves.
 
     With `config.ray.address` it runs on that Ray cluster, which it leaves as it was. Router and leaders are on the node
     it is called on, which so is where gateways and Prometheus find them.
@@ -95,17 +67,17 @@ class LocalCluster:
         stopped: threading.Event | None = None,
         *,
         with_gateway: bool = True,
+        drain_seconds: float = 0.0,
     ) -> None:
         self._config = config
         self._progress = progress
         self._with_gateway = with_gateway
+        self._drain_seconds = drain_seconds
         self._stopped = stopped or threading.Event()
         # Of its own, so that names of one that has just ended are not in the way.
         self._namespace = f"ringserve-{uuid.uuid4().hex[:8]}"
         self._temp = Path(tempfile.mkdtemp(prefix="ringserve-"))
-        self._leaders: dict[str, _Leader] = {}
-        self._away: dict[str, LeaderHost] = {}  # rings that have drained
-        self._num_leaders_made = 0
+        self._rings = RingKeeper(RayLeader, is_node_alive)
         self._router: Any = None
         self._gateway: subprocess.Popen[bytes] | None = None
         self.gateway_address = ""
@@ -124,7 +96,8 @@ class LocalCluster:
         for pool in config.pools:
             tensor_share(model, pool.tp, f"{pool.key}.tp")
         profile = router_profile(config.router)
-        _check_secrets(config)
+        check_files(config.tls, config.internal_tls, config.auth)
+        check_installed(config.tracing)
         if self._with_gateway:
             for key in ("listen", "http", "metrics"):
                 _check_free(f"gateway.{key}", getattr(config.gateway, key))
@@ -153,8 +126,8 @@ class LocalCluster:
         if self._with_gateway:
             self._start_gateway(path)
         for host in hosts:
-            self._make_leader(host)
-        for leader in self._leaders.values():
+            self._rings.make(host)
+        for leader in self._rings.leaders:
             self._result(leader.serves)
             self._progress(f"ring {leader.host.name} serves")
         if self._with_gateway:
@@ -162,38 +135,23 @@ class LocalCluster:
             scheme = "https" if config.tls.files else "http"
             http = f", OpenAI's HTTP at {scheme}://{self.http_address}/v1" if self.http_address else ""
             self._progress(f"gateway serves at {self.gateway_address}{http}")
-        for leader in self._leaders.values():
+        for leader in self._rings.leaders:
             # Not while the others start: rates measured on a busy machine would mislead the plans.
             self._result(leader.actor.measure.remote())
 
     def _start_ray(self) -> None:
-        config = self._config
-        _forward_every_line()
-        needed = sum(pool.num_threads for pool in config.pools)
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        # Ray guards a local cluster by a token, and warns that it does.
-        logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
-        with keeping_handlers():
-            ray.init(
-                address="local",
-                namespace=self._namespace,
-                num_cpus=max(1, needed),
-                include_dashboard=False,
-                object_store_memory=OBJECT_STORE_BYTES,
-                _temp_dir=str(self._temp),
-                _node_ip_address="127.0.0.1",
-                logging_level=logging.WARNING,
-            )
+        needed = sum(pool.num_threads for pool in self._config.pools)
+        start_own_ray(max(1, needed), self._namespace, self._temp)
 
     def _join_ray(self) -> None:
-        """The cluster may be starting still: it has the start timeout. Raises Unavailable."""
-        _forward_every_line()
+        """The cluster may be starting still: it has the start timeout. Raises Unavailable, ConfigError."""
+        forward_every_line()
         address, deadline = self._config.ray.address, time.monotonic() + self._config.timeouts.start
         while True:
             try:
                 with keeping_handlers():
                     ray.init(address=address, namespace=self._namespace, logging_level=logging.WARNING)
-                return
+                break
             except (ConnectionError, RuntimeError, ValueError) as error:
                 if ray.is_initialized():
                     ray.shutdown()
@@ -202,16 +160,9 @@ class LocalCluster:
                     raise Unavailable(
                         f"ray.address: the Ray cluster at {address} cannot be joined: {reason}"
                     ) from error
-            self._stopped.wait(RESTART_SECONDS)
+            self._stopped.wait(JOIN_SECONDS)
             check_stop(self._stopped)
-
-    def _make_leader(self, host: LeaderHost) -> None:
-        # Ray frees the name of a dead actor when it likes: the successor gets another.
-        self._num_leaders_made += 1
-        actor = host_actor(f"{host.name}-{self._num_leaders_made}", host)
-        self._leaders[host.name] = _Leader(
-            host, actor, actor.start.remote(), actor.wait_event.remote(), time.monotonic()
-        )
+        check_guarded(ray.get_runtime_context().gcs_address, is_insecure=self._config.internal_tls.insecure)
 
     def _result(self, reference: Any) -> Any:
         timeout = self._config.timeouts.start + self._config.timeouts.control
@@ -245,13 +196,21 @@ class LocalCluster:
             log_format=config.logs.format,
             metric_names=config.metrics.also_as,
             follow_stdin=True,
+            drain_seconds=max(self._drain_seconds, GatewaySettings.drain_seconds),
             tokens=config.auth.tokens,
             tls=config.tls.files,
             peer_tls=config.internal_tls.files,
+            tracing=config.tracing,
         )
         command = [sys.executable, "-m", "services.gateway_process", "--settings", settings.to_json()]
         # A session of its own: Ctrl-C reaches this process alone, which then ends the gateway in order.
-        self._gateway = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+        self._gateway = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+            env=without_ray_token(os.environ),
+        )
 
     def _await_gateway(self) -> None:
         assert self._gateway is not None, "no gateway was started"
@@ -264,45 +223,32 @@ class LocalCluster:
 
     def watch(self) -> None:
         """Start again a leader or gateway that died, until stopped. Raises Unavailable when the router died."""
-        returning = self._router.wait_event.remote()
+        wanted = self._router.wait_event.remote()
         while not self._stopped.wait(POLL_SECONDS):
-            for leader in list(self._leaders.values()):
-                self._restart_if_lost(leader)
-            if _is_done(returning):
-                self._bring_back(returning)
-                returning = self._router.wait_event.remote()
+            if is_done(wanted):
+                self._rings.want(_from_router(wanted))
+                wanted = self._router.wait_event.remote()
+            self._rings.look()
             gateway = self._gateway
             if gateway is not None and gateway.poll() is not None:
                 log.warning("the gateway died (exit %s) and is started again", gateway.returncode)
                 self._start_gateway(resolve_model_path(self._config.model.path))
                 self._await_gateway()
 
-    def _bring_back(self, returning: Any) -> None:
-        try:
-            host = self._away.pop(ray.get(returning), None)
-        except RayError as error:
-            raise Unavailable("the router died; conversations are lost, start the cluster again") from error
-        if host is not None:
-            log.info("ring %s is started again", host.name)
-            self._make_leader(host)
-
-    def _see_off(self, leader: _Leader) -> None:
-        """The ring has drained: its processes end, and it stays away until it is wanted again."""
-        if not ray.wait([leader.actor.stop.remote()], timeout=GATEWAY_STOP_SECONDS)[0]:
-            log.warning("the leader of ring %s did not stop in time and is ended", leader.host.name)
-        ray.kill(leader.actor)
-        del self._leaders[leader.host.name]
-        self._away[leader.host.name] = leader.host
-
-    def _restart_if_lost(self, leader: _Leader) -> None:
-        if leader.has_left():
-            self._see_off(leader)
+    def drain(self, insisted: threading.Event) -> None:
+        """Let the turns that run end, `drain_seconds` at most and not after `insisted` is set; new ones are refused."""
+        if not self._drain_seconds:
             return
-        reason = leader.failure()
-        if reason and time.monotonic() - leader.started_at > RESTART_SECONDS:
-            log.warning("the leader of ring %s %s; it is started again", leader.host.name, reason)
-            ray.kill(leader.actor)
-            self._make_leader(leader.host)
+        self._progress(f"draining, for {self._drain_seconds:g} s at most")
+        if self._gateway is not None:
+            self._gateway.terminate()  # it ends when its turns have
+        door = OperatorsDoor(
+            endpoint=self.router_endpoint, tls=self._config.internal_tls.files, progress=self._progress
+        )
+        try:
+            asyncio.run(until_set(insisted, drain_all(door, seconds=self._drain_seconds)))
+        except RingserveError as error:
+            log.warning("turns may be cut off: %s", error)
 
     def stop(self) -> None:
         """End everything that `start` began. Idempotent; safe after a start that failed half way."""
@@ -317,7 +263,7 @@ class LocalCluster:
         shutil.rmtree(self._temp, ignore_errors=True)
 
     def _stop_actors(self) -> None:
-        stops = [leader.actor.stop.remote() for leader in self._leaders.values()]
+        stops = [leader.actor.stop.remote() for leader in self._rings.leaders]
         if self._router is not None:
             stops.append(self._router.stop.remote())
         done, late = ray.wait(stops, num_returns=len(stops), timeout=GATEWAY_STOP_SECONDS) if stops else ([], [])
@@ -330,31 +276,12 @@ def _model_name(path: str) -> str:
     return path if path.startswith(BUILTIN_PREFIX) else Path(path).name
 
 
-def _forward_every_line() -> None:
-    """Ray folds lines that differ by numbers alone, as those of two rings do. Its switch was read at its import."""
-    vars(ray_logging)["RAY_DEDUP_LOGS"] = False
-
-
-def _is_done(reference: Any) -> bool:
-    return bool(ray.wait([reference], timeout=0)[0])
-
-
-def _has_failed(reference: Any) -> bool:
+def _from_router(reference: Any) -> Any:
+    """What the router's actor answered. Raises Unavailable where it is dead."""
     try:
-        ray.get(reference)
-    except RayError:
-        return True
-    return False
-
-
-def _check_secrets(config: Config) -> None:
-    """Say that a file of keys or tokens cannot be used now, and not after half a minute. Raises ConfigError."""
-    if config.tls.files is not None:
-        config.tls.files.http_context()
-    if config.internal_tls.files is not None:
-        config.internal_tls.files.channel_credentials()
-    if config.auth.tokens:
-        read_tokens(Path(config.auth.tokens))
+        return ray.get(reference)
+    except RayError as error:
+        raise Unavailable("the router died; conversations are lost, start the cluster again") from error
 
 
 def _check_free(key: str, address: str) -> None:

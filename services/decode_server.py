@@ -13,6 +13,7 @@ from ringserve.v1 import groups_pb2, groups_pb2_grpc
 from services.status import answer, answer_stream, error_named
 from services.wire import conversations as wire_conversations
 from services.wire import groups as wire_groups
+from services.wire import kv as wire_kv
 from services.wire import turns as wire
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -50,8 +51,10 @@ class DecodeServicer(groups_pb2_grpc.DecodeServiceServicer):
         return groups_pb2.FinishTurnResponse()
 
     async def SendKv(self, request: groups_pb2.SendKvRequest, context: Context) -> groups_pb2.SendKvResponse:
-        sent = await answer(context, self._leader.send_kv(wire.send_kv_from(request)))
-        return groups_pb2.SendKvResponse(payload_bytes=sent.payload_bytes, seconds=sent.seconds)
+        return wire_kv.sent_to(await answer(context, self._leader.send_kv(wire_kv.send_kv_from(request))))
+
+    async def TakeKv(self, request: groups_pb2.TakeKvRequest, context: Context) -> groups_pb2.TakeKvResponse:
+        return wire_kv.taken_to(await answer(context, self._leader.take_kv(wire_kv.take_kv_from(request))))
 
     async def AbortTurn(self, request: groups_pb2.AbortTurnRequest, context: Context) -> groups_pb2.AbortTurnResponse:
         error = error_named(request.error, request.message)

@@ -7,26 +7,30 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, aclosing, contextmanager
-from importlib.metadata import PackageNotFoundError, version
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import grpc
 
-from cp_core.errors import InvalidRequest, RingserveError, Unavailable
+from cp_core.errors import RingserveError, Unavailable
 from orchestration.ports import Peers, RouterPort
 from orchestration.turn import Plan, TurnRequest
 from orchestration.views import ConversationView, ServerView
 from ringserve.v1 import inference_pb2, inference_pb2_grpc
+from services.auth.certificates import of_grpc
 from services.auth.doorkeeper import Doorkeeper
 from services.auth.scoped_router import ScopedRouter
 from services.auth.tenants import Tenant
 from services.completions import Responses, merged, turns_of
 from services.metrics.gateway import GatewayMetrics
-from services.requests import RequestReader, identifier
+from services.metrics.process import package_version
+from services.requests import RequestReader, identifier, named, requests_to_abort
 from services.sampling_params import num_completions, stop_rule
 from services.status import answer, answer_stream, code_of
 from services.text import IncrementalText, TextCodec
 from services.text_stops import AnswerText, StopRule
+from services.tracing.tracer import NoServiceTracer, ServiceTracer
+from services.tracing.turns import TurnTrace
 from services.turn_stream import TurnStream
 from services.wire import conversations as wire_conversations
 from services.wire import groups as wire_groups
@@ -43,11 +47,22 @@ UNSETTLED = ("cancelled", "unavailable")
 """Outcomes after which the router may still take the turn for running: it is told, once more than needed perhaps."""
 
 
-def package_version() -> str:
-    try:
-        return version("ringserve")
-    except PackageNotFoundError:
-        return "unknown"
+class CallsUnderWay:
+    """Counts what is inside of it, as a context; `none` is set while that is nothing."""
+
+    def __init__(self) -> None:
+        self.none = asyncio.Event()
+        self.none.set()
+        self._count = 0
+
+    def __enter__(self) -> None:
+        self._count += 1
+        self.none.clear()
+
+    def __exit__(self, *error: object) -> None:
+        self._count -= 1
+        if not self._count:
+            self.none.set()
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
@@ -66,6 +81,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         peers: Peers,
         metrics: GatewayMetrics,
         doorkeeper: Doorkeeper | None = None,
+        tracer: ServiceTracer | None = None,
     ) -> None:
         self._model = model
         self._model_path = model_path
@@ -75,9 +91,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self._doorkeeper = doorkeeper or Doorkeeper()
         self._peers = peers
         self._metrics = metrics
+        self._tracer = tracer or NoServiceTracer()
         self._started = time.monotonic()
         self._aborts: set[asyncio.Task[None]] = set()
         self._running: set[str] = set()
+        self._calls = CallsUnderWay()
         self._is_stopping = False
 
     async def Generate(
@@ -91,23 +109,29 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def _generate_for(
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
-        async with aclosing(self.generate(request, self._caller(context), context.time_remaining())) as responses:
+        tenant, trace_parent = self._caller(context), _metadata(context).get("traceparent", "")
+        turn = self.generate(request, tenant, context.time_remaining(), trace_parent)
+        async with aclosing(turn) as responses:
             async for response in responses:
                 yield response
 
     async def generate(
-        self, request: inference_pb2.GenerateRequest, tenant: Tenant, seconds_left: float | None
+        self, request: inference_pb2.GenerateRequest, tenant: Tenant, seconds_left: float | None, trace_parent: str = ""
     ) -> Responses:
-        """One turn, from whatever door. Raises RingserveError; closing the iterator ends the turn everywhere."""
+        """One turn, from whatever door; `trace_parent` is the client's own. Closing the iterator ends the turn.
+
+        Raises RingserveError.
+        """
         started = time.monotonic()
         with ExitStack() as held:
+            held.enter_context(self._calls)
             with self._refusals_counted(started):
                 count = num_completions(request.sampling_params)
                 held.enter_context(self._doorkeeper.limits.turns(tenant, count))
                 turn_request = await asyncio.to_thread(self._reader.read, request, seconds_left)
             rule, router = stop_rule(request.sampling_params), self.router_for(tenant)
             turns = [
-                self._turn(each, router, rule, started, index)
+                self._turn(replace(each, trace_parent=trace_parent), router, rule, started, index)
                 for index, each in enumerate(turns_of(turn_request, count))
             ]
             async with aclosing(merged(turns) if count > 1 else turns[0]) as responses:
@@ -128,11 +152,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     ) -> Responses:
         """The responses of one answer."""
         outcome, request_id = "cancelled", router.scoped(turn_request.request_id)
+        trace = TurnTrace(self._tracer, turn_request.trace_parent, request_id, router.tenant.name, started)
         self._metrics.began()
         try:
             self._running.add(request_id)
-            begun = await router.begin_turn(turn_request)
+            begun = await router.begin_turn(replace(turn_request, trace_parent=trace.parent))
             self._note_plan(request_id, begun.turn_id, begun.prompt_tokens, begun.plan)
+            trace.planned(begun)
             text = AnswerText(IncrementalText(self._codec), rule)
             stream = TurnStream(turn_request, begun, text, started, index)
             yield stream.start()
@@ -140,6 +166,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 if response.HasField("complete"):
                     outcome = response.complete.finish_reason
                     self._metrics.completed(response.complete)
+                    trace.completed(response.complete)
                 yield response
         except RingserveError as error:
             outcome = code_of(error).name.lower()
@@ -149,6 +176,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         finally:
             self._running.discard(request_id)
             self._metrics.ended(outcome, time.monotonic() - started)
+            trace.ended(outcome)
             if outcome in UNSETTLED:
                 self._abort_soon(request_id)
 
@@ -179,16 +207,23 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         except RingserveError as error:
             log.warning("request %s could not be aborted: %s", request_id, error)
 
-    async def end_turns(self, grace: float) -> None:
-        """The gateway stops: turns have `grace` seconds to end by themselves, then they are ended everywhere."""
-        await asyncio.sleep(grace)
-        self._is_stopping = True
-        for request_id in list(self._running):
-            await self._abort(request_id)
+    async def end_turns(self, grace: float, hurry: asyncio.Event) -> None:
+        """The gateway stops: turns have `grace` seconds, or until `hurry`, to end by themselves; then they are ended.
+
+        Returns when no turn is under way, of whatever door, or when those that were have been ended.
+        """
+        ends = [asyncio.create_task(event.wait()) for event in (self._calls.none, hurry)]
+        await asyncio.wait(ends, timeout=grace, return_when=asyncio.FIRST_COMPLETED)
+        for end in ends:
+            end.cancel()
+        if not self._calls.none.is_set():
+            self._is_stopping = True
+            await asyncio.gather(*(self._abort(request_id) for request_id in self._running))
 
     async def Abort(self, request: inference_pb2.AbortRequest, context: Context) -> inference_pb2.AbortResponse:
-        ids = list(request.request_ids)
-        aborted, unknown = await self._answer(context, lambda router: router.abort_requests(ids))
+        aborted, unknown = await self._answer(
+            context, lambda router: router.abort_requests(requests_to_abort(request.request_ids))
+        )
         return inference_pb2.AbortResponse(aborted=aborted, unknown=unknown)
 
     async def GetModelInfo(
@@ -237,7 +272,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.GetConversationRequest, context: Context
     ) -> inference_pb2.GetConversationResponse:
         name = request.conversation_id
-        view = await self._answer(context, lambda router: _named(name, router.get_conversation))
+        view = await self._answer(context, lambda router: router.get_conversation(named("conversation_id", name)))
         return wire_conversations.conversation_to(view)
 
     async def ListConversations(
@@ -245,7 +280,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     ) -> inference_pb2.ListConversationsResponse:
         size = request.page_size if request.HasField("page_size") else DEFAULT_PAGE
         listing = await self._answer(
-            context, lambda router: router.list_conversations(request.prefix, request.page_token, size)
+            context,
+            lambda router: router.list_conversations(
+                identifier("prefix", request.prefix), identifier("page_token", request.page_token), size
+            ),
         )
         return wire_conversations.list_to(listing)
 
@@ -258,14 +296,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.DeleteConversationRequest, context: Context
     ) -> inference_pb2.DeleteConversationResponse:
         name = request.conversation_id
-        await self._answer(context, lambda router: _named(name, router.delete_conversation))
+        await self._answer(context, lambda router: router.delete_conversation(named("conversation_id", name)))
         return inference_pb2.DeleteConversationResponse()
 
     def _caller(self, context: Context) -> Tenant:
         """Raises Unauthenticated."""
-        metadata = dict(context.invocation_metadata() or ())
-        authorization = metadata.get("authorization")
-        return self._doorkeeper.tenant_of(None if authorization is None else str(authorization))
+        return self._doorkeeper.tenant_of(_metadata(context).get("authorization"), of_grpc(context.auth_context()))
 
     async def _answer(self, context: Context, ask: Callable[[ScopedRouter], Awaitable[T]]) -> T:
         """What the router says to the tenant that calls; an error becomes its status."""
@@ -280,19 +316,15 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         return await router.get_server_info()
 
 
+def _metadata(context: Context) -> dict[str, str]:
+    return {key: str(value) for key, value in context.invocation_metadata() or ()}
+
+
 async def _nothing(router: ScopedRouter) -> None:
     """Asks the router nothing; the caller had to be known all the same."""
 
 
 async def _fork(router: ScopedRouter, request: inference_pb2.ForkConversationRequest) -> ConversationView:
-    for field, value in (("source_id", request.source_id), ("new_id", request.new_id)):
-        if not identifier(field, value):
-            raise InvalidRequest(f"{field}: '' is not allowed; name a conversation")
     at_token = request.at_token if request.HasField("at_token") else None
-    return await router.fork_conversation(request.source_id, request.new_id, at_token)
-
-
-async def _named(conversation_id: str, call: Callable[[str], Awaitable[T]]) -> T:
-    if not conversation_id:
-        raise InvalidRequest("conversation_id: '' is not allowed; name a conversation")
-    return await call(conversation_id)
+    source, new = named("source_id", request.source_id), named("new_id", request.new_id)
+    return await router.fork_conversation(source, new, at_token)

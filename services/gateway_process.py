@@ -1,4 +1,7 @@
-"""The gateway as a process of its own. Ends on SIGTERM, on SIGINT, or when its parent is gone."""
+"""The gateway as a process of its own. Ends on SIGTERM, on SIGINT, or when its parent is gone.
+
+A second signal gives its turns no more time.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from pathlib import Path
 
 from prometheus_client.registry import Collector
@@ -17,7 +20,7 @@ from cp_core.errors import RingserveError
 from orchestration.readiness import service_fault
 from ringserve.v1 import inference_pb2_grpc
 from services.auth.doorkeeper import Doorkeeper
-from services.auth.tenants import TokenFile
+from services.auth.token_file import TokenFile
 from services.gateway import InferenceServicer
 from services.gateway_settings import GatewaySettings
 from services.grpc_server import GrpcServer
@@ -33,11 +36,14 @@ from services.openai.server import HttpServer
 from services.peers import GrpcPeers
 from services.requests import RequestReader
 from services.text import TextCodec
+from services.tracing.tracer import tracer_for
 from workers.builtin_model import resolve_model_path
 from workers.model_info import read_model_info
 
 ABORT_GRACE_SECONDS = 5.0
 """For the rings to let go of the others."""
+LAST_WORDS_SECONDS = 2.0
+"""For what has been written to reach the clients."""
 
 
 async def serve(settings: GatewaySettings) -> None:
@@ -45,19 +51,20 @@ async def serve(settings: GatewaySettings) -> None:
     path = resolve_model_path(settings.model)
     model = read_model_info(path, dtype=settings.dtype, name=Path(settings.model).name)
     codec = TextCodec(path)
-    doorkeeper = Doorkeeper(TokenFile(Path(settings.tokens)) if settings.tokens else None)
+    doorkeeper = Doorkeeper(_tenants(settings))
     peers, metrics = GrpcPeers(settings.peer_tls), GatewayMetrics()
     reader = RequestReader(model, codec, settings.max_seconds)
     router = peers.router(settings.router)
-    servicer = InferenceServicer(model, str(path), codec, reader, router, peers, metrics, doorkeeper)
+    tracer = tracer_for(settings.tracing, "gateway")
+    servicer = InferenceServicer(model, str(path), codec, reader, router, peers, metrics, doorkeeper, tracer)
     server = GrpcServer(settings.tls.grpc_credentials() if settings.tls else None)
     server.add(
         "ringserve.v1.Inference", lambda target: inference_pb2_grpc.add_InferenceServicer_to_server(servicer, target)
     )
-    stopped = asyncio.Event()
+    stopped, hurry = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopped.set)
+        loop.add_signal_handler(number, lambda: (hurry if stopped.is_set() else stopped).set())
     if settings.follow_stdin:
         descriptor = sys.stdin.fileno()
         loop.add_reader(descriptor, lambda: None if os.read(descriptor, 4096) else stopped.set())
@@ -76,14 +83,34 @@ async def serve(settings: GatewaySettings) -> None:
     print(json.dumps({"gateway": address, "http": http_address, "metrics": metrics_address}), flush=True)
     await stopped.wait()
     await watch.close()
-    ending = asyncio.create_task(servicer.end_turns(settings.drain_seconds))
-    grace = settings.drain_seconds + ABORT_GRACE_SECONDS  # sooner where nothing runs
-    await asyncio.gather(server.stop(grace), http_server.stop(grace))
-    ending.cancel()
-    await asyncio.gather(ending, return_exceptions=True)
+    await _close_doors(server, http_server, servicer.end_turns(settings.drain_seconds, hurry), settings.drain_seconds)
     await peers.close()
+    await asyncio.to_thread(tracer.close)
     if endpoint:
         await asyncio.to_thread(endpoint.close)
+
+
+def _tenants(settings: GatewaySettings) -> TokenFile | None:
+    """None: everybody may call."""
+    takes_certificates = settings.tls is not None and bool(settings.tls.client_ca)
+    return TokenFile(Path(settings.tokens), takes_certificates=takes_certificates) if settings.tokens else None
+
+
+async def _close_doors(
+    server: GrpcServer, http_server: HttpServer, end_turns: Awaitable[None], drain_seconds: float
+) -> None:
+    """Take no new calls from now on, and close when `end_turns` says that no turn is under way.
+
+    Calls that are no turns, as those of who watches our health, do not keep the doors open.
+    """
+    closing = asyncio.gather(
+        server.stop(drain_seconds + ABORT_GRACE_SECONDS), http_server.stop(drain_seconds + ABORT_GRACE_SECONDS)
+    )
+    await end_turns
+    await asyncio.wait([closing], timeout=LAST_WORDS_SECONDS)
+    http_server.hurry()
+    await server.stop(0)
+    await closing
 
 
 def _model_name(settings: GatewaySettings) -> str:

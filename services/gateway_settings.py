@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Self
 
-from services.auth.tls import DoorTls, PeerTls
+from cp_core.peer_tls import PeerTls
+from services.auth.tls import DoorTls
+from services.tracing.section import TracingConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +32,7 @@ class GatewaySettings:
     tokens: str = ""
     tls: DoorTls | None = None
     peer_tls: PeerTls | None = None
+    tracing: TracingConfig = field(default_factory=TracingConfig)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -37,9 +40,10 @@ class GatewaySettings:
     @classmethod
     def from_json(cls, text: str) -> Self:
         values = json.loads(text)
-        tls, peer_tls = values.pop("tls"), values.pop("peer_tls")
+        tls, peer_tls, tracing = (values.pop(key) for key in ("tls", "peer_tls", "tracing"))
         return cls(
             **values,
             tls=DoorTls(**tls) if tls else None,
             peer_tls=PeerTls(**peer_tls) if peer_tls else None,
+            tracing=TracingConfig(**tracing),
         )

@@ -20,8 +20,10 @@ from orchestration.planner import Planner, PlannerSettings
 from orchestration.prefill_leader import PrefillLeader
 from orchestration.readiness import ring_fault
 from orchestration.ring import GroupSettings
+from orchestration.ring_returns import RingEvent
 from orchestration.router import Router, RouterSettings
 from ringserve.v1 import groups_pb2_grpc, router_pb2_grpc
+from services.auth.tls import peer_server
 from services.config import Config
 from services.config.pools import Pool
 from services.decode_server import DecodeServicer
@@ -38,11 +40,14 @@ from services.peers import GrpcPeers
 from services.prefill_server import PrefillServicer
 from services.router_profile import empirical_fit
 from services.router_server import RouterServicer
+from services.tracing.tracer import tracer_for
 from workers.steps import ModelInfo
 
 log = logging.getLogger(__name__)
 
 STOP_GRACE_SECONDS = 2.0
+RETURN_SECONDS = 30.0
+"""Beyond what a ring may take to start: for the one before it to end."""
 
 
 def reachable(address: str) -> str:
@@ -90,14 +95,16 @@ class RunningRouter:
             conversation_ttl=router.conversation_ttl_seconds,
             max_waiting_turns=router.max_waiting_turns,
             control_timeout=host.config.timeouts.control,
+            transfer_timeout=host.config.timeouts.transfer,
             max_positions=host.model.max_positions,
+            return_seconds=host.config.timeouts.start + RETURN_SECONDS,
         )
         self._router = Router(settings, self._planner, self._peers)
         self._server: GrpcServer | None = None
         self._metrics: MetricsEndpoint | None = None
 
     async def start(self) -> str:
-        self._server = GrpcServer(self._tls.server_credentials() if self._tls else None)
+        self._server = GrpcServer(peer_server(self._tls))
         metrics = RouterMetrics(self._config.router.selector, self._view, asyncio.get_running_loop())
         servicer = RouterServicer(self._router, metrics)
         if self._config.metrics.router:
@@ -111,7 +118,8 @@ class RunningRouter:
         return reachable(await self._server.start(self._config.router.listen))
 
     def _view(self) -> RouterView:
-        rings = ((group.registration.role, group.name, group.is_ready) for group in self._router.groups)
+        rings = [(group.role, group.name, group.takes_turns) for group in self._router.groups]
+        rings += [(ring.role, ring.name, False) for ring in self._router.rings_away]
         corrections = (
             (group.name, each.algorithm.value, each.min_work, each.factor)
             for group in self._router.groups
@@ -120,14 +128,16 @@ class RunningRouter:
         return RouterView(
             conversations=self._router.num_conversations,
             running_turns=self._router.num_running,
+            turns_waiting_for_rings=self._router.num_waiting_for_rings,
             rings=tuple(rings),
             corrections=tuple(corrections),
+            moves=self._router.moves,
         )
 
     async def measure(self) -> None:
         """A router has nothing to measure."""
 
-    async def wait_event(self) -> str:
+    async def wait_event(self) -> RingEvent:
         """The ring that has left and is to be started again."""
         return await self._router.next_return()
 
@@ -200,6 +210,7 @@ class LeaderHost:
             kv_checksums=config.kv_cache.checksums,
             num_threads=pool.threads_per_rank,
             listen_host=self.listen_host,
+            tls=config.internal_tls.files,
             max_batch=config.decode.max_batch,
             decode_variant=config.decode.variant,
             continuous=config.decode.continuous,
@@ -228,6 +239,7 @@ class RunningLeader:
         self._peers = GrpcPeers(self._tls)
         self._server: GrpcServer | None = None
         self._leader: GroupLeader | None = None
+        self._tracer = tracer_for(host.config.tracing, host.name)
         self._drained = asyncio.Event()
         self._health: HealthWatch | None = None
         self._metrics: MetricsEndpoint | None = None
@@ -235,7 +247,7 @@ class RunningLeader:
     async def start(self) -> str:
         """Door first, ring second: the ring is announced by its endpoint when it is ready."""
         host = self._host
-        server = self._server = GrpcServer(self._tls.server_credentials() if self._tls else None)
+        server = self._server = GrpcServer(peer_server(self._tls))
         router = self._peers.router(host.router_endpoint)
         ranks = RayRanks(host.name, host.resources())
         leader: GroupLeader
@@ -247,12 +259,13 @@ class RunningLeader:
                 lambda target: groups_pb2_grpc.add_PrefillServiceServicer_to_server(servicer, target),
             )
         else:
-            leader = decode = DecodeLeader(host.settings(), ranks, router, router.register_group)
+            leader = decode = DecodeLeader(host.settings(), ranks, self._peers, router, router.register_group)
             decode_servicer = DecodeServicer(decode)
             server.add(
                 "ringserve.v1.DecodeService",
                 lambda target: groups_pb2_grpc.add_DecodeServiceServicer_to_server(decode_servicer, target),
             )
+        leader.tracer = self._tracer
         leader.has_left = self._drained  # which is waited for already
         self._leader = leader
         endpoint = await server.start(f"{host.listen_host or ray.util.get_node_ip_address()}:0", is_serving=False)
@@ -293,10 +306,10 @@ class RunningLeader:
         assert self._leader is not None, "the leader has not started"
         await self._leader.measure()
 
-    async def wait_event(self) -> str:
-        """Our ring's name, when it has drained: it is to be stopped, and stays away."""
+    async def wait_event(self) -> RingEvent:
+        """Our ring, when it has drained: it is to be stopped, and stays away."""
         await self._drained.wait()
-        return self._host.name
+        return RingEvent(ring=self._host.name)
 
     async def stop(self) -> None:
         if self._health is not None:
@@ -306,5 +319,6 @@ class RunningLeader:
         if self._leader is not None:
             await self._leader.close()
         await _close(self._metrics)
+        await asyncio.to_thread(self._tracer.close)
         with contextlib.suppress(asyncio.CancelledError):
             await self._peers.close()

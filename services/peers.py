@@ -3,38 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import grpc
 
 from cp_core.errors import RingserveError
+from cp_core.peer_tls import PeerTls
+from orchestration.kv_messages import ForkedKv, ForkKv, KeptKv, SendKv, SentKv, TakeKv, TakenKv
 from orchestration.turn import (
     Admit,
     BegunTurn,
-    ForkedKv,
-    ForkKv,
     GroupRegistration,
-    KeptKv,
     PrefillDone,
     PrefillTurn,
     Reservation,
     Reserve,
     ResumeTurn,
-    SendKv,
-    SentKv,
     TurnEvent,
     TurnOutcome,
     TurnRequest,
 )
 from orchestration.views import ConversationList, ConversationView, GroupStatus, ServerView
 from ringserve.v1 import groups_pb2, groups_pb2_grpc, inference_pb2, router_pb2, router_pb2_grpc
-from services.auth.tls import PeerTls
+from services.auth.tls import peer_channel
 from services.grpc_server import OPTIONS
 from services.status import error_from
 from services.wire import conversations as wire_conversations
 from services.wire import groups as wire_groups
+from services.wire import kv as wire_kv
 from services.wire import plans
 from services.wire import turns as wire
+
+if TYPE_CHECKING:  # these two are names of the stubs' types alone
+    LeaderStub = groups_pb2_grpc.PrefillServiceAsyncStub | groups_pb2_grpc.DecodeServiceAsyncStub
 
 T = TypeVar("T")
 
@@ -49,6 +50,17 @@ async def _reach(peer: str, call: Awaitable[T]) -> T:
         return await call
     except grpc.aio.AioRpcError as failure:
         raise error_from(failure, peer) from None
+
+
+async def _send_kv(peer: str, stub: LeaderStub, request: SendKv) -> SentKv:
+    call = stub.SendKv(wire_kv.send_kv_to(request), timeout=request.deadline_seconds + CONTROL_SECONDS)
+    return wire_kv.sent_from(await _reach(peer, call))
+
+
+async def _take_kv(peer: str, stub: LeaderStub, request: TakeKv) -> TakenKv:
+    # The leader gives the other ring's as much, and is to tell what came of it.
+    call = stub.TakeKv(wire_kv.take_kv_to(request), timeout=request.deadline_seconds + 2 * CONTROL_SECONDS)
+    return wire_kv.taken_from(await _reach(peer, call))
 
 
 class GrpcPrefill:
@@ -66,6 +78,12 @@ class GrpcPrefill:
         # The decode leader keeps the turn's deadline: a ring that works up to it is not gone.
         call = self._stub.Prefill(wire.prefill_turn_to(turn), timeout=turn.deadline_seconds + CONTROL_SECONDS)
         return wire.prefill_done_from(await _reach(self._peer, call))
+
+    async def send_kv(self, request: SendKv) -> SentKv:
+        return await _send_kv(self._peer, self._stub, request)
+
+    async def take_kv(self, request: TakeKv) -> TakenKv:
+        return await _take_kv(self._peer, self._stub, request)
 
     async def abort_turn(self, turn_id: str, error: RingserveError) -> None:
         await _reach(self._peer, self._stub.AbortTurn(_abort_request(turn_id, error), timeout=ABORT_SECONDS))
@@ -127,9 +145,10 @@ class GrpcDecode:
         await _reach(self._peer, self._stub.FinishTurn(request, timeout=CONTROL_SECONDS))
 
     async def send_kv(self, request: SendKv) -> SentKv:
-        call = self._stub.SendKv(wire.send_kv_to(request), timeout=request.deadline_seconds + CONTROL_SECONDS)
-        answer = await _reach(self._peer, call)
-        return SentKv(payload_bytes=answer.payload_bytes, seconds=answer.seconds)
+        return await _send_kv(self._peer, self._stub, request)
+
+    async def take_kv(self, request: TakeKv) -> TakenKv:
+        return await _take_kv(self._peer, self._stub, request)
 
     async def abort_turn(self, turn_id: str, error: RingserveError) -> None:
         await _reach(self._peer, self._stub.AbortTurn(_abort_request(turn_id, error), timeout=ABORT_SECONDS))
@@ -165,8 +184,8 @@ class GrpcRouter:
         self._stub = router_pb2_grpc.RouterServiceStub(channel)
 
     async def begin_turn(self, request: TurnRequest) -> BegunTurn:
-        # One that waits for its conversation is told by the router when its deadline has passed.
-        timeout = request.deadline_seconds + (CONTROL_SECONDS if request.wait else 0.0)
+        # One that waits, for its conversation or for a ring, is told by the router when its deadline has passed.
+        timeout = request.deadline_seconds + CONTROL_SECONDS
         call = self._stub.BeginTurn(wire.turn_request_to(request), timeout=timeout)
         answer = await _reach(self._peer, call)
         return BegunTurn(
@@ -215,6 +234,10 @@ class GrpcRouter:
         request = router_pb2.DrainRingRequest(ring=name, seconds=seconds, force=force)
         await _reach(self._peer, self._stub.DrainRing(request, timeout=CONTROL_SECONDS))
 
+    async def restart_ring(self, name: str, seconds: float, *, leaving_node: str = "") -> None:
+        request = router_pb2.RestartRingRequest(ring=name, seconds=seconds, leaving_node=leaving_node)
+        await _reach(self._peer, self._stub.RestartRing(request, timeout=CONTROL_SECONDS))
+
     async def undrain_ring(self, name: str) -> None:
         request = router_pb2.UndrainRingRequest(ring=name)
         await _reach(self._peer, self._stub.UndrainRing(request, timeout=CONTROL_SECONDS))
@@ -234,8 +257,8 @@ class GrpcPeers:
     def __init__(self, tls: PeerTls | None = None) -> None:
         """Raises ConfigError for TLS files that cannot be used."""
         self._channels: dict[str, grpc.aio.Channel] = {}
-        self._credentials = tls.channel_credentials() if tls else None
-        self._options = OPTIONS if tls is None else (*OPTIONS, *tls.channel_options())
+        self._credentials, options = peer_channel(tls)
+        self._options = (*OPTIONS, *options)
 
     def _channel(self, endpoint: str) -> grpc.aio.Channel:
         if endpoint not in self._channels:

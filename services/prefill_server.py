@@ -11,6 +11,7 @@ from ringserve.v1 import groups_pb2, groups_pb2_grpc
 from services.status import answer, error_named
 from services.wire import conversations as wire_conversations
 from services.wire import groups as wire_groups
+from services.wire import kv as wire_kv
 from services.wire import turns as wire
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -27,6 +28,12 @@ class PrefillServicer(groups_pb2_grpc.PrefillServiceServicer):
 
     async def Prefill(self, request: groups_pb2.PrefillRequest, context: Context) -> groups_pb2.PrefillResponse:
         return wire.prefill_done_to(await answer(context, self._leader.prefill(wire.prefill_turn_from(request))))
+
+    async def SendKv(self, request: groups_pb2.SendKvRequest, context: Context) -> groups_pb2.SendKvResponse:
+        return wire_kv.sent_to(await answer(context, self._leader.send_kv(wire_kv.send_kv_from(request))))
+
+    async def TakeKv(self, request: groups_pb2.TakeKvRequest, context: Context) -> groups_pb2.TakeKvResponse:
+        return wire_kv.taken_to(await answer(context, self._leader.take_kv(wire_kv.take_kv_from(request))))
 
     async def AbortTurn(self, request: groups_pb2.AbortTurnRequest, context: Context) -> groups_pb2.AbortTurnResponse:
         error = error_named(request.error, request.message)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -16,6 +17,10 @@ from workers.steps import Algorithm, ModelInfo, TokenIds
 
 MAX_ID_LENGTH = 256
 MAX_TTL_SECONDS = 1e9
+MAX_MESSAGES = 4096
+"""Of one chat: the chat template runs over all of them."""
+MAX_ABORTS = 1024
+"""Requests that one call may end: the router looks for each."""
 ROLES = ("system", "user", "assistant", "tool")
 
 
@@ -97,6 +102,20 @@ def identifier(field: str, value: str) -> str:
     return value
 
 
+def named(field: str, value: str) -> str:
+    """As `identifier`, of something that has to be named. Raises InvalidRequest."""
+    if not value:
+        raise InvalidRequest(f"{field}: '' is not allowed; name a conversation")
+    return identifier(field, value)
+
+
+def requests_to_abort(names: Sequence[str]) -> list[str]:
+    """Raises InvalidRequest."""
+    if len(names) > MAX_ABORTS:
+        raise InvalidRequest(f"request_ids: {len(names)} are too many; at most {MAX_ABORTS} are allowed")
+    return [identifier(f"request_ids[{place}]", name) for place, name in enumerate(names)]
+
+
 def _priority(value: int) -> int:
     if abs(value) > MAX_PRIORITY:
         raise InvalidRequest(f"priority: {value} is out of range; allowed are -{MAX_PRIORITY} to {MAX_PRIORITY}")
@@ -114,6 +133,10 @@ def _algorithm(value: str) -> Algorithm | None:
 def _messages(chat: inference_pb2.ChatInput) -> list[tuple[str, str]]:
     if not chat.messages:
         raise InvalidRequest("input.chat.messages: none given; at least 1 is needed")
+    if len(chat.messages) > MAX_MESSAGES:
+        raise InvalidRequest(
+            f"input.chat.messages: {len(chat.messages)} are too many; at most {MAX_MESSAGES} are allowed"
+        )
     for place, message in enumerate(chat.messages):
         if message.role not in ROLES:
             raise InvalidRequest(

@@ -85,6 +85,13 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         await answer(context, self._router.drain_ring(request.ring, request.seconds, force=request.force))
         return router_pb2.DrainRingResponse()
 
+    async def RestartRing(
+        self, request: router_pb2.RestartRingRequest, context: Context
+    ) -> router_pb2.RestartRingResponse:
+        restart = self._router.restart_ring(request.ring, request.seconds, leaving_node=request.leaving_node)
+        await answer(context, restart)
+        return router_pb2.RestartRingResponse()
+
     async def UndrainRing(
         self, request: router_pb2.UndrainRingRequest, context: Context
     ) -> router_pb2.UndrainRingResponse:

@@ -18,7 +18,10 @@ START_TOLERANCE_SECONDS = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterState:
-    """A running `ringserve up`. `pid` and `started` (seconds since the epoch) together name the process for good."""
+    """A running `ringserve up`. `pid` and `started` (seconds since the epoch) together name the process for good.
+
+    Told to end, it gives its turns `drain_seconds`.
+    """
 
     name: str
     pid: int
@@ -28,6 +31,7 @@ class ClusterState:
     router: str
     log: str = ""
     http: str = ""
+    drain_seconds: float = 0.0
 
     @property
     def is_running(self) -> bool:

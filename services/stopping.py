@@ -6,12 +6,14 @@ handler only sets an event, except where `interruptible` allows more.
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+POLL_SECONDS = 0.2
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -20,15 +22,20 @@ class StopRequest(BaseException):
 
 
 class StopSignals:
-    """Takes over both signals for the rest of the process's life. `requested` is set by the first of them."""
+    """Takes over both signals for the rest of the process's life. `requested` is set by the first of them, `insisted`
+    by the second: what would end in its own time is to end now.
+    """
 
     def __init__(self) -> None:
         self.requested = threading.Event()
+        self.insisted = threading.Event()
         self._may_raise = False
         for number in STOP_SIGNALS:
             signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.requested.is_set():
+            self.insisted.set()
         self.requested.set()
         if self._may_raise:
             self._may_raise = False
@@ -65,3 +72,14 @@ def check_stop(requested: threading.Event) -> None:
     """Raise StopRequest if that was asked for."""
     if requested.is_set():
         raise StopRequest
+
+
+async def until_set(insisted: threading.Event, work: Coroutine[None, None, None]) -> None:
+    """Run `work` to its end, or give it up when `insisted` is set. Raises what it raises."""
+    task = asyncio.create_task(work)
+    while not task.done():
+        if insisted.is_set():
+            task.cancel()
+        await asyncio.wait([task], timeout=POLL_SECONDS)
+    if not task.cancelled():
+        task.result()

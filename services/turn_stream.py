@@ -19,7 +19,7 @@ from orchestration.turn import (
 )
 from ringserve.v1 import inference_pb2
 from services.text_stops import AnswerText
-from services.wire.plans import note_chunks, plan_to
+from services.wire.plans import note_chunks, note_lost, plan_to
 from services.wire.sampling import all_logprobs_to
 from workers.steps import FinishReason
 
@@ -95,6 +95,7 @@ class TurnStream:
         self._plan.queue_seconds = report.queue_seconds
         self._plan.pulled_bytes = report.pulled_bytes
         self._plan.pull_seconds = report.pull_seconds
+        note_lost(self._plan, report.lost_tokens)
         if report.chunks:
             note_chunks(self._plan, report.chunks)
 
@@ -117,7 +118,7 @@ class TurnStream:
                 text=text,
                 prompt_tokens=self._begun.prompt_tokens,
                 completion_tokens=len(self._tokens),
-                cached_tokens=self._begun.plan.cached_tokens,
+                cached_tokens=self._plan.cached_tokens,
                 index=self._index,
                 logprobs=logprobs,
             )
@@ -141,7 +142,7 @@ class TurnStream:
                 matched_stop_str=matched,
                 usage=inference_pb2.Usage(
                     prompt_tokens=self._begun.prompt_tokens,
-                    cached_tokens=self._begun.plan.cached_tokens,
+                    cached_tokens=self._plan.cached_tokens,
                     completion_tokens=len(self._tokens),
                 ),
                 plan=plan,

@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from ringserve.v1 import inference_pb2
-from services.auth.tenants import hash_of, read_tokens
+from services.auth.tenants import hash_of, read_tenants
 from services.config import Config, load_config
 from tests.services.door_fixtures import codec, doors, model_path
 from tests.services.doors import MODEL, Doors
@@ -95,4 +95,5 @@ def test_tokens_of_the_readme_can_be_read(tmp_path: Path) -> None:
     path = tmp_path / "tokens.yaml"
     hashes = iter([hash_of("a"), hash_of("b")])
     path.write_text(re.sub(r"sha256: \.\.\.", lambda _: f"sha256: {next(hashes)}", example_with("yaml", "tenants:")))
-    assert len(read_tokens(path)) == 2
+    tenants = read_tenants(path, takes_certificates=True)
+    assert len(tenants.grants) == 2

@@ -18,7 +18,10 @@ GEMM_TOKENS: Final = 512
 # One chunk's queries against a prefix: far from the ends where overheads or caches rule.
 QUERY_TOKENS: Final = 512
 STORED_TOKENS: Final = 1024
-LINK_BYTES: Final = 4 << 20
+# Of one message: what a link carries in LINK_SECONDS, but not more than MOST and not less than LEAST.
+LINK_SECONDS: Final = 0.1
+MOST_LINK_BYTES: Final = 4 << 20
+LEAST_LINK_BYTES: Final = 64 << 10
 LINK_EXCHANGES: Final = 6
 LATENCY_EXCHANGES: Final = 40
 OVERLAP_EXCHANGES: Final = 5
@@ -39,7 +42,7 @@ def probe_rates(
         bandwidth, latency, overlap = NO_LINK_BYTES_PER_SECOND, 0.0, 1.0
     else:
         latency = _exchange_seconds(transport, 8, LATENCY_EXCHANGES, device)
-        bandwidth = LINK_BYTES / max(1e-9, _exchange_seconds(transport, LINK_BYTES, LINK_EXCHANGES, device) - latency)
+        bandwidth = _link_bytes_per_second(transport, latency, device)
         overlap = _overlap(transport, attend, int(bandwidth * attention_seconds), device)
     return RingRates(
         gemm_flops=gemm,
@@ -68,16 +71,33 @@ def _attention(info: ModelInfo, device: torch.device, backend: AttentionBackend)
     return lambda: backend.partial_attention(q, k, k, causal=False, scale=scale)
 
 
+def _link_bytes_per_second(transport: RingTransport, latency: float, device: torch.device) -> float:
+    """By messages that are as long as the slowest of all links carries in LINK_SECONDS: a ring over slow links starts
+    almost as soon as others.
+    """
+
+    def rate(num_bytes: int, repeats: int) -> float:
+        return num_bytes / max(1e-9, _exchange_seconds(transport, num_bytes, repeats, device) - latency)
+
+    own = int(rate(LEAST_LINK_BYTES, 2) * LINK_SECONDS)
+    common = _least_of_all(transport, max(LEAST_LINK_BYTES, min(own, MOST_LINK_BYTES)), device)
+    return rate(common, LINK_EXCHANGES)
+
+
+def _least_of_all(transport: RingTransport, own: int, device: torch.device) -> int:
+    """Of every rank's number; collective."""
+    numbers = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(transport.size)]
+    transport.gather_all(torch.tensor([own], device=device), numbers).wait()
+    return min(int(number) for number in numbers)
+
+
 def _overlap(transport: RingTransport, attend: Callable[[], object], num_bytes: int, device: torch.device) -> float:
     """How much of the shorter of two works, a message and attention of about its length, vanishes behind the other.
 
     0 where the cores that attend must move the message as well, 1 where something else moves it. Every rank sends as
     much as the slowest of them can hide.
     """
-    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(transport.size)]
-    own = torch.tensor([max(1, min(num_bytes, MOST_OVERLAP_BYTES))], device=device)
-    transport.gather_all(own, sizes).wait()
-    common = min(int(size) for size in sizes)
+    common = _least_of_all(transport, max(1, min(num_bytes, MOST_OVERLAP_BYTES)), device)
     message = _exchange_seconds(transport, common, OVERLAP_EXCHANGES, device)
     alone = _median_seconds(attend, OVERLAP_EXCHANGES, device)
     both = _exchange_seconds(transport, common, OVERLAP_EXCHANGES, device, meanwhile=attend)

@@ -20,9 +20,6 @@ import torch
 from torch import Tensor
 
 from cp_core.attention import AttentionBackend, select_backend
-from cp_core.distributed import connect_ring
-from cp_core.rendezvous import RingStore
-from cp_core.ring_backend import select_ring_backend
 from cp_core.transport import RingTransport
 from workers.builtin_model import resolve_model_path
 from workers.decode_batch import DecodeBatch
@@ -40,6 +37,7 @@ from workers.model import DTYPES, LoadedModel, load_model
 from workers.prefill_step import PrefillPass, ScoredRows, run_prefill
 from workers.probe import probe_rates
 from workers.progress import Progress
+from workers.ring_joining import RingJoining
 from workers.sampling.logprobs import logprobs_of
 from workers.sampling.rows import sample_rows
 from workers.step_clock import StepClock
@@ -51,6 +49,7 @@ from workers.steps import (
     KvSend,
     PrefillOutput,
     PrefillStep,
+    RankDoors,
     RankInfo,
     RankSpec,
     RankStatus,
@@ -77,13 +76,12 @@ class RankWorker:
         self._spec: RankSpec
         self._model: LoadedModel
         self._backend: AttentionBackend
-        self._ring_backend: str
+        self._joining: RingJoining
         self._cache: KvCache
         self._receiver: KvReceiver | None = None
         self._sender: KvSender | None = None
         self._mailbox: DecodeMailbox
         self._choose_variant: DecodeChoice
-        self._store: RingStore | None = None
         self._transport: RingTransport | None = None
         self._tensor: RingTransport | None = None
 
@@ -95,7 +93,7 @@ class RankWorker:
         """
         torch.set_num_threads(spec.num_threads)
         self._spec = spec
-        self._ring_backend = select_ring_backend(spec.ring_transport, torch.device(spec.device).type)
+        self._joining = RingJoining(spec)
         self._model = load_model(
             resolve_model_path(spec.model_path),
             spec.dtype,
@@ -118,47 +116,25 @@ class RankWorker:
             head_start=self._model.head_start,
             poisoned=poisoned,
         )
-        self._receiver = KvReceiver(self._cache, spec.incarnation, listen_host=spec.listen_host)
-        self._sender = KvSender(self._cache, spec.incarnation, checksums=spec.kv_checksums)
+        self._receiver = KvReceiver(self._cache, spec.incarnation, listen_host=spec.listen_host, tls=spec.tls)
+        self._sender = KvSender(self._cache, spec.incarnation, checksums=spec.kv_checksums, tls=spec.tls)
         self._mailbox = DecodeMailbox(spec.max_batch)
         return RankInfo(
             rank=spec.rank,
             kv_endpoint=self._receiver.endpoint,
             attention_backend=self._backend.name,
-            ring_transport=self._ring_backend,
+            ring_transport=self._joining.backend,
             pid=os.getpid(),
             model=info,
         )
 
-    def open_store(self, host: str) -> int:
-        """First rank: open the place where the ring will meet. Returns its port. Raises Unavailable."""
-        self._store = RingStore(host)
-        return self._store.port
+    def open_doors(self) -> RankDoors:
+        """Open the places where the ring will meet; every rank is told those of all. Raises Unavailable."""
+        return self._joining.open()
 
     def join(self, ring: RingSpec) -> None:
         """Meet the other ranks; collective. Raises Unavailable if they do not come within the ring's timeout."""
-        spec = self._spec
-        if spec.tp == 1:
-            self.attach(self._connect(ring, ring.name, spec.rank, spec.num_ranks))
-            return
-        self.attach(
-            self._connect(ring, f"{ring.name}/heads-{spec.tp_rank}", spec.cp_rank, spec.cp),
-            self._connect(ring, f"{ring.name}/tokens-{spec.cp_rank}", spec.tp_rank, spec.tp),
-        )
-
-    def _connect(self, ring: RingSpec, name: str, rank: int, size: int) -> RingTransport:
-        return connect_ring(
-            ring.host,
-            ring.port,
-            name,
-            rank,
-            size,
-            ring.timeout_seconds,
-            self._ring_backend,
-            store=self._store,
-            opens_store=self._spec.rank == 0,
-            device=self._cache.device,
-        )
+        self.attach(*self._joining.join(ring))
 
     def attach(self, transport: RingTransport, tensor: RingTransport | None = None) -> None:
         """Use rings that stand already: the in-process ones of tests. `tensor` joins the tp ranks of this cp rank."""
@@ -351,6 +327,8 @@ class RankWorker:
             wait_seconds=self._clock.wait_seconds,
             bytes_sent=sum(transport.stats.bytes_sent for transport in self._transports),
             stalled_seconds=self._receiver.stalled_seconds if self._receiver else 0.0,
+            communication_seconds=self._clock.communication_seconds,
+            step_counts=tuple(self._clock.step_counts),
         )
 
     def stop(self) -> None:
@@ -361,6 +339,8 @@ class RankWorker:
         """
         if hasattr(self, "_mailbox"):
             self._mailbox.close("the ring is being stopped")
+        if hasattr(self, "_joining"):
+            self._joining.close()
         if self._computing.acquire(timeout=STOP_SECONDS):
             self._computing.release()
         for part in (self._transport, self._tensor, self._sender, self._receiver):

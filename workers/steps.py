@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from cp_core.cost_model import ModelShape
 from cp_core.layout import PrefillLayout, TokenRange
+from cp_core.peer_tls import PeerTls
 from cp_core.reshard import KvPiece as KvPiece
 from workers.sampling.parameters import NO_HISTORY as NO_HISTORY
 from workers.sampling.parameters import Sampling as Sampling
@@ -48,7 +49,7 @@ class RankSpec:
     """What a rank needs to start. `num_blocks` blocks of `block_tokens` tokens for every layer.
 
     `num_ranks` is cp * tp and `rank` is cp_rank * tp + tp_rank: the tp ranks of one cp rank hold the same tokens, each
-    its own share of the heads.
+    its own share of the heads. With `tls` all that ranks send each other is encrypted, as far as `ring_transport` can.
     """
 
     role: str
@@ -67,6 +68,7 @@ class RankSpec:
     kv_checksums: bool = True
     num_threads: int = 1
     listen_host: str = "127.0.0.1"
+    tls: PeerTls | None = None
     max_batch: int = 32
     decode_variant: str = "auto"
 
@@ -136,12 +138,25 @@ class RankInfo:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RingSpec:
-    """Where the ranks of one ring meet. Rank 0 opens the store at host:port (port 0: it chooses and reports)."""
+class RankDoors:
+    """Where one rank waits for others of its ring, each HOST:PORT or empty.
 
-    host: str
-    port: int
+    `tokens` is for those that hold other tokens, `heads` for those that hold other heads. Where the ring's transport
+    meets in a store instead, the first rank's `store` is that.
+    """
+
+    tokens: str = ""
+    heads: str = ""
+    store: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RingSpec:
+    """How the ranks of one ring meet: the doors of all by rank, and a secret by which they know each other."""
+
     name: str
+    doors: tuple[RankDoors, ...]
+    secret: str = field(repr=False)
     timeout_seconds: float = 60.0
 
 
@@ -363,12 +378,21 @@ class DecodeEvents:
     events: tuple[DecodeEvent, ...]
 
 
+STEP_BOUNDS = (
+    *(0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.03, 0.06, 0.1, 0.15),
+    *(0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 60.0),
+)
+"""Seconds: decode steps take those of the first line, prefill steps up to those of the second."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankStatus:
     """Progress, for watchdogs: a step counter and the seconds since it last moved.
 
     `decode_variant` served the latest decode step: `gather` or `pass_q`, empty before the first. `step_seconds` is the
-    time in steps, `wait_seconds` the part of it in which the rank waited for peers, `bytes_sent` what it sent them.
+    time in steps, `wait_seconds` the part of it in which the rank waited for peers, `communication_seconds` that in
+    which messages of the ring were under way (None: its transport cannot tell), `bytes_sent` what it sent.
+    `step_counts` are its steps by length, see `StepClock`.
     `stalled_seconds` is the longest time for which a transfer that has begun, and is not whole, got no byte.
     """
 
@@ -381,3 +405,5 @@ class RankStatus:
     wait_seconds: float = 0.0
     bytes_sent: int = 0
     stalled_seconds: float = 0.0
+    communication_seconds: float | None = None
+    step_counts: tuple[int, ...] = ()

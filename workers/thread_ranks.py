@@ -21,6 +21,7 @@ from workers.steps import (
     KvSend,
     PrefillOutput,
     PrefillStep,
+    RankDoors,
     RankInfo,
     RankSpec,
     RankStatus,
@@ -89,8 +90,8 @@ class ThreadRank:
         self._tp = spec.tp
         return await self._run(self._others, timeout, lambda: self.worker.start(spec, poisoned=self._poisoned))
 
-    async def open_store(self, host: str, timeout: float) -> int:
-        return 0
+    async def open_doors(self, timeout: float) -> RankDoors:
+        return RankDoors()
 
     async def join(self, ring: RingSpec, timeout: float) -> None:
         self._meeting.join(self.worker, self._rank, self._tp)

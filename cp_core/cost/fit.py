@@ -26,6 +26,8 @@ PREFILL_CONSTANTS = (
     "cached_overhead_seconds",
     "sum_bytes_per_second",
 )
+RATIO_WEIGHT = 2.0
+"""Of a ratio's residual, beside 1 of a sample's: machines that are disturbed spoil samples first."""
 DECODE_CONSTANTS = (
     "kv_bytes_per_second",
     "attention_seconds",
@@ -49,6 +51,17 @@ class PrefillSample:
     cached_tokens: int
     seconds: float
     cuts: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefillRatio:
+    """Seconds of one sample over those of another, which were measured side by side: what slowed one slowed both, so
+    that this is known better than either. `above` and `below` are their places among the samples.
+    """
+
+    above: int
+    below: int
+    value: float
 
 
 class StepPart(StrEnum):
@@ -112,20 +125,28 @@ def fit_prefill(
     samples: Sequence[PrefillSample],
     names: Sequence[str] = PREFILL_CONSTANTS,
     trust: float = 0.0,
+    ratios: Sequence[PrefillRatio] = (),
 ) -> HardwareProfile:
     """`profile` with its constants `names` moved, from where they are, to those that fit the samples best.
 
     With `trust` above 0 a constant that moves by a factor of e costs as much as a sample that is wrong by the share
-    `trust`: what the samples hardly tell stays where it is. Raises ConfigError where there are fewer samples than
-    constants.
+    `trust`: what the samples hardly tell stays where it is. A ratio that is wrong costs RATIO_WEIGHT times as much as
+    a sample that is. Raises ConfigError where there are fewer samples than constants.
     """
     _require(samples, names)
     start = np.array([float(getattr(profile.prefill, name)) for name in names])
+    measured = np.log([each.seconds for each in samples])
 
     def residuals(values: Vector) -> Vector:
         moved = _with_prefill(profile, names, values)
-        wrong = np.array([np.log(predicted_prefill(model, moved, each) / each.seconds) for each in samples])
-        return np.concatenate([wrong, trust * np.log(values / start)]) if trust else wrong
+        predicted = np.log([predicted_prefill(model, moved, each) for each in samples])
+        parts = [predicted - measured]
+        if ratios:
+            compared = [predicted[each.above] - predicted[each.below] - np.log(each.value) for each in ratios]
+            parts.append(RATIO_WEIGHT * np.array(compared))
+        if trust:
+            parts.append(trust * np.log(values / start))
+        return np.concatenate(parts)
 
     return _with_prefill(profile, names, minimise(residuals, start.tolist()))
 
@@ -159,6 +180,9 @@ def _require(samples: Sequence[object], names: Sequence[str]) -> None:
 
 def _with_prefill(profile: HardwareProfile, names: Sequence[str], values: Vector) -> HardwareProfile:
     moved: dict[str, Any] = dict(zip(names, map(float, values), strict=True))
+    if "overlap" in moved:
+        # A share: nothing is gained beyond all, so that a fit does not go there.
+        moved["overlap"] = min(1.0, moved["overlap"])
     return replace(profile, prefill=replace(profile.prefill, **moved))
 
 

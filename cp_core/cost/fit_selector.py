@@ -50,7 +50,7 @@ def fit_empirical(comparisons: Sequence[Comparison]) -> EmpiricalFit:
     ordered = sorted(set(heights.tolist()))
     # pass-KV where height > border: borders lie half way between neighbours, and outside of all.
     borders = [ordered[0] - 1.0, *((low + high) / 2 for low, high in pairwise(ordered)), ordered[-1] + 1.0]
-    border = min(borders, key=lambda each: _beyond_best(comparisons, [height > each for height in heights]))
+    border = min(borders, key=lambda each: beyond_best(comparisons, [height > each for height in heights]))
     return EmpiricalFit(alpha=float(alpha), beta=float(beta), gamma=-border)
 
 
@@ -77,10 +77,15 @@ def _lost_by(
     ratio: float,
 ) -> float:
     chosen = [rule(each.turn, model, ratio, 1.0).algorithm for each in comparisons]
-    return _beyond_best(comparisons, [algorithm == PASS_KV for algorithm in chosen])
+    return beyond_best(comparisons, [algorithm == PASS_KV for algorithm in chosen])
 
 
-def _beyond_best(comparisons: Sequence[Comparison], takes_pass_kv: Sequence[bool]) -> float:
+def best_seconds(comparisons: Sequence[Comparison]) -> float:
+    """What the better algorithm of each takes, all together."""
+    return sum(min(each.pass_kv_seconds, each.pass_q_seconds) for each in comparisons)
+
+
+def beyond_best(comparisons: Sequence[Comparison], takes_pass_kv: Sequence[bool]) -> float:
     """Seconds that these choices take beyond the best ones."""
     return sum(
         (each.pass_kv_seconds if is_kv else each.pass_q_seconds) - min(each.pass_kv_seconds, each.pass_q_seconds)

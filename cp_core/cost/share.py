@@ -12,6 +12,8 @@ def process_share(model: ModelShape, tp: int) -> ModelShape:
     """The sizes of one process. KV heads are at least one: with more processes than KV heads each is held by several,
     as arXiv 2411.01783, 4.2.2 does for its comparison.
     """
+    if tp == 1:
+        return model
     return replace(
         model,
         intermediate_size=-(-model.intermediate_size // tp),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count
 
 from orchestration.groups import Group
@@ -32,6 +32,7 @@ class SimulatedDecodeRing:
         self.group = group
         self.kv = KeptKv(group.registration.capacity_tokens)
         self.largest_batch = 0
+        self.sequence_seconds = 0.0  # of its batch, over all its time
         self._clock = clock
         self._max_batch = max_batch
         self._step_seconds = step_seconds
@@ -53,9 +54,7 @@ class SimulatedDecodeRing:
 
     def _change(self) -> None:
         """Count the steps until now, let waiting turns in, and see when the next one is done."""
-        if self._running:
-            self._steps += (self._clock.now - self._since) / self._step
-        self._since = self._clock.now
+        self._count_steps()
         entered = []
         while self._waiting and len(self._running) < self._max_batch:
             turn = self._waiting.popleft()
@@ -72,17 +71,23 @@ class SimulatedDecodeRing:
         due, epoch = self._running[0][0], self._epoch
         self._clock.after(max(0.0, due - self._steps) * self._step, lambda: self._finish(epoch))
 
+    def _count_steps(self) -> None:
+        """Those until now, before the batch is another one."""
+        if self._running:
+            seconds = self._clock.now - self._since
+            self._steps += seconds / self._step
+            self.sequence_seconds += seconds * len(self._running)
+        self._since = self._clock.now
+
     def _finish(self, epoch: int) -> None:
         if epoch != self._epoch:
             return  # the batch has changed since: another event stands for this one
+        self._count_steps()
         _, _, turn = heapq.heappop(self._running)
-        # The steps until now, before the batch is another one.
-        self._steps += (self._clock.now - self._since) / self._step
-        self._since = self._clock.now
         self._context -= turn.context
         turn.last()
         if self._clock.now >= self._announces_at:
             self._announces_at = self._clock.now + ANNOUNCE_SECONDS
             free = self.kv.capacity - self.kv.num_pinned_tokens
-            self.group.announce(replace(self.group.registration, free_tokens=free), self._clock.now)
+            self.group.tell(0.0, 0.0, free, self._clock.now)
         self._change()

@@ -41,6 +41,10 @@ class KeptKv:
         if keep:
             self._kept[conversation] = keep
 
+    def drop(self, conversation: int) -> None:
+        """What is kept of it is freed. Idempotent."""
+        self._used -= self._kept.pop(conversation, 0)
+
     def check_integrity(self) -> None:
         """Nothing is counted twice or lost, and nothing is beyond the capacity."""
         assert self.num_pinned_tokens == sum(self._pinned.values()), "pinned tokens do not add up"

@@ -1,131 +1,116 @@
-"""Which rings a simulated turn goes to: as the router decides, in turn, or with what no router knows: every queue."""
+"""Which rings a simulated turn goes to: as the router decides, by less than it knows, or by what no router knows."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
-from cp_core.layout import spread
-from orchestration.groups import GroupRegistry
+from cp_core.errors import Unavailable
+from orchestration.groups import Group
 from orchestration.placement import RingPlacer
-from orchestration.placement_map import Placement
-from orchestration.planner import Planner
-from orchestration.simulator.decode_ring import SimulatedDecodeRing
+from orchestration.planner import Planner, PromptOnRings
+from orchestration.simulator.cluster import Cluster
 from orchestration.simulator.prefill_ring import SimulatedPrefillRing
-from orchestration.wanted_turn import WantedTurn
+from orchestration.wanted_turn import Choice, WantedTurn
 
-# Decode rings are compared by their turns alone: nearer ones than this are no reason to leave a conversation's KV.
 MAX_MORE_TURNS = 8
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Rings:
-    """All rings of a simulated cluster, by pool; `registry` is the router's own, which knows them all."""
-
-    registry: GroupRegistry
-    prefill: Sequence[SimulatedPrefillRing]
-    decode: Sequence[SimulatedDecodeRing]
-
-
-@dataclass(slots=True, eq=False)
-class Whereabouts:
-    """Where a conversation's last turn ran; None before its first. Tokens are those that it left there."""
-
-    prefill: SimulatedPrefillRing | None = None
-    decode: SimulatedDecodeRing | None = None
-    prefill_tokens: int = 0
-    decode_tokens: int = 0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AskedTurn:
-    """A turn to be placed: `history_tokens` of its prompt are the conversation's so far."""
-
-    prompt_tokens: int
-    history_tokens: int
-    output_tokens: int
-    where: Whereabouts
-
-
-Chosen = tuple[SimulatedPrefillRing, SimulatedDecodeRing]
-PredictSeconds = Callable[[SimulatedPrefillRing, SimulatedDecodeRing], float]
+"""Decode rings are compared by their turns alone: fewer more than this are no reason to leave a conversation's KV."""
 
 
 class PlacementPolicy(Protocol):
-    """`predict` gives the planned prefill seconds of the turn at hand on a pair of rings."""
+    """The router's `RingPlacer` is one."""
 
-    def choose(self, turn: AskedTurn, predict: PredictSeconds) -> Chosen: ...
-
-
-class RouterPlacement:
-    """The router's own: it knows of the rings what they announce, and of conversations where it has put them."""
-
-    def __init__(self, rings: Rings, planner: Planner) -> None:
-        self._placer = RingPlacer(rings.registry, planner)
-        self._prefill = {ring.group.name: ring for ring in rings.prefill}
-        self._decode = {ring.group.name: ring for ring in rings.decode}
-
-    def choose(self, turn: AskedTurn, predict: PredictSeconds) -> Chosen:
-        where = turn.where
-        wanted = WantedTurn(
-            num_tokens=turn.prompt_tokens,
-            answer_tokens=turn.output_tokens,
-            match_tokens=min(turn.history_tokens, turn.prompt_tokens - 1),
-            prefill=_placement(where.prefill, where.prefill_tokens),
-            decode=_placement(where.decode, where.decode_tokens),
-        )
-        choice = self._placer.choose(wanted)
-        return self._prefill[choice.prefill.name], self._decode[choice.decode.name]
+    def choose(self, turn: WantedTurn, refused: Collection[Group] = ()) -> Choice:
+        """Raises Unavailable where all rings have refused."""
+        ...
 
 
 class RoundRobin:
     """The next ring of each pool, whatever it holds."""
 
-    def __init__(self, rings: Rings, planner: Planner) -> None:
-        self._rings = rings
-        self._next = 0
+    def __init__(self, cluster: Cluster, planner: Planner) -> None:
+        self._groups = {
+            "prefill": [ring.group for ring in cluster.prefill.values()],
+            "decode": [ring.group for ring in cluster.decode.values()],
+        }
+        self._next = {"prefill": 0, "decode": 0}
+        self._planner = planner
 
-    def choose(self, turn: AskedTurn, predict: PredictSeconds) -> Chosen:
-        self._next += 1
-        prefill, decode = self._rings.prefill, self._rings.decode
-        return prefill[self._next % len(prefill)], decode[self._next % len(decode)]
+    def choose(self, turn: WantedTurn, refused: Collection[Group] = ()) -> Choice:
+        return _choice(self._planner, turn, self._following("prefill", refused), self._following("decode", refused))
+
+    def _following(self, role: str, refused: Collection[Group]) -> Group:
+        groups = self._groups[role]
+        for _ in groups:
+            group = groups[self._next[role] % len(groups)]
+            self._next[role] += 1
+            if group not in refused:
+                return group
+        raise Unavailable(f"every {role} ring has refused the turn")
+
+
+class LeastLoaded:
+    """The rings of the shortest queue and of the fewest turns, as far as the router knows, whatever they hold."""
+
+    def __init__(self, cluster: Cluster, planner: Planner) -> None:
+        self._registry = cluster.registry
+        self._planner = planner
+
+    def choose(self, turn: WantedTurn, refused: Collection[Group] = ()) -> Choice:
+        def accepts(group: Group) -> bool:
+            return group not in refused and group.free_tokens >= turn.num_tokens
+
+        def is_other(group: Group) -> bool:
+            return group not in refused
+
+        prefills = self._registry.least_busy(accepts) or self._registry.least_busy(is_other)
+        decode = self._registry.least_loaded(accepts) or self._registry.least_loaded(is_other)
+        if not prefills or decode is None:
+            raise Unavailable("every ring of a pool has refused the turn")
+        return _choice(self._planner, turn, min(prefills, key=lambda group: group.busy_until), decode)
 
 
 class KvAware:
-    """Knows every queue and all kept KV as they are. The prefill ring where waiting and computing end first: that which
-    holds the conversation, or the idlest other. The decode ring that holds it, unless others have many turns fewer.
+    """Knows every queue as it is. The prefill ring where waiting and computing end first: the conversation's own, or
+    the idlest other. Its own decode ring, unless others have many turns fewer.
     """
 
-    def __init__(self, rings: Rings, planner: Planner) -> None:
-        self._rings = rings
+    def __init__(self, cluster: Cluster, planner: Planner) -> None:
+        self._prefill: Mapping[str, SimulatedPrefillRing] = cluster.prefill
+        self._decode = [ring.group for ring in cluster.decode.values()]
+        self._planner = planner
 
-    def choose(self, turn: AskedTurn, predict: PredictSeconds) -> Chosen:
-        where = turn.where
-        idlest = min(self._rings.decode, key=lambda ring: ring.group.num_turns)
-        holds = where.decode
-        decode = holds if holds and holds.group.num_turns <= idlest.group.num_turns + MAX_MORE_TURNS else idlest
-        quickest = min(self._rings.prefill, key=lambda ring: (ring.predicted_wait, ring.group.num_turns))
-        candidates = [quickest] if where.prefill in (None, quickest) else [where.prefill, quickest]
-        prefill = min(
-            (ring for ring in candidates if ring), key=lambda ring: ring.predicted_wait + predict(ring, decode)
+    def choose(self, turn: WantedTurn, refused: Collection[Group] = ()) -> Choice:
+        decodes = [group for group in self._decode if group not in refused]
+        prefills = [ring for ring in self._prefill.values() if ring.group not in refused]
+        if not decodes or not prefills:
+            raise Unavailable("every ring of a pool has refused the turn")
+        decode = min(decodes, key=lambda group: group.num_turns)
+        decode = next(
+            (own for own in _own(turn, decodes) if own.num_turns <= decode.num_turns + MAX_MORE_TURNS), decode
         )
-        return prefill, decode
+        idlest = min(prefills, key=lambda ring: (ring.predicted_wait, ring.group.num_turns))
+        options = [_choice(self._planner, turn, group, decode) for group in _own(turn, [r.group for r in prefills])]
+        options.append(_choice(self._planner, turn, idlest.group, decode))
+        return min(options, key=lambda each: self._prefill[each.prefill.name].predicted_wait + each.prefill_seconds)
 
 
-POLICIES: dict[str, Callable[[Rings, Planner], PlacementPolicy]] = {
-    "router": RouterPlacement,
+def _own(turn: WantedTurn, groups: Sequence[Group]) -> list[Group]:
+    return [group for group in groups if turn.is_at(group)]
+
+
+def _choice(planner: Planner, turn: WantedTurn, prefill: Group, decode: Group) -> Choice:
+    move, seconds = planner.predict_turn(
+        PromptOnRings(
+            turn.num_tokens, turn.kept_on(prefill), turn.kept_on(decode), prefill.registration, decode.registration
+        )
+    )
+    return Choice(prefill=prefill, decode=decode, prefill_seconds=move + seconds)
+
+
+POLICIES: dict[str, Callable[[Cluster, Planner], PlacementPolicy]] = {
+    "router": lambda cluster, planner: RingPlacer(cluster.registry, planner),
+    "least_loaded": LeastLoaded,
     "round_robin": RoundRobin,
     "kv_aware": KvAware,
 }
-
-
-def _placement(ring: SimulatedPrefillRing | SimulatedDecodeRing | None, num_tokens: int) -> Placement | None:
-    if ring is None:
-        return None
-    registration = ring.group.registration
-    return Placement(
-        group=registration.name,
-        incarnation=registration.incarnation,
-        shards=spread(0, num_tokens, (0,) * registration.num_ranks),
-    )

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 
 from cp_core.layout import TokenRange
 from orchestration.groups import Group
-from orchestration.prefill_scheduler import PrefillScheduler, ScheduledStep
+from orchestration.prefill_scheduler import Piece, PrefillScheduler, ScheduledStep
 from orchestration.simulator.clock import ANNOUNCE_SECONDS, Clock
 from orchestration.simulator.kept_kv import KeptKv
-from orchestration.turn import Chunk
+from orchestration.turn import Chunk, PrefillReport
 
 
 @dataclass(slots=True, eq=False)
 class PrefillingTurn:
-    """`chunks` are those of its plan. `done` is told when its last token is computed."""
+    """`chunks` are those of its plan. `done` is told when its last token is computed: what the turn really took, and
+    when its first step began.
+    """
 
     turn_id: str
     chunks: tuple[Chunk, ...]
-    done: Callable[[], None]
+    done: Callable[[PrefillReport, float], None]
+    started: float | None = None
+    seconds: float = 0.0
+    computed: list[Chunk] = field(default_factory=list)
 
 
 class SimulatedPrefillRing:
@@ -35,6 +40,7 @@ class SimulatedPrefillRing:
         self.group = group
         self.kv = KeptKv(group.registration.capacity_tokens)
         self.busy_seconds = 0.0
+        self.computed_tokens = 0
         self._clock = clock
         self._scheduler = scheduler
         self._step_seconds = step_seconds
@@ -62,8 +68,7 @@ class SimulatedPrefillRing:
         """Tell the router what a real ring tells it every few seconds; of what no step changes it needs no word."""
         scheduler = self._scheduler
         free = self.kv.capacity - self.kv.num_pinned_tokens
-        told = replace(self.group.registration, waiting_work=scheduler.load, work_rate=scheduler.rate, free_tokens=free)
-        self.group.announce(told, self._clock.now)
+        self.group.tell(scheduler.load, scheduler.rate, free, self._clock.now)
 
     def _next(self) -> None:
         step = self._scheduler.next_step()
@@ -71,6 +76,9 @@ class SimulatedPrefillRing:
         if step is not None:
             seconds = self._step_seconds(step)
             self.busy_seconds += seconds
+            for piece in step.pieces:
+                turn = self._turns[piece.turn_id]
+                turn.started = self._clock.now if turn.started is None else turn.started
             self._clock.after(seconds, lambda: self._commit(step, seconds))
 
     def _commit(self, step: ScheduledStep, seconds: float) -> None:
@@ -79,6 +87,16 @@ class SimulatedPrefillRing:
             self._announces_at = self._clock.now + ANNOUNCE_SECONDS
             self._announce()
         for piece in step.pieces:
-            if piece.tokens.stop == self._turns[piece.turn_id].chunks[-1].tokens.stop:
-                self._turns.pop(piece.turn_id).done()
+            self._enter(piece, step, seconds)
         self._next()
+
+    def _enter(self, piece: Piece, step: ScheduledStep, seconds: float) -> None:
+        """In the turn's own record, which ends with its last piece."""
+        turn = self._turns[piece.turn_id]
+        self.computed_tokens += len(piece.tokens)
+        turn.seconds += seconds
+        turn.computed.append(Chunk(tokens=piece.tokens, algorithm=step.algorithm, num_turns=len(step.pieces)))
+        if piece.tokens.stop == turn.chunks[-1].tokens.stop:
+            del self._turns[piece.turn_id]
+            assert turn.started is not None, "it was computed"
+            turn.done(PrefillReport(prefill_seconds=turn.seconds, chunks=tuple(turn.computed)), turn.started)

@@ -1,73 +1,125 @@
-"""What came of a simulated run."""
+"""What came of a simulated run. Millions of turns are tallied as they end, in arrays of plain numbers."""
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+HOUR = 3600.0
+SIZES = {"short": 8_000, "document": 250_000, "longest": 1 << 62}
+"""By how many tokens a turn computed at least would have to be computed: its new ones, at most these."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TurnRecord:
-    """One finished turn. Seconds; `ttft_seconds` since it was first asked, `decode_seconds` until its last token."""
+    """One finished turn. Seconds: `asked` at first, `queue_seconds` until its first step began, `ttft_seconds` until
+    its first token, `decode_seconds` of the decode ring until its last.
+
+    Of its prompt `new_tokens` were never computed before; of those before them `moved_tokens` came from the decode
+    ring, `recomputed_tokens` were computed again, and the rest was kept.
+    """
 
     asked: float
+    queue_seconds: float
     ttft_seconds: float
     decode_seconds: float
     prompt_tokens: int
-    cached_tokens: int
+    new_tokens: int
+    moved_tokens: int
+    recomputed_tokens: int
     output_tokens: int
-    algorithm: str
+    is_pass_q: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Percentiles:
+    """Seconds of `count` turns; zeros where there are none."""
+
+    count: int
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+    most: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SimulationResult:
-    """Of all turns of one placement. `cached_share` is of all prompt tokens, `busy_share` of the prefill rings' time.
+    """Of all turns of one placement. `cached_share` is of all prompt tokens, `busy_share` of the prefill rings' time,
+    `batch_share` of the places in decode batches, over the whole run.
 
-    `pass_q_share` is of the turns; `num_retries` counts how often a turn found no room and asked again.
+    `ttft_of_size` is by new tokens (`SIZES`), `ttft_of_hour` by the hour of the trace in which a turn was asked.
+    `pass_q_share` is of the turns; `num_refusals` counts rings that had no room for a turn, `num_retries` the turns
+    that found no ring and asked again later. `computed_tokens` are those of the rings' steps.
     """
 
     placement: str
     num_turns: int
+    num_refusals: int
     num_retries: int
     simulated_seconds: float
+    prompt_tokens: int
+    new_tokens: int
+    computed_tokens: int
+    moved_tokens: int
+    recomputed_tokens: int
     cached_share: float
     pass_q_share: float
-    ttft_mean: float
-    ttft_median: float
-    ttft_p90: float
-    ttft_p99: float
+    ttft: Percentiles
+    queue: Percentiles
+    ttft_of_size: dict[str, Percentiles]
+    ttft_of_hour: tuple[Percentiles, ...]
     ttit_mean: float
     busy_share: float
     busiest_share: float
+    batch_share: float
     largest_batch: int
 
 
-def summarise(
-    placement: str,
-    records: Sequence[TurnRecord],
-    *,
-    num_retries: int,
-    seconds: float,
-    busy_seconds: Sequence[float],
-    largest_batch: int,
-) -> SimulationResult:
-    """`records` of one turn at least; `seconds` is the whole run, `busy_seconds` are those of each prefill ring."""
-    waits = sorted(record.ttft_seconds for record in records)
-    return SimulationResult(
-        placement=placement,
-        num_turns=len(records),
-        num_retries=num_retries,
-        simulated_seconds=seconds,
-        cached_share=sum(each.cached_tokens for each in records) / sum(each.prompt_tokens for each in records),
-        pass_q_share=sum(each.algorithm == "pass_q" for each in records) / len(records),
-        ttft_mean=sum(waits) / len(waits),
-        ttft_median=percentile(waits, 0.5),
-        ttft_p90=percentile(waits, 0.9),
-        ttft_p99=percentile(waits, 0.99),
-        ttit_mean=sum(each.decode_seconds for each in records) / sum(each.output_tokens for each in records),
-        busy_share=sum(busy_seconds) / len(busy_seconds) / seconds,
-        busiest_share=max(busy_seconds) / seconds,
-        largest_batch=largest_batch,
+@dataclass(slots=True)
+class Tally:
+    """Of the turns so far."""
+
+    ttft: dict[str, array[float]] = field(default_factory=lambda: {name: array("d") for name in SIZES})
+    queue: array[float] = field(default_factory=lambda: array("d"))
+    hours: list[array[float]] = field(default_factory=list)
+    num_refusals: int = 0
+    num_retries: int = 0
+    num_pass_q: int = 0
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    moved_tokens: int = 0
+    recomputed_tokens: int = 0
+    output_tokens: int = 0
+    decode_seconds: float = 0.0
+
+    def note(self, record: TurnRecord) -> None:
+        """Enter a turn that has ended."""
+        size = next(name for name, most in SIZES.items() if record.new_tokens <= most)
+        self.ttft[size].append(record.ttft_seconds)
+        self.queue.append(record.queue_seconds)
+        hour = int(record.asked // HOUR)
+        while len(self.hours) <= hour:
+            self.hours.append(array("d"))
+        self.hours[hour].append(record.ttft_seconds)
+        self.num_pass_q += record.is_pass_q
+        self.prompt_tokens += record.prompt_tokens
+        self.new_tokens += record.new_tokens
+        self.moved_tokens += record.moved_tokens
+        self.recomputed_tokens += record.recomputed_tokens
+        self.output_tokens += record.output_tokens
+        self.decode_seconds += record.decode_seconds
+
+
+def percentiles(values: Sequence[float]) -> Percentiles:
+    """Of values in any order."""
+    if not values:
+        return Percentiles(count=0, mean=0.0, p50=0.0, p90=0.0, p99=0.0, most=0.0)
+    ordered = sorted(values)
+    p50, p90, p99 = (percentile(ordered, share) for share in (0.5, 0.9, 0.99))
+    return Percentiles(
+        count=len(ordered), mean=sum(ordered) / len(ordered), p50=p50, p90=p90, p99=p99, most=ordered[-1]
     )
 
 

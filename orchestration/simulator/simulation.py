@@ -1,364 +1,315 @@
 """One simulated run: conversations arrive, turns are placed, planned, prefilled, migrated and decoded.
 
-What happens to a turn: placed -> reserved on both rings (else asked again later) -> KV pulled from the decode ring
-where the plan says so -> queue -> steps -> what of the migration is exposed -> decode batch -> think -> next turn.
+What happens to a turn: placed -> reserved on both rings (else placed elsewhere, else asked again later) -> KV pulled
+from the decode ring where the plan says so -> queue -> steps -> what of the migration is exposed -> decode batch ->
+think -> next turn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from functools import cache
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 
-from cp_core.cost.decode import fastest_step
-from cp_core.cost.memory import WeightBytes, process_memory
-from cp_core.cost.migration import predict_migration
-from cp_core.cost.prefill import predict_turn
-from cp_core.cost.profile import HardwareProfile
-from cp_core.errors import CapacityExceeded, ConfigError
-from cp_core.layout import TokenRange
-from orchestration.groups import Group, GroupRegistry, Placed
-from orchestration.planner import Planner, PlannerSettings
-from orchestration.prefill_scheduler import PrefillScheduler, PrefillScheduling, ScheduledStep
-from orchestration.prefill_work import StepLimits, WorkModel
+from cp_core.errors import CapacityExceeded, ConfigError, Unavailable
+from cp_core.layout import ShardMap, TokenRange
+from orchestration.cached_kv import KEPT, KeptOn
+from orchestration.groups import Group, Placed
+from orchestration.placement import RingPlacer
+from orchestration.placement_map import Placement
+from orchestration.planner import Planner, PlannerSettings, PromptOnRings
 from orchestration.simulator.clock import Clock
+from orchestration.simulator.cluster import Cluster, ClusterShape
 from orchestration.simulator.decode_ring import DecodingTurn, SimulatedDecodeRing
-from orchestration.simulator.placement import POLICIES, AskedTurn, Rings, Whereabouts
+from orchestration.simulator.placement import POLICIES
 from orchestration.simulator.prefill_ring import PrefillingTurn, SimulatedPrefillRing
-from orchestration.simulator.results import SimulationResult, TurnRecord, summarise
+from orchestration.simulator.results import SimulationResult, Tally, TurnRecord, percentiles
 from orchestration.simulator.trace import TracedConversation, TracedTurn
-from orchestration.turn import GroupRegistration, Plan, PromptMode
-from workers.steps import ModelInfo, RingRates
+from orchestration.turn import Plan, PrefillReport, PromptMode
+from orchestration.turn_placements import MAX_REFUSALS
+from orchestration.wanted_turn import Choice, WantedTurn
+from workers.steps import Algorithm
 
-# Mean contexts of a decode batch are rounded to this: a step of 1,000 tokens more takes no longer that one could see.
-CONTEXT_GRAIN = 1_000
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PoolShape:
-    """`num_rings` rings of cp ranks of tp processes."""
-
-    num_rings: int
-    cp: int
-    tp: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SimulationSettings:
-    """`placement` is one of `placement.POLICIES`. A turn that finds no room asks again after `retry_seconds`."""
-
-    model: ModelInfo
-    weights: WeightBytes
-    profile: HardwareProfile
-    prefill: PoolShape
-    decode: PoolShape
-    placement: str
-    selector: str = "auto"
-    chunk_tokens: int = 65_536
-    max_batch: int = 32
-    scheduling: PrefillScheduling = field(default_factory=PrefillScheduling)
-    retry_seconds: float = 5.0
+RETRY_SECONDS = 5.0
+"""After which a turn that found no room asks again, where no ring said when."""
 
 
 @dataclass(slots=True, eq=False)
 class _Conversation:
-    """`tokens` of all finished turns; `at` is the next turn's number."""
+    """`tokens` of all finished turns; `at` is the next turn's number. The places are those of the turn before."""
 
     number: int
     traced: TracedConversation
-    where: Whereabouts
     tokens: int = 0
     at: int = 0
+    prefill: Placement | None = None
+    decode: Placement | None = None
 
     @property
     def turn(self) -> TracedTurn:
         return self.traced.turns[self.at]
 
 
-class Simulation:
-    """Runs once. Raises ConfigError for an unknown placement, or where a ring cannot hold the longest conversation."""
+@dataclass(slots=True, eq=False)
+class _Turn:
+    """A turn that rings have room for. Times are the clock's."""
 
-    def __init__(self, settings: SimulationSettings, trace: Sequence[TracedConversation]) -> None:
-        if settings.placement not in POLICIES:
-            raise ConfigError(f"placement is {settings.placement!r}; allowed are {', '.join(POLICIES)}")
-        self._settings = settings
-        self._shape = settings.model.shape
-        self._planner = Planner(settings.model, PlannerSettings(selector=settings.selector))
+    conversation: _Conversation
+    asked: float
+    choice: Choice
+    plan: Plan
+    placed: Placed
+    lacking: int
+    """Tokens whose KV the decode ring is to get."""
+    started: float = 0.0
+    admitted: float = 0.0
+    first_at: float = 0.0
+
+    @property
+    def moved(self) -> int:
+        return sum(len(each.tokens) for each in self.plan.cached_sources if each.source != KEPT)
+
+
+class Simulation:
+    """Runs once. `trace` is iterated over twice, in the order in which its conversations begin.
+
+    Raises ConfigError for an unknown placement, or where a ring cannot hold the longest conversation.
+    """
+
+    def __init__(
+        self, shape: ClusterShape, trace: Iterable[TracedConversation], placement: str, selector: str = "auto"
+    ) -> None:
+        if placement not in POLICIES:
+            raise ConfigError(f"placement is {placement!r}; allowed are {', '.join(POLICIES)}")
+        self._placement = placement
+        self._planner = Planner(shape.model, PlannerSettings(selector=selector))
         self._clock = Clock()
         self._trace = trace
-        self._registry = GroupRegistry(lambda: self._clock.now)
-        self._rings = Rings(registry=self._registry, prefill=self._prefill_rings(), decode=self._decode_rings())
-        self._policy = POLICIES[settings.placement](self._rings, self._planner)
-        self._records: list[TurnRecord] = []
-        self._num_retries = 0
-        self._check_capacity()
+        longest = max((each.num_tokens for each in trace), default=1)
+        self.cluster = Cluster(shape, self._clock, longest)
+        self._policy = POLICIES[placement](self.cluster, self._planner)
+        self._tally = Tally()
+        self._tell: Callable[[], None] = lambda: None
 
-    def run(self) -> SimulationResult:
-        """All turns of the trace, to the last token."""
-        for number, traced in enumerate(self._trace):
-            conversation = _Conversation(number, traced, Whereabouts())
-            self._clock.after(traced.start_seconds, lambda one=conversation: self._next_turn(one))  # type: ignore[misc]
+    def run(self, tell: Callable[[], None] = lambda: None) -> SimulationResult:
+        """All turns of the trace, to the last token. `tell` hears of every conversation that begins."""
+        self._tell = tell
+        self._expect(enumerate(self._trace))
         self._clock.run()
-        for kv in (*(ring.kv for ring in self._rings.prefill), *(ring.kv for ring in self._rings.decode)):
-            kv.check_integrity()
-        return summarise(
-            self._settings.placement,
-            self._records,
-            num_retries=self._num_retries,
-            seconds=self._clock.now,
-            busy_seconds=[ring.busy_seconds for ring in self._rings.prefill],
-            largest_batch=max(ring.largest_batch for ring in self._rings.decode),
-        )
+        self.cluster.check_integrity()
+        return self._summary()
 
     # --- a turn ------------------------------------------------------------------------------------------------------
+
+    def _expect(self, coming: Iterator[tuple[int, TracedConversation]]) -> None:
+        """The next conversation, and when it begins the one after it."""
+        number, traced = next(coming, (0, None))
+        if traced is None:
+            return
+        conversation = _Conversation(number, traced)
+
+        def begin() -> None:
+            self._tell()
+            self._next_turn(conversation)
+            self._expect(coming)
+
+        self._clock.after(traced.start_seconds - self._clock.now, begin)
 
     def _next_turn(self, conversation: _Conversation) -> None:
         if conversation.at < len(conversation.traced.turns):
             self._clock.after(conversation.turn.think_seconds, lambda: self._arrive(conversation, self._clock.now))
 
     def _arrive(self, conversation: _Conversation, asked: float) -> None:
-        turn = conversation.turn
-        prompt = conversation.tokens + turn.new_tokens
-
-        def plan(prefill: SimulatedPrefillRing, decode: SimulatedDecodeRing) -> Plan:
+        """Place the turn, elsewhere where a ring has no room, as often as the router does; or let it ask again."""
+        prompt = conversation.tokens + conversation.turn.new_tokens
+        wanted = WantedTurn(
+            num_tokens=prompt,
+            answer_tokens=conversation.turn.output_tokens,
             # The last prompt token is always computed.
-            most = min(conversation.tokens, prompt - 1)
-            return self._planner.plan(
-                num_tokens=prompt,
-                kept_on_prefill=min(most, prefill.kv.held(conversation.number)),
-                kept_on_decode=min(most, decode.kv.held(conversation.number)),
-                prefill=prefill.group.registration,
-                decode=decode.group.registration,
-                mode=PromptMode.APPEND if conversation.tokens else PromptMode.NEW,
-            )
-
-        asked_turn = AskedTurn(
-            prompt_tokens=prompt,
-            history_tokens=conversation.tokens,
-            output_tokens=turn.output_tokens,
-            where=conversation.where,
+            match_tokens=min(conversation.tokens, prompt - 1),
+            prefill=conversation.prefill,
+            decode=conversation.decode,
         )
-        prefill, decode = self._policy.choose(
-            asked_turn, lambda prefill, decode: plan(prefill, decode).predicted_prefill_seconds
-        )
-        chosen = plan(prefill, decode)
-        before = prefill.kv.held(conversation.number)
-        on_decode = decode.kv.held(conversation.number)
-        if not prefill.kv.try_pin(conversation.number, prompt):
-            self._retry(conversation, asked, self._settings.retry_seconds)
-            return
-        if not decode.kv.try_pin(conversation.number, prompt + turn.output_tokens):
-            prefill.kv.settle(conversation.number, before)
-            self._retry(conversation, asked, self._settings.retry_seconds)
-            return
-        turn_id = f"{conversation.number}-{conversation.at}"
-        try:
-            prefill.reserve(turn_id, TokenRange(chosen.cached_tokens, prompt))
-        except CapacityExceeded as error:
-            prefill.kv.settle(conversation.number, before)
-            decode.kv.settle(conversation.number, on_decode)
-            self._retry(conversation, asked, error.retry_after_seconds or self._settings.retry_seconds)
-            return
-        # What other rings hold of the conversation stays there until it is the least recently used.
-        conversation.where = Whereabouts(prefill, decode, prompt, prompt + turn.output_tokens)
-        placed = self._registry.place(
-            prefill.group, decode.group, prefill_seconds=chosen.predicted_prefill_seconds, num_tokens=prompt
-        )
-        prefill.group.num_turns += 1
-        decode.group.num_turns += 1
-        self._prefill(conversation, turn_id, chosen, prefill, decode, placed, asked)
-
-    def _retry(self, conversation: _Conversation, asked: float, seconds: float) -> None:
-        self._num_retries += 1
+        refused: list[Group] = []
+        seconds = RETRY_SECONDS
+        while len(refused) <= MAX_REFUSALS:
+            try:
+                choice = self._policy.choose(wanted, refused)
+            except Unavailable:
+                break
+            before = len(refused)
+            try:
+                turn = self._try_reserve(conversation, asked, wanted, choice, refused)
+            except CapacityExceeded as full:
+                refused.append(choice.prefill)
+                seconds = full.retry_after_seconds or seconds
+            else:
+                if turn is not None:
+                    self._prefill(turn)
+                    return
+            self._tally.num_refusals += len(refused) - before
+        self._tally.num_retries += 1
         self._clock.after(seconds, lambda: self._arrive(conversation, asked))
 
-    def _prefill(
-        self,
-        conversation: _Conversation,
-        turn_id: str,
-        plan: Plan,
-        prefill: SimulatedPrefillRing,
-        decode: SimulatedDecodeRing,
-        placed: Placed,
-        asked: float,
-    ) -> None:
-        pulled = sum(len(each.tokens) for each in plan.cached_sources if each.source == "pulled_from_decode")
-        seconds = plan.predicted_prefill_seconds
-        sent = self._migration_seconds(plan.new_tokens, seconds)
+    def _try_reserve(
+        self, conversation: _Conversation, asked: float, wanted: WantedTurn, choice: Choice, refused: list[Group]
+    ) -> _Turn | None:
+        """None, and nothing changed, where a ring has no room for the KV: it is entered in `refused`.
 
-        def done() -> None:
-            # The prompt stays on the prefill ring; the decode ring still needs the turn's place.
-            prefill.group.num_turns -= 1
-            placed.end_prefill()
-            prefill.kv.settle(conversation.number, conversation.tokens + conversation.turn.new_tokens)
-            self._clock.after(sent, lambda: self._decode(conversation, plan, decode, asked))
+        Raises CapacityExceeded where the prefill ring's queue is full.
+        """
+        number, prompt = conversation.number, wanted.num_tokens
+        prefill, decode = self.cluster.prefill[choice.prefill.name], self.cluster.decode[choice.decode.name]
+        rings: tuple[SimulatedPrefillRing | SimulatedDecodeRing, ...] = (prefill, decode)
+        before = [ring.kv.held(number) for ring in rings]
+        has_room = [prefill.kv.try_pin(number, prompt), decode.kv.try_pin(number, prompt + wanted.answer_tokens)]
 
-        turn = PrefillingTurn(turn_id, plan.chunks, done)
-        # Pulling computes nothing and nothing hides it.
-        pull = self._migration_seconds(pulled, 0.0) if pulled else 0.0
-        self._clock.after(pull, lambda: prefill.enter(turn))
+        def give_back() -> None:
+            for ring, held, has in zip(rings, before, has_room, strict=True):
+                if has:
+                    ring.kv.settle(number, held)
 
-    def _decode(self, conversation: _Conversation, plan: Plan, decode: SimulatedDecodeRing, asked: float) -> None:
-        turn = conversation.turn
-        prompt = conversation.tokens + turn.new_tokens
-        started = first_at = self._clock.now
+        if not all(has_room):
+            refused.extend(ring.group for ring, has in zip(rings, has_room, strict=True) if not has)
+            give_back()
+            return None
+        on_prefill, on_decode = (
+            min(wanted.match_tokens, held) if wanted.is_at(ring.group) else 0
+            for ring, held in zip(rings, before, strict=True)
+        )
+        plan = self._planner.plan(
+            PromptOnRings(
+                num_tokens=prompt,
+                kept_on_prefill=on_prefill,
+                kept_on_decode=on_decode,
+                prefill=choice.prefill.registration,
+                decode=choice.decode.registration,
+                left=self._left(number, wanted, choice),
+            ),
+            mode=PromptMode.APPEND if conversation.tokens else PromptMode.NEW,
+        )
+        try:
+            prefill.reserve(_turn_id(conversation), TokenRange(plan.cached_tokens, prompt))
+        except CapacityExceeded:
+            give_back()
+            raise
+        placed = self.cluster.registry.place(
+            choice.prefill, choice.decode, prefill_seconds=choice.prefill_seconds, num_tokens=prompt
+        )
+        choice.prefill.num_turns += 1
+        choice.decode.num_turns += 1
+        return _Turn(conversation, asked, choice, plan, placed, lacking=prompt - on_decode)
+
+    def _left(self, number: int, wanted: WantedTurn, choice: Choice) -> list[KeptOn]:
+        """What rings keep that the conversation leaves: turns take it along where the router places them."""
+        if not isinstance(self._policy, RingPlacer):
+            return []
+        rings: list[SimulatedPrefillRing | SimulatedDecodeRing] = []
+        if wanted.prefill is not None and wanted.prefill.group != choice.prefill.name:
+            rings.append(self.cluster.prefill[wanted.prefill.group])
+        if wanted.decode is not None and wanted.decode.group != choice.decode.name:
+            rings.append(self.cluster.decode[wanted.decode.group])
+        return [KeptOn(ring.group.registration, min(wanted.match_tokens, ring.kv.held(number))) for ring in rings]
+
+    def _prefill(self, turn: _Turn) -> None:
+        ring = self.cluster.prefill[turn.choice.prefill.name]
+        prefilling = PrefillingTurn(
+            _turn_id(turn.conversation), turn.plan.chunks, lambda report, started: self._hand_off(turn, report, started)
+        )
+        self._clock.after(self.cluster.pull_seconds(turn.moved), lambda: ring.enter(prefilling))
+
+    def _hand_off(self, turn: _Turn, report: PrefillReport, started: float) -> None:
+        """The prompt stays on the prefill ring; the decode ring has the turn's place already."""
+        turn.started = started
+        group = turn.choice.prefill
+        group.num_turns -= 1
+        turn.placed.end_prefill()
+        self._planner.note_prefill(group.registration, report)
+        conversation = turn.conversation
+        prompt = conversation.tokens + conversation.turn.new_tokens
+        self.cluster.prefill[group.name].kv.settle(conversation.number, prompt)
+        exposed = self.cluster.exposed_seconds(turn.lacking, report.prefill_seconds)
+        self._clock.after(exposed, lambda: self._decode(turn, prompt))
+
+    def _decode(self, turn: _Turn, prompt: int) -> None:
+        turn.admitted = self._clock.now
+        output = turn.conversation.turn.output_tokens
 
         def first() -> None:
-            nonlocal first_at
-            first_at = self._clock.now
+            turn.first_at = self._clock.now
 
-        def last() -> None:
-            decode.group.num_turns -= 1
-            decode.kv.settle(conversation.number, prompt + turn.output_tokens)
-            self._records.append(
-                TurnRecord(
-                    asked=asked,
-                    ttft_seconds=first_at - asked,
-                    decode_seconds=self._clock.now - started,
-                    prompt_tokens=prompt,
-                    cached_tokens=plan.cached_tokens,
-                    output_tokens=turn.output_tokens,
-                    algorithm=plan.algorithm,
-                )
+        ring = self.cluster.decode[turn.choice.decode.name]
+        ring.admit(DecodingTurn(prompt + output // 2, output, first, lambda: self._end(turn, prompt)))
+
+    def _end(self, turn: _Turn, prompt: int) -> None:
+        conversation, plan = turn.conversation, turn.plan
+        output = conversation.turn.output_tokens
+        turn.choice.decode.num_turns -= 1
+        self.cluster.decode[turn.choice.decode.name].kv.settle(conversation.number, prompt + output)
+        self._tally.note(
+            TurnRecord(
+                asked=turn.asked,
+                queue_seconds=turn.started - turn.asked,
+                ttft_seconds=turn.first_at - turn.asked,
+                decode_seconds=self._clock.now - turn.admitted,
+                prompt_tokens=prompt,
+                new_tokens=conversation.turn.new_tokens,
+                moved_tokens=turn.moved,
+                recomputed_tokens=plan.new_tokens - conversation.turn.new_tokens,
+                output_tokens=output,
+                is_pass_q=plan.algorithm is Algorithm.PASS_Q,
             )
-            conversation.tokens = prompt + turn.output_tokens
-            conversation.at += 1
-            self._next_turn(conversation)
-
-        decode.admit(DecodingTurn(prompt + turn.output_tokens // 2, turn.output_tokens, first, last))
-
-    # --- what takes how long -----------------------------------------------------------------------------------------
-
-    def _step_seconds(self, step: ScheduledStep) -> float:
-        """Of all pieces, which share the step's overhead."""
-        pool = self._settings.prefill
-        costs = [
-            predict_turn(
-                self._shape,
-                self._settings.profile,
-                cp=pool.cp,
-                tp=pool.tp,
-                algorithm=step.algorithm,
-                new_tokens=len(piece.tokens),
-                cached_tokens=piece.tokens.start,
-            )
-            for piece in step.pieces
-        ]
-        alone = sum(cost.total_seconds - cost.overhead_seconds for cost in costs)
-        return alone + max(cost.overhead_seconds for cost in costs)
-
-    def _migration_seconds(self, tokens: int, prefill_seconds: float) -> float:
-        pools = (self._settings.prefill, self._settings.decode)
-        sizes = [pool.cp * pool.tp for pool in pools]
-        return predict_migration(
-            self._shape,
-            self._settings.profile,
-            from_processes=sizes[0],
-            to_processes=sizes[1],
-            tokens=tokens,
-            prefill_seconds=prefill_seconds,
-        ).exposed_seconds
-
-    # --- the rings ---------------------------------------------------------------------------------------------------
-
-    def _prefill_rings(self) -> list[SimulatedPrefillRing]:
-        pool = self._settings.prefill
-        longest = max((_num_tokens(one) for one in self._trace), default=1)
-        registration = self._registration("prefill", pool, min(longest, self._settings.chunk_tokens), longest)
-        scheduling, work = self._settings.scheduling, WorkModel.of_shape(self._shape)
-        limits = StepLimits.of(
-            work,
-            step_budget=scheduling.step_budget,
-            chunk_tokens=self._settings.chunk_tokens,
-            min_chunk_tokens=scheduling.min_chunk_tokens,
         )
-        # As the leader of a ring begins: as if steps were matrix products alone.
-        rate = pool.cp * pool.tp * registration.rates.gemm_flops / work.flops_per_unit
-        rings = []
-        for number in range(pool.num_rings):
-            group = self._announced(registration, number)
-            scheduler = PrefillScheduler(group.name, work, limits, scheduling, rate=rate)
-            rings.append(SimulatedPrefillRing(group, self._clock, scheduler, self._step_seconds))
-        return rings
+        self._leave(conversation, turn.choice)
+        conversation.prefill = _placement(turn.choice.prefill, prompt)
+        conversation.decode = _placement(turn.choice.decode, prompt + output)
+        conversation.tokens = prompt + output
+        conversation.at += 1
+        self._next_turn(conversation)
 
-    def _decode_rings(self) -> list[SimulatedDecodeRing]:
-        settings, pool = self._settings, self._settings.decode
-        registration = self._registration("decode", pool, settings.max_batch, 0)
+    def _leave(self, conversation: _Conversation, choice: Choice) -> None:
+        """Rings where the conversation was before are told to free its KV."""
+        if conversation.prefill is not None and conversation.prefill.group != choice.prefill.name:
+            self.cluster.prefill[conversation.prefill.group].kv.drop(conversation.number)
+        if conversation.decode is not None and conversation.decode.group != choice.decode.name:
+            self.cluster.decode[conversation.decode.group].kv.drop(conversation.number)
 
-        @cache
-        def rounded(batch: int, thousands: int) -> float:
-            return fastest_step(
-                self._shape,
-                settings.weights,
-                settings.profile,
-                cp=pool.cp,
-                tp=pool.tp,
-                batch=batch,
-                context_tokens=thousands * CONTEXT_GRAIN,
-            ).total_seconds
-
-        return [
-            SimulatedDecodeRing(
-                self._announced(registration, number),
-                self._clock,
-                settings.max_batch,
-                lambda batch, context: rounded(batch, round(context / CONTEXT_GRAIN)),
-            )
-            for number in range(pool.num_rings)
-        ]
-
-    def _announced(self, registration: GroupRegistration, number: int) -> Group:
-        """Ring `number` of a pool, as the router's registry knows it."""
-        name = f"{registration.role}-{number}"
-        self._registry.register(replace(registration, name=name, endpoint=f"{name}:1"))
-        group = self._registry.named(registration.role, name)
-        assert group is not None, "it was registered just now"
-        return group
-
-    def _registration(self, role: str, pool: PoolShape, step_tokens: int, context_tokens: int) -> GroupRegistration:
-        """What a ring of this shape would measure of itself and announce."""
-        settings = self._settings
-        memory = process_memory(
-            self._shape,
-            settings.weights,
-            settings.profile,
-            cp=pool.cp,
-            tp=pool.tp,
-            step_tokens=step_tokens,
-            context_tokens=context_tokens,
-        )
-        rates = settings.profile.prefill
-        return GroupRegistration(
-            role=role,
-            name=role,
-            endpoint="",
-            incarnation="1",
-            num_ranks=pool.cp,
-            tp=pool.tp,
-            rates=RingRates(
-                gemm_flops=rates.gemm_flops,
-                attention_flops=rates.attention_flops,
-                link_bytes_per_second=rates.link_bytes_per_second,
-                link_latency_seconds=rates.link_latency_seconds,
-                overlap=rates.overlap,
-            ),
-            capacity_tokens=memory.max_tokens(pool.cp),
-            max_batch=settings.max_batch if role == "decode" else 0,
-            chunk_tokens=settings.chunk_tokens,
-            step_budget=settings.scheduling.step_budget,
-            min_chunk_tokens=settings.scheduling.min_chunk_tokens,
+    def _summary(self) -> SimulationResult:
+        tally, seconds = self._tally, self._clock.now
+        prefill, decode = self.cluster.prefill.values(), self.cluster.decode.values()
+        busy = [ring.busy_seconds for ring in prefill]
+        every = [value for values in tally.ttft.values() for value in values]
+        places = sum(ring.group.registration.max_batch for ring in decode)
+        computed = sum(ring.computed_tokens for ring in prefill)
+        return SimulationResult(
+            placement=self._placement,
+            num_turns=len(every),
+            num_refusals=tally.num_refusals,
+            num_retries=tally.num_retries,
+            simulated_seconds=seconds,
+            prompt_tokens=tally.prompt_tokens,
+            new_tokens=tally.new_tokens,
+            computed_tokens=computed,
+            moved_tokens=tally.moved_tokens,
+            recomputed_tokens=tally.recomputed_tokens,
+            cached_share=1.0 - computed / max(1, tally.prompt_tokens),
+            pass_q_share=tally.num_pass_q / max(1, len(every)),
+            ttft=percentiles(every),
+            queue=percentiles(tally.queue),
+            ttft_of_size={name: percentiles(values) for name, values in tally.ttft.items()},
+            ttft_of_hour=tuple(percentiles(values) for values in tally.hours),
+            ttit_mean=tally.decode_seconds / max(1, tally.output_tokens),
+            busy_share=sum(busy) / len(busy) / seconds if seconds else 0.0,
+            busiest_share=max(busy) / seconds if seconds else 0.0,
+            batch_share=sum(ring.sequence_seconds for ring in decode) / places / seconds if seconds else 0.0,
+            largest_batch=max(ring.largest_batch for ring in decode),
         )
 
-    def _check_capacity(self) -> None:
-        longest = max((_num_tokens(one) for one in self._trace), default=0)
-        for ring in (self._rings.prefill[0], self._rings.decode[0]):
-            shape = ring.group.registration
-            if longest > shape.capacity_tokens:
-                raise ConfigError(
-                    f"trace: a conversation comes to {longest} tokens, and a {shape.role} ring of cp {shape.num_ranks} "
-                    f"x tp {shape.tp} holds {shape.capacity_tokens}; allowed are larger rings"
-                )
+
+def _turn_id(conversation: _Conversation) -> str:
+    return f"{conversation.number}-{conversation.at}"
 
 
-def _num_tokens(conversation: TracedConversation) -> int:
-    return sum(turn.new_tokens + turn.output_tokens for turn in conversation.turns)
+def _placement(group: Group, num_tokens: int) -> Placement:
+    """On which of the ring's ranks they lie is of no concern here."""
+    shards = ShardMap(((TokenRange(0, num_tokens),),))
+    return Placement(group=group.name, incarnation=group.registration.incarnation, shards=shards)

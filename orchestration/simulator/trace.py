@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Iterable, Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from cp_core.errors import ConfigError
 
 DAY = 86_400.0
 MAX_TOKENS = 1_000_000_000
+SPREAD = 1.5
+"""By which first prompts of one size differ, up and down."""
 FIELDS = {"new_tokens", "output_tokens", "think_seconds"}
 
 
@@ -32,48 +35,84 @@ class TracedConversation:
     start_seconds: float
     turns: tuple[TracedTurn, ...]
 
+    @property
+    def num_tokens(self) -> int:
+        """Of all prompts and answers."""
+        return sum(turn.new_tokens + turn.output_tokens for turn in self.turns)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FirstPrompts:
+    """Prompts that begin conversations: of `least` to `most` tokens, each power of that range equally often."""
+
+    least: int
+    most: int
+    weight: float = 1.0
+
+
+def around(tokens: int) -> FirstPrompts:
+    """Sizes that differ from `tokens` by a factor of up to `SPREAD`."""
+    return FirstPrompts(least=max(1, round(tokens / SPREAD)), most=round(tokens * SPREAD))
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TraceShape:
-    """A made-up trace. First prompts are drawn from `first_tokens`, each equally often, and vary by a factor of up to
-    `spread` both ways; a conversation has `mean_turns` turns on average; follow-ups add `follow_up_tokens` on average.
+    """A made-up trace. A conversation has `mean_turns` turns on average; follow-ups add `follow_up_tokens` on average.
+
+    Starts follow the day: `swing` more than the average at its middle, as many fewer at its ends.
     """
 
     num_conversations: int
     seconds: float = DAY
-    first_tokens: tuple[int, ...] = (4_000, 32_000, 128_000)
-    spread: float = 1.5
+    first: tuple[FirstPrompts, ...] = (around(4_000), around(32_000), around(128_000))
     mean_turns: float = 4.0
     follow_up_tokens: int = 1_000
     mean_output_tokens: int = 300
     mean_think_seconds: float = 60.0
+    swing: float = 0.5
 
 
-def made_trace(shape: TraceShape, seed: int) -> list[TracedConversation]:
-    """The same for the same seed. Starts follow the day: twice the average at its middle, none at its ends."""
-    draw = random.Random(seed)
-    return sorted(
-        (_conversation(shape, draw) for _ in range(shape.num_conversations)), key=lambda one: one.start_seconds
-    )
+class MadeTrace:
+    """Conversations of a shape, in the order in which they begin: the same each time for the same seed.
+
+    They are made while they are iterated over: a day of a large cluster is millions of turns.
+    """
+
+    def __init__(self, shape: TraceShape, seed: int) -> None:
+        self._shape = shape
+        self._seed = seed
+
+    def __len__(self) -> int:
+        return self._shape.num_conversations
+
+    def __iter__(self) -> Iterator[TracedConversation]:
+        shape, draw = self._shape, random.Random(self._seed)
+        starts = array("d", sorted(_start(shape, draw) for _ in range(shape.num_conversations)))
+        weights = [kind.weight for kind in shape.first]
+        for start in starts:
+            (kind,) = draw.choices(shape.first, weights)
+            yield TracedConversation(start_seconds=start, turns=_turns(shape, kind, draw))
 
 
-def _conversation(shape: TraceShape, draw: random.Random) -> TracedConversation:
-    turns = [_turn(shape, draw, _around(draw.choice(shape.first_tokens), shape.spread, draw), think=0.0)]
+def _start(shape: TraceShape, draw: random.Random) -> float:
+    while True:
+        part = draw.random()
+        if draw.random() * (1.0 + shape.swing) <= 1.0 - shape.swing * math.cos(2.0 * math.pi * part):
+            return part * shape.seconds
+
+
+def _turns(shape: TraceShape, kind: FirstPrompts, draw: random.Random) -> tuple[TracedTurn, ...]:
+    first = round(kind.least * math.pow(kind.most / kind.least, draw.random()))
+    turns = [_turn(shape, draw, first, think=0.0)]
     while draw.random() > 1.0 / shape.mean_turns:
         new = 1 + round(draw.expovariate(1.0 / shape.follow_up_tokens))
         turns.append(_turn(shape, draw, new, draw.expovariate(1.0 / shape.mean_think_seconds)))
-    # The sum of two uniform draws is a triangle with its peak in the middle.
-    start = shape.seconds * (draw.random() + draw.random()) / 2.0
-    return TracedConversation(start_seconds=start, turns=tuple(turns))
+    return tuple(turns)
 
 
 def _turn(shape: TraceShape, draw: random.Random, new: int, think: float) -> TracedTurn:
     output = 1 + round(draw.expovariate(1.0 / shape.mean_output_tokens))
     return TracedTurn(new_tokens=new, output_tokens=output, think_seconds=think)
-
-
-def _around(tokens: int, spread: float, draw: random.Random) -> int:
-    return max(1, round(tokens * math.pow(spread, draw.uniform(-1.0, 1.0))))
 
 
 def read_trace(path: Path) -> list[TracedConversation]:
@@ -91,9 +130,9 @@ def read_trace(path: Path) -> list[TracedConversation]:
     return sorted(trace, key=lambda one: one.start_seconds)
 
 
-def format_trace(trace: Iterable[TracedConversation]) -> str:
-    """As `read_trace` takes it."""
-    return "".join(json.dumps(asdict(conversation)) + "\n" for conversation in trace)
+def format_trace(trace: Iterable[TracedConversation]) -> Iterator[str]:
+    """The lines that `read_trace` takes."""
+    return (json.dumps(asdict(conversation)) + "\n" for conversation in trace)
 
 
 def _parse(line: str, where: str) -> TracedConversation:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from cp_core.errors import Forbidden
+from services.auth.certificates import Certificate
 from services.auth.limits import TenantLimits
-from services.auth.tenants import ANYBODY, Tenant, TokenFile
+from services.auth.tenants import ANYBODY, Tenant
+from services.auth.token_file import TokenFile
 
 
 class Doorkeeper:
@@ -14,9 +16,12 @@ class Doorkeeper:
         self._tokens = tokens
         self.limits = TenantLimits()
 
-    def tenant_of(self, authorization: str | None) -> Tenant:
-        """By the value of an Authorization header, or of the gRPC metadata of that name. Raises Unauthenticated."""
-        return ANYBODY if self._tokens is None else self._tokens.tenant_of(authorization)
+    def tenant_of(self, authorization: str | None, certificate: Certificate | None = None) -> Tenant:
+        """By the value of an Authorization header, or of the gRPC metadata of that name, or by what TLS has verified.
+
+        Raises Unauthenticated.
+        """
+        return ANYBODY if self._tokens is None else self._tokens.tenant_of(authorization, certificate)
 
     def check_operator(self, tenant: Tenant) -> None:
         """Raises Forbidden: the state of the whole service tells of other tenants."""

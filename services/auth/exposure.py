@@ -1,4 +1,4 @@
-"""Where a gateway may listen: everybody on this machine's loopback, elsewhere only who is known, and in private."""
+"""Who may listen where: everybody on this machine's loopback, elsewhere only who is known, and in private."""
 
 from __future__ import annotations
 
@@ -27,3 +27,22 @@ def check_exposure(key: str, address: str, *, has_tls: bool, has_tokens: bool, i
         f"{key}: {address} is reached from other machines and lacks {lacking}; "
         f"give them, listen on 127.0.0.1, or say gateway.insecure: true"
     )
+
+
+def check_inside(router: str, ray_address: str, *, has_tls: bool, is_insecure: bool) -> None:
+    """The doors between our own processes: the router's, and on a Ray cluster those of leaders and ranks.
+
+    Raises ConfigError where strangers would reach them.
+    """
+    if has_tls or is_insecure:
+        return
+    remedy = "give it, or say internal_tls.insecure: true"
+    if not is_loopback(router):
+        raise ConfigError(
+            f"router.listen: {router} is reached from other machines and lacks TLS (internal_tls.cert); {remedy}"
+        )
+    if ray_address:
+        raise ConfigError(
+            f"ray.address: on the Ray cluster at {ray_address} leaders and ranks listen at the addresses of their "
+            f"nodes, and lack TLS (internal_tls.cert); {remedy}"
+        )

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from cp_core.errors import RingserveError
 from orchestration.ports import RouterPort
-from orchestration.turn import BegunTurn, TurnRequest
+from orchestration.turn import BegunTurn, KvQuota, TurnRequest
 from orchestration.views import ConversationList, ConversationSummary, ConversationView, ServerView
 from services.auth.tenants import Tenant
 
@@ -28,6 +28,8 @@ class ScopedRouter:
         self._router = router
         self.tenant = tenant
         self._prefix = f"{tenant.name}/" if tenant.name else ""
+        limit = tenant.max_kv_tokens
+        self._kv_quota = KvQuota(tenant=tenant.name, max_tokens=limit) if limit else None
 
     def scoped(self, name: str) -> str:
         """A client's id as the router knows it; no id stays none."""
@@ -47,6 +49,7 @@ class ScopedRouter:
             request,
             request_id=self.scoped(request.request_id),
             conversation_id=self.scoped(request.conversation_id),
+            kv_quota=self._kv_quota,
         )
         return await self._shown(self._router.begin_turn(scoped))
 

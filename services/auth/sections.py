@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from cp_core.errors import ConfigError
-from services.auth.exposure import check_exposure
-from services.auth.tls import DoorTls, PeerTls
+from cp_core.peer_tls import PeerTls
+from services.auth.exposure import check_exposure, check_inside
+from services.auth.tenants import read_tenants
+from services.auth.tls import DoorTls
 
 SECRET_FILES = {"tls": ("cert", "key", "client_ca"), "internal_tls": ("cert", "key", "ca"), "auth": ("tokens",)}
 
@@ -30,15 +32,18 @@ class TlsConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class InternalTlsConfig:
-    """Mutual TLS between gateway, router and leaders: each shows `cert` and takes only what `ca` signed.
+    """Mutual TLS between gateway, router, leaders and ranks: each shows `cert` and takes only what `ca` signed.
 
-    `server_name` is the name in that certificate, where it is not the host that is called.
+    `server_name` is the name in that certificate, where it is not the host that is called. `insecure` lets them listen
+    beyond loopback without it. `allow_plain_ring` lets rings go by gloo or NCCL, which do not encrypt, all the same.
     """
 
     cert: str = ""
     key: str = ""
     ca: str = ""
     server_name: str = ""
+    insecure: bool = False
+    allow_plain_ring: bool = False
 
     @property
     def files(self) -> PeerTls | None:
@@ -49,7 +54,7 @@ class InternalTlsConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class AuthConfig:
-    """`tokens` is the file that says which bearer tokens are whose; empty: everybody may call."""
+    """`tokens` is the file that says which bearer tokens and certificates are whose; empty: everybody may call."""
 
     tokens: str = ""
 
@@ -63,14 +68,34 @@ def absolute_paths(section: str, part: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def check_sections(tls: TlsConfig, internal: InternalTlsConfig) -> None:
-    """Raises ConfigError where one file lacks those that belong to it."""
+def check_sections(tls: TlsConfig, internal: InternalTlsConfig, router: str, ray_address: str) -> None:
+    """Raises ConfigError where one file lacks those that belong to it, or strangers would reach our own processes."""
     if bool(tls.cert) != bool(tls.key):
         raise ConfigError("tls.cert: belongs together with tls.key; give both or neither")
     if tls.client_ca and not tls.cert:
         raise ConfigError("tls.client_ca: clients can prove themselves only to a server with tls.cert and tls.key")
     if len({bool(internal.cert), bool(internal.key), bool(internal.ca)}) > 1:
         raise ConfigError("internal_tls.cert: belongs together with internal_tls.key and .ca; give all or none")
+    check_inside(router, ray_address, has_tls=bool(internal.cert), is_insecure=internal.insecure)
+
+
+def check_ring(backend: str, internal: InternalTlsConfig, num_ranks: int) -> None:
+    """Raises ConfigError where ranks of a ring would talk plainly though all else inside is encrypted."""
+    if internal.cert and backend != "sockets" and num_ranks > 1 and not internal.allow_plain_ring:
+        raise ConfigError(
+            f"model.ring_transport: {backend} does not encrypt what the ranks of a ring send each other, and "
+            f"internal_tls is set; use sockets, or say internal_tls.allow_plain_ring: true"
+        )
+
+
+def check_files(tls: TlsConfig, internal: InternalTlsConfig, auth: AuthConfig) -> None:
+    """Say that a file of keys or tokens cannot be used now, and not after half a minute. Raises ConfigError."""
+    if tls.files is not None:
+        tls.files.http_context()
+    if internal.files is not None:
+        internal.files.check()
+    if auth.tokens:
+        read_tenants(Path(auth.tokens), takes_certificates=bool(tls.client_ca))
 
 
 def check_doors(doors: Mapping[str, str], tls: TlsConfig, auth: AuthConfig, *, is_insecure: bool) -> None:

@@ -1,4 +1,4 @@
-"""Tenants, and the file that says which tokens are whose. The file holds hashes: whoever reads it cannot call.
+"""Tenants, and the file that says what is whose: tokens, by hashes with which nobody can call, and certificates.
 
 ```yaml
 tenants:
@@ -7,6 +7,11 @@ tenants:
       - {sha256: 9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08, expires: 2027-06-30T00:00:00Z}
     max_concurrent_turns: 8     # 0 (the default): no limit
     max_turns_per_minute: 120   # 0 (the default): no limit
+    max_kv_tokens: 2000000      # 0 (the default): no limit; of all its conversations and running turns, once for each
+    certificates:               # of clients that tls.client_ca has signed: any of these names is enough
+      - {common_name: acme-batch}
+      - {dns: batch.acme.example}
+      - {uri: "spiffe://acme.example/batch"}
     operator: false             # may ask for the state of the whole service
 ```
 """
@@ -14,11 +19,9 @@ tenants:
 from __future__ import annotations
 
 import hashlib
-import logging
 import re
 import secrets
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, date, datetime
 from pathlib import Path
@@ -26,27 +29,26 @@ from typing import Any
 
 import yaml
 
-from cp_core.errors import ConfigError, Unauthenticated
-
-log = logging.getLogger(__name__)
+from cp_core.errors import ConfigError
+from services.auth.certificates import KINDS, CertificateName, certificate_name
 
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 """A tenant's name ends before the first slash of an id that the router knows."""
 SHA256 = re.compile(r"[0-9a-f]{64}")
 TOKEN_PREFIX = "rs-"
-RELOAD_SECONDS = 1.0
-"""How soon a changed file counts."""
-MAX_LIMIT = 1_000_000
-SCHEME = "bearer "
+LIMITS = {"max_concurrent_turns": 1_000_000, "max_turns_per_minute": 1_000_000, "max_kv_tokens": 10**15}
+"""And the most that each may be."""
+MAX_CERTIFICATE_NAME = 512
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tenant:
-    """Who calls. Limits hold in each gateway process by itself; 0 is none."""
+    """Who calls. 0 is no limit. Those of turns hold in each gateway process by itself, that of KV in the service."""
 
     name: str
     max_concurrent_turns: int = 0
     max_turns_per_minute: int = 0
+    max_kv_tokens: int = 0
     is_operator: bool = False
 
 
@@ -55,9 +57,19 @@ ANYBODY = Tenant(name="", is_operator=True)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Grant:
+class Grant:
+    """Of a token; `expires` in seconds since the epoch."""
+
     tenant: Tenant
     expires: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tenants:
+    """What the file says: grants by the hash of their token, and tenants by a name of a certificate."""
+
+    grants: Mapping[str, Grant]
+    certificates: Mapping[CertificateName, Tenant]
 
 
 def new_token() -> str:
@@ -70,58 +82,8 @@ def hash_of(token: str) -> str:
     return hashlib.sha256(token.encode()).hexdigest()
 
 
-class TokenFile:
-    """The file of tokens, read again when it changes. A changed file that is wrong is logged and changes nothing."""
-
-    def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
-        """`clock` tells seconds since the epoch. Raises ConfigError."""
-        self._path = path
-        self._clock = clock
-        self._stamp = _stamp(path)
-        self._grants = read_tokens(path)
-        self._looked_at = clock()
-
-    def tenant_of(self, authorization: str | None) -> Tenant:
-        """By the value of an Authorization header. Raises Unauthenticated, which never quotes it."""
-        self._look()
-        if not authorization:
-            raise Unauthenticated("authorization: none given; send 'Bearer TOKEN'")
-        if not authorization.lower().startswith(SCHEME):
-            raise Unauthenticated("authorization: only 'Bearer TOKEN' is allowed")
-        token = authorization[len(SCHEME) :].strip()
-        grant = self._grants.get(hashlib.sha256(token.encode(errors="replace")).hexdigest())
-        if grant is None:
-            raise Unauthenticated("authorization: the token is not known")
-        if grant.expires is not None and grant.expires <= self._clock():
-            raise Unauthenticated("authorization: the token has expired")
-        return grant.tenant
-
-    def _look(self) -> None:
-        now = self._clock()
-        if 0 <= now - self._looked_at < RELOAD_SECONDS:
-            return
-        self._looked_at = now
-        try:
-            stamp = _stamp(self._path)
-            if stamp == self._stamp:
-                return
-            self._stamp = stamp
-            self._grants = read_tokens(self._path)
-            log.info("the tokens were read again: %d", len(self._grants))
-        except ConfigError as error:
-            log.error("the tokens are as before: %s", error)
-
-
-def _stamp(path: Path) -> tuple[int, int, int]:
-    try:
-        state = path.stat()
-    except OSError as error:
-        raise ConfigError(f"auth.tokens: {path} cannot be read: {error.strerror}") from error
-    return state.st_mtime_ns, state.st_size, state.st_ino
-
-
-def read_tokens(path: Path) -> Mapping[str, _Grant]:
-    """Grants by hash. Raises ConfigError naming the entry; nothing of a token's hash is shown."""
+def read_tenants(path: Path, *, takes_certificates: bool) -> Tenants:
+    """Raises ConfigError naming the entry; nothing of a token's hash is shown."""
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -130,7 +92,8 @@ def read_tokens(path: Path) -> Mapping[str, _Grant]:
         raise ConfigError(f"auth.tokens: {path} is not valid YAML") from None
     if not isinstance(content, dict) or set(content) != {"tenants"} or not isinstance(content["tenants"], list):
         raise ConfigError(f"auth.tokens: {path} must hold 'tenants:', a list, and nothing else")
-    grants: dict[str, _Grant] = {}
+    grants: dict[str, Grant] = {}
+    certificates: dict[CertificateName, Tenant] = {}
     names: set[str] = set()
     for place, entry in enumerate(content["tenants"]):
         name = f"auth.tokens: tenants[{place}]"
@@ -138,31 +101,53 @@ def read_tokens(path: Path) -> Mapping[str, _Grant]:
         if tenant.name in names:
             raise ConfigError(f"{name}.name: {tenant.name!r} is there twice")
         names.add(tenant.name)
-        tokens = entry.get("tokens")
+        if "certificates" in entry and not takes_certificates:
+            raise ConfigError(f"{name}.certificates: nobody is asked for one; give tls.client_ca, which signed them")
+        for number, certificate in enumerate(_certificates(f"{name}.certificates", entry)):
+            if certificate in certificates:
+                raise ConfigError(f"{name}.certificates[{number}].{certificate[0]}: is there twice")
+            certificates[certificate] = tenant
+        tokens = entry.get("tokens", [] if "certificates" in entry else None)
         if not isinstance(tokens, list):
             raise ConfigError(f"{name}.tokens: must be a list of {{sha256: ..., expires: ...}}")
         for number, token in enumerate(tokens):
             digest, expires = _token(f"{name}.tokens[{number}]", token)
             if digest in grants:
                 raise ConfigError(f"{name}.tokens[{number}].sha256: is there twice")
-            grants[digest] = _Grant(tenant=tenant, expires=expires)
-    return grants
+            grants[digest] = Grant(tenant=tenant, expires=expires)
+    return Tenants(grants=grants, certificates=certificates)
 
 
 def _tenant(name: str, entry: Any) -> Tenant:
-    fields = ("name", "tokens", "max_concurrent_turns", "max_turns_per_minute", "operator")
+    fields = ("name", "tokens", "certificates", *LIMITS, "operator")
     _check_keys(name, entry, fields)
     if not isinstance(entry.get("name"), str) or not NAME.fullmatch(entry["name"]):
         raise ConfigError(f"{name}.name: use 1 to 64 of a-z, 0-9, '.', '_' and '-', beginning with a letter or digit")
     limits = {}
-    for key in ("max_concurrent_turns", "max_turns_per_minute"):
+    for key, most in LIMITS.items():
         value = limits[key] = entry.get(key, 0)
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_LIMIT:
-            raise ConfigError(f"{name}.{key}: {value!r} is out of range; allowed is 0 (no limit) to {MAX_LIMIT}")
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
+            raise ConfigError(f"{name}.{key}: {value!r} is out of range; allowed is 0 (no limit) to {most}")
     operator = entry.get("operator", False)
     if not isinstance(operator, bool):
         raise ConfigError(f"{name}.operator: {operator!r} is not allowed; use true or false")
     return Tenant(name=entry["name"], is_operator=operator, **limits)
+
+
+def _certificates(name: str, entry: Mapping[str, Any]) -> list[CertificateName]:
+    listed = entry.get("certificates", [])
+    if not isinstance(listed, list):
+        raise ConfigError(f"{name}: must be a list, e.g. [{{common_name: acme-batch}}]")
+    found = []
+    for number, each in enumerate(listed):
+        _check_keys(f"{name}[{number}]", each, KINDS)
+        if len(each) != 1:
+            raise ConfigError(f"{name}[{number}]: must hold one of {', '.join(KINDS)}")
+        ((kind, value),) = each.items()
+        if not isinstance(value, str) or not 0 < len(value) <= MAX_CERTIFICATE_NAME:
+            raise ConfigError(f"{name}[{number}].{kind}: must be a text of 1 to {MAX_CERTIFICATE_NAME} characters")
+        found.append(certificate_name(kind, value))
+    return found
 
 
 def _token(name: str, entry: Any) -> tuple[str, float | None]:

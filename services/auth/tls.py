@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import ssl
 from dataclasses import dataclass
-from pathlib import Path
 
 import grpc
 
-from cp_core.errors import ConfigError
+from cp_core.peer_tls import PeerTls, load_files, read
 
 CIPHERS_SINCE = ssl.TLSVersion.TLSv1_2
 
@@ -35,64 +34,34 @@ class DoorTls:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = CIPHERS_SINCE
         context.set_alpn_protocols(["http/1.1"])
-        _load("tls", context, self.cert, self.key, self.client_ca)
+        load_files("tls", context, self.cert, self.key, ("client_ca", self.client_ca))
         if self.client_ca:
             context.verify_mode = ssl.CERT_REQUIRED
         return context
 
 
-@dataclass(frozen=True, kw_only=True)
-class PeerTls:
-    """Between our own processes, always mutual: each shows `cert`, and takes only what `ca` has signed.
+def peer_server(tls: PeerTls | None) -> grpc.ServerCredentials | None:
+    """Of a server for our own processes; None where they talk plainly. Raises ConfigError."""
+    if tls is None:
+        return None
+    key, cert, authority = _files(tls)
+    return grpc.ssl_server_credentials([(key, cert)], authority, require_client_auth=True)
 
-    `server_name` is the name in everybody's certificate, where that is not the host that is called.
+
+def peer_channel(tls: PeerTls | None) -> tuple[grpc.ChannelCredentials | None, tuple[tuple[str, str], ...]]:
+    """Credentials and options of a channel between our own processes; None where they talk plainly.
+
+    Raises ConfigError.
     """
-
-    cert: str
-    key: str
-    ca: str
-    server_name: str = ""
-
-    def server_credentials(self) -> grpc.ServerCredentials:
-        """Raises ConfigError for files that cannot be used."""
-        key, cert, authority = self._files()
-        return grpc.ssl_server_credentials([(key, cert)], authority, require_client_auth=True)
-
-    def channel_credentials(self) -> grpc.ChannelCredentials:
-        """Raises ConfigError for files that cannot be used."""
-        key, cert, authority = self._files()
-        return grpc.ssl_channel_credentials(authority, key, cert)
-
-    def channel_options(self) -> tuple[tuple[str, str], ...]:
-        return (("grpc.ssl_target_name_override", self.server_name),) if self.server_name else ()
-
-    def _files(self) -> tuple[bytes, bytes, bytes]:
-        _load("internal_tls", ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), self.cert, self.key, self.ca)
-        names = (("key", self.key), ("cert", self.cert), ("ca", self.ca))
-        key, cert, authority = (read(f"internal_tls.{name}", path) for name, path in names)
-        return key, cert, authority
+    if tls is None:
+        return None, ()
+    key, cert, authority = _files(tls)
+    options = (("grpc.ssl_target_name_override", tls.server_name),) if tls.server_name else ()
+    return grpc.ssl_channel_credentials(authority, key, cert), options
 
 
-def read(name: str, path: str) -> bytes:
-    """Raises ConfigError."""
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise ConfigError(f"{name}: {path} cannot be read: {error.strerror}") from error
-
-
-def _load(section: str, context: ssl.SSLContext, cert: str, key: str, authority: str) -> None:
-    """Prove the files by loading them as OpenSSL does."""
-    for name, path in (("cert", cert), ("key", key)):
-        read(f"{section}.{name}", path)
-    try:
-        context.load_cert_chain(cert, key)
-    except (ssl.SSLError, OSError):
-        raise ConfigError(f"{section}.cert: {cert} and {key} are no certificate and its key, in PEM") from None
-    if authority:
-        name = "client_ca" if section == "tls" else "ca"
-        read(f"{section}.{name}", authority)
-        try:
-            context.load_verify_locations(authority)
-        except (ssl.SSLError, OSError):
-            raise ConfigError(f"{section}.{name}: {authority} holds no certificate, in PEM") from None
+def _files(tls: PeerTls) -> tuple[bytes, bytes, bytes]:
+    tls.check()
+    names = (("key", tls.key), ("cert", tls.cert), ("ca", tls.ca))
+    key, cert, authority = (read(f"internal_tls.{name}", path) for name, path in names)
+    return key, cert, authority

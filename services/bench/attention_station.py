@@ -18,7 +18,7 @@ from cp_core.layout import balanced_layout, level_counts
 from cp_core.prefill import KvRun, PrefillPlan, SequencePlan, ring_prefill
 from cp_core.rendezvous import find_store
 from services.bench.figures import GEMM
-from services.bench.ring_processes import HOST, RING_TIMEOUT_SECONDS, Seat
+from services.bench.ring_processes import RING_TIMEOUT_SECONDS, Seat
 from services.bench.sample import Sample, timed, timed_gemm
 
 PASS_KV = "pass-KV"
@@ -69,7 +69,7 @@ class AttentionStation:
         self._cached: list[KvRun]
         self._expected: Tensor | None = None
         if seat.num_ranks > 1:
-            store = PrefixStore("torch", find_store(HOST, seat.port, RING_TIMEOUT_SECONDS))
+            store = PrefixStore("torch", find_store(seat.host, seat.port, RING_TIMEOUT_SECONDS))
             distributed.init_process_group("gloo", store=store, rank=seat.rank, world_size=seat.num_ranks)
 
     def measure(self, task: AttentionTask) -> Sample:

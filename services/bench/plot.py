@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cp_core.errors import ConfigError
 from services.bench.figures import GEMM
 from services.bench.report import Report, Row
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 AXIS_ROOM = 1.4
 
@@ -44,7 +48,12 @@ def write_plot(report: Report, path: Path) -> None:
     axes.set_xticks(tokens, [str(count) for count in tokens])
     axes.grid(True, which="both", alpha=0.3)
     axes.legend()
+    save_figure(figure, path)
+
+
+def save_figure(figure: Figure, path: Path) -> None:
+    """Raises ConfigError for the path."""
     try:
-        figure.savefig(path)
+        figure.savefig(path, dpi=120)
     except (OSError, ValueError) as error:
         raise ConfigError(f"--plot: cannot write {path}: {error}") from error

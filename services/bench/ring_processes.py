@@ -14,9 +14,9 @@ from cp_core.distributed import connect_ring
 from cp_core.errors import Unavailable
 from cp_core.rendezvous import RingStore
 from cp_core.transport import RingTransport
+from services.bench.network import Loopback, Network
 from services.bench.sample import Sample
 
-HOST = "127.0.0.1"
 RING_TIMEOUT_SECONDS = 600.0
 # For one task, and for a rank to be ready: imports, weights and the filling of a large cache.
 TASK_SECONDS = 600.0
@@ -24,19 +24,22 @@ JOIN_SECONDS = 10.0
 
 
 class Station(Protocol):
-    """What one rank does. It measures the same task at the same time as its peers."""
+    """What one rank does. It measures the same task at the same time as its peers; `RingProcesses.ask` may be answered
+    by something else than a sample.
+    """
 
-    def measure(self, task: Any) -> Sample: ...
+    def measure(self, task: Any) -> Any: ...
 
     def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """A rank's place: `transport` leads to its peers, the store at `port` to whatever else wants to meet."""
+    """A rank's place: `transport` leads to its peers, the store at `host` and `port` to whatever else wants to meet."""
 
     rank: int
     num_ranks: int
+    host: str
     port: int
     transport: RingTransport
 
@@ -51,18 +54,26 @@ class Failure:
 class RingProcesses:
     """`num_ranks` processes, one thread each, with a station made by `make(seat)` in every one of them.
 
-    `transport` is what moves the ring's messages, as in the configuration.
+    `transport` is what moves the ring's messages, as in the configuration; `network` is where the processes meet.
     A context manager: at its end the processes are gone. Raises Unavailable when a rank fails or does not answer in
     TASK_SECONDS.
     """
 
-    def __init__(self, num_ranks: int, make: Callable[[Seat], Station], transport: str = "auto") -> None:
+    def __init__(
+        self,
+        num_ranks: int,
+        make: Callable[[Seat], Station],
+        transport: str = "auto",
+        network: Network | None = None,
+    ) -> None:
+        self._network: Network = network or Loopback()
         context = multiprocessing.get_context("spawn")
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(num_ranks):
             ours, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(rank, num_ranks, make, transport, theirs), daemon=True)
+            arguments = (rank, num_ranks, make, transport, self._network, theirs)
+            process = context.Process(target=serve, args=arguments, daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -70,6 +81,12 @@ class RingProcesses:
 
     def __enter__(self) -> RingProcesses:
         try:
+            for rank, process in enumerate(self._processes):
+                self._answer(rank)
+                assert process.pid is not None, "it has answered, so it runs"
+                self._network.connect(rank, process.pid)
+            for pipe in self._pipes:
+                pipe.send(None)
             port = self._answer(0)
             for pipe in self._pipes[1:]:
                 pipe.send(port)
@@ -90,6 +107,10 @@ class RingProcesses:
 
     def measure(self, task: object) -> list[Sample]:
         """Give every rank the task; their samples, by rank."""
+        return self.ask(task)
+
+    def ask(self, task: object) -> list[Any]:
+        """Give every rank the task; their answers, by rank."""
         for pipe in self._pipes:
             pipe.send(task)
         return [self._answer(rank) for rank in range(len(self._pipes))]
@@ -111,19 +132,29 @@ class RingProcesses:
             process.join(JOIN_SECONDS)
 
 
-def serve(rank: int, num_ranks: int, make: Callable[[Seat], Station], backend: str, pipe: Connection) -> None:
-    """The life of one rank's process: meet the others, say so, then a sample for every task until None comes."""
+def serve(
+    rank: int, num_ranks: int, make: Callable[[Seat], Station], backend: str, network: Network, pipe: Connection
+) -> None:
+    """The life of one rank's process: enter the network, meet the others, then an answer for every task until None
+    comes.
+    """
     torch.set_num_threads(1)
     try:
+        network.enter()
+        pipe.send(None)
+        pipe.recv()
+        network.settle(rank)
         if rank == 0:
-            store: RingStore | None = RingStore(HOST)
+            store: RingStore | None = RingStore(network.host)
             assert store is not None
             port = store.port
             pipe.send(port)
         else:
             store, port = None, pipe.recv()
-        transport = connect_ring(HOST, port, "bench", rank, num_ranks, RING_TIMEOUT_SECONDS, backend, store=store)
-        station = make(Seat(rank, num_ranks, port, transport))
+        transport = connect_ring(
+            network.host, port, "bench", rank, num_ranks, RING_TIMEOUT_SECONDS, backend, store=store
+        )
+        station = make(Seat(rank, num_ranks, network.host, port, transport))
         pipe.send(None)
         while (task := pipe.recv()) is not None:
             pipe.send(station.measure(task))

@@ -9,27 +9,24 @@ import time
 import tracemalloc
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
 from cp_core.errors import RingserveError
 from cp_core.layout import ShardMap, spread
+from orchestration.kv_messages import ForkedKv, ForkKv, KeptKv, SendKv, SentKv, TakeKv, TakenKv
 from orchestration.planner import Planner, PlannerSettings
 from orchestration.router import Router, RouterSettings
 from orchestration.turn import (
     Admit,
-    ForkedKv,
-    ForkKv,
     GroupRegistration,
-    KeptKv,
     PrefillDone,
     PrefillReport,
     PrefillTurn,
     PromptMode,
     Reservation,
     Reserve,
-    SendKv,
-    SentKv,
     TurnEvent,
     TurnOutcome,
     TurnRequest,
@@ -73,7 +70,9 @@ class Spread:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RouterReport:
     """`decision` is matching, placing, reserving with rings that answer at once, and the plan: `begin_turn` whole.
+    `processor` is the processor time of the same decisions, which other work on the machine lengthens little.
     `placement` is the choice of rings alone. `kept_share` is of follow-ups: those whose rings were the ones before.
+    Pauses are those of Python's garbage collection, all of them within turns.
 
     Bytes are those of a conversation that rests, its token ids (8 bytes each) told beside.
     """
@@ -83,11 +82,21 @@ class RouterReport:
     conversations: int
     decisions_per_second: float
     decision: Spread
+    processor: Spread
     placement: Spread
+    num_pauses: int
+    longest_pause: float
+    pauses_share: float
     kept_share: float
     rings_used: int
     bytes_per_conversation: float
     token_bytes_per_conversation: float
+
+
+@cache
+def _shards(start: int, count: int, num_ranks: int) -> ShardMap:
+    """Remembered: what a ring's leader computes is no part of a router's decision."""
+    return spread(start, count, (0,) * num_ranks)
 
 
 class YesRing:
@@ -103,7 +112,7 @@ class YesRing:
         return Reservation(
             incarnation=INCARNATION,
             kept_tokens=kept,
-            shards=spread(kept, request.num_tokens - kept, (0,) * ranks),
+            shards=_shards(kept, request.num_tokens - kept, ranks),
             kv_endpoints=(),
         )
 
@@ -111,7 +120,7 @@ class YesRing:
         return PrefillDone(report=PrefillReport(), shards=self.shards(len(turn.token_ids)))
 
     def shards(self, num_tokens: int) -> ShardMap:
-        return spread(0, num_tokens, (0,) * self.registration.num_ranks)
+        return _shards(0, num_tokens, self.registration.num_ranks)
 
     async def settle(self, sequence_id: str, turn_id: str, keep_tokens: int) -> None:
         if keep_tokens:
@@ -130,6 +139,9 @@ class YesRing:
 
     async def send_kv(self, request: SendKv) -> SentKv:
         raise AssertionError("no prefill ring of this bench pulls")
+
+    async def take_kv(self, request: TakeKv) -> TakenKv:
+        raise AssertionError("no ring of this bench drains or is full")
 
     async def fork_kv(self, request: ForkKv) -> ForkedKv:
         raise AssertionError("no conversation of this bench is forked")
@@ -166,7 +178,8 @@ class YesRings:
 def measure_router(model: ModelInfo, load: RouterLoad, tell: Callable[[str], None]) -> RouterReport:
     """Run the load twice, the second time a part of it with its memory traced. `tell` hears of every turn."""
     bench = _Bench(model, load)
-    asyncio.run(bench.run(load.conversations, tell))
+    with _Pauses() as pauses:
+        asyncio.run(bench.run(load.conversations, tell))
     sample = _Bench(model, load)
     gc.collect()
     tracemalloc.start()
@@ -187,12 +200,37 @@ def measure_router(model: ModelInfo, load: RouterLoad, tell: Callable[[str], Non
         conversations=load.conversations,
         decisions_per_second=len(seconds) / sum(seconds),
         decision=_spread_of(seconds),
+        processor=_spread_of(bench.processor_seconds),
         placement=_spread_of(bench.placement_seconds),
+        num_pauses=len(pauses.seconds),
+        longest_pause=1e3 * max(pauses.seconds, default=0.0),
+        pauses_share=sum(pauses.seconds) / bench.whole_seconds,
         kept_share=bench.num_kept / max(1, bench.num_follow_ups),
         rings_used=len(bench.rings_used),
         bytes_per_conversation=num_bytes / count,
         token_bytes_per_conversation=8.0 * tokens,
     )
+
+
+class _Pauses:
+    """Seconds of each garbage collection while it is entered."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self._began = 0.0
+
+    def __enter__(self) -> _Pauses:
+        gc.callbacks.append(self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        gc.callbacks.remove(self._note)
+
+    def _note(self, phase: str, _: dict[str, int]) -> None:
+        if phase == "start":
+            self._began = time.perf_counter()
+        else:
+            self.seconds.append(time.perf_counter() - self._began)
 
 
 class _Bench:
@@ -212,6 +250,8 @@ class _Bench:
     def forget_figures(self) -> None:
         """Let go of what is the bench's own."""
         self.seconds: list[float] = []
+        self.processor_seconds: list[float] = []
+        self.whole_seconds = 0.0
         self.placement_seconds: list[float] = []
         self.rings_used: set[str] = set()
         self.num_kept = self.num_follow_ups = 0
@@ -255,10 +295,12 @@ class _Bench:
             return choice
 
         self._router._placements.choose = timed  # type: ignore[method-assign, assignment]
+        started = time.perf_counter()
         for turn in range(self._load.turns):
             for number in range(first, first + count):
                 await self._turn(f"conversation-{number}", turn)
                 tell(f"turn {turn + 1} of each conversation")
+        self.whole_seconds = time.perf_counter() - started
         self._router._placements.choose = choose  # type: ignore[method-assign]
         await self._router.close()
 
@@ -273,9 +315,10 @@ class _Bench:
             sampling=Sampling(temperature=0.0, seed=0, max_tokens=load.answer, stop_token_ids=()),
             deadline_seconds=60.0,
         )
-        began = time.perf_counter()
+        began, computing = time.perf_counter(), time.thread_time()
         begun = await self._router.begin_turn(request)
         self.seconds.append(time.perf_counter() - began)
+        self.processor_seconds.append(time.thread_time() - computing)
         where = begun.plan.prefill_ring, begun.plan.decode_ring
         self.rings_used.update(where)
         if turn:

@@ -7,17 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from cp_core.cost.fit import PrefillSample, StepSample, fit_decode, fit_prefill, predicted_prefill, predicted_step
-from cp_core.cost.fit_selector import Comparison, fit_empirical
+from cp_core.cost.fit import PrefillRatio, StepSample, fit_decode, fit_prefill, predicted_prefill, predicted_step
+from cp_core.cost.fit_selector import Comparison, best_seconds, beyond_best, fit_empirical
 from cp_core.cost.memory import WeightBytes, weight_bytes
-from cp_core.cost.profile import DecodeConstants, HardwareProfile, PrefillConstants
+from cp_core.cost.profile import HardwareProfile
 from cp_core.cost_model import PASS_KV, PASS_Q, ModelShape
-from cp_core.errors import ConfigError, Unavailable
-from cp_core.selector import TIE, EmpiricalFit, Turn, empirical
-from ringserve.v1 import inference_pb2
+from cp_core.errors import ConfigError
+from cp_core.selector import EmpiricalFit, Turn, empirical, is_clearly_less
+from services.bench.figures import paired_ratio
 from services.calibration.grid import Cell
 from services.calibration.measurement import Measurement
-from workers.model_info import ELEMENT_BYTES
 
 TRUST = 0.05
 """How wrong a sample may get before a constant leaves what the ring measured of itself by a factor of e."""
@@ -27,12 +26,13 @@ OF_RANKS = (
     "link_bytes_per_second",
     "all_to_all_latency_seconds",
     "all_to_all_bytes_per_second",
+    "overlap",
 )
 OF_CACHED = ("cached_overhead_seconds",)
 OF_SHARED_HEADS = ("host_sum_bytes_per_second",)
 DECODE_CONSTANTS = ("attention_seconds", "kv_bytes_per_second")
-LEAST_SECONDS = 1e-6
-"""Of a constant before it is fitted: one that is 0 would stay so."""
+LEAST_OVERLAP = 0.05
+"""Before it is fitted: a ring that found none would keep none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,77 +69,6 @@ class Calibration:
     steps: tuple[tuple[StepSample, float], ...]
 
 
-def shape_of(model: inference_pb2.GetModelInfoResponse) -> ModelShape:
-    """Raises Unavailable where the service is too old to tell."""
-    if not model.intermediate_size or model.dtype not in ELEMENT_BYTES:
-        raise Unavailable("the service does not tell its model's sizes; it is older than this ringserve")
-    return ModelShape(
-        num_layers=model.num_layers,
-        hidden_size=model.hidden_size,
-        intermediate_size=model.intermediate_size,
-        num_heads=model.num_heads,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-        vocab_size=model.vocab_size,
-        element_bytes=ELEMENT_BYTES[model.dtype],
-    )
-
-
-def profile_before(
-    model: inference_pb2.GetModelInfoResponse, groups: Sequence[inference_pb2.GroupInfo], name: str
-) -> HardwareProfile:
-    """What the prefill rings measured of themselves when they started; nothing is known of decode but the weights.
-
-    Raises Unavailable where no ring told its rates.
-    """
-    rings = [group for group in groups if group.role == "prefill" and group.HasField("rates")]
-    if not rings:
-        raise Unavailable("no prefill ring has told its rates; is one ready, and as new as this ringserve?")
-    # A ring of one rank has no links to measure.
-    linked = [ring for ring in rings if ring.num_ranks > 1] or rings
-    element_bytes = ELEMENT_BYTES[model.dtype]
-    gemm = median(ring.rates.gemm_flops for ring in rings)
-    link = median(ring.rates.link_bytes_per_second for ring in linked)
-    latency = max(LEAST_SECONDS, median(ring.rates.link_latency_seconds for ring in linked))
-    weights = model.num_parameters * element_bytes
-    return HardwareProfile(
-        name=name,
-        source="",
-        processes_per_host=max(ring.tp or 1 for ring in rings),
-        memory_bytes=min(
-            (weights + ring.capacity_tokens / ring.num_ranks * model.kv_bytes_per_token) / (ring.tp or 1)
-            for ring in rings
-        ),
-        kv_link_bytes_per_second=link,
-        prefill=PrefillConstants(
-            gemm_flops=gemm,
-            attention_flops=median(ring.rates.attention_flops for ring in rings),
-            link_bytes_per_second=link,
-            link_latency_seconds=latency,
-            all_to_all_bytes_per_second=link,
-            all_to_all_latency_seconds=latency,
-            host_sum_bytes_per_second=link,
-            sum_bytes_per_second=link,
-            overlap=median(ring.rates.overlap for ring in linked),
-            layer_overhead_seconds=LEAST_SECONDS,
-            cached_overhead_seconds=LEAST_SECONDS,
-        ),
-        decode=DecodeConstants(
-            # Two operations an element: as fast as the products of many rows read them, so that weights take least.
-            weight_bytes_per_second=gemm / 2 * element_bytes,
-            kv_bytes_per_second=gemm / 2 * element_bytes,
-            attention_seconds=latency,
-            free_rows=1,
-            row_seconds=0.0,
-            hop_seconds=latency,
-            all_to_all_seconds=latency,
-            ring_seconds=0.0,
-            sum_seconds=latency,
-            host_seconds=0.0,
-        ),
-    )
-
-
 def calibrate(
     model: ModelShape, before: HardwareProfile, measurements: Sequence[Measurement], steps: Sequence[StepSample]
 ) -> Calibration:
@@ -152,8 +81,7 @@ def calibrate(
             f"{len(measurements)} prefills cannot fit a profile; allowed are {len(OF_EVERY_RING)} or more: "
             f"give more of --tokens and --cached"
         )
-    samples = [each.sample for each in measurements]
-    fitted = _fitted(model, before, samples)
+    fitted = _fitted(model, before, measurements)
     held_out = _held_out(model, before, measurements)
     rows = tuple(
         Row(
@@ -165,7 +93,8 @@ def calibrate(
         for place, each in enumerate(measurements)
     )
     pairs = _pairs(rows)
-    selector = _fit_selector(pairs)
+    # One pair leaves nothing to choose between.
+    selector = fit_empirical([_comparison(kv, q) for kv, q in pairs]) if len(pairs) > 1 else None
     weights = weight_bytes(model)
     profile = _with_decode(model, weights, replace(fitted, empirical=selector), steps)
     return Calibration(
@@ -182,7 +111,8 @@ def calibrate(
     )
 
 
-def _fitted(model: ModelShape, before: HardwareProfile, samples: Sequence[PrefillSample]) -> HardwareProfile:
+def _fitted(model: ModelShape, before: HardwareProfile, measurements: Sequence[Measurement]) -> HardwareProfile:
+    samples = [each.sample for each in measurements]
     names: tuple[str, ...] = OF_EVERY_RING
     if any(sample.cp > 1 for sample in samples):
         names += OF_RANKS
@@ -192,15 +122,32 @@ def _fitted(model: ModelShape, before: HardwareProfile, samples: Sequence[Prefil
         names += OF_SHARED_HEADS
     # What the shortest prefill took is mostly overhead, and a start near it finds the way.
     overhead = min(sample.seconds / (1 + len(sample.cuts)) for sample in samples) / model.num_layers / 2
-    start = replace(before, prefill=replace(before.prefill, layer_overhead_seconds=overhead))
-    return fit_prefill(model, start, samples, names[: len(samples)], trust=TRUST)
+    overlap = max(LEAST_OVERLAP, before.prefill.overlap)
+    start = replace(before, prefill=replace(before.prefill, layer_overhead_seconds=overhead, overlap=overlap))
+    return fit_prefill(model, start, samples, names[: len(samples)], TRUST, _ratios(measurements))
+
+
+def _ratios(measurements: Sequence[Measurement]) -> list[PrefillRatio]:
+    """pass-Q over pass-KV wherever both took turns in a cell, cut alike."""
+    places = {
+        (each.ring, each.sample.cuts, each.cell, each.sample.algorithm): at for at, each in enumerate(measurements)
+    }
+    found = []
+    for (ring, cuts, cell, algorithm), above in places.items():
+        below = places.get((ring, cuts, cell, PASS_KV))
+        if algorithm == PASS_Q and below is not None:
+            q, kv = measurements[above].seconds, measurements[below].seconds
+            # A round that one of them lacks leaves nothing side by side.
+            value = paired_ratio(q, kv) if len(q) == len(kv) else median(q) / median(kv)
+            found.append(PrefillRatio(above=above, below=below, value=value))
+    return found
 
 
 def _held_out(model: ModelShape, before: HardwareProfile, measurements: Sequence[Measurement]) -> list[float] | None:
     """Seconds of each by what is fitted to every second cell, those that it is not among; None for too few cells."""
     cells = sorted({each.cell for each in measurements})
     half_of: dict[Cell, int] = {cell: place % 2 for place, cell in enumerate(cells)}
-    halves = [[each.sample for each in measurements if half_of[each.cell] == half] for half in (0, 1)]
+    halves = [[each for each in measurements if half_of[each.cell] == half] for half in (0, 1)]
     if min(map(len, halves)) < len(OF_EVERY_RING):
         return None
     profiles = [_fitted(model, before, half) for half in halves]
@@ -227,51 +174,32 @@ def _pairs(rows: Sequence[Row]) -> list[tuple[Row, Row]]:
     return [(both[PASS_KV], both[PASS_Q]) for both in by_place.values() if len(both) > 1]
 
 
-def _turn(row: Row) -> Turn:
-    sample = row.measurement.sample
-    return Turn(new_tokens=sample.new_tokens, cached_tokens=sample.cached_tokens, num_ranks=sample.cp)
-
-
-def _fit_selector(pairs: Sequence[tuple[Row, Row]]) -> EmpiricalFit | None:
-    """None where there is too little to choose between."""
-    comparisons = [
-        Comparison(
-            turn=_turn(kv),
-            pass_kv_seconds=kv.measurement.sample.seconds,
-            pass_q_seconds=q.measurement.sample.seconds,
-        )
-        for kv, q in pairs
-    ]
-    return fit_empirical(comparisons) if len(comparisons) > 1 else None
-
-
 def _losses(pairs: Sequence[tuple[Row, Row]], selector: EmpiricalFit | None) -> tuple[tuple[str, float], ...]:
     if not pairs:
         return ()
     ways: dict[str, list[bool]] = {
-        "auto, calibrated": [q.fitted >= (1.0 - TIE) * kv.fitted for kv, q in pairs],
-        "auto, by the rings' own rates": [q.by_rates >= (1.0 - TIE) * kv.by_rates for kv, q in pairs],
+        "auto, calibrated": [not is_clearly_less(q.fitted, kv.fitted) for kv, q in pairs],
+        "auto, by the rings' own rates": [not is_clearly_less(q.by_rates, kv.by_rates) for kv, q in pairs],
         "always pass_kv": [True] * len(pairs),
         "always pass_q": [False] * len(pairs),
     }
     if all(row.held_out is not None for pair in pairs for row in pair):
         ways["auto, calibrated on other cells"] = [
-            (q.held_out or 0.0) >= (1.0 - TIE) * (kv.held_out or 0.0) for kv, q in pairs
+            not is_clearly_less(q.held_out or 0.0, kv.held_out or 0.0) for kv, q in pairs
         ]
+    comparisons = [_comparison(kv, q) for kv, q in pairs]
     if selector is not None:
-        ways["empirical, fitted"] = [empirical(_turn(kv), selector).algorithm == PASS_KV for kv, _ in pairs]
-    best = sum(min(kv.measurement.sample.seconds, q.measurement.sample.seconds) for kv, q in pairs)
-    return tuple(
-        (
-            name,
-            sum(
-                (kv if takes_kv else q).measurement.sample.seconds
-                for (kv, q), takes_kv in zip(pairs, taken, strict=True)
-            )
-            / best
-            - 1.0,
-        )
-        for name, taken in ways.items()
+        ways["empirical, fitted"] = [empirical(each.turn, selector).algorithm == PASS_KV for each in comparisons]
+    best = best_seconds(comparisons)
+    return tuple((name, beyond_best(comparisons, taken) / best) for name, taken in ways.items())
+
+
+def _comparison(kv: Row, q: Row) -> Comparison:
+    sample = kv.measurement.sample
+    return Comparison(
+        turn=Turn(new_tokens=sample.new_tokens, cached_tokens=sample.cached_tokens, num_ranks=sample.cp),
+        pass_kv_seconds=sample.seconds,
+        pass_q_seconds=q.measurement.sample.seconds,
     )
 
 

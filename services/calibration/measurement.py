@@ -53,8 +53,9 @@ class Calibrator:
         self._vocabulary = client.model_info().vocab_size
         self._tp = {group.name: group.tp or 1 for group in client.server_info().groups}
 
-    def prefills(self, cells: Sequence[Cell], tell: Callable[[], None] = lambda: None) -> list[Measurement]:
-        """Every cell, in rounds, so that what slows the machine for a while slows both algorithms. `tell` counts runs.
+    def prefills(self, cells: Sequence[Cell], tell: Callable[[str], None] = lambda name: None) -> list[Measurement]:
+        """Every cell, in rounds, so that what slows the machine for a while slows both algorithms. `tell` hears of
+        each run.
 
         A ring of one rank has nothing to choose: it is measured by pass-KV alone. Raises Busy where other turns always
         shared a cell's steps.
@@ -72,7 +73,7 @@ class Calibrator:
                         names = list(RING_ALGORITHMS) if round_number % 2 else list(reversed(RING_ALGORITHMS))
                         for name in names:
                             runs[cell, name].append(self._undisturbed(conversation, prefix, cell, name))
-                            tell()
+                            tell(f"{name}, {cell.new_tokens} after {cell.cached_tokens}")
         return [found for (cell, name), taken in runs.items() for found in self._by_ring(cell, name, taken)]
 
     def steps(self, contexts: Sequence[int]) -> list[StepSample]:

@@ -11,7 +11,7 @@ from rich.box import SIMPLE
 from rich.table import Table
 
 from cp_core.cost_model import PASS_KV, PASS_Q
-from cp_core.errors import ConfigError
+from services.bench.plot import save_figure
 from services.calibration.fitting import Calibration, Errors, Row
 
 if TYPE_CHECKING:
@@ -89,10 +89,7 @@ def write_calibration_plot(calibration: Calibration, path: Path) -> None:
     figure.suptitle(f"Prefills of {calibration.profile.name}: measured and predicted")
     _draw_predictions(figure.add_subplot(1, 2, 1, xlabel="measured, seconds", ylabel="predicted, seconds"), calibration)
     _draw_ratios(figure.add_subplot(1, 2, 2, xlabel="new tokens", ylabel="pass-Q over pass-KV"), calibration)
-    try:
-        figure.savefig(path, dpi=120)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--plot: cannot write {path}: {error}") from error
+    save_figure(figure, path)
 
 
 def _draw_predictions(axes: Axes, calibration: Calibration) -> None:

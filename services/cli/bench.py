@@ -8,14 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from cp_core.errors import ConfigError
 from cp_core.ring_backend import SERVING
 from services.bench.plot import require_matplotlib, write_plot
 from services.bench.report import Report, closing_lines, load_now, to_json, to_table, with_load
-from services.cli import bench_load, bench_router
+from services.cli import bench_load, bench_router, bench_selection
 from services.cli.options import Subcommands
+from services.cli.progress import Tell, progress_bar
 from workers.steps import RING_ALGORITHMS, Algorithm
 
 EXAMPLE = """example:
@@ -31,8 +31,6 @@ DECODE_LAYERS = 16
 LEAST_STEPS = 4
 PIPE_WIDTH = 120
 RING_TRANSPORTS = ("auto", *SERVING["cpu"])
-
-Tell = Callable[[str], None]
 
 
 def add(commands: Subcommands) -> None:
@@ -73,6 +71,7 @@ def add(commands: Subcommands) -> None:
 
     bench_load.add(kinds)
     bench_router.add(kinds)
+    bench_selection.add(kinds)
 
 
 def run_attention(options: argparse.Namespace) -> int:
@@ -131,18 +130,8 @@ def _run(options: argparse.Namespace, total: int, measure: Callable[[Tell], Repo
     if options.plot is not None:
         require_matplotlib()
     before = load_now()
-    # The bar goes to standard error: standard output is the report's.
-    progress = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=Console(stderr=True),
-        transient=True,
-    )
-    with progress:
-        task = progress.add_task("starting", total=total)
-        report = measure(lambda name: progress.update(task, advance=1, description=name))
+    with progress_bar(total) as tell:
+        report = measure(tell)
     report = with_load(report, before)
     if options.plot is not None:
         write_plot(report, options.plot)

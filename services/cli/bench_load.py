@@ -7,15 +7,12 @@ import asyncio
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
 import grpc
 from rich.box import SIMPLE
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from cp_core.errors import ConfigError, Unavailable
@@ -26,6 +23,7 @@ from services.bench.load.trace import KINDS, Arrival, RequestKind, draw_trace, r
 from services.bench.plot import require_matplotlib
 from services.bench.report import load_now
 from services.cli.options import Subcommands
+from services.cli.progress import progress_bar
 from services.cli.started import add_serving_options, serving
 
 EXAMPLE = """example:
@@ -76,9 +74,13 @@ def run(options: argparse.Namespace) -> int:
     trace = _trace(options)
     bounds = Bounds(ttft=options.ttft_bound, ttit=options.ttit_bound)
     before = load_now()
-    with serving(options) as target, _progress(len(trace)) as tell:
+    with serving(options) as target, progress_bar(len(trace), "requests") as tell:
         try:
-            outcomes = asyncio.run(replay(target, trace, options.timeout, options.seed, tell))
+            outcomes = asyncio.run(
+                replay(
+                    target, trace, options.timeout, options.seed, lambda status: tell(f"requests, the latest {status}")
+                )
+            )
         except grpc.aio.AioRpcError as failure:
             raise Unavailable(f"{target} cannot be asked what it serves: {failure.details()}") from None
     report = summarize(outcomes, bounds, _settings(options), (before, load_now()))
@@ -114,22 +116,6 @@ def _settings(options: argparse.Namespace) -> str:
         return f"arrivals of {options.trace}"
     every = f", besides {options.every} s" if options.every else ""
     return f"{options.rate:g} requests/s for {options.duration:g} s, {options.mix}{every}, seed {options.seed}"
-
-
-@contextmanager
-def _progress(total: int) -> Iterator[Callable[[str], None]]:
-    """A bar of requests that have ended, on standard error: standard output is the report's."""
-    progress = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=Console(stderr=True),
-        transient=True,
-    )
-    with progress:
-        task = progress.add_task("requests", total=total)
-        yield lambda status: progress.update(task, advance=1)
 
 
 def _table(report: LoadReport) -> Table:

@@ -9,13 +9,13 @@ from dataclasses import asdict
 
 from rich.box import SIMPLE
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from cp_core.errors import ConfigError
 from services.bench.report import load_now
 from services.bench.router import RouterLoad, RouterReport, measure_router
 from services.cli.options import Subcommands
+from services.cli.progress import progress_bar
 from services.planning.models import planned_model, to_model_info
 
 EXAMPLE = """example:
@@ -62,18 +62,8 @@ def run(options: argparse.Namespace) -> int:
     load = RouterLoad(**{name: getattr(options, name) for name in names})
     model = to_model_info(planned_model(options.model))
     before = load_now()
-    # The bar goes to standard error: standard output is the report's.
-    progress = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=Console(stderr=True),
-        transient=True,
-    )
-    with progress:
-        task = progress.add_task("starting", total=load.conversations * load.turns)
-        report = measure_router(model, load, lambda name: progress.update(task, advance=1, description=name))
+    with progress_bar(load.conversations * load.turns) as tell:
+        report = measure_router(model, load, tell)
     machine = before, load_now()
     if options.json:
         target = {"target_milliseconds": TARGET_MILLISECONDS, "is_met": _is_met(report)}
@@ -93,7 +83,12 @@ def _table(report: RouterReport) -> Table:
     table = Table(title=title, box=SIMPLE)
     for header in ("what", "mean ms", "p50", "p99", "most"):
         table.add_column(header, justify="left" if header == "what" else "right", no_wrap=True)
-    for name, figures in (("decision", report.decision), ("choice of rings in it", report.placement)):
+    rows = {
+        "decision": report.decision,
+        "its processor time": report.processor,
+        "choice of rings in it": report.placement,
+    }
+    for name, figures in rows.items():
         cells = (figures.mean, figures.p50, figures.p99, figures.most)
         table.add_row(name, *(f"{value:.3f}" for value in cells))
     return table
@@ -103,6 +98,8 @@ def _closing_lines(report: RouterReport, machine: tuple[float, float]) -> list[s
     met = "met" if _is_met(report) else "missed"
     return [
         f"{report.decisions_per_second:.0f} decisions/s; target of p99 under {TARGET_MILLISECONDS:g} ms: {met}",
+        f"{report.num_pauses} garbage collections took {report.pauses_share:.1%} of the time, "
+        f"the longest {report.longest_pause:.1f} ms",
         f"{report.bytes_per_conversation / 1e3:.1f} kB a conversation at rest, "
         f"{report.token_bytes_per_conversation / 1e3:.1f} kB of them token ids",
         f"{report.kept_share:.1%} of follow-ups went to the rings of the turn before; {report.rings_used} rings used",

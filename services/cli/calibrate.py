@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from cp_core.cost.profile import format_profile
 from cp_core.errors import ConfigError
 from services.bench.plot import require_matplotlib
-from services.calibration.fitting import Calibration, calibrate, profile_before, shape_of
+from services.calibration.fitting import Calibration, calibrate
 from services.calibration.grid import grid, room_of
 from services.calibration.measurement import Calibrator
+from services.calibration.own_rates import profile_before, shape_of
 from services.calibration.report import calibration_json, calibration_table, closing_lines, write_calibration_plot
 from services.cli.options import Subcommands, client_of
+from services.cli.progress import progress_bar
 from services.cli.started import add_serving_options, serving
 from services.client import Client
-from services.planning.units import parse_tokens
+from services.planning.units import parse_token_counts
 from workers.steps import RING_ALGORITHMS
 
 EXAMPLE = """example:
@@ -59,7 +58,8 @@ def add(commands: Subcommands) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    new_tokens, cached_tokens = _counts("--tokens", options.tokens), _counts("--cached", options.cached, least=0)
+    new_tokens = None if options.tokens is None else parse_token_counts("--tokens", options.tokens)
+    cached_tokens = None if options.cached is None else parse_token_counts("--cached", options.cached, least=0)
     _check(options)
     if options.plot is not None:
         require_matplotlib()
@@ -87,7 +87,7 @@ def _calibrate(
     name = PROFILE_NAME if options.write is None else options.write.stem
     before = profile_before(model, server.groups, name)
     calibrator = Calibrator(client, repeats=options.repeats, timeout=options.timeout, seed=options.seed)
-    with _progress(len(cells) * len(RING_ALGORITHMS) * options.repeats) as tell:
+    with progress_bar(len(cells) * len(RING_ALGORITHMS) * options.repeats, "prefills") as tell:
         measurements = calibrator.prefills(cells, tell)
     steps = calibrator.steps(sorted({cell.cached_tokens + cell.new_tokens for cell in cells}))
     rings = sorted({f"{each.ring} ({each.sample.cp} x {each.sample.tp})" for each in measurements})
@@ -109,25 +109,3 @@ def _check(options: argparse.Namespace) -> None:
         path = getattr(options, key)
         if path is not None and not path.absolute().parent.is_dir():
             raise ConfigError(f"--{key}: {path} cannot be written, its directory does not exist")
-
-
-def _counts(key: str, text: str | None, least: int = 1) -> list[int] | None:
-    if text is None:
-        return None
-    return sorted({0 if least == 0 and item.strip() == "0" else parse_tokens(key, item) for item in text.split(",")})
-
-
-@contextmanager
-def _progress(total: int) -> Iterator[Callable[[], None]]:
-    """A bar of prefills, on standard error: standard output is the report's."""
-    progress = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=Console(stderr=True),
-        transient=True,
-    )
-    with progress:
-        task = progress.add_task("prefills", total=total)
-        yield lambda: progress.update(task, advance=1)

@@ -11,6 +11,7 @@ from cp_core.errors import Unavailable
 from services.cli.options import Subcommands
 from services.state import find_process, remove_state, require_state
 
+STOP_SECONDS = 60.0
 EXAMPLE = """example:
   ringserve down
   ringserve down --name second --json
@@ -22,7 +23,9 @@ def add(commands: Subcommands) -> None:
         "down", help="stop a local cluster", epilog=EXAMPLE, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--name", default="default", help="name of the cluster (default: default)")
-    parser.add_argument("--timeout", type=float, default=60.0, help="seconds before it is killed (default: 60)")
+    parser.add_argument(
+        "--timeout", type=float, help="seconds before it is killed (default: 60 more than its turns are given to end)"
+    )
     parser.add_argument("--json", action="store_true", help="print the outcome as JSON")
     parser.set_defaults(run=run)
 
@@ -35,7 +38,7 @@ def run(options: argparse.Namespace) -> int:
         family = [process, *process.children(recursive=True)]
         process.terminate()
         try:
-            process.wait(options.timeout)
+            process.wait(STOP_SECONDS + state.drain_seconds if options.timeout is None else options.timeout)
         except psutil.TimeoutExpired:
             killed = True
             for member in family:

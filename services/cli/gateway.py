@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import argparse
 
-from cp_core.errors import ConfigError
 from services.auth.sections import check_doors
-from services.cli.options import Subcommands, add_config_options, config_of
+from services.cli.options import Subcommands, add_config_options, check_drain_seconds, config_of
 from services.config import LOG_LEVELS, METRIC_NAMES
 from services.gateway_settings import GatewaySettings
 from services.logs import LOG_FORMATS
 
-MAX_DRAIN_SECONDS = 86_400.0
 EXAMPLE = """example:
   ringserve gateway --listen 127.0.0.1:50052 --router 127.0.0.1:41000 --model builtin:tiny
 """
@@ -46,11 +44,10 @@ def add(commands: Subcommands) -> None:
 def run(options: argparse.Namespace) -> int:
     from services.gateway_process import run_gateway
 
-    config = config_of(options)  # sections tls, internal_tls and auth, and gateway.insecure: the rest are options
+    config = config_of(options)  # tls, internal_tls, auth, tracing, gateway.insecure: the rest are options
     doors = {"--listen": options.listen, "--http": options.http}
     check_doors(doors, config.tls, config.auth, is_insecure=config.gateway.insecure)
-    if not 0 <= options.drain_seconds <= MAX_DRAIN_SECONDS:
-        raise ConfigError(f"--drain-seconds: {options.drain_seconds:g} is not allowed; use 0 to {MAX_DRAIN_SECONDS:g}")
+    check_drain_seconds(options.drain_seconds)
     return run_gateway(
         GatewaySettings(
             listen=options.listen,
@@ -68,5 +65,6 @@ def run(options: argparse.Namespace) -> int:
             tokens=config.auth.tokens,
             tls=config.tls.files,
             peer_tls=config.internal_tls.files,
+            tracing=config.tracing,
         )
     )

@@ -14,15 +14,14 @@ from services.cli import (
     conversations,
     demo,
     down,
-    drain,
     explain,
     gateway,
     generate,
     plan,
+    rings,
     simulate,
     status,
     token,
-    undrain,
     up,
 )
 
@@ -36,7 +35,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     planning = (plan, explain, simulate, calibrate)
-    modules = (up, down, drain, undrain, status, generate, chat, conversations, demo, *planning, bench, gateway, token)
+    modules = (up, down, rings, status, generate, chat, conversations, demo, *planning, bench, gateway, token)
     for module in modules:
         module.add(commands)
     return parser

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 else:
     Subcommands = object
 
+MAX_DRAIN_SECONDS = 86_400.0
 TOKEN_VARIABLE = "RINGSERVE_TOKEN"
 """Environment variable with the bearer token of commands that call a gateway."""
 
@@ -68,6 +69,12 @@ def target_of(options: argparse.Namespace) -> str:
     if not target:
         raise NotFound(f"the cluster {options.name!r} runs no gateway of its own; give --target HOST:PORT")
     return str(target)
+
+
+def check_drain_seconds(seconds: float) -> None:
+    """Raises ConfigError."""
+    if not 0 <= seconds <= MAX_DRAIN_SECONDS:
+        raise ConfigError(f"--drain-seconds: {seconds:g} is not allowed; use 0 to {MAX_DRAIN_SECONDS:g}")
 
 
 def add_router_options(parser: argparse.ArgumentParser) -> None:

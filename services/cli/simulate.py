@@ -6,34 +6,56 @@ import argparse
 import json
 import re
 import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 from rich.box import SIMPLE
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from cp_core.cost.profile import read_profile
 from cp_core.errors import ConfigError
+from orchestration.simulator.cluster import ClusterShape, PoolShape
+from orchestration.simulator.load import conversations_for
 from orchestration.simulator.placement import POLICIES
 from orchestration.simulator.results import SimulationResult
-from orchestration.simulator.simulation import PoolShape, Simulation, SimulationSettings
-from orchestration.simulator.trace import TracedConversation, TraceShape, format_trace, made_trace, read_trace
+from orchestration.simulator.simulation import Simulation
+from orchestration.simulator.trace import (
+    FirstPrompts,
+    MadeTrace,
+    TracedConversation,
+    TraceShape,
+    around,
+    format_trace,
+    read_trace,
+)
+from services.bench.plot import require_matplotlib
 from services.cli.options import Subcommands
 from services.planning.models import planned_model, to_model_info
+from services.planning.simulation_plot import write_simulation_plot
 from services.planning.sizing import require_tp
 from services.planning.units import format_seconds, parse_seconds, parse_tokens
 
 EXAMPLE = """example:
   ringserve simulate --model llama3-70b --prefill 20x2x8 --decode 20x1x8 --conversations 2000 --time 1h
+  ringserve simulate --model llama3-70b --prefill 20x2x8 --decode 20x1x8 --busy 0.6 --time 24h \\
+    --first 500-4k:50,8k-128k:45,1m:5 --jobs 2 --plot day.png
   ringserve simulate --model llama3-70b --prefill 200x4x8 --decode 100x1x8 --trace trace.jsonl --json
 """
 HELP = """Conversations of several turns arrive at a cluster of rings; what each turn takes is predicted by a hardware
 profile, and who computes it how is decided by the code that decides it in a running cluster. Placements: `router` is
-that of the service, `round_robin` looks at nothing, `kv_aware` weighs a ring's queue against the KV that it holds.
-Pools are RINGSxCPxTP. The same seed makes the same conversations."""
-PIPE_WIDTH = 150
+that of the service, `least_loaded` and `round_robin` look at no KV, `kv_aware` weighs queues, which it knows as they
+are at every moment, against the KV that rings hold. Pools are RINGSxCPxTP. The same seed makes the same conversations;
+they begin most often in the middle of the time."""
+PIPE_WIDTH = 170
 MAX_TURNS = 1000
+MAX_JOBS = 64
+
+Trace = MadeTrace | list[TracedConversation]
 
 
 def add(commands: Subcommands) -> None:
@@ -52,38 +74,75 @@ def add(commands: Subcommands) -> None:
     parser.add_argument("--chunk", metavar="TOKENS", default="64k", help="longest prefill step (default: 64k)")
     parser.add_argument("--max-batch", type=int, default=32, help="sequences a decode ring takes (default: 32)")
     parser.add_argument("--trace", type=Path, help="conversations, one JSON object a line (default: made up)")
-    parser.add_argument("--conversations", type=int, default=1000, help="of a made-up trace (default: 1000)")
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--conversations", type=int, default=1000, help="of a made-up trace (default: 1000)")
+    size.add_argument("--busy", type=float, metavar="SHARE", help="or as many as keep prefill rings so busy, e.g. 0.6")
     parser.add_argument(
-        "--first", metavar="TOKENS,...", default="4k,32k,128k", help="of first prompts (default: 4k,32k,128k)"
+        "--first",
+        metavar="TOKENS[-TOKENS][:WEIGHT],...",
+        default="4k,32k,128k",
+        help="of first prompts; single sizes vary by half (default: 4k,32k,128k)",
     )
     parser.add_argument("--turns", type=float, default=4.0, help="of a conversation, on average (default: 4)")
+    parser.add_argument("--answer", metavar="TOKENS", default="300", help="of an answer, on average (default: 300)")
     parser.add_argument("--time", metavar="TIME", default="1h", help="in which they begin (default: 1h)")
     parser.add_argument("--seed", type=int, default=0, help="of a made-up trace (default: 0)")
     parser.add_argument("--write-trace", type=Path, metavar="FILE", help="write the trace, as --trace takes it")
+    parser.add_argument("--jobs", type=int, default=1, help="placements simulated at a time (default: 1)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw TTFT by hour and by size of turn")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    settings, trace = _settings(options), _trace(options)
+    if options.plot is not None:
+        require_matplotlib()
+    cluster = _cluster(options)
+    trace = _trace(options, cluster)
     if options.write_trace is not None:
         try:
-            options.write_trace.write_text(format_trace(trace), encoding="utf-8")
+            with options.write_trace.open("w", encoding="utf-8") as file:
+                file.writelines(format_trace(trace))
         except OSError as error:
             raise ConfigError(f"--write-trace: cannot write {options.write_trace}: {error}") from error
-    results = [
-        Simulation(replace(settings, placement=placement), trace).run()
-        for placement in dict.fromkeys(options.placement.split(","))
-    ]
+    results = _simulated(cluster, trace, list(dict.fromkeys(options.placement.split(","))), options.jobs)
+    if options.plot is not None:
+        write_simulation_plot(results, options.plot)
     if options.json:
         print(json.dumps({"results": [asdict(result) for result in results]}))
     else:
-        Console(width=None if sys.stdout.isatty() else PIPE_WIDTH).print(_table(results))
+        Console(width=None if sys.stdout.isatty() else PIPE_WIDTH).print(_table(results), _size_table(results))
         print(f"{results[0].num_turns} turns of {len(trace)} conversations; TTFT since a turn was first asked for")
     return 0
 
 
-def _settings(options: argparse.Namespace) -> SimulationSettings:
+def _simulated(cluster: ClusterShape, trace: Trace, placements: Sequence[str], jobs: int) -> list[SimulationResult]:
+    """By every placement. Each is wrong before the first one runs."""
+    for placement in placements:
+        if placement not in POLICIES:
+            raise ConfigError(f"--placement: {placement!r} is unknown; allowed are {', '.join(POLICIES)}")
+    # The bar goes to standard error: standard output is the result's.
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        if jobs > 1:
+            task = progress.add_task("placements", total=len(placements))
+            with ProcessPoolExecutor(max_workers=jobs) as pool:
+                runs = pool.map(partial(_simulate, cluster, trace), placements)
+                return list(progress.track(runs, task_id=task))
+        results = []
+        for placement in placements:
+            task = progress.add_task(f"conversations, {placement}", total=len(trace))
+            results.append(_simulate(cluster, trace, placement, partial(progress.advance, task)))
+        return results
+
+
+def _simulate(
+    cluster: ClusterShape, trace: Trace, placement: str, tell: Callable[[], None] = lambda: None
+) -> SimulationResult:
+    return Simulation(cluster, trace, placement).run(tell)
+
+
+def _cluster(options: argparse.Namespace) -> ClusterShape:
     model = planned_model(options.model)
     prefill, decode = _pool("--prefill", options.prefill), _pool("--decode", options.decode)
     for pool in (prefill, decode):
@@ -91,19 +150,20 @@ def _settings(options: argparse.Namespace) -> SimulationSettings:
     for key, value in (("--max-batch", options.max_batch), ("--conversations", options.conversations)):
         if value < 1:
             raise ConfigError(f"{key}: {value} is none; allowed are 1 or more")
-    return SimulationSettings(
+    if not 1 <= options.jobs <= MAX_JOBS:
+        raise ConfigError(f"--jobs: {options.jobs} is out of range; allowed are 1 to {MAX_JOBS}")
+    return ClusterShape(
         model=to_model_info(model),
         weights=model.weights,
         profile=read_profile(options.hardware),
         prefill=prefill,
         decode=decode,
-        placement=next(iter(POLICIES)),
         chunk_tokens=parse_tokens("--chunk", options.chunk),
         max_batch=options.max_batch,
     )
 
 
-def _trace(options: argparse.Namespace) -> list[TracedConversation]:
+def _trace(options: argparse.Namespace, cluster: ClusterShape) -> Trace:
     if options.trace is not None:
         return read_trace(options.trace)
     if not 1.0 <= options.turns <= MAX_TURNS:
@@ -111,10 +171,30 @@ def _trace(options: argparse.Namespace) -> list[TracedConversation]:
     shape = TraceShape(
         num_conversations=options.conversations,
         seconds=parse_seconds("--time", options.time),
-        first_tokens=tuple(parse_tokens("--first", item) for item in options.first.split(",")),
+        first=tuple(_first(item) for item in options.first.split(",")),
         mean_turns=options.turns,
+        mean_output_tokens=parse_tokens("--answer", options.answer),
     )
-    return made_trace(shape, options.seed)
+    if options.busy is not None:
+        if not 0.0 < options.busy <= 1.0:
+            raise ConfigError(f"--busy: {options.busy} is no share; allowed is anything above 0 and up to 1")
+        shape = replace(shape, num_conversations=conversations_for(options.busy, cluster, shape, options.seed))
+    return MadeTrace(shape, options.seed)
+
+
+def _first(item: str) -> FirstPrompts:
+    sizes, colon, weight = item.partition(":")
+    least, dash, most = sizes.partition("-")
+    kind = around(parse_tokens("--first", least))
+    if dash:
+        kind = FirstPrompts(least=parse_tokens("--first", least), most=parse_tokens("--first", most))
+        if kind.least > kind.most:
+            raise ConfigError(f"--first: {sizes!r} ends before it begins; allowed are ranges like 8k-128k")
+    if not colon:
+        return kind
+    if re.fullmatch(r"\d*\.?\d+", weight) is None or not float(weight):
+        raise ConfigError(f"--first: {item!r} has no weight after the colon; allowed are those like 8k-128k:45")
+    return replace(kind, weight=float(weight))
 
 
 def _pool(key: str, text: str) -> PoolShape:
@@ -125,14 +205,31 @@ def _pool(key: str, text: str) -> PoolShape:
     return PoolShape(num_rings=rings, cp=cp, tp=tp)
 
 
-def _table(results: list[SimulationResult]) -> Table:
-    table = Table(box=SIMPLE)
-    headers = ("placement", "TTFT p50", "p90", "p99", "mean", "TTIT", "cached", "pass-Q", "busy", "busiest", "retries")
-    for header in headers:
-        table.add_column(header, justify="left" if header == "placement" else "right", no_wrap=True)
+def _table(results: Sequence[SimulationResult]) -> Table:
+    times = ("TTFT p50", "p90", "p99", "mean", "queue p50", "p99", "TTIT")
+    shares = ("cached", "moved", "recomputed", "pass-Q", "busy", "busiest", "batches")
+    table = _new_table(("placement", *times, *shares, "asked again"))
     for each in results:
-        times = (each.ttft_median, each.ttft_p90, each.ttft_p99, each.ttft_mean, each.ttit_mean)
-        shares = (each.cached_share, each.pass_q_share, each.busy_share, each.busiest_share)
-        cells = [*map(format_seconds, times), *(f"{share:.1%}" for share in shares)]
+        seconds = (each.ttft.p50, each.ttft.p90, each.ttft.p99, each.ttft.mean, each.queue.p50, each.queue.p99)
+        tokens = (each.moved_tokens / each.prompt_tokens, each.recomputed_tokens / each.prompt_tokens)
+        parts = (each.cached_share, *tokens, each.pass_q_share, each.busy_share, each.busiest_share, each.batch_share)
+        cells = [*map(format_seconds, (*seconds, each.ttit_mean)), *(f"{part:.1%}" for part in parts)]
         table.add_row(each.placement, *cells, str(each.num_retries))
+    return table
+
+
+def _size_table(results: Sequence[SimulationResult]) -> Table:
+    table = _new_table(("placement", "new tokens", "turns", "TTFT p50", "p90", "p99", "most"))
+    for each in results:
+        for name, times in each.ttft_of_size.items():
+            if times.count:
+                cells = map(format_seconds, (times.p50, times.p90, times.p99, times.most))
+                table.add_row(each.placement, name, str(times.count), *cells)
+    return table
+
+
+def _new_table(headers: Sequence[str]) -> Table:
+    table = Table(box=SIMPLE)
+    for header in headers:
+        table.add_column(header, justify="left" if header in ("placement", "new tokens") else "right", no_wrap=True)
     return table

@@ -42,7 +42,10 @@ def run(options: argparse.Namespace) -> int:
         print(
             f"version {info.version}, up {info.uptime_seconds:.0f} s, selector {info.selector}, "
             f"{info.conversations} conversations, {info.running_turns} running turns"
+            + (f", {info.turns_waiting_for_rings} waiting for rings" if info.turns_waiting_for_rings else "")
         )
+        for drain in info.drains:
+            print(_drain_line(drain))
     return 0 if info.groups and all(group.state == "ready" for group in info.groups) else 1
 
 
@@ -65,7 +68,7 @@ def _table(info: inference_pb2.GetServerInfoResponse) -> Table:
         )
         table.add_row(
             group.name,
-            f"{group.state}, draining" if group.draining else group.state,
+            _state(group),
             f"{group.num_ranks} x {group.tp}" if group.tp > 1 else str(group.num_ranks),
             ", ".join(name for name in (group.attention_backend, group.ring_transport, group.decode_variant) if name),
             str(group.num_requests_running),
@@ -75,6 +78,20 @@ def _table(info: inference_pb2.GetServerInfoResponse) -> Table:
             str(group.rebuilds),
         )
     return table
+
+
+def _state(group: inference_pb2.GroupInfo) -> str:
+    words = {"draining": group.draining, "restarting": group.restarting}
+    return ", ".join([group.state, *(word for word, holds in words.items() if holds)])
+
+
+def _drain_line(drain: inference_pb2.RingDrain) -> str:
+    """How far a ring is with leaving, or how it left."""
+    stayed = drain.no_room + drain.failed
+    return (
+        f"{drain.ring} {'has left' if drain.has_left else 'drains'}: {drain.running_turns} turns, {drain.moved} "
+        f"conversations moved, {drain.left} left to move, {stayed} stay behind"
+    )
 
 
 def pool_sizes(info: inference_pb2.GetServerInfoResponse) -> str:

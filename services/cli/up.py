@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 
 from cp_core.errors import ConfigError, Unavailable
-from services.cli.options import Subcommands, add_config_options, config_of
+from services.cli.options import Subcommands, add_config_options, check_drain_seconds, config_of
 from services.cluster import LocalCluster
 from services.logs import JsonLines, set_up_logs
 from services.state import ClusterState, read_state, remove_state, state_directory, write_state
@@ -42,6 +42,12 @@ def add(commands: Subcommands) -> None:
         "--ray-address", help="run on this Ray cluster, auto or HOST:PORT (default: ray.address of the configuration)"
     )
     parser.add_argument("--no-gateway", action="store_true", help="start none: 'ringserve gateway' runs elsewhere")
+    parser.add_argument(
+        "--drain-seconds",
+        type=float,
+        default=0.0,
+        help="how long turns may go on when it is told to end; a second signal ends them (default: 0)",
+    )
     parser.add_argument("--detach", action="store_true", help="return when the cluster serves, and leave it running")
     parser.add_argument("--ready-file", type=Path, help="write the addresses here, as JSON, when the cluster serves")
     parser.add_argument("--json", action="store_true", help="print the addresses as JSON")
@@ -51,6 +57,7 @@ def add(commands: Subcommands) -> None:
 def run(options: argparse.Namespace) -> int:
     if options.ray_address is not None:
         options.set = [*(options.set or ()), f"ray.address={options.ray_address}"]
+    check_drain_seconds(options.drain_seconds)
     config = config_of(options)  # before anything else: a wrong key must not cost half a minute
     running = read_state(options.name)
     if running is not None:
@@ -67,11 +74,18 @@ def run(options: argparse.Namespace) -> int:
     set_up_logs("up", config.logs.level, config.logs.format)
     signals = StopSignals()
     show = partial(print, "ringserve:", file=sys.stderr, flush=True)
-    cluster = LocalCluster(config, show, signals.requested, with_gateway=not options.no_gateway)
+    cluster = LocalCluster(
+        config,
+        show,
+        signals.requested,
+        with_gateway=not options.no_gateway,
+        drain_seconds=options.drain_seconds,
+    )
     try:
         cluster.start()
         _announce(options, cluster)
         cluster.watch()
+        cluster.drain(signals.insisted)
         show("stopping")
     except StopRequest:
         show("stopping")
@@ -90,6 +104,7 @@ def _announce(options: argparse.Namespace, cluster: LocalCluster) -> None:
         http=cluster.http_address,
         metrics=cluster.metrics_address,
         router=cluster.router_endpoint,
+        drain_seconds=options.drain_seconds,
     )
     write_state(state)
     shown = ("gateway", "http", "metrics", "router", "pid", "name")
@@ -119,6 +134,7 @@ def _detach(options: argparse.Namespace, start_timeout: float) -> int:
     log_path = directory / f"{options.name}.log"
     ready = Path(tempfile.mkdtemp(prefix="ringserve-up-")) / "ready.json"
     command = [sys.executable, "-m", "services.cli.main", "up", "--name", options.name, "--ready-file", str(ready)]
+    command += ["--drain-seconds", str(options.drain_seconds)]
     if options.config is not None:
         command += ["--config", str(options.config.resolve())]
     for item in options.set or ():

@@ -67,7 +67,10 @@ class AsyncAnswerStream(AsyncIterator[Piece]):
 
 
 class AsyncClient:
-    """One gateway, HOST:PORT. Belongs to the event loop in which it is made."""
+    """One gateway, HOST:PORT, or several, ipv4:HOST:PORT,HOST:PORT: the next is called where one has ended.
+
+    Belongs to the event loop in which it is made.
+    """
 
     def __init__(
         self, target: str, *, token: str = "", tls: TlsFiles | None = None, retry: RetryPolicy | None = None

@@ -9,6 +9,9 @@ import grpc
 from cp_core.errors import CapacityExceeded, DeadlineExceeded, RingserveError, Unauthenticated, Unavailable
 from services.status import error_of
 
+OWN_ENDS = ("Locally cancelled by application!", "Channel closed!")
+"""gRPC's details where this side ended the call. A server that stops cancels what reaches it a moment too late."""
+
 
 def error_from_call(call: Any, target: str) -> RingserveError:
     """`call` is a grpc.RpcError, of a channel of either kind."""
@@ -20,6 +23,8 @@ def error_from_call(call: Any, target: str) -> RingserveError:
             return DeadlineExceeded("the deadline passed before the turn ended")
         case grpc.StatusCode.UNAVAILABLE:
             return Unavailable(f"the gateway at {target} cannot be reached")
+        case grpc.StatusCode.CANCELLED if call.details() not in OWN_ENDS:
+            return Unavailable(f"the gateway at {target} is ending")
         case grpc.StatusCode.RESOURCE_EXHAUSTED:
             return CapacityExceeded(f"RESOURCE_EXHAUSTED: {call.details()}")
         case grpc.StatusCode.UNAUTHENTICATED:

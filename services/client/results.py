@@ -28,11 +28,15 @@ class Usage:
 
 @dataclass(frozen=True, kw_only=True)
 class CachedSource:
-    """Prompt tokens [start, stop) came from "kept_on_prefill" or "pulled_from_decode"."""
+    """Prompt tokens [start, stop) came from "kept_on_prefill", "pulled_from_decode" or "pulled_from_other".
+
+    Of the last `ring` is the name.
+    """
 
     source: str
     start: int
     stop: int
+    ring: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,7 @@ Every attempt has the same request id, of which the router lets one run at a tim
 | what failed | tried again |
 |---|---|
 | no room (`CapacityExceeded`) | yes: the turn was refused whole |
+| no ring, or a gateway that stops (`NotBegun`) | yes: the same |
 | someone could not be reached (`Unavailable`) | where the request is repeatable: nobody knows how far it came |
 | the request id still runs (`Busy`) | after such a loss: our own first attempt is being ended |
 | anything else, or anything after the first token | no |
@@ -15,7 +16,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from cp_core.errors import Busy, CapacityExceeded, RingserveError, Unavailable
+from cp_core.errors import Busy, CapacityExceeded, NotBegun, RingserveError, Unavailable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +57,7 @@ class Retries:
             return True
         if isinstance(error, Busy):
             return self._was_lost
-        if isinstance(error, Unavailable) and self._is_repeatable:
+        if isinstance(error, NotBegun) or (isinstance(error, Unavailable) and self._is_repeatable):
             self._was_lost = True
             return True
         return False

@@ -68,7 +68,10 @@ class AnswerStream(Iterator[Piece]):
 
 
 class Client:
-    """One gateway, HOST:PORT. Threads may share it."""
+    """One gateway, HOST:PORT, or several, ipv4:HOST:PORT,HOST:PORT: the next is called where one has ended.
+
+    Threads may share it.
+    """
 
     def __init__(
         self, target: str, *, token: str = "", tls: TlsFiles | None = None, retry: RetryPolicy | None = None

@@ -10,11 +10,11 @@ from cp_core.errors import ConfigError
 from cp_core.ring_backend import select_ring_backend
 from cp_core.selector import POLICIES
 from orchestration.cached_kv import MISSING_KV
-from services.auth.sections import check_doors, check_sections
+from services.auth.sections import check_doors, check_ring, check_sections
 from services.config.pools import check_names
-from services.config.service import ModelConfig
 from services.config.words import DEVICES, DTYPES, LOG_LEVELS, METRIC_NAMES
 from services.logs import LOG_FORMATS
+from services.tracing.section import check_tracing
 
 if TYPE_CHECKING:
     from services.config.tree import Config
@@ -30,7 +30,7 @@ def check(config: Config) -> None:
     _among("logs.level", config.logs.level, LOG_LEVELS)
     _among("logs.format", config.logs.format, LOG_FORMATS)
     _among("model.device", config.model.device, DEVICES)
-    _ring_transport(config.model)
+    _ring_transport(config)
     _among("decode.variant", config.decode.variant, VARIANT_POLICIES)
     _among("router.selector", config.router.selector, POLICIES)
     for role, section in (("prefill", config.prefill), ("decode", config.decode)):
@@ -80,7 +80,8 @@ def check(config: Config) -> None:
         if getattr(config.metrics, key):
             _address(f"metrics.{key}", getattr(config.metrics, key))
     _metrics_ports(config)
-    check_sections(config.tls, config.internal_tls)
+    check_sections(config.tls, config.internal_tls, config.router.listen, config.ray.address)
+    check_tracing(config.tracing)
     doors = {f"gateway.{key}": getattr(config.gateway, key) for key in ("listen", "http")}
     check_doors(doors, config.tls, config.auth, is_insecure=config.gateway.insecure)
 
@@ -107,11 +108,12 @@ def _metrics_ports(config: Config) -> None:
         taken.append((role, host, first, last))
 
 
-def _ring_transport(model: ModelConfig) -> None:
+def _ring_transport(config: Config) -> None:
     try:
-        select_ring_backend(model.ring_transport, model.device)
+        backend = select_ring_backend(config.model.ring_transport, config.model.device)
     except ConfigError as error:
         raise ConfigError(f"model.ring_transport: {error}") from error
+    check_ring(backend, config.internal_tls, max(pool.cp * pool.tp for pool in config.pools))
 
 
 def _among(key: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -18,6 +18,7 @@ from services.config.service import (
     RouterConfig,
     TimeoutConfig,
 )
+from services.tracing.section import TracingConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +38,7 @@ class Config:
     ray: RayConfig = field(default_factory=RayConfig)
     timeouts: TimeoutConfig = field(default_factory=TimeoutConfig)
     logs: LogConfig = field(default_factory=LogConfig)
+    tracing: TracingConfig = field(default_factory=TracingConfig)
 
     def __post_init__(self) -> None:
         check(self)

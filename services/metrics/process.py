@@ -13,13 +13,14 @@ def new_registry(role: str) -> CollectorRegistry:
     disable_created_metrics()  # they double the series of every counter and no dashboard reads them
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
-    labels = {"role": role, "version": _package_version(), "python": platform.python_version()}
+    labels = {"role": role, "version": package_version(), "python": platform.python_version()}
     build = Gauge("ringserve_build_info", "Always 1; what runs is in the labels.", labels.keys(), registry=registry)
     build.labels(**labels).set(1)
     return registry
 
 
-def _package_version() -> str:
+def package_version() -> str:
+    """Of ringserve, as it is installed."""
     try:
         return version("ringserve")
     except PackageNotFoundError:

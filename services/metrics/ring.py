@@ -6,15 +6,16 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from cp_core.decode_variant import VARIANT_POLICIES
 from orchestration.group import GroupLeader
 from orchestration.ring import RingState
 from orchestration.views import GroupStatus
-from workers.steps import RankStatus
+from workers.steps import STEP_BOUNDS, RankStatus
 
 log = logging.getLogger(__name__)
 
@@ -131,12 +132,30 @@ class RingCollector(Collector):
             RANK,
             [(rank, each.wait_seconds) for rank, each in ranks],
         )
+        told = [(rank, each.communication_seconds) for rank, each in ranks if each.communication_seconds is not None]
+        yield _counter(
+            "rank_communication_seconds",
+            "The part of rank_step_seconds in which messages of the ring were under way, hidden by computation or not.",
+            RANK,
+            told,
+        )
+        yield self._step_times(view.rank_statuses)
         yield _counter(
             "rank_bytes_sent",
             "Bytes sent to peers of the ring.",
             RANK,
             [(rank, each.bytes_sent) for rank, each in ranks],
         )
+
+    def _step_times(self, ranks: Sequence[RankStatus]) -> HistogramMetricFamily:
+        """Of all ranks together: one has as many series as a hundred."""
+        family = HistogramMetricFamily("ringserve_step_time_seconds", "Forward passes of all ranks.", labels=RING)
+        counts = [sum(each) for each in zip(*(rank.step_counts for rank in ranks), strict=True)]
+        if counts:
+            bounds = (*map(str, STEP_BOUNDS), "+Inf")
+            buckets = list(zip(bounds, accumulate(counts), strict=True))
+            family.add_metric(self._labels, buckets, sum(rank.step_seconds for rank in ranks))
+        return family
 
 
 Samples = Sequence[tuple[tuple[str, ...], float]]

@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 from prometheus_client import Counter, Histogram
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from cp_core.errors import RingserveError
 from cp_core.selector import POLICIES
 from orchestration.turn import BegunTurn
+from orchestration.views import MoveReason, MoveTotals
 from services.metrics import buckets
 from services.metrics.gateway import ALGORITHMS
 from services.metrics.process import new_registry
@@ -33,8 +35,10 @@ class RouterView:
 
     conversations: int
     running_turns: int
-    rings: tuple[tuple[str, str, bool], ...]
+    turns_waiting_for_rings: int = 0
+    rings: tuple[tuple[str, str, bool], ...] = ()
     corrections: tuple[tuple[str, str, int, float], ...] = ()
+    moves: tuple[MoveTotals, ...] = ()
 
 
 class RouterMetrics:
@@ -79,6 +83,25 @@ class RouterMetrics:
         return begun
 
 
+MOVE = ("role", "reason")
+
+
+def _moves(totals: Sequence[MoveTotals]) -> Iterator[Metric]:
+    """Every pair of labels from the start: a rate over what has never been is 0, and not missing."""
+    found = {(each.role, each.reason): each for each in totals}
+    kept = "Kept KV that went from ring to ring, by the role of the ring that was left and why"
+    moves = CounterMetricFamily("ringserve_router_kv_moves", f"{kept}.", labels=(*MOVE, "outcome"))
+    num_bytes = CounterMetricFamily("ringserve_router_kv_moved_bytes", f"{kept}: bytes.", labels=MOVE)
+    seconds = CounterMetricFamily("ringserve_router_kv_move_seconds", f"{kept}: seconds under way.", labels=MOVE)
+    for role, reason in product(ROLES, MoveReason):
+        each = found.get((role, reason))
+        moves.add_metric((role, reason, "moved"), each.num_moved if each else 0)
+        moves.add_metric((role, reason, "failed"), each.num_failed if each else 0)
+        num_bytes.add_metric((role, reason), each.payload_bytes if each else 0)
+        seconds.add_metric((role, reason), each.seconds if each else 0)
+    yield from (moves, num_bytes, seconds)
+
+
 class _RouterCollector(Collector):
     def __init__(self, view: Callable[[], RouterView], loop: asyncio.AbstractEventLoop) -> None:
         self._view = view
@@ -92,6 +115,11 @@ class _RouterCollector(Collector):
             return
         yield GaugeMetricFamily("ringserve_conversations", "Conversations remembered.", view.conversations)
         yield GaugeMetricFamily("ringserve_router_running_turns", "Turns begun and not ended.", view.running_turns)
+        yield GaugeMetricFamily(
+            "ringserve_router_turns_waiting_for_rings",
+            "Turns that wait for a ring that restarts.",
+            view.turns_waiting_for_rings,
+        )
         rings = GaugeMetricFamily(
             "ringserve_router_ring_ready", "1 where turns go to the ring.", labels=("role", "group")
         )
@@ -106,6 +134,7 @@ class _RouterCollector(Collector):
         for name, algorithm, min_work, factor in view.corrections:
             corrections.add_metric((name, algorithm, str(min_work)), factor)
         yield corrections
+        yield from _moves(view.moves)
 
     async def _ask(self) -> RouterView:
         return self._view()

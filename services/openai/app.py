@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -27,8 +28,11 @@ from services.auth.tenants import Tenant
 from services.grpc_server import MAX_MESSAGE_BYTES
 from services.openai.errors import BadHttpRequest, error_body, headers_of, status_of
 from services.openai.hang_up import EventStream, ended_by_hang_up
+from services.openai.header_limit import HeaderLimit
 from services.openai.requests import HttpRequestReader, HttpTurn
 from services.openai.responses import ChatShape, CompletionShape, Shape, TurnAnswer, conversation_json, model_json
+from services.openai.server import certificate_of
+from services.requests import identifier
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +46,7 @@ class TurnService(Protocol):
     """What the door needs of the gateway."""
 
     def generate(
-        self, request: inference_pb2.GenerateRequest, tenant: Tenant, seconds_left: float | None
+        self, request: inference_pb2.GenerateRequest, tenant: Tenant, seconds_left: float | None, trace_parent: str
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         """One turn's responses. Raises RingserveError. Closing it ends the turn."""
 
@@ -82,6 +86,7 @@ class HttpDoor:
         ]
         return Starlette(
             routes=routes,
+            middleware=[Middleware(HeaderLimit)],
             exception_handlers={
                 RingserveError: _refuse,
                 HTTPException: _refuse_route,
@@ -103,7 +108,7 @@ class HttpDoor:
         body = await _body(request)
         turn = await asyncio.to_thread(lambda: read(_parsed(body)))
         answer = TurnAnswer(shape, self._model_name, self._service.decode, turn)
-        responses = self._service.generate(turn.request, tenant, None)
+        responses = self._service.generate(turn.request, tenant, None, request.headers.get("traceparent", ""))
         if not turn.stream:
             async with ended_by_hang_up(request.receive):
                 return JSONResponse(await _whole(responses, answer))
@@ -126,18 +131,20 @@ class HttpDoor:
 
     def _caller(self, request: Request) -> Tenant:
         """Raises Unauthenticated."""
-        return self._doorkeeper.tenant_of(request.headers.get("authorization"))
+        return self._doorkeeper.tenant_of(request.headers.get("authorization"), certificate_of(request.scope))
 
     def _model_json(self) -> dict[str, Any]:
         return model_json(self._model_name, self._created, self._max_positions)
 
     async def _conversation(self, request: Request) -> Response:
-        view = await self._service.router_for(self._caller(request)).get_conversation(request.path_params["name"])
+        router = self._service.router_for(self._caller(request))
+        view = await router.get_conversation(identifier("conversation_id", request.path_params["name"]))
         return JSONResponse(conversation_json(view))
 
     async def _forget(self, request: Request) -> Response:
-        name = request.path_params["name"]
-        await self._service.router_for(self._caller(request)).delete_conversation(name)
+        router = self._service.router_for(self._caller(request))
+        name = identifier("conversation_id", request.path_params["name"])
+        await router.delete_conversation(name)
         return JSONResponse({"id": name, "object": "conversation.deleted", "deleted": True})
 
     async def _health(self, request: Request) -> Response:

@@ -9,11 +9,14 @@ import ssl
 from collections.abc import Iterator
 
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Scope
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from cp_core.errors import ConfigError
+from services.auth.certificates import Certificate, of_ssl
+from services.openai.header_limit import MAX_HEADER_BYTES
 
-MAX_HEADER_BYTES = 32 * 1024
+CERTIFICATE = "ringserve.certificate"
 
 
 class _Server(uvicorn.Server):
@@ -22,6 +25,21 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+class _Protocol(H11Protocol):
+    """One connection. What its client's certificate proves stands in the state of each of its requests."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.app_state = self.app_state | {CERTIFICATE: of_ssl(transport.get_extra_info("ssl_object"))}
+
+
+def certificate_of(scope: Scope) -> Certificate | None:
+    """Of a request; None where its client showed none."""
+    certificate = scope.get("state", {}).get(CERTIFICATE)
+    assert certificate is None or isinstance(certificate, Certificate), "put there by our protocol"
+    return certificate
 
 
 class HttpServer:
@@ -40,7 +58,7 @@ class HttpServer:
         config = uvicorn.Config(
             self._app,
             loop="asyncio",
-            http="h11",
+            http=_Protocol,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -61,6 +79,11 @@ class HttpServer:
         self._server.config.timeout_graceful_shutdown = max(1, round(grace))
         self._server.should_exit = True
         await self._serving
+
+    def hurry(self) -> None:
+        """While it stops: wait for nobody any longer."""
+        if self._server is not None:
+            self._server.force_exit = True
 
 
 def _listener(host: str, port: int) -> socket.socket:

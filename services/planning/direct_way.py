@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cp_core.cost.migration import predict_migration
-from cp_core.cost.prefill import TurnCost, predict_turn
+from cp_core.cost.prefill import predict_turn
 from cp_core.cost.profile import HardwareProfile
-from cp_core.cost_model import PASS_Q
+from cp_core.cost_model import PASS_Q, PrefillCost
 from cp_core.errors import ConfigError
 from services.planning.models import PlannedModel
 from services.planning.sizing import RingShape
@@ -21,7 +21,7 @@ class DirectWay:
     """
 
     shape: RingShape
-    cost: TurnCost
+    cost: PrefillCost
     move_seconds: float
     prefill_seconds: float
     handoff_seconds: float

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cp_core.cost.decode import StepCost, fastest_step
-from cp_core.cost.prefill import TurnCost, predict_turn
+from cp_core.cost.prefill import predict_turn
 from cp_core.cost.profile import HardwareProfile
 from cp_core.cost.share import process_share
-from cp_core.cost_model import PASS_KV, PASS_Q
+from cp_core.cost_model import PASS_KV, PASS_Q, PrefillCost
 from cp_core.errors import ConfigError
 from cp_core.selector import POLICIES, EmpiricalFit, Selection, Turn, select
 from orchestration.placement import TIE
@@ -26,7 +26,7 @@ class Alternative:
     """A way to compute the turn. `is_chosen` for exactly one."""
 
     name: str
-    cost: TurnCost
+    cost: PrefillCost
     is_chosen: bool
 
 
@@ -99,13 +99,13 @@ def explain_turn(
     deciding = ("auto", "alg1", "alg5", *(() if fit is None else ("empirical",)))
     chosen = select(policy, turn, share, rates, fit)
 
-    def cost(cp: int, algorithm: str, new: int, cached: int) -> TurnCost:
+    def cost(cp: int, algorithm: str, new: int, cached: int) -> PrefillCost:
         return predict_turn(
             model.shape, profile, cp=cp, tp=shape.tp, algorithm=algorithm, new_tokens=new, cached_tokens=cached
         )
 
     ways = {name: cost(shape.cp, name, new_tokens, cached_tokens) for name in (PASS_KV, PASS_Q)}
-    others: dict[str, TurnCost] = {}
+    others: dict[str, PrefillCost] = {}
     direct = None
     if decode is not None and cached_tokens:
         direct = direct_way(

@@ -10,6 +10,7 @@ from cp_core.cost.prefill import predict_turn
 from cp_core.cost.profile import HardwareProfile, read_profile
 from cp_core.cost_model import PASS_KV
 from cp_core.errors import ConfigError
+from services.bench.plot import save_figure
 from services.planning.published import TP, published_model, table_4
 from services.planning.published import full_prefills as published_prefills
 from services.planning.reproduction import reproduce
@@ -40,7 +41,7 @@ def write_plan_figure(title: str, forecasts: Sequence[RingForecast], path: Path)
         # Times between tokens differ by little, times to the first by a lot.
         axes.set_yscale("log" if name == "ttft_seconds" else "linear")
         axes.legend()
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def write_published_figures(directory: Path) -> list[Path]:
@@ -57,7 +58,7 @@ def write_published_figures(directory: Path) -> list[Path]:
     }
     written = []
     for name, draw in drawn.items():
-        _save(draw(), directory / name)
+        save_figure(draw(), directory / name)
         written.append(directory / name)
     return written
 
@@ -169,10 +170,3 @@ def _log_tokens(axes: Axes, tokens: Sequence[int]) -> None:
     axes.set_xticks([], minor=True)
     axes.set_xticks(tokens, [format_tokens(count) for count in tokens])
     axes.grid(True, which="both", alpha=0.3)
-
-
-def _save(figure: Figure, path: Path) -> None:
-    try:
-        figure.savefig(path, dpi=120)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--plot: cannot write {path}: {error}") from error

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from cp_core.cost.decode import fastest_step
 from cp_core.cost.memory import ProcessMemory, process_memory
-from cp_core.cost.prefill import TurnCost, predict_turn
+from cp_core.cost.prefill import predict_turn
 from cp_core.cost.profile import HardwareProfile
-from cp_core.cost_model import PASS_KV, PASS_Q
+from cp_core.cost_model import PASS_KV, PASS_Q, PrefillCost
 from cp_core.errors import ConfigError
 from cp_core.selector import TIE
 from services.planning.models import PlannedModel
@@ -114,7 +114,7 @@ def forecast_ring(model: PlannedModel, profile: HardwareProfile, shape: RingShap
 
 def fastest_turn(
     model: PlannedModel, profile: HardwareProfile, shape: RingShape, workload: Workload, tokens: int
-) -> tuple[str, TurnCost]:
+) -> tuple[str, PrefillCost]:
     """The algorithm that `auto` would take for a whole turn, and its cost: ties within 2% go to pass-KV."""
     cached = workload.cached_tokens(tokens)
     kv, q = (

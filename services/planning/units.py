@@ -32,6 +32,11 @@ def parse_tokens(key: str, text: str) -> int:
     return tokens
 
 
+def parse_token_counts(key: str, text: str, least: int = 1) -> list[int]:
+    """ "0,512,2k", each once, in their order of size; 0 only where `least` is. Raises ConfigError."""
+    return sorted({0 if least == 0 and item.strip() == "0" else parse_tokens(key, item) for item in text.split(",")})
+
+
 def parse_contexts(key: str, text: str) -> tuple[ContextShare, ...]:
     """ "128k:9,1m:1" is nine turns of 128k for each of 1m; without weights all are as frequent. Raises ConfigError."""
     weights: dict[int, float] = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from orchestration.turn import ForkedKv, ForkKv, KeptKv
+from orchestration.kv_messages import ForkedKv, ForkKv, KeptKv
 from orchestration.views import ConversationList, ConversationSummary, ConversationView, PlacementView
 from ringserve.v1 import groups_pb2, inference_pb2
 from services.wire.layouts import shards_from, shards_to

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from orchestration.turn import GroupRegistration
-from orchestration.views import Correction, GroupStatus, RankKvUsage, ServerView
+from orchestration.views import Correction, DrainView, GroupStatus, MoveReason, MoveTotals, RankKvUsage, ServerView
 from ringserve.v1 import inference_pb2, router_pb2
 from workers.steps import Algorithm, RingRates
 
@@ -23,6 +23,7 @@ def registration_to(group: GroupRegistration) -> router_pb2.RegisterGroupRequest
         waiting_work=group.waiting_work,
         work_rate=group.work_rate,
         free_tokens=group.free_tokens,
+        spare_tokens=group.spare_tokens,
         max_batch=group.max_batch,
         max_direct_tokens=group.max_direct_tokens,
         max_direct_seconds=group.max_direct_seconds,
@@ -53,6 +54,7 @@ def registration_from(message: router_pb2.RegisterGroupRequest) -> GroupRegistra
         waiting_work=message.waiting_work,
         work_rate=message.work_rate,
         free_tokens=message.free_tokens if message.HasField("free_tokens") else None,
+        spare_tokens=message.spare_tokens,
         max_batch=message.max_batch,
         max_direct_tokens=message.max_direct_tokens,
         max_direct_seconds=message.max_direct_seconds,
@@ -98,6 +100,8 @@ def status_to(status: GroupStatus) -> inference_pb2.GroupInfo:
             for each in status.corrections
         ],
         draining=status.is_draining,
+        restarting=status.is_restarting,
+        nodes=status.nodes,
         kv_usage=[
             inference_pb2.RankKvUsage(
                 total_blocks=rank.total_blocks,
@@ -143,6 +147,8 @@ def status_from(message: inference_pb2.GroupInfo) -> GroupStatus:
             for each in message.corrections
         ),
         is_draining=message.draining,
+        is_restarting=message.restarting,
+        nodes=tuple(message.nodes),
         kv_usage=tuple(
             RankKvUsage(
                 total_blocks=rank.total_blocks,
@@ -162,6 +168,32 @@ def server_to(view: ServerView) -> inference_pb2.GetServerInfoResponse:
         conversations=view.conversations,
         running_turns=view.running_turns,
         router_metrics_endpoint=view.metrics_endpoint,
+        turns_waiting_for_rings=view.turns_waiting_for_rings,
+        drains=[
+            inference_pb2.RingDrain(
+                role=drain.role,
+                ring=drain.ring,
+                has_left=drain.has_left,
+                running_turns=drain.running_turns,
+                moved=drain.num_moved,
+                left=drain.num_left,
+                no_room=drain.num_no_room,
+                failed=drain.num_failed,
+                moved_bytes=drain.moved_bytes,
+            )
+            for drain in view.drains
+        ],
+        kv_moves=[
+            inference_pb2.KvMoves(
+                role=each.role,
+                reason=each.reason,
+                moved=each.num_moved,
+                failed=each.num_failed,
+                payload_bytes=each.payload_bytes,
+                seconds=each.seconds,
+            )
+            for each in view.moves
+        ],
     )
 
 
@@ -172,6 +204,32 @@ def server_from(message: inference_pb2.GetServerInfoResponse) -> ServerView:
         conversations=message.conversations,
         running_turns=message.running_turns,
         metrics_endpoint=message.router_metrics_endpoint,
+        turns_waiting_for_rings=message.turns_waiting_for_rings,
+        drains=tuple(
+            DrainView(
+                role=drain.role,
+                ring=drain.ring,
+                has_left=drain.has_left,
+                running_turns=drain.running_turns,
+                num_moved=drain.moved,
+                num_left=drain.left,
+                num_no_room=drain.no_room,
+                num_failed=drain.failed,
+                moved_bytes=drain.moved_bytes,
+            )
+            for drain in message.drains
+        ),
+        moves=tuple(
+            MoveTotals(
+                role=each.role,
+                reason=MoveReason(each.reason),
+                num_moved=each.moved,
+                num_failed=each.failed,
+                payload_bytes=each.payload_bytes,
+                seconds=each.seconds,
+            )
+            for each in message.kv_moves
+        ),
     )
 
 

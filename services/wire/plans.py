@@ -41,7 +41,9 @@ def plan_to(plan: Plan) -> inference_pb2.Plan:
         prefill_ranks=plan.prefill_ranks,
         decode_ranks=plan.decode_ranks,
         cached_sources=[
-            inference_pb2.CachedSource(source=item.source, start=item.tokens.start, stop=item.tokens.stop)
+            inference_pb2.CachedSource(
+                source=item.source, start=item.tokens.start, stop=item.tokens.stop, ring=item.ring
+            )
             for item in plan.cached_sources
         ],
         chunks=chunks_to(plan.chunks),
@@ -79,7 +81,7 @@ def plan_from(message: inference_pb2.Plan) -> Plan:
         prefill_ranks=message.prefill_ranks,
         decode_ranks=message.decode_ranks,
         cached_sources=tuple(
-            CachedSource(source=item.source, tokens=TokenRange(item.start, item.stop))
+            CachedSource(source=item.source, tokens=TokenRange(item.start, item.stop), ring=item.ring)
             for item in message.cached_sources
         ),
         chunks=chunks_from(message.chunks),
@@ -100,6 +102,16 @@ def plan_from(message: inference_pb2.Plan) -> Plan:
             for item in message.ring_alternatives
         ),
     )
+
+
+def note_lost(plan: inference_pb2.Plan, num_tokens: int) -> None:
+    """Of a plan's cached tokens the last `num_tokens` were computed after all: another ring did not send them."""
+    if not num_tokens:
+        return
+    plan.cached_tokens -= num_tokens
+    plan.new_tokens += num_tokens
+    lost = plan.cached_sources.pop()
+    plan.reason += f"; ring {lost.ring} did not send its {num_tokens} tokens, which were computed"
 
 
 def note_chunks(plan: inference_pb2.Plan, chunks: Sequence[Chunk]) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from cp_core.layout import TokenRange
 from orchestration.turn import (
     Admit,
     EndingEvent,
     FinishedEvent,
+    KeepingRing,
+    KvQuota,
     PrefillDone,
     PrefillReport,
     PrefillTurn,
@@ -15,7 +16,6 @@ from orchestration.turn import (
     Reserve,
     ResumeTurn,
     ScoredEvent,
-    SendKv,
     TokensEvent,
     TurnEvent,
     TurnOutcome,
@@ -58,7 +58,17 @@ def turn_request_to(request: TurnRequest) -> router_pb2.BeginTurnRequest:
         wait=request.wait,
         priority=request.priority,
         algorithm=request.algorithm or "",
+        trace_parent=request.trace_parent,
+        kv_quota=quota_to(request.kv_quota),
     )
+
+
+def quota_to(quota: KvQuota | None) -> router_pb2.KvQuota | None:
+    return None if quota is None else router_pb2.KvQuota(tenant=quota.tenant, max_tokens=quota.max_tokens)
+
+
+def quota_from(message: router_pb2.KvQuota) -> KvQuota:
+    return KvQuota(tenant=message.tenant, max_tokens=message.max_tokens)
 
 
 def turn_request_from(message: router_pb2.BeginTurnRequest) -> TurnRequest:
@@ -75,6 +85,8 @@ def turn_request_from(message: router_pb2.BeginTurnRequest) -> TurnRequest:
         wait=message.wait,
         priority=message.priority,
         algorithm=Algorithm(message.algorithm) if message.algorithm else None,
+        trace_parent=message.trace_parent,
+        kv_quota=quota_from(message.kv_quota) if message.HasField("kv_quota") else None,
     )
 
 
@@ -92,6 +104,7 @@ def reserve_to(request: Reserve) -> groups_pb2.ReserveRequest:
         priority=request.priority,
         request_id=request.request_id,
         direct=request.is_direct,
+        trace_parent=request.trace_parent,
     )
 
 
@@ -109,6 +122,7 @@ def reserve_from(message: groups_pb2.ReserveRequest) -> Reserve:
         priority=message.priority,
         request_id=message.request_id,
         is_direct=message.direct,
+        trace_parent=message.trace_parent,
     )
 
 
@@ -144,7 +158,18 @@ def prefill_turn_to(turn: PrefillTurn) -> groups_pb2.PrefillRequest:
         deadline_seconds=turn.deadline_seconds,
         decode_endpoint=turn.decode_endpoint,
         destination=reservation_to(turn.destination),
+        pulled_from=None if turn.pulled_from is None else keeping_ring_to(turn.pulled_from),
     )
+
+
+def keeping_ring_to(keeping: KeepingRing) -> groups_pb2.KvSource:
+    return groups_pb2.KvSource(
+        role=keeping.role, ring=keeping.ring, endpoint=keeping.endpoint, incarnation=keeping.incarnation
+    )
+
+
+def keeping_ring_from(message: groups_pb2.KvSource) -> KeepingRing:
+    return KeepingRing(role=message.role, ring=message.ring, endpoint=message.endpoint, incarnation=message.incarnation)
 
 
 def prefill_turn_from(message: groups_pb2.PrefillRequest) -> PrefillTurn:
@@ -159,6 +184,7 @@ def prefill_turn_from(message: groups_pb2.PrefillRequest) -> PrefillTurn:
         deadline_seconds=message.deadline_seconds,
         decode_endpoint=message.decode_endpoint,
         destination=reservation_from(message.destination),
+        pulled_from=keeping_ring_from(message.pulled_from) if message.HasField("pulled_from") else None,
     )
 
 
@@ -169,6 +195,7 @@ def report_to(report: PrefillReport) -> groups_pb2.PrefillReport:
         pulled_bytes=report.pulled_bytes,
         pull_seconds=report.pull_seconds,
         chunks=chunks_to(report.chunks),
+        lost_tokens=report.lost_tokens,
     )
 
 
@@ -179,6 +206,7 @@ def report_from(message: groups_pb2.PrefillReport) -> PrefillReport:
         pulled_bytes=message.pulled_bytes,
         pull_seconds=message.pull_seconds,
         chunks=chunks_from(message.chunks),
+        lost_tokens=message.lost_tokens,
     )
 
 
@@ -209,36 +237,6 @@ def admit_from(message: groups_pb2.AdmitRequest) -> Admit:
         report=report_from(message.report),
         logprobs=logprobs_from(message.logprobs) if message.HasField("logprobs") else None,
         prompt_logprobs=all_logprobs_from(message.prompt_logprobs),
-    )
-
-
-def send_kv_to(request: SendKv) -> groups_pb2.SendKvRequest:
-    return groups_pb2.SendKvRequest(
-        transfer_id=request.transfer_id,
-        attempt=request.attempt,
-        sequence_id=request.sequence_id,
-        source_incarnation=request.source_incarnation,
-        destination_incarnation=request.destination_incarnation,
-        tokens=inference_pb2.Range(start=request.tokens.start, stop=request.tokens.stop),
-        shards=shards_to(request.shards),
-        kv_endpoints=request.kv_endpoints,
-        tp=request.tp,
-        deadline_seconds=request.deadline_seconds,
-    )
-
-
-def send_kv_from(message: groups_pb2.SendKvRequest) -> SendKv:
-    return SendKv(
-        transfer_id=message.transfer_id,
-        attempt=message.attempt,
-        sequence_id=message.sequence_id,
-        source_incarnation=message.source_incarnation,
-        destination_incarnation=message.destination_incarnation,
-        tokens=TokenRange(message.tokens.start, message.tokens.stop),
-        shards=shards_from(message.shards),
-        kv_endpoints=tuple(message.kv_endpoints),
-        tp=message.tp,
-        deadline_seconds=message.deadline_seconds,
     )
 
 

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 from cp_core.distributed import connect_ring
+from cp_core.peer_tls import PeerTls
 from cp_core.rendezvous import RingStore
 from cp_core.transport import RingTransport
 
@@ -15,14 +16,14 @@ HOST = "127.0.0.1"
 
 @contextmanager
 def real_ring(
-    backend: str, size: int, timeout_seconds: float = 20.0, name: str = "ring"
+    backend: str, size: int, timeout_seconds: float = 20.0, name: str = "ring", tls: PeerTls | None = None
 ) -> Iterator[list[RingTransport]]:
     """Every rank's end of a ring of `size`."""
     store = RingStore(HOST, 0, timeout_seconds)
 
     def join(rank: int) -> RingTransport:
         kept = store if rank == 0 else None
-        return connect_ring(HOST, store.port, name, rank, size, timeout_seconds, backend, store=kept)
+        return connect_ring(HOST, store.port, name, rank, size, timeout_seconds, backend, store=kept, tls=tls)
 
     with ThreadPoolExecutor(size) as pool:
         transports = [future.result() for future in [pool.submit(join, rank) for rank in range(size)]]

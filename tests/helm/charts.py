@@ -14,13 +14,18 @@ ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "helm" / "ringserve"
 Object = dict[str, Any]
 """A Kubernetes object."""
-REQUIRED: Object = {"image": {"repository": "registry.example/ringserve"}, "gateway": {"insecure": True}}
+REQUIRED: Object = {
+    "image": {"repository": "registry.example/ringserve"},
+    "gateway": {"insecure": True},
+    "internalTls": {"insecure": True},
+}
 SECURE: Object = {
     "gateway": {
         "insecure": False,
         "tls": {"secretName": "door", "clientCertificates": True},
         "tokens": {"secretName": "tenants", "key": "who.yaml"},
-    }
+    },
+    "internalTls": {"insecure": False, "secretName": "inside"},
 }
 CUDA: Object = {
     "model": {"device": "cuda", "path": "/models/llama", "numKvHeads": 8, "volume": {"emptyDir": {}}},
@@ -70,6 +75,11 @@ POOLS: Object = {
     "decode": {"pools": {"small": {"parallelism": {"cp": 1, "tp": 1}}}},
 }
 """To be laid over CUDA."""
+
+AUTOSCALED: Object = {
+    "ray": {"autoscaling": {"enabled": True, "idleTimeoutSeconds": 120}},
+    "prefill": {"replicas": 2, "minReplicas": 0, "maxReplicas": 3},
+}
 
 
 def merged(*parts: Mapping[str, Any]) -> Object:

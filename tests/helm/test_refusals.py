@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from helm_python import HelmError
 
-from tests.helm.charts import CUDA, REQUIRED, merged, render_files
+from tests.helm.charts import AUTOSCALED, CUDA, REQUIRED, merged, render_files
 
 CASES: dict[str, tuple[Mapping[str, Any], str]] = {
     "no image": ({"image": {"repository": ""}}, "image.repository: required; build an image"),
@@ -56,9 +56,41 @@ CASES: dict[str, tuple[Mapping[str, Any], str]] = {
         {"gateway": {"tls": {"clientCertificates": True}}},
         "gateway.tls.clientCertificates: clients can prove themselves only to a gateway with gateway.tls.secretName",
     ),
+    "ranks open to all, and nobody said so": (
+        {"internalTls": {"insecure": False}},
+        "internalTls.secretName: required, since the whole cluster reaches router, leaders and ranks",
+    ),
+    "a Ray open to all, and nobody said so": (
+        {"internalTls": {"insecure": False, "secretName": "inside"}, "ray": {"tokenAuthentication": False}},
+        "ray.tokenAuthentication: required, since whoever reaches Ray can run code",
+    ),
+    "certificates that name nobody": (
+        {"internalTls": {"secretName": "inside", "serverName": ""}},
+        "internalTls.serverName: required with internalTls.secretName",
+    ),
+    "rings of GPUs that do not encrypt, and nobody said so": (
+        merged(CUDA, {"internalTls": {"secretName": "inside"}}),
+        "internalTls.allowPlainRing: required, since with model.device cuda rings go by NCCL",
+    ),
     "an autoscaler upside down": (
         {"gateway": {"autoscaling": {"minReplicas": 5}}},
         "gateway.autoscaling: maxReplicas 4 is less than minReplicas 5",
+    ),
+    "ring pods that scale without the autoscaler": (
+        {"decode": {"maxReplicas": 2}},
+        "decode.maxReplicas: 2 is for Ray's autoscaler, which is off",
+    ),
+    "more pods kept than there are rings": (
+        merged(AUTOSCALED, {"prefill": {"minReplicas": 3}}),
+        "prefill.minReplicas: 3 is more than the 2 rings of prefill.replicas",
+    ),
+    "fewer pods than there are rings": (
+        merged(AUTOSCALED, {"prefill": {"maxReplicas": 1}}),
+        "prefill.maxReplicas: 1 is less than the 2 rings of prefill.replicas",
+    ),
+    "a gateway that is ended before its turns": (
+        {"gateway": {"terminationGracePeriodSeconds": 19}},
+        "gateway.terminationGracePeriodSeconds: 19 leaves turns no time after preStopSeconds 5",
     ),
     "a misspelt key": ({"prefil": {}}, "prefil"),
     "a misspelt inner key": ({"prefill": {"replica": 2}}, "replica"),

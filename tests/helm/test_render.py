@@ -13,8 +13,9 @@ import pytest
 import yaml
 from helm_python import lint
 
-from services.auth.sections import TlsConfig
+from services.auth.sections import InternalTlsConfig, TlsConfig
 from services.config import Config, config_from
+from services.tracing.section import TracingConfig
 from tests.helm.charts import (
     ALL_OPTIONS,
     CHART,
@@ -146,12 +147,13 @@ def test_a_guarded_gateway_reads_its_secrets_where_they_are_mounted() -> None:
     assert config.auth.tokens == "/etc/ringserve-tokens/who.yaml"
     secrets = {volume["name"]: volume["secret"]["secretName"] for volume in pod["volumes"] if "secret" in volume}
     mounts = {mount["name"]: mount for mount in container["volumeMounts"]}
-    assert secrets == {"tls": "door", "tokens": "tenants"}
+    assert secrets == {"tls": "door", "tokens": "tenants", "internal": "inside"}
     for name in secrets:
         assert (mounts[name]["mountPath"], mounts[name]["readOnly"]) == (f"/etc/ringserve-{name}", True)
     for component in ("head", "prefill", "decode"):
         spec = pod_templates(objects)[component]["spec"]
-        assert not any("secret" in volume for volume in spec["volumes"]), "the gateway's are the gateway's alone"
+        own = {volume["name"] for volume in spec["volumes"] if "secret" in volume}
+        assert own == {"internal"}, "the gateway's are the gateway's alone"
 
 
 def test_http_is_served_beside_grpc_unless_switched_off() -> None:
@@ -188,18 +190,57 @@ def test_every_ring_has_a_metrics_port_and_every_metrics_port_is_scraped() -> No
     assert "metrics" in {port["name"] for port in service["spec"]["ports"]}
 
 
+def is_selected(selector: Mapping[str, Any], template: Mapping[str, Any]) -> bool:
+    labels = template["metadata"]["labels"]
+    return selector["matchLabels"].items() <= labels.items() and all(
+        rule["operator"] == "In" and labels.get(rule["key"]) in rule["values"]
+        for rule in selector.get("matchExpressions", ())
+    )
+
+
+def test_tls_between_processes_is_that_of_the_secret_in_every_pod() -> None:
+    from services.cli.main import build_parser
+    from services.cli.options import config_of
+
+    objects = render(SECURE, {"internalTls": {"serverName": "rings.example"}})
+    files = {f"/etc/ringserve-internal/{name}" for name in ("tls.crt", "tls.key", "ca.crt")}
+    inside = configuration(SECURE, {"internalTls": {"serverName": "rings.example"}}).internal_tls
+    assert {inside.cert, inside.key, inside.ca} == files
+    assert (inside.server_name, inside.insecure, inside.allow_plain_ring) == ("rings.example", False, False)
+    for template in pod_templates(objects).values():
+        volumes = {volume["name"]: volume for volume in template["spec"]["volumes"]}
+        assert volumes["internal"]["secret"] == {"secretName": "inside"}
+        (mount,) = (each for each in template["spec"]["containers"][0]["volumeMounts"] if each["name"] == "internal")
+        assert (mount["mountPath"], mount["readOnly"]) == ("/etc/ringserve-internal", True)
+    gateway = pod_templates(objects)["gateway"]["spec"]["containers"][0]
+    assert config_of(build_parser().parse_args([*gateway["command"][1:], *gateway["args"]])).internal_tls == inside
+
+
+def test_without_tls_between_processes_the_configuration_says_so_by_name() -> None:
+    assert configuration().internal_tls == InternalTlsConfig(insecure=True)
+    nccl = {"internalTls": {"insecure": False, "secretName": "inside", "allowPlainRing": True}}
+    assert configuration(CUDA, nccl).internal_tls.allow_plain_ring
+
+
 def test_the_network_policy_lets_in_only_who_is_named() -> None:
     clients = [{"namespaceSelector": {"matchLabels": {"team": "chat"}}}]
     objects = render({"networkPolicy": {"enabled": True, "clients": clients}})
     grpc, metrics = only(objects, "NetworkPolicy", "-gateway")["spec"]["ingress"]
     assert (grpc["from"], grpc["ports"][0]["port"]) == (clients, 50051)
     assert "from" not in metrics
-    rings = only(objects, "NetworkPolicy", "-rings")["spec"]
-    for component, template in pod_templates(objects).items():
-        is_ring = component in rings["podSelector"]["matchExpressions"][0]["values"]
-        assert is_ring == (component != "gateway")
-        assert rings["podSelector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
-    ranges = [(port["port"], port.get("endPort", port["port"])) for port in rings["ingress"][1]["ports"]]
+    ranks, head = (only(objects, "NetworkPolicy", f"-{name}")["spec"] for name in ("ranks", "head"))
+    templates = pod_templates(objects)
+    for policy, guarded, let_in in (
+        (ranks, {"prefill", "decode"}, {"head", "prefill", "decode"}),
+        (head, {"head"}, {"head", "prefill", "decode", "gateway"}),
+    ):
+        assert {name for name, each in templates.items() if is_selected(policy["podSelector"], each)} == guarded
+        inside = policy["ingress"][0]
+        assert "ports" not in inside
+        (peer,) = inside["from"]
+        assert {name for name, each in templates.items() if is_selected(peer["podSelector"], each)} == let_in
+    assert len(ranks["ingress"]) == 1
+    ranges = [(port["port"], port.get("endPort", port["port"])) for port in head["ingress"][1]["ports"]]
     for port in (9465, 9500, 9600, 9699):
         assert any(low <= port <= high for low, high in ranges)
     assert not any(low <= 50050 <= high for low, high in ranges), "the router is for this release's gateways"
@@ -256,6 +297,21 @@ def test_a_change_of_the_configuration_restarts_the_pods() -> None:
 def test_ray_is_guarded_by_a_token_unless_switched_off() -> None:
     assert only(render(), "RayCluster")["spec"]["authOptions"] == {"mode": "token"}
     assert "authOptions" not in only(render({"ray": {"tokenAuthentication": False}}), "RayCluster")["spec"]
+
+
+def test_traces_of_gateways_and_rings_go_to_one_collector() -> None:
+    from services.cli.main import build_parser
+    from services.cli.options import config_of
+
+    tracing = {"endpoint": "http://otel-collector.monitoring:4317", "sampleRatio": 0.25}
+    wanted = TracingConfig(endpoint="http://otel-collector.monitoring:4317", sample_ratio=0.25)
+    container = pod_templates(render({"tracing": tracing}))["gateway"]["spec"]["containers"][0]
+    gateway = config_of(build_parser().parse_args([*container["command"][1:], *container["args"]]))
+    assert gateway.tracing == configuration({"tracing": tracing}).tracing == wanted
+    assert configuration().tracing == TracingConfig()
+    assert not any(
+        "tracing" in argument for argument in pod_templates(render())["gateway"]["spec"]["containers"][0]["args"]
+    )
 
 
 def test_autoscaling_leaves_the_number_of_gateways_to_the_autoscaler() -> None:

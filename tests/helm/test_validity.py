@@ -11,7 +11,7 @@ import jsonschema
 import kubernetes_validate
 import pytest
 
-from tests.helm.charts import ALL_OPTIONS, CUDA, POOLS, SECURE, Object, merged, only, pod_templates, render
+from tests.helm.charts import ALL_OPTIONS, AUTOSCALED, CUDA, POOLS, SECURE, Object, merged, only, pod_templates, render
 
 LIVE = "ringserve.live"
 CUSTOM = {"RayCluster", "ServiceMonitor", "PodMonitor", "PrometheusRule"}
@@ -21,6 +21,7 @@ CASES = {
     "cuda": CUDA,
     "every option": ALL_OPTIONS,
     "both": merged(CUDA, ALL_OPTIONS),
+    "autoscaled rings": merged(CUDA, AUTOSCALED),
     "pools": merged(CUDA, POOLS),
     "secure": merged(ALL_OPTIONS, SECURE),
 }
@@ -96,12 +97,13 @@ def test_what_serves_grpc_is_probed_by_grpc(component: str, service: str) -> Non
         assert asked["port"] in ports
 
 
-def test_behind_tls_the_gateway_is_probed_by_what_a_kubelet_can_speak() -> None:
-    container = pod_templates(render(SECURE))["gateway"]["spec"]["containers"][0]
+@pytest.mark.parametrize(("component", "port"), [("gateway", "metrics"), ("head", "m-router")])
+def test_behind_tls_pods_are_probed_by_what_a_kubelet_can_speak(component: str, port: str) -> None:
+    container = pod_templates(render(SECURE))[component]["spec"]["containers"][0]
     paths = {"startupProbe": "/live", "readinessProbe": "/ready", "livenessProbe": "/live"}
     for probe, path in paths.items():
-        assert container[probe]["httpGet"] == {"port": "metrics", "path": path}
-    assert "metrics" in {port["name"] for port in container["ports"]}
+        assert container[probe]["httpGet"] == {"port": port, "path": path}
+    assert port in {each["name"] for each in container["ports"]}
 
 
 def test_names_stay_short_enough_for_what_is_appended_to_them() -> None:

@@ -17,6 +17,7 @@ from workers.steps import (
     ModelInfo,
     PrefillOutput,
     PrefillStep,
+    RankDoors,
     RankInfo,
     RankSpec,
     RankStatus,
@@ -100,8 +101,8 @@ class FakeRank:
             model=MODEL,
         )
 
-    async def open_store(self, host: str, timeout: float) -> int:
-        return 1234
+    async def open_doors(self, timeout: float) -> RankDoors:
+        return RankDoors(tokens=f"door:{self.number}")
 
     async def join(self, ring: RingSpec, timeout: float) -> None:
         self.meeting = ring

@@ -13,6 +13,7 @@ from types import TracebackType
 
 import numpy as np
 
+from cp_core.cost.profile import HardwareProfile
 from orchestration.decode_leader import DecodeLeader
 from orchestration.planner import Planner, PlannerSettings
 from orchestration.prefill_leader import PrefillLeader
@@ -78,6 +79,7 @@ class Service:
         *,
         selector: str = "auto",
         missing_kv: str = "pull",
+        profile: HardwareProfile | None = None,
         kept_fraction: float = 1.0,
         max_waiting_turns: int = 64,
         conversation_ttl: float = 0.0,
@@ -105,7 +107,7 @@ class Service:
         """
         self.model = read_model_info(model_path)
         self.peers = DirectPeers()
-        self._planner = Planner(self.model, PlannerSettings(selector=selector, missing_kv=missing_kv))
+        self._planner = Planner(self.model, PlannerSettings(selector=selector, missing_kv=missing_kv, profile=profile))
         router_settings = RouterSettings(
             max_positions=self.model.max_positions,
             max_waiting_turns=max_waiting_turns,
@@ -141,7 +143,9 @@ class Service:
         self.prefill = PrefillLeader(
             settings("prefill", num_prefill, prefill_tp), self.prefill_ranks, self.peers, register
         )
-        self.decode = DecodeLeader(settings("decode", num_decode, decode_tp), self.decode_ranks, self.router, register)
+        self.decode = DecodeLeader(
+            settings("decode", num_decode, decode_tp), self.decode_ranks, self.peers, self.router, register
+        )
         self.peers.leaders = {"prefill-0": self.prefill, "decode-0": self.decode}
         for number, shape in enumerate(other_prefill, start=1):
             self.peers.leaders[f"prefill-{number}"] = PrefillLeader(
@@ -152,7 +156,11 @@ class Service:
             )
         for number, shape in enumerate(other_decode, start=1):
             self.peers.leaders[f"decode-{number}"] = DecodeLeader(
-                settings("decode", *_shape(shape, decode_tp), number), ThreadRanks(poisoned=True), self.router, register
+                settings("decode", *_shape(shape, decode_tp), number),
+                ThreadRanks(poisoned=True),
+                self.peers,
+                self.router,
+                register,
             )
         self._numbers = itertools.count()
 

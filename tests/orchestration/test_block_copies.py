@@ -10,10 +10,11 @@ import pytest
 from cp_core.errors import RingserveError, Unavailable
 from cp_core.layout import spread
 from orchestration.block_copies import copy_blocks
+from orchestration.kv_messages import ForkKv
 from orchestration.kv_pool import KvPool, SequenceKv
 from orchestration.ring import GroupSettings
-from orchestration.turn import ForkKv
 from tests.orchestration.fake_ranks import FakeRank, FakeRanks
+from tests.orchestration.service import DirectPeers
 from tests.orchestration.test_group import Leader
 from tests.waiting import eventually
 from workers.steps import BlockPair
@@ -47,7 +48,7 @@ async def started(tp: int = 1) -> tuple[Leader, FakeRanks]:
         watch_interval=3600.0,
         retry_pause=0.001,
     )
-    leader = Leader(settings, ranks, announce)
+    leader = Leader(settings, ranks, DirectPeers(), announce)
     await leader.start("here:1")
     return leader, ranks
 

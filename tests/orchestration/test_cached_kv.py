@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from cp_core.layout import TokenRange
-from orchestration.cached_kv import AUTO, PULL, RECOMPUTE, CachedKv, choose_source
-from orchestration.planner import Planner, PlannerSettings
+from orchestration.cached_kv import AUTO, PULL, PULLED_FROM_OTHER, RECOMPUTE, CachedKv, KeptOn, choose_source
+from orchestration.planner import Planner, PlannerSettings, PromptOnRings
 from orchestration.turn import CachedSource, GroupRegistration, Plan, PromptMode
 from tests.orchestration.fake_ranks import MODEL
 from workers.steps import RingRates
@@ -65,10 +65,40 @@ def test_nothing_kept_is_nothing_cached() -> None:
     assert chosen(RECOMPUTE, 1.0, 2.0, on_prefill=0).sources == ()
 
 
-def planned(on_prefill: int, on_decode: int, rates: RingRates, num_ranks: int = 2) -> Plan:
-    ring = GroupRegistration(
+def test_a_ring_that_the_conversation_leaves_is_named() -> None:
+    choice = choose_source(
+        PULL, kept_on_prefill=60, kept_on_decode=90, pull_seconds=1.0, recompute_seconds=2.0, other_ring="decode-3"
+    )
+    pulled = CachedSource(source=PULLED_FROM_OTHER, tokens=TokenRange(60, 90), ring="decode-3")
+    assert choice.sources == (KEPT, pulled)
+    assert choice.reason == "; tokens [60, 90), which only ring decode-3 keeps, are pulled: as configured"
+
+
+@pytest.mark.parametrize(
+    ("on_decode", "kept", "source", "ring"),
+    [
+        (80, [90, 70], PULLED_FROM_OTHER, "other-0"),
+        (80, [70, 95], PULLED_FROM_OTHER, "other-1"),
+        (90, [90, 90], "pulled_from_decode", ""),
+        (90, [], "pulled_from_decode", ""),
+        (0, [61], PULLED_FROM_OTHER, "other-0"),
+    ],
+)
+def test_what_is_pulled_comes_from_the_ring_that_keeps_most_of_equals_the_turns_own(
+    on_decode: int, kept: list[int], source: str, ring: str
+) -> None:
+    left = [KeptOn(registration(RATES, f"other-{number}"), count) for number, count in enumerate(kept)]
+    prompt = PromptOnRings(4096, 60, on_decode, registration(RATES), registration(RATES), left)
+    plan = Planner(MODEL, PlannerSettings(missing_kv=PULL)).plan(prompt, mode=PromptMode.APPEND)
+    last = plan.cached_sources[-1]
+    assert (last.source, last.ring) == (source, ring)
+    assert plan.cached_tokens == last.tokens.stop == max([on_decode, *kept])
+
+
+def registration(rates: RingRates, name: str = "ring", num_ranks: int = 2) -> GroupRegistration:
+    return GroupRegistration(
         role="prefill",
-        name="ring",
+        name=name,
         endpoint="host:1",
         incarnation="ring-1",
         num_ranks=num_ranks,
@@ -76,12 +106,12 @@ def planned(on_prefill: int, on_decode: int, rates: RingRates, num_ranks: int = 
         capacity_tokens=1 << 20,
         chunk_tokens=1 << 20,
     )
+
+
+def planned(on_prefill: int, on_decode: int, rates: RingRates, num_ranks: int = 2) -> Plan:
+    ring = registration(rates, num_ranks=num_ranks)
     return Planner(MODEL, PlannerSettings()).plan(
-        num_tokens=4096,
-        kept_on_prefill=on_prefill,
-        kept_on_decode=on_decode,
-        prefill=ring,
-        decode=ring,
+        PromptOnRings(num_tokens=4096, kept_on_prefill=on_prefill, kept_on_decode=on_decode, prefill=ring, decode=ring),
         mode=PromptMode.APPEND,
     )
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from cp_core.layout import TokenRange
 from orchestration.corrections import LEAST, LIKE, WINDOW, RingCorrections
-from orchestration.planner import Planner, PlannerSettings
+from orchestration.planner import Planner, PlannerSettings, PromptOnRings
 from orchestration.turn import Chunk, GroupRegistration, Plan, PrefillReport, PromptMode
 from orchestration.views import Correction
 from tests.orchestration.fake_ranks import MODEL
@@ -119,11 +119,7 @@ def test_a_time_that_is_none_is_left_out(predicted: float, measured: float) -> N
 
 def planned(planner: Planner, num_tokens: int = 2000, algorithm: Algorithm | None = None) -> Plan:
     return planner.plan(
-        num_tokens=num_tokens,
-        kept_on_prefill=0,
-        kept_on_decode=0,
-        prefill=RING,
-        decode=RING,
+        PromptOnRings(num_tokens=num_tokens, kept_on_prefill=0, kept_on_decode=0, prefill=RING, decode=RING),
         mode=PromptMode.NEW,
         algorithm=algorithm,
     )

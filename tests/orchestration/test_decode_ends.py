@@ -55,9 +55,10 @@ class Group:
             watch_interval=3600.0,
         )
         self.tasks: set[asyncio.Task[None]] = set()
+        self.settled: list[DecodeTurn] = []
         self.ring = Ring(settings, self.ranks, on_ready=self._on_ready, on_lost=self._on_lost)
         self.engine = DecodeEngine(self.ring, self.router, self.spawn, lambda turn, how: self.ends.end_soon(turn, how))  # type: ignore[arg-type]
-        self.ends = DecodeEnds(self.ring, self.engine, self.router, self.spawn)  # type: ignore[arg-type]
+        self.ends = DecodeEnds(self.ring, self.engine, self.router, self.spawn, self.settled.append)  # type: ignore[arg-type]
 
     def spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -126,6 +127,16 @@ async def test_the_first_to_end_a_turn_decides_how_and_the_router_hears_it_once(
         assert turn.state is HandoffState.DONE
         assert turn.pool.num_kept("turn") == PROMPT_TOKENS
         assert len(made.ends) == 0
+        assert made.settled == [turn]
+
+
+async def test_of_turns_that_fail_it_is_told_too_and_each_once() -> None:
+    async with group() as made:
+        turns = [made.turn("one"), await made.decoding("two")]
+        for turn in turns:
+            await made.ends.end(turn.turn_id, TurnCancelled("aborted"))
+        made.ends.end_all(TurnCancelled("again"))
+        assert made.settled == turns
 
 
 async def test_a_token_goes_to_the_stream_and_the_last_one_ends_the_turn() -> None:

@@ -10,7 +10,7 @@ import pytest
 from cp_core.errors import InvalidRequest
 from orchestration.corrections import LEAST
 from orchestration.groups import Group
-from orchestration.planner import Planner, PlannerSettings
+from orchestration.planner import Planner, PlannerSettings, PromptOnRings
 from orchestration.turn import Chunk, Plan, PrefillReport, PromptMode
 from orchestration.wanted_turn import WantedTurn
 from tests.orchestration.test_placement import MODEL, RATES, SLOW_LINKS, Cluster, at
@@ -146,15 +146,14 @@ def test_asking_for_what_cannot_be_is_an_error(new: int) -> None:
 
 
 def planned(planner: Planner, made: Cluster, algorithm: Algorithm | None = None) -> Plan:
-    return planner.plan_direct(
+    prompt = PromptOnRings(
         num_tokens=HISTORY + 20,
         kept_on_prefill=HISTORY - 300,
         kept_on_decode=HISTORY,
         prefill=ring(made, "prefill", "p0").registration,
         decode=ring(made, "decode", "d0").registration,
-        mode=PromptMode.APPEND,
-        algorithm=algorithm,
     )
+    return planner.plan_direct(prompt, mode=PromptMode.APPEND, algorithm=algorithm)
 
 
 def test_the_plan_names_the_decode_ring_and_lists_every_other_way() -> None:

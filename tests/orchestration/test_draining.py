@@ -12,6 +12,7 @@ import pytest
 from cp_core.errors import Busy, InvalidRequest, NotFound, Unavailable
 from orchestration.decode_leader import DecodeLeader
 from orchestration.prefill_leader import PrefillLeader
+from orchestration.ring_returns import RingEvent
 from tests.orchestration.service import Answer, Service
 from tests.workers.models import random_tokens
 from workers.thread_ranks import ThreadRanks
@@ -36,7 +37,7 @@ class TwoOfEach(Service):
             self.peers.leaders[name] = PrefillLeader(settings, ranks, self.peers, register)
         else:
             settings = replace(self.decode.settings, name=name, drain_interval=0.01)
-            self.peers.leaders[name] = DecodeLeader(settings, ranks, self.router, register)
+            self.peers.leaders[name] = DecodeLeader(settings, ranks, self.peers, self.router, register)
 
     async def drained(self, name: str) -> None:
         """Drain a ring and end it, as the process that started it does."""
@@ -169,7 +170,7 @@ async def test_the_last_ring_of_a_role_drains_only_by_force(service: TwoOfEach) 
 async def test_a_ring_that_has_left_is_called_back_by_name(service: TwoOfEach) -> None:
     await service.drained("decode-0")
     await service.router.undrain_ring("decode-0")
-    assert await service.router.next_return() == "decode-0"
+    assert await service.router.next_return() == RingEvent(ring="decode-0")
 
 
 async def test_an_announcement_that_comes_after_the_good_bye_changes_nothing(service: TwoOfEach) -> None:

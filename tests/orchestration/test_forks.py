@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from cp_core.errors import Busy, InvalidRequest, NotFound
-from orchestration.turn import ForkedKv, ForkKv, PromptMode
+from orchestration.kv_messages import ForkedKv, ForkKv
+from orchestration.turn import PromptMode
 from orchestration.views import ConversationView
 from tests.orchestration.service import BLOCK_TOKENS, Answer, Service
 from tests.orchestration.test_turn_failures import read_tokens

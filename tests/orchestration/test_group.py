@@ -12,6 +12,7 @@ from orchestration.ring import GroupSettings
 from orchestration.turn import GroupRegistration
 from orchestration.views import GroupStatus
 from tests.orchestration.fake_ranks import RATES, FakeRanks
+from tests.orchestration.service import DirectPeers
 from tests.waiting import eventually
 
 WAIT_SECONDS = 10.0
@@ -62,7 +63,7 @@ def made(announce_interval: float = 0.001) -> tuple[Leader, Router, FakeRanks]:
         retry_pause=0.001,
         announce_interval=announce_interval,
     )
-    return Leader(settings, ranks, router.register), router, ranks
+    return Leader(settings, ranks, DirectPeers(), router.register), router, ranks
 
 
 async def test_a_ring_is_announced_with_its_endpoint_and_what_it_holds() -> None:
@@ -80,6 +81,7 @@ async def test_a_ring_is_announced_with_its_endpoint_and_what_it_holds() -> None
             chunk_tokens=leader.settings.chunk_tokens,
             min_chunk_tokens=leader.settings.prefill_scheduling.min_chunk_tokens,
             free_tokens=40,
+            spare_tokens=40,
         )
     ]
     await leader.close()

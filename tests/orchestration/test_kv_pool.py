@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from cp_core.errors import Busy, CapacityExceeded
+from cp_core.errors import Busy, CapacityExceeded, NotFound
 from cp_core.layout import ShardMap, TokenRange, spread
 from orchestration.kv_pool import KvPool, SequenceKv
 
@@ -173,3 +173,52 @@ def test_a_table_without_room_for_its_tokens_breaks_integrity() -> None:
 
 def test_capacity_counts_every_rank() -> None:
     assert KvPool(3, 8, BLOCK_TOKENS).capacity_tokens == 96
+
+
+def test_a_guest_takes_spare_room_only_and_is_the_first_to_go_until_a_turn_uses_it() -> None:
+    pool = KvPool(1, 8, BLOCK_TOKENS)
+    for name in "ab":
+        keep(pool, name, 2 * BLOCK_TOKENS)
+    assert pool.spare_tokens == 4 * BLOCK_TOKENS
+    with pytest.raises(CapacityExceeded, match="5 blocks of 4 tokens are needed on rank 0 and 4 are to spare"):
+        pool.take_in("g", "move", [5 * BLOCK_TOKENS])
+    assert known(pool, "abg") == "ab"
+    for name in "gh":
+        guest = pool.take_in(name, "move", [BLOCK_TOKENS])
+        guest.shards = spread(0, BLOCK_TOKENS, (0,))
+        pool.settle(name, "move", BLOCK_TOKENS, is_guest=True)
+    pool.pin("h", "turn", BLOCK_TOKENS)
+    pool.settle("h", "turn", BLOCK_TOKENS)
+    fill(pool, pool.pin("c", "turn", 0), 3 * BLOCK_TOKENS)
+    assert known(pool, "abghc") == "abhc"
+    pool.check_integrity()
+
+
+def test_a_guest_stays_within_the_bound_of_what_is_kept() -> None:
+    pool = KvPool(1, 8, BLOCK_TOKENS, kept_fraction=0.5)
+    keep(pool, "a", 3 * BLOCK_TOKENS)
+    assert pool.spare_tokens == BLOCK_TOKENS
+    with pytest.raises(CapacityExceeded, match="1 are to spare"):
+        pool.take_in("g", "move", [2 * BLOCK_TOKENS])
+    pool.take_in("g", "move", [BLOCK_TOKENS])
+    pool.check_integrity()
+
+
+def test_who_holds_a_kept_sequence_keeps_it_from_being_cut_evicted_or_held_twice() -> None:
+    pool = KvPool(1, 4, BLOCK_TOKENS)
+    keep(pool, "a", 3 * BLOCK_TOKENS)
+    with pytest.raises(NotFound, match="13 tokens are asked for, 12 are kept"):
+        pool.hold("a", "move", 13)
+    assert pool.hold("a", "move", 12).shards.num_tokens == 12
+    with pytest.raises(Busy, match="in use by 'move'"):
+        pool.hold("a", "another", 1)
+    with pytest.raises(Busy, match="in use by 'move'"):
+        pool.take_in("a", "another", [1])
+    with pytest.raises(CapacityExceeded):
+        fill(pool, pool.pin("b", "turn", 0), 2 * BLOCK_TOKENS)
+    pool.settle("a", "", 0)
+    assert pool.num_kept("a") == 12, "what is held is freed by its holder"
+    pool.settle("a", "move", 12)
+    fill(pool, pool.pin("b", "turn", 0), 2 * BLOCK_TOKENS)
+    assert known(pool, "ab") == "b"
+    pool.check_integrity()

@@ -199,7 +199,7 @@ async def test_frames_of_another_life_of_a_ring_are_refused(model_paths: Mapping
         for rank in service.decode_ranks.made:
             tap.held = [(rank.worker._kv_receiver.endpoint, frame, payload)]
             (reason,) = await asyncio.to_thread(tap.deliver)
-            assert f"is meant for {frame.key.destination!r}, this is " in reason
+            assert f"is meant for {frame.key.destination!r}, which is not here" in reason
             tap.held = [(rank.worker._kv_receiver.endpoint, replace(frame, key=replace(frame.key, attempt=2)), payload)]
             assert "is meant for" in (await asyncio.to_thread(tap.deliver))[0]
         await eventually(lambda: service.router.num_running == 0)

@@ -167,6 +167,40 @@ def test_a_conversation_leaves_a_decode_ring_whose_batch_is_full() -> None:
     assert "the conversation leaves decode ring d0" in choice.reason
 
 
+@pytest.mark.parametrize("is_known", [True, False])
+def test_what_only_the_decode_ring_keeps_that_is_left_is_fetched_from_it_and_not_computed(is_known: bool) -> None:
+    made = Cluster()
+    made.add("prefill", "p0")
+    made.add("prefill", "p1").busy_until = 1e4
+    full, free = (made.add("decode", name, max_batch=8) for name in ("d0", "d1"))
+    full.num_turns = 12
+    free.num_turns = 7
+    full.is_ready = is_known  # else it was found to be gone
+    turn = replace(follow_up(), prefill=at("p0", 10_000))
+    choice = made.placer.choose(turn)
+    assert choice.decode is free
+    cost = next(each for each in choice.alternatives if each.ring == "p0")
+    planner, p0 = made.planner, made.groups.named("prefill", "p0")
+    assert p0 is not None
+    computed = planner.predict_prefill(turn.num_tokens, 10_000, p0.registration)
+    if is_known:
+        move = planner.predict_move(turn.match_tokens - 1 - 10_000, p0.registration, full.registration)
+        assert cost.move_seconds == pytest.approx(move)
+        assert cost.move_seconds + cost.prefill_seconds < computed
+    else:
+        assert cost.move_seconds == 0.0
+        assert cost.prefill_seconds == pytest.approx(computed)
+
+
+def test_a_ring_that_drains_is_left_and_its_kv_fetched() -> None:
+    made = cluster(2, 1)
+    made.add("prefill", "p0", is_draining=True)
+    choice = made.placer.choose(replace(follow_up(), decode=None))
+    assert choice.prefill.name == "p1"
+    p1 = choice.prefill.registration
+    assert choice.prefill_seconds == pytest.approx(made.planner.predict_prefill(50_200, 49_700, p1))
+
+
 def test_rings_without_room_are_left_out_while_others_have_it() -> None:
     made = cluster()
     own = made.groups.named("decode", "d0")

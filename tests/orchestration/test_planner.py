@@ -9,7 +9,7 @@ import pytest
 from cp_core.cost.fit import PrefillSample, predicted_prefill
 from cp_core.cost.profile import read_profile
 from cp_core.errors import ConfigError
-from orchestration.planner import Planner, PlannerSettings
+from orchestration.planner import Planner, PlannerSettings, PromptOnRings
 from orchestration.turn import GroupRegistration, Plan, PromptMode
 from tests.orchestration.fake_ranks import MODEL
 from workers.steps import RING_ALGORITHMS, RingRates
@@ -33,7 +33,8 @@ def planned(tp: int, rates: RingRates = RATES) -> Plan:
     )
     planner = Planner(replace(MODEL, num_heads=8, num_kv_heads=4), PlannerSettings())
     return planner.plan(
-        num_tokens=4096, kept_on_prefill=0, kept_on_decode=0, prefill=ring, decode=ring, mode=PromptMode.NEW
+        PromptOnRings(num_tokens=4096, kept_on_prefill=0, kept_on_decode=0, prefill=ring, decode=ring),
+        mode=PromptMode.NEW,
     )
 
 
@@ -72,7 +73,8 @@ def test_a_long_prompt_is_planned_in_chunks_that_get_shorter_but_not_too_short()
         min_chunk_tokens=100,
     )
     plan = Planner(MODEL, PlannerSettings()).plan(
-        num_tokens=4096, kept_on_prefill=100, kept_on_decode=40, prefill=ring, decode=ring, mode=PromptMode.NEW
+        PromptOnRings(num_tokens=4096, kept_on_prefill=100, kept_on_decode=40, prefill=ring, decode=ring),
+        mode=PromptMode.NEW,
     )
     lengths = [len(chunk.tokens) for chunk in plan.chunks]
     assert (plan.chunks[0].tokens.start, plan.chunks[-1].tokens.stop) == (100, 4096)
@@ -98,7 +100,8 @@ def test_a_profile_predicts_in_place_of_what_the_ring_measured(tp: int) -> None:
         chunk_tokens=1 << 20,
     )
     plan = Planner(model, PlannerSettings(profile=profile)).plan(
-        num_tokens=4096, kept_on_prefill=96, kept_on_decode=96, prefill=ring, decode=ring, mode=PromptMode.NEW
+        PromptOnRings(num_tokens=4096, kept_on_prefill=96, kept_on_decode=96, prefill=ring, decode=ring),
+        mode=PromptMode.NEW,
     )
     for name, seconds in plan.alternatives:
         sample = PrefillSample(cp=2, tp=tp, algorithm=name, new_tokens=4000, cached_tokens=96, seconds=1.0)
@@ -118,11 +121,7 @@ def test_a_turn_that_asks_for_an_algorithm_gets_it_in_every_chunk() -> None:
     )
     for name in RING_ALGORITHMS:
         plan = Planner(MODEL, PlannerSettings(selector="pass_kv")).plan(
-            num_tokens=4096,
-            kept_on_prefill=0,
-            kept_on_decode=0,
-            prefill=ring,
-            decode=ring,
+            PromptOnRings(num_tokens=4096, kept_on_prefill=0, kept_on_decode=0, prefill=ring, decode=ring),
             mode=PromptMode.NEW,
             algorithm=name,
         )

@@ -87,7 +87,10 @@ async def test_a_started_ring_serves_with_every_rank_in_its_place() -> None:
         assert [spec.rank for spec in specs] == [0, 1, 2]
         assert {spec.incarnation for spec in specs} == {ring.incarnation}
         meetings = {rank.meeting for rank in rings.ranks.latest}
-        assert [(meeting.port, meeting.name) for meeting in meetings if meeting] == [(1234, ring.incarnation)]
+        assert [meeting.name for meeting in meetings if meeting] == [ring.incarnation]
+        assert [[door.tokens for door in meeting.doors] for meeting in meetings if meeting] == [
+            [f"door:{rank.number}" for rank in rings.ranks.latest]
+        ]
         assert ring.kv_endpoints == ("kv:0", "kv:1", "kv:2")
         assert ring.rates == RATES
         assert ring.pool.capacity_tokens == 3 * 5 * 4

@@ -18,6 +18,7 @@ from services.openai.app import HttpDoor
 from services.openai.server import HttpServer
 from services.requests import RequestReader
 from services.text import TextCodec
+from services.tracing.tracer import ServiceTracer
 from tests.orchestration.service import Service
 from tests.waiting import eventually
 
@@ -34,9 +35,13 @@ class Doors:
         codec: TextCodec,
         doorkeeper: Doorkeeper | None = None,
         tls: DoorTls | None = None,
-        max_direct_tokens: int = 0,
+        tracer: ServiceTracer | None = None,
+        service: Service | None = None,
     ) -> None:
-        self.service = Service(model_path, 2, 3, max_direct_tokens=max_direct_tokens)
+        """`tracer` is the gateway's and the leaders'; `service` takes the place of the one described above."""
+        self.service = service or Service(model_path, 2, 3)
+        for leader in self.service.peers.leaders.values():
+            leader.tracer = tracer or leader.tracer
         self._is_secure = tls is not None
         self.codec = codec
         reader = RequestReader(self.service.model, codec, max_seconds=CALL_SECONDS)
@@ -49,6 +54,7 @@ class Doors:
             self.service.peers,
             GatewayMetrics(),
             doorkeeper,
+            tracer,
         )
         self._grpc = GrpcServer(tls.grpc_credentials() if tls else None)
         self._grpc.add(

@@ -121,6 +121,7 @@ def refusal(values: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 RANGES = [
+    ("tracing.sample_ratio", 0.0, 1.0),
     ("prefill.groups", 1, 1024),
     ("prefill.cp", 1, 64),
     ("prefill.tp", 1, 64),

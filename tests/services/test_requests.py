@@ -199,6 +199,7 @@ def test_a_priority_is_kept(reader: RequestReader, priority: int) -> None:
             lambda: chat(("user", "x"), mode=APPEND),
             "prompt_mode: chat messages are the whole history; APPEND needs text or token ids",
         ),
+        (lambda: chat(*[("user", "x")] * 4097), "input.chat.messages: 4097 are too many; at most 4096 are allowed"),
         (lambda: text_request(prompt_mode=7), "prompt_mode: 7 is not one of 0, 1, 2"),
         (lambda: text_request(priority=101), "priority: 101 is out of range; allowed are -100 to 100"),
         (lambda: text_request(priority=-101), "priority: -101 is out of range; allowed are -100 to 100"),

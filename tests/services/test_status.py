@@ -31,6 +31,7 @@ EXPECTED = {
     "DeadlineExceeded": grpc.StatusCode.DEADLINE_EXCEEDED,
     "TurnCancelled": grpc.StatusCode.CANCELLED,
     "Unavailable": grpc.StatusCode.UNAVAILABLE,
+    "NotBegun": grpc.StatusCode.UNAVAILABLE,
     "StaleIncarnation": grpc.StatusCode.UNAVAILABLE,
     "TransferError": grpc.StatusCode.UNAVAILABLE,
     "ReshardError": grpc.StatusCode.INTERNAL,

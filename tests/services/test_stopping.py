@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import threading
@@ -9,7 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from services.stopping import STOP_SIGNALS, StopRequest, StopSignals, check_stop, keeping_handlers
+from cp_core.errors import NotFound
+from services.stopping import STOP_SIGNALS, StopRequest, StopSignals, check_stop, keeping_handlers, until_set
 
 WAIT_SECONDS = 10.0
 
@@ -33,6 +35,38 @@ def test_a_signal_is_a_request_although_another_library_took_it_over(number: sig
     assert taken == []
     with pytest.raises(StopRequest):
         check_stop(signals.requested)
+
+
+def test_the_second_signal_insists() -> None:
+    signals = StopSignals()
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert signals.requested.wait(WAIT_SECONDS)
+    assert not signals.insisted.is_set()
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert signals.insisted.wait(WAIT_SECONDS)
+
+
+async def test_work_is_given_up_when_somebody_insists_and_not_before() -> None:
+    insisted, ended = threading.Event(), []
+
+    async def work(count: int) -> None:
+        for _ in range(count):
+            await asyncio.sleep(0)
+        ended.append(count)
+
+    await until_set(insisted, work(3))
+    assert ended == [3]
+    threading.Timer(0.05, insisted.set).start()
+    async with asyncio.timeout(WAIT_SECONDS):
+        await until_set(insisted, asyncio.Event().wait())  # type: ignore[arg-type]
+
+
+async def test_what_the_work_raises_is_raised() -> None:
+    async def work() -> None:
+        raise NotFound("no ring")
+
+    with pytest.raises(NotFound, match="no ring"):
+        await until_set(threading.Event(), work())
 
 
 def test_handlers_come_back_after_an_error_too() -> None:

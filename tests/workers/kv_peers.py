@@ -12,11 +12,11 @@ import numpy as np
 import torch
 
 from cp_core.layout import ShardMap, TokenRange
+from cp_core.peer_tls import PeerTls
 from workers.kv_cache import KvCache
-from workers.kv_transfer.frames import Frame, LayerFrame, RefusedFrame, encode
+from workers.kv_transfer.frames import PREFIX, Frame, LayerFrame, RefusedFrame, decode_header, decode_prefix, encode
 from workers.kv_transfer.receiver import KvReceiver
 from workers.kv_transfer.sender import KvSender
-from workers.kv_transfer.sockets import receive_frame, receive_into
 from workers.steps import KvExpect, KvPart, KvPiece, KvSend, TransferKey
 
 NUM_LAYERS, NUM_BLOCKS, BLOCK_TOKENS, NUM_KV_HEADS, HEAD_DIM = 3, 48, 4, 2, 8
@@ -112,6 +112,21 @@ def layer_frame(key: TransferKey, layer: int, pieces: Sequence[tuple[int, int]],
     return LayerFrame(key, layer, dtype, 0, NUM_KV_HEADS, starts, counts)
 
 
+def receive_exactly(connection: socket.socket, count: int) -> bytes:
+    received = bytearray()
+    while len(received) < count:
+        part = connection.recv(count - len(received))
+        assert part, "the peer closed the connection"
+        received += part
+    return bytes(received)
+
+
+def receive_frame(connection: socket.socket) -> tuple[Frame, int]:
+    """The next frame, and how many bytes of payload follow it."""
+    header_bytes, payload_bytes = decode_prefix(receive_exactly(connection, PREFIX.size))
+    return decode_header(receive_exactly(connection, header_bytes), payload_bytes), payload_bytes
+
+
 class HandSource:
     """A source that sends exactly what it is told to."""
 
@@ -169,9 +184,7 @@ class HandDestination:
     def receive(self) -> tuple[Frame, bytes]:
         assert self.connection is not None
         frame, payload_bytes = receive_frame(self.connection)
-        payload = bytearray(payload_bytes)
-        receive_into(self.connection, memoryview(payload))
-        return frame, bytes(payload)
+        return frame, receive_exactly(self.connection, payload_bytes)
 
     def drain(self) -> bytes:
         """Everything that comes until the source ends the connection."""
@@ -196,8 +209,10 @@ class HandDestination:
 
 
 @contextmanager
-def receiving(cache: KvCache, *, port: int = 0) -> Iterator[KvReceiver]:
-    receiver = KvReceiver(cache, DESTINATION, port=port)
+def receiving(
+    cache: KvCache, *, port: int = 0, tls: PeerTls | None = None, greeting_seconds: float = 10.0
+) -> Iterator[KvReceiver]:
+    receiver = KvReceiver(cache, DESTINATION, port=port, tls=tls, greeting_seconds=greeting_seconds)
     try:
         yield receiver
     finally:
@@ -205,8 +220,8 @@ def receiving(cache: KvCache, *, port: int = 0) -> Iterator[KvReceiver]:
 
 
 @contextmanager
-def sending(cache: KvCache) -> Iterator[KvSender]:
-    sender = KvSender(cache, SOURCE)
+def sending(cache: KvCache, *, tls: PeerTls | None = None) -> Iterator[KvSender]:
+    sender = KvSender(cache, SOURCE, tls=tls)
     try:
         yield sender
     finally:

@@ -121,8 +121,8 @@ class LocalRing:
 
         self.infos = [start(worker, rank) for rank, worker in enumerate(self.workers)]
         if ring_transport is not None:
-            port = self.workers[0].open_store("127.0.0.1")
-            meeting = RingSpec(host="127.0.0.1", port=port, name="test", timeout_seconds=WAIT_SECONDS)
+            doors = tuple(worker.open_doors() for worker in self.workers)
+            meeting = RingSpec(name="test", doors=doors, secret="of a test", timeout_seconds=WAIT_SECONDS)
             self.together(lambda worker, _: worker.join(meeting))
 
     def __enter__(self) -> LocalRing:

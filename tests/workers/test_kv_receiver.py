@@ -175,7 +175,7 @@ def test_a_frame_that_does_not_fit_is_refused_and_ends_the_transfer(
         (key_of(attempt=2), False, "is at attempt 1, not 2"),
         (key_of(attempt=0), False, "is at attempt 1, not 0"),
         (dataclasses.replace(key_of(), source="prefill-0/0"), True, "is expected from 'prefill-0/1', not"),
-        (dataclasses.replace(key_of(), destination="decode-0/0"), True, "is meant for 'decode-0/0', this is"),
+        (dataclasses.replace(key_of(), destination="decode-0/0"), True, "is meant for 'decode-0/0', which is not here"),
     ],
 )
 def test_a_stale_or_unknown_key_is_refused_and_harms_no_other_transfer(

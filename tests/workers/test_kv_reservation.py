@@ -137,7 +137,7 @@ def test_a_key_is_expected_once(receiver: KvReceiver) -> None:
 
 
 def test_a_transfer_for_another_life_of_the_ring_is_not_expected(receiver: KvReceiver) -> None:
-    with pytest.raises(StaleIncarnation, match="is meant for 'decode-0/2', this is 'decode-0/1'"):
+    with pytest.raises(StaleIncarnation, match="is meant for 'decode-0/2', which is not here"):
         receiver.expect(expect_of(dataclasses.replace(key_of(), destination="decode-0/2"), TOKENS, BLOCKS))
 
 

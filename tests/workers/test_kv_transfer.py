@@ -11,7 +11,9 @@ import torch
 
 from cp_core.errors import TransferError
 from cp_core.layout import ShardMap, TokenRange, appended, balanced_layout, spread
+from cp_core.peer_tls import PeerTls
 from cp_core.reshard import plan_reshard
+from tests.services.auth.certificates import Authority
 from tests.workers.kv_peers import (
     BLOCK_TOKENS,
     NUM_BLOCKS,
@@ -35,6 +37,11 @@ from workers.steps import KvExpect, KvPart, KvSend, TransferReport
 NUM_BLOCKS_USED = 40
 
 
+@pytest.fixture(params=["plain", "tls"])
+def tls(request: pytest.FixtureRequest, authority: Authority) -> PeerTls | None:
+    return authority.peer() if request.param == "tls" else None
+
+
 class Rings:
     """A source ring that holds a sequence, a destination ring full of NaN, each rank with its own sockets."""
 
@@ -48,6 +55,7 @@ class Rings:
         *,
         source_tp: int = 1,
         destination_tp: int = 1,
+        tls: PeerTls | None = None,
     ) -> None:
         self.source, self.destination, self.held = source, destination, held
         self.source_tp, self.destination_tp = source_tp, destination_tp
@@ -61,8 +69,10 @@ class Rings:
             shuffled_blocks(-(-(old + count) // BLOCK_TOKENS), seed + 10)
             for seed, (old, count) in enumerate(zip(held, destination.held, strict=True))
         ]
-        self.receivers: list[KvReceiver] = [stack.enter_context(receiving(cache)) for cache in self.destinations]
-        self.senders: list[KvSender] = [stack.enter_context(sending(cache)) for cache in self.sources]
+        self.receivers: list[KvReceiver] = [
+            stack.enter_context(receiving(cache, tls=tls)) for cache in self.destinations
+        ]
+        self.senders: list[KvSender] = [stack.enter_context(sending(cache, tls=tls)) for cache in self.sources]
         self.pool = stack.enter_context(ThreadPoolExecutor(8))
 
     @staticmethod
@@ -134,10 +144,12 @@ def conversation(num_ranks: int) -> ShardMap:
 
 @pytest.mark.parametrize("num_destinations", [1, 2, 3])
 @pytest.mark.parametrize("num_sources", [1, 2, 3])
-def test_a_conversation_moves_between_rings_of_any_size_bit_for_bit(num_sources: int, num_destinations: int) -> None:
+def test_a_conversation_moves_between_rings_of_any_size_bit_for_bit(
+    num_sources: int, num_destinations: int, tls: PeerTls | None
+) -> None:
     source, held = conversation(num_sources), (5, 0, 3)[:num_destinations]
     with ExitStack() as stack:
-        rings = Rings(stack, source, spread(0, 68, held), held, torch.float32)
+        rings = Rings(stack, source, spread(0, 68, held), held, torch.float32, tls=tls)
         rings.move(TokenRange(0, 68))
 
 
@@ -150,11 +162,11 @@ def test_decoded_tokens_move_back_one_by_one_in_every_dtype(dtype: torch.dtype) 
         rings.move(TokenRange(20, 80))
 
 
-def test_ranks_that_hold_or_want_nothing_take_part() -> None:
+def test_ranks_that_hold_or_want_nothing_take_part(tls: PeerTls | None) -> None:
     source = ShardMap(((), (TokenRange(0, 9),), ()))
     destination = ShardMap(((TokenRange(0, 9),), (), ()))
     with ExitStack() as stack:
-        Rings(stack, source, destination, (0, 0, 4), torch.float32).move(TokenRange(0, 9))
+        Rings(stack, source, destination, (0, 0, 4), torch.float32, tls=tls).move(TokenRange(0, 9))
 
 
 def test_an_empty_transfer_is_sealed_at_once() -> None:
@@ -180,14 +192,14 @@ def test_heads_are_cut_anew_between_rings_of_different_tensor_parallelism(source
         rings.move(TokenRange(0, 68))
 
 
-def test_chunks_stream_layer_by_layer_while_later_ones_are_not_computed_yet() -> None:
+def test_chunks_stream_layer_by_layer_while_later_ones_are_not_computed_yet(tls: PeerTls | None) -> None:
     num_tokens, held = 60, (2, 0, 1)
     chunks = [TokenRange(0, 24), TokenRange(24, 41), TokenRange(41, 60)]
     source = ShardMap.empty(2)
     for chunk in chunks:
         source = source.extend(balanced_layout(chunk.start, len(chunk), source.held).shard_map())
     with ExitStack() as stack:
-        rings = Rings(stack, source, spread(0, num_tokens, held), held, torch.float32)
+        rings = Rings(stack, source, spread(0, num_tokens, held), held, torch.float32, tls=tls)
         rings.expect()
         stored = [0, 0]
         for chunk in chunks:
@@ -206,11 +218,15 @@ def test_chunks_stream_layer_by_layer_while_later_ones_are_not_computed_yet() ->
         rings.check()
 
 
-def test_many_transfers_share_one_connection_and_do_not_mix() -> None:
+def test_many_transfers_share_one_connection_and_do_not_mix(tls: PeerTls | None) -> None:
     blocks = shuffled_blocks(NUM_BLOCKS_USED, 3)
     truths = [Truth.random(BLOCK_TOKENS * 4, seed=number) for number in range(10)]
     source, destination = cache_of(), cache_of()
-    with receiving(destination) as receiver, sending(source) as sender, ThreadPoolExecutor(10) as pool:
+    with (
+        receiving(destination, tls=tls) as receiver,
+        sending(source, tls=tls) as sender,
+        ThreadPoolExecutor(10) as pool,
+    ):
 
         def move(number: int) -> None:
             own = blocks[number * 4 : number * 4 + 4]
@@ -228,14 +244,20 @@ def test_many_transfers_share_one_connection_and_do_not_mix() -> None:
 
 
 @pytest.mark.parametrize("layers_before_drop", range(NUM_LAYERS + 1))
-def test_blocks_of_a_dropped_transfer_belong_to_the_next_one_alone(layers_before_drop: int) -> None:
+def test_blocks_of_a_dropped_transfer_belong_to_the_next_one_alone(
+    layers_before_drop: int, tls: PeerTls | None
+) -> None:
     num_tokens = NUM_BLOCKS_USED * BLOCK_TOKENS
     positions, blocks = range(num_tokens), shuffled_blocks(NUM_BLOCKS_USED, 4)
     first, second = Truth.random(num_tokens, seed=1), Truth.random(num_tokens, seed=2)
     source, other_source, destination = cache_of(), cache_of(), cache_of()
     first.store(source, blocks, positions)
     second.store(other_source, blocks, positions)
-    with receiving(destination) as receiver, sending(source) as sender, sending(other_source) as other_sender:
+    with (
+        receiving(destination, tls=tls) as receiver,
+        sending(source, tls=tls) as sender,
+        sending(other_source, tls=tls) as other_sender,
+    ):
         receiver.expect(expect_of(key_of("first"), num_tokens + 1, (*blocks, *unused(blocks))))
         sender.begin(send_of(key_of("first"), receiver.endpoint, num_tokens, blocks))
         for layer in range(layers_before_drop):

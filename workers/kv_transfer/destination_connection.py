@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import socket
 import threading
 
-from cp_core.errors import StaleIncarnation, TransferError, Unavailable
+from cp_core.errors import ConfigError, StaleIncarnation, TransferError, Unavailable
+from cp_core.peer_tls import PeerTls, reason_of
 from workers.kv_transfer.frames import Frame, RefusedFrame, SettledFrame, encode
 from workers.kv_transfer.outgoing import OutgoingTransfer
-from workers.kv_transfer.sockets import parse_endpoint, receive_frame, send_buffers, shut, tune, wait_readable
+from workers.kv_transfer.sockets import call
 from workers.steps import TransferKey
 
 logger = logging.getLogger(__name__)
@@ -25,14 +25,17 @@ class DestinationConnection:
     that it carried and that is not confirmed fails.
     """
 
-    def __init__(self, endpoint: str, *, connect_seconds: float, stall_seconds: float) -> None:
-        """Raises TransferError for a malformed endpoint, Unavailable where nobody answers."""
+    def __init__(
+        self, endpoint: str, *, connect_seconds: float, stall_seconds: float, tls: PeerTls | None = None
+    ) -> None:
+        """Raises TransferError for a malformed endpoint, Unavailable where nobody answers, or not who should."""
         self._endpoint = endpoint
         try:
-            self._connection = socket.create_connection(parse_endpoint(endpoint), timeout=connect_seconds)
+            self._stream = call(endpoint, connect_seconds, stall_seconds, tls)
         except OSError as error:
-            raise Unavailable(f"the KV receiver at {endpoint} cannot be reached: {error}") from error
-        tune(self._connection, stall_seconds)
+            raise Unavailable(f"the KV receiver at {endpoint} cannot be reached: {reason_of(error)}") from error
+        except ConfigError as error:
+            raise Unavailable(f"the KV receiver at {endpoint} cannot be called: {error}") from error
         self._lock = threading.Lock()
         self._carried: dict[TransferKey, tuple[OutgoingTransfer, int]] = {}
         self._end_reason: str | None = None
@@ -60,9 +63,9 @@ class DestinationConnection:
                 transfer, before = self._carried[frame.key]
                 self._carried[frame.key] = (transfer, before + payload_bytes)
         try:
-            send_buffers(self._connection, [memoryview(encode(frame, payload_bytes)), *payload])
+            self._stream.send([memoryview(encode(frame, payload_bytes)), *payload])
         except OSError as error:
-            raise self._end(str(error)) from error
+            raise self._end(reason_of(error)) from error
 
     def forget(self, transfer: OutgoingTransfer) -> bool:
         """Unbind a transfer that is given up. Whether it was bound."""
@@ -80,14 +83,16 @@ class DestinationConnection:
         reason = "it was broken off"
         try:
             while not self.is_broken:
-                if wait_readable(self._connection, IDLE_SECONDS):
-                    frame, _ = receive_frame(self._connection)
+                if self._stream.wait_readable(IDLE_SECONDS):
+                    frame, _ = self._stream.receive_frame()
                     self._take(frame)
-        except (OSError, TransferError) as error:
+        except OSError as error:
+            reason = reason_of(error)
+        except TransferError as error:
             reason = str(error)
         finally:
             self._end(reason)
-            self._connection.close()
+            self._stream.close()
 
     def _take(self, frame: Frame) -> None:
         if not isinstance(frame, SettledFrame | RefusedFrame):
@@ -112,7 +117,7 @@ class DestinationConnection:
                 self._end_reason = reason
             carried, self._carried = self._carried, {}
             error = Unavailable(f"the KV receiver at {self._endpoint} is gone: {self._end_reason}")
-        shut(self._connection)
+        self._stream.shut()
         for transfer, _ in carried.values():
             transfer.fail(error)
         return error

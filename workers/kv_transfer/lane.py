@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 
 from cp_core.errors import RingserveError, Unavailable
+from cp_core.peer_tls import PeerTls
 from workers.kv_cache import KvCache
 from workers.kv_transfer.destination_connection import DestinationConnection
 from workers.kv_transfer.frames import AbandonFrame, SettleFrame, checksum_of
@@ -29,11 +30,19 @@ class Lane:
     """
 
     def __init__(
-        self, endpoint: str, cache: KvCache, *, connect_seconds: float, stall_seconds: float, checksums: bool = True
+        self,
+        endpoint: str,
+        cache: KvCache,
+        *,
+        connect_seconds: float,
+        stall_seconds: float,
+        checksums: bool = True,
+        tls: PeerTls | None = None,
     ) -> None:
         self.endpoint = endpoint
         self._cache = cache
         self._checksums = checksums
+        self._tls = tls
         self._connect_seconds = connect_seconds
         self._stall_seconds = stall_seconds
         self._jobs: deque[Callable[[], None]] = deque()
@@ -167,7 +176,10 @@ class Lane:
             while True:
                 if self._connection is None or self._connection.is_broken:
                     opened = DestinationConnection(
-                        self.endpoint, connect_seconds=self._connect_seconds, stall_seconds=self._stall_seconds
+                        self.endpoint,
+                        connect_seconds=self._connect_seconds,
+                        stall_seconds=self._stall_seconds,
+                        tls=self._tls,
                     )
                     with self._changed:
                         self._connection = opened

@@ -1,14 +1,16 @@
-"""Receives KV from ranks of other rings, over TCP, into this rank's cache."""
+"""Receives KV from ranks of other rings, over TCP, plain or with TLS, into this rank's cache."""
 
 from __future__ import annotations
 
 import logging
+import select
 import socket
 import threading
 
-from cp_core.errors import Unavailable
+from cp_core.errors import ConfigError, Unavailable
+from cp_core.peer_tls import PeerTls
 from workers.kv_cache import KvCache
-from workers.kv_transfer.sockets import shut, tune, wait_readable
+from workers.kv_transfer.sockets import KvStream, shut, wait_for
 from workers.kv_transfer.source_connection import SourceConnection
 from workers.kv_transfer.table import TransferTable
 from workers.steps import KvExpect, TransferKey, TransferReport
@@ -25,6 +27,8 @@ class KvReceiver:
 
     `expect`, `wait_sealed`, `drop` are `TransferTable`'s. `max_connections` bounds threads and staging memory
     (at most MAX_PAYLOAD_BYTES each). `stall_seconds`: a source that stops in the middle of a frame for so long is gone.
+    Whoever calls has `greeting_seconds` to show that it is one of ours (`SourceConnection`); when connections run out,
+    the oldest that has not shown it makes room.
     """
 
     def __init__(
@@ -35,12 +39,16 @@ class KvReceiver:
         listen_host: str = "127.0.0.1",
         port: int = 0,
         stall_seconds: float = 30.0,
+        greeting_seconds: float = 10.0,
         max_connections: int = 256,
+        tls: PeerTls | None = None,
     ) -> None:
         self._cache = cache
         self._table = TransferTable(cache, incarnation)
         self._stall_seconds = stall_seconds
+        self._greeting_seconds = greeting_seconds
         self._max_connections = max_connections
+        self._tls = tls
         self._closing = threading.Event()
         self._lock = threading.Lock()
         self._serving: dict[SourceConnection, threading.Thread] = {}
@@ -92,25 +100,46 @@ class KvReceiver:
     def _accept(self) -> None:
         while not self._closing.is_set():
             try:
-                if wait_readable(self._listener, ACCEPT_SECONDS):
+                if wait_for(self._listener, select.POLLIN, ACCEPT_SECONDS):
                     self._admit(*self._listener.accept())
-            except OSError as error:
-                # A peer that gave up while it was queued, or too many open files: later ones may be luckier.
+            except (OSError, ConfigError) as error:
+                # A peer that gave up while it was queued, too many open files, or files of TLS that are being replaced:
+                # later ones may be luckier.
                 if not self._closing.wait(ACCEPT_SECONDS):
                     logger.warning("a KV connection could not be accepted: %s", error)
 
     def _admit(self, connection: socket.socket, address: tuple[str, int]) -> None:
         peer = f"{address[0]}:{address[1]}"
-        tune(connection, self._stall_seconds)
-        source = SourceConnection(connection, peer, self._table, self._cache.dtype)
+        if self._tls is not None:
+            connection = self._tls.accept(connection)
+        source = SourceConnection(
+            KvStream(connection, self._stall_seconds),
+            peer,
+            self._table,
+            self._cache.dtype,
+            greeting_seconds=self._greeting_seconds,
+            is_private=self._tls is not None,
+        )
         thread = threading.Thread(target=self._serve, args=(source,), name=f"kv-from-{peer}", daemon=True)
         with self._lock:
-            if self._closing.is_set() or len(self._serving) >= self._max_connections:
+            if self._closing.is_set() or not self._make_room():
                 logger.warning("KV connection of %s is closed: %d are open", peer, len(self._serving))
                 connection.close()
                 return
             self._serving[source] = thread
             thread.start()
+
+    def _make_room(self) -> bool:
+        """Whether one more may be served; the lock is held."""
+        if len(self._serving) < self._max_connections:
+            return True
+        stranger = next((source for source in self._serving if not source.is_known), None)
+        if stranger is None:
+            return False
+        # Its thread ends by itself; it is not counted any more.
+        del self._serving[stranger]
+        stranger.close()
+        return True
 
     def _serve(self, source: SourceConnection) -> None:
         try:

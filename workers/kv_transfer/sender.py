@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 
 from cp_core.errors import RingserveError, StaleIncarnation, TransferError, Unavailable
+from cp_core.peer_tls import PeerTls
 from workers.kv_cache import KvCache
 from workers.kv_transfer.lane import Lane
 from workers.kv_transfer.outgoing import OutgoingPart, OutgoingTransfer
@@ -50,7 +51,7 @@ class KvSender:
     For each step: `begin` with what the step adds to a transfer, `layer_ready` after each layer; when all steps are
     done, `finish`. Blocks are read between `begin` and the return of `finish` or `abandon`, never after it.
     `stall_seconds`: a destination that takes no byte for so long is gone. `open_lane` makes the way to an endpoint;
-    by default a TCP connection.
+    by default a TCP connection, with `tls` an encrypted one.
     """
 
     def __init__(
@@ -61,11 +62,17 @@ class KvSender:
         connect_seconds: float = 5.0,
         stall_seconds: float = 30.0,
         checksums: bool = True,
+        tls: PeerTls | None = None,
         open_lane: Callable[[str], Carrier] | None = None,
     ) -> None:
         def open_tcp(endpoint: str) -> Carrier:
             return Lane(
-                endpoint, cache, connect_seconds=connect_seconds, stall_seconds=stall_seconds, checksums=checksums
+                endpoint,
+                cache,
+                connect_seconds=connect_seconds,
+                stall_seconds=stall_seconds,
+                checksums=checksums,
+                tls=tls,
             )
 
         self._cache = cache

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-import socket
+import time
 from collections import OrderedDict
 from dataclasses import dataclass
 
 import torch
 
 from cp_core.errors import RingserveError, StaleIncarnation, TransferError, Unavailable
+from cp_core.peer_tls import reason_of
 from workers.kv_transfer.frames import (
     AbandonFrame,
     Frame,
@@ -20,14 +21,7 @@ from workers.kv_transfer.frames import (
     encode,
 )
 from workers.kv_transfer.incoming import IncomingTransfer
-from workers.kv_transfer.sockets import (
-    discard,
-    receive_frame,
-    receive_into,
-    send_buffers,
-    shut,
-    wait_readable,
-)
+from workers.kv_transfer.sockets import KvStream
 from workers.kv_transfer.table import TransferTable
 from workers.steps import TransferKey
 
@@ -52,13 +46,29 @@ class SourceConnection:
 
     A refused frame is read to its end and forgotten, so the connection goes on with the next. A malformed one ends the
     connection: after it nobody knows where the next frame begins.
+
+    Until it `is_known` a source has `greeting_seconds`. With TLS it is known by its certificate, without by a frame
+    that names this life of the destination, which strangers do not know.
     """
 
-    def __init__(self, connection: socket.socket, peer: str, table: TransferTable, dtype: torch.dtype) -> None:
-        self._connection = connection
+    def __init__(
+        self,
+        stream: KvStream,
+        peer: str,
+        table: TransferTable,
+        dtype: torch.dtype,
+        *,
+        greeting_seconds: float,
+        is_private: bool,
+    ) -> None:
+        """`is_private`: the stream is a TLS connection whose handshake is still to be done."""
+        self.is_known = False
+        self._stream = stream
         self._peer = peer
         self._table = table
         self._dtype = dtype
+        self._is_private = is_private
+        self._stream.deadline = time.monotonic() + greeting_seconds
         self._is_closed = False
         self._shares: dict[TransferKey, _Share] = {}
         # What was refused since the source last asked: it is told once, not once a frame, so replies never pile up.
@@ -70,26 +80,37 @@ class SourceConnection:
         """Read frames until the connection ends; transfers it had begun and not settled are then aborted."""
         reason = "this receiver is closing"
         try:
+            if self._is_private:
+                self._stream.shake_hands()
+                self._know()
             while not self._is_closed:
-                if wait_readable(self._connection, IDLE_SECONDS):
-                    frame, payload_bytes = receive_frame(self._connection)
+                if self._stream.wait_readable(IDLE_SECONDS):
+                    frame, payload_bytes = self._stream.receive_frame()
                     self._take(frame, payload_bytes)
         except TransferError as error:
             reason = f"it broke the protocol: {error}"
             logger.warning("KV connection of %s is closed: %s", self._peer, error)
         except OSError as error:
-            reason = str(error)
+            reason = reason_of(error)
+            if not self.is_known:
+                logger.warning("KV connection of %s is closed before it was known who calls: %s", self._peer, reason)
         finally:
-            self._connection.close()
+            self._stream.close()
             for share in self._shares.values():
                 share.transfer.abort(Unavailable(f"the source {self._peer} of {share.transfer} is gone: {reason}"))
 
     def close(self) -> None:
         """Make `serve` return soon."""
         self._is_closed = True
-        shut(self._connection)
+        self._stream.shut()
+
+    def _know(self) -> None:
+        self.is_known = True
+        self._stream.deadline = None
 
     def _take(self, frame: Frame, payload_bytes: int) -> None:
+        if not self.is_known and self._table.is_own(frame.key):
+            self._know()
         match frame:
             case LayerFrame():
                 self._take_layer(frame, payload_bytes)
@@ -105,7 +126,7 @@ class SourceConnection:
             transfer = self._table.find(frame.key)
             transfer.admit(frame, payload_bytes)
         except RingserveError as error:
-            discard(self._connection, payload_bytes)
+            self._stream.discard(payload_bytes)
             self._refuse(frame.key, error)
             return
         # From here on the transfer dies with this connection.
@@ -113,7 +134,7 @@ class SourceConnection:
         if len(self._staging) < payload_bytes:
             self._staging = torch.empty(payload_bytes, dtype=torch.uint8)
         payload = self._staging[:payload_bytes]
-        receive_into(self._connection, payload.numpy().data)
+        self._stream.receive_into(payload.numpy().data)
         try:
             transfer.store(frame, payload.view(self._dtype))
         except RingserveError as error:
@@ -155,7 +176,7 @@ class SourceConnection:
         self._reply(self._refused[key])
 
     def _reply(self, frame: RefusedFrame | SettledFrame) -> None:
-        send_buffers(self._connection, [memoryview(encode(frame))])
+        self._stream.send([memoryview(encode(frame))])
 
 
 def refusal(key: TransferKey, error: RingserveError) -> RefusedFrame:

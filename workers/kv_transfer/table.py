@@ -104,8 +104,11 @@ class TransferTable:
         while len(self._dropped) > MAX_DROPPED:
             self._dropped.popitem(last=False)
 
+    def is_own(self, key: TransferKey) -> bool:
+        """Whether the key names this life of the ring."""
+        return key.destination == self._incarnation
+
     def _check_destination(self, key: TransferKey) -> None:
-        if key.destination != self._incarnation:
-            raise StaleIncarnation(
-                f"transfer {key.transfer_id!r} is meant for {key.destination!r}, this is {self._incarnation!r}"
-            )
+        if not self.is_own(key):
+            # Our own name is not told: who does not know it may be a stranger.
+            raise StaleIncarnation(f"transfer {key.transfer_id!r} is meant for {key.destination!r}, which is not here")

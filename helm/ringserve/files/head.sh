@@ -1,12 +1,14 @@
 #!/bin/bash
 # Ray's head, and beside it the router, the leaders of all rings, and what watches them. Ends when either ends.
+# Told to end, it lets turns go on for DRAIN_SECONDS at most.
 # $KUBERAY_GEN_RAY_START_CMD is "ray start --head --block ..." as the operator made it from rayStartParams.
 set -u
-config=${1:?usage: head.sh CONFIG}
+config=${1:?usage: head.sh CONFIG [DRAIN_SECONDS]}
+drain_seconds=${2:-0}
 
 bash -c "exec $KUBERAY_GEN_RAY_START_CMD" &
 ray=$!
-ringserve up --config "$config" --no-gateway &
+ringserve up --config "$config" --no-gateway --drain-seconds "$drain_seconds" &
 rings=$!
 
 stop() {

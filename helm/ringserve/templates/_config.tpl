@@ -1,3 +1,13 @@
+{{/* Mutual TLS between our own processes: the secret is mounted in every pod. */}}
+{{- define "ringserve.internalTls" -}}
+cert: /etc/ringserve-internal/tls.crt
+key: /etc/ringserve-internal/tls.key
+ca: /etc/ringserve-internal/ca.crt
+server_name: {{ .Values.internalTls.serverName | quote }}
+allow_plain_ring: {{ .Values.internalTls.allowPlainRing }}
+insecure: {{ .Values.internalTls.insecure }}
+{{- end }}
+
 {{/* ringserve's configuration. What other objects of this chart rely on stands last and wins. */}}
 {{- define "ringserve.config" -}}
 {{- include "ringserve.validate" . }}
@@ -7,6 +17,10 @@
     "prefill" (merge (deepCopy .Values.prefill.config) (dict "threads_per_rank" (int .Values.prefill.threadsPerRank)))
     "decode" (merge (deepCopy .Values.decode.config) (dict "threads_per_rank" (int .Values.decode.threadsPerRank)))
 }}
+{{- $internalTls := dict "insecure" .Values.internalTls.insecure }}
+{{- if .Values.internalTls.secretName }}
+{{- $internalTls = include "ringserve.internalTls" . | fromYaml }}
+{{- end }}
 {{- $rings := dict "prefill" dict "decode" dict }}
 {{- $further := dict "prefill" dict "decode" dict }}
 {{- range $pool := include "ringserve.pools" . | fromJsonArray }}
@@ -19,6 +33,7 @@
 {{- end }}
 {{- end }}
 {{- $fixed := dict
+    "internal_tls" $internalTls
     "model" (dict "path" .Values.model.path "dtype" .Values.model.dtype "device" .Values.model.device)
     "prefill" (merge (dict "pools" $further.prefill) $rings.prefill)
     "decode" (merge (dict "pools" $further.decode) $rings.decode)
@@ -29,6 +44,7 @@
         "prefill" (printf "0.0.0.0:%s" (include "ringserve.port.prefillMetrics" .))
         "decode" (printf "0.0.0.0:%s" (include "ringserve.port.decodeMetrics" .))
         "also_as" (ternary "vllm" "" .Values.metrics.vllmNames))
+    "tracing" (dict "endpoint" .Values.tracing.endpoint "sample_ratio" (float64 .Values.tracing.sampleRatio))
     "ray" (dict "address" "auto" "prefill_resource" "ringserve-prefill" "decode_resource" "ringserve-decode")
 }}
 {{- toYaml (mergeOverwrite $defaults (deepCopy .Values.config) $fixed) }}

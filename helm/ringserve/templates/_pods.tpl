@@ -1,3 +1,8 @@
+{{/* How long turns may go on when a pod that has to do with rings is told to end: the rest is for its ring to leave. Called with its values. */}}
+{{- define "ringserve.drainSeconds" -}}
+{{ max 0 (sub (int .terminationGracePeriodSeconds) 60) }}
+{{- end }}
+
 {{/* What the pods of head, workers and gateway have in common. Called with (dict "root" $ "part" values "component" name).
      Secrets by name are mounted at /etc/ringserve-NAME: (dict ... "secrets" (dict "tls" "my-secret")). */}}
 {{- define "ringserve.podMetadata" -}}
@@ -19,7 +24,7 @@ labels:
 
 {{- define "ringserve.podSettings" -}}
 serviceAccountName: {{ include "ringserve.serviceAccountName" .root }}
-automountServiceAccountToken: false
+automountServiceAccountToken: {{ .callsKubernetes | default false }}
 enableServiceLinks: false
 {{- with .root.Values.image.pullSecrets }}
 imagePullSecrets:
@@ -76,6 +81,8 @@ env:
   - {name: RINGSERVE_CACHE, value: /tmp/ringserve}
   - {name: RINGSERVE_STATE, value: /tmp/ringserve-state}
   - {name: RAY_USAGE_STATS_ENABLED, value: "0"}
+  - name: POD_IP
+    valueFrom: {fieldRef: {fieldPath: status.podIP}}
   {{- with .part.env }}
   {{- toYaml . | nindent 2 }}
   {{- end }}

@@ -1,6 +1,7 @@
 {{/*
 All pools as a JSON array, those of prefill first, each role's own before its further ones by name: the order in which
-ringserve numbers their rings. A further pool takes from its role what it does not say itself, but for its size.
+ringserve numbers their rings. A further pool takes from its role what it does not say itself, but for its size
+and how many rings it has.
 */}}
 {{- define "ringserve.pools" -}}
 {{- $pools := list }}
@@ -8,7 +9,7 @@ ringserve numbers their rings. A further pool takes from its role what it does n
 {{- $first := omit (index $.Values $role) "pools" }}
 {{- $pools = append $pools (dict "role" $role "key" $role "group" $role "name" "" "values" $first) }}
 {{- range $name, $own := (index $.Values $role).pools }}
-{{- $values := set (omit $first "config") "replicas" 1 }}
+{{- $values := set (omit $first "config" "minReplicas" "maxReplicas") "replicas" 1 }}
 {{- range $key, $value := $own }}
 {{- $values = set $values $key $value }}
 {{- end }}

@@ -28,12 +28,29 @@
 {{- if and (eq $.Values.model.device "cpu") (gt $gpus 0) }}
 {{- fail (printf "%s.resources: %d GPUs are asked for and model.device is cpu, which would leave them idle; set model.device to cuda" $role $gpus) }}
 {{- end }}
+{{- if and $.Values.internalTls.secretName (eq $.Values.model.device "cuda") (gt (mul $cp $tp) 1) (not $.Values.internalTls.allowPlainRing) }}
+{{- fail "internalTls.allowPlainRing: required, since with model.device cuda rings go by NCCL, which does not encrypt; say true where their network is their own" }}
+{{- end }}
+{{- range $key := list "minReplicas" "maxReplicas" }}
+{{- if and (not (kindIs "invalid" (index $pool $key))) (not $.Values.ray.autoscaling.enabled) }}
+{{- fail (printf "%s.%s: %d is for Ray's autoscaler, which is off; set ray.autoscaling.enabled, or leave it out" $role $key (int (index $pool $key))) }}
+{{- end }}
+{{- end }}
+{{- if and (not (kindIs "invalid" $pool.minReplicas)) (gt (int $pool.minReplicas) (int $pool.replicas)) }}
+{{- fail (printf "%s.minReplicas: %d is more than the %d rings of %s.replicas" $role (int $pool.minReplicas) (int $pool.replicas) $role) }}
+{{- end }}
+{{- if and (not (kindIs "invalid" $pool.maxReplicas)) (lt (int $pool.maxReplicas) (int $pool.replicas)) }}
+{{- fail (printf "%s.maxReplicas: %d is less than the %d rings of %s.replicas" $role (int $pool.maxReplicas) (int $pool.replicas) $role) }}
+{{- end }}
 {{- end }}
 {{- if and (not (hasPrefix "builtin:" .Values.model.path)) (empty .Values.model.volume) }}
 {{- fail (printf "model.volume: required because model.path is %s, a directory; name the volume that holds it" .Values.model.path) }}
 {{- end }}
 {{- if and (not (hasPrefix "builtin:" .Values.model.path)) (not (hasPrefix .Values.model.mountPath .Values.model.path)) }}
 {{- fail (printf "model.path: %s does not lie under model.mountPath %s" .Values.model.path .Values.model.mountPath) }}
+{{- end }}
+{{- if gt (add (int .Values.gateway.preStopSeconds) 15) (int .Values.gateway.terminationGracePeriodSeconds) }}
+{{- fail (printf "gateway.terminationGracePeriodSeconds: %d leaves turns no time after preStopSeconds %d and the 15 seconds to end them in order" (int .Values.gateway.terminationGracePeriodSeconds) (int .Values.gateway.preStopSeconds)) }}
 {{- end }}
 {{- $lacks := list }}
 {{- if not .Values.gateway.tls.secretName }}{{- $lacks = append $lacks "gateway.tls.secretName" }}{{- end }}
@@ -43,6 +60,15 @@
 {{- end }}
 {{- if and .Values.gateway.tls.clientCertificates (not .Values.gateway.tls.secretName) }}
 {{- fail "gateway.tls.clientCertificates: clients can prove themselves only to a gateway with gateway.tls.secretName" }}
+{{- end }}
+{{- if and (not .Values.internalTls.secretName) (not .Values.internalTls.insecure) }}
+{{- fail "internalTls.secretName: required, since the whole cluster reaches router, leaders and ranks; or say internalTls.insecure: true" }}
+{{- end }}
+{{- if and .Values.internalTls.secretName (not .Values.internalTls.serverName) }}
+{{- fail "internalTls.serverName: required with internalTls.secretName, since pods call each other by addresses that no certificate names" }}
+{{- end }}
+{{- if and (not .Values.ray.tokenAuthentication) (not .Values.internalTls.insecure) }}
+{{- fail "ray.tokenAuthentication: required, since whoever reaches Ray can run code; or say internalTls.insecure: true" }}
 {{- end }}
 {{- if lt (int .Values.gateway.autoscaling.maxReplicas) (int .Values.gateway.autoscaling.minReplicas) }}
 {{- fail (printf "gateway.autoscaling: maxReplicas %d is less than minReplicas %d" (int .Values.gateway.autoscaling.maxReplicas) (int .Values.gateway.autoscaling.minReplicas)) }}

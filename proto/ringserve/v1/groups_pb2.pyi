@@ -34,6 +34,7 @@ class ReserveRequest(_message.Message):
     PENALIZED_IDS_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    TRACE_PARENT_FIELD_NUMBER: _builtins.int
     DIRECT_FIELD_NUMBER: _builtins.int
     turn_id: _builtins.str
     attempt: _builtins.int
@@ -49,6 +50,8 @@ class ReserveRequest(_message.Message):
     """Higher first."""
     request_id: _builtins.str
     """Whose turn it is, for logs."""
+    trace_parent: _builtins.str
+    """W3C Trace Context of the turn's span; empty where nobody traces it."""
     direct: _builtins.bool
     """Decode only: the ring itself is asked to compute what it does not keep of the prompt; refused where that is too much."""
     @_builtins.property
@@ -71,11 +74,12 @@ class ReserveRequest(_message.Message):
         penalized_ids: _abc.Iterable[_builtins.int] | None = ...,
         priority: _builtins.int = ...,
         request_id: _builtins.str = ...,
+        trace_parent: _builtins.str = ...,
         direct: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "deadline_seconds", b"deadline_seconds", "direct", b"direct", "match_tokens", b"match_tokens", "num_tokens", b"num_tokens", "penalized_ids", b"penalized_ids", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "sequence_id", b"sequence_id", "source_incarnation", b"source_incarnation", "turn_id", b"turn_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "deadline_seconds", b"deadline_seconds", "direct", b"direct", "match_tokens", b"match_tokens", "num_tokens", b"num_tokens", "penalized_ids", b"penalized_ids", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "sequence_id", b"sequence_id", "source_incarnation", b"source_incarnation", "trace_parent", b"trace_parent", "turn_id", b"turn_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -226,11 +230,12 @@ class PrefillRequest(_message.Message):
     DEADLINE_SECONDS_FIELD_NUMBER: _builtins.int
     DECODE_ENDPOINT_FIELD_NUMBER: _builtins.int
     DESTINATION_FIELD_NUMBER: _builtins.int
+    PULLED_FROM_FIELD_NUMBER: _builtins.int
     turn_id: _builtins.str
     attempt: _builtins.int
     sequence_id: _builtins.str
     cached_tokens: _builtins.int
-    """Tokens [0, cached_tokens) are not computed: kept here, or pulled from the decode ring."""
+    """Tokens [0, cached_tokens) are not computed: kept here, or pulled from another ring."""
     deadline_seconds: _builtins.float
     decode_endpoint: _builtins.str
     @_builtins.property
@@ -245,6 +250,10 @@ class PrefillRequest(_message.Message):
     def destination(self) -> Global___ReserveResponse:
         """The decode ring's reservation: where KV goes to, and what it keeps already."""
 
+    @_builtins.property
+    def pulled_from(self) -> Global___KvSource:
+        """The ring that keeps what is pulled; unset: the turn's decode ring."""
+
     def __init__(
         self,
         *,
@@ -258,14 +267,45 @@ class PrefillRequest(_message.Message):
         deadline_seconds: _builtins.float = ...,
         decode_endpoint: _builtins.str = ...,
         destination: Global___ReserveResponse | None = ...,
+        pulled_from: Global___KvSource | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["destination", b"destination", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["destination", b"destination", "pulled_from", b"pulled_from", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cached_tokens", b"cached_tokens", "chunks", b"chunks", "deadline_seconds", b"deadline_seconds", "decode_endpoint", b"decode_endpoint", "destination", b"destination", "sampling", b"sampling", "sequence_id", b"sequence_id", "token_ids", b"token_ids", "turn_id", b"turn_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cached_tokens", b"cached_tokens", "chunks", b"chunks", "deadline_seconds", b"deadline_seconds", "decode_endpoint", b"decode_endpoint", "destination", b"destination", "pulled_from", b"pulled_from", "sampling", b"sampling", "sequence_id", b"sequence_id", "token_ids", b"token_ids", "turn_id", b"turn_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PrefillRequest: _TypeAlias = PrefillRequest  # noqa: Y015
+
+@_typing.final
+class KvSource(_message.Message):
+    """A ring that keeps KV of a turn's conversation, and is none of the turn's own."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLE_FIELD_NUMBER: _builtins.int
+    RING_FIELD_NUMBER: _builtins.int
+    ENDPOINT_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    role: _builtins.str
+    ring: _builtins.str
+    endpoint: _builtins.str
+    incarnation: _builtins.str
+    def __init__(
+        self,
+        *,
+        role: _builtins.str = ...,
+        ring: _builtins.str = ...,
+        endpoint: _builtins.str = ...,
+        incarnation: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "incarnation", b"incarnation", "ring", b"ring", "role", b"role"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KvSource: _TypeAlias = KvSource  # noqa: Y015
 
 @_typing.final
 class PrefillResponse(_message.Message):
@@ -300,10 +340,13 @@ class PrefillReport(_message.Message):
     PULLED_BYTES_FIELD_NUMBER: _builtins.int
     PULL_SECONDS_FIELD_NUMBER: _builtins.int
     CHUNKS_FIELD_NUMBER: _builtins.int
+    LOST_TOKENS_FIELD_NUMBER: _builtins.int
     prefill_seconds: _builtins.float
     queue_seconds: _builtins.float
     pulled_bytes: _builtins.int
     pull_seconds: _builtins.float
+    lost_tokens: _builtins.int
+    """Planned as cached, and computed after all: the ring that keeps them could not be reached, or keeps them no longer."""
     @_builtins.property
     def chunks(self) -> _containers.RepeatedCompositeFieldContainer[_inference_pb2.Chunk]:
         """As they were computed."""
@@ -316,10 +359,11 @@ class PrefillReport(_message.Message):
         pulled_bytes: _builtins.int = ...,
         pull_seconds: _builtins.float = ...,
         chunks: _abc.Iterable[_inference_pb2.Chunk] | None = ...,
+        lost_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunks", b"chunks", "prefill_seconds", b"prefill_seconds", "pull_seconds", b"pull_seconds", "pulled_bytes", b"pulled_bytes", "queue_seconds", b"queue_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunks", b"chunks", "lost_tokens", b"lost_tokens", "prefill_seconds", b"prefill_seconds", "pull_seconds", b"pull_seconds", "pulled_bytes", b"pulled_bytes", "queue_seconds", b"queue_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -582,6 +626,7 @@ class SendKvRequest(_message.Message):
     KV_ENDPOINTS_FIELD_NUMBER: _builtins.int
     DEADLINE_SECONDS_FIELD_NUMBER: _builtins.int
     TP_FIELD_NUMBER: _builtins.int
+    TURN_ID_FIELD_NUMBER: _builtins.int
     transfer_id: _builtins.str
     attempt: _builtins.int
     sequence_id: _builtins.str
@@ -589,12 +634,14 @@ class SendKvRequest(_message.Message):
     source_incarnation: _builtins.str
     deadline_seconds: _builtins.float
     tp: _builtins.int
-    """Processes a rank of the prefill ring."""
+    """Processes a rank of the ring that asks."""
+    turn_id: _builtins.str
+    """The turn that holds the sequence on the ring that is asked; empty where none does."""
     @_builtins.property
     def tokens(self) -> _inference_pb2.Range: ...
     @_builtins.property
     def shards(self) -> _containers.RepeatedCompositeFieldContainer[_inference_pb2.RankShard]:
-        """Where `tokens` will lie on the prefill ring, and its KV receivers."""
+        """Where `tokens` will lie on the ring that asks, and its KV receivers."""
 
     @_builtins.property
     def kv_endpoints(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
@@ -611,10 +658,11 @@ class SendKvRequest(_message.Message):
         kv_endpoints: _abc.Iterable[_builtins.str] | None = ...,
         deadline_seconds: _builtins.float = ...,
         tp: _builtins.int = ...,
+        turn_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "deadline_seconds", b"deadline_seconds", "destination_incarnation", b"destination_incarnation", "kv_endpoints", b"kv_endpoints", "sequence_id", b"sequence_id", "shards", b"shards", "source_incarnation", b"source_incarnation", "tokens", b"tokens", "tp", b"tp", "transfer_id", b"transfer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "deadline_seconds", b"deadline_seconds", "destination_incarnation", b"destination_incarnation", "kv_endpoints", b"kv_endpoints", "sequence_id", b"sequence_id", "shards", b"shards", "source_incarnation", b"source_incarnation", "tokens", b"tokens", "tp", b"tp", "transfer_id", b"transfer_id", "turn_id", b"turn_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -641,6 +689,80 @@ class SendKvResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SendKvResponse: _TypeAlias = SendKvResponse  # noqa: Y015
+
+@_typing.final
+class TakeKvRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TRANSFER_ID_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    SEQUENCE_ID_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    SOURCE_ROLE_FIELD_NUMBER: _builtins.int
+    SOURCE_ENDPOINT_FIELD_NUMBER: _builtins.int
+    SOURCE_INCARNATION_FIELD_NUMBER: _builtins.int
+    DEADLINE_SECONDS_FIELD_NUMBER: _builtins.int
+    transfer_id: _builtins.str
+    attempt: _builtins.int
+    sequence_id: _builtins.str
+    num_tokens: _builtins.int
+    """Its first tokens, as many."""
+    source_role: _builtins.str
+    """The ring that keeps them: "prefill" or "decode", its leader's HOST:PORT, its incarnation."""
+    source_endpoint: _builtins.str
+    source_incarnation: _builtins.str
+    deadline_seconds: _builtins.float
+    """For the bytes."""
+    def __init__(
+        self,
+        *,
+        transfer_id: _builtins.str = ...,
+        attempt: _builtins.int = ...,
+        sequence_id: _builtins.str = ...,
+        num_tokens: _builtins.int = ...,
+        source_role: _builtins.str = ...,
+        source_endpoint: _builtins.str = ...,
+        source_incarnation: _builtins.str = ...,
+        deadline_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "deadline_seconds", b"deadline_seconds", "num_tokens", b"num_tokens", "sequence_id", b"sequence_id", "source_endpoint", b"source_endpoint", "source_incarnation", b"source_incarnation", "source_role", b"source_role", "transfer_id", b"transfer_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TakeKvRequest: _TypeAlias = TakeKvRequest  # noqa: Y015
+
+@_typing.final
+class TakeKvResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    SHARDS_FIELD_NUMBER: _builtins.int
+    PAYLOAD_BYTES_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    incarnation: _builtins.str
+    payload_bytes: _builtins.int
+    seconds: _builtins.float
+    @_builtins.property
+    def shards(self) -> _containers.RepeatedCompositeFieldContainer[_inference_pb2.RankShard]:
+        """Where they lie now."""
+
+    def __init__(
+        self,
+        *,
+        incarnation: _builtins.str = ...,
+        shards: _abc.Iterable[_inference_pb2.RankShard] | None = ...,
+        payload_bytes: _builtins.int = ...,
+        seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "payload_bytes", b"payload_bytes", "seconds", b"seconds", "shards", b"shards"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TakeKvResponse: _TypeAlias = TakeKvResponse  # noqa: Y015
 
 @_typing.final
 class AbortTurnRequest(_message.Message):

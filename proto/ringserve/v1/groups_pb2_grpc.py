@@ -45,6 +45,16 @@ class PrefillServiceStub:
                 request_serializer=ringserve_dot_v1_dot_groups__pb2.PrefillRequest.SerializeToString,
                 response_deserializer=ringserve_dot_v1_dot_groups__pb2.PrefillResponse.FromString,
                 _registered_method=True)
+        self.SendKv = channel.unary_unary(
+                '/ringserve.v1.PrefillService/SendKv',
+                request_serializer=ringserve_dot_v1_dot_groups__pb2.SendKvRequest.SerializeToString,
+                response_deserializer=ringserve_dot_v1_dot_groups__pb2.SendKvResponse.FromString,
+                _registered_method=True)
+        self.TakeKv = channel.unary_unary(
+                '/ringserve.v1.PrefillService/TakeKv',
+                request_serializer=ringserve_dot_v1_dot_groups__pb2.TakeKvRequest.SerializeToString,
+                response_deserializer=ringserve_dot_v1_dot_groups__pb2.TakeKvResponse.FromString,
+                _registered_method=True)
         self.AbortTurn = channel.unary_unary(
                 '/ringserve.v1.PrefillService/AbortTurn',
                 request_serializer=ringserve_dot_v1_dot_groups__pb2.AbortTurnRequest.SerializeToString,
@@ -90,6 +100,20 @@ class PrefillServiceServicer:
 
     def Prefill(self, request, context):
         """Queues and runs the turn; answers when its KV has been handed over. The first token goes to the decode leader.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SendKv(self, request, context):
+        """Sends kept KV of a sequence to another ring; answers when it has been acknowledged.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def TakeKv(self, request, context):
+        """Fetches kept KV of a sequence from another ring, and keeps it too. Idempotent per attempt.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -148,6 +172,16 @@ def add_PrefillServiceServicer_to_server(servicer, server):
                     servicer.Prefill,
                     request_deserializer=ringserve_dot_v1_dot_groups__pb2.PrefillRequest.FromString,
                     response_serializer=ringserve_dot_v1_dot_groups__pb2.PrefillResponse.SerializeToString,
+            ),
+            'SendKv': grpc.unary_unary_rpc_method_handler(
+                    servicer.SendKv,
+                    request_deserializer=ringserve_dot_v1_dot_groups__pb2.SendKvRequest.FromString,
+                    response_serializer=ringserve_dot_v1_dot_groups__pb2.SendKvResponse.SerializeToString,
+            ),
+            'TakeKv': grpc.unary_unary_rpc_method_handler(
+                    servicer.TakeKv,
+                    request_deserializer=ringserve_dot_v1_dot_groups__pb2.TakeKvRequest.FromString,
+                    response_serializer=ringserve_dot_v1_dot_groups__pb2.TakeKvResponse.SerializeToString,
             ),
             'AbortTurn': grpc.unary_unary_rpc_method_handler(
                     servicer.AbortTurn,
@@ -235,6 +269,60 @@ class PrefillService:
             '/ringserve.v1.PrefillService/Prefill',
             ringserve_dot_v1_dot_groups__pb2.PrefillRequest.SerializeToString,
             ringserve_dot_v1_dot_groups__pb2.PrefillResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SendKv(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ringserve.v1.PrefillService/SendKv',
+            ringserve_dot_v1_dot_groups__pb2.SendKvRequest.SerializeToString,
+            ringserve_dot_v1_dot_groups__pb2.SendKvResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def TakeKv(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ringserve.v1.PrefillService/TakeKv',
+            ringserve_dot_v1_dot_groups__pb2.TakeKvRequest.SerializeToString,
+            ringserve_dot_v1_dot_groups__pb2.TakeKvResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -448,6 +536,11 @@ class DecodeServiceStub:
                 request_serializer=ringserve_dot_v1_dot_groups__pb2.SendKvRequest.SerializeToString,
                 response_deserializer=ringserve_dot_v1_dot_groups__pb2.SendKvResponse.FromString,
                 _registered_method=True)
+        self.TakeKv = channel.unary_unary(
+                '/ringserve.v1.DecodeService/TakeKv',
+                request_serializer=ringserve_dot_v1_dot_groups__pb2.TakeKvRequest.SerializeToString,
+                response_deserializer=ringserve_dot_v1_dot_groups__pb2.TakeKvResponse.FromString,
+                _registered_method=True)
         self.AbortTurn = channel.unary_unary(
                 '/ringserve.v1.DecodeService/AbortTurn',
                 request_serializer=ringserve_dot_v1_dot_groups__pb2.AbortTurnRequest.SerializeToString,
@@ -519,8 +612,13 @@ class DecodeServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def SendKv(self, request, context):
-        """Sends kept KV of a sequence back to a prefill ring; answers when it has been acknowledged.
-        """
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def TakeKv(self, request, context):
+        """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -593,6 +691,11 @@ def add_DecodeServiceServicer_to_server(servicer, server):
                     servicer.SendKv,
                     request_deserializer=ringserve_dot_v1_dot_groups__pb2.SendKvRequest.FromString,
                     response_serializer=ringserve_dot_v1_dot_groups__pb2.SendKvResponse.SerializeToString,
+            ),
+            'TakeKv': grpc.unary_unary_rpc_method_handler(
+                    servicer.TakeKv,
+                    request_deserializer=ringserve_dot_v1_dot_groups__pb2.TakeKvRequest.FromString,
+                    response_serializer=ringserve_dot_v1_dot_groups__pb2.TakeKvResponse.SerializeToString,
             ),
             'AbortTurn': grpc.unary_unary_rpc_method_handler(
                     servicer.AbortTurn,
@@ -788,6 +891,33 @@ class DecodeService:
             '/ringserve.v1.DecodeService/SendKv',
             ringserve_dot_v1_dot_groups__pb2.SendKvRequest.SerializeToString,
             ringserve_dot_v1_dot_groups__pb2.SendKvResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def TakeKv(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ringserve.v1.DecodeService/TakeKv',
+            ringserve_dot_v1_dot_groups__pb2.TakeKvRequest.SerializeToString,
+            ringserve_dot_v1_dot_groups__pb2.TakeKvResponse.FromString,
             options,
             channel_credentials,
             insecure,

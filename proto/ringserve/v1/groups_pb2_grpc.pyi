@@ -37,6 +37,10 @@ class PrefillServiceStub:
     """Pins a sequence for a turn: cuts its kept KV to `match_tokens` and holds room for `num_tokens`. Idempotent per turn."""
     Prefill: _grpc.UnaryUnaryMultiCallable[_groups_pb2.PrefillRequest, _groups_pb2.PrefillResponse]
     """Queues and runs the turn; answers when its KV has been handed over. The first token goes to the decode leader."""
+    SendKv: _grpc.UnaryUnaryMultiCallable[_groups_pb2.SendKvRequest, _groups_pb2.SendKvResponse]
+    """Sends kept KV of a sequence to another ring; answers when it has been acknowledged."""
+    TakeKv: _grpc.UnaryUnaryMultiCallable[_groups_pb2.TakeKvRequest, _groups_pb2.TakeKvResponse]
+    """Fetches kept KV of a sequence from another ring, and keeps it too. Idempotent per attempt."""
     AbortTurn: _grpc.UnaryUnaryMultiCallable[_groups_pb2.AbortTurnRequest, _groups_pb2.AbortTurnResponse]
     """Ends a turn in any state; answers when the ring no longer touches it. Idempotent."""
     Settle: _grpc.UnaryUnaryMultiCallable[_groups_pb2.SettleRequest, _groups_pb2.SettleResponse]
@@ -58,6 +62,10 @@ class PrefillServiceAsyncStub(PrefillServiceStub):
     """Pins a sequence for a turn: cuts its kept KV to `match_tokens` and holds room for `num_tokens`. Idempotent per turn."""
     Prefill: _aio.UnaryUnaryMultiCallable[_groups_pb2.PrefillRequest, _groups_pb2.PrefillResponse]  # type: ignore[assignment]
     """Queues and runs the turn; answers when its KV has been handed over. The first token goes to the decode leader."""
+    SendKv: _aio.UnaryUnaryMultiCallable[_groups_pb2.SendKvRequest, _groups_pb2.SendKvResponse]  # type: ignore[assignment]
+    """Sends kept KV of a sequence to another ring; answers when it has been acknowledged."""
+    TakeKv: _aio.UnaryUnaryMultiCallable[_groups_pb2.TakeKvRequest, _groups_pb2.TakeKvResponse]  # type: ignore[assignment]
+    """Fetches kept KV of a sequence from another ring, and keeps it too. Idempotent per attempt."""
     AbortTurn: _aio.UnaryUnaryMultiCallable[_groups_pb2.AbortTurnRequest, _groups_pb2.AbortTurnResponse]  # type: ignore[assignment]
     """Ends a turn in any state; answers when the ring no longer touches it. Idempotent."""
     Settle: _aio.UnaryUnaryMultiCallable[_groups_pb2.SettleRequest, _groups_pb2.SettleResponse]  # type: ignore[assignment]
@@ -88,6 +96,22 @@ class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_groups_pb2.PrefillResponse, _abc.Awaitable[_groups_pb2.PrefillResponse]]:
         """Queues and runs the turn; answers when its KV has been handed over. The first token goes to the decode leader."""
+
+    @_abc_1.abstractmethod
+    def SendKv(
+        self,
+        request: _groups_pb2.SendKvRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_groups_pb2.SendKvResponse, _abc.Awaitable[_groups_pb2.SendKvResponse]]:
+        """Sends kept KV of a sequence to another ring; answers when it has been acknowledged."""
+
+    @_abc_1.abstractmethod
+    def TakeKv(
+        self,
+        request: _groups_pb2.TakeKvRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_groups_pb2.TakeKvResponse, _abc.Awaitable[_groups_pb2.TakeKvResponse]]:
+        """Fetches kept KV of a sequence from another ring, and keeps it too. Idempotent per attempt."""
 
     @_abc_1.abstractmethod
     def AbortTurn(
@@ -155,7 +179,7 @@ class DecodeServiceStub:
     FinishTurn: _grpc.UnaryUnaryMultiCallable[_groups_pb2.FinishTurnRequest, _groups_pb2.FinishTurnResponse]
     """Ends a turn well after its first `num_tokens` tokens; later ones are discarded. The stream tells the end. Idempotent."""
     SendKv: _grpc.UnaryUnaryMultiCallable[_groups_pb2.SendKvRequest, _groups_pb2.SendKvResponse]
-    """Sends kept KV of a sequence back to a prefill ring; answers when it has been acknowledged."""
+    TakeKv: _grpc.UnaryUnaryMultiCallable[_groups_pb2.TakeKvRequest, _groups_pb2.TakeKvResponse]
     AbortTurn: _grpc.UnaryUnaryMultiCallable[_groups_pb2.AbortTurnRequest, _groups_pb2.AbortTurnResponse]
     Settle: _grpc.UnaryUnaryMultiCallable[_groups_pb2.SettleRequest, _groups_pb2.SettleResponse]
     ForkKv: _grpc.UnaryUnaryMultiCallable[_groups_pb2.ForkKvRequest, _groups_pb2.ForkKvResponse]
@@ -178,7 +202,7 @@ class DecodeServiceAsyncStub(DecodeServiceStub):
     FinishTurn: _aio.UnaryUnaryMultiCallable[_groups_pb2.FinishTurnRequest, _groups_pb2.FinishTurnResponse]  # type: ignore[assignment]
     """Ends a turn well after its first `num_tokens` tokens; later ones are discarded. The stream tells the end. Idempotent."""
     SendKv: _aio.UnaryUnaryMultiCallable[_groups_pb2.SendKvRequest, _groups_pb2.SendKvResponse]  # type: ignore[assignment]
-    """Sends kept KV of a sequence back to a prefill ring; answers when it has been acknowledged."""
+    TakeKv: _aio.UnaryUnaryMultiCallable[_groups_pb2.TakeKvRequest, _groups_pb2.TakeKvResponse]  # type: ignore[assignment]
     AbortTurn: _aio.UnaryUnaryMultiCallable[_groups_pb2.AbortTurnRequest, _groups_pb2.AbortTurnResponse]  # type: ignore[assignment]
     Settle: _aio.UnaryUnaryMultiCallable[_groups_pb2.SettleRequest, _groups_pb2.SettleResponse]  # type: ignore[assignment]
     ForkKv: _aio.UnaryUnaryMultiCallable[_groups_pb2.ForkKvRequest, _groups_pb2.ForkKvResponse]  # type: ignore[assignment]
@@ -233,8 +257,14 @@ class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _groups_pb2.SendKvRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_groups_pb2.SendKvResponse, _abc.Awaitable[_groups_pb2.SendKvResponse]]:
-        """Sends kept KV of a sequence back to a prefill ring; answers when it has been acknowledged."""
+    ) -> _typing.Union[_groups_pb2.SendKvResponse, _abc.Awaitable[_groups_pb2.SendKvResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def TakeKv(
+        self,
+        request: _groups_pb2.TakeKvRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_groups_pb2.TakeKvResponse, _abc.Awaitable[_groups_pb2.TakeKvResponse]]: ...
 
     @_abc_1.abstractmethod
     def AbortTurn(

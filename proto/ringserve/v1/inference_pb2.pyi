@@ -612,7 +612,7 @@ class Plan(_message.Message):
     """Prefill ring to decode ring."""
     migration_seconds: _builtins.float
     pulled_bytes: _builtins.int
-    """Decode ring back to prefill ring."""
+    """Decode ring, or one that the conversation leaves, to prefill ring."""
     pull_seconds: _builtins.float
     prefill_ranks: _builtins.int
     decode_ranks: _builtins.int
@@ -752,20 +752,24 @@ class CachedSource(_message.Message):
     SOURCE_FIELD_NUMBER: _builtins.int
     START_FIELD_NUMBER: _builtins.int
     STOP_FIELD_NUMBER: _builtins.int
+    RING_FIELD_NUMBER: _builtins.int
     source: _builtins.str
-    """"kept_on_prefill" or "pulled_from_decode"."""
+    """"kept_on_prefill", "pulled_from_decode", or "pulled_from_other": from a ring that the conversation leaves."""
     start: _builtins.int
     stop: _builtins.int
+    ring: _builtins.str
+    """The ring that keeps them, where it is none of the plan's own."""
     def __init__(
         self,
         *,
         source: _builtins.str = ...,
         start: _builtins.int = ...,
         stop: _builtins.int = ...,
+        ring: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["source", b"source", "start", b"start", "stop", b"stop"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ring", b"ring", "source", b"source", "start", b"start", "stop", b"stop"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -942,6 +946,9 @@ class GetServerInfoResponse(_message.Message):
     CONVERSATIONS_FIELD_NUMBER: _builtins.int
     RUNNING_TURNS_FIELD_NUMBER: _builtins.int
     ROUTER_METRICS_ENDPOINT_FIELD_NUMBER: _builtins.int
+    DRAINS_FIELD_NUMBER: _builtins.int
+    KV_MOVES_FIELD_NUMBER: _builtins.int
+    TURNS_WAITING_FOR_RINGS_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     uptime_seconds: _builtins.float
     selector: _builtins.str
@@ -949,8 +956,18 @@ class GetServerInfoResponse(_message.Message):
     running_turns: _builtins.int
     router_metrics_endpoint: _builtins.str
     """HOST:PORT where the router serves /metrics; empty where it does not."""
+    turns_waiting_for_rings: _builtins.int
+    """Turns that wait for a ring that restarts."""
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupInfo]: ...
+    @_builtins.property
+    def drains(self) -> _containers.RepeatedCompositeFieldContainer[Global___RingDrain]:
+        """Rings that drain, and those that have drained and left."""
+
+    @_builtins.property
+    def kv_moves(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvMoves]:
+        """Kept KV that went from ring to ring, since the router started."""
+
     def __init__(
         self,
         *,
@@ -961,14 +978,103 @@ class GetServerInfoResponse(_message.Message):
         conversations: _builtins.int = ...,
         running_turns: _builtins.int = ...,
         router_metrics_endpoint: _builtins.str = ...,
+        drains: _abc.Iterable[Global___RingDrain] | None = ...,
+        kv_moves: _abc.Iterable[Global___KvMoves] | None = ...,
+        turns_waiting_for_rings: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["conversations", b"conversations", "groups", b"groups", "router_metrics_endpoint", b"router_metrics_endpoint", "running_turns", b"running_turns", "selector", b"selector", "uptime_seconds", b"uptime_seconds", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["conversations", b"conversations", "drains", b"drains", "groups", b"groups", "kv_moves", b"kv_moves", "router_metrics_endpoint", b"router_metrics_endpoint", "running_turns", b"running_turns", "selector", b"selector", "turns_waiting_for_rings", b"turns_waiting_for_rings", "uptime_seconds", b"uptime_seconds", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetServerInfoResponse: _TypeAlias = GetServerInfoResponse  # noqa: Y015
+
+@_typing.final
+class RingDrain(_message.Message):
+    """How far a ring is that an operator takes out of service. Its turns end, and what it keeps of conversations is moved to
+    other rings of its role, those that were used last first.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLE_FIELD_NUMBER: _builtins.int
+    RING_FIELD_NUMBER: _builtins.int
+    HAS_LEFT_FIELD_NUMBER: _builtins.int
+    RUNNING_TURNS_FIELD_NUMBER: _builtins.int
+    MOVED_FIELD_NUMBER: _builtins.int
+    LEFT_FIELD_NUMBER: _builtins.int
+    NO_ROOM_FIELD_NUMBER: _builtins.int
+    FAILED_FIELD_NUMBER: _builtins.int
+    MOVED_BYTES_FIELD_NUMBER: _builtins.int
+    role: _builtins.str
+    ring: _builtins.str
+    has_left: _builtins.bool
+    running_turns: _builtins.int
+    moved: _builtins.int
+    left: _builtins.int
+    """Still to be moved."""
+    no_room: _builtins.int
+    """Not moved: for want of room elsewhere; and since the move failed. Later turns compute their KV again."""
+    failed: _builtins.int
+    moved_bytes: _builtins.int
+    def __init__(
+        self,
+        *,
+        role: _builtins.str = ...,
+        ring: _builtins.str = ...,
+        has_left: _builtins.bool = ...,
+        running_turns: _builtins.int = ...,
+        moved: _builtins.int = ...,
+        left: _builtins.int = ...,
+        no_room: _builtins.int = ...,
+        failed: _builtins.int = ...,
+        moved_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failed", b"failed", "has_left", b"has_left", "left", b"left", "moved", b"moved", "moved_bytes", b"moved_bytes", "no_room", b"no_room", "ring", b"ring", "role", b"role", "running_turns", b"running_turns"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RingDrain: _TypeAlias = RingDrain  # noqa: Y015
+
+@_typing.final
+class KvMoves(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLE_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    MOVED_FIELD_NUMBER: _builtins.int
+    FAILED_FIELD_NUMBER: _builtins.int
+    PAYLOAD_BYTES_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    role: _builtins.str
+    reason: _builtins.str
+    """"turn": a turn fetched what a ring keeps that its conversation leaves; "drain": from a ring that drains;
+    "full": from a ring that is about to evict.
+    """
+    moved: _builtins.int
+    failed: _builtins.int
+    payload_bytes: _builtins.int
+    seconds: _builtins.float
+    def __init__(
+        self,
+        *,
+        role: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        moved: _builtins.int = ...,
+        failed: _builtins.int = ...,
+        payload_bytes: _builtins.int = ...,
+        seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failed", b"failed", "moved", b"moved", "payload_bytes", b"payload_bytes", "reason", b"reason", "role", b"role", "seconds", b"seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KvMoves: _TypeAlias = KvMoves  # noqa: Y015
 
 @_typing.final
 class GroupInfo(_message.Message):
@@ -998,12 +1104,14 @@ class GroupInfo(_message.Message):
     CHUNK_TOKENS_FIELD_NUMBER: _builtins.int
     CORRECTIONS_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    RESTARTING_FIELD_NUMBER: _builtins.int
+    NODES_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     name: _builtins.str
     endpoint: _builtins.str
     incarnation: _builtins.str
     state: _builtins.str
-    """"ready", "rebuilding" or "lost"."""
+    """"ready", "rebuilding" or "lost"; "away" where it has drained and is to come back."""
     num_ranks: _builtins.int
     attention_backend: _builtins.str
     num_requests_running: _builtins.int
@@ -1027,6 +1135,8 @@ class GroupInfo(_message.Message):
     chunk_tokens: _builtins.int
     draining: _builtins.bool
     """It takes no new turns, and leaves when those that run have ended."""
+    restarting: _builtins.bool
+    """When it has drained it is started again, and new turns may wait for it."""
     @_builtins.property
     def kv_usage(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankKvUsage]: ...
     @_builtins.property
@@ -1040,6 +1150,10 @@ class GroupInfo(_message.Message):
     @_builtins.property
     def corrections(self) -> _containers.RepeatedCompositeFieldContainer[Global___Correction]:
         """How the ring's prefills compare with what was predicted for them, by algorithm; of decode rings, "decode_ring"."""
+
+    @_builtins.property
+    def nodes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Addresses of the nodes that its ranks are on."""
 
     def __init__(
         self,
@@ -1068,10 +1182,12 @@ class GroupInfo(_message.Message):
         chunk_tokens: _builtins.int = ...,
         corrections: _abc.Iterable[Global___Correction] | None = ...,
         draining: _builtins.bool = ...,
+        restarting: _builtins.bool = ...,
+        nodes: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["rates", b"rates"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_backend", b"attention_backend", "capacity_tokens", b"capacity_tokens", "chunk_tokens", b"chunk_tokens", "corrections", b"corrections", "decode_variant", b"decode_variant", "draining", b"draining", "endpoint", b"endpoint", "incarnation", b"incarnation", "kv_usage", b"kv_usage", "max_waiting_work", b"max_waiting_work", "metrics_endpoint", b"metrics_endpoint", "name", b"name", "num_preemptions", b"num_preemptions", "num_ranks", b"num_ranks", "num_requests_running", b"num_requests_running", "num_requests_waiting", b"num_requests_waiting", "rank_pids", b"rank_pids", "rates", b"rates", "rebuilds", b"rebuilds", "ring_transport", b"ring_transport", "role", b"role", "state", b"state", "tp", b"tp", "waiting_work", b"waiting_work"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_backend", b"attention_backend", "capacity_tokens", b"capacity_tokens", "chunk_tokens", b"chunk_tokens", "corrections", b"corrections", "decode_variant", b"decode_variant", "draining", b"draining", "endpoint", b"endpoint", "incarnation", b"incarnation", "kv_usage", b"kv_usage", "max_waiting_work", b"max_waiting_work", "metrics_endpoint", b"metrics_endpoint", "name", b"name", "nodes", b"nodes", "num_preemptions", b"num_preemptions", "num_ranks", b"num_ranks", "num_requests_running", b"num_requests_running", "num_requests_waiting", b"num_requests_waiting", "rank_pids", b"rank_pids", "rates", b"rates", "rebuilds", b"rebuilds", "restarting", b"restarting", "ring_transport", b"ring_transport", "role", b"role", "state", b"state", "tp", b"tp", "waiting_work", b"waiting_work"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

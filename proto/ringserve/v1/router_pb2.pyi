@@ -34,6 +34,8 @@ class BeginTurnRequest(_message.Message):
     CONVERSATION_TTL_SECONDS_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     ALGORITHM_FIELD_NUMBER: _builtins.int
+    TRACE_PARENT_FIELD_NUMBER: _builtins.int
+    KV_QUOTA_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     conversation_id: _builtins.str
     prompt_mode: _inference_pb2.PromptMode.ValueType
@@ -43,10 +45,16 @@ class BeginTurnRequest(_message.Message):
     priority: _builtins.int
     algorithm: _builtins.str
     """"pass_kv", "pass_q", "decode_ring" or empty."""
+    trace_parent: _builtins.str
+    """W3C Trace Context of the turn's span; empty where nobody traces it."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def sampling(self) -> _groups_pb2.Sampling: ...
+    @_builtins.property
+    def kv_quota(self) -> Global___KvQuota:
+        """Whose KV this is, and how much of it there may be. None: it is not limited."""
+
     def __init__(
         self,
         *,
@@ -60,16 +68,42 @@ class BeginTurnRequest(_message.Message):
         conversation_ttl_seconds: _builtins.float | None = ...,
         priority: _builtins.int = ...,
         algorithm: _builtins.str = ...,
+        trace_parent: _builtins.str = ...,
+        kv_quota: Global___KvQuota | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_conversation_ttl_seconds", b"_conversation_ttl_seconds", "conversation_ttl_seconds", b"conversation_ttl_seconds", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_conversation_ttl_seconds", b"_conversation_ttl_seconds", "conversation_ttl_seconds", b"conversation_ttl_seconds", "kv_quota", b"kv_quota", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_conversation_ttl_seconds", b"_conversation_ttl_seconds", "algorithm", b"algorithm", "conversation_id", b"conversation_id", "conversation_ttl_seconds", b"conversation_ttl_seconds", "deadline_seconds", b"deadline_seconds", "priority", b"priority", "prompt_mode", b"prompt_mode", "request_id", b"request_id", "sampling", b"sampling", "token_ids", b"token_ids", "wait", b"wait"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_conversation_ttl_seconds", b"_conversation_ttl_seconds", "algorithm", b"algorithm", "conversation_id", b"conversation_id", "conversation_ttl_seconds", b"conversation_ttl_seconds", "deadline_seconds", b"deadline_seconds", "kv_quota", b"kv_quota", "priority", b"priority", "prompt_mode", b"prompt_mode", "request_id", b"request_id", "sampling", b"sampling", "token_ids", b"token_ids", "trace_parent", b"trace_parent", "wait", b"wait"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__conversation_ttl_seconds: _TypeAlias = _typing.Literal["conversation_ttl_seconds"]  # noqa: Y015
     _WhichOneofArgType__conversation_ttl_seconds: _TypeAlias = _typing.Literal["_conversation_ttl_seconds", b"_conversation_ttl_seconds"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__conversation_ttl_seconds) -> _WhichOneofReturnType__conversation_ttl_seconds | None: ...
 
 Global___BeginTurnRequest: _TypeAlias = BeginTurnRequest  # noqa: Y015
+
+@_typing.final
+class KvQuota(_message.Message):
+    """Of one tenant: the KV tokens of all conversations whose id begins with `tenant/`, and of its running turns."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    MAX_TOKENS_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    max_tokens: _builtins.int
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.str = ...,
+        max_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_tokens", b"max_tokens", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KvQuota: _TypeAlias = KvQuota  # noqa: Y015
 
 @_typing.final
 class BeginTurnResponse(_message.Message):
@@ -221,6 +255,7 @@ class RegisterGroupRequest(_message.Message):
     WAITING_WORK_FIELD_NUMBER: _builtins.int
     WORK_RATE_FIELD_NUMBER: _builtins.int
     FREE_TOKENS_FIELD_NUMBER: _builtins.int
+    SPARE_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_BATCH_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
     LEAVING_FIELD_NUMBER: _builtins.int
@@ -244,6 +279,8 @@ class RegisterGroupRequest(_message.Message):
     work_rate: _builtins.float
     free_tokens: _builtins.int
     """KV room that no running turn holds."""
+    spare_tokens: _builtins.int
+    """Tokens of it that nothing is kept in, and that more may be kept in."""
     max_batch: _builtins.int
     """Turns that a decode ring takes into one batch; 0: not known."""
     draining: _builtins.bool
@@ -271,6 +308,7 @@ class RegisterGroupRequest(_message.Message):
         waiting_work: _builtins.float = ...,
         work_rate: _builtins.float = ...,
         free_tokens: _builtins.int | None = ...,
+        spare_tokens: _builtins.int = ...,
         max_batch: _builtins.int = ...,
         draining: _builtins.bool = ...,
         leaving: _builtins.bool = ...,
@@ -279,7 +317,7 @@ class RegisterGroupRequest(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_free_tokens", b"_free_tokens", "free_tokens", b"free_tokens", "rates", b"rates"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_free_tokens", b"_free_tokens", "capacity_tokens", b"capacity_tokens", "chunk_tokens", b"chunk_tokens", "draining", b"draining", "endpoint", b"endpoint", "free_tokens", b"free_tokens", "incarnation", b"incarnation", "leaving", b"leaving", "max_batch", b"max_batch", "max_direct_seconds", b"max_direct_seconds", "max_direct_tokens", b"max_direct_tokens", "min_chunk_tokens", b"min_chunk_tokens", "name", b"name", "num_ranks", b"num_ranks", "rates", b"rates", "role", b"role", "step_budget", b"step_budget", "tp", b"tp", "waiting_work", b"waiting_work", "work_rate", b"work_rate"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_free_tokens", b"_free_tokens", "capacity_tokens", b"capacity_tokens", "chunk_tokens", b"chunk_tokens", "draining", b"draining", "endpoint", b"endpoint", "free_tokens", b"free_tokens", "incarnation", b"incarnation", "leaving", b"leaving", "max_batch", b"max_batch", "max_direct_seconds", b"max_direct_seconds", "max_direct_tokens", b"max_direct_tokens", "min_chunk_tokens", b"min_chunk_tokens", "name", b"name", "num_ranks", b"num_ranks", "rates", b"rates", "role", b"role", "spare_tokens", b"spare_tokens", "step_budget", b"step_budget", "tp", b"tp", "waiting_work", b"waiting_work", "work_rate", b"work_rate"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__free_tokens: _TypeAlias = _typing.Literal["free_tokens"]  # noqa: Y015
     _WhichOneofArgType__free_tokens: _TypeAlias = _typing.Literal["_free_tokens", b"_free_tokens"]  # noqa: Y015
@@ -324,7 +362,7 @@ class RegisterGroupResponse(_message.Message):
 
     RUNNING_TURNS_FIELD_NUMBER: _builtins.int
     running_turns: _builtins.int
-    """Turns that are, or are about to be, on this ring."""
+    """Turns that are, or are about to be, on this ring; where it drains also conversations that are to be moved from it."""
     def __init__(
         self,
         *,
@@ -379,6 +417,48 @@ class DrainRingResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DrainRingResponse: _TypeAlias = DrainRingResponse  # noqa: Y015
+
+@_typing.final
+class RestartRingRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RING_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    LEAVING_NODE_FIELD_NUMBER: _builtins.int
+    ring: _builtins.str
+    seconds: _builtins.float
+    """How long turns that run are waited for."""
+    leaving_node: _builtins.str
+    """Address of a node that goes away: the ring is started again when it is gone. May be empty."""
+    def __init__(
+        self,
+        *,
+        ring: _builtins.str = ...,
+        seconds: _builtins.float = ...,
+        leaving_node: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["leaving_node", b"leaving_node", "ring", b"ring", "seconds", b"seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RestartRingRequest: _TypeAlias = RestartRingRequest  # noqa: Y015
+
+@_typing.final
+class RestartRingResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RestartRingResponse: _TypeAlias = RestartRingResponse  # noqa: Y015
 
 @_typing.final
 class UndrainRingRequest(_message.Message):

@@ -85,6 +85,11 @@ class RouterServiceStub:
                 request_serializer=ringserve_dot_v1_dot_router__pb2.DrainRingRequest.SerializeToString,
                 response_deserializer=ringserve_dot_v1_dot_router__pb2.DrainRingResponse.FromString,
                 _registered_method=True)
+        self.RestartRing = channel.unary_unary(
+                '/ringserve.v1.RouterService/RestartRing',
+                request_serializer=ringserve_dot_v1_dot_router__pb2.RestartRingRequest.SerializeToString,
+                response_deserializer=ringserve_dot_v1_dot_router__pb2.RestartRingResponse.FromString,
+                _registered_method=True)
         self.UndrainRing = channel.unary_unary(
                 '/ringserve.v1.RouterService/UndrainRing',
                 request_serializer=ringserve_dot_v1_dot_router__pb2.UndrainRingRequest.SerializeToString,
@@ -165,6 +170,13 @@ class RouterServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RestartRing(self, request, context):
+        """From an operator: the ring drains as above and is started again; turns wait for it where no other takes them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def UndrainRing(self, request, context):
         """From an operator: a ring that drains takes turns again; one that has left is started again. Idempotent.
         """
@@ -230,6 +242,11 @@ def add_RouterServiceServicer_to_server(servicer, server):
                     servicer.DrainRing,
                     request_deserializer=ringserve_dot_v1_dot_router__pb2.DrainRingRequest.FromString,
                     response_serializer=ringserve_dot_v1_dot_router__pb2.DrainRingResponse.SerializeToString,
+            ),
+            'RestartRing': grpc.unary_unary_rpc_method_handler(
+                    servicer.RestartRing,
+                    request_deserializer=ringserve_dot_v1_dot_router__pb2.RestartRingRequest.FromString,
+                    response_serializer=ringserve_dot_v1_dot_router__pb2.RestartRingResponse.SerializeToString,
             ),
             'UndrainRing': grpc.unary_unary_rpc_method_handler(
                     servicer.UndrainRing,
@@ -512,6 +529,33 @@ class RouterService:
             '/ringserve.v1.RouterService/DrainRing',
             ringserve_dot_v1_dot_router__pb2.DrainRingRequest.SerializeToString,
             ringserve_dot_v1_dot_router__pb2.DrainRingResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RestartRing(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ringserve.v1.RouterService/RestartRing',
+            ringserve_dot_v1_dot_router__pb2.RestartRingRequest.SerializeToString,
+            ringserve_dot_v1_dot_router__pb2.RestartRingResponse.FromString,
             options,
             channel_credentials,
             insecure,

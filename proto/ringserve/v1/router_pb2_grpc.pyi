@@ -47,6 +47,8 @@ class RouterServiceStub:
     """From a group leader, at start and after every rebuild."""
     DrainRing: _grpc.UnaryUnaryMultiCallable[_router_pb2.DrainRingRequest, _router_pb2.DrainRingResponse]
     """From an operator: the ring takes no new turns, and leaves when those that run have ended. Idempotent."""
+    RestartRing: _grpc.UnaryUnaryMultiCallable[_router_pb2.RestartRingRequest, _router_pb2.RestartRingResponse]
+    """From an operator: the ring drains as above and is started again; turns wait for it where no other takes them."""
     UndrainRing: _grpc.UnaryUnaryMultiCallable[_router_pb2.UndrainRingRequest, _router_pb2.UndrainRingResponse]
     """From an operator: a ring that drains takes turns again; one that has left is started again. Idempotent."""
     GetServerInfo: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GetServerInfoRequest, _inference_pb2.GetServerInfoResponse]
@@ -69,6 +71,8 @@ class RouterServiceAsyncStub(RouterServiceStub):
     """From a group leader, at start and after every rebuild."""
     DrainRing: _aio.UnaryUnaryMultiCallable[_router_pb2.DrainRingRequest, _router_pb2.DrainRingResponse]  # type: ignore[assignment]
     """From an operator: the ring takes no new turns, and leaves when those that run have ended. Idempotent."""
+    RestartRing: _aio.UnaryUnaryMultiCallable[_router_pb2.RestartRingRequest, _router_pb2.RestartRingResponse]  # type: ignore[assignment]
+    """From an operator: the ring drains as above and is started again; turns wait for it where no other takes them."""
     UndrainRing: _aio.UnaryUnaryMultiCallable[_router_pb2.UndrainRingRequest, _router_pb2.UndrainRingResponse]  # type: ignore[assignment]
     """From an operator: a ring that drains takes turns again; one that has left is started again. Idempotent."""
     GetServerInfo: _aio.UnaryUnaryMultiCallable[_inference_pb2.GetServerInfoRequest, _inference_pb2.GetServerInfoResponse]  # type: ignore[assignment]
@@ -148,6 +152,14 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_router_pb2.DrainRingResponse, _abc.Awaitable[_router_pb2.DrainRingResponse]]:
         """From an operator: the ring takes no new turns, and leaves when those that run have ended. Idempotent."""
+
+    @_abc_1.abstractmethod
+    def RestartRing(
+        self,
+        request: _router_pb2.RestartRingRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_router_pb2.RestartRingResponse, _abc.Awaitable[_router_pb2.RestartRingResponse]]:
+        """From an operator: the ring drains as above and is started again; turns wait for it where no other takes them."""
 
     @_abc_1.abstractmethod
     def UndrainRing(

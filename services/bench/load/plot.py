@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from cp_core.errors import ConfigError
 from services.bench.load.replay import Outcome
 from services.bench.load.summary import LoadReport
+from services.bench.plot import save_figure
 
 
 def write_load_plot(report: LoadReport, outcomes: Sequence[Outcome], path: Path) -> None:
@@ -33,7 +33,4 @@ def write_load_plot(report: LoadReport, outcomes: Sequence[Outcome], path: Path)
     for axes in (over_time, first, between):
         axes.grid(True, which="both", alpha=0.3)
     over_time.legend()
-    try:
-        figure.savefig(path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--plot: cannot write {path}: {error}") from error
+    save_figure(figure, path)

@@ -10,6 +10,7 @@ import pytest
 from cp_core.cost.fit import (
     DECODE_CONSTANTS,
     PREFILL_CONSTANTS,
+    PrefillRatio,
     PrefillSample,
     StepPart,
     StepSample,
@@ -64,6 +65,52 @@ def test_prefill_constants_are_found_again_from_what_they_predict() -> None:
     found = fit_prefill(MODEL.shape, moved(truth, 1.3), prefills(truth))
     for name in PREFILL_CONSTANTS:
         assert getattr(found.prefill, name) == pytest.approx(getattr(truth.prefill, name), rel=1e-3), name
+
+
+def pairs(profile: HardwareProfile, slowed: float) -> tuple[list[PrefillSample], list[PrefillRatio]]:
+    """Cells by both algorithms, every second one on a machine that was `slowed` for both of them; and their ratios."""
+    samples = [
+        PrefillSample(cp=4, tp=8, algorithm=algorithm, new_tokens=new, cached_tokens=cached, seconds=1.0)
+        for new in (500, 2000, 8000, 32_000)
+        for cached in (0, 30_000, 100_000)
+        for algorithm in ("pass_kv", "pass_q")
+    ]
+    times = [predicted_prefill(MODEL.shape, profile, each) for each in samples]
+    ratios = [PrefillRatio(above=at + 1, below=at, value=times[at + 1] / times[at]) for at in range(0, len(samples), 2)]
+    drifts = [slowed if at // 2 % 2 else 1.0 for at in range(len(samples))]
+    return [
+        replace(each, seconds=seconds * drift) for each, seconds, drift in zip(samples, times, drifts, strict=True)
+    ], ratios
+
+
+def test_what_is_compared_side_by_side_is_found_though_the_machine_was_slow_in_between() -> None:
+    """Ratios are what a choice between the algorithms needs."""
+    names = ("attention_flops", "link_latency_seconds", "link_bytes_per_second", "overlap")
+    truth = read_profile("gtt")
+    truth = replace(truth, prefill=replace(truth.prefill, link_bytes_per_second=4e9, overlap=0.7))
+    start = replace(truth, prefill=replace(truth.prefill, link_bytes_per_second=8e9, overlap=0.9))
+    samples, ratios = pairs(truth, slowed=1.4)
+
+    def worst_ratio(found: HardwareProfile) -> float:
+        seconds = [predicted_prefill(MODEL.shape, found, each) for each in samples]
+        return max(abs(seconds[each.above] / seconds[each.below] / each.value - 1.0) for each in ratios)
+
+    without = worst_ratio(fit_prefill(MODEL.shape, start, samples, names, trust=0.05))
+    beside = worst_ratio(fit_prefill(MODEL.shape, start, samples, names, trust=0.05, ratios=ratios))
+    assert beside < 0.04
+    assert without > 2 * beside
+
+
+def test_overlap_is_found_and_is_never_more_than_all() -> None:
+    gtt = read_profile("gtt")
+    # Messages take about as long as the attention that they can hide behind.
+    prefill = replace(gtt.prefill, link_bytes_per_second=1e9)
+    for overlap in (0.4, 1.0):
+        samples, _ = pairs(replace(gtt, prefill=replace(prefill, overlap=overlap)), slowed=1.0)
+        start = replace(gtt, prefill=replace(prefill, overlap=0.7))
+        found = fit_prefill(MODEL.shape, start, samples, ("overlap", "gemm_flops")).prefill
+        assert found.overlap == pytest.approx(overlap, abs=1e-3)
+        assert found.overlap <= 1.0
 
 
 def test_decode_constants_are_found_again_from_what_they_predict() -> None:

@@ -30,9 +30,9 @@ def test_every_chunk_attends_over_those_before_it() -> None:
     cost = predict_turn(TINY, ROUND, cp=2, tp=1, algorithm="pass_q", new_tokens=10, cached_tokens=4, chunk_tokens=4)
     rates = ROUND.prefill.rates(2, is_cached=True)
     parts = [predict_prefill(TINY, rates, 2, "pass_q", new, cached) for new, cached in ((4, 4), (4, 8), (2, 12))]
-    assert cost.num_chunks == 3
     assert cost.total_seconds == pytest.approx(sum(part.total_seconds for part in parts))
     assert cost.hidden_seconds == pytest.approx(sum(part.hidden_seconds for part in parts))
+    assert cost.overhead_seconds == pytest.approx(3 * parts[0].overhead_seconds)
 
 
 def test_only_chunks_after_the_first_of_a_new_prompt_count_as_cached() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,13 @@ from orchestration.simulator.prefill_ring import PrefillingTurn, SimulatedPrefil
 from orchestration.simulator.results import percentile
 from orchestration.simulator.trace import (
     DAY,
+    FirstPrompts,
+    MadeTrace,
     TracedConversation,
     TracedTurn,
     TraceShape,
+    around,
     format_trace,
-    made_trace,
     read_trace,
 )
 from orchestration.turn import Chunk, GroupRegistration
@@ -103,7 +106,7 @@ def prefill_ring(clock: Clock, scheduling: PrefillScheduling) -> SimulatedPrefil
 def arriving(ring: SimulatedPrefillRing, name: str, tokens: int, done: list[tuple[str, float]], clock: Clock) -> None:
     chunk = Chunk(tokens=TokenRange(0, tokens), algorithm=Algorithm.PASS_KV)
     ring.reserve(name, chunk.tokens)
-    ring.enter(PrefillingTurn(name, (chunk,), lambda: done.append((name, round(clock.now, 6)))))
+    ring.enter(PrefillingTurn(name, (chunk,), lambda *_: done.append((name, round(clock.now, 6)))))
 
 
 def test_a_prefill_ring_takes_the_steps_of_the_prefill_scheduler() -> None:
@@ -171,21 +174,38 @@ def test_percentiles_are_values_that_occurred() -> None:
 
 def test_a_made_trace_is_the_same_for_the_same_seed_and_has_the_asked_for_shape() -> None:
     shape = TraceShape(num_conversations=4000, mean_turns=3.0)
-    trace = made_trace(shape, 7)
-    assert trace == made_trace(shape, 7) != made_trace(shape, 8)
+    trace = list(MadeTrace(shape, 7))
+    assert trace == list(MadeTrace(shape, 7)) != list(MadeTrace(shape, 8))
+    assert len(MadeTrace(shape, 7)) == len(trace) == 4000
     assert [one.start_seconds for one in trace] == sorted(one.start_seconds for one in trace)
     assert sum(len(one.turns) for one in trace) / len(trace) == pytest.approx(3.0, rel=0.1)
-    middle = sum(0.25 * DAY < one.start_seconds < 0.75 * DAY for one in trace)
-    assert middle / len(trace) == pytest.approx(0.75, abs=0.03)
     firsts = [one.turns[0].new_tokens for one in trace]
     assert min(firsts) >= 4_000 / 1.5 - 1
     assert max(firsts) <= 128_000 * 1.5 + 1
 
 
+@pytest.mark.parametrize("swing", [0.0, 0.5, 1.0])
+def test_conversations_begin_most_often_in_the_middle_of_the_day(swing: float) -> None:
+    trace = list(MadeTrace(TraceShape(num_conversations=8000, swing=swing), 7))
+    middle = sum(0.25 * DAY < one.start_seconds < 0.75 * DAY for one in trace)
+    # Half of the day, and the integral of its wave.
+    assert middle / len(trace) == pytest.approx(0.5 + swing / math.pi, abs=0.02)
+    assert 0.0 <= trace[0].start_seconds <= trace[-1].start_seconds <= DAY
+
+
+def test_first_prompts_come_as_often_as_they_weigh_and_as_often_by_any_factor() -> None:
+    kinds = (FirstPrompts(least=100, most=100, weight=1.0), FirstPrompts(least=1000, most=16_000, weight=3.0))
+    firsts = [one.turns[0].new_tokens for one in MadeTrace(TraceShape(num_conversations=8000, first=kinds), 2)]
+    long = [tokens for tokens in firsts if tokens > 100]
+    assert len(long) / len(firsts) == pytest.approx(0.75, abs=0.02)
+    assert (min(long), max(long)) == pytest.approx((1000, 16_000), rel=0.01)
+    assert sum(tokens < 4000 for tokens in long) / len(long) == pytest.approx(0.5, abs=0.02)
+
+
 def test_a_trace_written_is_the_same_when_it_is_read(tmp_path: Path) -> None:
-    trace = made_trace(TraceShape(num_conversations=20), 3)
+    trace = list(MadeTrace(TraceShape(num_conversations=20, first=(around(500),)), 3))
     path = tmp_path / "trace.jsonl"
-    path.write_text(format_trace(trace))
+    path.write_text("".join(format_trace(trace)))
     assert read_trace(path) == trace
 
 

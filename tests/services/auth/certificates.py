@@ -6,6 +6,8 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
+from cp_core.peer_tls import PeerTls
+
 DAYS = "2"
 KEY_KIND = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
 
@@ -43,6 +45,24 @@ class Authority:
             *("-addext", f"subjectAltName={alternative_names}", "-addext", "basicConstraints=critical,CA:FALSE"),
         )
         return signed
+
+    def sign_expired(self, name: str) -> Signed:
+        """One that was valid until yesterday."""
+        signed = Signed(self.directory / f"{name}.pem", self.directory / f"{name}.key")
+        request, extensions = self.directory / f"{name}.csr", self.directory / f"{name}.cnf"
+        extensions.write_text("subjectAltName=DNS:localhost,IP:127.0.0.1\n")
+        _openssl("req", "-new", *KEY_KIND, "-keyout", str(signed.key), "-out", str(request), "-subj", f"/CN={name}")
+        _openssl(
+            *("x509", "-req", "-in", str(request), "-out", str(signed.cert), "-days", "-1"),
+            *("-CA", str(self.own.cert), "-CAkey", str(self.own.key), "-extfile", str(extensions)),
+        )
+        return signed
+
+    def peer(self, signed: Signed | None = None, *, server_name: str = "", trusts: Authority | None = None) -> PeerTls:
+        """How one of our processes proves itself: by default one that this authority has signed for loopback."""
+        signed = signed or self.sign("peer")
+        ca = (trusts or self).own.cert
+        return PeerTls(cert=str(signed.cert), key=str(signed.key), ca=str(ca), server_name=server_name)
 
 
 def _openssl(*arguments: str) -> None:

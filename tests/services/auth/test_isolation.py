@@ -15,7 +15,8 @@ import yaml
 from cp_core.errors import Busy, CapacityExceeded, Forbidden, NotFound, RingserveError, Unauthenticated
 from ringserve.v1 import inference_pb2, inference_pb2_grpc
 from services.auth.doorkeeper import Doorkeeper
-from services.auth.tenants import TokenFile, hash_of
+from services.auth.tenants import hash_of
+from services.auth.token_file import TokenFile
 from services.client import AsyncClient, Sampling
 from services.client.retries import NO_RETRIES
 from services.text import TextCodec

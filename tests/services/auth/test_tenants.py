@@ -11,7 +11,8 @@ import yaml
 from cp_core.errors import CapacityExceeded, ConfigError, Forbidden, InvalidRequest, Unauthenticated
 from services.auth.doorkeeper import Doorkeeper
 from services.auth.limits import TenantLimits
-from services.auth.tenants import ANYBODY, Tenant, TokenFile, hash_of, new_token
+from services.auth.tenants import ANYBODY, Tenant, hash_of, new_token
+from services.auth.token_file import TokenFile
 
 NOW = 1_800_000_000.0  # in January 2027
 

@@ -13,9 +13,10 @@ import httpx2
 import pytest
 
 from cp_core.errors import ConfigError, RingserveError, Unavailable
+from cp_core.peer_tls import PeerTls
 from orchestration.views import ServerView
 from ringserve.v1 import router_pb2_grpc
-from services.auth.tls import DoorTls, PeerTls
+from services.auth.tls import DoorTls, peer_server
 from services.client import AsyncClient, Client, Sampling, TlsFiles
 from services.client.retries import NO_RETRIES
 from services.grpc_server import GrpcServer
@@ -27,16 +28,6 @@ from tests.services.auth.certificates import Authority
 from tests.services.doors import CALL_SECONDS, MODEL, Doors
 
 THREE = Sampling(max_tokens=3)
-
-
-@pytest.fixture(scope="session")
-def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    return Authority.make(tmp_path_factory.mktemp("tls") / "ours")
-
-
-@pytest.fixture(scope="session")
-def stranger(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    return Authority.make(tmp_path_factory.mktemp("tls") / "theirs")
 
 
 def door_tls(authority: Authority, *, is_mutual: bool) -> DoorTls:
@@ -140,12 +131,10 @@ class View:
 async def test_our_own_processes_take_only_each_other(authority: Authority, stranger: Authority) -> None:
     def peer(by: Authority, trusts: Authority) -> PeerTls:
         signed = by.sign("peer", "DNS:ringserve.internal")
-        return PeerTls(
-            cert=str(signed.cert), key=str(signed.key), ca=str(trusts.own.cert), server_name="ringserve.internal"
-        )
+        return by.peer(signed, server_name="ringserve.internal", trusts=trusts)
 
     ours = peer(authority, authority)
-    server = GrpcServer(ours.server_credentials())
+    server = GrpcServer(peer_server(ours))
     known = RouterView(conversations=7, running_turns=0, rings=())
     metrics = RouterMetrics("auto", lambda: known, asyncio.get_running_loop())
     servicer = RouterServicer(View(), metrics)  # type: ignore[arg-type]
@@ -190,7 +179,7 @@ def test_files_that_cannot_be_used_are_named(authority: Authority, tmp_path: Pat
             with pytest.raises(ConfigError, match=said):
                 make()
     with pytest.raises(ConfigError, match=r"internal_tls.ca: .* holds no certificate"):
-        PeerTls(cert=cert, key=key, ca=str(nothing)).server_credentials()
+        peer_server(PeerTls(cert=cert, key=key, ca=str(nothing)))
     with pytest.raises(ConfigError, match="cert and key belong together"):
         TlsFiles(cert=signed.cert).credentials()
     with pytest.raises(ConfigError, match=r"none.pem cannot be read"):

@@ -16,6 +16,9 @@ def test_it_counts_every_decision_and_says_what_a_conversation_takes(capsys: pyt
     assert report["decisions"] == 90
     assert 0.0 < report["placement"]["p50"] <= report["decision"]["p50"] <= report["decision"]["p99"]
     assert report["decisions_per_second"] == pytest.approx(1e3 / report["decision"]["mean"], rel=1e-6)
+    assert 0.0 < report["processor"]["p50"] <= report["processor"]["p99"] <= report["processor"]["most"]
+    assert 0.0 <= report["pauses_share"] < 1.0
+    assert (report["num_pauses"] > 0) == (report["longest_pause"] > 0.0)
     assert report["kept_share"] == 1.0, "nothing waits anywhere, so no conversation leaves its KV"
     assert report["bytes_per_conversation"] > report["token_bytes_per_conversation"] > 0.0
     assert report["is_met"] == (report["decision"]["p99"] < report["target_milliseconds"])

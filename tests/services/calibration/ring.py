@@ -11,7 +11,7 @@ from cp_core.cost.fit import PrefillSample, StepPart, StepSample, predicted_pref
 from cp_core.cost.memory import weight_bytes
 from cp_core.cost.profile import HardwareProfile, read_profile
 from ringserve.v1 import inference_pb2
-from services.calibration.fitting import shape_of
+from services.calibration.own_rates import shape_of
 
 INFO = inference_pb2.GetModelInfoResponse(
     model_path="model",
@@ -61,16 +61,21 @@ def server(num_ranks: int) -> inference_pb2.GetServerInfoResponse:
 
 @dataclass
 class FakeClient:
-    """Answers as a gateway does. `shared` prefills are reported as computed together with another turn."""
+    """Answers as a gateway does. `shared` prefills are reported as computed together with another turn. While both
+    algorithms of a cell are measured the rings are slower by the same share, up to `drift`.
+    """
 
     num_ranks: int = 4
     noise: float = 0.0
+    drift: float = 0.0
     shared: int = 0
     chunk_tokens: int = 8192
     conversations: dict[str, list[int]] = field(default_factory=dict)
     deleted: list[str] = field(default_factory=list)
     asked: list[str] = field(default_factory=list)
     _draw: random.Random = field(default_factory=lambda: random.Random(1))
+    _slower: float = 1.0
+    _measured: tuple[int, int] = (0, 0)
 
     def model_info(self) -> inference_pb2.GetModelInfoResponse:
         return INFO
@@ -108,6 +113,10 @@ class FakeClient:
         seconds = predicted_prefill(shape_of(INFO), truth(), sample) * self._draw.uniform(
             1 - self.noise, 1 + self.noise
         )
+        if self._measured != (sample.new_tokens, cached):
+            self._slower = 1.0 + self._draw.uniform(0.0, self.drift)
+            self._measured = (sample.new_tokens, cached)
+        seconds *= self._slower
         plan = inference_pb2.Plan(
             algorithm=sample.algorithm,
             new_tokens=sample.new_tokens,

@@ -12,9 +12,10 @@ from cp_core.cost.profile import format_profile, read_profile
 from cp_core.cost_model import PASS_KV, PASS_Q
 from cp_core.errors import Busy, ConfigError, Unavailable
 from ringserve.v1 import inference_pb2
-from services.calibration.fitting import Calibration, calibrate, profile_before, shape_of
+from services.calibration.fitting import Calibration, calibrate
 from services.calibration.grid import ANSWER_TOKENS, Cell, grid, room_of
 from services.calibration.measurement import Calibrator
+from services.calibration.own_rates import profile_before, shape_of
 from services.calibration.report import calibration_json, closing_lines, write_calibration_plot
 from services.client import Client
 from tests.services.calibration.ring import INFO, FakeClient, server
@@ -43,6 +44,16 @@ def test_a_fitted_profile_predicts_what_was_measured_and_what_was_not() -> None:
     assert calibration.held_out.rms < 0.06
     wrong_before = [abs(row.by_rates / row.measurement.sample.seconds - 1) for row in calibration.rows]
     assert max(wrong_before) > 0.4, "the rings' own rates are far off"
+
+
+def test_a_machine_that_is_slow_in_between_hides_no_ratio_between_the_algorithms() -> None:
+    calibration = calibrated(FakeClient(drift=0.5), repeats=1)
+    assert calibration.fitted.rms > 0.05, "times differ from those of a steady machine"
+    by_cell = {(row.measurement.cell, row.measurement.sample.algorithm): row for row in calibration.rows}
+    for cell in CELLS:
+        kv, q = (by_cell[cell, name] for name in (PASS_KV, PASS_Q))
+        ratio = q.measurement.sample.seconds / kv.measurement.sample.seconds
+        assert q.fitted / kv.fitted == pytest.approx(ratio, rel=0.025)
 
 
 def test_auto_by_what_was_fitted_loses_less_than_any_fixed_choice() -> None:

@@ -52,6 +52,22 @@ async def test_an_answer_is_exact_typed_and_accounted_for(client: AsyncClient, o
     assert {item.algorithm for item in plan.alternatives} >= {"pass_kv", "pass_q"}
 
 
+async def test_of_several_gateways_the_next_is_called_where_one_has_ended(doors: Doors) -> None:
+    first = GrpcServer()
+    register = inference_pb2_grpc.add_InferenceServicer_to_server
+    first.add("ringserve.v1.Inference", lambda target: register(doors.servicer, target))
+    target = f"ipv4:{await first.start('127.0.0.1:0')},{doors.target}"
+    async with AsyncClient(target, retry=RetryPolicy(max_attempts=1)) as client:
+        stream = client.stream("x", conversation_id="c", sampling=Sampling(max_tokens=100, ignore_eos=True))
+        await anext(stream)
+        stopping = asyncio.create_task(first.stop(60.0))
+        answer = await stream.answer()
+        assert len(answer.token_ids) == 100, "a turn that runs ends where it began"
+        await stopping
+        again = await client.ask("x", conversation_id="c", mode="append", sampling=FIVE)
+        assert again.usage.cached_tokens > 0
+
+
 async def test_pieces_make_up_the_answer_and_the_plan_comes_first(client: AsyncClient) -> None:
     async with client.stream("Once upon a time", sampling=FIVE) as stream:
         first = await anext(stream)

@@ -15,6 +15,7 @@ from services.decode_server import DecodeServicer
 from services.grpc_server import GrpcServer
 from services.peers import GrpcPeers
 from services.text import TextCodec
+from tests.orchestration.service import Service
 from tests.services.doors import Doors
 from tests.workers.models import Oracle, random_tokens
 
@@ -25,7 +26,8 @@ FIVE = Sampling(max_tokens=5, temperature=0.0)
 async def doors(model_path: Path, codec: TextCodec, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Doors]:
     """Router, prefill leader and gateway reach the decode leader by its service only; the prefill ring is busy."""
     monkeypatch.setattr(Group, "queue_seconds", lambda self, now: 60.0 if self.role == "prefill" else 0.0)
-    async with Doors(model_path, codec, max_direct_tokens=32) as doors:
+    service = Service(model_path, 2, 3, max_direct_tokens=32)
+    async with Doors(model_path, codec, service=service) as doors:
         server, peers, leader = GrpcServer(), GrpcPeers(), doors.service.decode
         server.add(
             "ringserve.v1.DecodeService",

@@ -9,6 +9,7 @@ from cp_core.errors import (
     CapacityExceeded,
     DeadlineExceeded,
     InvalidRequest,
+    NotBegun,
     NotFound,
     RingserveError,
     TurnCancelled,
@@ -20,6 +21,7 @@ from services.client.retries import NO_RETRIES, Retries, RetryPolicy
 POLICY = RetryPolicy(max_attempts=4, first_delay_seconds=1.0, max_delay_seconds=3.0)
 FULL = CapacityExceeded("full")
 LOST = Unavailable("lost")
+NOT_BEGUN = NotBegun("no ring")
 RUNNING = Busy("still running")
 
 
@@ -44,7 +46,7 @@ def test_the_server_is_given_the_time_it_asks_for() -> None:
     assert delay(retries(), CapacityExceeded("full", 7.0)) == 7.0
 
 
-@pytest.mark.parametrize("failure", [FULL, LOST])
+@pytest.mark.parametrize("failure", [FULL, LOST, NOT_BEGUN])
 def test_nothing_is_tried_again_after_the_first_token(failure: RingserveError) -> None:
     assert delay(retries(), failure, has_tokens=True) is None
 
@@ -53,13 +55,15 @@ def test_a_loss_is_tried_again_only_where_that_cannot_add_to_a_conversation_twic
     assert delay(retries(is_repeatable=False), LOST) is None
     assert delay(retries(is_repeatable=True), LOST) is not None
     assert delay(retries(is_repeatable=False), FULL) is not None  # refused whole
+    assert delay(retries(is_repeatable=False), NOT_BEGUN) is not None  # the same
 
 
 def test_a_request_id_that_still_runs_is_waited_for_only_where_it_may_be_ours() -> None:
     assert delay(retries(), RUNNING) is None
-    after_a_loss = retries()
-    assert delay(after_a_loss, LOST) is not None
-    assert delay(after_a_loss, RUNNING) is not None
+    for failure in (LOST, NOT_BEGUN):
+        after_a_loss = retries()
+        assert delay(after_a_loss, failure) is not None
+        assert delay(after_a_loss, RUNNING) is not None
 
 
 @pytest.mark.parametrize("kind", [InvalidRequest, NotFound, DeadlineExceeded, TurnCancelled, RingserveError])

@@ -1,47 +1,29 @@
-"""`ringserve drain` and `undrain` on a running cluster: a ring of each role is restarted under load, no turn fails."""
+"""Gateways and rings of a running cluster are drained, replaced and restarted under load; no turn fails."""
 
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from openai import APIConnectionError, OpenAI
 
+from services.reference import StockModel
 from tests.services.e2e.cluster import Cluster, Inference, Ringserve, ids, running_cluster, wait_until
+from tests.services.e2e.gateways import started_gateway
+from tests.services.e2e.talking import under_load
 from tests.workers.models import random_tokens
 
 RINGS = ("prefill-0", "decode-0", "prefill-1", "decode-1")
 RESTARTED = ("prefill-0", "decode-0")
 WAIT_SECONDS = 30.0
 NUM_TOKENS = 1500
-PAUSE_SECONDS = 0.1
-"""Between two turns of a client: the machine has rings to start meanwhile."""
 RESTART_SECONDS = 100.0
-
-
-class Load:
-    """A client that asks for one turn after the other, some of a conversation, until told to stop."""
-
-    def __init__(self, target: str, name: str) -> None:
-        self.answers: list[list[int]] = []
-        self.errors: list[Exception] = []
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(Inference(target), name))
-        self._thread.start()
-
-    def _run(self, inference: Inference, name: str) -> None:
-        while not self._stopped.wait(PAUSE_SECONDS):
-            try:
-                self.answers.append(list(inference.answer(ids(random_tokens(40), max_tokens=12)).output_ids))
-                inference.answer(ids(random_tokens(9), conversation=name))
-            except Exception as error:
-                self.errors.append(error)
-
-    def stop(self) -> None:
-        self._stopped.set()
-        self._thread.join()
 
 
 @pytest.fixture(scope="module")
@@ -75,53 +57,82 @@ def test_one_request_is_followed_through_every_process_by_its_id(ringserve: Ring
 def test_a_gateway_that_is_told_to_end_finishes_its_turns_first(
     ringserve: Ringserve, rolling: Cluster, model_path: Path, tmp_path: Path
 ) -> None:
-    output = tmp_path / "gateway.log"
-    options = ("--router", rolling.router, "--model", str(model_path), "--drain-seconds", "60")
-    process = ringserve.start("gateway", "--listen", "127.0.0.1:0", *options, output=output)
-
-    def address() -> str:
-        lines = [line for line in output.read_text().splitlines() if line.startswith("{")]
-        return str(json.loads(lines[0])["gateway"]) if lines else ""
-
-    try:
-        wait_until(lambda: address() != "", "the gateway's address")
-        inference = Inference(address())
-        with inference.running(ids(random_tokens(9), max_tokens=NUM_TOKENS)) as call:
-            process.terminate()
+    """Of both doors, while it takes no others; who only watches its health keeps it from nothing."""
+    log, options = tmp_path / "gateway.log", ("--drain-seconds", "60")
+    with started_gateway(ringserve, rolling.router, model_path, log, *options) as gateway:
+        inference = Inference(gateway.address)
+        health: Any = health_pb2_grpc.HealthStub(inference.channel)  # the stubs of this package know no methods
+        watching = health.Watch(health_pb2.HealthCheckRequest())
+        wait_until(lambda: next(watching).status == health_pb2.HealthCheckResponse.SERVING, "a gateway that is ready")
+        openai = OpenAI(base_url=f"http://{gateway.http}/v1", api_key="none", max_retries=0)
+        ask: Any = partial(openai.completions.create, model=model_path.name, prompt=random_tokens(9), temperature=0)
+        with (
+            inference.running(ids(random_tokens(9), max_tokens=NUM_TOKENS)) as call,
+            ask(stream=True, max_tokens=NUM_TOKENS) as over_http,
+        ):
+            assert next(over_http).choices[0].finish_reason is None
+            gateway.process.terminate()
+            assert next(watching).status == health_pb2.HealthCheckResponse.NOT_SERVING
+            with pytest.raises(grpc.RpcError) as refusal:
+                Inference(gateway.address).answer(ids(random_tokens(5)))
+            assert refusal.value.code() is grpc.StatusCode.UNAVAILABLE
+            with pytest.raises(APIConnectionError):
+                ask()
             *_, last = call
             assert last.complete.usage.completion_tokens == NUM_TOKENS
-        assert process.wait(WAIT_SECONDS) == 0
-    finally:
-        process.kill()
-        process.wait()
+            *_, last_over_http = over_http
+            assert last_over_http.choices[0].finish_reason == "length"
+        assert gateway.process.wait(WAIT_SECONDS) == 0
 
 
-def test_a_ring_of_each_role_is_restarted_under_load_and_no_turn_fails(ringserve: Ringserve, rolling: Cluster) -> None:
+def test_gateways_and_a_ring_of_each_role_are_replaced_under_load_and_no_turn_fails(
+    ringserve: Ringserve, rolling: Cluster, model_path: Path, stock: StockModel, tmp_path: Path
+) -> None:
     inference = Inference(rolling.gateway)
     before = {group.name: group for group in inference.info().groups}
-    loads = [Load(rolling.gateway, f"c{number}") for number in range(2)]
-    try:
-        for ring in RESTARTED:
-            named = (ring, "--name", "rolling", "--json")
-            drained = ringserve.run("drain", *named, seconds=RESTART_SECONDS)
-            assert drained.returncode == 0, drained.stderr
-            assert json.loads(drained.stdout) == {"ring": ring, "drained": True}
-            assert ring not in {group.name for group in inference.info().groups}
-            undrained = ringserve.run("undrain", *named, seconds=RESTART_SECONDS)
-            assert undrained.returncode == 0, undrained.stderr
-    finally:
-        for load in loads:
-            load.stop()
+    options = ("--drain-seconds", "60")
+
+    def done(*command: str) -> Any:
+        finished = ringserve.run(*command, "--name", "rolling", "--json", seconds=RESTART_SECONDS)
+        assert finished.returncode == 0, finished.stderr
+        return json.loads(finished.stdout)
+
+    with (
+        started_gateway(ringserve, rolling.router, model_path, tmp_path / "first.log", *options) as first,
+        started_gateway(ringserve, rolling.router, model_path, tmp_path / "second.log", *options) as second,
+    ):
+
+        def replace_all() -> None:
+            first.process.terminate()
+            assert first.process.wait(WAIT_SECONDS) == 0
+            drained = done("drain", "decode-0")
+            assert (drained["ring"], drained["drained"], drained["failed"]) == ("decode-0", True, 0)
+            assert "decode-0" not in {group.name for group in inference.info().groups}
+            assert done("undrain", "decode-0") == {"ring": "decode-0", "serves": True}
+            assert done("restart", "prefill-0") == {"rings": ["prefill-0"], "serves": True}
+
+        under_load(f"ipv4:{first.address},{second.address}", 2, replace_all, stock)
     after = {group.name: group for group in inference.info().groups}
-    assert [error for load in loads for error in load.errors] == []
-    answers = [answer for load in loads for answer in load.answers]
-    assert len(answers) > len(RINGS)
-    assert all(answer == answers[0] for answer in answers)
     assert set(after) == set(RINGS)
     for ring in RESTARTED:
         assert before[ring].incarnation != after[ring].incarnation
         assert set(before[ring].rank_pids).isdisjoint(after[ring].rank_pids)
-    last = ringserve.run("drain", "decode-7", "--name", "rolling")
-    assert last.returncode == 1
-    assert "decode-7" in last.stderr
-    assert "Traceback" not in last.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (("drain", "decode-7"), "decode-7"),
+        (("restart", "decode-7"), "decode-7"),
+        (("drain",), "name one ring"),
+        (("drain", "decode-0", "--node", "127.0.0.1"), "name one ring"),
+        (("restart", "decode-0", "--seconds", "-1"), "seconds: -1 is not allowed"),
+    ],
+)
+def test_what_cannot_be_done_is_said_in_one_sentence(
+    ringserve: Ringserve, rolling: Cluster, command: tuple[str, ...], said: str
+) -> None:
+    refused = ringserve.run(*command, "--name", "rolling")
+    assert refused.returncode == 1
+    assert said in refused.stderr
+    assert len(refused.stderr.splitlines()) == 1, refused.stderr

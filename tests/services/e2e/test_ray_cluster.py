@@ -2,114 +2,42 @@
 
 from __future__ import annotations
 
-import os
-import secrets
-import shutil
+import json
 import signal
 import subprocess
-import sys
-import tempfile
 import urllib.request
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
-import yaml
 
+from ringserve.v1 import inference_pb2
+from services.client.retries import NO_RETRIES
 from services.reference import StockModel
-from tests.helm.charts import CHART, only, render
-from tests.services.e2e.cluster import Family, Inference, Ringserve, ids, wait_until
+from tests.services.e2e.cluster import Inference, Ringserve, ids, wait_until
+from tests.services.e2e.gateways import started_gateway
 from tests.services.e2e.ports import free_port
+from tests.services.e2e.ray_clusters import (
+    START_SECONDS,
+    STOP_SECONDS,
+    Head,
+    configuration,
+    running_head,
+    running_node,
+)
+from tests.services.e2e.talking import under_load
 from tests.workers.models import random_tokens
 
-START_SECONDS = 100.0
-STOP_SECONDS = 60.0
+NUM_TOKENS = 1000
 
 
-@dataclass(frozen=True)
-class Head:
-    """The head's container, as far as one process can be one."""
-
-    process: subprocess.Popen[bytes]
-    router: str
-    log: Path
-
-
-def configuration(model_path: Path, ray_port: int, router_port: int) -> dict[str, Any]:
-    """What the chart renders, with ports of the system's choice and a model of our own."""
-    config: dict[str, Any] = yaml.safe_load(only(render(), "ConfigMap")["data"]["config.yaml"])
-    config["model"]["path"] = str(model_path)
-    config["ray"]["address"] = f"127.0.0.1:{ray_port}"
-    config["router"]["listen"] = f"0.0.0.0:{router_port}"
-    config["metrics"] = {name: "0.0.0.0:0" for name in ("router", "prefill", "decode")}
-    config["kv_cache"] = {"tokens_per_rank": 4096}
-    config["timeouts"]["start"] = START_SECONDS
-    return config
-
-
-def ray_start_command(ray_port: int, directory: Path) -> str:
-    """As KubeRay makes it from rayStartParams; this one node is head and worker of both pools at once."""
-    groups = only(render(), "RayCluster")["spec"]["workerGroupSpecs"]
-    resources = (
-        groups[0]["rayStartParams"]["resources"].replace("}", r", \"ringserve-decode\": 2}").replace(": 1,", ": 2,")
-    )
-    return (
-        f"ray start --head --block --port={ray_port} --temp-dir={directory} --num-cpus=4 --include-dashboard=false "
-        f"--object-store-memory=100000000 --disable-usage-stats --resources={resources}"
-    )
-
-
-def environment(ringserve: Ringserve, command: str) -> Mapping[str, str]:
-    programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    token = secrets.token_hex(32)
-    ray = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token, "KUBERAY_GEN_RAY_START_CMD": command}
-    return dict(ringserve.environment) | ray | {"PATH": programs}
-
-
-@contextmanager
-def running_head(ringserve: Ringserve, directory: Path, config: Mapping[str, Any], ray_port: int) -> Iterator[Head]:
-    """Run head.sh; whatever it started is gone at the end."""
-    path, log = directory / "config.yaml", directory / "head.log"
-    path.write_text(yaml.safe_dump(dict(config)))
-    # Sockets' names are bounded: a short path.
-    ray_directory = Path(tempfile.mkdtemp(prefix="ringserve-test-"))
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            ["/bin/bash", str(CHART / "files/head.sh"), str(path)],
-            env=environment(ringserve, ray_start_command(ray_port, ray_directory)),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    family = Family(process.pid)
+def is_router_there(door: Inference) -> bool:
     try:
-        yield Head(process, f"127.0.0.1:{config['router']['listen'].rpartition(':')[2]}", log)
-    finally:
-        family.look()
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-            process.wait(STOP_SECONDS)
-        family.kill()  # agents of a Ray that has ended may hang
-        shutil.rmtree(ray_directory, ignore_errors=True)
-
-
-@contextmanager
-def running_gateway(ringserve: Ringserve, directory: Path, router: str, model_path: Path) -> Iterator[Inference]:
-    port = free_port()
-    command = ("gateway", "--listen", f"127.0.0.1:{port}", "--router", router, "--model", str(model_path))
-    process = ringserve.start(*command, output=directory / "gateway.log")
-    door = Inference(f"127.0.0.1:{port}")
-    try:
-        yield door
-    finally:
-        door.channel.close()
-        process.terminate()
-        process.wait(STOP_SECONDS)
+        door.info()
+    except grpc.RpcError:
+        return False
+    return True
 
 
 def is_ready(head: Head, door: Inference) -> bool:
@@ -129,7 +57,8 @@ def test_rings_serve_on_a_cluster_of_ray_behind_a_gateway_of_their_own(
     config = configuration(model_path, ray_port, free_port())
     prompt = random_tokens(50, seed=3)
     with running_head(ringserve, tmp_path, config, ray_port) as head:
-        with running_gateway(ringserve, tmp_path, head.router, model_path) as door:
+        with started_gateway(ringserve, head.router, model_path, tmp_path / "gateway.log") as gateway:
+            door = Inference(gateway.address)
             wait_until(lambda: is_ready(head, door), "no two rings are ready", START_SECONDS)
             complete = door.answer(ids(prompt, max_tokens=5))
             assert list(complete.output_ids) == stock.greedy(prompt, 5).token_ids
@@ -137,7 +66,10 @@ def test_rings_serve_on_a_cluster_of_ray_behind_a_gateway_of_their_own(
             for address in (info.router_metrics_endpoint, *(group.metrics_endpoint for group in info.groups)):
                 with urllib.request.urlopen(f"http://{address}/metrics", timeout=30) as answer:
                     assert b"ringserve_build_info" in answer.read()
-        head.process.send_signal(signal.SIGTERM)
+            with door.running(ids(prompt, max_tokens=NUM_TOKENS)) as call:
+                head.process.send_signal(signal.SIGTERM)
+                *_, last = call
+                assert last.complete.usage.completion_tokens == NUM_TOKENS
         assert head.process.wait(STOP_SECONDS) == 0, head.log.read_text()
 
 
@@ -149,3 +81,47 @@ def test_the_head_ends_when_the_rings_cannot_be_run(ringserve: Ringserve, model_
     with running_head(ringserve, tmp_path, config, ray_port) as head:
         assert head.process.wait(STOP_SECONDS) == 1
         assert "prefill.tp: 3" in head.log.read_text()
+
+
+@pytest.mark.timeout(300)
+def test_a_ring_moves_from_a_node_that_goes_away_to_one_that_comes_and_turns_wait(
+    ringserve: Ringserve, model_path: Path, stock: StockModel, tmp_path: Path
+) -> None:
+    """What happens when a pod is deleted: its hook drains the ring, its node goes, another one comes."""
+    ray_port = free_port()
+    config = configuration(model_path, ray_port, free_port())
+    for role in ("prefill", "decode"):
+        config[role]["cp"] = 1
+    nodes = {"127.0.0.2": "prefill", "127.0.0.3": "decode", "127.0.0.4": "prefill"}
+    with running_head(ringserve, tmp_path, config, ray_port, is_worker=False) as head, ExitStack() as running:
+
+        def start(address: str) -> subprocess.Popen[bytes]:
+            resources = {f"ringserve-{nodes[address]}": 1}
+            return running.enter_context(running_node(head, address, resources, tmp_path / f"{address}.log"))
+
+        gateway = running.enter_context(started_gateway(ringserve, head.router, model_path, tmp_path / "gateway.log"))
+        door = Inference(gateway.address)
+        wait_until(lambda: is_router_there(door), "the router answers", START_SECONDS)
+        leaving = start("127.0.0.2")
+        start("127.0.0.3")
+        wait_until(lambda: is_ready(head, door), "no two rings are ready", START_SECONDS)
+
+        def ring() -> inference_pb2.GroupInfo:
+            return next(group for group in door.info().groups if group.name == "prefill-0")
+
+        def move() -> None:
+            assert list(ring().nodes) == ["127.0.0.2"]
+            asked = ("--node", "127.0.0.2", "--target", head.router, "--json")
+            drained = ringserve.run("drain", *asked)
+            assert drained.returncode == 0, drained.stderr
+            assert json.loads(drained.stdout) == {"node": "127.0.0.2", "rings": ["prefill-0"], "drained": True}
+            assert (ring().state, ring().restarting) == ("away", True)
+            again = ringserve.run("drain", *asked)
+            assert json.loads(again.stdout)["rings"] == [], "it is on that node no more"
+            leaving.send_signal(signal.SIGTERM)
+            leaving.wait(STOP_SECONDS)
+            start("127.0.0.4")
+            wait_until(lambda: ring().state == "ready", "the ring is back", START_SECONDS)
+
+        under_load(gateway.address, 1, move, stock, retry=NO_RETRIES)
+        assert list(ring().nodes) == ["127.0.0.4"]

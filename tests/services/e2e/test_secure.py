@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import socket
 import ssl
 import subprocess
 import sys
@@ -12,6 +14,7 @@ from pathlib import Path
 
 import grpc
 import openai
+import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from openai import DefaultHttpxClient, OpenAI
@@ -19,10 +22,13 @@ from openai import DefaultHttpxClient, OpenAI
 from cp_core.errors import Forbidden, NotFound, Unauthenticated, Unavailable
 from services.client import Client, Sampling, TlsFiles
 from services.client.retries import NO_RETRIES
+from services.ray_guard import asks_for_token
 from services.reference import StockModel
 from tests.services.auth.certificates import Authority
-from tests.services.e2e.cluster import Cluster, Ringserve, running_cluster, wait_until
+from tests.services.e2e.cluster import Cluster, Ringserve, pid_at, running_cluster, wait_until
 from tests.workers.models import random_tokens
+from workers.kv_transfer.frames import SettleFrame, encode
+from workers.steps import TransferKey
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -69,6 +75,7 @@ def secure(ringserve: Ringserve, model_path: Path, tmp_path_factory: pytest.Temp
         "internal_tls.server_name": "ringserve.internal",
         "auth.tokens": file,
         "gateway.model_name": "tiny-and-secret",
+        "logs.level": "debug",  # the log is looked through for secrets
     }
     sections: dict[str, dict[str, str]] = {}
     for key, value in values.items():
@@ -96,6 +103,86 @@ def test_tenants_are_served_exactly_and_apart_over_both_doors(secure: Secure, st
             with pytest.raises(openai.NotFoundError):
                 other.completions.create(model="tiny-and-secret", prompt=[1, 2], extra_body=body)
         acme.delete_conversation("diary")
+
+
+def test_kv_moves_both_ways_by_tls_and_every_token_is_that_of_the_stock_model(
+    secure: Secure, stock: StockModel
+) -> None:
+    """Two ranks prefill, two decode; what decode wrote goes back for the next turn."""
+    history: list[int] = []
+    with secure.client("acme") as acme:
+        for turn in range(3):
+            new = random_tokens(150 - 40 * turn, seed=turn)
+            answer = acme.ask(
+                new, conversation_id="long", sampling=Sampling(max_tokens=20, temperature=0.0), timeout=60
+            )
+            history += new
+            assert list(answer.token_ids) == stock.greedy(history, 20).token_ids
+            # The last token of an answer was not computed on.
+            assert answer.usage.cached_tokens == (len(history) - len(new) - 1 if turn else 0)
+            history += answer.token_ids
+        acme.delete_conversation("long")
+
+
+def test_strangers_at_the_doors_of_ranks_are_sent_away_and_harm_nobody(
+    secure: Secure, stock: StockModel, stranger: Authority
+) -> None:
+    ports = rank_ports(secure.cluster.pid)
+    assert len(ports) >= 4, "two rings of two ranks, each with a KV port"
+    wrong, prompt = stranger.peer(trusts=secure.authority), random_tokens(120, seed=9)
+    with secure.client("acme") as acme, contextlib.ExitStack() as guests:
+        for address in ports:
+            plain = guests.enter_context(socket.create_connection(address, 10))
+            plain.sendall(encode(SettleFrame(TransferKey("turn-1", 1, "prefill-0", "decode-0"))))
+            guests.enter_context(socket.create_connection(address, 10))  # and one that says nothing
+            with pytest.raises(OSError, match=r".+"):
+                talk(wrong.call(socket.create_connection(address, 10), address[0]))
+            assert b"RSKV" not in everything_of(plain)
+        answer = acme.ask(prompt, sampling=Sampling(max_tokens=6, temperature=0.0), timeout=60)
+        assert list(answer.token_ids) == stock.greedy(prompt, 6).token_ids
+
+
+def rank_ports(pid: int) -> set[tuple[str, int]]:
+    """Where the rank processes of a cluster listen."""
+    ranks = [each for each in psutil.Process(pid).children(recursive=True) if "RankActor" in " ".join(each.cmdline())]
+    return {
+        (each.laddr.ip, each.laddr.port)
+        for rank in ranks
+        for each in rank.net_connections("tcp")
+        if each.status == psutil.CONN_LISTEN
+    }
+
+
+def talk(connection: ssl.SSLSocket) -> None:
+    """In TLS 1.3 who is called looks at the caller's certificate after the caller is done; a certificate that is
+    refused shows in the first answer."""
+    with connection:
+        connection.sendall(b"RSKV")
+        if not connection.recv(1):
+            raise ConnectionError("sent away")
+
+
+def everything_of(connection: socket.socket) -> bytes:
+    """What comes until the other end closes."""
+    received = b""
+    with contextlib.suppress(ConnectionResetError):
+        while part := connection.recv(4096):
+            received += part
+    return received
+
+
+def test_ray_itself_wants_the_token_of_this_cluster(secure: Secure) -> None:
+    processes = psutil.Process(secure.cluster.pid).children(recursive=True)
+    words = (word for each in processes for word in each.cmdline())
+    control = next(word.partition("=")[2] for word in words if word.startswith("--gcs-address="))
+    assert asks_for_token(control)
+    assert asks_for_token(control, "0" * 64)
+    tokens = {each.environ().get("RAY_AUTH_TOKEN", "") for each in processes if "RankActor" in " ".join(each.cmdline())}
+    (token,) = tokens
+    assert not asks_for_token(control, token)
+    gateway = psutil.Process(pid_at(secure.cluster.gateway))
+    assert "RAY_AUTH_TOKEN" not in gateway.environ(), "clients reach the gateway; it has no business with Ray"
+    assert token not in (secure.cluster.ringserve.directory / "state" / "secure.log").read_text()
 
 
 def test_strangers_and_plain_text_get_nowhere(secure: Secure) -> None:
@@ -184,5 +271,8 @@ def test_a_gateway_for_strangers_is_refused_unless_asked_for(secure: Secure, mod
 def test_the_log_of_the_cluster_holds_no_secret(secure: Secure) -> None:
     log = (secure.cluster.ringserve.directory / "state" / "secure.log").read_text()
     assert "acme/req-" in log
+    assert " DEBUG " in log
     for token in secure.tokens.values():
         assert token not in log
+    for key in secure.authority.directory.glob("*.key"):
+        assert key.read_text().splitlines()[1] not in log

@@ -11,7 +11,7 @@ from cp_core.errors import Unavailable
 from orchestration.views import GroupStatus, RankKvUsage
 from services.metrics.ring import RingCollector, RingView
 from services.metrics.vllm_names import RING_NAMES, WithVllmNames
-from workers.steps import RankStatus
+from workers.steps import STEP_BOUNDS, RankStatus
 
 
 def status(state: str = "ready", role: str = "decode") -> GroupStatus:
@@ -40,8 +40,21 @@ def status(state: str = "ready", role: str = "decode") -> GroupStatus:
 
 
 def view(state: str = "ready", role: str = "decode") -> RingView:
-    busy = RankStatus(steps=8, seconds_since_step=0.5, running=1, open_transfers=2, step_seconds=4.0, wait_seconds=1.0)
-    other = RankStatus(steps=8, seconds_since_step=0.25, running=1, open_transfers=0, bytes_sent=99)
+    counts = [0] * (len(STEP_BOUNDS) + 1)
+    counts[0], counts[3], counts[-1] = 5, 2, 1
+    busy = RankStatus(
+        steps=8,
+        seconds_since_step=0.5,
+        running=1,
+        open_transfers=2,
+        step_seconds=4.0,
+        wait_seconds=1.0,
+        communication_seconds=2.5,
+        step_counts=tuple(counts),
+    )
+    other = RankStatus(
+        steps=8, seconds_since_step=0.25, running=1, open_transfers=0, bytes_sent=99, step_counts=tuple(counts)
+    )
     return RingView(status=status(state, role), rank_statuses=(busy, other), kv_evictions=7)
 
 
@@ -79,6 +92,31 @@ async def test_a_ring_tells_of_itself_and_of_every_rank() -> None:
     assert found[f"ringserve_rank_step_seconds_total{rank}"] == 4
     assert found[f"ringserve_rank_exposed_communication_seconds_total{rank}"] == 1
     assert found["ringserve_rank_bytes_sent_total{group=decode-1,rank=1,role=decode}"] == 99
+
+
+async def test_steps_of_all_ranks_are_one_histogram_and_only_those_that_can_tell_count_communication() -> None:
+    async def get_view() -> RingView:
+        return view()
+
+    found = await samples(RingCollector("decode", "decode-1", get_view, asyncio.get_running_loop()))
+    name = "ringserve_step_time_seconds"
+    buckets = {
+        bound: found[f"{name}_bucket{{group=decode-1,le={bound},role=decode}}"] for bound in (*STEP_BOUNDS, "+Inf")
+    }
+    assert list(buckets.values()) == [10.0] * 3 + [14.0] * (len(STEP_BOUNDS) - 3) + [16.0]
+    assert found[f"{name}_count{{group=decode-1,role=decode}}"] == 16
+    assert found[f"{name}_sum{{group=decode-1,role=decode}}"] == 4
+    told = {key: value for key, value in found.items() if "communication_seconds" in key and "exposed" not in key}
+    assert told == {"ringserve_rank_communication_seconds_total{group=decode-1,rank=0,role=decode}": 2.5}
+
+
+async def test_a_ring_whose_ranks_have_said_nothing_yet_has_no_steps() -> None:
+    async def get_view() -> RingView:
+        return RingView(status=status(), rank_statuses=(), kv_evictions=0)
+
+    found = await samples(RingCollector("decode", "decode-1", get_view, asyncio.get_running_loop()))
+    assert not [key for key in found if "step_time" in key]
+    assert found["ringserve_ring_ready{group=decode-1,role=decode}"] == 1
 
 
 async def test_a_prefill_ring_tells_how_much_work_waits_and_how_much_may() -> None:

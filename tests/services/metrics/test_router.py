@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from cp_core.errors import InvalidRequest
+from orchestration.views import MoveReason, MoveTotals
 from services.metrics.router import RouterMetrics, RouterView
 from tests.orchestration.service import Service
 from tests.workers.models import save_model
@@ -15,8 +16,12 @@ from tests.workers.models import save_model
 VIEW = RouterView(
     conversations=4,
     running_turns=2,
+    turns_waiting_for_rings=3,
     rings=(("prefill", "prefill-0", True), ("decode", "decode-0", False)),
     corrections=(("prefill-0", "pass_q", 64, 1.25),),
+    moves=(
+        MoveTotals(role="decode", reason=MoveReason.DRAIN, num_moved=3, num_failed=1, payload_bytes=4096, seconds=0.5),
+    ),
 )
 
 CORRECTION = {"group": "prefill-0", "algorithm": "pass_q", "min_work": "64"}
@@ -51,6 +56,7 @@ async def test_rings_and_conversations_are_shown_as_the_router_knows_them() -> N
         return [
             registry.get_sample_value("ringserve_conversations"),
             registry.get_sample_value("ringserve_router_running_turns"),
+            registry.get_sample_value("ringserve_router_turns_waiting_for_rings"),
             registry.get_sample_value("ringserve_router_ring_ready", {"role": "prefill", "group": "prefill-0"}),
             registry.get_sample_value("ringserve_router_ring_ready", {"role": "decode", "group": "decode-0"}),
             registry.get_sample_value(
@@ -59,4 +65,24 @@ async def test_rings_and_conversations_are_shown_as_the_router_knows_them() -> N
             ),
         ]
 
-    assert await asyncio.to_thread(ask) == [4, 2, 1, 0, 1.25]
+    assert await asyncio.to_thread(ask) == [4, 2, 3, 1, 0, 1.25]
+
+
+async def test_moves_of_kv_are_counted_by_role_reason_and_outcome_from_the_start() -> None:
+    registry = metrics_of().registry
+
+    def ask() -> dict[tuple[str, ...], float]:
+        families = [family for family in registry.collect() if family.name.startswith("ringserve_router_kv_move")]
+        return {
+            (sample.name, *sample.labels.values()): sample.value for family in families for sample in family.samples
+        }
+
+    found = await asyncio.to_thread(ask)
+    told = {name: value for name, value in found.items() if value}
+    assert told == {
+        ("ringserve_router_kv_moves_total", "decode", "drain", "moved"): 3,
+        ("ringserve_router_kv_moves_total", "decode", "drain", "failed"): 1,
+        ("ringserve_router_kv_moved_bytes_total", "decode", "drain"): 4096,
+        ("ringserve_router_kv_move_seconds_total", "decode", "drain"): 0.5,
+    }
+    assert len(found) == 2 * len(MoveReason) * 4

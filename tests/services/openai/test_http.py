@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socket
 from collections.abc import AsyncGenerator, AsyncIterator
@@ -15,6 +16,7 @@ from starlette.types import Message
 from cp_core.errors import ConfigError, Unavailable
 from services.openai import app
 from services.openai.hang_up import KEEP_ALIVE, EventStream
+from services.openai.header_limit import MAX_HEADER_BYTES
 from services.openai.server import HttpServer
 from tests.services.doors import CALL_SECONDS, MODEL, Doors
 
@@ -95,6 +97,23 @@ async def test_a_body_that_is_too_large_is_refused_declared_or_not(
     for content in (b" " * 1001, pieces()):
         assert "larger than 1000 bytes" in refusal(await http.post("/v1/completions", content=content), 413)
     assert await is_served(http)
+
+
+async def test_headers_that_are_too_large_are_refused_and_harm_nothing(http: httpx2.AsyncClient) -> None:
+    long = "x" * MAX_HEADER_BYTES
+    for refused in (http.get("/v1/models", headers={"x-long": long}), http.get(f"/v1/models/{long}")):
+        assert "larger than 32768 bytes" in refusal(await refused, 431)
+    assert (await http.get("/v1/models", headers={"x-long": long[::2]})).status_code == 200
+    huge = {f"x-{number}": long for number in range(40)}  # more than the server reads at a time
+    with contextlib.suppress(httpx2.TransportError):  # it may hang up while we still send
+        assert (await http.get("/v1/models", headers=huge)).status_code in (400, 431)
+    assert await is_served(http)
+
+
+async def test_a_chat_of_too_many_messages_is_refused(http: httpx2.AsyncClient) -> None:
+    body = {"model": MODEL, "messages": [{"role": "user", "content": ""}] * 4097}
+    said = refusal(await http.post("/v1/chat/completions", json=body), 400)
+    assert said == "messages: 4097 are too many; at most 4096 are allowed"
 
 
 async def test_a_body_that_does_not_come_is_given_up(doors: Doors, monkeypatch: pytest.MonkeyPatch) -> None:

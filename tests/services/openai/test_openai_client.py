@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import openai
@@ -324,7 +325,7 @@ async def test_a_gateway_that_stops_says_so_to_whoever_still_reads(doors: Doors)
     async with doors.openai() as client:
         stream = await client.completions.create(model=MODEL, prompt="x", max_tokens=8000, stream=True)
         await anext(stream)
-        await doors.servicer.end_turns(0.0)
+        await doors.servicer.end_turns(0.0, asyncio.Event())
         with pytest.raises(openai.APIError, match="the gateway is stopping; retry at another"):
             async for _ in stream:
                 pass

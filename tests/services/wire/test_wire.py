@@ -18,13 +18,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cp_core.layout import ShardMap, TokenRange
+from orchestration.kv_messages import ForkedKv, ForkKv, KeptKv, SendKv, SentKv, TakeKv, TakenKv
 from orchestration.turn import (
     Admit,
     FinishedEvent,
-    ForkedKv,
-    ForkKv,
     GroupRegistration,
-    KeptKv,
+    KeepingRing,
+    KvQuota,
     Plan,
     PrefillDone,
     PrefillReport,
@@ -33,14 +33,13 @@ from orchestration.turn import (
     Reservation,
     Reserve,
     ResumeTurn,
-    SendKv,
     TurnEvent,
     TurnOutcome,
     TurnRequest,
 )
 from orchestration.views import ConversationList, ConversationView, GroupStatus, ServerView
 from ringserve.v1 import inference_pb2
-from services.wire import conversations, groups, plans, sampling, turns
+from services.wire import conversations, groups, kv, plans, sampling, turns
 from services.wire.layouts import shards_from, shards_to, token_array
 from workers.steps import FinishReason, RingRates, Sampling, TokenIds, TokenLogprobs
 
@@ -112,15 +111,20 @@ def sent(message: M) -> M:
 PAIRS: list[tuple[st.SearchStrategy[Any], Callable[[Any], Any], Callable[[Any], Any]]] = [
     (values_of(Sampling), sampling.sampling_to, sampling.sampling_from),
     (values_of(TokenLogprobs), sampling.logprobs_to, sampling.logprobs_from),
+    (values_of(KvQuota), turns.quota_to, turns.quota_from),
     (requests(), turns.turn_request_to, turns.turn_request_from),
     (values_of(Plan), plans.plan_to, plans.plan_from),
     (values_of(Reserve), turns.reserve_to, turns.reserve_from),
     (values_of(Reservation), turns.reservation_to, turns.reservation_from),
     (values_of(PrefillTurn), turns.prefill_turn_to, turns.prefill_turn_from),
+    (values_of(KeepingRing), turns.keeping_ring_to, turns.keeping_ring_from),
     (values_of(PrefillReport), turns.report_to, turns.report_from),
     (values_of(PrefillDone), turns.prefill_done_to, turns.prefill_done_from),
     (values_of(Admit), turns.admit_to, turns.admit_from),
-    (values_of(SendKv), turns.send_kv_to, turns.send_kv_from),
+    (values_of(SendKv), kv.send_kv_to, kv.send_kv_from),
+    (values_of(SentKv), kv.sent_to, kv.sent_from),
+    (values_of(TakeKv), kv.take_kv_to, kv.take_kv_from),
+    (values_of(TakenKv), kv.taken_to, kv.taken_from),
     (values_of(TurnEvent), turns.event_to, turns.event_from),
     (values_of(ResumeTurn), turns.resume_to, turns.resume_from),
     (values_of(TurnOutcome), turns.outcome_to, turns.outcome_from),
@@ -149,7 +153,7 @@ def test_there_and_back_again_is_identity(
 
 
 def test_every_pair_is_tested() -> None:
-    modules = (turns, plans, groups, sampling, conversations)
+    modules = (turns, plans, groups, kv, sampling, conversations)
     written = {name for module in modules for name in vars(module) if name.endswith("_to")}
     assert written - {"shards_to", "chunks_to", "all_logprobs_to"} == {to.__name__ for _, to, _ in PAIRS}
 

@@ -1,0 +1,136 @@
+"""`ringserve bench selection`: what choosing between pass-KV and pass-Q is worth on links of several rates."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+
+from cp_core.errors import ConfigError
+from services.bench.plot import require_matplotlib
+from services.bench.report import load_now
+from services.calibration.grid import Cell
+from services.cli.options import Subcommands
+from services.cli.progress import progress_bar
+from services.planning.units import parse_token_counts
+from workers.builtin_model import resolve_model_path
+from workers.model_info import read_model_info
+
+EXAMPLE = """example:
+  ringserve bench selection
+  ringserve bench selection --ranks 2 --rates 20mbit,1gbit --new 64,256 --cached 0,4k --rounds 7 --plot selection.png
+"""
+HELP = """Rings of processes on this machine, each rank in a network namespace of its own, on links of a given rate
+(Linux; needs root or user namespaces, and iproute2). At every rate a ring is calibrated as `ringserve calibrate` does,
+by prefills of --fit-new and --fit-cached. Then both algorithms prefill every T of --new after every P of --cached in
+turn, round after round; the table says what each way to choose takes, and loses against the better one of each cell."""
+PIPE_WIDTH = 120
+MOST_RANKS = 16
+DEFAULTS = {
+    "ranks": "2,4",
+    "rates": "50mbit,200mbit,1gbit",
+    "new": "64,256,768",
+    "cached": "0,512,2k,4k",
+    "fit_new": "32,160,512",
+    "fit_cached": "0,1k,3k",
+}
+
+
+def add(kinds: Subcommands) -> None:
+    parser = kinds.add_parser(
+        "selection",
+        help="pass-KV or pass-Q, by links of several rates: what each way to choose loses",
+        description=HELP,
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
+    for name, metavar, what in (
+        ("ranks", "N,...", "ring sizes"),
+        ("rates", "RATE,...", "of each rank's link, as `tc` writes them"),
+        ("new", "T,...", "new tokens that are judged"),
+        ("cached", "P,...", "cached tokens before them"),
+        ("fit-new", "T,...", "new tokens of the prefills that calibrate"),
+        ("fit-cached", "P,...", "cached tokens before those"),
+    ):
+        default = DEFAULTS[name.replace("-", "_")]
+        parser.add_argument(f"--{name}", metavar=metavar, default=default, help=f"{what} (default: {default})")
+    parser.add_argument("--rounds", type=int, default=3, help="of every prefill; medians count (default: 3)")
+    parser.add_argument("--model", default="builtin:tiny", metavar="DIR", help="(default: builtin:tiny)")
+    parser.add_argument("--json", action="store_true", help="print the report as one JSON object")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE.png", help="draw the figures; needs matplotlib, the extra `plot`"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    # These load torch, which other commands do not wait for.
+    from services.bench.selection.choices import judged_cells
+    from services.bench.selection.hub import measured_in_namespaces
+    from services.bench.selection.links import parse_rate
+    from services.bench.selection.measure import SelectionSettings
+    from services.bench.selection.report import (
+        closing_lines,
+        losses_table,
+        selection_json,
+        write_selection_plot,
+        wrong_table,
+    )
+
+    new, fit_new = (parse_token_counts(*_given(options, name)) for name in ("--new", "--fit-new"))
+    cached, fit_cached = (parse_token_counts(*_given(options, name), least=0) for name in ("--cached", "--fit-cached"))
+    fit_cells = tuple(Cell(cached_tokens=each, new_tokens=count) for each in fit_cached for count in fit_new)
+    settings = SelectionSettings(
+        model=options.model,
+        ranks=_ranks(options.ranks),
+        rates=tuple(dict.fromkeys(map(parse_rate, options.rates.split(",")))),
+        cells=judged_cells(new, cached, fit_cells),
+        fit_cells=fit_cells,
+        rounds=options.rounds,
+    )
+    _check(options, settings.most_tokens)
+    before = load_now()
+    with progress_bar(settings.num_measurements) as tell:
+        report = measured_in_namespaces(settings, tell)
+    report = replace(report, load=(before, load_now()))
+    if options.json:
+        print(selection_json(report))
+    else:
+        console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
+        for table in (losses_table(report), wrong_table(report)):
+            if table is not None:
+                console.print(table)
+        print(*closing_lines(report), sep="\n")
+    # Last: what took minutes to measure has been said by now.
+    if options.plot is not None:
+        write_selection_plot(report, options.plot)
+    return 1 if report.disagreements else 0
+
+
+def _given(options: argparse.Namespace, name: str) -> tuple[str, str]:
+    """An option's name and text."""
+    return name, getattr(options, name.removeprefix("--").replace("-", "_"))
+
+
+def _ranks(text: str) -> tuple[int, ...]:
+    """Raises ConfigError."""
+    for item in text.split(","):
+        if not item.strip().isdecimal() or not 2 <= int(item) <= MOST_RANKS:
+            raise ConfigError(f"--ranks: {item!r} is no ring that sends; allowed are 2 to {MOST_RANKS}")
+    return tuple(dict.fromkeys(map(int, text.split(","))))
+
+
+def _check(options: argparse.Namespace, most_tokens: int) -> None:
+    """What would be found only after measuring. Raises ConfigError, ModelRefused."""
+    if options.rounds < 1:
+        raise ConfigError(f"--rounds: {options.rounds} are none; allowed are 1 or more")
+    room = read_model_info(resolve_model_path(options.model)).max_positions
+    if most_tokens > room:
+        raise ConfigError(f"--new, --cached: {most_tokens} tokens are too long for {options.model}; it takes {room}")
+    if options.plot is not None:
+        require_matplotlib()
+        if not options.plot.absolute().parent.is_dir():
+            raise ConfigError(f"--plot: {options.plot} cannot be written, its directory does not exist")

@@ -1,0 +1,87 @@
+"""Ray, whose calls are pickles: whoever gets in can run code. So a token guards it, always where we start it ourselves.
+
+Ray's control listens on the machine's own address even where its node is told to be 127.0.0.1.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import grpc
+import ray
+from ray import _raylet
+from ray._private import ray_logging
+from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
+
+from cp_core.errors import ConfigError
+from services.stopping import keeping_handlers
+
+OBJECT_STORE_BYTES = 80 * 1024 * 1024
+"""The least Ray allows: no tensor ever passes through it."""
+PROBE_SECONDS = 10.0
+AUTH_PREFIX = "RAY_AUTH_"
+
+
+def start_own_ray(num_cpus: int, namespace: str, directory: Path) -> None:
+    """A Ray of this process and its children alone, for this machine."""
+    _make_token()
+    forward_every_line()
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    with keeping_handlers():
+        ray.init(
+            address="local",
+            namespace=namespace,
+            num_cpus=num_cpus,
+            include_dashboard=False,
+            object_store_memory=OBJECT_STORE_BYTES,
+            _temp_dir=str(directory),
+            _node_ip_address="127.0.0.1",
+            logging_level=logging.WARNING,
+        )
+
+
+def _make_token() -> None:
+    """One that only the children of this process know. Ray's own would lie in a file and stay the same."""
+    os.environ["RAY_AUTH_MODE"] = "token"
+    os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    # Ray has read both at its import. Its stubs do not know what else it has.
+    raylet: Any = _raylet
+    raylet.Config.initialize("")
+    raylet.AuthenticationTokenLoader.instance().reset_cache()
+
+
+def without_ray_token(environment: Mapping[str, str]) -> dict[str, str]:
+    """An environment for processes that have no business with Ray, though clients reach them."""
+    return {name: value for name, value in environment.items() if not name.startswith(AUTH_PREFIX)}
+
+
+def check_guarded(address: str, *, is_insecure: bool) -> None:
+    """`address` is that of the control (GCS) of a Ray that was joined. Raises ConfigError where it wants no token."""
+    if not is_insecure and not asks_for_token(address):
+        raise ConfigError(
+            f"ray.address: the Ray at {address} asks for no token, so that whoever reaches it can run code; "
+            f"start it with RAY_AUTH_MODE=token, or say internal_tls.insecure: true"
+        )
+
+
+def asks_for_token(address: str, token: str = "") -> bool:
+    """Whether Ray's control refuses who shows this token, or none. One that only speaks TLS answers nobody here."""
+    metadata = (("authorization", f"Bearer {token}"),) if token else ()
+    messages: Any = gcs_service_pb2
+    with grpc.insecure_channel(address) as channel:
+        stub = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel)
+        try:
+            stub.CheckAlive(messages.CheckAliveRequest(), timeout=PROBE_SECONDS, metadata=metadata)
+        except grpc.RpcError:
+            return True
+    return False
+
+
+def forward_every_line() -> None:
+    """Ray folds lines that differ by numbers alone, as those of two rings do. Its switch was read at its import."""
+    vars(ray_logging)["RAY_DEDUP_LOGS"] = False

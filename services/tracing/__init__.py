@@ -1,0 +1,1 @@
+"""Traces of turns for OpenTelemetry. Off unless `tracing.endpoint` is set; only `otel.py` imports the library."""

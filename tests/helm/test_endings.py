@@ -1,0 +1,92 @@
+"""How pods end: turns first. And which of them may."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import yaml
+
+from services.cli.main import build_parser
+from tests.helm.charts import AUTOSCALED, CUDA, only, pod_templates, render
+
+
+def configuration(*values: Mapping[str, Any]) -> Any:
+    return yaml.safe_load(only(render(*values), "ConfigMap")["data"]["config.yaml"])
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_pod_of_a_ring_drains_it_before_it_ends(role: str) -> None:
+    spec = pod_templates(render({role: {"terminationGracePeriodSeconds": 400}}))[role]["spec"]
+    (container,) = spec["containers"]
+    shell, flag, line = container["lifecycle"]["preStop"]["exec"]["command"]
+    assert (shell, flag) == ("/bin/sh", "-c")
+    program, *words = shlex.split(line.removeprefix("exec ").replace("$POD_IP", "10.0.0.7"))
+    assert program == "ringserve"
+    options = build_parser().parse_args(words)
+    assert (options.node, options.target) == ("10.0.0.7", "test-ringserve-router:50050")
+    assert str(options.config) == "/etc/ringserve/config.yaml"
+    assert options.seconds == 340 < spec["terminationGracePeriodSeconds"] == 400
+    (address,) = (each for each in container["env"] if each["name"] == "POD_IP")
+    assert address["valueFrom"] == {"fieldRef": {"fieldPath": "status.podIP"}}
+
+
+def test_the_head_lets_turns_end_before_it_ends() -> None:
+    spec = pod_templates(render({"head": {"terminationGracePeriodSeconds": 200}}))["head"]["spec"]
+    assert spec["terminationGracePeriodSeconds"] == 200
+    command = spec["containers"][0]["command"]
+    assert command == ["/bin/bash", "/etc/ringserve/head.sh", "/etc/ringserve/config.yaml", "140"]
+    short = pod_templates(render({"head": {"terminationGracePeriodSeconds": 9}}))["head"]["spec"]
+    assert short["containers"][0]["command"][-1] == "0"
+
+
+def test_a_gateway_serves_until_nobody_is_sent_to_it_and_then_ends_its_turns() -> None:
+    values = {"gateway": {"terminationGracePeriodSeconds": 120, "preStopSeconds": 7}}
+    spec = pod_templates(render(values))["gateway"]["spec"]
+    (container,) = spec["containers"]
+    assert container["lifecycle"]["preStop"]["exec"]["command"] == ["sleep", "7"]
+    assert "--drain-seconds=98" in container["args"]
+    assert spec["terminationGracePeriodSeconds"] == 120
+    (at_once,) = pod_templates(render({"gateway": {"preStopSeconds": 0}}))["gateway"]["spec"]["containers"]
+    assert "lifecycle" not in at_once
+    rolling = only(render(), "Deployment", "-gateway")["spec"]["strategy"]["rollingUpdate"]
+    assert rolling == {"maxUnavailable": 0, "maxSurge": 1}
+
+
+def test_pods_may_be_away_one_of_a_pool_at_a_time_and_the_head_never() -> None:
+    objects = render({"podDisruptionBudget": {"enabled": True, "ringsMaxUnavailable": 2}})
+    budgets = {name: only(objects, "PodDisruptionBudget", f"-{name}")["spec"] for name in pod_templates(objects)}
+    assert {name: spec["maxUnavailable"] for name, spec in budgets.items()} == {
+        "gateway": 1,
+        "head": 0,
+        "prefill": 2,
+        "decode": 2,
+    }
+    for name, template in pod_templates(objects).items():
+        assert budgets[name]["selector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
+
+
+def test_pods_follow_rings_where_ray_scales() -> None:
+    cluster = only(render(CUDA, AUTOSCALED), "RayCluster")["spec"]
+    assert cluster["enableInTreeAutoscaling"] is True
+    assert cluster["autoscalerOptions"]["idleTimeoutSeconds"] == 120
+    assert cluster["autoscalerOptions"]["securityContext"]["readOnlyRootFilesystem"] is True
+    replicas = {
+        group["groupName"]: tuple(group[key] for key in ("replicas", "minReplicas", "maxReplicas", "numOfHosts"))
+        for group in cluster["workerGroupSpecs"]
+    }
+    # Of hosts as many as a ring has pods: Ray adds and removes whole rings.
+    assert replicas == {"prefill": (2, 0, 3, 2), "decode": (1, 1, 1, 2)}
+    assert configuration(CUDA, AUTOSCALED)["prefill"]["groups"] == 2
+    further = render(
+        AUTOSCALED, {"prefill": {"pools": {"short": {"parallelism": {"cp": 1, "tp": 1}, "maxReplicas": 2}}}}
+    )
+    short = only(further, "RayCluster")["spec"]["workerGroupSpecs"][1]
+    assert (short["groupName"], short["minReplicas"], short["maxReplicas"]) == ("prefill-short", 1, 2), "of its own"
+    tokens = {
+        name: each["spec"]["automountServiceAccountToken"] for name, each in pod_templates(render(AUTOSCALED)).items()
+    }
+    assert tokens == {"head": True, "gateway": False, "prefill": False, "decode": False}
+    assert "enableInTreeAutoscaling" not in only(render(), "RayCluster")["spec"]

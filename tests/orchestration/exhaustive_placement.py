@@ -1,0 +1,105 @@
+"""The choice of rings as decision 0016 says it, looking at every ring: what the quick placer is held to."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from cp_core.cost_model import PASS_KV, PASS_Q, Rates, predict_prefill
+from orchestration.groups import TURN_SECONDS, WAIT_SECONDS, Group, GroupRegistry
+from orchestration.placement import LEAVE_SECONDS, TIE
+from orchestration.turn import GroupRegistration
+from orchestration.wanted_turn import WantedTurn
+from workers.steps import ModelInfo
+
+Names = tuple[str, str]
+
+
+class ExhaustivePlacer:
+    """For rings of one process a rank that predict by their own rates, with no corrections."""
+
+    def __init__(self, groups: GroupRegistry, model: ModelInfo) -> None:
+        self._groups = groups
+        self._model = model
+
+    def choose(self, turn: WantedTurn, refused: Collection[Group]) -> Names:
+        prefills, decodes = (self._candidates(role, turn, refused) for role in ("prefill", "decode"))
+        compared = self._compared(turn, prefills)
+        options = []
+        for decode in self._decode_options(turn, decodes):
+            totals = [(self._total(turn, group, decode), group) for group in compared]
+            seconds, prefill = self._quickest(turn, totals)
+            lacking = turn.match_tokens - turn.kept_on(decode)
+            here = self._load(decode) + self._move(lacking, decode.registration, decode.registration)
+            options.append((seconds + here, prefill, decode))
+        first = options[0]
+        if len(options) > 1 and first[0] > options[1][0] * (1 + TIE) + LEAVE_SECONDS:
+            first = options[1]
+        return first[1].name, first[2].name
+
+    def _candidates(self, role: str, turn: WantedTurn, refused: Collection[Group]) -> list[Group]:
+        left = [each for each in self._groups.all() if each.role == role and each.takes_turns and each not in refused]
+        need = turn.num_tokens + turn.answer_tokens
+        fitting = [each for each in left if each.registration.capacity_tokens >= need]
+        if not fitting:
+            return [max(left, key=lambda each: each.registration.capacity_tokens)]
+        return [each for each in fitting if each.free_tokens >= turn.num_tokens] or fitting
+
+    def _compared(self, turn: WantedTurn, prefills: Sequence[Group]) -> list[Group]:
+        now = self._groups.clock()
+        compared = [each for each in prefills if turn.is_at(each)]
+        others = [each for each in prefills if not turn.is_at(each)]
+        for kind in {each.kind for each in others}:
+            same = [each for each in others if each.kind == kind]
+            compared.append(min(same, key=lambda each: (max(each.busy_until, now), each.last_placed)))
+        return compared
+
+    def _decode_options(self, turn: WantedTurn, decodes: Sequence[Group]) -> list[Group]:
+        own = [each for each in decodes if turn.is_at(each)]
+        others = [each for each in decodes if not turn.is_at(each)]
+        if others:
+            other = min(others, key=lambda each: (self._load(each), each.last_placed))
+            if not own or self._load(other) + LEAVE_SECONDS < self._load(own[0]):
+                own.append(other)
+        return own
+
+    def _quickest(self, turn: WantedTurn, totals: Sequence[tuple[float, Group]]) -> tuple[float, Group]:
+        least = min(total for total, _ in totals)
+        for total, group in totals:
+            if turn.is_at(group) and total <= least * (1 + TIE) + LEAVE_SECONDS:
+                return total, group
+        tied = [each for each in totals if each[0] <= least * (1 + TIE)]
+        return min(tied, key=lambda each: (each[1].registration.num_ranks, each[1].last_placed, each[1].number))
+
+    def _total(self, turn: WantedTurn, group: Group, decode: Group) -> float:
+        here, there = turn.kept_on(group), turn.kept_on(decode)
+        alone = self._prefill(turn.num_tokens, here, group)
+        if there > here:
+            pulled = self._move(there - here, group.registration, decode.registration)
+            alone = min(alone, pulled + self._prefill(turn.num_tokens, there, group))
+        return max(0.0, group.busy_until - self._groups.clock()) + alone
+
+    def _prefill(self, num_tokens: int, cached: int, group: Group) -> float:
+        measured = group.registration.rates
+        rates = Rates(
+            gemm_flops=measured.gemm_flops,
+            attention_flops=measured.attention_flops,
+            link_bytes_per_second=measured.link_bytes_per_second,
+            link_latency_seconds=measured.link_latency_seconds,
+        )
+        shape, ranks = self._model.shape, group.registration.num_ranks
+        return min(
+            predict_prefill(shape, rates, ranks, name, num_tokens - cached, cached).total_seconds
+            for name in (PASS_KV, PASS_Q)
+        )
+
+    def _move(self, num_tokens: int, prefill: GroupRegistration, decode: GroupRegistration) -> float:
+        if not num_tokens:
+            return 0.0
+        rates, links = prefill.rates, min(prefill.num_ranks, decode.num_ranks)
+        seconds = num_tokens * self._model.kv_bytes_per_token / links / rates.link_bytes_per_second
+        return rates.link_latency_seconds + seconds
+
+    def _load(self, decode: Group) -> float:
+        limit = decode.registration.max_batch
+        waiting = max(0, decode.num_turns - limit + 1) if limit else 0
+        return TURN_SECONDS * decode.num_turns + WAIT_SECONDS * waiting

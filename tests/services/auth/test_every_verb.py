@@ -1,0 +1,168 @@
+"""Every verb of both doors, by a tenant on what is another's: nothing happens, and it is answered as what never was."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import grpc
+import httpx2
+import pytest
+
+from cp_core.errors import InvalidRequest
+from ringserve.v1 import inference_pb2, inference_pb2_grpc
+from services.client import AsyncClient, Sampling
+from services.client.retries import NO_RETRIES
+from tests.services.auth.test_isolation import LONG, guarded
+from tests.services.doors import CALL_SECONDS, MODEL, Doors
+from tests.workers.models import random_tokens
+
+__all__ = ["guarded"]
+
+THREE = Sampling(max_tokens=3, temperature=0.0)
+OWNED, NEVER = "diary", "never"
+Answer = tuple[object, str]
+"""Status and sentence."""
+
+
+def appended(name: str) -> inference_pb2.GenerateRequest:
+    return inference_pb2.GenerateRequest(
+        tokenized=inference_pb2.TokenizedInput(input_ids=[1]),
+        conversation_id=name,
+        prompt_mode=inference_pb2.PROMPT_MODE_APPEND,
+    )
+
+
+GRPC: Mapping[str, Callable[[Any, str, dict[str, Any]], Awaitable[object]]] = {
+    "Generate": lambda stub, name, more: stub.Generate(appended(name), **more).read(),
+    "GetConversation": lambda stub, name, more: stub.GetConversation(
+        inference_pb2.GetConversationRequest(conversation_id=name), **more
+    ),
+    "ForkConversation": lambda stub, name, more: stub.ForkConversation(
+        inference_pb2.ForkConversationRequest(source_id=name, new_id="mine"), **more
+    ),
+    "DeleteConversation": lambda stub, name, more: stub.DeleteConversation(
+        inference_pb2.DeleteConversationRequest(conversation_id=name), **more
+    ),
+}
+WITHOUT_ONE = {"Abort", "ListConversations", "GetModelInfo", "GetServerInfo"}
+"""Verbs that name no conversation; the first two are tested below by what they give."""
+HTTP: Mapping[str, Callable[[httpx2.AsyncClient, str], Awaitable[httpx2.Response]]] = {
+    "continue": lambda http, name: http.post(
+        "/v1/completions", json={"model": MODEL, "prompt": [1], "conversation_id": name, "prompt_mode": "append"}
+    ),
+    "continue in a stream": lambda http, name: http.post(
+        "/v1/completions",
+        json={"model": MODEL, "prompt": [1], "conversation_id": name, "prompt_mode": "append", "stream": True},
+    ),
+    "read": lambda http, name: http.get(f"/v1/conversations/{name}"),
+    "delete": lambda http, name: http.delete(f"/v1/conversations/{name}"),
+}
+
+
+async def begin(doors: Doors) -> None:
+    async with AsyncClient(doors.target, token="a-token", retry=NO_RETRIES) as acme:
+        await acme.ask(random_tokens(40), conversation_id=OWNED, sampling=THREE)
+
+
+async def check_untouched(doors: Doors) -> None:
+    view = await doors.service.router.get_conversation(f"acme/{OWNED}")
+    assert (view.num_tokens, view.num_turns, view.kept_on("decode")) == (43, 1, 42)
+    listed = await doors.service.router.list_conversations("", "", 100)
+    assert [each.conversation_id for each in listed.conversations] == [f"acme/{OWNED}"]
+
+
+def test_every_method_of_the_contract_is_tested_here() -> None:
+    methods = {method.name for method in inference_pb2.DESCRIPTOR.services_by_name["Inference"].methods}
+    assert methods == GRPC.keys() | WITHOUT_ONE
+
+
+@pytest.mark.parametrize("verb", GRPC)
+async def test_over_grpc_anothers_conversation_is_as_one_that_never_was(guarded: Doors, verb: str) -> None:
+    await begin(guarded)
+    more: dict[str, Any] = {"metadata": (("authorization", "Bearer b-token"),), "timeout": CALL_SECONDS}
+    async with guarded.channel() as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)
+
+        async def answer(name: str) -> Answer:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await GRPC[verb](stub, name, more)
+            error = caught.value
+            told = [(key, value) for key, value in error.trailing_metadata() or ()]
+            return (error.code(), told), (error.details() or "").replace(name, "NAME")
+
+        never = await answer(NEVER)
+        assert never[0][0] is grpc.StatusCode.NOT_FOUND  # type: ignore[index]
+        for name in (OWNED, f"acme/{OWNED}", f"/acme/{OWNED}", f"beta/../acme/{OWNED}"):
+            assert await answer(name) == never
+    await check_untouched(guarded)
+
+
+@pytest.mark.parametrize("verb", HTTP)
+async def test_over_http_anothers_conversation_is_as_one_that_never_was(guarded: Doors, verb: str) -> None:
+    await begin(guarded)
+    headers = {"authorization": "Bearer b-token"}
+    async with httpx2.AsyncClient(base_url=guarded.url, headers=headers, timeout=CALL_SECONDS) as http:
+
+        async def answer(name: str) -> Answer:
+            got = await HTTP[verb](http, name)
+            return got.status_code, json.dumps(got.json()).replace(name, "NAME")
+
+        never = await answer(NEVER)
+        assert never[0] == 404
+        for name in (OWNED, f"acme/{OWNED}", f"beta/acme/{OWNED}"):
+            assert await answer(name) == never
+    await check_untouched(guarded)
+
+
+async def test_a_chat_over_http_begins_a_conversation_of_its_own(guarded: Doors) -> None:
+    await begin(guarded)
+    async with guarded.openai(api_key="b-token") as beta:
+        said = await beta.chat.completions.create(
+            model=MODEL,
+            messages=[{"role": "user", "content": "x"}],
+            max_tokens=3,
+            extra_body={"conversation_id": OWNED},
+        )
+        assert (said.model_extra or {})["ringserve"]["plan"]["cached_tokens"] == 0
+        await beta.conversations.delete(OWNED)
+    await check_untouched(guarded)
+
+
+async def test_lists_and_aborts_reach_nothing_of_anothers_and_do_not_tell_that_it_is_there(guarded: Doors) -> None:
+    await begin(guarded)
+    async with (
+        AsyncClient(guarded.target, token="a-token", retry=NO_RETRIES) as acme,
+        AsyncClient(guarded.target, token="b-token", retry=NO_RETRIES) as beta,
+        acme.stream("x", request_id="mine", sampling=LONG) as stream,
+    ):
+        await anext(stream)
+        for prefix in ("", "d", OWNED, "acme", "acme/", "/", "a"):
+            assert [each async for each in beta.list_conversations(prefix)] == []
+        answer = await beta.abort(["mine", NEVER])
+        assert (list(answer.aborted), list(answer.unknown)) == ([], ["mine", NEVER])
+        assert await anext(stream)  # goes on
+
+
+async def test_more_than_a_call_may_name_is_refused(guarded: Doors) -> None:
+    async with AsyncClient(guarded.target, token="b-token", retry=NO_RETRIES) as beta:
+        with pytest.raises(InvalidRequest, match="request_ids: 1025 are too many; at most 1024 are allowed"):
+            await beta.abort(["x"] * 1025)
+        long = "x" * 257
+        said = "257 characters are too many; at most 256 are allowed"
+        for call in (
+            beta.abort(["x", long]),
+            beta.conversation(long),
+            beta.delete_conversation(long),
+            beta.fork_conversation(long, "x"),
+            beta.fork_conversation("x", long),
+            anext(beta.list_conversations(long)),
+        ):
+            with pytest.raises(InvalidRequest, match=said):
+                await call
+    headers = {"authorization": "Bearer b-token"}
+    async with httpx2.AsyncClient(base_url=guarded.url, headers=headers, timeout=CALL_SECONDS) as http:
+        for method in ("GET", "DELETE"):
+            answer = await http.request(method, f"/v1/conversations/{long}")
+            assert (answer.status_code, said in answer.text) == (400, True)

@@ -1,0 +1,41 @@
+"""Where our own processes may listen without TLS, and what may stay plain beside it."""
+
+from __future__ import annotations
+
+from services.config import config_from
+from tests.services.test_config import ELSEWHERE, LOOPBACK, refusal
+
+INSIDE = {"cert": "/c.pem", "key": "/k.pem", "ca": "/ca.pem"}
+
+
+def test_doors_between_our_own_processes_are_refused_elsewhere_unless_asked_for() -> None:
+    for address in LOOPBACK:
+        config_from({"router": {"listen": address}})
+    for address in ELSEWHERE:
+        door = {"router": {"listen": address}}
+        assert refusal(door) == (
+            f"router.listen: {address} is reached from other machines and lacks TLS (internal_tls.cert); "
+            "give it, or say internal_tls.insecure: true"
+        )
+        config_from(door | {"internal_tls": INSIDE})
+        config_from(door | {"internal_tls": {"insecure": True}})
+    cluster = {"ray": {"address": "auto"}}
+    said = refusal(cluster)
+    assert said.startswith("ray.address: on the Ray cluster at auto leaders and ranks listen at the addresses of their")
+    assert said.endswith("lack TLS (internal_tls.cert); give it, or say internal_tls.insecure: true")
+    config_from(cluster | {"internal_tls": INSIDE})
+    config_from(cluster | {"internal_tls": {"insecure": True}})
+
+
+def test_a_ring_that_does_not_encrypt_is_refused_beside_tls_unless_asked_for() -> None:
+    gloo, nccl = {"ring_transport": "gloo"}, {"device": "cuda"}
+    for model, name in ((gloo, "gloo"), (nccl, "nccl")):
+        said = refusal({"model": model, "internal_tls": INSIDE})
+        assert said.startswith(
+            f"model.ring_transport: {name} does not encrypt what the ranks of a ring send each other"
+        )
+        assert said.endswith("use sockets, or say internal_tls.allow_plain_ring: true")
+        config_from({"model": model, "internal_tls": INSIDE | {"allow_plain_ring": True}})
+        config_from({"model": model})
+        # Ranks that are alone send nothing.
+        config_from({"model": model, "internal_tls": INSIDE, "prefill": {"cp": 1}, "decode": {"cp": 1}})

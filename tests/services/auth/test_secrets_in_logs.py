@@ -1,0 +1,95 @@
+"""Whatever is logged, by whomever and at whatever level: no token of a request, right or wrong, is in it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import grpc
+import httpx2
+import pytest
+import yaml
+
+from cp_core.errors import RingserveError
+from ringserve.v1 import inference_pb2, inference_pb2_grpc
+from services.auth.doorkeeper import Doorkeeper
+from services.auth.tenants import hash_of, new_token
+from services.auth.token_file import TokenFile
+from services.client import AsyncClient, Sampling
+from services.client.retries import NO_RETRIES
+from services.text import TextCodec
+from tests.services.doors import CALL_SECONDS, MODEL, Doors
+from workers.steps import RankDoors, RingSpec
+
+KNOWN, UNKNOWN, EXPIRED = (new_token() for _ in range(3))
+HEADERS = (
+    f"Bearer {KNOWN}",
+    f"Bearer {UNKNOWN}",
+    f"Bearer {EXPIRED}",
+    f"Basic {UNKNOWN}",
+    UNKNOWN,
+    f"Bearer {UNKNOWN} {KNOWN}",
+)
+
+
+@pytest.fixture
+async def guarded(model_path: Path, codec: TextCodec, tmp_path: Path) -> AsyncIterator[Doors]:
+    file = tmp_path / "tokens.yaml"
+    tenants = [
+        {"name": "acme", "tokens": [{"sha256": hash_of(KNOWN)}]},
+        {"name": "gone", "tokens": [{"sha256": hash_of(EXPIRED), "expires": "2020-01-01T00:00:00+00:00"}]},
+    ]
+    text = yaml.safe_dump({"tenants": tenants}).replace("'2020-01-01T00:00:00+00:00'", "2020-01-01T00:00:00+00:00")
+    file.write_text(text)
+    async with Doors(model_path, codec, Doorkeeper(TokenFile(file))) as doors:
+        yield doors
+
+
+async def over_grpc(doors: Doors, header: str) -> str:
+    """How a call ends, in the door's words."""
+    async with doors.channel() as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        request = inference_pb2.GetModelInfoRequest()
+        try:
+            await stub.GetModelInfo(request, metadata=(("authorization", header),), timeout=CALL_SECONDS)
+        except grpc.aio.AioRpcError as error:
+            return f"{error.code()} {error.details()} {error.trailing_metadata()}"
+    return "served"
+
+
+async def over_http(doors: Doors, header: str) -> str:
+    async with httpx2.AsyncClient(base_url=doors.url, timeout=CALL_SECONDS) as http:
+        body = {"model": MODEL, "prompt": "x", "max_tokens": 2}
+        answer = await http.post("/v1/completions", json=body, headers={"Authorization": header})
+        broken = await http.post("/v1/completions", content=b"{", headers={"Authorization": header})
+        return f"{answer.status_code} {answer.headers} {answer.text} {broken.text}"
+
+
+async def test_tokens_of_requests_are_in_no_log_and_in_no_answer(
+    guarded: Doors, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with caplog.at_level(logging.DEBUG):
+        for name in ("uvicorn", "uvicorn.error", "uvicorn.access", "grpc", "asyncio"):
+            caplog.set_level(logging.DEBUG, logger=name)
+        answers = [await call(guarded, header) for call in (over_grpc, over_http) for header in HEADERS]
+        async with AsyncClient(guarded.target, token=KNOWN, retry=NO_RETRIES) as client:
+            served = await client.ask("x", sampling=Sampling(max_tokens=3), timeout=CALL_SECONDS)
+            assert served.usage.completion_tokens == 3
+            with pytest.raises(RingserveError) as refused:
+                await client.ask([10**6], sampling=Sampling(max_tokens=3), timeout=CALL_SECONDS)
+    assert answers[0] == "served"
+    assert answers[len(HEADERS)].startswith("200 ")
+    assert sum("authorization:" in answer for answer in answers) >= 2 * (len(HEADERS) - 2)
+    # The clients are in this process too; what they log of their own requests is theirs to keep.
+    logged = [record for record in caplog.records if not record.name.startswith(("httpcore", "httpx", "hpack"))]
+    assert logged, "nothing was logged, so nothing was looked through"
+    words = [*answers, str(refused.value), *(record.getMessage() + str(record.exc_text) for record in logged)]
+    words += capfd.readouterr()
+    for token in (KNOWN, UNKNOWN, EXPIRED):
+        assert not [each for each in words if token in each]
+
+
+def test_the_secret_of_a_ring_is_not_shown_with_what_tells_of_it() -> None:
+    ring = RingSpec(name="prefill-0", doors=(RankDoors(tokens="a:1"),), secret="of the ring")
+    assert "of the ring" not in f"{ring} {ring!r}"

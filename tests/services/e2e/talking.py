@@ -1,0 +1,113 @@
+"""Clients that hold conversations of several turns, one after the other, for as long as a test wants load."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from cp_core.errors import RingserveError
+from services.client import Client, RetryPolicy, Sampling
+from services.reference import StockModel
+from tests.services.e2e.cluster import CALL_SECONDS
+from tests.workers.models import random_tokens
+
+PAUSE_SECONDS = 0.1
+"""Between two turns of a client: the machine has rings to start meanwhile."""
+MAX_TOKENS = 8
+TURNS = 6
+"""Of one conversation."""
+FIRST_TOKENS, MORE_TOKENS = 40, 5
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A turn that was answered: the whole prompt, and its tokens."""
+
+    conversation: str
+    prompt: Sequence[int]
+    token_ids: Sequence[int]
+
+
+class Talker:
+    """One client. It says the whole history with every turn, so that a turn may safely be asked for again.
+
+    `errors` are the turns that failed although the client had tried them again as `retry` allows.
+    """
+
+    def __init__(self, target: str, name: str, retry: RetryPolicy | None = None) -> None:
+        self.turns: list[Turn] = []
+        self.errors: list[RingserveError] = []
+        self._client = Client(target, retry=retry)
+        self._name = name
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        number = 0
+        while not self._stopped.is_set():
+            self._converse(f"{self._name}-{number}", number)
+            number += 1
+
+    def _converse(self, conversation: str, number: int) -> None:
+        history = random_tokens(FIRST_TOKENS, seed=number)
+        for turn in range(TURNS):
+            answer = self.ask(conversation, history)
+            if answer is None or self._stopped.wait(PAUSE_SECONDS):
+                return
+            history = [*history, *answer.token_ids, *random_tokens(MORE_TOKENS, seed=turn)]
+
+    def ask(self, conversation: str, history: Sequence[int]) -> Turn | None:
+        try:
+            answer = self._client.ask(
+                list(history),
+                conversation_id=conversation,
+                mode="whole_history",
+                sampling=Sampling(max_tokens=MAX_TOKENS, temperature=0.0, ignore_eos=True),
+                timeout=CALL_SECONDS,
+            )
+        except RingserveError as error:
+            self.errors.append(error)
+            return None
+        self.turns.append(Turn(conversation, history, answer.token_ids))
+        return self.turns[-1]
+
+    def stop(self) -> None:
+        """Let the turn that runs end."""
+        self._stopped.set()
+        self._thread.join()
+
+    def go_on(self) -> Turn:
+        """One turn more of the latest conversation. Raises what keeps it from being answered."""
+        latest = self.turns[-1]
+        turn = self.ask(latest.conversation, [*latest.prompt, *latest.token_ids, *random_tokens(MORE_TOKENS)])
+        if turn is None:
+            raise self.errors[-1]
+        return turn
+
+    def close(self) -> None:
+        self._client.close()
+
+
+def under_load(target: str, count: int, work: Callable[[], None], stock: StockModel, **options: RetryPolicy) -> None:
+    """Do `work` while `count` clients talk, and let each go on once more after it.
+
+    No turn may fail, and every token must be that of stock transformers.
+    """
+    talkers = [Talker(target, f"talker-{number}", **options) for number in range(count)]
+    try:
+        try:
+            work()
+        finally:
+            for talker in talkers:
+                talker.stop()
+        assert [error for talker in talkers for error in talker.errors] == []
+        for talker in talkers:
+            assert len(talker.turns) > 1
+            talker.go_on()
+            for turn in talker.turns:
+                assert list(turn.token_ids) == stock.greedy(turn.prompt, MAX_TOKENS).token_ids, turn.conversation
+    finally:
+        for talker in talkers:
+            talker.close()
