@@ -45,7 +45,9 @@ class _Drain:
 
 
 class DrainMoves:
-    """Empties the rings that drain. `spawn` runs work in the router's background."""
+    """Empties the rings that drain. `spawn` runs work in the router's background. `waits_for_rings` says of a request
+    that its turn begins only when a ring has come back: its conversation keeps none from leaving.
+    """
 
     def __init__(
         self,
@@ -54,12 +56,14 @@ class DrainMoves:
         mover: ConversationMover,
         counts: MoveCounts,
         spawn: Callable[[Coroutine[None, None, None]], asyncio.Task[None]],
+        waits_for_rings: Callable[[str], bool],
     ) -> None:
         self._store = store
         self._groups = groups
         self._mover = mover
         self._counts = counts
         self._spawn = spawn
+        self._waits_for_rings = waits_for_rings
         self._drains: dict[str, _Drain] = {}
 
     def go_on(self, ring: Group) -> int:
@@ -68,7 +72,11 @@ class DrainMoves:
         if drain is None or drain.incarnation != ring.registration.incarnation or drain.has_left:
             drain = self._drains[ring.name] = _Drain(ring, ring.registration.incarnation)
         here = self._store.placed_at(ring.role, ring.name, drain.incarnation)
-        left = [each for each in here if each.conversation_id not in drain.given_up]
+        left = [
+            each
+            for each in here
+            if each.conversation_id not in drain.given_up and not self._waits_for_rings(each.running_request)
+        ]
         drain.num_left = len(left)
         idle = [each for each in left if each.is_idle]
         if idle and (drain.work is None or drain.work.done()):

@@ -99,7 +99,7 @@ class Router:
             transfer_timeout=settings.transfer_timeout,
         )
         books = (self._conversations, self._groups)
-        self._drain_moves = DrainMoves(*books, mover, self._moves, self._spawn)
+        self._drain_moves = DrainMoves(*books, mover, self._moves, self._spawn, self._returns.is_waiting)
         self._full_moves = FullMoves(*books, planner, mover, self._moves, self._spawn)
         self._expiring: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()

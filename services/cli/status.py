@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import io
 from collections import Counter
+from pathlib import Path
 
 from google.protobuf.json_format import MessageToJson
 from rich.console import Console
 from rich.table import Table
 
+from cp_core.errors import ConfigError
 from ringserve.v1 import inference_pb2
 from services.cli.options import Subcommands, add_target_options, client_of
 
 EXAMPLE = """example:
   ringserve status
   ringserve status --target 127.0.0.1:50051 --json
+  ringserve status --svg status.svg
 """
+PICTURE_COLUMNS = 150
 
 
 def add(commands: Subcommands) -> None:
@@ -24,6 +29,7 @@ def add(commands: Subcommands) -> None:
     )
     add_target_options(parser)
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="also draw what is printed")
     parser.set_defaults(run=run)
 
 
@@ -37,16 +43,35 @@ def run(options: argparse.Namespace) -> int:
             )
         )
     else:
-        Console().print(_table(info))
-        print(pool_sizes(info))
-        print(
+        _show(Console(), info)
+    if options.svg is not None:
+        _draw(info, options.svg)
+    return 0 if info.groups and all(group.state == "ready" for group in info.groups) else 1
+
+
+def _draw(info: inference_pb2.GetServerInfoResponse, path: Path) -> None:
+    """Raises ConfigError."""
+    console = Console(record=True, file=io.StringIO(), width=PICTURE_COLUMNS)
+    _show(console, info)
+    try:
+        console.save_svg(str(path), title="ringserve status")
+    except OSError as error:
+        raise ConfigError(f"--svg: {path} cannot be written: {error.strerror}") from error
+
+
+def _show(console: Console, info: inference_pb2.GetServerInfoResponse) -> None:
+    console.print(_table(info))
+    lines = [
+        pool_sizes(info),
+        (
             f"version {info.version}, up {info.uptime_seconds:.0f} s, selector {info.selector}, "
             f"{info.conversations} conversations, {info.running_turns} running turns"
             + (f", {info.turns_waiting_for_rings} waiting for rings" if info.turns_waiting_for_rings else "")
-        )
-        for drain in info.drains:
-            print(_drain_line(drain))
-    return 0 if info.groups and all(group.state == "ready" for group in info.groups) else 1
+        ),
+        *(_drain_line(drain) for drain in info.drains),
+    ]
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _table(info: inference_pb2.GetServerInfoResponse) -> Table:

@@ -15,7 +15,7 @@ from orchestration.groups import GroupRegistry
 from orchestration.prefill_leader import PrefillLeader
 from orchestration.readiness import service_fault
 from orchestration.ring_returns import AWAY, RingEvent, RingReturns
-from orchestration.turn import GroupRegistration, Reservation, Reserve, TurnRequest
+from orchestration.turn import GroupRegistration, PromptMode, Reservation, Reserve, TurnRequest
 from tests.orchestration.service import Answer, Service
 from tests.waiting import eventually
 from tests.workers.models import random_tokens
@@ -112,6 +112,20 @@ async def test_running_turns_end_before_the_ring_leaves_and_new_ones_wait(servic
     assert not service.decode.has_left.is_set()
     events = [event async for event in service.decode.stream_turn(begun.turn_id)]
     assert events[-1].finish_reason == "length"  # type: ignore[union-attr]
+    assert await service.gone("decode-0") == RingEvent(ring="decode-0")
+    await service.come_back("decode-0")
+    assert len((await waiting).token_ids) == 5
+
+
+async def test_a_turn_that_waits_for_the_ring_that_keeps_its_conversation_does_not_keep_it_from_leaving(
+    service: Restarting,
+) -> None:
+    await service.answer(service.request(random_tokens(13), conversation="c"))
+    begun = await service.router.begin_turn(service.request(random_tokens(9), max_tokens=40))
+    await service.router.restart_ring("decode-0", 10 * WAIT_SECONDS)
+    waiting = service.ask(service.request([7], conversation="c", mode=PromptMode.APPEND))
+    await service.waiting(1)
+    assert [event async for event in service.decode.stream_turn(begun.turn_id)]
     assert await service.gone("decode-0") == RingEvent(ring="decode-0")
     await service.come_back("decode-0")
     assert len((await waiting).token_ids) == 5

@@ -144,15 +144,24 @@ def why_no_namespaces() -> str:
     return ""
 
 
+def is_refused(settings: SelectionSettings) -> bool:
+    """Where nobody may make namespaces: by the sentence that says why, before anything is measured."""
+    why, told = why_no_namespaces(), list[str]()
+    if not why:
+        return False
+    assert re.search("run it as root|is not installed; on Debian", why)
+    with pytest.raises(Unavailable, match=re.escape(why)):
+        measured_in_namespaces(settings, told.append)
+    assert told == []
+    return True
+
+
 def test_ranks_in_namespaces_meet_on_links_of_the_rate_or_who_may_make_them_is_told(
     settings: SelectionSettings,
 ) -> None:
     own_devices, own_children = sorted(os.listdir("/sys/class/net")), psutil.Process().children(recursive=True)
     told: list[str] = []
-    if why := why_no_namespaces():
-        assert re.search("run it as root|is not installed; on Debian", why)
-        with pytest.raises(Unavailable, match=re.escape(why)):
-            measured_in_namespaces(settings, told.append)
+    if is_refused(settings):
         return
     report = measured_in_namespaces(settings, told.append)
     assert len(told) == settings.num_measurements
@@ -168,10 +177,7 @@ def test_ranks_in_namespaces_meet_on_links_of_the_rate_or_who_may_make_them_is_t
     assert psutil.Process().children(recursive=True) == own_children
 
 
-def test_who_interrupts_leaves_nothing_running(settings: SelectionSettings) -> None:
-    if why_no_namespaces():
-        # Nothing starts, as the test before this one finds; there is nothing to interrupt.
-        return
+def test_who_interrupts_or_is_refused_leaves_nothing_running(settings: SelectionSettings) -> None:
     own_children = psutil.Process().children(recursive=True)
     running: list[psutil.Process] = []
 
@@ -179,6 +185,9 @@ def test_who_interrupts_leaves_nothing_running(settings: SelectionSettings) -> N
         running.extend(each for each in psutil.Process().children(recursive=True) if each not in own_children)
         raise KeyboardInterrupt
 
+    if is_refused(settings):
+        assert psutil.Process().children(recursive=True) == own_children
+        return
     with pytest.raises(KeyboardInterrupt):
         measured_in_namespaces(settings, interrupt)
     assert len(running) >= 3, "the hub and two ranks"
