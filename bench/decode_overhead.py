@@ -40,14 +40,15 @@ from services.bench.ring_processes import RingProcesses, Seat
 from workers.builtin_model import resolve_model_path
 from workers.decode_batch import DecodeBatch
 from workers.decode_header import Header, HeaderChannel
-from workers.decode_loop import DecodeFollower, DecodeLeader
+from workers.decode_loop import DecodeFollower, DecodeLeader, LoopWork
 from workers.decode_mailbox import DecodeMailbox
+from workers.decode_prompt import DecodePrompts
 from workers.decode_step import DecodePass
 from workers.kv_cache import KvCache
 from workers.model import LoadedModel, load_model
 from workers.progress import Progress
 from workers.sampling.parameters import Sampled
-from workers.steps import AdmitSequence, Sampling
+from workers.steps import AdmitSequence, RingRates, Sampling
 
 WARM_UP_STEPS = 3
 LIMIT_SHARE, LIMIT_MILLISECONDS = 0.10, 0.5
@@ -244,16 +245,18 @@ class OverheadStation:
         batch = DecodeBatch(seat.rank, seat.num_ranks, BLOCK_TOKENS)
         parts = (TimedModel(self._model, clock), ring, self._cache, TimedBackend(self._backend, clock), batch)
         step = TimedPass(*parts, clock=clock)
+        prompts = DecodePrompts(self._model, ring, self._cache, self._backend)
+        work = LoopWork(batch, step, prompts, _nobody_asks)
         device = torch.device("cpu")
         with torch.inference_mode():
             if seat.rank:
                 channel = HeaderChannel((seat.transport,), case.batch, device)
-                DecodeFollower(channel, batch, step, Progress()).run()
+                DecodeFollower(channel, work, Progress()).run()
                 return None
             mailbox = DecodeMailbox(case.batch)
             mailbox.submit([self._admission(case, row) for row in range(case.batch)])
             timed = TimedChannel((seat.transport,), case.batch, device, clock=clock)
-            leader = DecodeLeader(timed, batch, step, Progress(), lambda *_: case.variant, mailbox)
+            leader = DecodeLeader(timed, work, Progress(), lambda *_: case.variant, mailbox)
             end_after(mailbox, case.batch * case.steps)
             leader.run()
         return [milliseconds(parts) for parts in clock.steps[WARM_UP_STEPS : case.steps]]
@@ -271,6 +274,10 @@ class OverheadStation:
 
     def close(self) -> None:
         """Nothing runs between two measurements."""
+
+
+def _nobody_asks() -> RingRates:
+    raise AssertionError("no bench measures rates here")
 
 
 def end_after(mailbox: DecodeMailbox, num_tokens: int) -> None:

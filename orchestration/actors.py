@@ -146,6 +146,9 @@ class RayRank:
     async def probe(self, timeout: float) -> RingRates:
         return await self._call("compute", "probe", timeout)
 
+    async def probe_between_steps(self, timeout: float) -> RingRates:
+        return await self._call("control", "probe_between_steps", timeout + 5, timeout)
+
     async def prefill(self, step: PrefillStep, timeout: float) -> PrefillOutput:
         return await self._call("compute", "prefill", timeout, step)
 

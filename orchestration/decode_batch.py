@@ -9,13 +9,22 @@ from __future__ import annotations
 import asyncio
 from bisect import insort
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from cp_core.errors import RingserveError
 from orchestration.decode_turn import DecodeTurn
 from orchestration.ports import RankPort
-from workers.steps import DecodeCommand, DecodeEvent, GrowSequence, RemoveSequence
+from workers.steps import ComputePrompt, DecodeCommand, DecodeEvent, GrowSequence, RemoveSequence
 
 POLL_SECONDS = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    """A turn whose prompt the loop is to compute, and whoever waits for it."""
+
+    turn: DecodeTurn
+    told: asyncio.Future[DecodeEvent]
 
 
 class DecodeBatch:
@@ -41,6 +50,7 @@ class DecodeBatch:
         self._continuous = continuous
         self._waiting: list[DecodeTurn] = []
         self._running: dict[str, DecodeTurn] = {}
+        self._prompts: dict[str, _Prompt] = {}
         self._submitting = asyncio.Lock()  # fair: commands reach the loop in the order in which they were given
         self._submissions: set[asyncio.Task[None]] = set()
         self._failure: BaseException | None = None
@@ -64,6 +74,17 @@ class DecodeBatch:
         insort(self._waiting, turn, key=lambda other: other.arrival)
         return self._fill()
 
+    async def compute(self, turn: DecodeTurn, prompt: ComputePrompt) -> DecodeEvent:
+        """Have the loop compute the turn's prompt -> the event of its first token, or of its removal by `leave`.
+
+        The turn does not join by it. Raises what ended the ring.
+        """
+        turn.left_batch.clear()
+        told: asyncio.Future[DecodeEvent] = asyncio.get_running_loop().create_future()
+        self._prompts[turn.turn_id] = _Prompt(turn, told)
+        self._submit([prompt])
+        return await told
+
     def grow(self, turn: DecodeTurn, blocks: Sequence[Sequence[int]]) -> None:
         """Blocks were appended to the turn's tables. Whoever joins later joins with the whole tables."""
         if turn.turn_id in self._running:
@@ -74,7 +95,7 @@ class DecodeBatch:
         if turn in self._waiting:
             self._waiting.remove(turn)
             return
-        if turn.turn_id in self._running:
+        if turn.turn_id in self._running or turn.turn_id in self._prompts:
             await asyncio.shield(self._submit([RemoveSequence(sequence_id=turn.turn_id)]))
             await turn.left_batch.wait()
 
@@ -120,6 +141,9 @@ class DecodeBatch:
             cursor = batch.stop
             left = False
             for event in batch.events:
+                if event.sequence_id in self._prompts:
+                    self._computed(self._prompts.pop(event.sequence_id), event)
+                    continue
                 turn = self._running.get(event.sequence_id)
                 if turn is None:
                     continue
@@ -131,8 +155,19 @@ class DecodeBatch:
             if left:
                 self._fill()
 
+    def _computed(self, prompt: _Prompt, event: DecodeEvent) -> None:
+        """The loop writes no more of the prompt."""
+        prompt.turn.left_batch.set()
+        if not prompt.told.done():
+            prompt.told.set_result(event)
+
     def abandon(self, error: RingserveError) -> None:
         """The ring is gone: nothing of it writes any more."""
+        for prompt in self._prompts.values():
+            prompt.turn.left_batch.set()
+            if not prompt.told.done():
+                prompt.told.set_exception(error)
+        self._prompts.clear()
         for turn in self._running.values():
             turn.left_batch.set()
         self._running.clear()

@@ -137,7 +137,7 @@ class DecodeEnds:
             if failed:
                 await self._let_go(turn)
             keep = await self._tell_router(turn, failed)
-            await asyncio.gather(*turn.sends, *filter(None, [turn.copying]), return_exceptions=True)
+            await asyncio.gather(*turn.sends, *filter(None, [turn.copying, turn.prefilling]), return_exceptions=True)
         finally:
             turn.state = turn.state.to(HandoffState.ABORTED if failed else HandoffState.DONE)
             self._turns.pop(turn.turn_id, None)

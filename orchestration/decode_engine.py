@@ -13,7 +13,7 @@ from orchestration.decode_turn import DecodeTurn
 from orchestration.kv_pool import SequenceKv
 from orchestration.ports import RouterPort
 from orchestration.ring import Ring
-from workers.steps import DecodeEvent, FinishReason
+from workers.steps import ComputePrompt, DecodeEvent, FinishReason
 
 
 class DecodeEngine:
@@ -77,6 +77,12 @@ class DecodeEngine:
         """See `DecodeRoom.reserve`. Raises CapacityExceeded."""
         assert self._room is not None, "asked for before"
         return self._room.reserve(sequence, filled, max_tokens)
+
+    async def compute(self, turn: DecodeTurn, prompt: ComputePrompt) -> DecodeEvent:
+        """See `DecodeBatch.compute`. Raises Unavailable."""
+        self.require_started()
+        assert self._batch is not None, "started"
+        return await self._batch.compute(turn, prompt)
 
     async def enter(self, turn: DecodeTurn) -> None:
         """Decode a turn whose KV is whole, as soon as it has a place. Raises Unavailable."""

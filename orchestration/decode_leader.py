@@ -15,6 +15,7 @@ from orchestration.decode_ends import DecodeEnds
 from orchestration.decode_engine import DecodeEngine
 from orchestration.decode_times import decode_stretches
 from orchestration.decode_turn import DecodeTurn
+from orchestration.direct_prefill import check_direct, compute_prompt, direct_shards
 from orchestration.group import GroupLeader
 from orchestration.handoff import HandoffState
 from orchestration.kv_messages import SendKv, SentKv
@@ -26,13 +27,15 @@ from orchestration.turn import (
     EndingEvent,
     FinishedEvent,
     GroupRegistration,
+    PrefillDone,
+    PrefillTurn,
     Reservation,
     Reserve,
     ScoredEvent,
     TurnEvent,
 )
 from orchestration.views import GroupStatus
-from workers.steps import FinishReason, KvExpect, TransferKey
+from workers.steps import FinishReason, KvExpect, TokenIds, TransferKey
 
 CAUSE_SECONDS = 1.0
 """How long a failed hand-off waits to be told why it failed."""
@@ -84,20 +87,27 @@ class DecodeLeader(GroupLeader):
         )
         try:
             await asyncio.shield(turn.copying)
-            await self._expect(turn)
+            if not request.is_direct:
+                await self._expect(turn)
         except RingserveError:
             await self._turns.refuse(turn)
             raise
         self._turns.watch(turn)
-        turn.sealing = self.spawn(self._seal(turn))
+        if not request.is_direct:
+            turn.sealing = self.spawn(self._seal(turn))
         return turn.reservation
 
     def _pin(self, request: Reserve) -> DecodeTurn:
         pool = self.ring.pool
         sequence = pool.pin(request.sequence_id, request.turn_id, request.match_tokens)
         kept, held = sequence.shards.num_tokens, sequence.shards.held
-        coming = spread(kept, request.num_tokens - kept, held)
+        if request.is_direct:
+            coming = direct_shards(kept, request.num_tokens, held)
+        else:
+            coming = spread(kept, request.num_tokens - kept, held)
         try:
+            if request.is_direct:
+                check_direct(self.settings.name, request.num_tokens - kept, self.settings.max_direct_tokens)
             room = self._engine.reserve(sequence, sequence.shards.extend(coming).held, request.sampling.max_tokens)
         except CapacityExceeded:
             pool.settle(request.sequence_id, request.turn_id, kept)
@@ -163,6 +173,25 @@ class DecodeLeader(GroupLeader):
             max(report.seconds for report in reports),
         )
         await self._advance(turn)
+
+    async def prefill(self, request: PrefillTurn) -> PrefillDone:
+        """Compute the prompt of a turn that was reserved for it here, and decode on.
+
+        Asking again joins the one under way. Losing the caller does not end it, the turn's own end does.
+        """
+        turn = self._turns.under_way(request.turn_id)
+        if turn is None or not turn.request.is_direct or request.attempt != turn.request.attempt:
+            raise NotFound(f"turn {request.turn_id} has no prompt to compute on decode ring {self.settings.name}")
+        if turn.prefilling is None:
+            turn.prefilling = asyncio.create_task(self._prefill(turn, request.token_ids))
+        return await asyncio.shield(turn.prefilling)
+
+    async def _prefill(self, turn: DecodeTurn, token_ids: TokenIds) -> PrefillDone:
+        admit = await compute_prompt(self._engine, turn, token_ids)
+        turn.note_prompt(self.settings.name, admit.report)
+        shards = turn.sequence.shards
+        await self.admit(admit)
+        return PrefillDone(report=admit.report, shards=shards)
 
     async def admit(self, admit: Admit) -> None:
         """The prefill ring's first token: it goes to the client at once, decoding waits for the seal. Idempotent."""
@@ -254,7 +283,9 @@ class DecodeLeader(GroupLeader):
         self.ring.pool.settle(sequence_id, turn_id, keep_tokens)
 
     async def measure(self) -> None:
-        """The decode loop owns the ranks' compute threads, and no plan asks for this ring's rates."""
+        """Between two steps: plans ask for this ring's rates where it could compute a prompt itself."""
+        await self.ring.measure_between_steps()
+        await self.announce()
 
     def _trace(self, turn: DecodeTurn) -> None:
         if turn.request.trace_parent:

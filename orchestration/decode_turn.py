@@ -12,7 +12,7 @@ from orchestration.handoff import HandoffState
 from orchestration.kv_messages import SentKv
 from orchestration.kv_pool import KvPool, SequenceKv
 from orchestration.tracing import Attributes, Stretch, just_ended
-from orchestration.turn import PrefillReport, Reservation, Reserve, TokensEvent, TurnEvent
+from orchestration.turn import PrefillDone, PrefillReport, Reservation, Reserve, TokensEvent, TurnEvent
 from workers.steps import AdmitSequence, FinishReason, TokenHistory, TokenLogprobs, TransferKey
 
 
@@ -22,7 +22,8 @@ class DecodeTurn:
 
     `arrival` orders the ring's turns. `request`, `key` and `reservation` are those of the latest attempt, whose prompt
     is the turn's own `prompt_tokens` and, after a preemption, what was decoded until then; `num_attempts` also counts
-    those that the router could not begin. `room` tokens of the sequence find a slot in its block tables.
+    those that the router could not begin. `room` tokens of the sequence find a slot in its block tables. The ring
+    itself computes the prompt in `prefilling`, or KV comes from elsewhere and `sealing` waits for it.
     """
 
     request: Reserve
@@ -44,16 +45,19 @@ class DecodeTurn:
     over: asyncio.Event = field(default_factory=asyncio.Event)
     ending: asyncio.Task[None] | None = None
     sealing: asyncio.Task[None] | None = None
+    prefilling: asyncio.Task[PrefillDone] | None = None
     sends: set[asyncio.Task[SentKv]] = field(default_factory=set)
     copying: asyncio.Task[None] | None = None
     timers: list[asyncio.TimerHandle] = field(default_factory=list)
     migrated_bytes: int = 0
     migration_seconds: float = 0.0
     handoff_seconds: float = 0.0
-    migrations: list[Stretch] = field(default_factory=list)
+    # How its KV came to be here, each time.
+    origins: list[Stretch] = field(default_factory=list)
     # How many tokens make the answer, where the reader says so; and how it ends if they are all.
     num_finished: int | None = None
     own_end: FinishReason | None = None
+    reserved_at: float = field(default_factory=time.monotonic)
     first_token_at: float = 0.0
 
     @property
@@ -87,7 +91,21 @@ class DecodeTurn:
             "ringserve.attempt": self.request.attempt,
             "ringserve.bytes": payload_bytes,
         }
-        self.migrations.append(just_ended("migration", seconds, attributes))
+        self.origins.append(just_ended("migration", seconds, attributes))
+
+    def note_prompt(self, ring: str, report: PrefillReport) -> None:
+        """`ring` itself has just computed the prompt, in one step."""
+        (chunk,) = report.chunks
+        where: Attributes = {"ringserve.ring": ring, "ringserve.attempt": self.request.attempt}
+        attributes: Attributes = {
+            **where,
+            "ringserve.tokens.start": chunk.tokens.start,
+            "ringserve.tokens.stop": chunk.tokens.stop,
+            "ringserve.algorithm": chunk.algorithm.value,
+        }
+        step = just_ended("prefill", report.prefill_seconds, attributes)
+        queue = Stretch(name="queue", began=min(self.reserved_at, step.began), ended=step.began, attributes=where)
+        self.origins += [queue, step]
 
     @property
     def kv_tokens(self) -> int:

@@ -107,6 +107,8 @@ class GroupLeader(ABC):
             free_tokens=ring.pool.free_tokens,
             spare_tokens=ring.pool.spare_tokens,
             max_batch=self.settings.max_batch if self.settings.role == "decode" else 0,
+            max_direct_tokens=self.settings.max_direct_tokens if self.settings.role == "decode" else 0,
+            max_direct_seconds=self.settings.max_direct_seconds if self.settings.role == "decode" else 0.0,
             is_draining=self.is_draining,
             is_leaving=self.is_leaving,
         )

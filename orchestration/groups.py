@@ -24,9 +24,10 @@ class Group:
     """One ring. `is_ready` falls when a call finds it gone and rises with its next announcement.
 
     What it announces is seconds old when the next turn comes, so the router adds what it has placed there since.
-    `busy_until` is on the registry's clock, `free_tokens` falls with every turn until the ring tells it anew, as
-    `spare_tokens` does with what is moved there, and `last_placed` counts the router's choices. `number` counts the
-    rings as they came. A ring enters itself in `changed` when its place among others may be another one.
+    `busy_until` is on the registry's clock (a decode ring is busy with prompts that it computes itself), `free_tokens`
+    falls with every turn until the ring tells it anew, as `spare_tokens` does with what is moved there, and
+    `last_placed` counts the router's choices. `number` counts the rings as they came. A ring enters itself in `changed`
+    when its place among others may be another one.
     """
 
     __slots__ = (
@@ -114,7 +115,7 @@ class Group:
         self._changed = set()
 
     def queue_seconds(self, now: float) -> float:
-        """How long what waits on a prefill ring is predicted to take."""
+        """How long the prompts that wait on a ring are predicted to take."""
         return max(0.0, self._busy_until - now)
 
     @property
@@ -128,20 +129,20 @@ class Group:
 class Placed:
     """A turn's share of two rings' load, from the choice to the end of its prefill. Whoever placed it says when."""
 
-    def __init__(self, prefill: Group, clock: Callable[[], float]) -> None:
-        self._prefill = prefill
+    def __init__(self, computing: Group, clock: Callable[[], float]) -> None:
+        self._computing = computing
         self._clock = clock
         self._is_over = False
 
     def end_prefill(self) -> None:
-        """Nothing of the turn waits on the prefill ring any more. Idempotent."""
+        """Nothing of the turn's prompt waits to be computed any more. Idempotent."""
         if self._is_over:
             return
         self._is_over = True
-        self._prefill.num_prefilling -= 1
-        if not self._prefill.num_prefilling:
+        self._computing.num_prefilling -= 1
+        if not self._computing.num_prefilling:
             # Nobody else's turns wait there: what was predicted beyond now was too much.
-            self._prefill.busy_until = min(self._prefill.busy_until, self._clock())
+            self._computing.busy_until = min(self._computing.busy_until, self._clock())
 
 
 class GroupRegistry:
@@ -211,16 +212,20 @@ class GroupRegistry:
         """The decode ring of the least load, of equals that which had no turn the longest; of those accepted."""
         return self._order.least_loaded(accepts)
 
-    def place(self, prefill: Group, decode: Group, *, prefill_seconds: float, num_tokens: int) -> Placed:
-        """Count a turn of `num_tokens` tokens to two rings, until they announce their own figures."""
+    def place(self, prefill: Group | None, decode: Group, *, prefill_seconds: float, num_tokens: int) -> Placed:
+        """Count a turn of `num_tokens` tokens to its rings, until they announce their own figures.
+
+        `prefill` None: the decode ring computes the prompt, in `prefill_seconds` all the same.
+        """
         now = self.clock()
         self._num_placed += 1
-        for group in (prefill, decode):
+        for group in (decode,) if prefill is None else (prefill, decode):
             group.last_placed = self._num_placed
             group.free_tokens = max(0, group.free_tokens - num_tokens)
-        prefill.busy_until = max(prefill.busy_until, now) + prefill_seconds
-        prefill.num_prefilling += 1
-        return Placed(prefill, self.clock)
+        computing = prefill or decode
+        computing.busy_until = max(computing.busy_until, now) + prefill_seconds
+        computing.num_prefilling += 1
+        return Placed(computing, self.clock)
 
 
 def _kind_of(registration: GroupRegistration) -> RingKind:

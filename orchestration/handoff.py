@@ -6,11 +6,13 @@ RESERVED ──first frame / admit──> STREAMING ──every token, layer, he
                                                                                                     ADMITTED ──> DONE
     ADMITTED ──its blocks go to an older turn──> PREEMPTED ──room again: a new attempt──> RESERVED
     RESERVED, STREAMING ──a new attempt could not begin──> PREEMPTED
+    RESERVED ──the decode ring has computed the prompt itself──> SEALED
 
 Who owns the decode ring's blocks: the decode leader from RESERVED on, always. Until SEALED the ranks' receivers may
-write to them, in ADMITTED the decode loop may; ABORTED, DONE and PREEMPTED are reached only after both have let go, so
-that only then the blocks go back to the pool. Until the prefill leader's `finish_sends` returns, its ranks may read
-their own blocks of the sequence, and its pool keeps them pinned.
+write to them, or the decode loop where the ring computes the prompt itself, and in ADMITTED the decode loop may;
+ABORTED, DONE and PREEMPTED are reached only after both have let go, so that only then the blocks go back to the pool.
+Until the prefill leader's `finish_sends` returns, its ranks may read their own blocks of the sequence, and its pool
+keeps them pinned.
 """
 
 from __future__ import annotations

@@ -2,27 +2,31 @@
 
     seconds = queue + move + prefill        on a prefill ring
     seconds = load + move                   on a decode ring
+    seconds = queue + stall + prefill       on a decode ring that keeps the KV and computes the rest itself
 
 Affinity is no rule of its own: a ring that keeps a conversation's KV needs neither to fetch it nor to compute it, and
 is left when that costs less than what waits there. A prefill ring that lacks KV fetches it from the ring that keeps
 most of it, the turn's decode ring or one that the conversation leaves, or computes it again. A decode ring gets from
 the prefill ring what it lacks; so a conversation that goes to another decode ring takes along what only the old one
-kept, by way of the prefill ring. Pure Python and synchronous.
+kept, by way of the prefill ring. Where the conversation's decode ring could compute a few new tokens itself (`direct`),
+that is compared with the way over a prefill ring, hand-off included. Pure Python and synchronous.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import NamedTuple
 
 from cp_core.errors import Unavailable
 from orchestration.cached_kv import KeptOn
+from orchestration.direct_placement import DirectOffer, DirectPlacer, compared, milliseconds, refuse_direct
 from orchestration.groups import Group, GroupRegistry, Placed
 from orchestration.placement_map import Placement
 from orchestration.planner import Planner, PromptOnRings
 from orchestration.turn import GroupRegistration, RingAlternative
+from orchestration.wanted_turn import Choice, WantedTurn
 
 TIE = 0.1
 """Predictions this near to each other, relatively, say nothing: they are not that good."""
@@ -30,39 +34,6 @@ LEAVE_SECONDS = 0.02
 """A conversation leaves its KV for no less: what it saves is predicted, and what it loses is there."""
 MAX_ALTERNATIVES = 8
 """Prefill rings that a plan lists."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WantedTurn:
-    """A turn to be placed. The first `match_tokens` tokens of its prompt agree with KV at the conversation's places."""
-
-    num_tokens: int
-    answer_tokens: int
-    match_tokens: int = 0
-    prefill: Placement | None = None
-    decode: Placement | None = None
-
-    def kept_on(self, group: Group) -> int:
-        """Tokens whose KV a ring keeps, as far as the router knows; the ring may have evicted them since."""
-        place = self.prefill if group.role == "prefill" else self.decode
-        if place is None or place.group != group.name or place.incarnation != group.registration.incarnation:
-            return 0
-        return min(self.match_tokens, place.num_tokens)
-
-    def is_at(self, group: Group) -> bool:
-        place = self.prefill if group.role == "prefill" else self.decode
-        return place is not None and place.group == group.name
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Choice:
-    """The rings of a turn, and why. `reason` and `alternatives` are empty where there was one ring of each kind."""
-
-    prefill: Group
-    decode: Group
-    prefill_seconds: float
-    reason: str = ""
-    alternatives: tuple[RingAlternative, ...] = ()
 
 
 class _Cost(NamedTuple):
@@ -87,41 +58,88 @@ class _Cost(NamedTuple):
         )
 
 
+class _Option(NamedTuple):
+    """A decode ring with the best prefill ring that goes with it, and what the turn would take without any.
+
+    `handoff` is 0 where there is no `direct` way: all others have it alike.
+    """
+
+    decode: Group
+    decode_seconds: float
+    cost: _Cost
+    costs: Sequence[_Cost]
+    direct: DirectOffer | None
+    handoff: float
+
+    @property
+    def over_prefill(self) -> RingAlternative:
+        """The way over the best prefill ring."""
+        return replace(self.cost.alternative, handoff_seconds=self.handoff)
+
+    def is_direct(self, turn: WantedTurn) -> bool:
+        """Whether the decode ring computes the prompt: asked for, or sooner."""
+        if self.direct is None:
+            return False
+        is_sooner = self.direct.alternative.total_seconds < self.over_prefill.total_seconds
+        return turn.asks_for_direct or (is_sooner and not self.direct.is_too_long)
+
+    def total(self, turn: WantedTurn) -> float:
+        """Seconds by which decode rings compare."""
+        # The pull that a decode ring without the KV makes impossible is in the prefill's cost.
+        if self.direct is not None and self.is_direct(turn):
+            return self.direct.alternative.total_seconds + self.decode_seconds
+        return self.cost.total + self.decode_seconds
+
+
 class RingPlacer:
     """Chooses from the registry's rings by what the planner predicts."""
 
     def __init__(self, groups: GroupRegistry, planner: Planner) -> None:
         self._groups = groups
         self._planner = planner
+        self._direct = DirectPlacer(planner)
 
     def choose(self, turn: WantedTurn, refused: Collection[Group] = ()) -> Choice:
         """The rings where the turn is predicted to go on first; none of `refused`, which had no room for it.
 
-        Raises Unavailable where a kind of ring is missing. Where no ring could ever hold the turn it is a largest one:
-        who asks for too much is told so by the caller.
+        Raises Unavailable where a kind of ring is missing, InvalidRequest where the turn asks for its decode ring to
+        compute it and that cannot be. Where no ring could ever hold the turn it is a largest one: who asks for too much
+        is told so by the caller.
         """
         prefills = self._prefill_options(turn, refused)
         now = self._groups.clock()
-        options = []
-        for decode in self._decode_options(turn, refused):
-            costs = self._prefill_costs(turn, prefills, decode, now)
-            cost = _first_of_the_quickest(turn, costs)
-            options.append((cost.total + self._decode_seconds(turn, decode), cost, costs, decode))
-        total, cost, costs, decode = options[0]
-        if len(options) > 1 and total > _worth_leaving(options[1][0]):
-            _, cost, costs, decode = options[1]
+        options = [self._option(turn, prefills, decode, now) for decode in self._decode_options(turn, refused)]
+        if turn.asks_for_direct:
+            options = [option for option in options if option.direct is not None]
+        if not options:
+            refuse_direct(turn, max(group.registration.max_direct_tokens for group in self._groups.ready("decode")))
+        chosen = options[0]
+        if len(options) > 1 and chosen.total(turn) > _worth_leaving(options[1].total(turn)):
+            chosen = options[1]
+        direct, is_direct = chosen.direct and chosen.direct.alternative, chosen.is_direct(turn)
         return Choice(
-            prefill=cost.group,
-            decode=decode,
-            prefill_seconds=cost.prefill,
-            reason=self._reason(turn, cost, costs, decode),
-            alternatives=_listed(cost, costs) if len(costs) > 1 else (),
+            prefill=chosen.cost.group,
+            decode=chosen.decode,
+            prefill_seconds=direct.prefill_seconds if direct and is_direct else chosen.cost.prefill,
+            reason=self._reason(turn, chosen),
+            alternatives=_listed(chosen),
+            is_direct=is_direct,
+            direct=direct,
         )
+
+    def choose_prefill(self, turn: WantedTurn, decode: Group) -> Choice:
+        """A prefill ring for a turn that decodes on `decode` and has none yet. Raises Unavailable."""
+        prefills = self._prefill_options(turn, ())
+        cost = _first_of_the_quickest(turn, self._prefill_costs(turn, prefills, decode, self._groups.clock()))
+        return Choice(prefill=cost.group, decode=decode, prefill_seconds=cost.prefill)
 
     def place(self, turn: WantedTurn, choice: Choice) -> Placed:
         """Count the turn to its rings' load; what is returned ends that."""
         return self._groups.place(
-            choice.prefill, choice.decode, prefill_seconds=choice.prefill_seconds, num_tokens=turn.num_tokens
+            None if choice.is_direct else choice.prefill,
+            choice.decode,
+            prefill_seconds=choice.prefill_seconds,
+            num_tokens=turn.num_tokens,
         )
 
     # --- which rings are compared ------------------------------------------------------------------------------------
@@ -166,6 +184,13 @@ class RingPlacer:
 
     # --- what they cost ----------------------------------------------------------------------------------------------
 
+    def _option(self, turn: WantedTurn, prefills: Sequence[Group], decode: Group, now: float) -> _Option:
+        costs = self._prefill_costs(turn, prefills, decode, now)
+        cost = _first_of_the_quickest(turn, costs)
+        direct = self._direct.offer(turn, cost.group, decode, now)
+        handoff = self._direct.handoff_seconds(turn, cost.group, decode) if direct else 0.0
+        return _Option(decode, self._decode_seconds(turn, decode), cost, costs, direct, handoff)
+
     def _decode_seconds(self, turn: WantedTurn, decode: Group) -> float:
         """The load, and what of the history must come from the prefill ring: new tokens come to every ring alike."""
         lacking = turn.match_tokens - turn.kept_on(decode)
@@ -198,21 +223,27 @@ class RingPlacer:
 
     # --- why ---------------------------------------------------------------------------------------------------------
 
-    def _reason(self, turn: WantedTurn, cost: _Cost, costs: Sequence[_Cost], decode: Group) -> str:
+    def _reason(self, turn: WantedTurn, chosen: _Option) -> str:
+        cost, costs, decode, is_direct = chosen.cost, chosen.costs, chosen.decode, chosen.is_direct(turn)
         parts = []
-        if len(costs) > 1:
+        if chosen.direct is not None:
+            parts.append(compared(chosen.direct, chosen.over_prefill, is_direct=is_direct))
+        elif turn.refused_direct:
+            parts.append(f"ring {turn.refused_direct} could not compute the turn itself after all")
+        if len(costs) > 1 and not is_direct:
             other = min((each for each in costs if each is not cost), key=lambda each: each.total)
             keeps = f" and keeps {turn.kept_on(cost.group)} tokens" if turn.kept_on(cost.group) else ""
             parts.append(
-                f"ring {cost.group.name} takes {_milliseconds(cost.total)} by {_size(cost.group)} "
-                f"({_milliseconds(cost.queue)} of it queue){keeps}, "
-                f"{other.group.name} {_milliseconds(other.total)} by {_size(other.group)}"
+                f"ring {cost.group.name} takes {milliseconds(cost.total)} by {_size(cost.group)} "
+                f"({milliseconds(cost.queue)} of it queue){keeps}, "
+                f"{other.group.name} {milliseconds(other.total)} by {_size(other.group)}"
             )
         if self._groups.num_rings("decode") > 1:
             keeps = f"keeps {turn.kept_on(decode)} tokens and " if turn.kept_on(decode) else ""
             parts.append(f"ring {decode.name} {keeps}has {decode.num_turns} turns")
-        for role, place, chosen in (("prefill", turn.prefill, cost.group), ("decode", turn.decode, decode)):
-            if place is not None and place.group != chosen.name:
+        goes_to = (("prefill", turn.prefill, cost.group), ("decode", turn.decode, decode))
+        for role, place, group in goes_to[is_direct:]:
+            if place is not None and place.group != group.name:
                 parts.append(f"the conversation leaves {role} ring {place.group}")
         return "".join(f"; {part}" for part in parts)
 
@@ -251,12 +282,17 @@ def _worth_leaving(other: float) -> float:
     return other * (1 + TIE) + LEAVE_SECONDS
 
 
-def _listed(chosen: _Cost, costs: Sequence[_Cost]) -> tuple[RingAlternative, ...]:
-    """The quickest few, the chosen one among them."""
-    quickest = heapq.nsmallest(MAX_ALTERNATIVES, costs, key=lambda cost: cost.total)
-    if not any(cost is chosen for cost in quickest):
-        quickest[-1] = chosen
-    return tuple(cost.alternative for cost in quickest)
+def _listed(option: _Option) -> tuple[RingAlternative, ...]:
+    """The decode ring, where it could compute the prompt, and the quickest few prefill rings, the chosen one among
+    them; nothing where there was no choice.
+    """
+    if option.direct is None and len(option.costs) == 1:
+        return ()
+    quickest = heapq.nsmallest(MAX_ALTERNATIVES, option.costs, key=lambda cost: cost.total)
+    if not any(cost is option.cost for cost in quickest):
+        quickest[-1] = option.cost
+    prefills = tuple(replace(cost.alternative, handoff_seconds=option.handoff) for cost in quickest)
+    return prefills if option.direct is None else (option.direct.alternative, *prefills)
 
 
 def _num_processes(ring: GroupRegistration) -> int:
@@ -266,7 +302,3 @@ def _num_processes(ring: GroupRegistration) -> int:
 def _size(group: Group) -> str:
     ring = group.registration
     return f"cp {ring.num_ranks}" if ring.tp == 1 else f"cp {ring.num_ranks} x tp {ring.tp}"
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g} ms"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from cp_core.cost.profile import HardwareProfile
@@ -13,8 +13,8 @@ from orchestration.cached_kv import AUTO, CachedKv, KeptOn, choose_source, is_wo
 from orchestration.corrections import RingCorrections
 from orchestration.prefill_work import StepLimits, WorkModel, cut
 from orchestration.ring_costs import RingCosts, StepSeconds
-from orchestration.turn import Chunk, GroupRegistration, Plan, PrefillReport, PromptMode
-from workers.steps import Algorithm, ModelInfo
+from orchestration.turn import CachedSource, Chunk, GroupRegistration, Plan, PrefillReport, PromptMode
+from workers.steps import RING_ALGORITHMS, Algorithm, ModelInfo
 
 WORTH_TELLING = 0.05
 """A correction that moves a prediction by more is part of a plan's reason."""
@@ -98,7 +98,7 @@ class Planner:
         first = names.index(taken)
         why = self._select(ring, pieces[first], seconds[first], algorithm).reason
         work = self._work.work(prompt.num_tokens - cached, cached)
-        factors = {name: self.corrections.factor(ring, name, work) for name in Algorithm}
+        factors = {name: self.corrections.factor(ring, name, work) for name in RING_ALGORITHMS}
         return Plan(
             algorithm=taken,
             reason=_reason(taken, names, why) + source.reason + _told(factors[taken]),
@@ -114,10 +114,65 @@ class Planner:
                 each.by(name) * factors[name] for each, name in zip(seconds, names, strict=True)
             ),
             # By one factor, so that they compare as they did when one of them was chosen.
-            alternatives=tuple((name, factors[taken] * sum(each.by(name) for each in seconds)) for name in Algorithm)
+            alternatives=tuple(
+                (name, factors[taken] * sum(each.by(name) for each in seconds)) for name in RING_ALGORITHMS
+            )
             + source.alternatives,
             prompt_mode=mode,
         )
+
+    def plan_direct(self, prompt: PromptOnRings, *, mode: PromptMode, algorithm: Algorithm | None = None) -> Plan:
+        """The plan of a turn whose decode ring computes the prompt itself; its prefill ring would instead."""
+        other = self.plan(prompt, mode=mode)
+        num_tokens, kept_on_decode, decode = prompt.num_tokens, prompt.kept_on_decode, prompt.decode
+        new = TokenRange(kept_on_decode, num_tokens)
+        kept = CachedSource(source="kept_on_decode", tokens=TokenRange(0, kept_on_decode))
+        seconds = self.predict_direct(num_tokens, kept_on_decode, decode)
+        why = "Decode ring" if algorithm is None else f"Forced: {algorithm} was asked for with the turn"
+        told = _told(self._direct_factor(num_tokens, kept_on_decode, decode, Algorithm.DECODE_RING))
+        return replace(
+            other,
+            algorithm=Algorithm.DECODE_RING,
+            reason=f"{why}: {decode.name} keeps {kept_on_decode} tokens and computes the {len(new)} new ones in "
+            f"{1e3 * seconds:.3g} ms predicted, with no KV to move{told}",
+            new_tokens=len(new),
+            cached_tokens=kept_on_decode,
+            prefill_ring=decode.name,
+            prefill_ranks=decode.num_ranks,
+            cached_sources=(kept,) if kept_on_decode else (),
+            chunks=(Chunk(tokens=new, algorithm=Algorithm.DECODE_RING),),
+            predicted_prefill_seconds=seconds,
+            alternatives=((Algorithm.DECODE_RING, seconds), *other.alternatives),
+        )
+
+    @property
+    def may_choose_direct(self) -> bool:
+        """Whether a turn that asks for no algorithm may be computed by its decode ring: not where one is forced."""
+        return self.selector not in RING_ALGORITHMS
+
+    def predict_direct(self, num_tokens: int, kept_on_decode: int, decode: GroupRegistration) -> float:
+        """Seconds in which a decode ring computes the end of a prompt whose beginning it keeps, between two steps."""
+        factor = self._direct_factor(num_tokens, kept_on_decode, decode, Algorithm.DECODE_RING)
+        return self._direct_seconds(num_tokens, kept_on_decode, decode) * factor
+
+    def compare_direct(
+        self, num_tokens: int, kept_on_decode: int, decode: GroupRegistration, prefill: GroupRegistration
+    ) -> float:
+        """As `predict_direct`, to be compared with that prefill ring: by the factor of that ring's turns of like work.
+
+        What the model leaves out it leaves out of both ways. By its own factor the way that had more turns would
+        compare with one of which too little is known, and win or lose by that.
+        """
+        name = self._costs.seconds(prefill, num_tokens - kept_on_decode, kept_on_decode).fastest
+        factor = self._direct_factor(num_tokens, kept_on_decode, prefill, name)
+        return self._direct_seconds(num_tokens, kept_on_decode, decode) * factor
+
+    def _direct_factor(self, num_tokens: int, kept: int, ring: GroupRegistration, name: Algorithm) -> float:
+        return self.corrections.factor(ring, name, self._work.work(num_tokens - kept, kept))
+
+    def _direct_seconds(self, num_tokens: int, kept_on_decode: int, decode: GroupRegistration) -> float:
+        new_tokens = num_tokens - kept_on_decode
+        return self._costs.seconds(decode, new_tokens, kept_on_decode).by(Algorithm.DECODE_RING)
 
     def note_prefill(self, ring: GroupRegistration, report: PrefillReport) -> None:
         """Learn from what a turn took; one that shared a step, or took both algorithms, measures neither."""
@@ -212,7 +267,7 @@ def _told(factor: float) -> str:
 
 
 def _of_most_tokens(pieces: Sequence[TokenRange], names: Sequence[Algorithm]) -> Algorithm:
-    tokens = dict.fromkeys(Algorithm, 0)
+    tokens = dict.fromkeys(RING_ALGORITHMS, 0)
     for piece, name in zip(pieces, names, strict=True):
         tokens[name] += len(piece)
     return max(tokens, key=lambda name: tokens[name])

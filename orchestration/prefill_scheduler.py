@@ -22,7 +22,7 @@ from cp_core.errors import CapacityExceeded
 from cp_core.layout import TokenRange
 from orchestration.prefill_work import StepLimits, WorkModel
 from orchestration.turn import Chunk
-from workers.steps import Algorithm
+from workers.steps import RING_ALGORITHMS, Algorithm
 
 AGE_SHARE = 0.25
 """Of all work, to the oldest turns."""
@@ -290,7 +290,7 @@ class _Filling:
 
 def _algorithm_of_most(work: dict[_Item, float]) -> Algorithm:
     """One step has one algorithm: that which was planned for most of its work; of equals pass-KV."""
-    totals = dict.fromkeys(Algorithm, 0.0)
+    totals = dict.fromkeys(RING_ALGORITHMS, 0.0)
     for item, units in work.items():
         totals[item.algorithm] += units
     return max(totals, key=lambda name: totals[name])

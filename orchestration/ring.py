@@ -73,6 +73,8 @@ class GroupSettings:
     continuous: bool = True
     preemption: bool = True
     headroom_tokens: int = 128
+    max_direct_tokens: int = 0
+    max_direct_seconds: float = 0.15
     max_waiting: int = 256
     chunk_tokens: int = 4096
     prefill_scheduling: PrefillScheduling = field(default_factory=PrefillScheduling)
@@ -222,6 +224,11 @@ class Ring:
         self.require_ready()
         timeout = self.settings.start_timeout
         self.rates = (await gather_first_error(rank.probe(timeout) for rank in self.ranks))[0]
+
+    async def measure_between_steps(self) -> None:
+        """As `measure`, on a ring whose ranks run their decode loop."""
+        self.require_ready()
+        self.rates = await self.ranks[0].probe_between_steps(self.settings.start_timeout)
 
     def _spec(self, rank: int, incarnation: str) -> RankSpec:
         settings = self.settings

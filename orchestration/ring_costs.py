@@ -36,8 +36,8 @@ class StepSeconds(NamedTuple):
     sums: float
 
     def by(self, algorithm: Algorithm) -> float:
-        """All of it."""
-        return (self.pass_q if algorithm is Algorithm.PASS_Q else self.pass_kv) + self.sums
+        """All of it. A decode ring computes a prompt by pass-Q."""
+        return (self.pass_kv if algorithm is Algorithm.PASS_KV else self.pass_q) + self.sums
 
     @property
     def fastest(self) -> Algorithm:

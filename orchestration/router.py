@@ -24,7 +24,7 @@ from orchestration.group_status import status_of, status_without
 from orchestration.groups import Group, GroupRegistry
 from orchestration.kv_quotas import KvQuotas
 from orchestration.move_counts import MoveCounts
-from orchestration.placement import RingPlacer, WantedTurn
+from orchestration.placement import RingPlacer
 from orchestration.planner import Planner
 from orchestration.ports import Peers
 from orchestration.prompts import common_prefix, resolve_prompt
@@ -35,6 +35,7 @@ from orchestration.turn_ends import TurnEnds
 from orchestration.turn_placements import TurnPlacements
 from orchestration.turn_starts import TurnStarts
 from orchestration.views import ConversationList, ConversationView, MoveTotals, ServerView
+from orchestration.wanted_turn import WantedTurn
 from workers.steps import TokenIds
 
 log = logging.getLogger(__name__)
@@ -170,6 +171,7 @@ class Router:
             match_tokens=_match(conversation, prompt, request),
             prefill=conversation.prefill,
             decode=conversation.decode,
+            algorithm=request.algorithm,
         )
         choice = self._placements.choose(wanted)
         self._check_length(len(prompt), request.sampling.max_tokens, choice.prefill, choice.decode)

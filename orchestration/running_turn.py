@@ -12,8 +12,8 @@ from cp_core.errors import RingserveError
 from orchestration.cached_kv import KeptOn
 from orchestration.conversations import Conversation
 from orchestration.groups import Group, Placed
-from orchestration.placement import Choice, WantedTurn
 from orchestration.turn import KeepingRing, PrefillDone, PromptMode, Reservation, TurnRequest
+from orchestration.wanted_turn import Choice, WantedTurn
 from workers.steps import TokenIds
 
 
@@ -27,8 +27,11 @@ class RunningTurn:
 
     `attempt` counts the times that its KV is made for the decode ring; `decoded` are tokens whose KV belongs to that.
     `left` are rings that keep some of the conversation and are none of the turn's; from `pulled_from` its prefill ring
-    fetches. `refused` are rings that had no room
-    for it, or were gone. Where it is placed anew it gets another `turn_id`.
+    fetches. `refused` are rings that had no room for it, or were gone. Where it is placed anew it gets another
+    `turn_id`.
+
+    Where the decode ring computes the prompt itself there is no `prefill` ring, until the turn has to be resumed.
+    `is_on_prefill_ring`: that ring has begun to make the turn's KV, and holds no other tokens of the conversation.
     """
 
     turn_id: str
@@ -51,14 +54,20 @@ class RunningTurn:
     attempt: int = 1
     decoded: TokenIds = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     resuming: asyncio.Task[None] | None = None
+    is_on_prefill_ring: bool = False
 
     @property
-    def prefill(self) -> Group:
-        return self.choice.prefill
+    def prefill(self) -> Group | None:
+        return None if self.choice.is_direct else self.choice.prefill
 
     @property
     def decode(self) -> Group:
         return self.choice.decode
+
+    @property
+    def rings(self) -> tuple[Group, ...]:
+        """The rings that have, or are to have, KV of the turn."""
+        return (self.decode,) if self.prefill is None else (self.prefill, self.decode)
 
     @property
     def match_tokens(self) -> int:
@@ -68,9 +77,15 @@ class RunningTurn:
     def match_on(self, group: Group) -> int:
         """Of those, how many a ring may take from what it keeps: none where it is not the conversation's own.
 
-        What another ring still has of the conversation may be of an earlier state that has been overwritten since.
+        What another ring still has of the conversation may be of an earlier state that has been overwritten since; and
+        so may what its own prefill ring has beyond what the books say, where turns since did without that ring.
         """
-        return self.match_tokens if self.wanted.is_at(group) else 0
+        return self.wanted.known_on(group)
+
+    def match_to_reserve(self, group: Group) -> int:
+        """As `match_on`, but of a later attempt a ring that made KV for it before holds the turn's own tokens alone."""
+        holds_own = self.attempt > 1 and (group is self.decode or self.is_on_prefill_ring)
+        return len(self.token_ids) - 1 if holds_own else self.match_on(group)
 
     @property
     def token_ids(self) -> TokenIds:
@@ -89,8 +104,8 @@ class RunningTurn:
 
     @property
     def kept_on_prefill(self) -> int:
-        """What is left there of the conversation's KV if the turn fails."""
-        return self._kept(self.prefill, self.on_prefill)
+        """What is left there of the conversation's KV if the turn fails. One that it did not come to keeps it all."""
+        return 0 if self.prefill is None else self._kept(self.prefill, self.on_prefill)
 
     @property
     def kept_on_decode(self) -> int:

@@ -57,7 +57,7 @@ class TurnRequest:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CachedSource:
     """Where cached tokens come from: "kept_on_prefill", "pulled_from_decode", or "pulled_from_other", a ring that the
-    conversation leaves: `ring`.
+    conversation leaves: `ring`; or "kept_on_decode", where that ring computes the prompt itself.
     """
 
     source: str
@@ -76,8 +76,12 @@ class Chunk:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RingAlternative:
-    """What a turn is predicted to take on one prefill ring of `num_ranks` ranks of `tp` processes, in seconds: behind
-    what waits there, to fetch cached KV that the ring lacks, and to compute the rest.
+    """What a turn is predicted to take on one ring of `num_ranks` ranks of `tp` processes, in seconds: behind what
+    waits there, to fetch cached KV that the ring lacks, and to compute the rest.
+
+    Where the decode ring could compute the prompt itself it is one of those compared: with `handoff_seconds`, of the
+    new tokens' KV on its way from a prefill ring, and `stall_seconds`, by which all turns that decode there would
+    wait longer together.
     """
 
     ring: str
@@ -86,10 +90,13 @@ class RingAlternative:
     queue_seconds: float
     move_seconds: float
     prefill_seconds: float
+    handoff_seconds: float = 0.0
+    stall_seconds: float = 0.0
 
     @property
     def total_seconds(self) -> float:
-        return self.queue_seconds + self.move_seconds + self.prefill_seconds
+        waits = self.queue_seconds + self.move_seconds + self.handoff_seconds + self.stall_seconds
+        return waits + self.prefill_seconds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,7 +106,10 @@ class Plan:
     `alternatives` are (algorithm, predicted seconds) of computing every chunk by it; where only the decode ring keeps
     a part, also those of a "pull" and of a "recompute", each until the prefill has ended. `chunks` are those of a ring
     that has nothing else to do: the prefill leader cuts by what waits, and reports what it did. `ring_alternatives` are
-    the prefill rings that were compared, the quickest few and the chosen one; none where there was no choice.
+    the rings that were compared, the quickest few and the chosen one; none where there was no choice.
+
+    With `Algorithm.DECODE_RING` the decode ring is also `prefill_ring`, and nothing is handed over. Other plans have it
+    among their `alternatives` where it was possible.
     """
 
     algorithm: Algorithm
@@ -132,8 +142,9 @@ class BegunTurn:
 class Reserve:
     """Pin a sequence for a turn. `sampling` and `source_incarnation` matter to the decode ring only.
 
-    So do `penalized_ids`, the prompt's distinct tokens where a penalty looks at them. `request_id` is for logs,
-    `trace_parent` for traces.
+    So do `penalized_ids`, the prompt's distinct tokens where a penalty looks at them, and `is_direct`: the decode ring
+    itself is going to compute what it does not keep, so no KV comes. `request_id` is for logs, `trace_parent` for
+    traces.
     """
 
     turn_id: str
@@ -148,6 +159,7 @@ class Reserve:
     priority: int = 0
     request_id: str = ""
     trace_parent: str = ""
+    is_direct: bool = False
 
     @property
     def log_fields(self) -> dict[str, str]:
@@ -181,7 +193,7 @@ class KeepingRing:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillTurn:
-    """Run the prefill of a reserved turn; `destination` is the decode ring's reservation.
+    """Run the prefill of a reserved turn; `destination` is the decode ring's reservation, also where it runs there.
 
     Cached tokens that the ring lacks are pulled from there, or `pulled_from` another ring: what that cannot send is
     computed after all.
@@ -204,7 +216,8 @@ class PrefillTurn:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillReport:
-    """What the prefill ring measured, and the chunks as it computed them; `lost_tokens` of them were to be pulled.
+    """What the ring that computed the prompt measured, and the chunks as it computed them; `lost_tokens` of them were
+    to be pulled.
 
     `prefill_seconds` are those of the steps the turn was in, shared ones whole; `queue_seconds` the rest of the time
     from its reservation to its first token.
@@ -220,7 +233,7 @@ class PrefillReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillDone:
-    """The turn's KV has been handed over; `shards` is where the whole prompt now lies on the prefill ring."""
+    """The turn's KV is where it is decoded; `shards` is how the whole prompt now lies on the ring that computed it."""
 
     report: PrefillReport
     shards: ShardMap
@@ -308,6 +321,9 @@ class GroupRegistration:
     one of its prefill steps may compute, `step_budget` its most work units (0: those of `chunk_tokens` tokens). One
     that `is_draining` takes no new turns, one that `is_leaving` is gone when this is read.
 
+    A decode ring computes up to `max_direct_tokens` tokens of a prompt itself (0: none), where a step of them is
+    predicted to take no longer than `max_direct_seconds`.
+
     What changes from one announcement to the next: work units that wait and those it computes a second, of
     prefill rings (0: not known); tokens that no running turn holds the room of (None: not known), and those of them
     that nothing is kept in and more may be kept in; and the turns that a decode ring takes into one batch (0: not
@@ -330,6 +346,8 @@ class GroupRegistration:
     free_tokens: int | None = None
     spare_tokens: int = 0
     max_batch: int = 0
+    max_direct_tokens: int = 0
+    max_direct_seconds: float = 0.0
     is_draining: bool = False
     is_leaving: bool = False
 

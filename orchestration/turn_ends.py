@@ -12,11 +12,11 @@ import numpy as np
 from cp_core.errors import RingserveError, TurnCancelled
 from orchestration.conversations import Conversation, ConversationStore, tenant_of
 from orchestration.groups import GroupRegistry, Placed
-from orchestration.placement import Choice
 from orchestration.placement_map import Placement, PlacementMap
 from orchestration.ports import DecodePort, Peers
 from orchestration.running_turn import RunningTurn, new_turn_id
 from orchestration.turn import PrefillDone, TurnOutcome
+from orchestration.wanted_turn import Choice
 
 log = logging.getLogger(__name__)
 
@@ -48,8 +48,7 @@ class TurnEnds:
         turn.lease = asyncio.get_running_loop().call_later(delay, self._lease_ended, turn)
         self._running[turn.turn_id] = turn
         self._turn_of_request[turn.request.request_id] = turn.turn_id
-        turn.prefill.num_turns += 1
-        turn.decode.num_turns += 1
+        _count(turn, 1)
 
     def move(self, turn: RunningTurn, choice: Choice, placed: Placed) -> str:
         """The turn goes to other rings, by another id: returns the one before, which counts as ended.
@@ -57,8 +56,7 @@ class TurnEnds:
         So the rings that are left find nothing of it to end, and keep what the conversation had there.
         """
         before = turn.turn_id
-        turn.prefill.num_turns -= 1
-        turn.decode.num_turns -= 1
+        _count(turn, -1)
         turn.placed.end_prefill()
         self._remember(before, turn.kept_on_decode)
         del self._running[before]
@@ -66,9 +64,14 @@ class TurnEnds:
         turn.on_prefill = turn.on_decode = None
         self._running[turn.turn_id] = turn
         self._turn_of_request[turn.request.request_id] = turn.turn_id
-        turn.prefill.num_turns += 1
-        turn.decode.num_turns += 1
+        _count(turn, 1)
         return before
+
+    def take_prefill_ring(self, turn: RunningTurn, choice: Choice) -> None:
+        """A turn that had no prefill ring gets one."""
+        _count(turn, -1)
+        turn.choice = choice
+        _count(turn, 1)
 
     def of_tenant(self, tenant: str) -> Iterator[RunningTurn]:
         """Running turns whose request id is `tenant/...`."""
@@ -124,24 +127,23 @@ class TurnEnds:
 
     async def _finish(self, turn: RunningTurn, outcome: TurnOutcome) -> int:
         conversation = turn.conversation
-        assert turn.prefilling and turn.on_prefill and turn.on_decode, "a finished turn was prefilled"
+        assert turn.prefilling and turn.on_decode, "a finished turn was prefilled"
         done: PrefillDone | None = None
         try:
             async with asyncio.timeout(self._control_timeout):
                 done = await asyncio.shield(turn.prefilling)
         except (RingserveError, TimeoutError) as error:
-            log.warning("prefill ring %s lost the KV of %s: %s", turn.prefill.name, turn.sequence_id, error)
+            log.warning("ring %s lost the KV of %s: %s", turn.choice.computing.name, turn.sequence_id, error)
         # The prompt and, after a preemption, what had been decoded before.
         await self._settle_prefill(turn, done.shards.num_tokens if done and turn.is_kept else 0)
         if not turn.is_kept:
             return 0
         await self._leave_other_rings(turn)
-        on_prefill, on_decode = turn.on_prefill.incarnation, turn.on_decode.incarnation
         conversation.tokens = np.concatenate([turn.prompt, np.asarray(outcome.token_ids, dtype=np.int64)])
         conversation.num_turns += 1
         conversation.places = conversation.places.changed(
-            prefill=Placement(group=turn.prefill.name, incarnation=on_prefill, shards=done.shards) if done else None,
-            decode=Placement(group=turn.decode.name, incarnation=on_decode, shards=outcome.shards),
+            prefill=_on_prefill_ring(turn, done),
+            decode=Placement(group=turn.decode.name, incarnation=turn.on_decode.incarnation, shards=outcome.shards),
         )
         return outcome.kv_tokens
 
@@ -152,20 +154,23 @@ class TurnEnds:
         await self._settle_prefill(turn, kept_on_prefill)
         prefill, decode = conversation.prefill, conversation.decode
         # Rings that the turn did not come to, or left, still have what they had of it.
+        came_to = {ring.name for ring in turn.rings}
         conversation.places = conversation.places.changed(
-            prefill=prefill.cut(kept_on_prefill) if prefill and prefill.group == turn.prefill.name else prefill,
-            decode=decode.cut(kept_on_decode) if decode and decode.group == turn.decode.name else decode,
+            prefill=prefill.cut(kept_on_prefill) if prefill and prefill.group in came_to else prefill,
+            decode=decode.cut(kept_on_decode) if decode and decode.group in came_to else decode,
         )
         return kept_on_decode
 
     async def _settle_prefill(self, turn: RunningTurn, keep_tokens: int) -> None:
-        port = self._peers.prefill(turn.prefill.registration.endpoint)
-        try:
-            if turn.prefilling is not None and not turn.prefilling.done():
-                await port.abort_turn(turn.turn_id, TurnCancelled("the turn ended"))
-            await port.settle(turn.sequence_id, turn.turn_id, keep_tokens)
-        except RingserveError as error:
-            log.warning("prefill ring %s could not settle %s: %s", turn.prefill.name, turn.turn_id, error)
+        """Without a prefill ring there is only the decode ring's word to wait for no longer."""
+        if turn.prefill is not None:
+            port = self._peers.prefill(turn.prefill.registration.endpoint)
+            try:
+                if turn.prefilling is not None and not turn.prefilling.done():
+                    await port.abort_turn(turn.turn_id, TurnCancelled("the turn ended"))
+                await port.settle(turn.sequence_id, turn.turn_id, keep_tokens)
+            except RingserveError as error:
+                log.warning("prefill ring %s could not settle %s: %s", turn.prefill.name, turn.turn_id, error)
         if turn.prefilling is not None:
             turn.prefilling.cancel()
             await asyncio.gather(turn.prefilling, return_exceptions=True)
@@ -178,8 +183,7 @@ class TurnEnds:
             turn.lease.cancel()
         del self._running[turn.turn_id]
         del self._turn_of_request[turn.request.request_id]
-        turn.prefill.num_turns -= 1
-        turn.decode.num_turns -= 1
+        _count(turn, -1)
         turn.placed.end_prefill()
         self._conversations.close(turn.conversation)
         self._remember(turn.turn_id, keep)
@@ -193,7 +197,7 @@ class TurnEnds:
         """Where the conversation has moved, its KV on the rings it came from is of no more use."""
         old = turn.conversation
         left = PlacementMap(
-            prefill=old.prefill if old.prefill and old.prefill.group != turn.prefill.name else None,
+            prefill=old.prefill if old.prefill and turn.prefill and old.prefill.group != turn.prefill.name else None,
             decode=old.decode if old.decode and old.decode.group != turn.decode.name else None,
         )
         await self.free(Conversation(old.conversation_id, places=left))
@@ -210,3 +214,24 @@ class TurnEnds:
                 await port.settle(conversation.conversation_id, "", 0)
             except RingserveError as error:
                 log.warning("ring %s could not free %s: %s", group.name, conversation.conversation_id, error)
+
+
+def _count(turn: RunningTurn, change: int) -> None:
+    """Enter a turn with its rings, or take it out."""
+    for ring in turn.rings:
+        ring.num_turns += change
+
+
+def _on_prefill_ring(turn: RunningTurn, done: PrefillDone | None) -> Placement | None:
+    """What a prefill ring keeps of the conversation when the turn is over.
+
+    One that the turn did without lags behind; and where the turn has changed the history, what the ring has beyond the
+    common beginning counts no longer.
+    """
+    if turn.prefill is None:
+        before = turn.conversation.prefill
+        return None if before is None else before.cut(turn.match_tokens)
+    if done is None:
+        return None
+    assert turn.on_prefill, "what was prefilled there was reserved before"
+    return Placement(group=turn.prefill.name, incarnation=turn.on_prefill.incarnation, shards=done.shards)

@@ -10,11 +10,13 @@ from dataclasses import replace
 from cp_core.errors import RingserveError, TurnCancelled, Unavailable
 from orchestration.cached_kv import KeptOn
 from orchestration.groups import Group, Placed
-from orchestration.placement import Choice, RingPlacer, WantedTurn
+from orchestration.placement import RingPlacer
 from orchestration.ports import Peers
 from orchestration.running_turn import RunningTurn
 from orchestration.turn import Plan
 from orchestration.turn_ends import TurnEnds
+from orchestration.wanted_turn import Choice, WantedTurn
+from workers.steps import Algorithm
 
 log = logging.getLogger(__name__)
 
@@ -43,10 +45,15 @@ class TurnPlacements:
     async def try_elsewhere(self, turn: RunningTurn, refusal: RingserveError) -> None:
         """Move a turn that was refused to the next best rings, with nothing left on those before.
 
-        Raises `refusal` where there is no other ring, the turn was refused too often, or is to end.
+        One whose decode ring could not compute the prompt itself goes over a prefill ring now. Raises `refusal` where
+        there is no other ring, the turn was refused too often, is to end, or asked for this alone.
         """
         if len(turn.refused) > MAX_REFUSALS or turn.stop_error is not None or turn.ending is not None:
             raise refusal
+        if turn.choice.is_direct:
+            if turn.wanted.asks_for_direct:
+                raise refusal
+            turn.wanted = replace(turn.wanted, refused_direct=turn.decode.name)
         try:
             choice = self._placer.choose(turn.wanted, turn.refused)
         except Unavailable:
@@ -58,17 +65,19 @@ class TurnPlacements:
         ):
             raise refusal
         log.info("turn %s goes to rings %s and %s: %s", turn.turn_id, choice.prefill.name, choice.decode.name, refusal)
-        before = turn.choice
+        before_prefill, before_decode = turn.prefill, turn.decode
         keep, has_prefill, has_decode = turn.kept_on_prefill, turn.on_prefill is not None, turn.on_decode is not None
         turn_id = self._turns.move(turn, choice, self._placer.place(wanted, choice))
-        leaving = [
-            self._spawn(self._leave_prefill(turn, turn_id, before.prefill, keep)),
-            self._spawn(self._leave_decode(turn_id, before.decode)),
-        ]
         # What was reserved must be free before it can be reserved anew; rings that are gone are not waited for. A
         # client that hangs up meanwhile does not stop it.
-        awaited = [task for task, has in zip(leaving, (has_prefill, has_decode), strict=True) if has]
-        await asyncio.shield(asyncio.gather(*awaited))
+        leaving = [(self._spawn(self._leave_decode(turn_id, before_decode)), has_decode)]
+        if before_prefill is not None:
+            leaving.append((self._spawn(self._leave_prefill(turn, turn_id, before_prefill, keep)), has_prefill))
+        await asyncio.shield(asyncio.gather(*(task for task, has in leaving if has)))
+
+    def take_prefill_ring(self, turn: RunningTurn) -> None:
+        """Of a turn that its decode ring computed itself, to be resumed. Raises Unavailable."""
+        self._turns.take_prefill_ring(turn, self._placer.choose_prefill(turn.wanted, turn.decode))
 
     async def _leave_prefill(self, turn: RunningTurn, turn_id: str, ring: Group, keep: int) -> None:
         try:
@@ -106,8 +115,15 @@ class TurnPlacements:
     def explain(self, turn: RunningTurn, plan: Plan) -> Plan:
         """The plan with why its rings were taken, and what others would have taken."""
         refused = "".join(f"; ring {ring.name} had no room or was gone" for ring in turn.refused)
-        reason = plan.reason + refused + turn.choice.reason
-        return replace(plan, reason=reason, ring_alternatives=turn.choice.alternatives)
+        direct, others = turn.choice.direct, plan.alternatives
+        if direct is not None and not turn.choice.is_direct:
+            others = (*others, (Algorithm.DECODE_RING, direct.prefill_seconds))
+        return replace(
+            plan,
+            reason=plan.reason + refused + turn.choice.reason,
+            alternatives=others,
+            ring_alternatives=turn.choice.alternatives,
+        )
 
     def _spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)

@@ -1,4 +1,4 @@
-"""How turns start, or start again: both rings reserve, their answers make the plan, the prefill is set going."""
+"""How turns start, or start again: their rings reserve, the answers make the plan, the prefill is set going."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import numpy as np
 from cp_core.errors import CapacityExceeded, NotFound, RingserveError, TurnCancelled, Unavailable
 from orchestration.cached_kv import PULLED_FROM_OTHER
 from orchestration.group_status import withdraw_if_lost
+from orchestration.groups import Group
 from orchestration.move_counts import MoveCounts
 from orchestration.planner import Planner, PromptOnRings
 from orchestration.ports import DecodePort, Peers, PrefillPort
@@ -20,7 +21,7 @@ from orchestration.turn import KeepingRing, Plan, PrefillDone, PrefillReport, Pr
 from orchestration.turn_ends import TurnEnds
 from orchestration.turn_placements import TurnPlacements
 from orchestration.views import MoveReason
-from workers.steps import TokenIds
+from workers.steps import RING_ALGORITHMS, TokenIds
 
 log = logging.getLogger(__name__)
 
@@ -95,9 +96,13 @@ class TurnStarts:
         # Of the attempt before: the decode ring had all KV, or gave it up, and its sender may not know yet.
         await asyncio.wait([turn.prefilling], timeout=self._control_timeout)
         if not turn.prefilling.done():
-            raise Unavailable(f"prefill ring {turn.prefill.name} still works on turn {turn.turn_id}")
+            raise Unavailable(f"ring {turn.choice.computing.name} still works on turn {turn.turn_id}")
         turn.decoded = decoded
-        await self._prefill_port(turn).settle(turn.sequence_id, turn.turn_id, len(turn.token_ids) - 1)
+        if turn.prefill is None:
+            self._placements.take_prefill_ring(turn)
+        else:
+            port = self._peers.prefill(turn.prefill.registration.endpoint)
+            await port.settle(turn.sequence_id, turn.turn_id, len(turn.token_ids) - 1)
         await self._reserve(turn)
         if turn.ending is not None:
             raise NotFound(f"turn {turn.turn_id} has ended")
@@ -112,69 +117,75 @@ class TurnStarts:
                 await self._placements.try_elsewhere(turn, refusal)
 
     async def _reserve(self, turn: RunningTurn) -> None:
-        sampling = turn.request.sampling
-        num_tokens = len(turn.token_ids)
+        sampling, prefill = turn.request.sampling, turn.prefill
         request = Reserve(
             turn_id=turn.turn_id,
             attempt=turn.attempt,
             sequence_id=turn.sequence_id,
             match_tokens=0,
-            num_tokens=num_tokens,
+            num_tokens=len(turn.token_ids),
             deadline_seconds=turn.request.deadline_seconds,
-            source_incarnation=turn.prefill.registration.incarnation,
+            source_incarnation=prefill.registration.incarnation if prefill else "",
+            is_direct=prefill is None,
             sampling=sampling,
             penalized_ids=tuple(np.unique(turn.prompt).tolist()) if sampling.looks_at_prompt else (),
             priority=turn.request.priority,
             request_id=turn.request.request_id,
             trace_parent=turn.request.trace_parent,
         )
-        rings = (turn.prefill, turn.decode)
-        # Of a later attempt the rings hold nothing but the turn's own tokens.
-        matches = [turn.match_on(ring) if turn.attempt == 1 else num_tokens - 1 for ring in rings]
-        on_prefill, on_decode = (replace(request, match_tokens=match) for match in matches)
-        left = asyncio.create_task(self._placements.ask_left(turn)) if turn.attempt == 1 else None
+        # A turn that its decode ring computes fetches nothing. Of a later attempt the rings hold its own tokens alone.
+        asks_left = turn.attempt == 1 and prefill is not None
+        left = asyncio.create_task(self._placements.ask_left(turn)) if asks_left else None
         try:
-            answers = await asyncio.gather(
-                self._prefill_port(turn).reserve(on_prefill),
-                self._decode_port(turn).reserve(on_decode),
-                return_exceptions=True,
+            calls = (
+                self._port(ring).reserve(replace(request, match_tokens=turn.match_to_reserve(ring)))
+                for ring in turn.rings
             )
+            answers = await asyncio.gather(*calls, return_exceptions=True)
             turn.left = [] if left is None else await left
         finally:
             if left is not None:
                 left.cancel()
-        for group, answer in zip(rings, answers, strict=True):
+        for group, answer in zip(turn.rings, answers, strict=True):
             if isinstance(answer, Unavailable):
                 group.is_ready = False
-            if isinstance(answer, Unavailable | CapacityExceeded):
+            # One that cannot compute the prompt itself may have room for KV that comes from a prefill ring.
+            if isinstance(answer, Unavailable) or (isinstance(answer, CapacityExceeded) and not request.is_direct):
                 turn.refused.append(group)
-        turn.on_prefill, turn.on_decode = (None if isinstance(each, BaseException) else each for each in answers)
+        *on_prefill, turn.on_decode = (None if isinstance(each, BaseException) else each for each in answers)
+        turn.on_prefill = on_prefill[0] if on_prefill else None
         for answer in answers:
             if isinstance(answer, BaseException):
                 raise answer
         log.info(
-            "turn %s of request %s is reserved on %s and %s",
+            "turn %s of request %s is reserved on %s",
             turn.turn_id,
             request.request_id,
-            turn.prefill.name,
-            turn.decode.name,
+            " and ".join(ring.name for ring in turn.rings),
             extra=request.log_fields,
         )
-        if turn.on_prefill.incarnation != request.source_incarnation:  # type: ignore[union-attr]
-            turn.refused.append(turn.prefill)
-            raise Unavailable(f"ring {turn.prefill.name} was rebuilt just now; retry")
+        if prefill and turn.on_prefill and turn.on_prefill.incarnation != request.source_incarnation:
+            turn.refused.append(prefill)
+            raise Unavailable(f"ring {prefill.name} was rebuilt just now; retry")
 
     def _plan(self, turn: RunningTurn) -> Plan:
-        assert turn.on_prefill and turn.on_decode, "both rings have answered"
+        assert turn.on_decode, "the decode ring has answered"
+        asked, prefill = turn.request.algorithm, turn.choice.prefill
+        is_direct = turn.prefill is None
+        assert is_direct or turn.on_prefill, "both rings have answered"
         prompt = PromptOnRings(
             num_tokens=len(turn.token_ids),
-            kept_on_prefill=turn.on_prefill.kept_tokens,
+            kept_on_prefill=turn.on_prefill.kept_tokens if turn.on_prefill else turn.wanted.kept_on(prefill),
             kept_on_decode=turn.on_decode.kept_tokens,
-            prefill=turn.prefill.registration,
+            prefill=prefill.registration,
             decode=turn.decode.registration,
             left=turn.left,
         )
-        return self._planner.plan(prompt, mode=turn.mode, algorithm=turn.request.algorithm)
+        if is_direct:
+            return self._planner.plan_direct(prompt, mode=turn.mode, algorithm=asked)
+        # A turn that its decode ring computed as asked is resumed by a prefill ring, in its own way.
+        algorithm = asked if asked in RING_ALGORITHMS else None
+        return self._planner.plan(prompt, mode=turn.mode, algorithm=algorithm)
 
     async def _prefill(self, turn: RunningTurn, plan: Plan) -> PrefillDone:
         assert turn.on_decode, "the decode ring has answered"
@@ -192,7 +203,8 @@ class TurnStarts:
             destination=turn.on_decode,
             pulled_from=turn.pulled_from,
         )
-        return await self._prefill_port(turn).prefill(request)
+        turn.is_on_prefill_ring = turn.prefill is not None
+        return await self._port(turn.choice.computing).prefill(request)
 
     def _prefilled(self, turn: RunningTurn, task: asyncio.Task[PrefillDone]) -> None:
         """A failed prefill ends the turn where its client waits: on the decode ring's stream."""
@@ -207,11 +219,11 @@ class TurnStarts:
             error = Unavailable("the prefill failed for an internal reason; retry")
         if isinstance(error, Unavailable):
             # Or was it the decode ring that could not be reached?
-            self._spawn(withdraw_if_lost(turn.prefill, self._peers))
+            self._spawn(withdraw_if_lost(turn.choice.computing, self._peers))
         self._spawn(self._turns.abort(turn, error))
 
     def _note_report(self, turn: RunningTurn, report: PrefillReport) -> None:
-        self._planner.note_prefill(turn.prefill.registration, report)
+        self._planner.note_prefill(turn.choice.computing.registration, report)
         if turn.pulled_from is None:
             return
         if report.lost_tokens:
@@ -219,11 +231,9 @@ class TurnStarts:
         else:
             self._moves.moved(turn.pulled_from.role, MoveReason.TURN, report.pulled_bytes, report.pull_seconds)
 
-    def _prefill_port(self, turn: RunningTurn) -> PrefillPort:
-        return self._peers.prefill(turn.prefill.registration.endpoint)
-
-    def _decode_port(self, turn: RunningTurn) -> DecodePort:
-        return self._peers.decode(turn.decode.registration.endpoint)
+    def _port(self, ring: Group) -> PrefillPort | DecodePort:
+        endpoint = ring.registration.endpoint
+        return self._peers.prefill(endpoint) if ring.role == "prefill" else self._peers.decode(endpoint)
 
 
 def _keeping_ring(turn: RunningTurn, plan: Plan) -> KeepingRing | None:

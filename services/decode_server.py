@@ -28,6 +28,10 @@ class DecodeServicer(groups_pb2_grpc.DecodeServiceServicer):
     async def Reserve(self, request: groups_pb2.ReserveRequest, context: Context) -> groups_pb2.ReserveResponse:
         return wire.reservation_to(await answer(context, self._leader.reserve(wire.reserve_from(request))))
 
+    async def Prefill(self, request: groups_pb2.PrefillRequest, context: Context) -> groups_pb2.PrefillResponse:
+        done = await answer(context, self._leader.prefill(wire.prefill_turn_from(request)))
+        return wire.prefill_done_to(done)
+
     async def Admit(self, request: groups_pb2.AdmitRequest, context: Context) -> groups_pb2.AdmitResponse:
         await answer(context, self._leader.admit(wire.admit_from(request)))
         return groups_pb2.AdmitResponse()

@@ -216,6 +216,8 @@ class LeaderHost:
             continuous=config.decode.continuous,
             preemption=config.decode.preemption,
             headroom_tokens=config.decode.headroom_tokens,
+            max_direct_tokens=config.decode.max_direct_tokens,
+            max_direct_seconds=config.decode.max_direct_seconds,
             max_waiting=pool.max_waiting,
             chunk_tokens=config.prefill.chunk_tokens,
             prefill_scheduling=config.prefill.scheduling,

@@ -33,7 +33,6 @@ from services.wire import groups as wire_groups
 from services.wire import kv as wire_kv
 from services.wire import plans
 from services.wire import turns as wire
-from services.wire.layouts import shards_from
 
 if TYPE_CHECKING:  # these two are names of the stubs' types alone
     LeaderStub = groups_pb2_grpc.PrefillServiceAsyncStub | groups_pb2_grpc.DecodeServiceAsyncStub
@@ -78,8 +77,7 @@ class GrpcPrefill:
     async def prefill(self, turn: PrefillTurn) -> PrefillDone:
         # The decode leader keeps the turn's deadline: a ring that works up to it is not gone.
         call = self._stub.Prefill(wire.prefill_turn_to(turn), timeout=turn.deadline_seconds + CONTROL_SECONDS)
-        answer = await _reach(self._peer, call)
-        return PrefillDone(report=wire.report_from(answer.report), shards=shards_from(answer.shards))
+        return wire.prefill_done_from(await _reach(self._peer, call))
 
     async def send_kv(self, request: SendKv) -> SentKv:
         return await _send_kv(self._peer, self._stub, request)
@@ -123,6 +121,10 @@ class GrpcDecode:
     async def reserve(self, request: Reserve) -> Reservation:
         call = self._stub.Reserve(wire.reserve_to(request), timeout=CONTROL_SECONDS)
         return wire.reservation_from(await _reach(self._peer, call))
+
+    async def prefill(self, turn: PrefillTurn) -> PrefillDone:
+        call = self._stub.Prefill(wire.prefill_turn_to(turn), timeout=turn.deadline_seconds + CONTROL_SECONDS)
+        return wire.prefill_done_from(await _reach(self._peer, call))
 
     async def admit(self, admit: Admit) -> None:
         await _reach(self._peer, self._stub.Admit(wire.admit_to(admit), timeout=CONTROL_SECONDS))

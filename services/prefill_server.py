@@ -7,14 +7,12 @@ from typing import Any
 import grpc
 
 from orchestration.ports import PrefillPort
-from orchestration.turn import PrefillTurn
 from ringserve.v1 import groups_pb2, groups_pb2_grpc
 from services.status import answer, error_named
 from services.wire import conversations as wire_conversations
 from services.wire import groups as wire_groups
 from services.wire import kv as wire_kv
 from services.wire import turns as wire
-from services.wire.layouts import shards_to
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -29,11 +27,7 @@ class PrefillServicer(groups_pb2_grpc.PrefillServiceServicer):
         return wire.reservation_to(await answer(context, self._leader.reserve(wire.reserve_from(request))))
 
     async def Prefill(self, request: groups_pb2.PrefillRequest, context: Context) -> groups_pb2.PrefillResponse:
-        return await answer(context, self._prefill(wire.prefill_turn_from(request)))
-
-    async def _prefill(self, turn: PrefillTurn) -> groups_pb2.PrefillResponse:
-        done = await self._leader.prefill(turn)
-        return groups_pb2.PrefillResponse(report=wire.report_to(done.report), shards=shards_to(done.shards))
+        return wire.prefill_done_to(await answer(context, self._leader.prefill(wire.prefill_turn_from(request))))
 
     async def SendKv(self, request: groups_pb2.SendKvRequest, context: Context) -> groups_pb2.SendKvResponse:
         return wire_kv.sent_to(await answer(context, self._leader.send_kv(wire_kv.send_kv_from(request))))

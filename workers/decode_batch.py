@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from cp_core.decode_plan import DecodePlan
 from cp_core.layout import append_owner
 from workers.kv_cache import SlotRun, runs
-from workers.sampling.parameters import Sampling, TokenHistory
+from workers.sampling.parameters import NO_HISTORY, Sampling, TokenHistory
 from workers.sampling.processors import RowSampler
-from workers.steps import AdmitSequence
+from workers.steps import AdmitSequence, ComputePrompt
 
 GREEDY = Sampling()
 ONE_TOKEN = TokenHistory(num_generated=1)
@@ -53,15 +53,36 @@ class Growth:
 
 
 @dataclass(frozen=True, slots=True)
+class Prompt:
+    """Tokens to compute after those that the ring holds. Fields as in ComputePrompt."""
+
+    sequence_id: str
+    token_ids: tuple[int, ...]
+    held: tuple[int, ...]
+    blocks: tuple[tuple[int, ...], ...]
+    sampling: Sampling = GREEDY
+    history: TokenHistory = NO_HISTORY
+
+    @classmethod
+    def of(cls, command: ComputePrompt) -> Prompt:
+        return cls(
+            command.sequence_id, command.token_ids, command.held, command.blocks, command.sampling, command.history
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class BatchChange:
-    """Who leaves, who joins and whose tables grow at a step border, in this order."""
+    """Who leaves, who joins and whose tables grow at a step border, in this order; and a prompt that is computed
+    before the batch's next step.
+    """
 
     removed: tuple[str, ...] = ()
     admitted: tuple[Admission, ...] = ()
     grown: tuple[Growth, ...] = ()
+    prompt: Prompt | None = None
 
     def __bool__(self) -> bool:
-        return bool(self.removed or self.admitted or self.grown)
+        return bool(self.removed or self.admitted or self.grown or self.prompt)
 
 
 @dataclass(slots=True)

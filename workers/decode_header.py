@@ -22,11 +22,12 @@ UNCHANGED = BatchChange()
 
 
 class HeaderKind(IntEnum):
-    """A step border, a sign of life, or the end of the loop."""
+    """A step border, a sign of life, the end of the loop, or a measurement of the ring between two steps."""
 
     STEP = 0
     IDLE = 1
     STOP = 2
+    PROBE = 3
 
 
 @dataclass(frozen=True, slots=True)

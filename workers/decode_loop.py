@@ -1,33 +1,49 @@
 """The decode loop of a ring: rank 0 leads, the others follow its headers.
 
-A step: rank 0 sends a header, the ranks compute the batch and sample its tokens, rank 0 reports them. With an
-empty batch rank 0 sends a sign of life about once a second, so that a follower that hears nothing knows that its leader
-is gone.
+A step: rank 0 sends a header, the ranks compute the batch and sample its tokens, rank 0 reports them. A header may also
+carry one prompt, which is computed before the batch: so a sequence waits for at most one prompt between two of its
+tokens, however many there are. With an empty batch rank 0 sends a sign of life about once a second, so that a follower
+that hears nothing knows that its leader is gone.
 """
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from cp_core.layout import append_owner
-from workers.decode_batch import Admission, BatchChange, DecodeBatch, Growth
+from workers.decode_batch import Admission, BatchChange, DecodeBatch, Growth, Prompt
 from workers.decode_header import HEARTBEAT_SECONDS, Header, HeaderChannel, HeaderKind
 from workers.decode_mailbox import DecodeMailbox
+from workers.decode_prompt import DecodePrompts
 from workers.decode_step import DecodePass
 from workers.progress import Progress
 from workers.sampling.parameters import Sampled
 from workers.steps import (
     AdmitSequence,
+    ComputePrompt,
     DecodeCommand,
     DecodeEvent,
     FinishReason,
     GrowSequence,
+    RingRates,
     Sampling,
 )
 
 # (sequences, stored tokens of all) of the next step -> which variant serves it.
 VariantChoice = Callable[[int, int], str]
+
+
+@dataclass(frozen=True, slots=True)
+class LoopWork:
+    """What every rank of a loop does in the same order: steps of the batch, prompts, and measurements of the ring."""
+
+    batch: DecodeBatch
+    step: DecodePass
+    prompts: DecodePrompts
+    probe: Callable[[], RingRates]
 
 
 @dataclass(slots=True)
@@ -47,19 +63,26 @@ class Generation:
 class DecodeFollower:
     """The loop of every rank but the first."""
 
-    def __init__(self, channel: HeaderChannel, batch: DecodeBatch, step: DecodePass, progress: Progress) -> None:
+    def __init__(self, channel: HeaderChannel, work: LoopWork, progress: Progress) -> None:
         self._channel = channel
-        self._batch = batch
-        self._step = step
+        self._work = work
+        self._batch = work.batch
         self._progress = progress
 
     def run(self) -> None:
         """Until rank 0 says stop. Raises Unavailable if the ring breaks."""
         while (header := self._channel.receive()).kind is not HeaderKind.STOP:
+            if header.kind is HeaderKind.PROBE:
+                self._work.probe()
+                self._progress.alive(len(self._batch))
+                continue
             if header.kind is HeaderKind.STEP:
                 self._batch.advance(header.token_ids, header.change)
+            if header.change.prompt is not None:
+                self._work.prompts.run(header.change.prompt)
+                self._progress.stepped(len(self._batch))
             if len(self._batch):
-                self._step.run(header.variant)
+                self._work.step.run(header.variant)
                 self._progress.decoded(len(self._batch), header.variant)
             else:
                 self._progress.alive(running=0)
@@ -71,18 +94,18 @@ class DecodeLeader:
     def __init__(
         self,
         channel: HeaderChannel,
-        batch: DecodeBatch,
-        step: DecodePass,
+        work: LoopWork,
         progress: Progress,
         choose_variant: VariantChoice,
         mailbox: DecodeMailbox,
     ) -> None:
         self._channel = channel
-        self._batch = batch
-        self._step = step
+        self._work = work
+        self._batch = work.batch
         self._progress = progress
         self._choose_variant = choose_variant
         self._mailbox = mailbox
+        self._waiting: deque[ComputePrompt] = deque()
         self._generations: dict[str, Generation] = {}
         self._sampled: tuple[int, ...] = ()
         self._finished: list[str] = []
@@ -91,11 +114,18 @@ class DecodeLeader:
         """Until the mailbox is closed. Raises Unavailable if the ring breaks."""
         while (header := self._next_header()).kind is not HeaderKind.STOP:
             self._channel.send(header)
+            if header.kind is HeaderKind.PROBE:
+                self._mailbox.answer_rates(self._work.probe())
+                self._progress.alive(len(self._batch))
+                continue
             if header.kind is HeaderKind.STEP:
                 self._batch.advance(header.token_ids, header.change)
                 self._sampled = ()
+            if header.change.prompt is not None:
+                self._compute(header.change.prompt)
+                self._progress.stepped(len(self._batch))
             if len(self._batch):
-                self._commit(self._step.run(header.variant))
+                self._commit(self._work.step.run(header.variant))
                 self._progress.decoded(len(self._batch), header.variant)
             else:
                 self._progress.alive(running=0)
@@ -103,8 +133,10 @@ class DecodeLeader:
 
     def _next_header(self) -> Header:
         """Take commands; wait for them only while there is nothing to compute and nobody has to be told of an end."""
+        if self._mailbox.take_question():
+            return Header(HeaderKind.PROBE)
         is_idle = not len(self._batch)
-        commands = self._mailbox.take(HEARTBEAT_SECONDS if is_idle else 0.0)
+        commands = self._mailbox.take(HEARTBEAT_SECONDS if is_idle and not self._waiting else 0.0)
         if self._mailbox.is_closed:
             return Header(HeaderKind.STOP)
         change = self._change(commands)
@@ -130,8 +162,11 @@ class DecodeLeader:
                 joining[name] = command
                 room = [self._batch.block_tokens * len(blocks) for blocks in command.blocks]
                 self._generations[name] = Generation(command.sampling, command.num_generated, room)
+            elif isinstance(command, ComputePrompt):
+                self._waiting.append(command)
             elif name not in self._generations:
-                continue  # it has just left
+                # It has just left, or it is a prompt whose turn has not come.
+                left += self._drop_prompt(name)
             elif isinstance(command, GrowSequence):
                 growing.append(Growth(name, command.blocks))
                 room = self._generations[name].room
@@ -147,7 +182,15 @@ class DecodeLeader:
             tuple(removed),
             tuple(Admission.of(command) for command in joining.values()),
             tuple(growth for growth in growing if growth.sequence_id in self._generations),
+            Prompt.of(self._waiting.popleft()) if self._waiting else None,
         )
+
+    def _drop_prompt(self, name: str) -> list[DecodeEvent]:
+        """Forget a prompt that waits; nothing where it has been computed."""
+        dropped = [prompt for prompt in self._waiting if prompt.sequence_id == name]
+        for prompt in dropped:
+            self._waiting.remove(prompt)
+        return [_left(name, FinishReason.ABORT, sum(prompt.held)) for prompt in dropped]
 
     def _full(self, joining: dict[str, AdmitSequence]) -> list[str]:
         """Who would not find a slot for its newest token in the next step."""
@@ -167,6 +210,21 @@ class DecodeLeader:
         # The row's newest token was sampled but not computed: the batch itself learns of it with the next header.
         position = next(row.position for row in self._batch.rows if row.sequence_id == name)
         return _left(name, reason, position + 1)
+
+    def _compute(self, prompt: Prompt) -> None:
+        """Compute a prompt, and report the token after it."""
+        began = time.perf_counter()
+        drawn = self._work.prompts.run(prompt)
+        assert drawn is not None, "drawn tokens come to the first rank"
+        event = DecodeEvent(
+            sequence_id=prompt.sequence_id,
+            token_id=drawn.token_id,
+            finish_reason=None,
+            kv_tokens=sum(prompt.held) + len(prompt.token_ids),
+            logprobs=drawn.logprobs,
+            prompt_seconds=time.perf_counter() - began,
+        )
+        self._mailbox.post([event])
 
     def _commit(self, sampled: Sequence[Sampled]) -> None:
         """Report the tokens of all rows and the ends."""

@@ -7,7 +7,15 @@ import time
 from collections.abc import Sequence
 
 from cp_core.errors import Unavailable
-from workers.steps import AdmitSequence, DecodeCommand, DecodeEvent, DecodeEvents, RemoveSequence
+from workers.steps import (
+    AdmitSequence,
+    ComputePrompt,
+    DecodeCommand,
+    DecodeEvent,
+    DecodeEvents,
+    RemoveSequence,
+    RingRates,
+)
 
 
 class DecodeMailbox:
@@ -24,6 +32,8 @@ class DecodeMailbox:
         self._admitted: set[str] = set()
         self._events: list[DecodeEvent] = []
         self._first_event = 0
+        self._wants_rates = False
+        self._rates: list[RingRates] = []
         self._closed: str | None = None
 
     def submit(self, commands: Sequence[DecodeCommand]) -> None:
@@ -38,6 +48,8 @@ class DecodeMailbox:
             for command in commands:
                 if isinstance(command, RemoveSequence):
                     expected.discard(command.sequence_id)
+                if isinstance(command, ComputePrompt):
+                    assert command.token_ids, f"{command.sequence_id!r} has no new token"
                 if not isinstance(command, AdmitSequence):
                     continue
                 _check_admission(command)
@@ -67,10 +79,11 @@ class DecodeMailbox:
             return DecodeEvents(start=after, stop=self._last_event, events=tuple(self._events))
 
     def take(self, timeout: float) -> list[DecodeCommand]:
-        """All commands so far; with none, wait up to `timeout` seconds for the first, or for the end."""
+        """All commands so far; with none, wait up to `timeout` seconds for the first, for the end, or until rates are
+        asked for."""
         with self._changed:
             if timeout > 0:
-                self._changed.wait_for(lambda: self._commands or self._closed is not None, timeout)
+                self._changed.wait_for(lambda: self._commands or self._closed is not None or self._wants_rates, timeout)
             taken, self._commands = self._commands, []
             return taken
 
@@ -78,6 +91,30 @@ class DecodeMailbox:
         with self._changed:
             self._events.extend(events)
             self._admitted.difference_update(event.sequence_id for event in events if event.has_left)
+            self._changed.notify_all()
+
+    def ask_rates(self, timeout: float) -> RingRates:
+        """What the loop measures of the ring, between two steps. Seconds. Raises Unavailable."""
+        with self._changed:
+            self._check_open()
+            self._wants_rates = True
+            self._rates.clear()
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._rates or self._closed is not None, timeout)
+            if not self._rates:
+                self._check_open()
+                raise Unavailable(f"the decode loop measured nothing within {timeout:.1f} s")
+            return self._rates[0]
+
+    def take_question(self) -> bool:
+        """Whether rates are asked for; from now on they are being measured."""
+        with self._changed:
+            wanted, self._wants_rates = self._wants_rates, False
+            return wanted
+
+    def answer_rates(self, rates: RingRates) -> None:
+        with self._changed:
+            self._rates.append(rates)
             self._changed.notify_all()
 
     def close(self, reason: str) -> None:

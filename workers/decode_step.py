@@ -21,9 +21,9 @@ from workers.decode_batch import DecodeBatch
 from workers.decode_header import LEADER
 from workers.kv_cache import KvCache
 from workers.model import LoadedModel
+from workers.sampling.journey import gather_drawn, send_drawn
 from workers.sampling.parameters import Sampled
 from workers.sampling.rows import sample_rows
-from workers.sampling.words import num_words, read_words, write_words
 from workers.step_clock import StepClock
 
 
@@ -129,19 +129,15 @@ class DecodePass:
         Every rank knows of every row whether and how many log-probabilities it wants, and so each message's length.
         """
         transport, device = self._transport, self._cache.device
-        nothing = torch.empty(0, dtype=torch.int64, device=device)
-        own = torch.tensor(write_words(sampled), dtype=torch.int64, device=device)
         if transport.rank != LEADER:
-            sends = [own if peer == LEADER else nothing for peer in range(transport.size)]
-            transport.all_to_all(sends, [nothing] * transport.size).wait()
+            send_drawn(sampled, transport, device)
             return []
         rows_of = [self._plan.rows_of(rank) for rank in range(transport.size)]
         tops_of = [[self._batch.rows[row].sampler.sampling.logprobs for row in rows] for rows in rows_of]
-        arrived = [torch.empty(sum(map(num_words, tops)), dtype=torch.int64, device=device) for tops in tops_of]
-        transport.all_to_all([own, *[nothing] * (transport.size - 1)], arrived).wait()
+        arrived = gather_drawn(sampled, tops_of, transport, device)
         drawn_for = {
             row: drawn
-            for rows, tops, words in zip(rows_of, tops_of, arrived, strict=True)
-            for row, drawn in zip(rows, read_words(words.tolist(), tops), strict=True)
+            for rows, drawn_there in zip(rows_of, arrived, strict=True)
+            for row, drawn in zip(rows, drawn_there, strict=True)
         }
         return [drawn_for[row] for row in range(len(self._batch))]

@@ -17,6 +17,7 @@ from cp_core.prefill import ring_prefill
 from cp_core.prefill_plan import PrefillPlan, SequencePlan
 from cp_core.transport import RingTransport
 from workers.kv_cache import KvCache, SlotRun
+from workers.model import LoadedModel
 from workers.sampling.processors import RowSampler
 from workers.steps import PrefillStep, SequencePrefill, TransferKey
 
@@ -51,6 +52,21 @@ class LocalShare:
     cached: tuple[SlotRun, ...]
     written: tuple[SlotRun, ...]
     keys: tuple[TransferKey, ...]
+
+
+def run_prefill(
+    step: PrefillStep,
+    model: LoadedModel,
+    transport: RingTransport,
+    cache: KvCache,
+    backend: AttentionBackend,
+    layer_ready: Callable[[TransferKey, int], None],
+) -> tuple[PrefillPass, Tensor]:
+    """(the pass, hidden states [T, hidden_size]) of this rank's tokens; collective. Raises Unavailable."""
+    forward = PrefillPass(step, transport, cache, backend, layer_ready)
+    if forward.num_tokens:
+        return forward, model.hidden_states(forward.token_ids, forward.positions, forward)
+    return forward, model.attend_without_tokens(forward)
 
 
 class PrefillPass:

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,15 +25,16 @@ from workers.builtin_model import resolve_model_path
 from workers.decode_batch import DecodeBatch
 from workers.decode_choice import DecodeChoice
 from workers.decode_header import LEADER, HeaderChannel
-from workers.decode_loop import DecodeFollower, DecodeLeader
+from workers.decode_loop import DecodeFollower, DecodeLeader, LoopWork
 from workers.decode_mailbox import DecodeMailbox
 from workers.decode_probe import probe_decode_rates
+from workers.decode_prompt import DecodePrompts
 from workers.decode_step import DecodePass
 from workers.kv_cache import KvCache
 from workers.kv_transfer.receiver import KvReceiver
 from workers.kv_transfer.sender import KvSender
 from workers.model import DTYPES, LoadedModel, load_model
-from workers.prefill_step import PrefillPass, ScoredRows
+from workers.prefill_step import PrefillPass, ScoredRows, run_prefill
 from workers.probe import probe_rates
 from workers.progress import Progress
 from workers.ring_joining import RingJoining
@@ -146,10 +148,20 @@ class RankWorker:
     def probe(self) -> RingRates:
         """Measure this rank and its link; collective, about 0.5 s."""
         with self._compute() as ring:
-            share, device = self._model.share, self._cache.device
-            rates = probe_rates(share, device, self._backend, ring)
-            self._choose_variant.measured(probe_decode_rates(rates, share, device, self._backend, ring))
-            return rates
+            return self._probe(ring)
+
+    def probe_between_steps(self, timeout: float) -> RingRates:
+        """First rank: as `probe`, by the decode loop of all ranks, which computes nothing else meanwhile.
+
+        Seconds. Raises Unavailable.
+        """
+        return self._mailbox.ask_rates(timeout)
+
+    def _probe(self, ring: RingTransport) -> RingRates:
+        share, device = self._model.share, self._cache.device
+        rates = probe_rates(share, device, self._backend, ring)
+        self._choose_variant.measured(probe_decode_rates(rates, share, device, self._backend, ring))
+        return rates
 
     def follow_decode_variant(self, policy: str) -> None:
         """First rank: decode as `policy` says, from the next step on. Raises ConfigError for an unknown one."""
@@ -225,10 +237,7 @@ class RankWorker:
     def _run_prefill(self, step: PrefillStep, ring: RingTransport) -> tuple[PrefillPass, Tensor]:
         """(the pass, hidden states [T, hidden_size]) of this rank's tokens."""
         self._progress.alive(running=len(step.sequences))
-        forward = PrefillPass(step, ring, self._cache, self._backend, self._kv_sender.layer_ready)
-        if forward.num_tokens:
-            return forward, self._model.hidden_states(forward.token_ids, forward.positions, forward)
-        return forward, self._model.attend_without_tokens(forward)
+        return run_prefill(step, self._model, ring, self._cache, self._backend, self._kv_sender.layer_ready)
 
     # --- decode ------------------------------------------------------------------------------------------------------
 
@@ -240,13 +249,16 @@ class RankWorker:
         with self._compute() as ring:
             batch = DecodeBatch(ring.rank, ring.size, self._spec.block_tokens)
             step = DecodePass(self._model, ring, self._cache, self._backend, batch)
-            step.clock, step.timed = self._clock, self._transports
+            prompts = DecodePrompts(self._model, ring, self._cache, self._backend)
+            step.clock = prompts.clock = self._clock
+            step.timed = prompts.timed = self._transports
             channel = HeaderChannel(self._header_hops(ring), self._spec.max_batch, self._cache.device)
+            work = LoopWork(batch, step, prompts, partial(self._probe, ring))
             if self._spec.rank != LEADER:
-                DecodeFollower(channel, batch, step, self._progress).run()
+                DecodeFollower(channel, work, self._progress).run()
                 return
             try:
-                DecodeLeader(channel, batch, step, self._progress, self._choose_variant, self._mailbox).run()
+                DecodeLeader(channel, work, self._progress, self._choose_variant, self._mailbox).run()
             except Exception as error:
                 self._mailbox.close(f"the decode loop of {self._spec.group} broke: {error}")
                 raise

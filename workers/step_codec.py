@@ -7,7 +7,7 @@ from typing import Any
 
 import msgpack
 
-from workers.decode_batch import Admission, BatchChange, Growth
+from workers.decode_batch import Admission, BatchChange, Growth, Prompt
 from workers.sampling.parameters import Sampling, TokenBias, TokenHistory
 
 SIXTY_FOUR_BITS = 0xFFFF_FFFF_FFFF_FFFF
@@ -24,18 +24,18 @@ def encode_change(change: BatchChange) -> bytes:
             item.held,
             item.blocks,
             _encode_sampling(item.sampling),
-            [item.history.num_generated, item.history.prompt_ids, item.history.answer_ids],
+            _encode_history(item.history),
         ]
         for item in change.admitted
     ]
     grown = [[item.sequence_id, item.blocks] for item in change.grown]
-    encoded = msgpack.packb([change.removed, admitted, grown])
+    encoded = msgpack.packb([change.removed, admitted, grown, _encode_prompt(change.prompt)])
     assert isinstance(encoded, bytes)
     return encoded
 
 
 def decode_change(payload: bytes) -> BatchChange:
-    removed, admitted, grown = msgpack.unpackb(payload, use_list=False)
+    removed, admitted, grown, prompt = msgpack.unpackb(payload, use_list=False)
     return BatchChange(
         removed=removed,
         admitted=tuple(
@@ -45,7 +45,22 @@ def decode_change(payload: bytes) -> BatchChange:
             for sequence_id, token_id, position, held, blocks, sampling, history in admitted
         ),
         grown=tuple(Growth(sequence_id, blocks) for sequence_id, blocks in grown),
+        prompt=_decode_prompt(prompt),
     )
+
+
+def _encode_prompt(prompt: Prompt | None) -> list[Any] | None:
+    if prompt is None:
+        return None
+    sampling, history = _encode_sampling(prompt.sampling), _encode_history(prompt.history)
+    return [prompt.sequence_id, prompt.token_ids, prompt.held, prompt.blocks, sampling, history]
+
+
+def _decode_prompt(values: tuple[Any, ...] | None) -> Prompt | None:
+    if values is None:
+        return None
+    sequence_id, token_ids, held, blocks, sampling, history = values
+    return Prompt(sequence_id, token_ids, held, blocks, _decode_sampling(sampling), _decode_history(history))
 
 
 def _encode_sampling(sampling: Sampling) -> list[Any]:
@@ -59,6 +74,10 @@ def _decode_sampling(values: tuple[Any, ...]) -> Sampling:
     named = dict(zip(SAMPLING_FIELDS, values, strict=True))
     named["logit_bias"] = tuple(TokenBias(token_id, bias) for token_id, bias in named["logit_bias"])
     return Sampling(**named)
+
+
+def _encode_history(history: TokenHistory) -> list[Any]:
+    return [history.num_generated, history.prompt_ids, history.answer_ids]
 
 
 def _decode_history(values: tuple[Any, ...]) -> TokenHistory:

@@ -25,10 +25,15 @@ TokenIds = npt.NDArray[np.int64]
 
 
 class Algorithm(StrEnum):
-    """How a prefill step attends over the ring."""
+    """How a turn's new tokens are computed: on a prefill ring, by what goes round it, or where their turn decodes."""
 
     PASS_KV = "pass_kv"
     PASS_Q = "pass_q"
+    DECODE_RING = "decode_ring"
+
+
+RING_ALGORITHMS = (Algorithm.PASS_KV, Algorithm.PASS_Q)
+"""How a prefill step attends over its ring. One on a decode ring takes pass-Q: the keys are there."""
 
 
 class FinishReason(StrEnum):
@@ -309,7 +314,8 @@ class AdmitSequence:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RemoveSequence:
-    """Leave the decode batch at the next step border; answered by an event with FinishReason.ABORT."""
+    """Leave the decode batch, or the prompts that wait, at the next step border; answered by an event with
+    FinishReason.ABORT."""
 
     sequence_id: str
 
@@ -322,14 +328,31 @@ class GrowSequence:
     blocks: tuple[tuple[int, ...], ...]
 
 
-DecodeCommand = AdmitSequence | RemoveSequence | GrowSequence
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ComputePrompt:
+    """Compute tokens that follow what the ring holds of a sequence, in one step between two of the batch.
+
+    `held[r]` tokens lie on rank r, whose table `blocks[r]` has room for its share of the new ones as `balanced_layout`
+    lays them. Answered by an event with the token after them; the sequence does not join the batch by it.
+    """
+
+    sequence_id: str
+    token_ids: tuple[int, ...]
+    held: tuple[int, ...]
+    blocks: tuple[tuple[int, ...], ...]
+    sampling: Sampling
+    history: TokenHistory = NO_HISTORY
+
+
+DecodeCommand = AdmitSequence | RemoveSequence | GrowSequence | ComputePrompt
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeEvent:
     """One token, or the end, or both, of a sequence. `kv_tokens` positions have their KV stored after this step.
 
-    `is_paused`: it left because its block tables are full, and may join again.
+    `is_paused`: it left because its block tables are full, and may join again. `prompt_seconds`: the token is the first
+    after a prompt, which was computed in a step of so many seconds.
     """
 
     sequence_id: str
@@ -338,6 +361,7 @@ class DecodeEvent:
     kv_tokens: int
     is_paused: bool = False
     logprobs: TokenLogprobs | None = None
+    prompt_seconds: float | None = None
 
     @property
     def has_left(self) -> bool:

@@ -99,6 +99,10 @@ class ThreadRank:
     async def probe(self, timeout: float) -> RingRates:
         return RATES
 
+    async def probe_between_steps(self, timeout: float) -> RingRates:
+        await self._run(self._others, timeout + 5, lambda: self.worker.probe_between_steps(timeout))
+        return RATES
+
     async def prefill(self, step: PrefillStep, timeout: float) -> PrefillOutput:
         return await self._run(self._compute, timeout, lambda: self.worker.prefill(step))
 

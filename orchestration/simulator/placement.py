@@ -7,10 +7,11 @@ from typing import Protocol
 
 from cp_core.errors import Unavailable
 from orchestration.groups import Group
-from orchestration.placement import Choice, RingPlacer, WantedTurn
+from orchestration.placement import RingPlacer
 from orchestration.planner import Planner, PromptOnRings
 from orchestration.simulator.cluster import Cluster
 from orchestration.simulator.prefill_ring import SimulatedPrefillRing
+from orchestration.wanted_turn import Choice, WantedTurn
 
 MAX_MORE_TURNS = 8
 """Decode rings are compared by their turns alone: fewer more than this are no reason to leave a conversation's KV."""

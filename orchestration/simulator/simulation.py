@@ -14,7 +14,7 @@ from cp_core.errors import CapacityExceeded, ConfigError, Unavailable
 from cp_core.layout import ShardMap, TokenRange
 from orchestration.cached_kv import KEPT, KeptOn
 from orchestration.groups import Group, Placed
-from orchestration.placement import Choice, RingPlacer, WantedTurn
+from orchestration.placement import RingPlacer
 from orchestration.placement_map import Placement
 from orchestration.planner import Planner, PlannerSettings, PromptOnRings
 from orchestration.simulator.clock import Clock
@@ -26,6 +26,7 @@ from orchestration.simulator.results import SimulationResult, Tally, TurnRecord,
 from orchestration.simulator.trace import TracedConversation, TracedTurn
 from orchestration.turn import Plan, PrefillReport, PromptMode
 from orchestration.turn_placements import MAX_REFUSALS
+from orchestration.wanted_turn import Choice, WantedTurn
 from workers.steps import Algorithm
 
 RETRY_SECONDS = 5.0

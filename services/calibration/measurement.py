@@ -15,7 +15,7 @@ from ringserve.v1 import inference_pb2
 from services.answer import collect
 from services.calibration.grid import ANSWER_TOKENS, Cell
 from services.client import Client
-from workers.steps import Algorithm
+from workers.steps import RING_ALGORITHMS, Algorithm
 
 MOST_TRIES = 3
 """A run that was disturbed is tried again so often."""
@@ -60,7 +60,9 @@ class Calibrator:
         A ring of one rank has nothing to choose: it is measured by pass-KV alone. Raises Busy where other turns always
         shared a cell's steps.
         """
-        runs: dict[tuple[Cell, Algorithm], list[_Run]] = {(cell, name): [] for cell in cells for name in Algorithm}
+        runs: dict[tuple[Cell, Algorithm], list[_Run]] = {
+            (cell, name): [] for cell in cells for name in RING_ALGORITHMS
+        }
         for cached in sorted({cell.cached_tokens for cell in cells}):
             with self._conversation(cached) as (conversation, prefix):
                 of_prefix = [cell for cell in cells if cell.cached_tokens == cached]
@@ -68,7 +70,7 @@ class Calibrator:
                 self._run(conversation, prefix, of_prefix[0], Algorithm.PASS_KV)
                 for round_number in range(self._repeats):
                     for cell in of_prefix:
-                        names = list(Algorithm) if round_number % 2 else list(reversed(Algorithm))
+                        names = list(RING_ALGORITHMS) if round_number % 2 else list(reversed(RING_ALGORITHMS))
                         for name in names:
                             runs[cell, name].append(self._undisturbed(conversation, prefix, cell, name))
                             tell(f"{name}, {cell.new_tokens} after {cell.cached_tokens}")

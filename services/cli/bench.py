@@ -16,7 +16,7 @@ from services.bench.report import Report, closing_lines, load_now, to_json, to_t
 from services.cli import bench_load, bench_router, bench_selection
 from services.cli.options import Subcommands
 from services.cli.progress import Tell, progress_bar
-from workers.steps import Algorithm
+from workers.steps import RING_ALGORITHMS, Algorithm
 
 EXAMPLE = """example:
   ringserve bench attention --tokens 4096,16384
@@ -50,7 +50,9 @@ def add(commands: Subcommands) -> None:
 
     prefill = _add_kind(kinds, "prefill", "time to first token of a whole model by ring size, beside transformers")
     prefill.add_argument("--tokens", type=_counts, default=[4096, 16384], help="(default: 4096,16384)")
-    prefill.add_argument("--algorithm", choices=[each.value for each in Algorithm], default=Algorithm.PASS_KV.value)
+    prefill.add_argument(
+        "--algorithm", choices=[each.value for each in RING_ALGORITHMS], default=Algorithm.PASS_KV.value
+    )
     _add_model_option(prefill)
     prefill.set_defaults(run=run_prefill)
 

@@ -22,7 +22,7 @@ from services.cli.progress import progress_bar
 from services.cli.started import add_serving_options, serving
 from services.client import Client
 from services.planning.units import parse_token_counts
-from workers.steps import Algorithm
+from workers.steps import RING_ALGORITHMS
 
 EXAMPLE = """example:
   ringserve calibrate --write measured.json
@@ -87,7 +87,7 @@ def _calibrate(
     name = PROFILE_NAME if options.write is None else options.write.stem
     before = profile_before(model, server.groups, name)
     calibrator = Calibrator(client, repeats=options.repeats, timeout=options.timeout, seed=options.seed)
-    with progress_bar(len(cells) * len(Algorithm) * options.repeats, "prefills") as tell:
+    with progress_bar(len(cells) * len(RING_ALGORITHMS) * options.repeats, "prefills") as tell:
         measurements = calibrator.prefills(cells, tell)
     steps = calibrator.steps(sorted({cell.cached_tokens + cell.new_tokens for cell in cells}))
     rings = sorted({f"{each.ring} ({each.sample.cp} x {each.sample.tp})" for each in measurements})

@@ -25,6 +25,11 @@ EXAMPLE = """example:
   ringserve demo --tokens 16000 --max-tokens 128 --json
 """
 EXIT_INTERRUPTED = 130
+FOLLOW_UP_TOOK = {
+    "pass_kv": "the follow-up took pass-KV: by what the rings measured at their start, no slower than pass-Q here",
+    "pass_q": "the follow-up took pass-Q: its queries are few, and the keys and values stay where they are",
+    "decode_ring": "the follow-up was computed by the decode ring, which keeps the conversation: no KV had to move",
+}
 
 
 def add(commands: Subcommands) -> None:
@@ -95,10 +100,7 @@ def _report(
     for verdict in verdicts:
         outcome = "equal, token for token" if verdict.is_equal else f"DIFFERENT: transformers says {verdict.expected}"
         console.print(f"turn {verdict.title}: {outcome} (closest call {verdict.smallest_lead:.2g} logits)")
-    if turns[-1].answer["plan"]["algorithm"] != "pass_q":
-        console.print(
-            "the follow-up took pass-KV: by what the rings measured at their start, no slower than pass-Q here"
-        )
+    console.print(FOLLOW_UP_TOOK[turns[-1].answer["plan"]["algorithm"]])
     passed = all(verdict.is_equal for verdict in verdicts)
     console.print(f"{'done' if passed else 'FAILED'} in {seconds:.1f} s; nothing is left running")
     if options.json:

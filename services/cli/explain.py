@@ -26,6 +26,7 @@ EXAMPLE = """example:
   ringserve explain --model llama3-405b-fp8 --hardware gtt --tokens 3200 --cached 124800 --ranks 4 --tp 8
   ringserve explain --model llama3-70b --hardware gtt --tokens 2k --ranks 1,2,4,8 --tp 8
   ringserve explain --model llama3-70b --hardware gti --tokens 8k --ranks 2 --tp 8 --json
+  ringserve explain --model llama3-8b --tokens 20 --cached 128k --missing 300 --ranks 4 --decode-ranks 2
 """
 HELP = """Predicted by a hardware profile, for one turn computed in one step on an idle ring; * marks what is chosen.
 Several sizes (--ranks 1,2,4) are set beside each other; * marks the ring that a router would take.
@@ -49,6 +50,13 @@ def add(commands: Subcommands) -> None:
     parser.add_argument("--cached", metavar="P", default="0", help="cached tokens before them (default: 0)")
     parser.add_argument("--ranks", metavar="N,...", required=True, help="ranks of the ring, or of several to compare")
     parser.add_argument("--tp", metavar="N,...", default="1", help="processes of a rank (default: 1)")
+    parser.add_argument(
+        "--decode-ranks", metavar="N", type=int, help="ranks of the decode ring that keeps P: it may compute T itself"
+    )
+    parser.add_argument("--decode-tp", metavar="N", type=int, default=1, help="processes of a rank there (default: 1)")
+    parser.add_argument(
+        "--missing", metavar="TOKENS", default="0", help="cached tokens that only the decode ring keeps (default: 0)"
+    )
     parser.add_argument("--selector", choices=POLICIES, default="auto", help="who chooses (default: auto)")
     parser.add_argument(
         "--fit", metavar="ALPHA,BETA,GAMMA", help="constants of the empirical selector, as --fit=-1,1,12"
@@ -58,10 +66,14 @@ def add(commands: Subcommands) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    for key, value in (("--decode-ranks", options.decode_ranks), ("--decode-tp", options.decode_tp)):
+        if value is not None and value < 1:
+            raise ConfigError(f"{key}: {value} is none; allowed are 1 or more")
     model, profile = planned_model(options.model), read_profile(options.hardware)
     ranks, widths = parse_sizes("--ranks", options.ranks), parse_sizes("--tp", options.tp)
-    for tp in widths:
+    for tp in (*widths, options.decode_tp):
         require_tp(model, tp)
+    decode = None if options.decode_ranks is None else RingShape(cp=options.decode_ranks, tp=options.decode_tp)
     rings = [
         explain_turn(
             model,
@@ -69,7 +81,9 @@ def run(options: argparse.Namespace) -> int:
             RingShape(cp=cp, tp=tp),
             policy=options.selector,
             new_tokens=parse_tokens("--tokens", options.tokens),
-            cached_tokens=0 if options.cached == "0" else parse_tokens("--cached", options.cached),
+            cached_tokens=_tokens_or_none("--cached", options.cached),
+            decode=decode,
+            missing_tokens=_tokens_or_none("--missing", options.missing),
             fit=None if options.fit is None else _fit(options.fit),
         )
         for tp in widths
@@ -97,6 +111,10 @@ def _show_several(comparison: RingComparison, *, as_json: bool) -> None:
         console().print(comparison_table(comparison))
         print(comparison_line(comparison))
         print(*explanation_lines(comparison.chosen), sep="\n")
+
+
+def _tokens_or_none(key: str, text: str) -> int:
+    return 0 if text == "0" else parse_tokens(key, text)
 
 
 def _fit(text: str) -> EmpiricalFit:

@@ -7,7 +7,6 @@ import json
 import sys
 from pathlib import Path
 
-from cp_core.cost_model import PASS_KV, PASS_Q
 from cp_core.errors import InvalidRequest
 from orchestration.turn import MAX_PRIORITY
 from ringserve.v1 import inference_pb2
@@ -15,6 +14,7 @@ from services.answer import answer_dict, answers_dict, collect_all
 from services.cli.options import Subcommands, add_target_options, client_of
 from services.cli.plan_view import show_plan
 from services.cli.sampling import add_answer_options, add_sampling_options, check_ids, sampling_of
+from workers.steps import Algorithm
 
 EXAMPLE = """example:
   ringserve generate --prompt "Once upon a time" --max-tokens 32
@@ -58,7 +58,7 @@ def add(commands: Subcommands) -> None:
     parser.add_argument("--priority", type=int, default=0, metavar="N", help="-100 to 100, higher first (default: 0)")
     parser.add_argument(
         "--algorithm",
-        choices=(PASS_KV, PASS_Q),
+        choices=[each.value for each in Algorithm],
         default="",
         help="of the prefill; the tokens are the same (default: chosen)",
     )

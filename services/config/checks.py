@@ -49,6 +49,8 @@ def check(config: Config) -> None:
     _within("prefill.max_queue_work", config.prefill.max_queue_work, 1, 1e15)
     _within("decode.max_batch", config.decode.max_batch, 1, 4096)
     _within("decode.headroom_tokens", config.decode.headroom_tokens, 1, 1 << 20)
+    _within("decode.max_direct_tokens", config.decode.max_direct_tokens, 0, 4096)
+    _within("decode.max_direct_seconds", config.decode.max_direct_seconds, 0, 60)
     _within("kv_cache.block_tokens", config.kv_cache.block_tokens, 1, 4096)
     _within("kv_cache.tokens_per_rank", config.kv_cache.tokens_per_rank, config.kv_cache.block_tokens, 1 << 30)
     _within("kv_cache.kept_fraction", config.kv_cache.kept_fraction, 0.0, 1.0)

@@ -59,6 +59,9 @@ class DecodeConfig:
     whichever is predicted to be faster (`auto`). `preemption`: a turn begins with KV room for `headroom_tokens` of its
     answer and grows; where no room is left the youngest turn gives way and is resumed later. Without, room for the
     whole answer is set aside at once. `continuous`: turns join the batch at every step; without, when it is empty.
+
+    A ring computes up to `max_direct_tokens` new tokens of a turn whose other KV it keeps itself (0: none), where that
+    is predicted to be sooner than by a prefill ring and to hold up its batch no longer than `max_direct_seconds`.
     """
 
     groups: int = 1
@@ -72,6 +75,8 @@ class DecodeConfig:
     continuous: bool = True
     preemption: bool = True
     headroom_tokens: int = 128
+    max_direct_tokens: int = 128
+    max_direct_seconds: float = 0.15
 
 
 @dataclass(frozen=True, kw_only=True)

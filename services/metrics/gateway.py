@@ -23,7 +23,7 @@ FAILURES = ("cancelled", "deadline_exceeded", "unavailable", "internal")
 OUTCOMES = (FinishReason.STOP.value, FinishReason.LENGTH.value, *REFUSALS, *FAILURES)
 OTHER = "other"
 """Of any value that is on no list: a label must not grow with what clients or later versions send."""
-SOURCES = ("kept_on_prefill", "pulled_from_decode", "pulled_from_other")
+SOURCES = ("kept_on_prefill", "pulled_from_decode", "pulled_from_other", "kept_on_decode")
 ALGORITHMS = tuple(algorithm.value for algorithm in Algorithm)
 
 

@@ -13,8 +13,12 @@ from cp_core.cost_model import PASS_KV, PASS_Q, PrefillCost
 from cp_core.errors import ConfigError
 from cp_core.selector import POLICIES, EmpiricalFit, Selection, Turn, select
 from orchestration.placement import TIE
+from services.planning.direct_way import DirectWay, direct_way
 from services.planning.models import PlannedModel
 from services.planning.sizing import RingShape
+from workers.steps import Algorithm
+
+DECODE_RING = Algorithm.DECODE_RING.value
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,7 +32,10 @@ class Alternative:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Explanation:
-    """`selections` say what other policies would take, by their names; `step` is the decode step that follows."""
+    """`selections` say what other policies would take, by their names; `step` is the decode step that follows.
+
+    `chosen` is what a prefill ring takes; where `direct` is sooner, and no algorithm is forced, none is needed.
+    """
 
     new_tokens: int
     cached_tokens: int
@@ -38,6 +45,7 @@ class Explanation:
     alternatives: tuple[Alternative, ...]
     selections: tuple[tuple[str, Selection], ...]
     step: StepCost
+    direct: DirectWay | None = None
 
     @property
     def seconds(self) -> float:
@@ -74,10 +82,14 @@ def explain_turn(
     new_tokens: int,
     cached_tokens: int,
     fit: EmpiricalFit | None = None,
+    decode: RingShape | None = None,
+    missing_tokens: int = 0,
 ) -> Explanation:
     """What `policy` takes for T new tokens after P cached ones, in one step, beside every other way.
 
-    Raises InvalidRequest for a turn without new tokens, ConfigError for an unknown policy or "empirical" without `fit`.
+    `decode` is the ring that keeps all cached tokens, of which the prefill ring lacks `missing_tokens`. Raises
+    InvalidRequest for a turn without new tokens, ConfigError for an unknown policy, "empirical" without `fit`, or more
+    missing tokens than cached ones.
     """
     turn = Turn(new_tokens=new_tokens, cached_tokens=cached_tokens, num_ranks=shape.cp)
     share = process_share(model.shape, shape.tp)
@@ -94,6 +106,21 @@ def explain_turn(
 
     ways = {name: cost(shape.cp, name, new_tokens, cached_tokens) for name in (PASS_KV, PASS_Q)}
     others: dict[str, PrefillCost] = {}
+    direct = None
+    if decode is not None and cached_tokens:
+        direct = direct_way(
+            model,
+            profile,
+            prefill=shape,
+            decode=decode,
+            new_tokens=new_tokens,
+            cached_tokens=cached_tokens,
+            missing_tokens=missing_tokens,
+            prefill_seconds=ways[chosen.algorithm].total_seconds,
+        )
+        others[DECODE_RING] = direct.cost
+    is_direct = direct is not None and direct.is_sooner and policy not in ways
+    taken = DECODE_RING if is_direct else chosen.algorithm
     if cached_tokens:
         others["everything computed again, pass_kv"] = cost(shape.cp, PASS_KV, new_tokens + cached_tokens, 0)
     if shape.cp > 1:
@@ -105,8 +132,7 @@ def explain_turn(
         policy=policy,
         chosen=chosen,
         alternatives=tuple(
-            Alternative(name=name, cost=each, is_chosen=name == chosen.algorithm)
-            for name, each in (ways | others).items()
+            Alternative(name=name, cost=each, is_chosen=name == taken) for name, each in (ways | others).items()
         ),
         selections=tuple((name, select(name, turn, share, rates, fit)) for name in deciding if name != policy),
         step=fastest_step(
@@ -118,4 +144,5 @@ def explain_turn(
             batch=1,
             context_tokens=new_tokens + cached_tokens,
         ),
+        direct=direct,
     )

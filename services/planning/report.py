@@ -9,6 +9,7 @@ from functools import partial
 
 from rich.table import Table
 
+from services.planning.direct_way import DirectWay
 from services.planning.explanation import Explanation, RingComparison
 from services.planning.proposal import Proposal, Traffic
 from services.planning.reproduction import ReproducedRow, Reproduction
@@ -157,10 +158,20 @@ def explanation_lines(explanation: Explanation) -> list[str]:
     """The choice and its reason, and what the other policies would take."""
     step = explanation.step
     return [
+        *([] if explanation.direct is None else [_direct_line(explanation.direct)]),
         f"{explanation.policy} takes {explanation.chosen.algorithm}: {explanation.chosen.reason}",
         *(f"{name} would take {selection.algorithm}: {selection.reason}" for name, selection in explanation.selections),
         f"then {format_seconds(step.total_seconds)} a token on such a ring, by {step.variant}",
     ]
+
+
+def _direct_line(direct: DirectWay) -> str:
+    told, over = format_seconds(direct.cost.total_seconds), format_seconds(direct.over_prefill_seconds)
+    parts = ((direct.move_seconds, "pull"), (direct.prefill_seconds, "prefill"), (direct.handoff_seconds, "hand-off"))
+    way = ", ".join(f"{name} {format_seconds(seconds)}" for seconds, name in parts)
+    verdict = "sooner" if direct.is_sooner else "no sooner"
+    ring = f"a decode ring of {direct.shape.cp} ranks"
+    return f"{ring} takes {told} itself, {verdict} than by a prefill ring: {over} ({way})"
 
 
 def reproduction_json(reproduction: Reproduction) -> str:

@@ -25,6 +25,8 @@ def registration_to(group: GroupRegistration) -> router_pb2.RegisterGroupRequest
         free_tokens=group.free_tokens,
         spare_tokens=group.spare_tokens,
         max_batch=group.max_batch,
+        max_direct_tokens=group.max_direct_tokens,
+        max_direct_seconds=group.max_direct_seconds,
         draining=group.is_draining,
         leaving=group.is_leaving,
         rates=router_pb2.RingRates(
@@ -54,6 +56,8 @@ def registration_from(message: router_pb2.RegisterGroupRequest) -> GroupRegistra
         free_tokens=message.free_tokens if message.HasField("free_tokens") else None,
         spare_tokens=message.spare_tokens,
         max_batch=message.max_batch,
+        max_direct_tokens=message.max_direct_tokens,
+        max_direct_seconds=message.max_direct_seconds,
         is_draining=message.draining,
         is_leaving=message.leaving,
         rates=RingRates(

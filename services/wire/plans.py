@@ -62,6 +62,8 @@ def plan_to(plan: Plan) -> inference_pb2.Plan:
                 move_seconds=item.move_seconds,
                 prefill_seconds=item.prefill_seconds,
                 total_seconds=item.total_seconds,
+                handoff_seconds=item.handoff_seconds,
+                stall_seconds=item.stall_seconds,
             )
             for item in plan.ring_alternatives
         ],
@@ -94,6 +96,8 @@ def plan_from(message: inference_pb2.Plan) -> Plan:
                 queue_seconds=item.queue_seconds,
                 move_seconds=item.move_seconds,
                 prefill_seconds=item.prefill_seconds,
+                handoff_seconds=item.handoff_seconds,
+                stall_seconds=item.stall_seconds,
             )
             for item in message.ring_alternatives
         ),

@@ -8,6 +8,7 @@ from orchestration.turn import (
     FinishedEvent,
     KeepingRing,
     KvQuota,
+    PrefillDone,
     PrefillReport,
     PrefillTurn,
     PromptMode,
@@ -102,6 +103,7 @@ def reserve_to(request: Reserve) -> groups_pb2.ReserveRequest:
         penalized_ids=request.penalized_ids,
         priority=request.priority,
         request_id=request.request_id,
+        direct=request.is_direct,
         trace_parent=request.trace_parent,
     )
 
@@ -119,6 +121,7 @@ def reserve_from(message: groups_pb2.ReserveRequest) -> Reserve:
         penalized_ids=tuple(message.penalized_ids),
         priority=message.priority,
         request_id=message.request_id,
+        is_direct=message.direct,
         trace_parent=message.trace_parent,
     )
 
@@ -205,6 +208,14 @@ def report_from(message: groups_pb2.PrefillReport) -> PrefillReport:
         chunks=chunks_from(message.chunks),
         lost_tokens=message.lost_tokens,
     )
+
+
+def prefill_done_to(done: PrefillDone) -> groups_pb2.PrefillResponse:
+    return groups_pb2.PrefillResponse(report=report_to(done.report), shards=shards_to(done.shards))
+
+
+def prefill_done_from(message: groups_pb2.PrefillResponse) -> PrefillDone:
+    return PrefillDone(report=report_from(message.report), shards=shards_from(message.shards))
 
 
 def admit_to(admit: Admit) -> groups_pb2.AdmitRequest:

@@ -6,8 +6,9 @@ from collections.abc import Collection, Sequence
 
 from cp_core.cost_model import PASS_KV, PASS_Q, Rates, predict_prefill
 from orchestration.groups import TURN_SECONDS, WAIT_SECONDS, Group, GroupRegistry
-from orchestration.placement import LEAVE_SECONDS, TIE, WantedTurn
+from orchestration.placement import LEAVE_SECONDS, TIE
 from orchestration.turn import GroupRegistration
+from orchestration.wanted_turn import WantedTurn
 from workers.steps import ModelInfo
 
 Names = tuple[str, str]
@@ -70,12 +71,23 @@ class ExhaustivePlacer:
         return min(tied, key=lambda each: (each[1].registration.num_ranks, each[1].last_placed, each[1].number))
 
     def _total(self, turn: WantedTurn, group: Group, decode: Group) -> float:
-        here, there = turn.kept_on(group), turn.kept_on(decode)
+        here, source = turn.kept_on(group), self._source(turn, group, decode)
+        there = turn.kept_on(source)
         alone = self._prefill(turn.num_tokens, here, group)
         if there > here:
-            pulled = self._move(there - here, group.registration, decode.registration)
+            pulled = self._move(there - here, group.registration, source.registration)
             alone = min(alone, pulled + self._prefill(turn.num_tokens, there, group))
         return max(0.0, group.busy_until - self._groups.clock()) + alone
+
+    def _source(self, turn: WantedTurn, group: Group, decode: Group) -> Group:
+        """Where what a prefill ring lacks would come from: the ring that keeps most, of equals the decode ring."""
+        left = [
+            each
+            for role in ("prefill", "decode")
+            for each in self._groups.all()
+            if each.role == role and each.is_ready and turn.is_at(each) and each not in (group, decode)
+        ]
+        return max((decode, *left), key=turn.kept_on)
 
     def _prefill(self, num_tokens: int, cached: int, group: Group) -> float:
         measured = group.registration.rates

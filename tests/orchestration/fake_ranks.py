@@ -110,6 +110,10 @@ class FakeRank:
     async def probe(self, timeout: float) -> RingRates:
         return RATES
 
+    async def probe_between_steps(self, timeout: float) -> RingRates:
+        self._check()
+        return RATES
+
     async def prefill(self, step: PrefillStep, timeout: float) -> PrefillOutput:
         self._check()
         return PrefillOutput()

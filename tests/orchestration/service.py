@@ -31,7 +31,7 @@ from orchestration.turn import (
     TurnRequest,
 )
 from workers.model_info import read_model_info
-from workers.steps import Sampling, TokenLogprobs
+from workers.steps import Algorithm, Sampling, TokenLogprobs
 from workers.thread_ranks import ThreadRanks
 
 BLOCK_TOKENS = 4
@@ -92,6 +92,8 @@ class Service:
         continuous: bool = True,
         preemption: bool = True,
         headroom_tokens: int = 128,
+        max_direct_tokens: int = 0,
+        max_direct_seconds: float = 10.0,
         prefill_tp: int = 1,
         decode_tp: int = 1,
         decode_variant: str = "auto",
@@ -133,6 +135,8 @@ class Service:
                 continuous=continuous,
                 preemption=preemption,
                 headroom_tokens=headroom_tokens,
+                max_direct_tokens=max_direct_tokens,
+                max_direct_seconds=max_direct_seconds,
             )
 
         register = self.router.register_group
@@ -189,6 +193,7 @@ class Service:
         ttl: float | None = None,
         sampling: Sampling | None = None,
         priority: int = 0,
+        algorithm: Algorithm | None = None,
     ) -> TurnRequest:
         """`sampling` takes the place of the four that are part of it."""
         return TurnRequest(
@@ -202,6 +207,7 @@ class Service:
             conversation_ttl_seconds=ttl,
             wait=wait,
             priority=priority,
+            algorithm=algorithm,
         )
 
     async def answer(self, request: TurnRequest, *, finish_after: int | None = None) -> Answer:

@@ -12,7 +12,7 @@ from orchestration.turn import PromptMode
 from services.reference import StockModel
 from tests.orchestration.service import Service
 from tests.workers.models import random_tokens, save_model
-from workers.steps import Algorithm
+from workers.steps import RING_ALGORITHMS, Algorithm
 
 NUM_NEW = (1, 2, 37)
 
@@ -22,7 +22,7 @@ async def test_both_algorithms_give_the_tokens_of_transformers(tmp_path: Path, n
     path = save_model("llama_gqa", tmp_path)
     stock = StockModel(path)
     async with Service(path, num_ranks, 2, selector="pass_kv") as service:
-        for algorithm in Algorithm:
+        for algorithm in RING_ALGORITHMS:
             history: list[int] = []
             for seed, length in enumerate(NUM_NEW):
                 prompt = history + random_tokens(length, seed=seed)

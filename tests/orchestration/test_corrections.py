@@ -15,7 +15,7 @@ from orchestration.planner import Planner, PlannerSettings, PromptOnRings
 from orchestration.turn import Chunk, GroupRegistration, Plan, PrefillReport, PromptMode
 from orchestration.views import Correction
 from tests.orchestration.fake_ranks import MODEL
-from workers.steps import Algorithm, RingRates
+from workers.steps import RING_ALGORITHMS, Algorithm, RingRates
 
 KV, Q = Algorithm.PASS_KV, Algorithm.PASS_Q
 RING = GroupRegistration(
@@ -149,7 +149,7 @@ def test_what_is_learned_moves_predictions_and_no_choice() -> None:
     before = planned(planner)
     for name, factor in (
         (before.algorithm, 100.0),
-        *((other, 0.01) for other in Algorithm if other != before.algorithm),
+        *((other, 0.01) for other in RING_ALGORITHMS if other != before.algorithm),
     ):
         plan = planned(planner, algorithm=name)
         for _ in range(LEAST):

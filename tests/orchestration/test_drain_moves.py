@@ -33,7 +33,7 @@ class Draining(Service):
     def __init__(self, path: Path, oracle: Oracle, **settings: object) -> None:
         shapes = {"other_prefill": [(1, 2)], "other_decode": [(2, 2)]} | settings
         super().__init__(path, 2, 3, **shapes)  # type: ignore[arg-type]
-        self._oracle = oracle
+        self.oracle = oracle
         self.histories: dict[str, list[int]] = {}
         for leader in self.peers.leaders.values():
             leader.settings = replace(leader.settings, drain_interval=DRAIN_INTERVAL)
@@ -43,7 +43,7 @@ class Draining(Service):
         history = self.histories.get(name, [])
         mode = PromptMode.APPEND if history else PromptMode.WHOLE_HISTORY
         answer = await self.answer(self.request(new, conversation=name, mode=mode, max_tokens=ANSWER))
-        assert answer.token_ids == self._oracle.greedy([*history, *new], ANSWER)
+        assert answer.token_ids == self.oracle.greedy([*history, *new], ANSWER)
         self.histories[name] = [*history, *new, *answer.token_ids]
         return answer
 

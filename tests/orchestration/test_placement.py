@@ -12,10 +12,11 @@ from cp_core.errors import Unavailable
 from cp_core.layout import TokenRange, spread
 from orchestration.corrections import LEAST
 from orchestration.groups import Group, GroupRegistry
-from orchestration.placement import LEAVE_SECONDS, MAX_ALTERNATIVES, TIE, Choice, RingPlacer, WantedTurn
+from orchestration.placement import LEAVE_SECONDS, MAX_ALTERNATIVES, TIE, RingPlacer
 from orchestration.placement_map import Placement
 from orchestration.planner import Planner, PlannerSettings
 from orchestration.turn import Chunk, GroupRegistration, PrefillReport
+from orchestration.wanted_turn import Choice, WantedTurn
 from workers.steps import Algorithm, ModelInfo, RingRates
 
 RATES = RingRates(gemm_flops=4e14, attention_flops=3e14, link_bytes_per_second=2e10, link_latency_seconds=2e-5)
@@ -41,9 +42,9 @@ MODEL = ModelInfo(
 class Cluster:
     """A registry whose clock stands still, and the placer over it."""
 
-    def __init__(self) -> None:
+    def __init__(self, selector: str = "auto") -> None:
         self.groups = GroupRegistry(lambda: 100.0)
-        self.planner = Planner(MODEL, PlannerSettings())
+        self.planner = Planner(MODEL, PlannerSettings(selector=selector))
         self.placer = RingPlacer(self.groups, self.planner)
 
     def add(self, role: str, name: str, num_ranks: int = 2, **changes: object) -> Group:

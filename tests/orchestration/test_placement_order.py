@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from cp_core.layout import spread
 from orchestration.groups import Group, GroupRegistry, Placed
 from orchestration.ordered import Ordered
-from orchestration.placement import RingPlacer, WantedTurn
+from orchestration.placement import RingPlacer
 from orchestration.placement_map import Placement
 from orchestration.planner import Planner, PlannerSettings
 from orchestration.turn import GroupRegistration
+from orchestration.wanted_turn import WantedTurn
 from tests.orchestration.exhaustive_placement import ExhaustivePlacer
 from tests.orchestration.test_placement import MODEL, RATES, SLOW_LINKS
 from workers.steps import RingRates

@@ -12,7 +12,7 @@ from cp_core.errors import ConfigError
 from orchestration.planner import Planner, PlannerSettings, PromptOnRings
 from orchestration.turn import GroupRegistration, Plan, PromptMode
 from tests.orchestration.fake_ranks import MODEL
-from workers.steps import Algorithm, RingRates
+from workers.steps import RING_ALGORITHMS, RingRates
 
 # Links so fast that what is left is computing.
 RATES = RingRates(gemm_flops=1e9, attention_flops=1e9, link_bytes_per_second=1e15, link_latency_seconds=0.0)
@@ -119,7 +119,7 @@ def test_a_turn_that_asks_for_an_algorithm_gets_it_in_every_chunk() -> None:
         capacity_tokens=1 << 20,
         chunk_tokens=512,
     )
-    for name in Algorithm:
+    for name in RING_ALGORITHMS:
         plan = Planner(MODEL, PlannerSettings(selector="pass_kv")).plan(
             PromptOnRings(num_tokens=4096, kept_on_prefill=0, kept_on_decode=0, prefill=ring, decode=ring),
             mode=PromptMode.NEW,

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from orchestration.groups import Group
-from orchestration.placement import Choice, RingPlacer, WantedTurn
+from orchestration.placement import RingPlacer
 from orchestration.turn import PromptMode
 from orchestration.views import ConversationView
+from orchestration.wanted_turn import Choice, WantedTurn
 from tests.orchestration.conftest import KINDS
 from tests.orchestration.service import Answer, Service, Shape
 from tests.orchestration.test_turn_failures import is_idle, read_tokens

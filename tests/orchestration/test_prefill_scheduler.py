@@ -15,7 +15,7 @@ from cp_core.layout import TokenRange
 from orchestration.prefill_scheduler import AGE_SHARE, PrefillScheduler, PrefillScheduling, ScheduledStep
 from orchestration.prefill_work import StepLimits, WorkModel, cut
 from orchestration.turn import Chunk
-from workers.steps import Algorithm
+from workers.steps import RING_ALGORITHMS, Algorithm
 
 WORK = WorkModel(pairs_per_token=240.0, flops_per_unit=1.0)
 RATE = 1000.0
@@ -89,7 +89,7 @@ prompt_lists = st.lists(
         new=st.one_of(st.integers(1, 40), st.integers(1, 2000)),
         cached=st.one_of(st.just(0), st.integers(0, 5000)),
         priority=st.integers(-2, 2),
-        algorithm=st.sampled_from(Algorithm),
+        algorithm=st.sampled_from(RING_ALGORITHMS),
     ),
     min_size=1,
     max_size=12,
@@ -291,7 +291,7 @@ def test_a_step_takes_the_algorithm_of_most_of_its_work() -> None:
     assert (len(step.pieces), step.algorithm) == (2, Algorithm.PASS_Q)
 
 
-@given(prompts=prompt_lists, forced=st.sampled_from(Algorithm), scheduling=switches)
+@given(prompts=prompt_lists, forced=st.sampled_from(RING_ALGORITHMS), scheduling=switches)
 @settings(max_examples=50, deadline=None)
 def test_a_forced_algorithm_stays_forced(
     prompts: list[Prompt], forced: Algorithm, scheduling: PrefillScheduling

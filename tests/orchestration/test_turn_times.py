@@ -7,7 +7,7 @@ import time
 from cp_core.layout import TokenRange
 from orchestration.decode_times import decode_stretches
 from orchestration.prefill_times import PrefillTimes
-from orchestration.turn import Chunk
+from orchestration.turn import Chunk, PrefillReport
 from tests.orchestration.decode_turns import decode_turn
 from workers.steps import Algorithm
 
@@ -76,3 +76,24 @@ def test_every_time_that_kv_came_counts_and_decoding_goes_from_the_second_token_
     assert (hand_off.name, hand_off.began, hand_off.ended) == ("hand-off", turn.first_token_at, decode.began)
     assert (decode.name, decode.ended) == ("decode", ended)
     assert decode.attributes == {"ringserve.ring": "decode-0", "ringserve.tokens": 3, "ringserve.attempts": 2}
+
+
+def test_a_turn_whose_prompt_was_computed_here_tells_its_queue_and_its_step_and_no_migration() -> None:
+    turn = decode_turn("turn", first_token=None)
+    step = Chunk(tokens=TokenRange(90, 100), algorithm=Algorithm.DECODE_RING, num_turns=1)
+    turn.reserved_at = time.monotonic() - 2.0
+    turn.note_prompt("decode-0", PrefillReport(prefill_seconds=0.5, queue_seconds=1.5, chunks=(step,)))
+    turn.first_token_at = time.monotonic() - 1.0
+    turn.add_token(7, None)
+    turn.add_token(8, None)
+    queue, prefill, hand_off, decode = decode_stretches(turn, "decode-0", time.monotonic() + 1.0)
+    assert [queue.name, prefill.name, hand_off.name, decode.name] == ["queue", "prefill", "hand-off", "decode"]
+    assert (queue.began, queue.ended) == (turn.reserved_at, prefill.began)
+    assert abs(prefill.ended - prefill.began - 0.5) < 1e-9
+    assert prefill.attributes == {
+        "ringserve.ring": "decode-0",
+        "ringserve.attempt": turn.request.attempt,
+        "ringserve.tokens.start": 90,
+        "ringserve.tokens.stop": 100,
+        "ringserve.algorithm": "decode_ring",
+    }

@@ -139,6 +139,8 @@ RANGES = [
     ("decode.max_batch", 1, 4096),
     ("decode.max_waiting", 1, 1_000_000),
     ("decode.headroom_tokens", 1, 1 << 20),
+    ("decode.max_direct_tokens", 0, 4096),
+    ("decode.max_direct_seconds", 0, 60),
     ("decode.threads_per_rank", 1, 1024),
     ("kv_cache.block_tokens", 1, 4096),
     ("kv_cache.tokens_per_rank", 16, 1 << 30),

@@ -69,7 +69,7 @@ def test_a_bare_prompt_gets_every_default(reader: RequestReader) -> None:
 def test_an_algorithm_is_taken_by_its_name_and_chosen_where_there_is_none(reader: RequestReader) -> None:
     assert reader.read(text_request(), None).algorithm is None
     assert reader.read(text_request(algorithm="pass_q"), None).algorithm is Algorithm.PASS_Q
-    with pytest.raises(InvalidRequest, match="algorithm: 'ring' is unknown; allowed are pass_kv, pass_q, or none"):
+    with pytest.raises(InvalidRequest, match="'ring' is unknown; allowed are pass_kv, pass_q, decode_ring, or none"):
         reader.read(text_request(algorithm="ring"), None)
 
 

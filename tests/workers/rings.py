@@ -22,6 +22,7 @@ from workers.steps import (
     NO_HISTORY,
     AdmitSequence,
     Algorithm,
+    ComputePrompt,
     DecodeEvent,
     KvSend,
     PrefillOutput,
@@ -225,6 +226,28 @@ class LocalRing:
         )
         self.workers[0].submit([command])
         return command
+
+    def compute(
+        self,
+        conversation: Conversation,
+        token_ids: Sequence[int],
+        sampling: Sampling,
+        history: TokenHistory = NO_HISTORY,
+    ) -> None:
+        """Hand a prompt to the decode loop; from here on the conversation is taken to hold its tokens."""
+        held = conversation.held
+        command = ComputePrompt(
+            sequence_id=conversation.name,
+            token_ids=tuple(token_ids),
+            held=held,
+            blocks=conversation.blocks,
+            sampling=sampling,
+            history=history,
+        )
+        layout = balanced_layout(sum(held), len(token_ids), held)
+        conversation.shards = conversation.shards.extend(layout.shard_map())
+        conversation.tokens += token_ids
+        self.workers[0].submit([command])
 
     def remove(self, name: str) -> None:
         self.workers[0].submit([RemoveSequence(sequence_id=name)])

@@ -17,10 +17,10 @@ from cp_core.attention import Partial
 from cp_core.errors import Unavailable
 from tests.workers.models import KINDS, Oracle, random_tokens
 from tests.workers.rings import LocalRing, Turn, run_in_thread
-from workers.steps import Algorithm, Sampling
+from workers.steps import RING_ALGORITHMS, Algorithm, Sampling
 
 TOLERANCE = 2e-5
-ALGORITHMS = list(Algorithm)
+ALGORITHMS = list(RING_ALGORITHMS)
 RING_SIZES = (1, 2, 3)
 
 Models = Mapping[str, Path]

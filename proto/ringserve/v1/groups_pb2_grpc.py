@@ -511,6 +511,11 @@ class DecodeServiceStub:
                 request_serializer=ringserve_dot_v1_dot_groups__pb2.ReserveRequest.SerializeToString,
                 response_deserializer=ringserve_dot_v1_dot_groups__pb2.ReserveResponse.FromString,
                 _registered_method=True)
+        self.Prefill = channel.unary_unary(
+                '/ringserve.v1.DecodeService/Prefill',
+                request_serializer=ringserve_dot_v1_dot_groups__pb2.PrefillRequest.SerializeToString,
+                response_deserializer=ringserve_dot_v1_dot_groups__pb2.PrefillResponse.FromString,
+                _registered_method=True)
         self.Admit = channel.unary_unary(
                 '/ringserve.v1.DecodeService/Admit',
                 request_serializer=ringserve_dot_v1_dot_groups__pb2.AdmitRequest.SerializeToString,
@@ -574,6 +579,13 @@ class DecodeServiceServicer:
 
     def Reserve(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Prefill(self, request, context):
+        """Computes the prompt of a turn that was reserved as `direct`, here; answers when it decodes. Idempotent per attempt.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -654,6 +666,11 @@ def add_DecodeServiceServicer_to_server(servicer, server):
                     servicer.Reserve,
                     request_deserializer=ringserve_dot_v1_dot_groups__pb2.ReserveRequest.FromString,
                     response_serializer=ringserve_dot_v1_dot_groups__pb2.ReserveResponse.SerializeToString,
+            ),
+            'Prefill': grpc.unary_unary_rpc_method_handler(
+                    servicer.Prefill,
+                    request_deserializer=ringserve_dot_v1_dot_groups__pb2.PrefillRequest.FromString,
+                    response_serializer=ringserve_dot_v1_dot_groups__pb2.PrefillResponse.SerializeToString,
             ),
             'Admit': grpc.unary_unary_rpc_method_handler(
                     servicer.Admit,
@@ -739,6 +756,33 @@ class DecodeService:
             '/ringserve.v1.DecodeService/Reserve',
             ringserve_dot_v1_dot_groups__pb2.ReserveRequest.SerializeToString,
             ringserve_dot_v1_dot_groups__pb2.ReserveResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Prefill(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ringserve.v1.DecodeService/Prefill',
+            ringserve_dot_v1_dot_groups__pb2.PrefillRequest.SerializeToString,
+            ringserve_dot_v1_dot_groups__pb2.PrefillResponse.FromString,
             options,
             channel_credentials,
             insecure,

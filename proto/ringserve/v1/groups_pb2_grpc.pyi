@@ -170,6 +170,8 @@ class DecodeServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> DecodeServiceAsyncStub: ...
     Reserve: _grpc.UnaryUnaryMultiCallable[_groups_pb2.ReserveRequest, _groups_pb2.ReserveResponse]
+    Prefill: _grpc.UnaryUnaryMultiCallable[_groups_pb2.PrefillRequest, _groups_pb2.PrefillResponse]
+    """Computes the prompt of a turn that was reserved as `direct`, here; answers when it decodes. Idempotent per attempt."""
     Admit: _grpc.UnaryUnaryMultiCallable[_groups_pb2.AdmitRequest, _groups_pb2.AdmitResponse]
     """From the prefill leader: the first token exists. Decoding begins when the KV is sealed. Idempotent per attempt."""
     StreamTurn: _grpc.UnaryStreamMultiCallable[_groups_pb2.StreamTurnRequest, _groups_pb2.TurnEvent]
@@ -191,6 +193,8 @@ class DecodeServiceAsyncStub(DecodeServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Reserve: _aio.UnaryUnaryMultiCallable[_groups_pb2.ReserveRequest, _groups_pb2.ReserveResponse]  # type: ignore[assignment]
+    Prefill: _aio.UnaryUnaryMultiCallable[_groups_pb2.PrefillRequest, _groups_pb2.PrefillResponse]  # type: ignore[assignment]
+    """Computes the prompt of a turn that was reserved as `direct`, here; answers when it decodes. Idempotent per attempt."""
     Admit: _aio.UnaryUnaryMultiCallable[_groups_pb2.AdmitRequest, _groups_pb2.AdmitResponse]  # type: ignore[assignment]
     """From the prefill leader: the first token exists. Decoding begins when the KV is sealed. Idempotent per attempt."""
     StreamTurn: _aio.UnaryStreamMultiCallable[_groups_pb2.StreamTurnRequest, _groups_pb2.TurnEvent]  # type: ignore[assignment]
@@ -215,6 +219,14 @@ class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _groups_pb2.ReserveRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_groups_pb2.ReserveResponse, _abc.Awaitable[_groups_pb2.ReserveResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def Prefill(
+        self,
+        request: _groups_pb2.PrefillRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_groups_pb2.PrefillResponse, _abc.Awaitable[_groups_pb2.PrefillResponse]]:
+        """Computes the prompt of a turn that was reserved as `direct`, here; answers when it decodes. Idempotent per attempt."""
 
     @_abc_1.abstractmethod
     def Admit(

@@ -81,6 +81,7 @@ class GenerateRequest(_message.Message):
     algorithm: _builtins.str
     """"pass_kv" or "pass_q": computes every chunk by it, whatever the service's selector would choose. Empty: chosen. The
     tokens are the same; what measures rings asks for it. Where turns share a prefill step the ring may take the other.
+    "decode_ring": computes a few new tokens on the decode ring that keeps the conversation; refused where it cannot.
     """
     @_builtins.property
     def tokenized(self) -> Global___TokenizedInput: ...
@@ -593,7 +594,9 @@ class Plan(_message.Message):
     CHUNKS_FIELD_NUMBER: _builtins.int
     RING_ALTERNATIVES_FIELD_NUMBER: _builtins.int
     algorithm: _builtins.str
-    """"pass_kv" or "pass_q": that of most new tokens. Each chunk has its own."""
+    """"pass_kv" or "pass_q": that of most new tokens. Each chunk has its own. "decode_ring": the decode ring, which keeps
+    the KV before them, computes them itself; it is also `prefill_ring` then, and no KV moves.
+    """
     reason: _builtins.str
     new_tokens: _builtins.int
     cached_tokens: _builtins.int
@@ -627,7 +630,7 @@ class Plan(_message.Message):
 
     @_builtins.property
     def ring_alternatives(self) -> _containers.RepeatedCompositeFieldContainer[Global___RingAlternative]:
-        """The prefill rings that were compared: the quickest few and the chosen one; none where there was no choice."""
+        """The rings that were compared: the quickest few and the chosen one; none where there was no choice."""
 
     def __init__(
         self,
@@ -664,7 +667,7 @@ Global___Plan: _TypeAlias = Plan  # noqa: Y015
 
 @_typing.final
 class RingAlternative(_message.Message):
-    """What the turn was predicted to take on one prefill ring, in seconds."""
+    """What the turn was predicted to take on one ring, in seconds: a prefill ring, or the decode ring that keeps the KV."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -675,6 +678,8 @@ class RingAlternative(_message.Message):
     TOTAL_SECONDS_FIELD_NUMBER: _builtins.int
     NUM_RANKS_FIELD_NUMBER: _builtins.int
     TP_FIELD_NUMBER: _builtins.int
+    HANDOFF_SECONDS_FIELD_NUMBER: _builtins.int
+    STALL_SECONDS_FIELD_NUMBER: _builtins.int
     ring: _builtins.str
     queue_seconds: _builtins.float
     """Behind what waits there."""
@@ -685,6 +690,9 @@ class RingAlternative(_message.Message):
     num_ranks: _builtins.int
     """The ring's size: ranks, which share the prompt's tokens, of `tp` processes each, which share the heads."""
     tp: _builtins.int
+    handoff_seconds: _builtins.float
+    """Where the decode ring was compared: of the new KV on its way there, and what turns that decode there would wait."""
+    stall_seconds: _builtins.float
     def __init__(
         self,
         *,
@@ -695,10 +703,12 @@ class RingAlternative(_message.Message):
         total_seconds: _builtins.float = ...,
         num_ranks: _builtins.int = ...,
         tp: _builtins.int = ...,
+        handoff_seconds: _builtins.float = ...,
+        stall_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["move_seconds", b"move_seconds", "num_ranks", b"num_ranks", "prefill_seconds", b"prefill_seconds", "queue_seconds", b"queue_seconds", "ring", b"ring", "total_seconds", b"total_seconds", "tp", b"tp"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handoff_seconds", b"handoff_seconds", "move_seconds", b"move_seconds", "num_ranks", b"num_ranks", "prefill_seconds", b"prefill_seconds", "queue_seconds", b"queue_seconds", "ring", b"ring", "stall_seconds", b"stall_seconds", "total_seconds", b"total_seconds", "tp", b"tp"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1139,7 +1149,7 @@ class GroupInfo(_message.Message):
 
     @_builtins.property
     def corrections(self) -> _containers.RepeatedCompositeFieldContainer[Global___Correction]:
-        """Of prefill rings: how their turns' times compare with what was predicted for them, by algorithm."""
+        """How the ring's prefills compare with what was predicted for them, by algorithm; of decode rings, "decode_ring"."""
 
     @_builtins.property
     def nodes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:

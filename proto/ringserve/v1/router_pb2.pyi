@@ -44,7 +44,7 @@ class BeginTurnRequest(_message.Message):
     conversation_ttl_seconds: _builtins.float
     priority: _builtins.int
     algorithm: _builtins.str
-    """"pass_kv", "pass_q" or empty."""
+    """"pass_kv", "pass_q", "decode_ring" or empty."""
     trace_parent: _builtins.str
     """W3C Trace Context of the turn's span; empty where nobody traces it."""
     @_builtins.property
@@ -259,6 +259,8 @@ class RegisterGroupRequest(_message.Message):
     MAX_BATCH_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
     LEAVING_FIELD_NUMBER: _builtins.int
+    MAX_DIRECT_TOKENS_FIELD_NUMBER: _builtins.int
+    MAX_DIRECT_SECONDS_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     name: _builtins.str
     endpoint: _builtins.str
@@ -284,6 +286,9 @@ class RegisterGroupRequest(_message.Message):
     draining: _builtins.bool
     """It takes no new turns; it is gone, and to be forgotten."""
     leaving: _builtins.bool
+    max_direct_tokens: _builtins.int
+    """Of decode rings: the most tokens of a prompt that one computes itself (0: none), and the most seconds for them."""
+    max_direct_seconds: _builtins.float
     @_builtins.property
     def rates(self) -> Global___RingRates: ...
     def __init__(
@@ -307,10 +312,12 @@ class RegisterGroupRequest(_message.Message):
         max_batch: _builtins.int = ...,
         draining: _builtins.bool = ...,
         leaving: _builtins.bool = ...,
+        max_direct_tokens: _builtins.int = ...,
+        max_direct_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_free_tokens", b"_free_tokens", "free_tokens", b"free_tokens", "rates", b"rates"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_free_tokens", b"_free_tokens", "capacity_tokens", b"capacity_tokens", "chunk_tokens", b"chunk_tokens", "draining", b"draining", "endpoint", b"endpoint", "free_tokens", b"free_tokens", "incarnation", b"incarnation", "leaving", b"leaving", "max_batch", b"max_batch", "min_chunk_tokens", b"min_chunk_tokens", "name", b"name", "num_ranks", b"num_ranks", "rates", b"rates", "role", b"role", "spare_tokens", b"spare_tokens", "step_budget", b"step_budget", "tp", b"tp", "waiting_work", b"waiting_work", "work_rate", b"work_rate"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_free_tokens", b"_free_tokens", "capacity_tokens", b"capacity_tokens", "chunk_tokens", b"chunk_tokens", "draining", b"draining", "endpoint", b"endpoint", "free_tokens", b"free_tokens", "incarnation", b"incarnation", "leaving", b"leaving", "max_batch", b"max_batch", "max_direct_seconds", b"max_direct_seconds", "max_direct_tokens", b"max_direct_tokens", "min_chunk_tokens", b"min_chunk_tokens", "name", b"name", "num_ranks", b"num_ranks", "rates", b"rates", "role", b"role", "spare_tokens", b"spare_tokens", "step_budget", b"step_budget", "tp", b"tp", "waiting_work", b"waiting_work", "work_rate", b"work_rate"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__free_tokens: _TypeAlias = _typing.Literal["free_tokens"]  # noqa: Y015
     _WhichOneofArgType__free_tokens: _TypeAlias = _typing.Literal["_free_tokens", b"_free_tokens"]  # noqa: Y015

@@ -21,7 +21,7 @@ from services.calibration.measurement import Measurement
 from services.calibration.own_rates import profile_of_rates
 from workers.builtin_model import resolve_model_path
 from workers.model_info import read_model_info
-from workers.steps import Algorithm, ModelInfo, RingRates
+from workers.steps import RING_ALGORITHMS, Algorithm, ModelInfo, RingRates
 
 Tell = Callable[[str], None]
 
@@ -39,7 +39,7 @@ class SelectionSettings:
 
     @property
     def num_measurements(self) -> int:
-        prefills = len(Algorithm) * self.rounds * (len(self.cells) + len(self.fit_cells))
+        prefills = len(RING_ALGORITHMS) * self.rounds * (len(self.cells) + len(self.fit_cells))
         return len(self.ranks) * (len(self.all_cells) + len(self.rates) * prefills)
 
     @property

@@ -51,6 +51,8 @@ class Ringserve:
             "COLUMNS": "200",
             # What these tests expect to be pulled must not depend on how fast this machine is today.
             "RINGSERVE_ROUTER__MISSING_KV": "pull",
+            # Nor that it goes over a prefill ring: the decode ring computes what is asked of it, and nothing else.
+            "RINGSERVE_DECODE__MAX_DIRECT_SECONDS": "0",
         }
 
     def run(self, *arguments: str, typed: str = "", seconds: float = CALL_SECONDS) -> subprocess.CompletedProcess[str]:

@@ -88,6 +88,46 @@ def test_three_turns_that_send_only_what_is_new_reuse_everything_before(
     inference.delete("three")
 
 
+def test_a_follow_up_that_the_decode_ring_computes_moves_no_kv_and_the_next_one_may(
+    cluster: Cluster, inference: Inference, stock: StockModel, tmp_path: Path
+) -> None:
+    history: list[int] = []
+    for turn, (num_new, algorithm) in enumerate(((70, "pass_kv"), (9, "decode_ring"), (2, "decode_ring"), (80, ""))):
+        new = random_tokens(num_new, seed=50 + turn)
+        file = tmp_path / f"turn{turn}.json"
+        file.write_text(json.dumps(new))
+        asked = ("--algorithm", algorithm) if algorithm else ()
+        answer = generate(cluster, "--prompt-ids", str(file), "--conversation", "direct", "--max-tokens", "7", *asked)
+        prompt = history + new
+        assert answer["token_ids"] == stock.greedy(prompt, 7).token_ids, f"turn {turn}"
+        plan, cached = answer["plan"], max(0, len(history) - 1)
+        assert (plan["new_tokens"], plan["cached_tokens"]) == (len(prompt) - cached, cached)
+        if algorithm == "decode_ring":
+            assert (plan["algorithm"], plan["prefill_ring"], plan["decode_ring"]) == (algorithm, "decode-0", "decode-0")
+            assert "decode_ring was asked for with the turn" in plan["reason"]
+            assert plan["cached_sources"] == [{"source": "kept_on_decode", "start": 0, "stop": cached}]
+            assert (plan["migrated_bytes"], plan["pulled_bytes"]) == (0, 0)
+            assert plan["prefill_seconds"] > 0
+            assert [chunk["algorithm"] for chunk in plan["chunks"]] == [algorithm]
+            assert {each["ring"] for each in plan["ring_alternatives"]} == {"decode-0", "prefill-0"}
+        history = prompt + answer["token_ids"]
+    # The prefill ring was left behind by two turns, and has fetched them for the last.
+    assert plan["cached_sources"] == [
+        {"source": "kept_on_prefill", "start": 0, "stop": 70},
+        {"source": "pulled_from_decode", "start": 70, "stop": cached},
+    ]
+    corrections = inference.ring("decode").corrections
+    assert {each.algorithm for each in corrections} == {"decode_ring"}
+    assert sum(each.num_turns for each in corrections) == 2
+    inference.delete("direct")
+    file.write_text(json.dumps(random_tokens(3)))
+    refused = cluster.ringserve.run(
+        "generate", "--target", cluster.gateway, "--prompt-ids", str(file), "--algorithm", "decode_ring"
+    )
+    assert refused.returncode != 0
+    assert "algorithm: decode_ring is for up to 128 new tokens" in refused.stderr
+
+
 def test_a_whole_history_is_recognized_and_an_edit_reuses_only_what_is_the_same(
     inference: Inference, stock: StockModel
 ) -> None:

@@ -162,6 +162,32 @@ async def test_a_follow_up_tells_what_it_pulled(traced: Traced) -> None:
     assert (only(spans, "turn").attributes or {})["ringserve.cached_tokens"] == done.usage.cached_tokens > 150
 
 
+async def test_a_turn_that_the_decode_ring_computes_tells_of_no_other_ring(
+    model_path: Path, codec: TextCodec, tracer: OtelTracer, exporter: InMemorySpanExporter
+) -> None:
+    service = Service(model_path, 2, 3, max_direct_tokens=32)
+    async with Doors(model_path, codec, tracer=tracer, service=service) as doors:
+        traced = Traced(doors, tracer, exporter)
+        await traced.generate(conversation_id="c")
+        await traced.spans()
+        exporter.clear()
+        append = inference_pb2.PROMPT_MODE_APPEND
+        done = await traced.generate(
+            SAMPLED, conversation_id="c", tokens=[5, 6], prompt_mode=append, algorithm="decode_ring"
+        )
+        spans = await traced.spans()
+    turn = only(spans, "turn")
+    assert sorted(span.name for span in spans) == ["decode", "hand-off", "plan", "prefill", "queue", "turn"]
+    assert (turn.attributes or {})["ringserve.algorithm"] == "decode_ring"
+    for name in ("queue", "prefill", "hand-off", "decode"):
+        assert parent_of(only(spans, name)) == id_of(turn)
+        assert (only(spans, name).attributes or {})["ringserve.ring"] == "decode-0"
+    prefill = only(spans, "prefill").attributes or {}
+    computed = prefill["ringserve.tokens.stop"] - prefill["ringserve.tokens.start"]  # type: ignore[operator]
+    assert computed == done.plan.new_tokens == 3  # and the last token of the answer before, which had no KV
+    assert times(only(spans, "queue"))[1] <= times(only(spans, "prefill"))[0] <= times(only(spans, "decode"))[0]
+
+
 async def test_over_http_it_is_the_same_trace(traced: Traced) -> None:
     async with httpx2.AsyncClient(base_url=traced.doors.url, timeout=CALL_SECONDS) as http:
         body = {"model": MODEL, "prompt": "secret words", "max_tokens": 3}

@@ -26,6 +26,7 @@ from orchestration.turn import (
     KeepingRing,
     KvQuota,
     Plan,
+    PrefillDone,
     PrefillReport,
     PrefillTurn,
     PromptMode,
@@ -118,6 +119,7 @@ PAIRS: list[tuple[st.SearchStrategy[Any], Callable[[Any], Any], Callable[[Any], 
     (values_of(PrefillTurn), turns.prefill_turn_to, turns.prefill_turn_from),
     (values_of(KeepingRing), turns.keeping_ring_to, turns.keeping_ring_from),
     (values_of(PrefillReport), turns.report_to, turns.report_from),
+    (values_of(PrefillDone), turns.prefill_done_to, turns.prefill_done_from),
     (values_of(Admit), turns.admit_to, turns.admit_from),
     (values_of(SendKv), kv.send_kv_to, kv.send_kv_from),
     (values_of(SentKv), kv.sent_to, kv.sent_from),
@@ -178,7 +180,7 @@ def test_a_prompt_mode_the_contract_does_not_define_is_nothing() -> None:
 @given(values_of(Plan), st.sampled_from(FinishReason))
 def test_what_the_client_reads_are_plain_words(plan: Plan, reason: FinishReason) -> None:
     message = plans.plan_to(plan)
-    assert message.algorithm in ("pass_kv", "pass_q")
+    assert message.algorithm in ("pass_kv", "pass_q", "decode_ring")
     assert message.prompt_mode in ("auto", "new", "append", "whole_history")
     ending = FinishedEvent(finish_reason=reason, migrated_bytes=0, migration_seconds=0.0, handoff_seconds=0.0)
     assert turns.event_to(ending).finished.finish_reason in ("stop", "length", "abort")

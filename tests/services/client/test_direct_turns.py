@@ -1,0 +1,94 @@
+"""Follow-ups through a gateway that the decode ring computes itself, with gRPC on every way to that ring."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from prometheus_client import generate_latest
+
+from orchestration.groups import Group
+from ringserve.v1 import groups_pb2_grpc
+from services.client import AsyncClient, Sampling
+from services.decode_server import DecodeServicer
+from services.grpc_server import GrpcServer
+from services.peers import GrpcPeers
+from services.text import TextCodec
+from tests.orchestration.service import Service
+from tests.services.doors import Doors
+from tests.workers.models import Oracle, random_tokens
+
+FIVE = Sampling(max_tokens=5, temperature=0.0)
+
+
+@pytest.fixture
+async def doors(model_path: Path, codec: TextCodec, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Doors]:
+    """Router, prefill leader and gateway reach the decode leader by its service only; the prefill ring is busy."""
+    monkeypatch.setattr(Group, "queue_seconds", lambda self, now: 60.0 if self.role == "prefill" else 0.0)
+    service = Service(model_path, 2, 3, max_direct_tokens=32)
+    async with Doors(model_path, codec, service=service) as doors:
+        server, peers, leader = GrpcServer(), GrpcPeers(), doors.service.decode
+        server.add(
+            "ringserve.v1.DecodeService",
+            lambda target: groups_pb2_grpc.add_DecodeServiceServicer_to_server(DecodeServicer(leader), target),
+        )
+        address = await server.start("127.0.0.1:0")
+        monkeypatch.setattr(doors.service.peers, "decode", lambda _: peers.decode(address))
+        yield doors
+        await doors.wait_idle()
+        doors.service.check_integrity()
+        await peers.close()
+        await server.stop(1.0)
+
+
+async def test_a_follow_up_stays_on_the_decode_ring_and_says_so(doors: Doors, oracle: Oracle) -> None:
+    """Chosen, not asked for."""
+    async with AsyncClient(doors.target) as client:
+        history = random_tokens(50)
+        history += (await client.ask(history, conversation_id="c", sampling=FIVE)).token_ids
+        for number, size in enumerate((1, 6, 4)):
+            prompt = [*history, *random_tokens(size, seed=number)]
+            expected = oracle.greedy(prompt, 5)
+            answer = await client.ask(prompt, conversation_id="c", sampling=FIVE)
+            assert list(answer.token_ids) == expected
+            assert answer.usage.cached_tokens == len(history) - 1
+            plan = answer.plan
+            assert (plan.algorithm, plan.prefill_ring, plan.decode_ring) == ("decode_ring", "decode-0", "decode-0")
+            assert plan.reason.startswith(f"Decode ring: decode-0 keeps {len(history) - 1} tokens and computes the ")
+            assert "; ring decode-0 itself takes " in plan.reason
+            assert (plan.prefill_ranks, plan.migrated_bytes, plan.pulled_bytes) == (3, 0, 0)
+            assert plan.prefill_seconds > 0
+            assert plan.predicted_prefill_seconds > 0
+            assert {item.algorithm for item in plan.alternatives} >= {"decode_ring", "pass_kv", "pass_q"}
+            history = [*prompt, *answer.token_ids]
+        long = await client.ask([*history, *random_tokens(33)], conversation_id="c", sampling=FIVE)
+        assert long.plan.algorithm in ("pass_kv", "pass_q")
+        assert list(long.token_ids) == oracle.greedy([*history, *random_tokens(33)], 5)
+        assert doors.service.prefill.num_turns == 0
+    shown = generate_latest(doors.servicer._metrics.registry).decode()
+    assert 'ringserve_plans_total{algorithm="decode_ring"} 3.0' in shown
+    assert 'ringserve_prefill_predicted_ratio_count{algorithm="decode_ring"} 3.0' in shown
+    assert 'ringserve_cached_prompt_tokens_total{source="kept_on_decode"}' in shown
+
+
+async def test_a_stop_string_ends_a_follow_up_and_the_next_one_goes_on_from_there(
+    doors: Doors, oracle: Oracle, codec: TextCodec
+) -> None:
+    async with AsyncClient(doors.target) as client:
+        history = random_tokens(40)
+        history += (await client.ask(history, conversation_id="c", sampling=FIVE)).token_ids
+        prompt = [*history, 5, 6]
+        tokens = oracle.greedy(prompt, 12)
+        stop = codec.decode(tokens[2:4])
+        sampling = Sampling(max_tokens=12, temperature=0.0, stop=(stop,))
+        answer = await client.ask(prompt, conversation_id="c", sampling=sampling)
+        assert answer.plan.algorithm == "decode_ring"
+        assert answer.matched_stop == stop
+        assert list(answer.token_ids) == tokens[: len(answer.token_ids)]
+        assert len(answer.token_ids) < 12
+        history = [*prompt, *answer.token_ids]
+        after = await client.ask([*history, 9], conversation_id="c", sampling=FIVE)
+        assert list(after.token_ids) == oracle.greedy([*history, 9], 5)
+        assert after.plan.algorithm == "decode_ring"
+        assert after.usage.cached_tokens == len(history) - 1
