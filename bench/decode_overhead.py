@@ -39,6 +39,7 @@ from services.bench.model_rank import BLOCK_TOKENS
 from services.bench.ring_processes import RingProcesses, Seat
 from workers.builtin_model import resolve_model_path
 from workers.decode_batch import DecodeBatch
+from workers.decode_commands import AdmitSequence
 from workers.decode_header import Header, HeaderChannel
 from workers.decode_loop import DecodeFollower, DecodeLeader, LoopWork
 from workers.decode_mailbox import DecodeMailbox
@@ -48,7 +49,7 @@ from workers.kv_cache import KvCache
 from workers.model import LoadedModel, load_model
 from workers.progress import Progress
 from workers.sampling.parameters import Sampled
-from workers.steps import AdmitSequence, RingRates, Sampling
+from workers.steps import RingRates, Sampling
 
 WARM_UP_STEPS = 3
 LIMIT_SHARE, LIMIT_MILLISECONDS = 0.10, 0.5

@@ -32,16 +32,9 @@ from cp_core.distributed import connect_ring
 from cp_core.layout import balanced_layout
 from cp_core.rendezvous import RingStore
 from cp_core.transport import RingTransport
+from workers.decode_commands import AdmitSequence
 from workers.rank import RankWorker
-from workers.steps import (
-    AdmitSequence,
-    Algorithm,
-    PrefillStep,
-    RankSpec,
-    RingSpec,
-    Sampling,
-    SequencePrefill,
-)
+from workers.steps import Algorithm, PrefillStep, RankSpec, RingSpec, Sampling, SequencePrefill
 
 HOST = "127.0.0.1"
 WAIT_SECONDS = 120.0

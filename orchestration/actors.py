@@ -26,10 +26,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from cp_core.errors import RingserveError, Unavailable
 from orchestration.ring_returns import RingEvent
+from workers.decode_commands import DecodeCommand, DecodeEvents
 from workers.steps import (
     BlockPair,
-    DecodeCommand,
-    DecodeEvents,
     KvExpect,
     KvSend,
     PrefillOutput,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from cp_core.errors import RingserveError
 from orchestration.decode_turn import DecodeTurn
 from orchestration.ports import RankPort
-from workers.steps import ComputePrompt, DecodeCommand, DecodeEvent, GrowSequence, RemoveSequence
+from workers.decode_commands import ComputePrompt, DecodeCommand, DecodeEvent, GrowSequence, RemoveSequence
 
 POLL_SECONDS = 2.0
 

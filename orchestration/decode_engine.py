@@ -13,7 +13,8 @@ from orchestration.decode_turn import DecodeTurn
 from orchestration.kv_pool import SequenceKv
 from orchestration.ports import RouterPort
 from orchestration.ring import Ring
-from workers.steps import ComputePrompt, DecodeEvent, FinishReason
+from workers.decode_commands import ComputePrompt, DecodeEvent
+from workers.steps import FinishReason
 
 
 class DecodeEngine:

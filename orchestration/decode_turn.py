@@ -13,7 +13,8 @@ from orchestration.kv_messages import SentKv
 from orchestration.kv_pool import KvPool, SequenceKv
 from orchestration.tracing import Attributes, Stretch, just_ended
 from orchestration.turn import PrefillDone, PrefillReport, Reservation, Reserve, TokensEvent, TurnEvent
-from workers.steps import AdmitSequence, FinishReason, TokenHistory, TokenLogprobs, TransferKey
+from workers.decode_commands import AdmitSequence
+from workers.steps import FinishReason, TokenHistory, TokenLogprobs, TransferKey
 
 
 @dataclass(slots=True)

@@ -10,7 +10,8 @@ from orchestration.decode_engine import DecodeEngine
 from orchestration.decode_turn import DecodeTurn
 from orchestration.handoff import HandoffState
 from orchestration.turn import Admit, Chunk, PrefillReport
-from workers.steps import Algorithm, ComputePrompt, TokenHistory, TokenIds
+from workers.decode_commands import ComputePrompt
+from workers.steps import Algorithm, TokenHistory, TokenIds
 
 
 def direct_shards(kept_tokens: int, num_tokens: int, held: tuple[int, ...]) -> ShardMap:

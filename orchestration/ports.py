@@ -25,10 +25,9 @@ from orchestration.turn import (
     TurnRequest,
 )
 from orchestration.views import ConversationList, ConversationView, GroupStatus, ServerView
+from workers.decode_commands import DecodeCommand, DecodeEvents
 from workers.steps import (
     BlockPair,
-    DecodeCommand,
-    DecodeEvents,
     KvExpect,
     KvSend,
     PrefillOutput,

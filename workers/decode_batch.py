@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 
 from cp_core.decode_plan import DecodePlan
 from cp_core.layout import append_owner
+from workers.decode_commands import AdmitSequence, ComputePrompt
 from workers.kv_cache import SlotRun, runs
 from workers.sampling.parameters import NO_HISTORY, Sampling, TokenHistory
 from workers.sampling.processors import RowSampler
-from workers.steps import AdmitSequence, ComputePrompt
 
 GREEDY = Sampling()
 ONE_TOKEN = TokenHistory(num_generated=1)

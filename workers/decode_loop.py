@@ -15,22 +15,14 @@ from dataclasses import dataclass
 
 from cp_core.layout import append_owner
 from workers.decode_batch import Admission, BatchChange, DecodeBatch, Growth, Prompt
+from workers.decode_commands import AdmitSequence, ComputePrompt, DecodeCommand, DecodeEvent, GrowSequence
 from workers.decode_header import HEARTBEAT_SECONDS, Header, HeaderChannel, HeaderKind
 from workers.decode_mailbox import DecodeMailbox
 from workers.decode_prompt import DecodePrompts
 from workers.decode_step import DecodePass
 from workers.progress import Progress
 from workers.sampling.parameters import Sampled
-from workers.steps import (
-    AdmitSequence,
-    ComputePrompt,
-    DecodeCommand,
-    DecodeEvent,
-    FinishReason,
-    GrowSequence,
-    RingRates,
-    Sampling,
-)
+from workers.steps import FinishReason, RingRates, Sampling
 
 # (sequences, stored tokens of all) of the next step -> which variant serves it.
 VariantChoice = Callable[[int, int], str]

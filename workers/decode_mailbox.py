@@ -7,15 +7,15 @@ import time
 from collections.abc import Sequence
 
 from cp_core.errors import Unavailable
-from workers.steps import (
+from workers.decode_commands import (
     AdmitSequence,
     ComputePrompt,
     DecodeCommand,
     DecodeEvent,
     DecodeEvents,
     RemoveSequence,
-    RingRates,
 )
+from workers.steps import RingRates
 
 
 class DecodeMailbox:

@@ -24,6 +24,7 @@ from cp_core.transport import RingTransport
 from workers.builtin_model import resolve_model_path
 from workers.decode_batch import DecodeBatch
 from workers.decode_choice import DecodeChoice
+from workers.decode_commands import DecodeCommand, DecodeEvents
 from workers.decode_header import LEADER, HeaderChannel
 from workers.decode_loop import DecodeFollower, DecodeLeader, LoopWork
 from workers.decode_mailbox import DecodeMailbox
@@ -43,8 +44,6 @@ from workers.sampling.rows import sample_rows
 from workers.step_clock import StepClock
 from workers.steps import (
     BlockPair,
-    DecodeCommand,
-    DecodeEvents,
     KvExpect,
     KvSend,
     PrefillOutput,

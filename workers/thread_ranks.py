@@ -12,11 +12,10 @@ from typing import TypeVar
 
 from cp_core.errors import RingserveError, Unavailable
 from cp_core.inprocess import InProcessRing
+from workers.decode_commands import DecodeCommand, DecodeEvents
 from workers.rank import RankWorker
 from workers.steps import (
     BlockPair,
-    DecodeCommand,
-    DecodeEvents,
     KvExpect,
     KvSend,
     PrefillOutput,

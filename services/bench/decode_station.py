@@ -10,7 +10,8 @@ from cp_core.layout import level_counts
 from services.bench.model_rank import BLOCK_TOKENS, blocks_for, start_worker
 from services.bench.ring_processes import Seat
 from services.bench.sample import Sample, peak_memory_bytes
-from workers.steps import AdmitSequence, Sampling
+from workers.decode_commands import AdmitSequence
+from workers.steps import Sampling
 
 EVENT_SECONDS = 120.0
 LOOP_END_SECONDS = 10.0

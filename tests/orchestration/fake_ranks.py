@@ -6,12 +6,9 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from cp_core.errors import RingserveError
+from workers.decode_commands import AdmitSequence, DecodeCommand, DecodeEvent, DecodeEvents
 from workers.steps import (
-    AdmitSequence,
     BlockPair,
-    DecodeCommand,
-    DecodeEvent,
-    DecodeEvents,
     KvExpect,
     KvSend,
     ModelInfo,

@@ -13,7 +13,8 @@ from orchestration.decode_turn import DecodeTurn
 from tests.orchestration.decode_turns import decode_turn
 from tests.orchestration.fake_ranks import FakeRank
 from tests.waiting import eventually
-from workers.steps import DecodeEvent, FinishReason
+from workers.decode_commands import DecodeEvent
+from workers.steps import FinishReason
 
 WAIT_SECONDS = 10.0
 

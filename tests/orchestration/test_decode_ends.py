@@ -19,7 +19,8 @@ from orchestration.turn import FinishedEvent, TurnEvent, TurnOutcome
 from tests.orchestration.decode_turns import PROMPT_TOKENS, decode_turn
 from tests.orchestration.fake_ranks import FakeRanks
 from tests.waiting import eventually
-from workers.steps import DecodeEvent, FinishReason
+from workers.decode_commands import DecodeEvent
+from workers.steps import FinishReason
 
 WAIT_SECONDS = 10.0
 

@@ -17,19 +17,16 @@ from torch import Tensor
 
 from cp_core.inprocess import InProcessRing
 from cp_core.layout import ShardMap, appended, balanced_layout
+from workers.decode_commands import AdmitSequence, ComputePrompt, DecodeEvent, RemoveSequence
 from workers.rank import RankWorker
 from workers.steps import (
     NO_HISTORY,
-    AdmitSequence,
     Algorithm,
-    ComputePrompt,
-    DecodeEvent,
     KvSend,
     PrefillOutput,
     PrefillStep,
     RankInfo,
     RankSpec,
-    RemoveSequence,
     RingSpec,
     Sampling,
     SequencePrefill,

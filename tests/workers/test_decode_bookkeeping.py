@@ -13,11 +13,12 @@ from cp_core.errors import Unavailable
 from cp_core.layout import appended
 from tests.workers.rings import run_in_thread
 from workers.decode_batch import Admission, BatchChange, DecodeBatch, Growth
+from workers.decode_commands import AdmitSequence, DecodeEvent, RemoveSequence
 from workers.decode_mailbox import DecodeMailbox
 from workers.kv_cache import runs
 from workers.sampling.parameters import TokenBias
 from workers.step_codec import decode_change, encode_change
-from workers.steps import AdmitSequence, DecodeEvent, FinishReason, RemoveSequence, Sampling, TokenHistory
+from workers.steps import FinishReason, Sampling, TokenHistory
 
 BLOCK_TOKENS = 4
 

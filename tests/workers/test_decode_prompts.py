@@ -12,10 +12,11 @@ from cp_core.errors import Unavailable
 from tests.workers.models import KINDS, Oracle, random_tokens
 from tests.workers.rings import LocalRing, Turn
 from workers.decode_batch import Admission, BatchChange, Prompt
+from workers.decode_commands import DecodeEvent
 from workers.decode_mailbox import DecodeMailbox
 from workers.sampling.parameters import TokenBias
 from workers.step_codec import decode_change, encode_change
-from workers.steps import DecodeEvent, FinishReason, Sampling, TokenHistory
+from workers.steps import FinishReason, Sampling, TokenHistory
 
 RING_SIZES = (1, 2, 3)
 # (cached tokens, new tokens): shards that are empty, uneven, and chunks that are.

@@ -11,7 +11,8 @@ import pytest
 from cp_core.errors import Unavailable
 from tests.workers.models import KINDS, Oracle, random_tokens
 from tests.workers.rings import BLOCK_TOKENS, Conversation, LocalRing, Turn
-from workers.steps import Algorithm, DecodeEvent, FinishReason, GrowSequence, Sampling
+from workers.decode_commands import DecodeEvent, GrowSequence
+from workers.steps import Algorithm, FinishReason, Sampling
 
 RING_SIZES = (1, 2, 3)
 
