@@ -76,6 +76,9 @@ class HttpServer:
         """Take no new requests, give running ones `grace` seconds, then cancel them."""
         if self._server is None or self._serving is None:
             return
+        if self._server.started:
+            for listening in self._server.servers:
+                listening.close()  # at once: uvicorn looks up ten times a second only
         self._server.config.timeout_graceful_shutdown = max(1, round(grace))
         self._server.should_exit = True
         await self._serving

@@ -74,8 +74,8 @@ def test_three_turns_that_send_only_what_is_new_reuse_everything_before(
         if turn:
             assert plan["prompt_mode"] == "append"
             assert plan["cached_sources"] == [
-                {"source": "kept_on_prefill", "start": 0, "stop": kept},
-                {"source": "pulled_from_decode", "start": kept, "stop": cached},
+                {"source": "kept_on_prefill", "start": 0, "stop": kept, "ring": ""},
+                {"source": "pulled_from_decode", "start": kept, "stop": cached, "ring": ""},
             ]
             assert plan["pulled_bytes"] == (cached - kept) * 2 * 2 * 2 * 16 * 4
         history, kept = prompt + answer["token_ids"], len(prompt)
@@ -105,7 +105,7 @@ def test_a_follow_up_that_the_decode_ring_computes_moves_no_kv_and_the_next_one_
         if algorithm == "decode_ring":
             assert (plan["algorithm"], plan["prefill_ring"], plan["decode_ring"]) == (algorithm, "decode-0", "decode-0")
             assert "decode_ring was asked for with the turn" in plan["reason"]
-            assert plan["cached_sources"] == [{"source": "kept_on_decode", "start": 0, "stop": cached}]
+            assert plan["cached_sources"] == [{"source": "kept_on_decode", "start": 0, "stop": cached, "ring": ""}]
             assert (plan["migrated_bytes"], plan["pulled_bytes"]) == (0, 0)
             assert plan["prefill_seconds"] > 0
             assert [chunk["algorithm"] for chunk in plan["chunks"]] == [algorithm]
@@ -113,8 +113,8 @@ def test_a_follow_up_that_the_decode_ring_computes_moves_no_kv_and_the_next_one_
         history = prompt + answer["token_ids"]
     # The prefill ring was left behind by two turns, and has fetched them for the last.
     assert plan["cached_sources"] == [
-        {"source": "kept_on_prefill", "start": 0, "stop": 70},
-        {"source": "pulled_from_decode", "start": 70, "stop": cached},
+        {"source": "kept_on_prefill", "start": 0, "stop": 70, "ring": ""},
+        {"source": "pulled_from_decode", "start": 70, "stop": cached, "ring": ""},
     ]
     corrections = inference.ring("decode").corrections
     assert {each.algorithm for each in corrections} == {"decode_ring"}
