@@ -114,8 +114,14 @@ async def test_a_prompt_that_waits_behind_another_is_dropped_when_its_client_han
             waiting = await service.router.begin_turn(direct_request(service, [1, 2, 3]))
             decode = service.peers.decode(waiting.decode_endpoint)
             async with aclosing(decode.stream_turn(waiting.turn_id)) as events:
-                reading = asyncio.ensure_future(anext(events))
-                await asyncio.sleep(0)
+                has_begun = asyncio.Event()
+
+                async def read() -> object:
+                    has_begun.set()  # whoever waits for it goes on when this task waits in turn
+                    return await anext(events)
+
+                reading = asyncio.create_task(read())
+                await has_begun.wait()
                 reading.cancel()
                 await asyncio.gather(reading, return_exceptions=True)
             may_go_on.set()

@@ -316,11 +316,12 @@ async def test_turns_forks_and_deletions_meet_moves_at_any_moment_and_nothing_is
     """Rings drain and stay, in turn; each conversation's turns follow each other as fast as they can."""
     free = service.free_blocks()
     await service.begin("abc")
-    is_over = asyncio.Event()
+    is_over, has_turned = False, asyncio.Event()
 
     async def talk(name: str) -> None:
         for number in range(6):
             await service.turn(name, [number + 1])
+            has_turned.set()
             if number == 3:
                 await service.router.fork_conversation(name, f"{name}{name}", None)
                 service.histories[name * 2] = service.histories[name]
@@ -329,12 +330,14 @@ async def test_turns_forks_and_deletions_meet_moves_at_any_moment_and_nothing_is
 
     async def drain_in_turn() -> None:
         names = itertools.cycle(["decode-0", "prefill-0", "decode-1", "prefill-1"])
-        while not is_over.is_set():
+        while not is_over:
             leader = service.peers.leaders[next(names)]
             leader.is_draining = True
-            for _ in range(5):
+            for _ in range(2):
                 await leader.announce()
-                await asyncio.sleep(DRAIN_INTERVAL)
+                has_turned.clear()
+                if not is_over:
+                    await has_turned.wait()
             leader.is_draining = False
             await leader.announce()
 
@@ -343,7 +346,8 @@ async def test_turns_forks_and_deletions_meet_moves_at_any_moment_and_nothing_is
         try:
             await asyncio.gather(*(talk(name) for name in "abc"))
         finally:
-            is_over.set()
+            is_over = True
+            has_turned.set()
         await draining
     for name in ("aa", "bb", "cc"):
         await service.turn(name, [7])

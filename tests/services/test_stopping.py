@@ -47,15 +47,17 @@ def test_the_second_signal_insists() -> None:
 
 
 async def test_work_is_given_up_when_somebody_insists_and_not_before() -> None:
-    insisted, ended = threading.Event(), []
+    insisted, has_ended = threading.Event(), False
 
-    async def work(count: int) -> None:
-        for _ in range(count):
-            await asyncio.sleep(0)
-        ended.append(count)
+    async def work() -> None:
+        nonlocal has_ended
+        goes_on = asyncio.Event()
+        asyncio.get_running_loop().call_soon(goes_on.set)
+        await goes_on.wait()
+        has_ended = True
 
-    await until_set(insisted, work(3))
-    assert ended == [3]
+    await until_set(insisted, work())
+    assert has_ended
     threading.Timer(0.05, insisted.set).start()
     async with asyncio.timeout(WAIT_SECONDS):
         await until_set(insisted, asyncio.Event().wait())  # type: ignore[arg-type]
