@@ -171,7 +171,7 @@ def decode(rank: int, num_ranks: int, transport: str, num_tokens: int, steps: in
         blocks=blocks,
         sample=None,
     )
-    worker.prefill(PrefillStep(step_id=1, algorithm=Algorithm.PASS_KV, sequences=(sequence,)))
+    worker.prefill(PrefillStep(algorithm=Algorithm.PASS_KV, sequences=(sequence,)))
     loop = threading.Thread(target=worker.run_decode)
     loop.start()
     if rank == 0:

@@ -31,13 +31,6 @@ def status_without(registration: GroupRegistration, state: str) -> GroupStatus:
         state=state,
         num_ranks=registration.num_ranks,
         tp=registration.tp,
-        attention_backend="",
-        ring_transport="",
-        num_requests_running=0,
-        num_requests_waiting=0,
-        kv_usage=(),
-        rebuilds=0,
-        rank_pids=(),
     )
 
 

@@ -106,9 +106,7 @@ class PrefillLoop:
     async def _run_on_ranks(self, step: ScheduledStep, prepared: Sequence[PreparedPiece]) -> dict[str, int]:
         """The sampled tokens by sequence. Raises what a rank raised."""
         by_process = zip(*(piece.sequences for piece in prepared), strict=True)
-        steps = [
-            PrefillStep(step_id=step.number, algorithm=step.algorithm, sequences=sequences) for sequences in by_process
-        ]
+        steps = [PrefillStep(algorithm=step.algorithm, sequences=sequences) for sequences in by_process]
         timeout = self._ring.settings.step_timeout
         calls = zip(self._ring.ranks, steps, strict=True)
         outputs = await gather_first_error(port.prefill(step, timeout) for port, step in calls)

@@ -48,13 +48,13 @@ class GroupStatus:
     incarnation: str
     state: str
     num_ranks: int
-    attention_backend: str
-    ring_transport: str
-    num_requests_running: int
-    num_requests_waiting: int
-    kv_usage: tuple[RankKvUsage, ...]
-    rebuilds: int
-    rank_pids: tuple[int, ...]
+    attention_backend: str = ""
+    ring_transport: str = ""
+    num_requests_running: int = 0
+    num_requests_waiting: int = 0
+    kv_usage: tuple[RankKvUsage, ...] = ()
+    rebuilds: int = 0
+    rank_pids: tuple[int, ...] = ()
     tp: int = 1
     metrics_endpoint: str = ""
     waiting_work: float = 0.0

@@ -56,7 +56,7 @@ class DecodePrompts:
             sample=prompt.sampling,
             history=prompt.history,
         )
-        step = PrefillStep(step_id=0, algorithm=Algorithm.PASS_Q, sequences=(sequence,))
+        step = PrefillStep(algorithm=Algorithm.PASS_Q, sequences=(sequence,))
         forward, states = run_prefill(
             step, self._model, self._transport, self._cache, self._backend, _nobody_waits_for_layers
         )

@@ -272,7 +272,6 @@ class SequencePrefill:
 class PrefillStep:
     """One forward pass of the ring over the new tokens of some sequences."""
 
-    step_id: int
     algorithm: Algorithm
     sequences: tuple[SequencePrefill, ...]
 

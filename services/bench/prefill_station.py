@@ -33,7 +33,6 @@ class RingStation:
         # The 2N-chunk layout gives no rank more than two tokens over its share.
         self._num_blocks = blocks_for(max_tokens // seat.num_ranks + 2)
         self._worker = start_worker(seat, "prefill", model, self._num_blocks)
-        self._step_id = 0
 
     def measure(self, task: PrefillTask) -> Sample:
         if task.token_ids is None:
@@ -47,8 +46,7 @@ class RingStation:
             blocks=tuple(range(self._num_blocks)),
             sample=Sampling(),
         )
-        self._step_id += 1
-        step = PrefillStep(step_id=self._step_id, algorithm=self._algorithm, sequences=(sequence,))
+        step = PrefillStep(algorithm=self._algorithm, sequences=(sequence,))
         return timed(self._seat.transport, lambda: self._worker.prefill(step))
 
     def close(self) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 from services.auth.sections import AuthConfig, InternalTlsConfig, TlsConfig
 from services.config.checks import check
@@ -60,6 +59,3 @@ class Config:
             resource=self.ray.prefill_resource if is_prefill else self.ray.decode_resource,
         )
         return pools_of(role, first, section.pools, max_waiting=section.max_waiting)
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)

@@ -22,13 +22,6 @@ def status(role: str = "decode", state: str = "ready", *, is_draining: bool = Fa
         incarnation="i",
         state=state,
         num_ranks=2,
-        attention_backend="",
-        ring_transport="",
-        num_requests_running=0,
-        num_requests_waiting=0,
-        kv_usage=(),
-        rebuilds=0,
-        rank_pids=(),
         is_draining=is_draining,
     )
 

@@ -56,7 +56,7 @@ def test_variables_that_are_no_keys_are_left_alone() -> None:
 
 def test_what_is_written_out_reads_back_as_the_same(tmp_path: Path) -> None:
     config = config_from({"prefill": {"cp": 3}, "router": {"selector": "alg5", "compute_flops": 5e14}})
-    assert load_config(written(tmp_path, yaml.safe_dump(config.to_dict())), environment={}) == config
+    assert load_config(written(tmp_path, yaml.safe_dump(dataclasses.asdict(config))), environment={}) == config
 
 
 @pytest.mark.parametrize("text", ["", "# nothing\n", "{}"])

@@ -17,13 +17,7 @@ RING = GroupStatus(
     incarnation="first",
     state="ready",
     num_ranks=1,
-    attention_backend="",
-    ring_transport="",
     num_requests_running=2,
-    num_requests_waiting=0,
-    kv_usage=(),
-    rebuilds=0,
-    rank_pids=(),
     is_draining=True,
 )
 DRAIN = DrainView(

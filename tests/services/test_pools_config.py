@@ -4,6 +4,7 @@ wrong."""
 from __future__ import annotations
 
 import pickle
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,7 @@ def test_a_whole_mapping_takes_the_place_of_what_was_written_before(tmp_path: Pa
 def test_pools_are_written_out_and_travel_to_other_processes(tmp_path: Path) -> None:
     config = config_from({"decode": {"pools": {"small": {"cp": 1, "groups": 2}}}})
     path = tmp_path / "cluster.yaml"
-    path.write_text(yaml.safe_dump(config.to_dict()))
+    path.write_text(yaml.safe_dump(asdict(config)))
     assert load_config(path, environment={}) == config
     assert pickle.loads(pickle.dumps(config)) == config
 

@@ -27,13 +27,7 @@ def status(name: str, node: str, incarnation: str = "first") -> GroupStatus:
         incarnation=incarnation,
         state="ready",
         num_ranks=1,
-        attention_backend="",
-        ring_transport="",
         num_requests_running=2,
-        num_requests_waiting=0,
-        kv_usage=(),
-        rebuilds=0,
-        rank_pids=(),
         nodes=(node,),
     )
 

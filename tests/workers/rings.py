@@ -88,7 +88,6 @@ class LocalRing:
         self.workers = [RankWorker() for _ in range(num_ranks * tp)]
         self._threads = ThreadPoolExecutor(num_ranks * tp, thread_name_prefix="rank")
         self._free = [random.Random(rank).sample(range(num_blocks), num_blocks) for rank in range(num_ranks)]
-        self._step_id = 0
         self._decoding: list[Future[None]] = []
         self._cursor = 0
         rings = [InProcessRing(num_ranks, timeout_seconds=WAIT_SECONDS).transports for _ in range(tp)]
@@ -195,8 +194,7 @@ class LocalRing:
                 )
             conversation.shards = conversation.shards.extend(layout.shard_map())
             conversation.tokens += turn.token_ids
-        self._step_id += 1
-        return [PrefillStep(step_id=self._step_id, algorithm=algorithm, sequences=tuple(mine)) for mine in sequences]
+        return [PrefillStep(algorithm=algorithm, sequences=tuple(mine)) for mine in sequences]
 
     # --- decode ------------------------------------------------------------------------------------------------------
 

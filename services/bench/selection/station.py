@@ -95,7 +95,6 @@ class SelectionStation:
             for prefix in cached
         ]
         self._worker = start_worker(seat, "prefill", model, sum(each))
-        self._step_id = 0
         self._prefixes: dict[int, _Prefix] = {}
         first = 0
         for prefix, count in zip(cached, each, strict=True):
@@ -141,7 +140,7 @@ class SelectionStation:
             piece = SequencePrefill(
                 sequence_id=NAME, token_ids=tokens[start : start + count], layout=layout, cached=held, blocks=blocks
             )
-            self._worker.prefill(self._numbered(Algorithm.PASS_KV, piece))
+            self._worker.prefill(PrefillStep(algorithm=Algorithm.PASS_KV, sequences=(piece,)))
             held = tuple(had + layout.tokens_on(rank) for rank, had in enumerate(held))
             start += count
         return _Prefix(held, blocks)
@@ -156,11 +155,7 @@ class SelectionStation:
             blocks=prefix.blocks,
             sample=Sampling(),
         )
-        return self._numbered(algorithm, piece)
-
-    def _numbered(self, algorithm: Algorithm, piece: SequencePrefill) -> PrefillStep:
-        self._step_id += 1
-        return PrefillStep(step_id=self._step_id, algorithm=algorithm, sequences=(piece,))
+        return PrefillStep(algorithm=algorithm, sequences=(piece,))
 
 
 def _prefix_steps(cached: int) -> list[int]:

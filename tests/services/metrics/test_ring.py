@@ -22,8 +22,6 @@ def status(state: str = "ready", role: str = "decode") -> GroupStatus:
         incarnation="",
         state=state,
         num_ranks=2,
-        attention_backend="",
-        ring_transport="",
         num_requests_running=3,
         num_requests_waiting=4,
         kv_usage=(
@@ -31,7 +29,6 @@ def status(state: str = "ready", role: str = "decode") -> GroupStatus:
             RankKvUsage(total_blocks=10, free_blocks=10, active_blocks=0, kept_blocks=0),
         ),
         rebuilds=5,
-        rank_pids=(),
         decode_variant="pass_q",
         num_preemptions=11,
         waiting_work=12.5,
