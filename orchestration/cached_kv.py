@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from cp_core.layout import TokenRange
@@ -20,6 +21,15 @@ class KeptOn:
 
     ring: GroupRegistration
     num_tokens: int
+
+
+def keeping_most(decode: KeptOn, left: Iterable[KeptOn]) -> KeptOn:
+    """The turn's decode ring, unless a ring that its conversation leaves keeps more."""
+    most = decode
+    for other in left:
+        if other.num_tokens > most.num_tokens:
+            most = other
+    return most
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

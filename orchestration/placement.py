@@ -16,15 +16,14 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 from cp_core.errors import Unavailable
-from orchestration.cached_kv import KeptOn
+from orchestration.cached_kv import KeptOn, keeping_most
 from orchestration.direct_placement import DirectOffer, DirectPlacer, compared, milliseconds, refuse_direct
 from orchestration.groups import Group, GroupRegistry, Placed
 from orchestration.placement_map import Placement
-from orchestration.planner import Planner, PromptOnRings
+from orchestration.planner import Planner
 from orchestration.turn import GroupRegistration, RingAlternative
 from orchestration.wanted_turn import Choice, WantedTurn
 
@@ -45,8 +44,8 @@ class _Cost(NamedTuple):
     prefill: float
     total: float
 
-    @property
-    def alternative(self) -> RingAlternative:
+    def alternative(self, handoff: float) -> RingAlternative:
+        """`handoff` seconds come after it."""
         ring = self.group.registration
         return RingAlternative(
             ring=ring.name,
@@ -55,6 +54,7 @@ class _Cost(NamedTuple):
             queue_seconds=self.queue,
             move_seconds=self.move,
             prefill_seconds=self.prefill,
+            handoff_seconds=handoff,
         )
 
 
@@ -74,13 +74,13 @@ class _Option(NamedTuple):
     @property
     def over_prefill(self) -> RingAlternative:
         """The way over the best prefill ring."""
-        return replace(self.cost.alternative, handoff_seconds=self.handoff)
+        return self.cost.alternative(self.handoff)
 
     def is_direct(self, turn: WantedTurn) -> bool:
         """Whether the decode ring computes the prompt: asked for, or sooner."""
         if self.direct is None:
             return False
-        is_sooner = self.direct.alternative.total_seconds < self.over_prefill.total_seconds
+        is_sooner = self.direct.alternative.total_seconds < self.cost.total + self.handoff
         return turn.asks_for_direct or (is_sooner and not self.direct.is_too_long)
 
     def total(self, turn: WantedTurn) -> float:
@@ -198,19 +198,15 @@ class RingPlacer:
         return decode.load_seconds + self._planner.predict_move(lacking, ring, ring)
 
     def _prefill_costs(self, turn: WantedTurn, prefills: Sequence[Group], decode: Group, now: float) -> list[_Cost]:
-        on_decode = turn.kept_on(decode)
-        left = [group for group in self.own_rings(turn) if group is not decode]
+        on_decode = KeptOn(decode.registration, turn.kept_on(decode))
+        left = [
+            KeptOn(group.registration, turn.kept_on(group)) for group in self.own_rings(turn) if group is not decode
+        ]
         costs = []
         for group in prefills:
-            prompt = PromptOnRings(
-                turn.num_tokens,
-                turn.kept_on(group),
-                on_decode,
-                group.registration,
-                decode.registration,
-                [KeptOn(other.registration, turn.kept_on(other)) for other in left if other is not group],
-            )
-            move, prefill = self._planner.predict_turn(prompt)
+            ring = group.registration
+            most = keeping_most(on_decode, (other for other in left if other.ring is not ring))
+            move, prefill = self._planner.predict_turn(turn.num_tokens, turn.kept_on(group), ring, most)
             queue = group.queue_seconds(now)
             costs.append(_Cost(group, queue, move, prefill, queue + move + prefill))
         return costs
@@ -291,7 +287,7 @@ def _listed(option: _Option) -> tuple[RingAlternative, ...]:
     quickest = heapq.nsmallest(MAX_ALTERNATIVES, option.costs, key=lambda cost: cost.total)
     if not any(cost is option.cost for cost in quickest):
         quickest[-1] = option.cost
-    prefills = tuple(replace(cost.alternative, handoff_seconds=option.handoff) for cost in quickest)
+    prefills = tuple(cost.alternative(option.handoff) for cost in quickest)
     return prefills if option.direct is None else (option.direct.alternative, *prefills)
 
 

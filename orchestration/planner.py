@@ -9,7 +9,7 @@ from typing import NamedTuple
 from cp_core.cost.profile import HardwareProfile
 from cp_core.layout import TokenRange
 from cp_core.selector import EmpiricalFit, Selection, Turn, faster, is_clearly_less, select
-from orchestration.cached_kv import AUTO, CachedKv, KeptOn, choose_source, is_worth_pulling
+from orchestration.cached_kv import AUTO, CachedKv, KeptOn, choose_source, is_worth_pulling, keeping_most
 from orchestration.corrections import RingCorrections
 from orchestration.prefill_work import StepLimits, WorkModel, cut
 from orchestration.ring_costs import RingCosts, StepSeconds
@@ -54,14 +54,8 @@ class PromptOnRings(NamedTuple):
 
     @property
     def most(self) -> KeptOn:
-        """Where what the prefill ring lacks would come from: the decode ring, unless one that is left keeps more."""
-        own = KeptOn(self.decode, self.kept_on_decode)
-        return max((own, *self.left), key=lambda kept: kept.num_tokens) if self.left else own
-
-    @property
-    def missing(self) -> int:
-        """Tokens that the prefill ring lacks and another keeps."""
-        return max(0, self.most.num_tokens - self.kept_on_prefill)
+        """Where what the prefill ring lacks would come from."""
+        return keeping_most(KeptOn(self.decode, self.kept_on_decode), self.left)
 
 
 class Planner:
@@ -186,12 +180,14 @@ class Planner:
         work = sum(self._work.work(len(chunk.tokens), chunk.tokens.start) for chunk in report.chunks)
         self.corrections.note(ring, name, work, predicted=predicted, measured=report.prefill_seconds)
 
-    def predict_turn(self, prompt: PromptOnRings) -> tuple[float, float]:
-        """Seconds to fetch KV that the prefill ring lacks, 0 where it is computed again, and of the prefill."""
-        prefill = self.predict_prefill(prompt.num_tokens, prompt.kept_on_prefill, prompt.prefill)
-        if not prompt.missing:
+    def predict_turn(self, num_tokens: int, kept: int, ring: GroupRegistration, most: KeptOn) -> tuple[float, float]:
+        """Of a turn on a prefill ring that keeps the first `kept` tokens: seconds to fetch what it lacks of those that
+        `most` keeps, 0 where they are computed again, and of the prefill.
+        """
+        prefill = self.predict_prefill(num_tokens, kept, ring)
+        if most.num_tokens <= kept:
             return 0.0, prefill
-        move, after = self._predict_pulled(prompt)
+        move, after = self._predict_pulled(num_tokens, kept, ring, most)
         is_pulled = is_worth_pulling(self._settings.missing_kv, pull_seconds=move + after, recompute_seconds=prefill)
         return (move, after) if is_pulled else (0.0, prefill)
 
@@ -207,26 +203,27 @@ class Planner:
         name, work = seconds.fastest, self._work.work(new_tokens, cached_tokens)
         return seconds.by(name) * self.corrections.factor(ring, name, work)
 
-    def _predict_pulled(self, prompt: PromptOnRings) -> tuple[float, float]:
+    def _predict_pulled(self, num_tokens: int, kept: int, ring: GroupRegistration, most: KeptOn) -> tuple[float, float]:
         """Seconds of fetching all that the prefill ring lacks, and of the prefill after it."""
         return (
-            self.predict_move(prompt.missing, prompt.prefill, prompt.most.ring),
-            self.predict_prefill(prompt.num_tokens, prompt.kept_on_prefill + prompt.missing, prompt.prefill),
+            self.predict_move(most.num_tokens - kept, ring, most.ring),
+            self.predict_prefill(num_tokens, most.num_tokens, ring),
         )
 
     def _choose_source(self, prompt: PromptOnRings) -> CachedKv:
         """Compares the turn's prefill after a pull with a longer one. Each is taken whole, by its faster algorithm."""
         pull = recompute = 0.0
-        if prompt.missing:
-            pull = sum(self._predict_pulled(prompt))
-            recompute = self.predict_prefill(prompt.num_tokens, prompt.kept_on_prefill, prompt.prefill)
+        num_tokens, kept, ring, most = prompt.num_tokens, prompt.kept_on_prefill, prompt.prefill, prompt.most
+        if most.num_tokens > kept:
+            pull = sum(self._predict_pulled(num_tokens, kept, ring, most))
+            recompute = self.predict_prefill(num_tokens, kept, ring)
         return choose_source(
             self._settings.missing_kv,
-            kept_on_prefill=prompt.kept_on_prefill,
-            kept_on_decode=prompt.most.num_tokens,
+            kept_on_prefill=kept,
+            kept_on_decode=most.num_tokens,
             pull_seconds=pull,
             recompute_seconds=recompute,
-            other_ring="" if prompt.most.ring is prompt.decode else prompt.most.ring.name,
+            other_ring="" if most.ring is prompt.decode else most.ring.name,
         )
 
     def _choose(

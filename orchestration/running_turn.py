@@ -90,7 +90,8 @@ class RunningTurn:
     @property
     def token_ids(self) -> TokenIds:
         """All whose KV the decode ring is to get."""
-        return np.concatenate([self.prompt, self.decoded])
+        # A prompt of a million tokens is 8 MB: it is copied only where there is something to add.
+        return np.concatenate([self.prompt, self.decoded]) if len(self.decoded) else self.prompt
 
     @property
     def most_tokens(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 
 from cp_core.errors import RingserveError, TurnCancelled, Unavailable
@@ -92,12 +92,13 @@ class TurnPlacements:
         except RingserveError as error:
             log.info("decode ring %s could not be told to drop %s: %s", ring.name, turn_id, error)
 
-    async def ask_left(self, turn: RunningTurn) -> list[KeptOn]:
-        """What rings that the conversation leaves still keep of it. One that does not answer soon keeps nothing."""
-        own = self._placer.own_rings(turn.wanted)
-        answers = await asyncio.gather(
-            *(self._ask_left(turn, ring) for ring in own if ring not in (turn.prefill, turn.decode))
-        )
+    def left_rings(self, turn: RunningTurn) -> list[Group]:
+        """Rings that the conversation leaves, and that may keep KV of it."""
+        return [ring for ring in self._placer.own_rings(turn.wanted) if ring not in (turn.prefill, turn.decode)]
+
+    async def ask_left(self, turn: RunningTurn, rings: Sequence[Group]) -> list[KeptOn]:
+        """What `rings` still keep of its conversation. One that does not answer soon keeps nothing."""
+        answers = await asyncio.gather(*(self._ask_left(turn, ring) for ring in rings))
         return [kept for kept in answers if kept is not None]
 
     async def _ask_left(self, turn: RunningTurn, ring: Group) -> KeptOn | None:

@@ -135,17 +135,18 @@ class TurnStarts:
         )
         # A turn that its decode ring computes fetches nothing. Of a later attempt the rings hold its own tokens alone.
         asks_left = turn.attempt == 1 and prefill is not None
-        left = asyncio.create_task(self._placements.ask_left(turn)) if asks_left else None
+        left = self._placements.left_rings(turn) if asks_left else []
+        asking = asyncio.create_task(self._placements.ask_left(turn, left)) if left else None
         try:
             calls = (
                 self._port(ring).reserve(replace(request, match_tokens=turn.match_to_reserve(ring)))
                 for ring in turn.rings
             )
             answers = await asyncio.gather(*calls, return_exceptions=True)
-            turn.left = [] if left is None else await left
+            turn.left = [] if asking is None else await asking
         finally:
-            if left is not None:
-                left.cancel()
+            if asking is not None:
+                asking.cancel()
         for group, answer in zip(turn.rings, answers, strict=True):
             if isinstance(answer, Unavailable):
                 group.is_ready = False

@@ -33,8 +33,9 @@ class WantedTurn:
     def kept_on(self, group: Group) -> int:
         """Tokens whose KV a ring keeps, as far as the router knows; the ring may have evicted them since."""
         place = self._place(group)
-        is_lost = place is None or place.incarnation != group.registration.incarnation
-        return 0 if is_lost else self.known_on(group)
+        if place is None or place.group != group.name or place.incarnation != group.registration.incarnation:
+            return 0
+        return min(self.match_tokens, place.num_tokens)
 
     def known_on(self, group: Group) -> int:
         """As `kept_on`, whether or not the ring was rebuilt since."""

@@ -6,9 +6,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 from cp_core.errors import Unavailable
+from orchestration.cached_kv import KeptOn
 from orchestration.groups import Group
 from orchestration.placement import RingPlacer
-from orchestration.planner import Planner, PromptOnRings
+from orchestration.planner import Planner
 from orchestration.simulator.cluster import Cluster
 from orchestration.simulator.prefill_ring import SimulatedPrefillRing
 from orchestration.wanted_turn import Choice, WantedTurn
@@ -100,11 +101,8 @@ def _own(turn: WantedTurn, groups: Sequence[Group]) -> list[Group]:
 
 
 def _choice(planner: Planner, turn: WantedTurn, prefill: Group, decode: Group) -> Choice:
-    move, seconds = planner.predict_turn(
-        PromptOnRings(
-            turn.num_tokens, turn.kept_on(prefill), turn.kept_on(decode), prefill.registration, decode.registration
-        )
-    )
+    on_decode = KeptOn(decode.registration, turn.kept_on(decode))
+    move, seconds = planner.predict_turn(turn.num_tokens, turn.kept_on(prefill), prefill.registration, on_decode)
     return Choice(prefill=prefill, decode=decode, prefill_seconds=move + seconds)
 
 

@@ -32,7 +32,8 @@ from orchestration.turn import (
     TurnRequest,
 )
 from orchestration.views import GroupStatus
-from workers.steps import ModelInfo, RingRates, Sampling, TokenIds
+from services.config.rings import DecodeConfig
+from workers.steps import Algorithm, ModelInfo, RingRates, Sampling, TokenIds
 
 INCARNATION = "first"
 VOCABULARY = 32_000
@@ -71,8 +72,9 @@ class Spread:
 class RouterReport:
     """`decision` is matching, placing, reserving with rings that answer at once, and the plan: `begin_turn` whole.
     `processor` is the processor time of the same decisions, which other work on the machine lengthens little.
-    `placement` is the choice of rings alone. `kept_share` is of follow-ups: those whose rings were the ones before.
-    Pauses are those of Python's garbage collection, all of them within turns.
+    `placement` is the choice of rings alone. `kept_share` is of follow-ups: those whose rings were the ones before;
+    `direct_share`: those that their decode ring was to compute itself. Pauses are those of Python's garbage collection,
+    all of them within turns.
 
     Bytes are those of a conversation that rests, its token ids (8 bytes each) told beside.
     """
@@ -88,6 +90,7 @@ class RouterReport:
     longest_pause: float
     pauses_share: float
     kept_share: float
+    direct_share: float
     rings_used: int
     bytes_per_conversation: float
     token_bytes_per_conversation: float
@@ -206,6 +209,7 @@ def measure_router(model: ModelInfo, load: RouterLoad, tell: Callable[[str], Non
         longest_pause=1e3 * max(pauses.seconds, default=0.0),
         pauses_share=sum(pauses.seconds) / bench.whole_seconds,
         kept_share=bench.num_kept / max(1, bench.num_follow_ups),
+        direct_share=bench.num_direct / max(1, bench.num_follow_ups),
         rings_used=len(bench.rings_used),
         bytes_per_conversation=num_bytes / count,
         token_bytes_per_conversation=8.0 * tokens,
@@ -254,7 +258,7 @@ class _Bench:
         self.whole_seconds = 0.0
         self.placement_seconds: list[float] = []
         self.rings_used: set[str] = set()
-        self.num_kept = self.num_follow_ups = 0
+        self.num_kept = self.num_direct = self.num_follow_ups = 0
         self._where.clear()
         for ring in self._peers.rings.values():
             ring._kept.clear()
@@ -264,6 +268,7 @@ class _Bench:
             return value * self._draw.uniform(0.9, 1.1)
 
         role = "decode" if number % 2 else "prefill"
+        decode = DecodeConfig()
         return GroupRegistration(
             role=role,
             name=f"{role}-{number // 2}",
@@ -279,7 +284,9 @@ class _Bench:
             capacity_tokens=1 << 28,
             chunk_tokens=65_536,
             work_rate=1e6,
-            max_batch=32,
+            max_batch=decode.max_batch,
+            max_direct_tokens=decode.max_direct_tokens if role == "decode" else 0,
+            max_direct_seconds=decode.max_direct_seconds if role == "decode" else 0.0,
         )
 
     async def run(self, count: int, tell: Callable[[str], None], *, first: int = 0) -> None:
@@ -319,11 +326,16 @@ class _Bench:
         begun = await self._router.begin_turn(request)
         self.seconds.append(time.perf_counter() - began)
         self.processor_seconds.append(time.thread_time() - computing)
-        where = begun.plan.prefill_ring, begun.plan.decode_ring
-        self.rings_used.update(where)
+        plan = begun.plan
+        self.rings_used.update((plan.prefill_ring, plan.decode_ring))
+        is_direct = plan.algorithm is Algorithm.DECODE_RING
+        before = self._where.get(name, ("", ""))
+        # A turn that its decode ring computes leaves the prefill ring what it keeps.
+        where = before[0] if is_direct else plan.prefill_ring, plan.decode_ring
         if turn:
             self.num_follow_ups += 1
-            self.num_kept += self._where.get(name) == where
+            self.num_kept += where == before
+            self.num_direct += is_direct
         self._where[name] = where
         ring = self._peers.decode(begun.decode_endpoint)
         kv_tokens = begun.prompt_tokens + load.answer - 1

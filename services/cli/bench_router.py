@@ -102,6 +102,7 @@ def _closing_lines(report: RouterReport, machine: tuple[float, float]) -> list[s
         f"the longest {report.longest_pause:.1f} ms",
         f"{report.bytes_per_conversation / 1e3:.1f} kB a conversation at rest, "
         f"{report.token_bytes_per_conversation / 1e3:.1f} kB of them token ids",
-        f"{report.kept_share:.1%} of follow-ups went to the rings of the turn before; {report.rings_used} rings used",
+        f"{report.kept_share:.1%} of follow-ups went to the rings of the turn before, {report.direct_share:.1%} to be "
+        f"computed by their decode ring itself; {report.rings_used} rings used",
         f"one process, turns one after the other; load {machine[0]:.1f} before and {machine[1]:.1f} after",
     ]

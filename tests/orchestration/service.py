@@ -165,8 +165,14 @@ class Service:
         self._numbers = itertools.count()
 
     async def __aenter__(self) -> Service:
-        await asyncio.gather(*(leader.start(name) for name, leader in self.peers.leaders.items()))
+        # Of rings that tie, a turn takes the one that came first: those of a role come by their numbers.
+        await asyncio.gather(self._start("prefill"), self._start("decode"))
         return self
+
+    async def _start(self, role: str) -> None:
+        for name, leader in self.peers.leaders.items():
+            if leader.settings.role == role:
+                await leader.start(name)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -20,6 +20,7 @@ def test_it_counts_every_decision_and_says_what_a_conversation_takes(capsys: pyt
     assert 0.0 <= report["pauses_share"] < 1.0
     assert (report["num_pauses"] > 0) == (report["longest_pause"] > 0.0)
     assert report["kept_share"] == 1.0, "nothing waits anywhere, so no conversation leaves its KV"
+    assert 0.0 <= report["direct_share"] <= 1.0
     assert report["bytes_per_conversation"] > report["token_bytes_per_conversation"] > 0.0
     assert report["is_met"] == (report["decision"]["p99"] < report["target_milliseconds"])
 
