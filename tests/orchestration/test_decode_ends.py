@@ -86,8 +86,8 @@ class Group:
         await self.engine.enter(turn)
         return turn
 
-    def post(self, token_id: int | None, reason: FinishReason | None = None) -> None:
-        self.ranks.latest[0].post(DecodeEvent(sequence_id="turn", token_id=token_id, finish_reason=reason, kv_tokens=1))
+    def post(self, token_id: int | None, reason: FinishReason | None = None, name: str = "turn") -> None:
+        self.ranks.latest[0].post(DecodeEvent(sequence_id=name, token_id=token_id, finish_reason=reason, kv_tokens=1))
 
 
 @asynccontextmanager
@@ -134,10 +134,14 @@ async def test_the_first_to_end_a_turn_decides_how_and_the_router_hears_it_once(
 async def test_of_turns_that_fail_it_is_told_too_and_each_once() -> None:
     async with group() as made:
         turns = [made.turn("one"), await made.decoding("two")]
-        for turn in turns:
-            await made.ends.end(turn.turn_id, TurnCancelled("aborted"))
+        await made.ends.end("one", TurnCancelled("aborted"))
+        ending = asyncio.create_task(made.ends.end("two", TurnCancelled("aborted")))
+        await eventually(lambda: made.ranks.latest[0].removed == ["two"])
+        made.post(None, FinishReason.ABORT, "two")
+        await ending
         made.ends.end_all(TurnCancelled("again"))
         assert made.settled == turns
+        assert [(told.turn_id, told.ok) for told in made.router.heard] == [("one", False), ("two", False)]
 
 
 async def test_a_token_goes_to_the_stream_and_the_last_one_ends_the_turn() -> None:

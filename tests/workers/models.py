@@ -76,11 +76,15 @@ class Oracle:
         return logits
 
     def greedy(self, token_ids: Sequence[int], num_tokens: int) -> list[int]:
-        """The tokens that follow."""
-        tokens = list(token_ids)
-        for _ in range(num_tokens):
-            tokens.append(int(self.logits(tokens)[-1].argmax()))
-        return tokens[len(token_ids) :]
+        """The tokens that follow, each by transformers' own cache of those before it."""
+        tokens: list[int] = []
+        new, cache = list(token_ids), None
+        with torch.inference_mode():
+            for _ in range(num_tokens):
+                output = self._model(torch.tensor([new]), past_key_values=cache, use_cache=True, logits_to_keep=1)
+                new, cache = [int(output.logits[0, -1].argmax())], output.past_key_values
+                tokens += new
+        return tokens
 
     def generate(self, token_ids: Sequence[int], num_tokens: int, processors: Sequence[LogitsProcessor]) -> list[int]:
         """The tokens that follow by transformers' own greedy generation with these processors."""
