@@ -28,6 +28,12 @@ PREFILL_CONSTANTS = (
 )
 RATIO_WEIGHT = 2.0
 """Of a ratio's residual, beside 1 of a sample's: machines that are disturbed spoil samples first."""
+DISTURBED = 2.385
+"""Residuals of so many of the others' scales count half, and those beyond next to nothing (Cauchy's weights, which cost
+5% of what clean samples tell: Holland and Welsch, Communications in Statistics A6, 1977)."""
+LEAST_SCALE = 0.05
+"""Below it residuals are the model's own, and all count."""
+ROBUST_ROUNDS = 5
 DECODE_CONSTANTS = (
     "kv_bytes_per_second",
     "attention_seconds",
@@ -126,29 +132,48 @@ def fit_prefill(
     names: Sequence[str] = PREFILL_CONSTANTS,
     trust: float = 0.0,
     ratios: Sequence[PrefillRatio] = (),
+    *,
+    is_robust: bool = False,
 ) -> HardwareProfile:
     """`profile` with its constants `names` moved, from where they are, to those that fit the samples best.
 
     With `trust` above 0 a constant that moves by a factor of e costs as much as a sample that is wrong by the share
     `trust`: what the samples hardly tell stays where it is. A ratio that is wrong costs RATIO_WEIGHT times as much as
-    a sample that is. Raises ConfigError where there are fewer samples than constants.
+    a sample that is. `is_robust`: samples and ratios that are far off, beside the others, count for little. Raises
+    ConfigError where there are fewer samples than constants.
     """
     _require(samples, names)
     start = np.array([float(getattr(profile.prefill, name)) for name in names])
     measured = np.log([each.seconds for each in samples])
 
-    def residuals(values: Vector) -> Vector:
+    def wrong_by(values: Vector) -> tuple[Vector, Vector]:
+        """Of each sample and each ratio."""
         moved = _with_prefill(profile, names, values)
         predicted = np.log([predicted_prefill(model, moved, each) for each in samples])
-        parts = [predicted - measured]
-        if ratios:
-            compared = [predicted[each.above] - predicted[each.below] - np.log(each.value) for each in ratios]
-            parts.append(RATIO_WEIGHT * np.array(compared))
-        if trust:
-            parts.append(trust * np.log(values / start))
-        return np.concatenate(parts)
+        compared = [predicted[each.above] - predicted[each.below] - np.log(each.value) for each in ratios]
+        return predicted - measured, RATIO_WEIGHT * np.array(compared)
 
-    return _with_prefill(profile, names, minimise(residuals, start.tolist()))
+    def fitted(begin: Vector, weights: tuple[Vector, Vector]) -> Vector:
+        def residuals(values: Vector) -> Vector:
+            parts = [np.sqrt(weight) * wrong for weight, wrong in zip(weights, wrong_by(values), strict=True)]
+            return np.concatenate([*parts, trust * np.log(values / start)])
+
+        return minimise(residuals, begin.tolist())
+
+    found = fitted(start, (np.ones(len(samples)), np.ones(len(ratios))))
+    for _ in range(ROBUST_ROUNDS - 1 if is_robust else 0):
+        of_samples, of_ratios = map(_cauchy_weights, wrong_by(found))
+        found = fitted(found, (of_samples, of_ratios))
+    return _with_prefill(profile, names, found)
+
+
+def _cauchy_weights(wrong: Vector) -> Vector:
+    """Between 0 and 1, by how far each is off beside the others."""
+    if not len(wrong):
+        return wrong
+    # Of normal residuals, 1.4826 times the median of their magnitudes is the standard deviation.
+    scale = max(LEAST_SCALE, 1.4826 * float(np.median(np.abs(wrong))))
+    return 1.0 / (1.0 + (wrong / (DISTURBED * scale)) ** 2)
 
 
 def fit_decode(

@@ -124,7 +124,7 @@ def _fitted(model: ModelShape, before: HardwareProfile, measurements: Sequence[M
     overhead = min(sample.seconds / (1 + len(sample.cuts)) for sample in samples) / model.num_layers / 2
     overlap = max(LEAST_OVERLAP, before.prefill.overlap)
     start = replace(before, prefill=replace(before.prefill, layer_overhead_seconds=overhead, overlap=overlap))
-    return fit_prefill(model, start, samples, names[: len(samples)], TRUST, _ratios(measurements))
+    return fit_prefill(model, start, samples, names[: len(samples)], TRUST, _ratios(measurements), is_robust=True)
 
 
 def _ratios(measurements: Sequence[Measurement]) -> list[PrefillRatio]:

@@ -62,13 +62,15 @@ def server(num_ranks: int) -> inference_pb2.GetServerInfoResponse:
 @dataclass
 class FakeClient:
     """Answers as a gateway does. `shared` prefills are reported as computed together with another turn. While both
-    algorithms of a cell are measured the rings are slower by the same share, up to `drift`.
+    algorithms of a cell are measured the rings are slower by the same share, up to `drift`. Prefills of `disturbed`
+    (new tokens, cached tokens, algorithm) take four times as long, each time.
     """
 
     num_ranks: int = 4
     noise: float = 0.0
     drift: float = 0.0
     shared: int = 0
+    disturbed: tuple[int, int, str] | None = None
     chunk_tokens: int = 8192
     conversations: dict[str, list[int]] = field(default_factory=dict)
     deleted: list[str] = field(default_factory=list)
@@ -117,6 +119,8 @@ class FakeClient:
             self._slower = 1.0 + self._draw.uniform(0.0, self.drift)
             self._measured = (sample.new_tokens, cached)
         seconds *= self._slower
+        if (sample.new_tokens, cached, sample.algorithm) == self.disturbed:
+            seconds *= 4.0
         plan = inference_pb2.Plan(
             algorithm=sample.algorithm,
             new_tokens=sample.new_tokens,

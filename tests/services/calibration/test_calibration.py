@@ -56,6 +56,16 @@ def test_a_machine_that_is_slow_in_between_hides_no_ratio_between_the_algorithms
         assert q.fitted / kv.fitted == pytest.approx(ratio, rel=0.025)
 
 
+@pytest.mark.parametrize("algorithm", [PASS_KV, PASS_Q])
+def test_a_prefill_that_was_disturbed_each_time_spoils_no_other(algorithm: str) -> None:
+    calibration = calibrated(FakeClient(noise=0.02, disturbed=(512, 4096, algorithm)))
+    rows = {(row.measurement.cell, row.measurement.sample.algorithm): row for row in calibration.rows}
+    spoilt = rows.pop((Cell(new_tokens=512, cached_tokens=4096), algorithm))
+    assert spoilt.fitted < 0.5 * spoilt.measurement.sample.seconds
+    wrong = [abs(row.fitted / row.measurement.sample.seconds - 1) for row in rows.values()]
+    assert max(wrong) < 0.06
+
+
 def test_auto_by_what_was_fitted_loses_less_than_any_fixed_choice() -> None:
     losses = dict(calibrated(FakeClient(noise=0.02)).losses)
     assert losses["auto, calibrated"] < 0.03
