@@ -326,11 +326,12 @@ class Router:
         return self._returns.num_waiting
 
     async def get_server_info(self) -> ServerView:
-        groups, returns = self._groups.all(), self._returns
+        # At one moment: a ring that leaves or comes back while others are asked is there once all the same.
+        groups, away, returns = self._groups.all(), self._returns.away(), self._returns
         statuses = await asyncio.gather(*(status_of(group, self._peers) for group in groups))
         shown_in = self._planner.corrections.shown_in
         shown = [shown_in(status, group.registration) for status, group in zip(statuses, groups, strict=True)]
-        shown += [status_without(ring, AWAY) for ring in returns.away()]
+        shown += [status_without(ring, AWAY) for ring in away]
         return ServerView(
             selector=self._planner.selector,
             groups=tuple(replace(status, is_restarting=returns.is_expected(status.name)) for status in shown),

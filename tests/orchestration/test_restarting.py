@@ -16,6 +16,7 @@ from orchestration.prefill_leader import PrefillLeader
 from orchestration.readiness import service_fault
 from orchestration.ring_returns import AWAY, RingEvent, RingReturns
 from orchestration.turn import GroupRegistration, PromptMode, Reservation, Reserve, TurnRequest
+from orchestration.views import GroupStatus
 from tests.orchestration.service import Answer, Service
 from tests.waiting import eventually
 from tests.workers.models import random_tokens
@@ -101,6 +102,26 @@ async def test_turns_wait_for_the_only_ring_of_a_role_and_give_the_same_tokens(s
     assert {second.begun.plan.prefill_ring, second.begun.plan.decode_ring} == {name, other}
     assert service.router.num_waiting_for_rings == 0
     service.check_integrity()
+
+
+async def test_a_ring_that_comes_back_while_others_are_asked_is_shown_once(
+    service: Restarting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await service.away("prefill-0")
+    is_asked, may_answer, get_status = asyncio.Event(), asyncio.Event(), service.decode.get_status
+
+    async def held() -> GroupStatus:
+        is_asked.set()
+        await may_answer.wait()
+        return await get_status()
+
+    monkeypatch.setattr(service.decode, "get_status", held)
+    asking = asyncio.create_task(service.router.get_server_info())
+    await is_asked.wait()
+    await service.come_back("prefill-0")
+    may_answer.set()
+    shown = (await asking).groups
+    assert sorted((group.name, group.state) for group in shown) == [("decode-0", "ready"), ("prefill-0", AWAY)]
 
 
 async def test_running_turns_end_before_the_ring_leaves_and_new_ones_wait(service: Restarting) -> None:
