@@ -106,6 +106,8 @@ def write_selection_plot(report: SelectionReport, path: Path) -> None:
             axes.errorbar(tokens, middle, yerr=spread, fmt="o", capsize=3, color=f"C{number}", label=f"P {cached}")
             predicted = [cell.predicted_pass_q / cell.predicted_pass_kv for cell in cells]
             axes.plot(tokens, predicted, color=f"C{number}")
+            axes.set_xticks(tokens, [str(count) for count in tokens])
+            axes.set_xticks([], minor=True)
         axes.legend(fontsize="small")
     save_figure(figure, path)
 
