@@ -23,7 +23,7 @@ demo: $(USER_READY) ## serve a long two-turn conversation on this machine and ch
 	$(BIN)/ringserve demo
 
 test: lint ## everything that must hold before a commit: lint, then the tests
-	$(BIN)/pytest -n 2 --dist loadgroup
+	$(BIN)/pytest -n 3
 
 lint: $(DEV_READY) ## style, types, import contracts, stub freshness
 	$(BIN)/ruff check .
