@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
@@ -11,16 +12,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fuzz-count", type=int, default=2000, help="generated requests of tests/services/fuzz")
 
 
+# How long an example takes tells how busy the machine is.
+settings.register_profile("any machine", deadline=None)
+settings.load_profile("any machine")
+
+
 class ByFile(LoadScopeScheduling):  # type: ignore[misc]
-    """Tests of a file share what it made, and stay in one process. Those that start clusters all stay in one, beside
-    the others: they share a cluster, and mostly wait.
+    """Tests of a file share what it made, and stay in one process. Those that share a cluster all stay in one.
 
     `--dist loadgroup` would do, but for pytest 9.2, whose node ids xdist 3.8 adds no groups to.
     """
 
     def _split_scope(self, nodeid: str) -> str:
         path = nodeid.partition("::")[0]
-        return "clusters" if "/e2e/" in path else path
+        return "shared cluster" if "/e2e/test_" in path else path
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByFile:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -211,12 +212,15 @@ async def test_turns_cancelled_at_any_moment_of_a_crowded_ring_leave_no_kv_behin
     chance = random.Random(3)
     async with small_service(model_paths["llama_gqa"], 2, 3) as service:
         free = service.free_blocks()
+        began = time.monotonic()
+        await service.answer(service.request(random_tokens(LENGTHS[3]), max_tokens=50))
+        alone = time.monotonic() - began  # of a turn on a machine as busy as this
 
         async def one(number: int) -> None:
             request = service.request(random_tokens(LENGTHS[number % 4]), max_tokens=50)
             turn = asyncio.create_task(service.answer(request))
             if number % 3:
-                await asyncio.wait([turn], timeout=chance.uniform(0, 0.6))
+                await asyncio.wait([turn], timeout=chance.uniform(0, 4 * alone))
                 turn.cancel()
                 await asyncio.gather(turn, return_exceptions=True)
                 return
