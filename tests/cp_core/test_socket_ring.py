@@ -107,13 +107,13 @@ def test_a_slow_reader_is_waited_for_until_the_deadline(tls: PeerTls | None) -> 
     with real_ring("sockets", 2, tls=tls) as (left, right):
         sending = left.exchange(pattern(HUGE_BYTES, 1), 1, torch.empty(0), 1)
         received = torch.zeros(HUGE_BYTES // 64, dtype=torch.uint8)
-        for _ in range(32):
+        for _ in range(8):  # what is left is more than a kernel takes in: Linux's buffers grow to 36 MiB
             right.exchange(torch.empty(0), 0, received, 0).wait()
         started = time.monotonic()
         with pytest.raises(Unavailable, match="rank 0 lost rank 1 after its deadline"):
             sending.wait(timeout_seconds=0.3)
         assert 0.3 <= time.monotonic() - started < 3.0
-        # Rank 0 gave up with half of it sent, so there is no saying where the next message would begin.
+        # Rank 0 gave up with a part of it sent, so there is no saying where the next message would begin.
         work = right.exchange(torch.empty(0), 0, torch.empty(HUGE_BYTES, dtype=torch.uint8), 0)
         with pytest.raises(Unavailable, match="rank 1 lost rank 0"):
             work.wait()
