@@ -71,6 +71,12 @@ def test_no_source_file_is_longer_than_a_reader_can_hold() -> None:
     assert {name: length for name, length in lengths.items() if length > MAX_LINES} == {}
 
 
+def test_nothing_but_text_and_pictures_of_the_documents_lies_about() -> None:
+    """A package that was fetched, a profile, an archive: the next commit would take it along."""
+    found = [path.relative_to(ROOT) for path in sources("") if b"\0" in path.read_bytes()]
+    assert [str(path) for path in found if (path.suffix, path.parent) != (".png", Path("docs/images"))] == []
+
+
 def test_one_file_of_the_control_plane_makes_ray_actors() -> None:
     makers = [
         path.name for path in sources(".py") if path.is_relative_to(ROOT / "orchestration") and makes_actors(path)
