@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import PurePath
+
 import pytest
 from hypothesis import settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
 from tests.services.auth.certificates import Authority
+from tests.waiting import WatchedLoop
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -23,13 +27,32 @@ class ByFile(LoadScopeScheduling):  # type: ignore[misc]
     `--dist loadgroup` would do, but for pytest 9.2, whose node ids xdist 3.8 adds no groups to.
     """
 
+    def __init__(self, config: pytest.Config, log: Producer) -> None:
+        super().__init__(config, log)
+        config.option.loadscopereorder = False
+
     def _split_scope(self, nodeid: str) -> str:
         path = nodeid.partition("::")[0]
-        return "shared cluster" if "/e2e/test_" in path else path
+        parent = str(PurePath(path).parent)
+        return parent if is_of_a_cluster(path) and not parent.endswith("/own") else path
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByFile:
     return ByFile(config, log)
+
+
+def is_of_a_cluster(path: str) -> bool:
+    return "/e2e/" in path
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes longest begins first: at the end the processes are done at about the same time."""
+    items.sort(key=lambda item: not is_of_a_cluster(item.nodeid))
+
+
+def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> Mapping[str, type[WatchedLoop]]:
+    return {"watched": WatchedLoop}
 
 
 @pytest.fixture(scope="session")

@@ -1,16 +1,15 @@
-"""Ranks of these tests are threads: each computes on one core, as a rank does in production."""
+"""Ranks of these tests are threads."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
-import torch
+
+from tests.one_core import on_one_core
 
 
-@pytest.fixture(autouse=True, scope="session")
-def _one_thread_a_rank() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+@pytest.fixture(autouse=True, scope="module")
+def _ranks_are_threads() -> Iterator[None]:
+    with on_one_core():
+        yield

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import multiprocessing
 import os
@@ -19,12 +18,12 @@ from cp_core.distributed import connect_ring
 from cp_core.errors import Unavailable
 from cp_core.peer_tls import PeerTls
 from cp_core.rendezvous import RingStore
-from cp_core.socket_link import LARGE_BYTES
+from cp_core.socket_link import LARGE_BYTES, Link
 from cp_core.transport import RingTransport
 from tests.cp_core.real_rings import HOST, real_ring
 from tests.cp_core.rings import on_every_rank
 from tests.services.auth.certificates import Authority
-from tests.waiting import eventually
+from tests.waiting import WAIT_SECONDS
 
 HUGE_BYTES = 64 << 20
 
@@ -204,7 +203,17 @@ def test_a_death_in_the_middle_of_a_large_message_surfaces_on_everybody_at_once(
             process.close()
 
 
-def test_what_moves_while_nobody_waits_is_counted_as_under_way_and_not_as_waited() -> None:
+def test_what_moves_while_nobody_waits_is_counted_as_under_way_and_not_as_waited(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    has_moved, move = threading.Condition(), Link.move
+
+    def move_and_tell(link: Link) -> None:
+        move(link)
+        with has_moved:
+            has_moved.notify_all()
+
+    monkeypatch.setattr(Link, "move", move_and_tell)
     with real_ring("sockets", 2) as transports:
         works, arrived = [], []
         for transport in transports:
@@ -217,10 +226,11 @@ def test_what_moves_while_nobody_waits_is_counted_as_under_way_and_not_as_waited
         moved = slice(HUGE_BYTES - LARGE_BYTES - 1024, HUGE_BYTES - LARGE_BYTES)
         assert all(each[moved].any() for each in wanted)
 
-        def have_moved() -> bool:
+        def have_all_moved() -> bool:
             return all(torch.equal(got[moved], want[moved]) for got, want in zip(arrived, wanted, strict=True))
 
-        asyncio.run(eventually(have_moved))  # movers tell nobody
+        with has_moved:
+            assert has_moved.wait_for(have_all_moved, WAIT_SECONDS)
         assert [each.seconds_waited for each in stats] == [0.0, 0.0]
         for work in works:
             work.wait()

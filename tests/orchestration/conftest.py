@@ -1,19 +1,20 @@
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
-import torch
 
+from tests.one_core import on_one_core
 from tests.workers.models import Oracle, save_model
 
 KINDS = ("llama_gqa", "llama_mha", "qwen3", "mistral")
 
 
-@pytest.fixture(scope="session", autouse=True)
-def one_thread_a_rank() -> None:
-    torch.set_num_threads(1)
+@pytest.fixture(autouse=True, scope="module")
+def _ranks_are_threads() -> Iterator[None]:
+    with on_one_core():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -30,6 +30,7 @@ from orchestration.turn import (
     TokensEvent,
     TurnRequest,
 )
+from tests.one_core import on_one_core
 from workers.model_info import read_model_info
 from workers.steps import Algorithm, Sampling, TokenLogprobs
 from workers.thread_ranks import ThreadRanks
@@ -163,10 +164,14 @@ class Service:
                 register,
             )
         self._numbers = itertools.count()
+        self._core = ExitStack()
 
     async def __aenter__(self) -> Service:
-        # Of rings that tie, a turn takes the one that came first: those of a role come by their numbers.
-        await asyncio.gather(self._start("prefill"), self._start("decode"))
+        with ExitStack() as core:
+            core.enter_context(on_one_core())
+            # Of rings that tie, a turn takes the one that came first: those of a role come by their numbers.
+            await asyncio.gather(self._start("prefill"), self._start("decode"))
+            self._core = core.pop_all()
         return self
 
     async def _start(self, role: str) -> None:
@@ -177,8 +182,9 @@ class Service:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await asyncio.gather(*(leader.close() for leader in self.peers.leaders.values()))
-        await self.router.close()
+        with self._core:
+            await asyncio.gather(*(leader.close() for leader in self.peers.leaders.values()))
+            await self.router.close()
 
     def select(self, selector: str) -> None:
         """Choose another selector for the turns that follow."""

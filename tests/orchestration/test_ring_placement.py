@@ -170,7 +170,7 @@ async def test_a_turn_that_fails_on_a_new_ring_leaves_the_conversation_on_its_ol
         cut = service.request([1, 2, 3], conversation="c", mode=PromptMode.APPEND, max_tokens=500)
         await read_tokens(service, cut, 3)
         await eventually(lambda: service.router.num_running == 0)
-        assert kept(service) == before
+        await eventually(lambda: kept(service) == before)  # rings hear what to keep when the turn has ended
         for group in old:
             group.is_ready = True
         for group in service.router.groups:

@@ -4,7 +4,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from services.text import TextCodec
 from tests.services.doors import Doors
@@ -15,7 +14,6 @@ from workers.builtin_tokenizer import write_tokenizer
 @pytest.fixture(scope="session")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random model with a byte-level tokenizer."""
-    torch.set_num_threads(1)
     path = save_model("llama_gqa", tmp_path_factory.mktemp("model"))
     write_tokenizer(path)
     return path

@@ -2,18 +2,19 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
-import torch
 
+from tests.one_core import on_one_core
 from tests.workers.models import KINDS, Oracle, save_model
 
 
-@pytest.fixture(scope="session", autouse=True)
-def one_thread_a_rank() -> None:
-    torch.set_num_threads(1)
+@pytest.fixture(autouse=True, scope="module")
+def _ranks_are_threads() -> Iterator[None]:
+    with on_one_core():
+        yield
 
 
 @pytest.fixture(scope="session")
