@@ -14,7 +14,7 @@ import torch
 
 @contextmanager
 def on_one_core() -> Iterator[None]:
-    """This thread, and those it starts from now on, compute on one core, each by itself as a rank does in production."""
+    """This thread, and those it starts from now on, compute on one core, each by itself as a rank of a service does."""
     threads, cores = torch.get_num_threads(), _cores()
     torch.set_num_threads(1)
     if cores:

@@ -25,6 +25,7 @@ Call = Any
 ROOT = Path(__file__).resolve().parents[3]
 START_SECONDS = 110.0
 CALL_SECONDS = 60.0
+REBUILD_SECONDS = 90.0
 
 
 def wait_until(condition: Callable[[], bool], what: str, seconds: float = 30.0) -> None:

@@ -18,6 +18,8 @@ MAX_TOKENS = 8
 TURNS = 6
 """Of one conversation."""
 FIRST_TOKENS, MORE_TOKENS = 40, 5
+CERTAIN_LEAD = 1e-4
+"""In logits. Of two tokens that are nearer either may win, by the order in which a ring adds: one turn in thousands."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,9 @@ def under_load(target: str, count: int, work: Callable[[], None], stock: StockMo
             assert len(talker.turns) > 1
             talker.go_on()
             for turn in talker.turns:
-                assert list(turn.token_ids) == stock.greedy(turn.prompt, MAX_TOKENS).token_ids, turn.conversation
+                expected = stock.greedy(turn.prompt, MAX_TOKENS)
+                if expected.smallest_lead > CERTAIN_LEAD:
+                    assert list(turn.token_ids) == expected.token_ids, turn
     finally:
         for talker in talkers:
             talker.close()

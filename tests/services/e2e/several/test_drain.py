@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,30 +13,23 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from openai import APIConnectionError, OpenAI
 
 from services.reference import StockModel
-from tests.services.e2e.cluster import Cluster, Inference, Ringserve, ids, running_cluster, wait_until
+from tests.services.e2e.cluster import Cluster, Inference, Ringserve, ids, wait_until
 from tests.services.e2e.gateways import started_gateway
 from tests.services.e2e.talking import under_load
 from tests.workers.models import random_tokens
 
-RINGS = ("prefill-0", "decode-0", "prefill-1", "decode-1")
+RINGS = {"prefill-0", "decode-0", "prefill-long-0", "decode-wide-0"}
 RESTARTED = ("prefill-0", "decode-0")
 WAIT_SECONDS = 30.0
 NUM_TOKENS = 1500
 RESTART_SECONDS = 100.0
 
 
-@pytest.fixture(scope="module")
-def rolling(ringserve: Ringserve, model_path: Path) -> Iterator[Cluster]:
-    """Two rings of each role, and logs as JSON."""
-    values = ("prefill.groups=2", "decode.groups=2", "prefill.cp=1", "decode.cp=1", "logs.format=json")
-    options = [word for value in values for word in ("--set", value)]
-    with running_cluster(ringserve, "rolling", model_path, *options) as cluster:
-        yield cluster
-
-
-def test_one_request_is_followed_through_every_process_by_its_id(ringserve: Ringserve, rolling: Cluster) -> None:
-    Inference(rolling.gateway).answer(ids(random_tokens(40), request_id="followed"))
-    log = ringserve.directory / "state" / "rolling.log"
+def test_one_request_is_followed_through_every_process_by_its_id(
+    ringserve: Ringserve, several: Cluster, door: Inference
+) -> None:
+    door.answer(ids(random_tokens(40), request_id="followed"))
+    log = ringserve.directory / "state" / f"{several.name}.log"
 
     def lines() -> list[dict[str, str]]:
         # The first lines are of `up` for people; whatever comes after the rings have started is JSON.
@@ -45,7 +37,7 @@ def test_one_request_is_followed_through_every_process_by_its_id(ringserve: Ring
         return [each for each in map(json.loads, written) if each.get("request_id") == "followed"]
 
     def processes() -> set[str]:
-        return {line["process"].rstrip("-01") for line in lines()}
+        return {line["process"].partition("-")[0] for line in lines()}
 
     wait_until(lambda: processes() == {"gateway", "router", "prefill", "decode"}, "a line of each process")
     assert len({line["turn_id"] for line in lines()}) == 1
@@ -55,11 +47,11 @@ def test_one_request_is_followed_through_every_process_by_its_id(ringserve: Ring
 
 
 def test_a_gateway_that_is_told_to_end_finishes_its_turns_first(
-    ringserve: Ringserve, rolling: Cluster, model_path: Path, tmp_path: Path
+    ringserve: Ringserve, several: Cluster, model_path: Path, tmp_path: Path
 ) -> None:
     """Of both doors, while it takes no others; who only watches its health keeps it from nothing."""
     log, options = tmp_path / "gateway.log", ("--drain-seconds", "60")
-    with started_gateway(ringserve, rolling.router, model_path, log, *options) as gateway:
+    with started_gateway(ringserve, several.router, model_path, log, *options) as gateway:
         inference = Inference(gateway.address)
         health: Any = health_pb2_grpc.HealthStub(inference.channel)  # the stubs of this package know no methods
         watching = health.Watch(health_pb2.HealthCheckRequest())
@@ -87,20 +79,19 @@ def test_a_gateway_that_is_told_to_end_finishes_its_turns_first(
 
 @pytest.mark.timeout(300)
 def test_gateways_and_a_ring_of_each_role_are_replaced_under_load_and_no_turn_fails(
-    ringserve: Ringserve, rolling: Cluster, model_path: Path, stock: StockModel, tmp_path: Path
+    ringserve: Ringserve, several: Cluster, door: Inference, model_path: Path, stock: StockModel, tmp_path: Path
 ) -> None:
-    inference = Inference(rolling.gateway)
-    before = {group.name: group for group in inference.info().groups}
+    before = {group.name: group for group in door.info().groups}
     options = ("--drain-seconds", "60")
 
     def done(*command: str) -> Any:
-        finished = ringserve.run(*command, "--name", "rolling", "--json", seconds=RESTART_SECONDS)
+        finished = ringserve.run(*command, "--name", several.name, "--json", seconds=RESTART_SECONDS)
         assert finished.returncode == 0, finished.stderr
         return json.loads(finished.stdout)
 
     with (
-        started_gateway(ringserve, rolling.router, model_path, tmp_path / "first.log", *options) as first,
-        started_gateway(ringserve, rolling.router, model_path, tmp_path / "second.log", *options) as second,
+        started_gateway(ringserve, several.router, model_path, tmp_path / "first.log", *options) as first,
+        started_gateway(ringserve, several.router, model_path, tmp_path / "second.log", *options) as second,
     ):
 
         def replace_all() -> None:
@@ -108,13 +99,13 @@ def test_gateways_and_a_ring_of_each_role_are_replaced_under_load_and_no_turn_fa
             assert first.process.wait(WAIT_SECONDS) == 0
             drained = done("drain", "decode-0")
             assert (drained["ring"], drained["drained"], drained["failed"]) == ("decode-0", True, 0)
-            assert "decode-0" not in {group.name for group in inference.info().groups}
+            assert "decode-0" not in {group.name for group in door.info().groups}
             assert done("undrain", "decode-0") == {"ring": "decode-0", "serves": True}
             assert done("restart", "prefill-0") == {"rings": ["prefill-0"], "serves": True}
 
         under_load(f"ipv4:{first.address},{second.address}", 2, replace_all, stock)
-    after = {group.name: group for group in inference.info().groups}
-    assert set(after) == set(RINGS)
+    after = {group.name: group for group in door.info().groups}
+    assert set(after) == RINGS
     for ring in RESTARTED:
         assert before[ring].incarnation != after[ring].incarnation
         assert set(before[ring].rank_pids).isdisjoint(after[ring].rank_pids)
@@ -131,9 +122,9 @@ def test_gateways_and_a_ring_of_each_role_are_replaced_under_load_and_no_turn_fa
     ],
 )
 def test_what_cannot_be_done_is_said_in_one_sentence(
-    ringserve: Ringserve, rolling: Cluster, command: tuple[str, ...], said: str
+    ringserve: Ringserve, several: Cluster, command: tuple[str, ...], said: str
 ) -> None:
-    refused = ringserve.run(*command, "--name", "rolling")
+    refused = ringserve.run(*command, "--name", several.name)
     assert refused.returncode == 1
     assert said in refused.stderr
     assert len(refused.stderr.splitlines()) == 1, refused.stderr

@@ -1,0 +1,70 @@
+"""`ringserve drain` on a cluster: what a decode ring keeps goes to the other, of another size, over real ranks."""
+
+from __future__ import annotations
+
+import json
+from urllib.request import urlopen
+
+from ringserve.v1 import inference_pb2
+from services.reference import StockModel
+from tests.services.e2e.cluster import CALL_SECONDS, Cluster, Inference, ids
+from tests.workers.models import random_tokens
+
+NAMES = ("one", "two", "three")
+ANSWER = 6
+DRAIN_SECONDS = 100.0
+
+
+def test_the_next_turns_of_conversations_whose_ring_has_left_find_all_their_kv(
+    several: Cluster, door: Inference, stock: StockModel
+) -> None:
+    moved_before = _moved_bytes(door.info())
+    histories: dict[str, list[int]] = {}
+    rings: dict[str, tuple[str, str]] = {}
+    for number, name in enumerate(NAMES):
+        prompt = random_tokens(90, seed=number)
+        answer = door.answer(ids(prompt, conversation=name, max_tokens=ANSWER))
+        histories[name] = [*prompt, *answer.output_ids]
+        rings[name] = (answer.plan.prefill_ring, answer.plan.decode_ring)
+    _, leaving = rings[NAMES[0]]
+    (staying,) = {"decode-0", "decode-wide-0"} - {leaving}
+    there = [name for name in NAMES if rings[name][1] == leaving]
+
+    drained = several.ringserve.run("drain", leaving, "--name", several.name, "--json", seconds=DRAIN_SECONDS)
+    assert drained.returncode == 0, drained.stderr
+    outcome = json.loads(drained.stdout)
+    num_bytes = len(there) * (90 + ANSWER - 1) * _token_bytes(door)
+    nothing = {"left": 0, "no_room": 0, "failed": 0}
+    assert outcome == {"ring": leaving, "drained": True, "moved": len(there), "moved_bytes": num_bytes, **nothing}
+
+    info = door.info()
+    (told,) = [drain for drain in info.drains if drain.ring == leaving]
+    assert (told.has_left, told.moved) == (True, len(there))
+    assert _moved_bytes(info) == moved_before + num_bytes
+    for name in NAMES:
+        places = {place.group: place.num_tokens for place in door.conversation(name).placements}
+        assert places == {rings[name][0]: 90, staying: 90 + ANSWER - 1}
+        history = histories[name]
+        answer = door.answer(ids([7, 8], conversation=name, mode=inference_pb2.PROMPT_MODE_APPEND, max_tokens=ANSWER))
+        assert list(answer.output_ids) == stock.greedy([*history, 7, 8], ANSWER).token_ids
+        assert answer.usage.cached_tokens == len(history) - 1
+        assert answer.plan.decode_ring == staying
+
+    undrained = several.ringserve.run("undrain", leaving, "--name", several.name, seconds=DRAIN_SECONDS)
+    assert undrained.returncode == 0, undrained.stderr
+    assert not door.info().drains
+
+
+def _token_bytes(door: Inference) -> int:
+    request = inference_pb2.GetModelInfoRequest()
+    return door.stub.GetModelInfo(request, timeout=CALL_SECONDS).kv_bytes_per_token
+
+
+def _moved_bytes(info: inference_pb2.GetServerInfoResponse) -> int:
+    """As the service's status says; and the same as Prometheus is told."""
+    told = sum(each.payload_bytes for each in info.kv_moves if (each.role, each.reason) == ("decode", "drain"))
+    with urlopen(f"http://{info.router_metrics_endpoint}/metrics", timeout=CALL_SECONDS) as page:
+        lines = page.read().decode().splitlines()
+    series = 'ringserve_router_kv_moved_bytes_total{reason="drain",role="decode"}'
+    assert sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(series)) == told
+    return told
