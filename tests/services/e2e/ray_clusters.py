@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import shutil
@@ -49,17 +48,19 @@ def configuration(model_path: Path, ray_port: int, router_port: int) -> dict[str
     return config
 
 
-OPTIONS = "--block --object-store-memory=100000000 --disable-usage-stats"
+HEAD_OPTIONS = "--block --num-cpus=0 --object-store-memory=100000000 --include-dashboard=false --disable-usage-stats"
 
 
-def ray_start_command(ray_port: int, directory: Path, *, is_worker: bool) -> str:
-    """As KubeRay makes it from rayStartParams; a head that is a worker too is one of both pools at once."""
+def head_start_command(ray_port: int, directory: Path) -> str:
+    return f"ray start --head --port={ray_port} --temp-dir={directory} {HEAD_OPTIONS}"
+
+
+def node_start_command(ray_address: str, address: str, role: str) -> str:
+    """As KubeRay makes it for a pod of the role from the chart's rayStartParams, which go through a shell."""
     groups = only(render(), "RayCluster")["spec"]["workerGroupSpecs"]
-    resources = (
-        groups[0]["rayStartParams"]["resources"].replace("}", r", \"ringserve-decode\": 2}").replace(": 1,", ": 2,")
-    )
-    offered = f"--num-cpus=4 --resources={resources}" if is_worker else "--num-cpus=0"
-    return f"ray start --head --port={ray_port} --temp-dir={directory} --include-dashboard=false {OPTIONS} {offered}"
+    (parameters,) = (group["rayStartParams"] for group in groups if group["groupName"] == role)
+    options = " ".join(f"--{name}={value}" for name, value in parameters.items())
+    return f"ray start --address={ray_address} --node-ip-address={address} --block --disable-usage-stats {options}"
 
 
 def environment(ringserve: Ringserve, command: str) -> Mapping[str, str]:
@@ -70,15 +71,13 @@ def environment(ringserve: Ringserve, command: str) -> Mapping[str, str]:
 
 
 @contextmanager
-def running_head(
-    ringserve: Ringserve, directory: Path, config: Mapping[str, Any], ray_port: int, *, is_worker: bool = True
-) -> Iterator[Head]:
+def running_head(ringserve: Ringserve, directory: Path, config: Mapping[str, Any], ray_port: int) -> Iterator[Head]:
     """Run head.sh; whatever it started is gone at the end."""
     path, log = directory / "config.yaml", directory / "head.log"
     path.write_text(yaml.safe_dump(dict(config)))
     # Sockets' names are bounded: a short path.
     ray_directory = Path(tempfile.mkdtemp(prefix="ringserve-test-"))
-    variables = environment(ringserve, ray_start_command(ray_port, ray_directory, is_worker=is_worker))
+    variables = environment(ringserve, head_start_command(ray_port, ray_directory))
     with log.open("wb") as output:
         process = subprocess.Popen(
             ["/bin/bash", str(CHART / "files/head.sh"), str(path), str(DRAIN_SECONDS)],
@@ -102,21 +101,19 @@ def running_head(
 
 
 @contextmanager
-def running_node(
-    head: Head, address: str, resources: Mapping[str, int], log: Path
-) -> Iterator[subprocess.Popen[bytes]]:
-    """A worker's pod, as far as a node of an address of its own can be one; it has started.
+def running_node(head: Head, address: str, role: str, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A pod of the role, as far as a node of an address of its own can be one; it has started.
 
     As a pod's, its container is started again where it ends by itself: Ray gives a node 30 seconds to come up, which is
     little on a busy machine.
     """
-    command = ["ray", "start", f"--address={head.ray_address}", f"--node-ip-address={address}", *OPTIONS.split()]
+    command = f"exec {node_start_command(head.ray_address, address, role)}"
     families: list[Family] = []
 
     def start() -> subprocess.Popen[bytes]:
         with log.open("wb") as output:
             process = subprocess.Popen(
-                [*command, "--num-cpus=1", f"--resources={json.dumps(dict(resources))}"],
+                ["/bin/bash", "-c", command],
                 env=dict(head.environment),
                 stdin=subprocess.DEVNULL,
                 stdout=output,

@@ -49,30 +49,6 @@ def is_ready(head: Head, door: Inference) -> bool:
     return len(groups) == 2 and all(group.state == "ready" for group in groups)
 
 
-@pytest.mark.timeout(300)
-def test_rings_serve_on_a_cluster_of_ray_behind_a_gateway_of_their_own(
-    ringserve: Ringserve, model_path: Path, stock: StockModel, tmp_path: Path
-) -> None:
-    ray_port = free_port()
-    config = configuration(model_path, ray_port, free_port())
-    prompt = random_tokens(50, seed=3)
-    with running_head(ringserve, tmp_path, config, ray_port) as head:
-        with started_gateway(ringserve, head.router, model_path, tmp_path / "gateway.log") as gateway:
-            door = Inference(gateway.address)
-            wait_until(lambda: is_ready(head, door), "no two rings are ready", START_SECONDS)
-            complete = door.answer(ids(prompt, max_tokens=5))
-            assert list(complete.output_ids) == stock.greedy(prompt, 5).token_ids
-            info = door.info()
-            for address in (info.router_metrics_endpoint, *(group.metrics_endpoint for group in info.groups)):
-                with urllib.request.urlopen(f"http://{address}/metrics", timeout=30) as answer:
-                    assert b"ringserve_build_info" in answer.read()
-            with door.running(ids(prompt, max_tokens=NUM_TOKENS)) as call:
-                head.process.send_signal(signal.SIGTERM)
-                *_, last = call
-                assert last.complete.usage.completion_tokens == NUM_TOKENS
-        assert head.process.wait(STOP_SECONDS) == 0, head.log.read_text()
-
-
 @pytest.mark.timeout(180)
 def test_the_head_ends_when_the_rings_cannot_be_run(ringserve: Ringserve, model_path: Path, tmp_path: Path) -> None:
     ray_port = free_port()
@@ -83,21 +59,26 @@ def test_the_head_ends_when_the_rings_cannot_be_run(ringserve: Ringserve, model_
         assert "prefill.tp: 3" in head.log.read_text()
 
 
+def check_metrics(info: inference_pb2.GetServerInfoResponse) -> None:
+    for address in (info.router_metrics_endpoint, *(group.metrics_endpoint for group in info.groups)):
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=30) as answer:
+            assert b"ringserve_build_info" in answer.read()
+
+
 @pytest.mark.timeout(300)
-def test_a_ring_moves_from_a_node_that_goes_away_to_one_that_comes_and_turns_wait(
+def test_rings_serve_on_the_nodes_of_pods_that_come_and_go_and_end_when_their_turns_have(
     ringserve: Ringserve, model_path: Path, stock: StockModel, tmp_path: Path
 ) -> None:
-    """What happens when a pod is deleted: its hook drains the ring, its node goes, another one comes."""
+    """When a pod is deleted, its hook drains the ring, its node goes, another one comes, and turns wait for it."""
     ray_port = free_port()
     config = configuration(model_path, ray_port, free_port())
     for role in ("prefill", "decode"):
         config[role]["cp"] = 1
     nodes = {"127.0.0.2": "prefill", "127.0.0.3": "decode", "127.0.0.4": "prefill"}
-    with running_head(ringserve, tmp_path, config, ray_port, is_worker=False) as head, ExitStack() as running:
+    with running_head(ringserve, tmp_path, config, ray_port) as head, ExitStack() as running:
 
         def start(address: str) -> subprocess.Popen[bytes]:
-            resources = {f"ringserve-{nodes[address]}": 1}
-            return running.enter_context(running_node(head, address, resources, tmp_path / f"{address}.log"))
+            return running.enter_context(running_node(head, address, nodes[address], tmp_path / f"{address}.log"))
 
         gateway = running.enter_context(started_gateway(ringserve, head.router, model_path, tmp_path / "gateway.log"))
         door = Inference(gateway.address)
@@ -125,3 +106,9 @@ def test_a_ring_moves_from_a_node_that_goes_away_to_one_that_comes_and_turns_wai
 
         under_load(gateway.address, 1, move, stock, retry=NO_RETRIES)
         assert list(ring().nodes) == ["127.0.0.4"]
+        check_metrics(door.info())
+        with door.running(ids(random_tokens(50), max_tokens=NUM_TOKENS)) as call:
+            head.process.send_signal(signal.SIGTERM)
+            *_, last = call
+            assert last.complete.usage.completion_tokens == NUM_TOKENS
+        assert head.process.wait(STOP_SECONDS) == 0, head.log.read_text()

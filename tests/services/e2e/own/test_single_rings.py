@@ -1,4 +1,5 @@
-"""A service with one ring of each role: while one of them restarts, turns wait for it."""
+"""A service with one ring of each role, of different shapes: two processes that share the heads prefill, two ranks that
+share the tokens decode, with little room. While one of them restarts, turns wait for it."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import json
 import os
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -18,16 +20,50 @@ from tests.workers.models import random_tokens
 
 RESTART_SECONDS = 120.0
 STOP_SECONDS = 90.0
-NUM_TOKENS = 1500
+NUM_TOKENS = 1000
+CROWDED_TOKENS = 500
+CROWDED_LENGTHS = (400, 330, 210)
 
 
 @pytest.fixture(scope="module")
 def single(ringserve: Ringserve, model_path: Path) -> Iterator[Cluster]:
-    """One ring of one rank of each role; told to end, it lets turns end first."""
-    values = ("prefill.cp=1", "decode.cp=1")
+    """2048 tokens of KV on the decode ring; told to end, the service lets turns end first."""
+    values = (
+        *("prefill.cp=1", "prefill.tp=2", "decode.cp=2"),
+        *("kv_cache.tokens_per_rank=1024", "kv_cache.block_tokens=4", "decode.headroom_tokens=16"),
+    )
     options = [word for value in values for word in ("--set", value)]
     with running_cluster(ringserve, "single", model_path, *options, "--drain-seconds", "60") as cluster:
         yield cluster
+
+
+def test_two_turns_from_cp1_tp2_to_cp2_tp1_and_back(single: Cluster, stock: StockModel) -> None:
+    inference = Inference(single.gateway)
+    prefill, decode = inference.ring("prefill"), inference.ring("decode")
+    assert (prefill.num_ranks, prefill.tp, len(set(prefill.rank_pids))) == (1, 2, 2)
+    assert (decode.num_ranks, decode.tp, len(set(decode.rank_pids))) == (2, 1, 2)
+    history: list[int] = []
+    for turn, size in enumerate((150, 20)):
+        history += random_tokens(size, seed=turn)
+        complete = inference.answer(ids(history, max_tokens=7, conversation="c"))
+        assert list(complete.output_ids) == stock.greedy(history, 7).token_ids, f"turn {turn}"
+        history += complete.output_ids
+    # Six of the first answer's seven tokens have KV, which only the decode ring had: K and V of 2 layers, 2 heads.
+    assert complete.plan.pulled_bytes == 6 * 2 * 2 * 2 * 16 * 4
+    inference.delete("c")
+
+
+def test_turns_that_gave_way_answer_as_on_one_process_and_are_counted(single: Cluster, stock: StockModel) -> None:
+    """They come to about 2400 tokens."""
+    inference = Inference(single.gateway)
+    prompts = [random_tokens(length, seed=length) for length in CROWDED_LENGTHS]
+    requests = [ids(prompt, max_tokens=CROWDED_TOKENS) for prompt in prompts]
+    with ThreadPoolExecutor(len(requests)) as threads:
+        answers = list(threads.map(inference.answer, requests))
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert list(answer.output_ids) == stock.greedy(prompt, CROWDED_TOKENS).token_ids
+    assert inference.ring("decode").num_preemptions > 0
+    wait_until(inference.is_idle, "the cluster is idle")
 
 
 def test_both_rings_restart_and_turns_wait_instead_of_failing(
