@@ -43,13 +43,22 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByFile:
     return ByFile(config, log)
 
 
+CLUSTER_SECONDS = 600.0
+
+
 def is_of_a_cluster(path: str) -> bool:
     return "/e2e/" in path
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes longest begins first: at the end the processes are done at about the same time."""
+    """What takes longest begins first: at the end the processes are done at about the same time.
+
+    A cluster's first test waits for its start, on a machine that other tests keep busy.
+    """
     items.sort(key=lambda item: not is_of_a_cluster(item.nodeid))
+    for item in items:
+        if is_of_a_cluster(item.nodeid):
+            item.add_marker(pytest.mark.timeout(CLUSTER_SECONDS))
 
 
 def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> Mapping[str, type[WatchedLoop]]:

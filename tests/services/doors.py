@@ -90,5 +90,12 @@ class Doors:
         return grpc.aio.insecure_channel(self.target)
 
     async def wait_idle(self, seconds: float = 10.0) -> None:
-        """Return when no turn runs anywhere; fail the test after `seconds`."""
-        await eventually(lambda: not self.service.router.num_running, seconds)
+        """Return when no turn runs anywhere, and none holds KV; fail the test after `seconds`."""
+        pools = [leader.ring.pool for leader in self.service.peers.leaders.values()]
+        await eventually(
+            lambda: (
+                not self.service.router.num_running
+                and not any(rank.active_blocks for pool in pools for rank in pool.usage())
+            ),
+            seconds,
+        )

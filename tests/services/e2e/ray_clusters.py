@@ -18,9 +18,8 @@ from typing import Any
 import yaml
 
 from tests.helm.charts import CHART, only, render
-from tests.services.e2e.cluster import Family, Ringserve, wait_until
+from tests.services.e2e.cluster import START_SECONDS, Family, Ringserve, wait_until
 
-START_SECONDS = 100.0
 STOP_SECONDS = 60.0
 DRAIN_SECONDS = 30
 

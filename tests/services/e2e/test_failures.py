@@ -13,8 +13,6 @@ from services.reference import StockModel
 from tests.services.e2e.cluster import Cluster, Inference, ids, kill, pid_at, wait_until
 from tests.workers.models import random_tokens
 
-pytestmark = pytest.mark.timeout(240)
-
 LONG = 4000
 REBUILD_SECONDS = 90.0
 """A rebuild takes some 6 s, on a machine with nothing else to do."""

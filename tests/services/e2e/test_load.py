@@ -8,7 +8,6 @@ import time
 from contextlib import ExitStack, suppress
 
 import grpc
-import pytest
 
 from cp_core.errors import NotFound
 from ringserve.v1 import inference_pb2_grpc
@@ -84,7 +83,6 @@ class Storm:
                 timer.cancel()
 
 
-@pytest.mark.timeout(180)
 def test_two_hundred_requests_half_of_them_cancelled_leave_the_kv_as_it_was(
     cluster: Cluster, inference: Inference, stock: StockModel
 ) -> None:

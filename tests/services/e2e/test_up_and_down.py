@@ -16,8 +16,6 @@ from tests.services.e2e.cluster import START_SECONDS, Cluster, Inference, Ringse
 from tests.services.e2e.terminal import started
 from tests.workers.models import random_tokens
 
-pytestmark = pytest.mark.timeout(240)
-
 QUICK_SECONDS = 20.0
 """Refusals come before anything is started; this is mostly what importing Python modules takes on a busy machine."""
 
@@ -50,6 +48,10 @@ def refused(ringserve: Ringserve, *arguments: str) -> str:
     assert finished.stderr.startswith("ringserve: ")
     assert len(finished.stderr.splitlines()) == 1, finished.stderr
     return finished.stderr
+
+
+def small(model_path: Path) -> list[str]:
+    return [*options_of(model_path), "--set", "prefill.cp=1", "--set", "decode.cp=1"]
 
 
 @pytest.mark.parametrize("detach", [[], ["--detach"]], ids=["in the foreground", "detached"])
@@ -99,7 +101,7 @@ def test_ctrl_c_ends_a_cluster_in_the_foreground_whole_and_in_order(
     ringserve: Ringserve, model_path: Path, tmp_path: Path
 ) -> None:
     ready = tmp_path / "ready.json"
-    with started(ringserve, tmp_path, "up", "--ready-file", str(ready), *options_of(model_path)) as up:
+    with started(ringserve, tmp_path, "up", "--ready-file", str(ready), *small(model_path)) as up:
         wait_until(lambda: ready.exists() or up.is_over, "the cluster serves", START_SECONDS)
         assert not up.is_over, up.output
         inference = Inference(json.loads(ready.read_text())["gateway"])
@@ -113,7 +115,7 @@ def test_ctrl_c_ends_a_cluster_in_the_foreground_whole_and_in_order(
 
 
 def test_ctrl_c_ends_a_cluster_that_is_still_starting(ringserve: Ringserve, model_path: Path, tmp_path: Path) -> None:
-    with started(ringserve, tmp_path, "up", *options_of(model_path)) as up:
+    with started(ringserve, tmp_path, "up", *small(model_path)) as up:
         wait_until(lambda: "rings" in up.output, "the rings are being started", START_SECONDS)
         assert up.interrupt() == 0, up.output
         up.check_nothing_is_left()

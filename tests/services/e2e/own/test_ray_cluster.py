@@ -10,16 +10,14 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import grpc
-import pytest
 
 from ringserve.v1 import inference_pb2
 from services.client.retries import NO_RETRIES
 from services.reference import StockModel
-from tests.services.e2e.cluster import Inference, Ringserve, ids, wait_until
+from tests.services.e2e.cluster import START_SECONDS, Inference, Ringserve, ids, wait_until
 from tests.services.e2e.gateways import started_gateway
 from tests.services.e2e.ports import free_port
 from tests.services.e2e.ray_clusters import (
-    START_SECONDS,
     STOP_SECONDS,
     Head,
     configuration,
@@ -49,7 +47,6 @@ def is_ready(head: Head, door: Inference) -> bool:
     return len(groups) == 2 and all(group.state == "ready" for group in groups)
 
 
-@pytest.mark.timeout(180)
 def test_the_head_ends_when_the_rings_cannot_be_run(ringserve: Ringserve, model_path: Path, tmp_path: Path) -> None:
     ray_port = free_port()
     config = configuration(model_path, ray_port, free_port())
@@ -65,7 +62,6 @@ def check_metrics(info: inference_pb2.GetServerInfoResponse) -> None:
             assert b"ringserve_build_info" in answer.read()
 
 
-@pytest.mark.timeout(300)
 def test_rings_serve_on_the_nodes_of_pods_that_come_and_go_and_end_when_their_turns_have(
     ringserve: Ringserve, model_path: Path, stock: StockModel, tmp_path: Path
 ) -> None:

@@ -30,8 +30,6 @@ from tests.workers.models import random_tokens
 from workers.kv_transfer.frames import SettleFrame, encode
 from workers.steps import TransferKey
 
-pytestmark = pytest.mark.timeout(240)
-
 
 @dataclass(frozen=True)
 class Secure:

@@ -77,7 +77,6 @@ def test_a_gateway_that_is_told_to_end_finishes_its_turns_first(
         assert gateway.process.wait(WAIT_SECONDS) == 0
 
 
-@pytest.mark.timeout(300)
 def test_gateways_and_a_ring_of_each_role_are_replaced_under_load_and_no_turn_fails(
     ringserve: Ringserve, several: Cluster, door: Inference, model_path: Path, stock: StockModel, tmp_path: Path
 ) -> None:

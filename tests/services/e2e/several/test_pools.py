@@ -16,8 +16,6 @@ from services.reference import StockModel
 from tests.services.e2e.cluster import REBUILD_SECONDS, Cluster, Inference, ids, kill, wait_until
 from tests.workers.models import random_tokens
 
-pytestmark = pytest.mark.timeout(240)
-
 RINGS = {"prefill-0": 1, "prefill-long-0": 2, "decode-0": 1, "decode-wide-0": 2}
 """Ranks by name."""
 SHORT, LONG = 20, 1500
