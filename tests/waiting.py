@@ -57,7 +57,8 @@ class WatchedLoop(asyncio.SelectorEventLoop):
 async def eventually(holds: Callable[[], bool], seconds: float = WAIT_SECONDS) -> None:
     """Let the event loop run until `holds`; fail the test after `seconds`.
 
-    Where there is an event to wait for, wait for that.
+    Where there is an event to wait for, wait for that. What a thread changes by itself shows when the loop next has
+    something to do.
     """
     loop = asyncio.get_running_loop()
     assert isinstance(loop, WatchedLoop)
