@@ -13,7 +13,7 @@ DEV_READY := $(VENV)/ready-dev
 BENCHES := $(wildcard bench/*.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format bench proto clean distclean
+.PHONY: help demo test pytest lint format bench proto clean distclean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -22,7 +22,10 @@ help: ## list the targets
 demo: $(USER_READY) ## serve a long two-turn conversation on this machine and check every token of it
 	$(BIN)/ringserve demo
 
-test: lint ## everything that must hold before a commit: lint, then the tests
+test: $(DEV_READY) ## everything that must hold before a commit: lint, and the tests beside it
+	@$(MAKE) --no-print-directory -j 2 lint pytest
+
+pytest: $(DEV_READY)
 	$(BIN)/pytest -n 3
 
 lint: $(DEV_READY) ## style, types, import contracts, stub freshness

@@ -6,6 +6,7 @@ process and one can be torn down and rebuilt.
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
 from collections.abc import Sequence
@@ -107,7 +108,9 @@ class Operations:
                 if self._is_on_stream:
                     work.wait()
                 else:
-                    work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+                    # Gloo counts whole milliseconds: rounded down, it would give up before the deadline.
+                    left = max(deadline - time.monotonic(), 0.0)
+                    work.wait(timedelta(milliseconds=math.floor(left * 1e3) + 1))
             except RuntimeError as error:
                 late = " after its deadline" if time.monotonic() >= deadline else ""
                 raise self._ring.fail(f"rank {self._ring.rank} lost rank {peer}{late}") from error

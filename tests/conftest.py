@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping
 
 import pytest
@@ -59,6 +60,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if is_of_a_cluster(item.nodeid):
             item.add_marker(pytest.mark.timeout(CLUSTER_SECONDS))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what all the modules made stays: looking for garbage among it takes long, and pytest looks often
 
 
 def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> Mapping[str, type[WatchedLoop]]:
