@@ -51,6 +51,8 @@ class Ringserve:
             "RINGSERVE_CACHE": str(self.directory / "cache"),
             "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "proto")]),
             "COLUMNS": "200",
+            # Ray would let its workers have what other processes leave: beside other tests that is next to nothing.
+            "RAY_worker_niceness": "0",
             # What these tests expect to be pulled must not depend on how fast this machine is today.
             "RINGSERVE_ROUTER__MISSING_KV": "pull",
             # Nor that it goes over a prefill ring: the decode ring computes what is asked of it, and nothing else.
