@@ -88,7 +88,7 @@ class DecodeEnds:
             self.end_soon(turn, error)
 
     async def until_settled(self, sequence_id: str) -> None:
-        """A turn whose end the router knows may be about to settle here, and the sequence's next one comes already."""
+        """A turn whose end the router knows may be about to settle here, and what follows in its sequence has come."""
         ending = [turn for turn in self._turns.values() if turn.request.sequence_id == sequence_id and turn.is_ending]
         try:
             async with asyncio.timeout(self._settings.control_timeout):
@@ -122,11 +122,22 @@ class DecodeEnds:
             await asyncio.wait(endings, timeout=timeout)
 
     async def refuse(self, turn: DecodeTurn) -> None:
-        """Undo a reservation that came to nothing; whoever asked for it learns why, and nobody reads the turn."""
-        self._turns.pop(turn.turn_id, None)  # where it was aborted meanwhile it is gone already
-        await self._let_go(turn)
-        turn.pool.settle(turn.request.sequence_id, turn.turn_id, turn.reservation.kept_tokens)
-        self._engine.freed(turn)
+        """Undo a reservation that came to nothing; whoever asked for it learns why, and nobody reads the turn.
+
+        Where it was aborted meanwhile, that undoes it.
+        """
+        if turn.ending is None:
+            turn.ending = self._spawn(self._undo(turn))
+            self._engine.ending(turn)
+        await asyncio.wait([turn.ending])
+
+    async def _undo(self, turn: DecodeTurn) -> None:
+        try:
+            await self._let_go(turn)
+        finally:
+            self._take_out(turn, HandoffState.ABORTED)
+        self._settle(turn, turn.reservation.kept_tokens)
+        turn.over.set()
 
     async def _end(self, turn: DecodeTurn, how: FinishReason | RingserveError) -> None:
         turn.stop_timers()
@@ -139,10 +150,8 @@ class DecodeEnds:
             keep = await self._tell_router(turn, failed)
             await asyncio.gather(*turn.sends, *filter(None, [turn.copying, turn.prefilling]), return_exceptions=True)
         finally:
-            turn.state = turn.state.to(HandoffState.ABORTED if failed else HandoffState.DONE)
-            self._turns.pop(turn.turn_id, None)
-        turn.pool.settle(turn.request.sequence_id, turn.turn_id, keep)
-        self._engine.freed(turn)
+            self._take_out(turn, HandoffState.ABORTED if failed else HandoffState.DONE)
+        self._settle(turn, keep)
         self._on_settled(turn)
         log.info("turn %s ended with %d tokens: %s", turn.turn_id, len(turn.tokens), how, extra=turn.request.log_fields)
         turn.events.put_nowait(how if isinstance(how, RingserveError) else _finished(turn, how))
@@ -151,6 +160,15 @@ class DecodeEnds:
             self._unread[turn.turn_id] = turn
             forget = asyncio.get_running_loop().call_later
             forget(self._settings.attach_timeout, self._unread.pop, turn.turn_id, None)
+
+    def _take_out(self, turn: DecodeTurn, state: HandoffState) -> None:
+        turn.state = turn.state.to(state)
+        self._turns.pop(turn.turn_id, None)
+
+    def _settle(self, turn: DecodeTurn, keep_tokens: int) -> None:
+        """Nobody writes to the turn's blocks any more."""
+        turn.pool.settle(turn.request.sequence_id, turn.turn_id, keep_tokens)
+        self._engine.freed(turn)
 
     async def _cut(self, turn: DecodeTurn, how: FinishReason) -> FinishReason | RingserveError:
         """Stop decoding a turn whose answer is complete, and forget what came after it."""

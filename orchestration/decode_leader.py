@@ -279,7 +279,8 @@ class DecodeLeader(GroupLeader):
         await self._turns.end(turn_id, error)
 
     async def settle(self, sequence_id: str, turn_id: str, keep_tokens: int) -> None:
-        """Cut an idle sequence to its first `keep_tokens` tokens; 0 frees it."""
+        """Cut a sequence that the router knows to be idle to its first `keep_tokens` tokens; 0 frees it."""
+        await self._turns.until_settled(sequence_id)
         self.ring.pool.settle(sequence_id, turn_id, keep_tokens)
 
     async def measure(self) -> None:

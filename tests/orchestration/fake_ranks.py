@@ -45,7 +45,7 @@ REPORT = TransferReport(payload_bytes=0, seconds=0.0)
 
 
 class FakeRank:
-    """A `RankPort`. `fail` makes every later call raise; `gate` holds `submit` back until it is set."""
+    """A `RankPort`. `fail` makes every later call raise; `gate` holds `submit` and `drop_kv` back until it is set."""
 
     def __init__(self, number: int, start_error: Exception | None = None) -> None:
         self.number = number
@@ -134,6 +134,7 @@ class FakeRank:
         return REPORT
 
     async def drop_kv(self, key: TransferKey, timeout: float) -> None:
+        await self.gate.wait()
         self._check()
 
     async def copy_blocks(self, pairs: Sequence[BlockPair], timeout: float) -> None:

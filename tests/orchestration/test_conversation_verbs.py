@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cp_core.errors import CapacityExceeded, DeadlineExceeded, InvalidRequest, NotFound, TurnCancelled
-from orchestration.turn import PromptMode, TurnRequest
+from orchestration.turn import PromptMode, TurnOutcome, TurnRequest
 from tests.orchestration.service import Service
 from tests.orchestration.test_conversations import Clock
 from tests.orchestration.test_turn_failures import is_idle
@@ -125,6 +125,33 @@ async def test_the_router_looks_for_the_expired_by_itself(model_paths: Mapping[s
         free = service.free_blocks()
         await begin(service, "c", 50)
         clock.now += 61
+        await is_idle(service, free)
+
+
+@pytest.mark.parametrize("how", ["deleted", "expired"])
+async def test_what_is_forgotten_while_its_turn_settles_leaves_no_kv(
+    how: str, model_paths: Mapping[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The router has entered the turn's end, and the decode ring has yet to hear how much it is to keep."""
+    clock = Clock()
+    async with Service(model_paths["llama_gqa"], 2, 3, conversation_ttl=60.0, clock=clock) as service:
+        free, router = service.free_blocks(), service.router
+        end_turn, forgetting = router.end_turn, list[asyncio.Task[None]]()
+
+        async def end_and_forget(outcome: TurnOutcome) -> int:
+            keep = await end_turn(outcome)
+            if how == "deleted":
+                forgetting.append(asyncio.create_task(router.delete_conversation("c")))
+            else:
+                clock.now += 61
+                router.expire_conversations()
+            await eventually(lambda: router.num_conversations == 0)
+            assert keep > 0
+            return keep
+
+        monkeypatch.setattr(router, "end_turn", end_and_forget)
+        await begin(service, "c", 50)
+        await asyncio.gather(*forgetting)
         await is_idle(service, free)
 
 

@@ -195,6 +195,33 @@ async def test_a_decode_loop_that_does_not_let_go_in_time_loses_its_ring(is_fini
         assert made.ring.incarnation != incarnation
 
 
+@pytest.mark.parametrize("is_aborted", [False, True])
+async def test_a_refused_turn_is_there_until_its_ranks_have_let_go(is_aborted: bool) -> None:
+    async with group() as made:
+        turn, gate = made.turn(), made.ranks.latest[0].gate
+        gate.clear()
+        if is_aborted:
+            made.ends.end_soon(turn, TurnCancelled("gone"))
+        refusal = asyncio.create_task(made.ends.refuse(turn))
+        await eventually(lambda: turn.is_ending)
+        waits = [refusal, *(asyncio.create_task(wait) for wait in _who_wait_for_the_end(made))]
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        assert turn.pool.usage()[0].active_blocks > 0
+        gate.set()
+        async with asyncio.timeout(WAIT_SECONDS):
+            await asyncio.gather(*waits)
+        assert turn.state is HandoffState.ABORTED
+        assert [usage.total_blocks - usage.free_blocks for usage in turn.pool.usage()] == [0, 0]
+        assert [told.ok for told in made.router.heard] == [False] * is_aborted
+        assert len(made.ends) == 0
+
+
+def _who_wait_for_the_end(made: Group) -> list[Coroutine[None, None, None]]:
+    return [made.ends.end("turn", TurnCancelled("gone")), made.ends.until_settled("turn")]
+
+
 async def test_a_lost_ring_ends_every_turn_without_asking_its_ranks() -> None:
     async with group() as made:
         turns = [await made.decoding(), made.turn("waiting")]
