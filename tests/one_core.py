@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pytest
 import torch
 
 
@@ -26,6 +27,13 @@ def on_one_core() -> Iterator[None]:
         torch.set_num_threads(threads)
         if cores:
             os.sched_setaffinity(0, cores)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def ranks_are_threads() -> Iterator[None]:
+    """For a conftest to import: so it is with all tests beside and below it."""
+    with on_one_core():
+        yield
 
 
 def _cores() -> list[int]:

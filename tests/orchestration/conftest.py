@@ -1,20 +1,16 @@
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
-from tests.one_core import on_one_core
+from tests.one_core import ranks_are_threads
 from tests.workers.models import Oracle, save_model
 
+__all__ = ["KINDS", "ranks_are_threads"]
+
 KINDS = ("llama_gqa", "llama_mha", "qwen3", "mistral")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _ranks_are_threads() -> Iterator[None]:
-    with on_one_core():
-        yield
 
 
 @pytest.fixture(scope="session")

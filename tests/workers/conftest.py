@@ -2,19 +2,15 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
 
-from tests.one_core import on_one_core
+from tests.one_core import ranks_are_threads
 from tests.workers.models import KINDS, Oracle, save_model
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _ranks_are_threads() -> Iterator[None]:
-    with on_one_core():
-        yield
+__all__ = ["ranks_are_threads"]
 
 
 @pytest.fixture(scope="session")

@@ -220,6 +220,17 @@ class Inference:
         )
 
 
+@contextmanager
+def idle_after(gateway: str, seconds: float) -> Iterator[Inference]:
+    """A public door; who used it leaves the cluster idle, with all rings ready, within `seconds`."""
+    door = Inference(gateway)
+    try:
+        yield door
+        wait_until(door.is_idle, f"the cluster is not idle: {door.info()}", seconds)
+    finally:
+        door.channel.close()
+
+
 def ids(
     prompt: Iterable[int],
     *,

@@ -7,9 +7,11 @@ import pytest
 
 from services.reference import StockModel
 from services.text import TextCodec
-from tests.services.e2e.cluster import Cluster, Inference, Ringserve, running_cluster, wait_until
+from tests.services.e2e.cluster import Cluster, Inference, Ringserve, idle_after, running_cluster
 from tests.workers.models import save_model
 from workers.builtin_tokenizer import write_tokenizer
+
+IDLE_SECONDS = 30.0
 
 
 @pytest.fixture(scope="session")
@@ -46,9 +48,5 @@ def cluster(ringserve: Ringserve, model_path: Path) -> Iterator[Cluster]:
 @pytest.fixture
 def inference(cluster: Cluster) -> Iterator[Inference]:
     """The shared cluster's public door. Every test leaves the cluster idle."""
-    door = Inference(cluster.gateway)
-    yield door
-    try:
-        wait_until(door.is_idle, f"the cluster is not idle: {door.info()}")
-    finally:
-        door.channel.close()
+    with idle_after(cluster.gateway, IDLE_SECONDS) as door:
+        yield door

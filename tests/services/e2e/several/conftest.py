@@ -9,7 +9,7 @@ import pytest
 
 from cp_core.cost.profile import HardwareProfile, read_profile
 from services.client import Client
-from tests.services.e2e.cluster import REBUILD_SECONDS, Cluster, Inference, Ringserve, running_cluster, wait_until
+from tests.services.e2e.cluster import REBUILD_SECONDS, Cluster, Inference, Ringserve, idle_after, running_cluster
 
 
 @pytest.fixture(scope="session")
@@ -47,12 +47,8 @@ def several(
 @pytest.fixture
 def door(several: Cluster) -> Iterator[Inference]:
     """Every test leaves all rings idle, ready and without conversations."""
-    door = Inference(several.gateway)
-    yield door
-    try:
-        wait_until(door.is_idle, f"the cluster is not idle: {door.info()}", REBUILD_SECONDS)
-        with Client(several.gateway) as client:
-            for each in list(client.list_conversations()):
-                client.delete_conversation(each.conversation_id)
-    finally:
-        door.channel.close()
+    with idle_after(several.gateway, REBUILD_SECONDS) as door:
+        yield door
+    with Client(several.gateway) as client:
+        for each in list(client.list_conversations()):
+            client.delete_conversation(each.conversation_id)
