@@ -45,7 +45,9 @@ from workers.model_info import read_model_info, tensor_share
 log = logging.getLogger(__name__)
 
 ROUTER_NAME = "router"
-GATEWAY_STOP_SECONDS = 10.0
+GATEWAY_STOP_SECONDS = 30.0
+"""It ends by itself: its turns have 2 s, the rings 3, its last words 2, each as long again on a busy machine."""
+ACTORS_STOP_SECONDS = 10.0
 RAY_END_SECONDS = 8.0
 POLL_SECONDS = 0.2
 JOIN_SECONDS = 1.0
@@ -266,7 +268,7 @@ class LocalCluster:
         stops = [leader.actor.stop.remote() for leader in self._rings.leaders]
         if self._router is not None:
             stops.append(self._router.stop.remote())
-        done, late = ray.wait(stops, num_returns=len(stops), timeout=GATEWAY_STOP_SECONDS) if stops else ([], [])
+        done, late = ray.wait(stops, num_returns=len(stops), timeout=ACTORS_STOP_SECONDS) if stops else ([], [])
         if late:
             log.warning("%d of %d actors did not stop in time and are ended with Ray", len(late), len(done) + len(late))
 

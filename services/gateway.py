@@ -32,6 +32,7 @@ from services.text_stops import AnswerText, StopRule
 from services.tracing.tracer import NoServiceTracer, ServiceTracer
 from services.tracing.turns import TurnTrace
 from services.turn_stream import TurnStream
+from services.turns_under_way import STOPPING, CallsUnderWay, TurnsUnderWay
 from services.wire import conversations as wire_conversations
 from services.wire import groups as wire_groups
 from workers.steps import ModelInfo
@@ -43,26 +44,11 @@ T = TypeVar("T")
 DEFAULT_PAGE = 100
 """Conversations on a page of a list."""
 
+ABORT_SECONDS = 3.0
+"""For the rings to let go of turns that a gateway ends."""
+
 UNSETTLED = ("cancelled", "unavailable")
 """Outcomes after which the router may still take the turn for running: it is told, once more than needed perhaps."""
-
-
-class CallsUnderWay:
-    """Counts what is inside of it, as a context; `none` is set while that is nothing."""
-
-    def __init__(self) -> None:
-        self.none = asyncio.Event()
-        self.none.set()
-        self._count = 0
-
-    def __enter__(self) -> None:
-        self._count += 1
-        self.none.clear()
-
-    def __exit__(self, *error: object) -> None:
-        self._count -= 1
-        if not self._count:
-            self.none.set()
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
@@ -94,9 +80,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self._tracer = tracer or NoServiceTracer()
         self._started = time.monotonic()
         self._aborts: set[asyncio.Task[None]] = set()
-        self._running: set[str] = set()
+        self._running = TurnsUnderWay()
         self._calls = CallsUnderWay()
-        self._is_stopping = False
 
     async def Generate(
         self, request: inference_pb2.GenerateRequest, context: Context
@@ -156,22 +141,24 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self._metrics.began()
         try:
             self._running.add(request_id)
-            begun = await router.begin_turn(replace(turn_request, trace_parent=trace.parent))
+            with self._running.waiting(request_id):
+                begun = await router.begin_turn(replace(turn_request, trace_parent=trace.parent))
             self._note_plan(request_id, begun.turn_id, begun.prompt_tokens, begun.plan)
             trace.planned(begun)
             text = AnswerText(IncrementalText(self._codec), rule)
             stream = TurnStream(turn_request, begun, text, started, index)
             yield stream.start()
-            async for response in stream.responses(self._peers.decode(begun.decode_endpoint)):
-                if response.HasField("complete"):
-                    outcome = response.complete.finish_reason
-                    self._metrics.completed(response.complete)
-                    trace.completed(response.complete)
-                yield response
+            async with aclosing(stream.responses(self._peers.decode(begun.decode_endpoint))) as responses:
+                while (response := await self._next(request_id, responses)) is not None:
+                    if response.HasField("complete"):
+                        outcome = response.complete.finish_reason
+                        self._metrics.completed(response.complete)
+                        trace.completed(response.complete)
+                    yield response
         except RingserveError as error:
             outcome = code_of(error).name.lower()
-            if self._is_stopping:
-                raise Unavailable("the gateway is stopping; retry at another") from error
+            if self._running.stopping.is_set():
+                raise Unavailable(STOPPING) from error
             raise router.shown(error) from None
         finally:
             self._running.discard(request_id)
@@ -179,6 +166,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             trace.ended(outcome)
             if outcome in UNSETTLED:
                 self._abort_soon(request_id)
+
+    async def _next(self, request_id: str, responses: Responses) -> inference_pb2.GenerateResponse | None:
+        with self._running.waiting(request_id):
+            return await anext(responses, None)
 
     def _note_plan(self, request_id: str, turn_id: str, prompt_tokens: int, plan: Plan) -> None:
         cached = {source.source: len(source.tokens) for source in plan.cached_sources}
@@ -195,11 +186,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             extra={"request_id": request_id, "turn_id": turn_id},
         )
 
-    def _abort_soon(self, request_id: str) -> None:
+    def _abort_soon(self, request_id: str) -> asyncio.Task[None]:
         """The client hung up, perhaps before its stream had reached the decode ring; or that ring's leader died."""
         task = asyncio.create_task(self._abort(request_id))
         self._aborts.add(task)
         task.add_done_callback(self._aborts.discard)
+        return task
 
     async def _abort(self, request_id: str) -> None:
         try:
@@ -210,15 +202,19 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def end_turns(self, grace: float, hurry: asyncio.Event) -> None:
         """The gateway stops: turns have `grace` seconds, or until `hurry`, to end by themselves; then they are ended.
 
-        Returns when no turn is under way, of whatever door, or when those that were have been ended.
+        Returns when no turn is under way, of whatever door, or when those that were have been ended. Their clients hear
+        of it whatever the rings do, which have ABORT_SECONDS to let go.
         """
         ends = [asyncio.create_task(event.wait()) for event in (self._calls.none, hurry)]
         await asyncio.wait(ends, timeout=grace, return_when=asyncio.FIRST_COMPLETED)
         for end in ends:
             end.cancel()
-        if not self._calls.none.is_set():
-            self._is_stopping = True
-            await asyncio.gather(*(self._abort(request_id) for request_id in self._running))
+        if self._calls.none.is_set():
+            return
+        aborts = [self._abort_soon(request_id) for request_id in self._running]
+        self._running.stop()
+        if aborts:
+            await asyncio.wait(aborts, timeout=ABORT_SECONDS)
 
     async def Abort(self, request: inference_pb2.AbortRequest, context: Context) -> inference_pb2.AbortResponse:
         aborted, unknown = await self._answer(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from cp_core.errors import Unavailable
@@ -67,7 +67,7 @@ class TurnStream:
             )
         )
 
-    async def responses(self, decode: DecodePort) -> AsyncIterator[inference_pb2.GenerateResponse]:
+    async def responses(self, decode: DecodePort) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         """Chunks, then the completion. Raises what ended a failed turn."""
         is_complete = False
         async with aclosing(decode.stream_turn(self._begun.turn_id)) as events:

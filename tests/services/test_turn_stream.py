@@ -199,7 +199,7 @@ async def test_leaving_early_closes_the_leaders_stream(byte_codec: TextCodec) ->
     turn = Turn(byte_codec, REPORT, tokens(b"a"), tokens(b"b"), finished(FinishReason.LENGTH))
     responses = turn.stream.responses(turn.leader)  # type: ignore[arg-type]
     await anext(responses)
-    await responses.aclose()  # type: ignore[attr-defined]
+    await responses.aclose()
     assert turn.leader.is_closed
 
 
