@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
@@ -67,7 +68,9 @@ class RingProcesses:
         network: Network | None = None,
     ) -> None:
         self._network: Network = network or Loopback()
-        context = multiprocessing.get_context("spawn")
+        # Each is forked from a process of one thread that has imported what all of them need.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__, (make.func if isinstance(make, partial) else make).__module__])
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(num_ranks):

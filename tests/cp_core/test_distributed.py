@@ -148,7 +148,8 @@ def _rank_until_killed(backend: str, rank: int, port: int, told: Connection) -> 
 
 
 def test_the_death_of_a_rank_surfaces_at_once_on_all_others(backend: str) -> None:
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
     store = RingStore(HOST)
     pipes = [context.Pipe() for _ in (1, 2)]
     processes = [

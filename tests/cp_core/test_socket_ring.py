@@ -173,7 +173,8 @@ def _send_half(port: int, told: Connection) -> None:
 
 
 def test_a_death_in_the_middle_of_a_large_message_surfaces_on_everybody_at_once() -> None:
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
     store = RingStore(HOST)
     ours, theirs = context.Pipe()
     process = context.Process(target=_send_half, args=(store.port, theirs), daemon=True)
