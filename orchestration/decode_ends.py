@@ -88,7 +88,7 @@ class DecodeEnds:
             self.end_soon(turn, error)
 
     async def until_settled(self, sequence_id: str) -> None:
-        """A turn whose end the router knows may be about to settle here, and what follows in its sequence has come."""
+        """Wait for the sequence's turns that are ending: the router may know their end already, and go on with it."""
         ending = [turn for turn in self._turns.values() if turn.request.sequence_id == sequence_id and turn.is_ending]
         try:
             async with asyncio.timeout(self._settings.control_timeout):

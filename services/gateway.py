@@ -32,7 +32,7 @@ from services.text_stops import AnswerText, StopRule
 from services.tracing.tracer import NoServiceTracer, ServiceTracer
 from services.tracing.turns import TurnTrace
 from services.turn_stream import TurnStream
-from services.turns_under_way import STOPPING, CallsUnderWay, TurnsUnderWay
+from services.turns_under_way import STOPPING, CallsUnderWay, TurnsUnderWay, TurnUnderWay
 from services.wire import conversations as wire_conversations
 from services.wire import groups as wire_groups
 from workers.steps import ModelInfo
@@ -139,9 +139,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         outcome, request_id = "cancelled", router.scoped(turn_request.request_id)
         trace = TurnTrace(self._tracer, turn_request.trace_parent, request_id, router.tenant.name, started)
         self._metrics.began()
+        turn = self._running.add(request_id)
         try:
-            self._running.add(request_id)
-            with self._running.waiting(request_id):
+            with turn.waiting():
                 begun = await router.begin_turn(replace(turn_request, trace_parent=trace.parent))
             self._note_plan(request_id, begun.turn_id, begun.prompt_tokens, begun.plan)
             trace.planned(begun)
@@ -149,7 +149,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             stream = TurnStream(turn_request, begun, text, started, index)
             yield stream.start()
             async with aclosing(stream.responses(self._peers.decode(begun.decode_endpoint))) as responses:
-                while (response := await self._next(request_id, responses)) is not None:
+                while (response := await _next(turn, responses)) is not None:
                     if response.HasField("complete"):
                         outcome = response.complete.finish_reason
                         self._metrics.completed(response.complete)
@@ -161,15 +161,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 raise Unavailable(STOPPING) from error
             raise router.shown(error) from None
         finally:
-            self._running.discard(request_id)
+            self._running.discard(turn)
             self._metrics.ended(outcome, time.monotonic() - started)
             trace.ended(outcome)
             if outcome in UNSETTLED:
                 self._abort_soon(request_id)
-
-    async def _next(self, request_id: str, responses: Responses) -> inference_pb2.GenerateResponse | None:
-        with self._running.waiting(request_id):
-            return await anext(responses, None)
 
     def _note_plan(self, request_id: str, turn_id: str, prompt_tokens: int, plan: Plan) -> None:
         cached = {source.source: len(source.tokens) for source in plan.cached_sources}
@@ -211,7 +207,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             end.cancel()
         if self._calls.none.is_set():
             return
-        aborts = [self._abort_soon(request_id) for request_id in self._running]
+        aborts = [self._abort_soon(request_id) for request_id in self._running.request_ids]
         self._running.stop()
         if aborts:
             await asyncio.wait(aborts, timeout=ABORT_SECONDS)
@@ -314,6 +310,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
 def _metadata(context: Context) -> dict[str, str]:
     return {key: str(value) for key, value in context.invocation_metadata() or ()}
+
+
+async def _next(turn: TurnUnderWay, responses: Responses) -> inference_pb2.GenerateResponse | None:
+    """None at their end."""
+    with turn.waiting():
+        return await anext(responses, None)
 
 
 async def _nothing(router: ScopedRouter) -> None:

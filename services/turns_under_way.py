@@ -29,43 +29,56 @@ class CallsUnderWay:
             self.none.set()
 
 
-class TurnsUnderWay:
-    """The turns that run, by request id, and for those that wait for a ring or the router the task that does.
+class TurnUnderWay:
+    """A turn that runs."""
 
-    `stopping` is set when they are being ended.
-    """
-
-    def __init__(self) -> None:
-        self.stopping = asyncio.Event()
-        self._waiting: dict[str, asyncio.Task[object] | None] = {}
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(list(self._waiting))
-
-    def add(self, request_id: str) -> None:
-        self._waiting[request_id] = None
-
-    def discard(self, request_id: str) -> None:
-        self._waiting.pop(request_id, None)
+    def __init__(self, request_id: str, stopping: asyncio.Event) -> None:
+        self.request_id = request_id
+        self._stopping = stopping
+        self._waits: asyncio.Task[object] | None = None
 
     @contextmanager
-    def waiting(self, request_id: str) -> Iterator[None]:
-        """Around what a turn waits for. Raises Unavailable, at once, when the gateway stops or has stopped."""
-        if self.stopping.is_set():
+    def waiting(self) -> Iterator[None]:
+        """Around what it waits for. Raises Unavailable, at once, when the gateway stops or has stopped."""
+        if self._stopping.is_set():
             raise Unavailable(STOPPING)
-        task = self._waiting[request_id] = asyncio.current_task()
+        task = self._waits = asyncio.current_task()
         try:
             yield
         except asyncio.CancelledError:
-            if not self.stopping.is_set() or task is None or task.uncancel():
+            if not self._stopping.is_set() or task is None or task.uncancel():
                 raise  # by somebody else, or by them as well
             raise Unavailable(STOPPING) from None
         finally:
-            self._waiting[request_id] = None
+            self._waits = None
 
     def stop(self) -> None:
-        """End every turn, now or when what it has just told has been taken."""
+        """Wait no longer."""
+        if self._waits is not None:
+            self._waits.cancel()
+
+
+class TurnsUnderWay:
+    """The turns that run; `stopping` is set when they are being ended."""
+
+    def __init__(self) -> None:
+        self.stopping = asyncio.Event()
+        self._turns: set[TurnUnderWay] = set()
+
+    def add(self, request_id: str) -> TurnUnderWay:
+        turn = TurnUnderWay(request_id, self.stopping)
+        self._turns.add(turn)
+        return turn
+
+    def discard(self, turn: TurnUnderWay) -> None:
+        self._turns.discard(turn)
+
+    @property
+    def request_ids(self) -> set[str]:
+        return {turn.request_id for turn in self._turns}
+
+    def stop(self) -> None:
+        """End every turn: now where it waits, else when what it has just told has been taken."""
         self.stopping.set()
-        for task in self._waiting.values():
-            if task is not None:
-                task.cancel()
+        for turn in self._turns:
+            turn.stop()

@@ -88,10 +88,10 @@ async def test_who_reads_hears_of_it_whatever_rings_and_router_do(
 
 async def test_a_client_that_hangs_up_while_the_gateway_stops_is_no_failure() -> None:
     turns, waits = TurnsUnderWay(), asyncio.Event()
-    turns.add("turn")
+    turn = turns.add("request")
 
     async def wait() -> None:
-        with turns.waiting("turn"):
+        with turn.waiting():
             waits.set()
             await asyncio.Event().wait()
 
