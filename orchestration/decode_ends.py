@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 
 from cp_core.errors import Busy, DeadlineExceeded, NotFound, RingserveError, TurnCancelled, Unavailable
 from orchestration.decode_engine import DecodeEngine
@@ -89,13 +89,10 @@ class DecodeEnds:
 
     async def until_settled(self, sequence_id: str) -> None:
         """Wait for the sequence's turns that are ending: the router may know their end already, and go on with it."""
-        ending = [turn for turn in self._turns.values() if turn.request.sequence_id == sequence_id and turn.is_ending]
-        try:
-            async with asyncio.timeout(self._settings.control_timeout):
-                for turn in ending:
-                    await turn.over.wait()
-        except TimeoutError:
-            return  # the pool says what it waits for
+        await self._until_over(
+            [turn for turn in self._turns.values() if turn.request.sequence_id == sequence_id],
+            self._settings.control_timeout,  # then the pool says what it waits for
+        )
 
     def end_soon(self, turn: DecodeTurn, how: FinishReason | RingserveError) -> None:
         """The first call decides how the turn ends."""
@@ -108,7 +105,7 @@ class DecodeEnds:
         turn = self._turns.get(turn_id)
         if turn is not None:
             self.end_soon(turn, error)
-            await turn.over.wait()
+            await self._until_over([turn], None)
 
     def end_all(self, error: RingserveError) -> None:
         """End every turn soon."""
@@ -117,7 +114,11 @@ class DecodeEnds:
 
     async def until_over(self, timeout: float) -> None:
         """Wait for turns that are ending, `timeout` seconds at most."""
-        endings = [turn.ending for turn in self._turns.values() if turn.ending is not None]
+        await self._until_over(self._turns.values(), timeout)
+
+    async def _until_over(self, turns: Iterable[DecodeTurn], timeout: float | None) -> None:
+        """None: each thing that an end waits for has a deadline of its own."""
+        endings = [turn.ending for turn in turns if turn.ending is not None]
         if endings:
             await asyncio.wait(endings, timeout=timeout)
 
@@ -129,7 +130,7 @@ class DecodeEnds:
         if turn.ending is None:
             turn.ending = self._spawn(self._undo(turn))
             self._engine.ending(turn)
-        await asyncio.wait([turn.ending])
+        await self._until_over([turn], None)
 
     async def _undo(self, turn: DecodeTurn) -> None:
         try:
@@ -137,7 +138,6 @@ class DecodeEnds:
         finally:
             self._take_out(turn, HandoffState.ABORTED)
         self._settle(turn, turn.reservation.kept_tokens)
-        turn.over.set()
 
     async def _end(self, turn: DecodeTurn, how: FinishReason | RingserveError) -> None:
         turn.stop_timers()
@@ -155,7 +155,6 @@ class DecodeEnds:
         self._on_settled(turn)
         log.info("turn %s ended with %d tokens: %s", turn.turn_id, len(turn.tokens), how, extra=turn.request.log_fields)
         turn.events.put_nowait(how if isinstance(how, RingserveError) else _finished(turn, how))
-        turn.over.set()
         if not turn.is_streamed:
             self._unread[turn.turn_id] = turn
             forget = asyncio.get_running_loop().call_later

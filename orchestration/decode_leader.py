@@ -65,8 +65,7 @@ class DecodeLeader(GroupLeader):
 
     async def reserve(self, request: Reserve) -> Reservation:
         """Pin the sequence, set blocks aside, and make the ranks expect the KV. Idempotent per attempt."""
-        await self._turns.until_settled(request.sequence_id)
-        await self.kv_moves.until_free(request.sequence_id)
+        await self._until_let_go(request.sequence_id)
         known = self._turns.of_turn(request.turn_id)
         if known is not None:
             if request.attempt > known.request.attempt:
@@ -96,6 +95,11 @@ class DecodeLeader(GroupLeader):
         if not request.is_direct:
             turn.sealing = self.spawn(self._seal(turn))
         return turn.reservation
+
+    async def _until_let_go(self, sequence_id: str) -> None:
+        """Whoever has the sequence and is done with it is about to settle."""
+        await self._turns.until_settled(sequence_id)
+        await self.kv_moves.until_free(sequence_id)
 
     def _pin(self, request: Reserve) -> DecodeTurn:
         pool = self.ring.pool
@@ -280,7 +284,7 @@ class DecodeLeader(GroupLeader):
 
     async def settle(self, sequence_id: str, turn_id: str, keep_tokens: int) -> None:
         """Cut a sequence that the router knows to be idle to its first `keep_tokens` tokens; 0 frees it."""
-        await self._turns.until_settled(sequence_id)
+        await self._until_let_go(sequence_id)
         self.ring.pool.settle(sequence_id, turn_id, keep_tokens)
 
     async def measure(self) -> None:

@@ -43,7 +43,6 @@ class DecodeTurn:
     is_paused: bool = False
     num_attempts: int = 1
     left_batch: asyncio.Event = field(default_factory=asyncio.Event)
-    over: asyncio.Event = field(default_factory=asyncio.Event)
     ending: asyncio.Task[None] | None = None
     sealing: asyncio.Task[None] | None = None
     prefilling: asyncio.Task[PrefillDone] | None = None

@@ -93,7 +93,7 @@ class KvMoves:
         )
 
     async def until_free(self, sequence_id: str) -> None:
-        """A move of the sequence that nobody waits for any more may be about to let go of it; a turn comes already."""
+        """Wait for moves of the sequence that nobody else waits for any more: what follows may have come already."""
         tasks: list[asyncio.Task[SentKv] | asyncio.Task[TakenKv]] = [
             task for moves in (self._sends, self._takes) for name, task in moves.values() if name == sequence_id
         ]

@@ -237,6 +237,7 @@ class PrefillLeader(GroupLeader):
         """Unpin a sequence, keeping its first `keep_tokens` tokens. A turn that still runs is aborted first."""
         turn = self._turns.get(turn_id)
         if turn is None:
+            await self.kv_moves.until_free(sequence_id)
             self.ring.pool.settle(sequence_id, turn_id, keep_tokens)
             return
         await self.abort_turn(turn_id, TurnCancelled("the turn was settled before it ended"))

@@ -141,7 +141,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self._metrics.began()
         turn = self._running.add(request_id)
         try:
-            with turn.waiting():
+            with turn:
                 begun = await router.begin_turn(replace(turn_request, trace_parent=trace.parent))
             self._note_plan(request_id, begun.turn_id, begun.prompt_tokens, begun.plan)
             trace.planned(begun)
@@ -183,7 +183,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         )
 
     def _abort_soon(self, request_id: str) -> asyncio.Task[None]:
-        """The client hung up, perhaps before its stream had reached the decode ring; or that ring's leader died."""
+        """The gateway stops, the decode ring's leader died, or the client hung up: the ring may not know it."""
         task = asyncio.create_task(self._abort(request_id))
         self._aborts.add(task)
         task.add_done_callback(self._aborts.discard)
@@ -314,7 +314,7 @@ def _metadata(context: Context) -> dict[str, str]:
 
 async def _next(turn: TurnUnderWay, responses: Responses) -> inference_pb2.GenerateResponse | None:
     """None at their end."""
-    with turn.waiting():
+    with turn:
         return await anext(responses, None)
 
 

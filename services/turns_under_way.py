@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from cp_core.errors import Unavailable
 
@@ -30,27 +28,25 @@ class CallsUnderWay:
 
 
 class TurnUnderWay:
-    """A turn that runs."""
+    """A turn that runs. A context around whatever it waits for, which raises Unavailable, at once, when the gateway
+    stops or has stopped.
+    """
 
     def __init__(self, request_id: str, stopping: asyncio.Event) -> None:
         self.request_id = request_id
         self._stopping = stopping
         self._waits: asyncio.Task[object] | None = None
 
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Around what it waits for. Raises Unavailable, at once, when the gateway stops or has stopped."""
+    def __enter__(self) -> None:
         if self._stopping.is_set():
             raise Unavailable(STOPPING)
-        task = self._waits = asyncio.current_task()
-        try:
-            yield
-        except asyncio.CancelledError:
-            if not self._stopping.is_set() or task is None or task.uncancel():
-                raise  # by somebody else, or by them as well
+        self._waits = asyncio.current_task()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        task, self._waits = self._waits, None
+        # Where somebody else has cancelled it, alone or as well, that goes on.
+        if kind is asyncio.CancelledError and self._stopping.is_set() and task is not None and not task.uncancel():
             raise Unavailable(STOPPING) from None
-        finally:
-            self._waits = None
 
     def stop(self) -> None:
         """Wait no longer."""

@@ -106,8 +106,7 @@ async def group(*, control_timeout: float = 20.0, attach_timeout: float = 30.0) 
 
 async def over(turn: DecodeTurn) -> TurnEvent | RingserveError:
     """What the turn's stream is told last."""
-    async with asyncio.timeout(WAIT_SECONDS):
-        await turn.over.wait()
+    await eventually(lambda: turn.ending is not None and turn.ending.done(), WAIT_SECONDS)
     last = None
     while not turn.events.empty():
         last = turn.events.get_nowait()

@@ -151,6 +151,25 @@ async def test_a_caller_that_goes_away_does_not_end_a_move(service: Service, mon
     assert (await taker.take_kv(request)).shards.num_tokens == giver.ring.pool.num_kept("c")
 
 
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_what_is_forgotten_while_it_moves_is_freed_on_both_sides(
+    service: Service, role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever asked for the move has gone, so that the router takes the conversation for idle."""
+    giver, taker = rings(service, role)
+    held = HeldBack(giver, monkeypatch)
+    moving = asyncio.create_task(taker.take_kv(take(giver, "c")))
+    await held.asked.wait()
+    frees = [asyncio.create_task(ring.settle("c", "", 0)) for ring in (giver, taker)]
+    await asyncio.wait(frees, timeout=0.05)
+    held.go_on.set()
+    await asyncio.gather(moving, *frees)
+    assert [rank.free_blocks for ring in (giver, taker) for rank in ring.ring.pool.usage()] == [2048] * sum(
+        ring.settings.num_ranks for ring in (giver, taker)
+    )
+    service.check_integrity()
+
+
 async def kill_one(leader: Leader) -> None:
     rank = leader.ring.ranks[-1]
     assert isinstance(rank, ThreadRank)

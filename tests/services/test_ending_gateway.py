@@ -91,7 +91,7 @@ async def test_a_client_that_hangs_up_while_the_gateway_stops_is_no_failure() ->
     turn = turns.add("request")
 
     async def wait() -> None:
-        with turn.waiting():
+        with turn:
             waits.set()
             await asyncio.Event().wait()
 
