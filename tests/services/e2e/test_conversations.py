@@ -76,7 +76,7 @@ def test_a_second_turn_is_refused_by_the_name_of_the_first_or_waits_for_it(
 ) -> None:
     prompt = random_tokens(30, seed=41)
     history = [*prompt, *inference.answer(ids(prompt, max_tokens=6, conversation="line")).output_ids]
-    running = ids([1], max_tokens=300, conversation="line")
+    running = ids([1], max_tokens=4000, conversation="line")
     running.request_id = "the-first"
     with ThreadPoolExecutor(1) as pool:
         with inference.running(running) as call:

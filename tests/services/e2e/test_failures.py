@@ -102,9 +102,11 @@ def test_a_killed_leader_is_started_again_with_a_ring_of_its_own(
     name = f"{role}-leader"
     history = begin_conversation(inference, name)
     old = inference.ring(role)
-    prompt = random_tokens(30 if tokens else 7000)
-    with inference.running(ids(prompt, max_tokens=1000, conversation="hit", request_id="hit"), tokens) as call:
-        kill(pid_at(old.endpoint))
+    leader = pid_at(old.endpoint)  # found before the turn runs: on a busy machine the search takes seconds
+    turn = (random_tokens(30), LONG) if tokens else (random_tokens(7000), 5)
+    request = ids(turn[0], max_tokens=turn[1], conversation="hit", request_id="hit")
+    with inference.running(request, tokens) as call:
+        kill(leader)
         assert role in ends_unavailable(call)
     wait_for_rebuild(inference, role, old)
     wait_until(inference.is_idle, "the turn is over for the router, too")
