@@ -18,7 +18,7 @@ START_TOLERANCE_SECONDS = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterState:
-    """A running `ringserve up`. `pid` and `started` (seconds since the epoch) together name the process for good.
+    """A running `ringserve up`. `pid` and `started` (seconds after boot) together name the process for good.
 
     Told to end, it gives its turns `drain_seconds`.
     """
@@ -38,11 +38,16 @@ class ClusterState:
         return find_process(self.pid, self.started) is not None
 
 
+def started_after_boot(pid: int) -> float:
+    """When the process began, in seconds after the machine did: time of day moves when somebody sets the clock."""
+    return psutil.Process(pid).create_time() - psutil.boot_time()
+
+
 def find_process(pid: int, started: float) -> psutil.Process | None:
     """The process, unless it is gone or its number now belongs to another."""
     try:
         process = psutil.Process(pid)
-        same = abs(process.create_time() - started) < START_TOLERANCE_SECONDS
+        same = abs(started_after_boot(pid) - started) < START_TOLERANCE_SECONDS
         return process if same and process.status() != psutil.STATUS_ZOMBIE else None
     except psutil.NoSuchProcess:
         return None

@@ -11,13 +11,11 @@ import tempfile
 from functools import partial
 from pathlib import Path
 
-import psutil
-
 from cp_core.errors import ConfigError, Unavailable
 from services.cli.options import Subcommands, add_config_options, check_drain_seconds, config_of
 from services.cluster import LocalCluster
 from services.logs import JsonLines, set_up_logs
-from services.state import ClusterState, read_state, remove_state, state_directory, write_state
+from services.state import ClusterState, read_state, remove_state, started_after_boot, state_directory, write_state
 from services.stopping import StopRequest, StopSignals
 
 EXAMPLE = """example:
@@ -99,7 +97,7 @@ def _announce(options: argparse.Namespace, cluster: LocalCluster) -> None:
     state = ClusterState(
         name=options.name,
         pid=os.getpid(),
-        started=psutil.Process().create_time(),
+        started=started_after_boot(os.getpid()),
         gateway=cluster.gateway_address,
         http=cluster.http_address,
         metrics=cluster.metrics_address,

@@ -18,6 +18,7 @@ from services.state import (
     read_state,
     remove_state,
     require_state,
+    started_after_boot,
     state_directory,
     write_state,
 )
@@ -30,9 +31,8 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def state_of(process: psutil.Process, name: str = "default") -> ClusterState:
-    return ClusterState(
-        name=name, pid=process.pid, started=process.create_time(), gateway="g:1", metrics="", router="r:1", log="log"
-    )
+    started = started_after_boot(process.pid)
+    return ClusterState(name=name, pid=process.pid, started=started, gateway="g:1", metrics="", router="r:1", log="log")
 
 
 def test_a_running_cluster_is_found_again() -> None:
@@ -49,10 +49,19 @@ def test_a_number_that_belongs_to_another_process_now_is_not_the_cluster(directo
     assert list(directory.iterdir()) == []
 
 
+def test_a_cluster_is_found_after_somebody_has_set_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    write_state(state_of(psutil.Process()))
+    boot = psutil.boot_time()
+    began = psutil.Process().create_time()
+    monkeypatch.setattr("psutil._psplatform.boot_time", lambda: boot + 3600)  # which is how the kernel shows it
+    assert psutil.Process().create_time() == pytest.approx(began + 3600)
+    assert require_state("default").is_running
+
+
 def test_a_process_that_ended_is_not_the_cluster() -> None:
     ended = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     process = psutil.Process(ended.pid)
-    started = process.create_time()
+    started = started_after_boot(ended.pid)
     assert find_process(ended.pid, started) == process
     ended.communicate(b"\n", timeout=30)
     assert find_process(ended.pid, started) is None
@@ -66,7 +75,7 @@ def test_a_process_nobody_has_waited_for_yet_has_ended() -> None:
         process = psutil.Process(child)
         os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
         assert process.status() == psutil.STATUS_ZOMBIE
-        assert find_process(child, process.create_time()) is None
+        assert find_process(child, started_after_boot(child)) is None
     finally:
         os.waitpid(child, 0)
 

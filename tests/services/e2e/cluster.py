@@ -303,9 +303,13 @@ def running_cluster(ringserve: Ringserve, name: str, model_path: Path, *options:
         yield cluster
     finally:
         family.look()
-        down = ringserve.run("down", "--name", name) if psutil.pid_exists(cluster.pid) else None
-        family.wait_gone()
-    assert down is None or down.returncode == 0, down.stderr
+        try:
+            if psutil.pid_exists(cluster.pid):
+                down = ringserve.run("down", "--name", name)
+                assert down.returncode == 0, down.stderr
+            family.wait_gone()
+        finally:
+            family.kill()  # a cluster that did not end is a failure here, and must not be one of other tests
     assert not any(directory.exists() for directory in family.temporary_directories())
 
 
