@@ -305,7 +305,7 @@ def running_cluster(ringserve: Ringserve, name: str, model_path: Path, *options:
         family.look()
         try:
             if psutil.pid_exists(cluster.pid):
-                down = ringserve.run("down", "--name", name)
+                down = ringserve.run("down", "--name", name, seconds=2 * CALL_SECONDS)  # it gives the cluster one
                 assert down.returncode == 0, down.stderr
             family.wait_gone()
         finally:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from cp_core.errors import RingserveError
 from services.client import Client, RetryPolicy, Sampling
 from services.reference import StockModel
-from tests.services.e2e.cluster import CALL_SECONDS
+from tests.services.e2e.cluster import START_SECONDS
 from tests.workers.models import random_tokens
 
 PAUSE_SECONDS = 0.1
@@ -67,7 +67,7 @@ class Talker:
                 conversation_id=conversation,
                 mode="whole_history",
                 sampling=Sampling(max_tokens=MAX_TOKENS, temperature=0.0, ignore_eos=True),
-                timeout=CALL_SECONDS,
+                timeout=START_SECONDS,  # it may wait for a ring that starts
             )
         except RingserveError as error:
             self.errors.append(error)
@@ -104,7 +104,8 @@ def under_load(target: str, count: int, work: Callable[[], None], stock: StockMo
         finally:
             for talker in talkers:
                 talker.stop()
-        assert [error for talker in talkers for error in talker.errors] == []
+        errors = [repr(error) for talker in talkers for error in talker.errors]
+        assert not errors, errors
         for talker in talkers:
             assert len(talker.turns) > 1
             talker.go_on()
