@@ -7,9 +7,10 @@ reserved ──ready──> waiting ──next_step──> in a step ──commi
 Two orders share the ring. *By length*: the highest priority first, and of equals what is finished soonest; as many
 whole prompts as fit make a step, and a prompt that is longer than a step has steps of its own. *By age*: what came
 first, where a step of priority counts like `ageing_seconds` of waiting. The oldest turns are owed `AGE_SHARE` of all
-work; a step in which the debt is due begins with them, and the shorter ones have the rest of it. So a short prompt is
-in the next step however long the others are, and the oldest turn moves on however many short ones come: nobody who
-arrives later than it by more than `ageing_seconds` times the difference in priority can take that place from it.
+work; a step in which the debt is due begins with them, and the shorter ones have the rest of it. So a short prompt
+waits for shorter ones alone, however long the others are, and the oldest turn moves on however many short ones come:
+nobody who arrives later than it by more than `ageing_seconds` times the difference in priority can take that place from
+it.
 """
 
 from __future__ import annotations
