@@ -16,8 +16,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fuzz-count", type=int, default=2000, help="generated requests of tests/services/fuzz")
 
 
-# How long an example takes tells how busy the machine is. A commit passes or fails the same way each time; who looks for
-# more takes other examples in every run by --hypothesis-profile=explore.
+# How long an example takes tells how busy the machine is. A commit passes or fails the same way each time; who looks
+# for more takes other examples in every run by --hypothesis-profile=explore.
 settings.register_profile("explore", deadline=None, derandomize=False)
 settings.register_profile("any machine", deadline=None, derandomize=True)
 settings.load_profile("any machine")
