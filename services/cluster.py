@@ -143,7 +143,11 @@ class LocalCluster:
 
     def _start_ray(self) -> None:
         needed = sum(pool.num_threads for pool in self._config.pools)
-        start_own_ray(max(1, needed), self._namespace, self._temp)
+        try:
+            start_own_ray(max(1, needed), self._namespace, self._temp)
+        except Unavailable:
+            check_stop(self._stopped)  # Ctrl-C in a terminal reaches Ray's processes too
+            raise
 
     def _join_ray(self) -> None:
         """The cluster may be starting still: it has the start timeout. Raises Unavailable, ConfigError."""
@@ -257,11 +261,11 @@ class LocalCluster:
         if self._gateway is not None:
             _end_process(self._gateway)
             self._gateway = None
+        own = [] if self._config.ray.address else psutil.Process().children(recursive=True)
         if ray.is_initialized():
             self._stop_actors()
-            own = [] if self._config.ray.address else psutil.Process().children(recursive=True)
             ray.shutdown()
-            _end_left_behind(own)
+        _end_left_behind(own)
         shutil.rmtree(self._temp, ignore_errors=True)
 
     def _stop_actors(self) -> None:

@@ -18,7 +18,7 @@ from ray import _raylet
 from ray._private import ray_logging
 from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
 
-from cp_core.errors import ConfigError
+from cp_core.errors import ConfigError, Unavailable
 from services.stopping import keeping_handlers
 
 OBJECT_STORE_BYTES = 80 * 1024 * 1024
@@ -28,21 +28,25 @@ AUTH_PREFIX = "RAY_AUTH_"
 
 
 def start_own_ray(num_cpus: int, namespace: str, directory: Path) -> None:
-    """A Ray of this process and its children alone, for this machine."""
+    """A Ray of this process and its children alone, for this machine. Raises Unavailable; children may be left then."""
     _make_token()
     forward_every_line()
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    with keeping_handlers():
-        ray.init(
-            address="local",
-            namespace=namespace,
-            num_cpus=num_cpus,
-            include_dashboard=False,
-            object_store_memory=OBJECT_STORE_BYTES,
-            _temp_dir=str(directory),
-            _node_ip_address="127.0.0.1",
-            logging_level=logging.WARNING,
-        )
+    try:
+        with keeping_handlers():
+            ray.init(
+                address="local",
+                namespace=namespace,
+                num_cpus=num_cpus,
+                include_dashboard=False,
+                object_store_memory=OBJECT_STORE_BYTES,
+                _temp_dir=str(directory),
+                _node_ip_address="127.0.0.1",
+                logging_level=logging.WARNING,
+            )
+    except Exception as error:  # Ray raises nothing narrower where its processes do not come up in time
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise Unavailable(f"Ray did not start: {reason}") from error
 
 
 def _make_token() -> None:
