@@ -6,7 +6,6 @@ What is started here is ended here, by handle: Ray with its driver, the gateway 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 import os
@@ -33,7 +32,14 @@ from services.config import Config
 from services.gateway_settings import GatewaySettings
 from services.hosts import LeaderHost, RouterHost
 from services.leaders import RayLeader, RingKeeper, is_done, is_node_alive
-from services.ray_guard import check_guarded, forward_every_line, start_own_ray, without_ray_token
+from services.ray_guard import (
+    check_guarded,
+    end_left_behind,
+    forward_every_line,
+    reason_of,
+    start_own_ray,
+    without_ray_token,
+)
 from services.rings import OperatorsDoor, drain_all
 from services.router_profile import router_profile
 from services.stopping import check_stop, keeping_handlers, until_set
@@ -48,7 +54,6 @@ ROUTER_NAME = "router"
 GATEWAY_STOP_SECONDS = 30.0
 """It ends by itself: its turns have 2 s, the rings 3, its last words 2, each as long again on a busy machine."""
 ACTORS_STOP_SECONDS = 10.0
-RAY_END_SECONDS = 8.0
 POLL_SECONDS = 0.2
 JOIN_SECONDS = 1.0
 """Between two attempts to join a Ray cluster."""
@@ -162,9 +167,8 @@ class LocalCluster:
                 if ray.is_initialized():
                     ray.shutdown()
                 if time.monotonic() > deadline:
-                    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
                     raise Unavailable(
-                        f"ray.address: the Ray cluster at {address} cannot be joined: {reason}"
+                        f"ray.address: the Ray cluster at {address} cannot be joined: {reason_of(error)}"
                     ) from error
             self._stopped.wait(JOIN_SECONDS)
             check_stop(self._stopped)
@@ -261,11 +265,11 @@ class LocalCluster:
         if self._gateway is not None:
             _end_process(self._gateway)
             self._gateway = None
-        own = [] if self._config.ray.address else psutil.Process().children(recursive=True)
         if ray.is_initialized():
             self._stop_actors()
+            own = [] if self._config.ray.address else psutil.Process().children(recursive=True)
             ray.shutdown()
-        _end_left_behind(own)
+            end_left_behind(own)
         shutil.rmtree(self._temp, ignore_errors=True)
 
     def _stop_actors(self) -> None:
@@ -312,14 +316,6 @@ def _read_line(process: subprocess.Popen[bytes], timeout: float) -> bytes:
     reader.start()
     reader.join(timeout)
     return lines[0] if lines else b""
-
-
-def _end_left_behind(processes: list[psutil.Process]) -> None:
-    """Agents of a Ray that has ended sometimes hang on their way out, and nobody else would ever end them."""
-    _, alive = psutil.wait_procs(processes, timeout=RAY_END_SECONDS)
-    for process in alive:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
 
 
 def _end_process(process: subprocess.Popen[bytes]) -> None:

@@ -5,14 +5,16 @@ Ray's control listens on the machine's own address even where its node is told t
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import grpc
+import psutil
 import ray
 from ray import _raylet
 from ray._private import ray_logging
@@ -24,14 +26,16 @@ from services.stopping import keeping_handlers
 OBJECT_STORE_BYTES = 80 * 1024 * 1024
 """The least Ray allows: no tensor ever passes through it."""
 PROBE_SECONDS = 10.0
+END_SECONDS = 8.0
 AUTH_PREFIX = "RAY_AUTH_"
 
 
 def start_own_ray(num_cpus: int, namespace: str, directory: Path) -> None:
-    """A Ray of this process and its children alone, for this machine. Raises Unavailable; children may be left then."""
+    """A Ray of this process and its children alone, for this machine. Raises Unavailable, and leaves nothing then."""
     _make_token()
     forward_every_line()
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    others = set(psutil.Process().children(recursive=True))
     try:
         with keeping_handlers():
             ray.init(
@@ -45,8 +49,22 @@ def start_own_ray(num_cpus: int, namespace: str, directory: Path) -> None:
                 logging_level=logging.WARNING,
             )
     except Exception as error:  # Ray raises nothing narrower where its processes do not come up in time
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise Unavailable(f"Ray did not start: {reason}") from error
+        end_left_behind(set(psutil.Process().children(recursive=True)) - others)
+        raise Unavailable(f"Ray did not start: {reason_of(error)}") from error
+
+
+def end_left_behind(processes: Iterable[psutil.Process]) -> None:
+    """Agents of a Ray that has ended sometimes hang on their way out, and nobody else would ever end them."""
+    _, alive = psutil.wait_procs(processes, timeout=END_SECONDS)
+    for process in alive:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+def reason_of(error: Exception) -> str:
+    """What Ray says went wrong, in one line."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
 
 
 def _make_token() -> None:

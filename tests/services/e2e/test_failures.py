@@ -103,8 +103,8 @@ def test_a_killed_leader_is_started_again_with_a_ring_of_its_own(
     history = begin_conversation(inference, name)
     old = inference.ring(role)
     leader = pid_at(old.endpoint)  # found before the turn runs: on a busy machine the search takes seconds
-    turn = (random_tokens(30), LONG) if tokens else (random_tokens(7000), 5)
-    request = ids(turn[0], max_tokens=turn[1], conversation="hit", request_id="hit")
+    prompt, max_tokens = (random_tokens(30), LONG) if tokens else (random_tokens(7000), 5)
+    request = ids(prompt, max_tokens=max_tokens, conversation="hit", request_id="hit")
     with inference.running(request, tokens) as call:
         kill(leader)
         assert role in ends_unavailable(call)
