@@ -31,25 +31,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cp_core.attention import AttentionBackend, Partial, select_backend
-from cp_core.layout import level_counts
-from cp_core.prefill_plan import KvRun
-from cp_core.transport import RingTransport, TransportStats, Work
-from services.bench.model_rank import BLOCK_TOKENS
-from services.bench.ring_processes import RingProcesses, Seat
-from workers.builtin_model import resolve_model_path
-from workers.decode_batch import DecodeBatch
-from workers.decode_commands import AdmitSequence
-from workers.decode_header import Header, HeaderChannel
-from workers.decode_loop import DecodeFollower, DecodeLeader, LoopWork
-from workers.decode_mailbox import DecodeMailbox
-from workers.decode_prompt import DecodePrompts
-from workers.decode_step import DecodePass
-from workers.kv_cache import KvCache
-from workers.model import LoadedModel, load_model
+from cp_core.attention.interface import AttentionBackend, Partial, select_backend
+from cp_core.layout.prefill_plan import KvRun
+from cp_core.layout.shards import level_counts
+from cp_core.transport.interface import RingTransport, TransportStats, Work
+from services.offline.bench.model_rank import BLOCK_TOKENS
+from services.offline.bench.ring_processes import RingProcesses, Seat
+from workers.decode.batch import DecodeBatch
+from workers.decode.header import Header, HeaderChannel
+from workers.decode.loop import DecodeFollower, DecodeLeader, LoopWork
+from workers.decode.mailbox import DecodeMailbox
+from workers.decode.prompt import DecodePrompts
+from workers.decode.step import DecodePass
+from workers.kv.cache import KvCache
+from workers.model.builtin import resolve_model_path
+from workers.model.loading import LoadedModel, load_model
 from workers.progress import Progress
+from workers.protocol.decode_commands import AdmitSequence
+from workers.protocol.steps import RingRates, Sampling
 from workers.sampling.parameters import Sampled
-from workers.steps import RingRates, Sampling
 
 WARM_UP_STEPS = 3
 LIMIT_SHARE, LIMIT_MILLISECONDS = 0.10, 0.5

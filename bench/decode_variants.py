@@ -18,18 +18,18 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from cp_core.attention import select_backend
-from cp_core.decode_variant import VARIANTS
-from cp_core.distributed import connect_ring
-from cp_core.rendezvous import RingStore
-from workers.builtin_model import resolve_model_path
-from workers.decode_batch import Admission, BatchChange, DecodeBatch
-from workers.decode_choice import DecodeChoice
-from workers.decode_probe import probe_decode_rates
-from workers.decode_step import DecodePass
-from workers.kv_cache import KvCache
-from workers.model import load_model
-from workers.probe import probe_rates
+from cp_core.attention.interface import select_backend
+from cp_core.cost.decode_variant import VARIANTS
+from cp_core.transport.distributed import connect_ring
+from cp_core.transport.rendezvous import RingStore
+from workers.decode.batch import Admission, BatchChange, DecodeBatch
+from workers.decode.choice import DecodeChoice
+from workers.decode.probe import probe_decode_rates
+from workers.decode.step import DecodePass
+from workers.kv.cache import KvCache
+from workers.model.builtin import resolve_model_path
+from workers.model.loading import load_model
+from workers.rank.probe import probe_rates
 
 HOST = "127.0.0.1"
 TIMEOUT_SECONDS = 120.0

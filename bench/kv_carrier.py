@@ -208,7 +208,7 @@ def kv_cache(load: Load) -> Any:
     """A cache whose layer is one message: K and V of 8 heads of 64 in fp32, 4 KiB a token."""
     import torch
 
-    from workers.kv_cache import KvCache
+    from workers.kv.cache import KvCache
 
     torch.set_num_threads(1)
     num_blocks = load.message_bytes // 4096 // 16
@@ -220,9 +220,9 @@ def kv_cache(load: Load) -> Any:
 
 
 def receive_kv_transfer(load: Load, pipe: Connection, tls: Any = None) -> None:
-    from cp_core.layout import TokenRange
-    from workers.kv_transfer import KvReceiver
-    from workers.steps import KvExpect, TransferKey
+    from cp_core.layout.shards import TokenRange
+    from workers.kv import KvReceiver
+    from workers.protocol.steps import KvExpect, TransferKey
 
     cache = kv_cache(load)
     receiver = KvReceiver(cache, "destination", tls=tls)
@@ -254,16 +254,16 @@ def send_kv_transfer_tls(load: Load, pipe: Connection) -> Runs:
 
 def bench_tls() -> Any:
     """By the certificate that `main` has made for this run: one that signs itself."""
-    from cp_core.peer_tls import PeerTls
+    from cp_core.transport.peer_tls import PeerTls
 
     cert = f"{os.environ[CERTIFICATE]}/cert.pem"
     return PeerTls(cert=cert, key=f"{os.environ[CERTIFICATE]}/key.pem", ca=cert)
 
 
 def _send_kv(load: Load, pipe: Connection, *, checksums: bool, tls: Any = None) -> Runs:
-    from cp_core.layout import TokenRange
-    from workers.kv_transfer import KvSender
-    from workers.steps import KvPart, KvPiece, KvSend, TransferKey
+    from cp_core.layout.shards import TokenRange
+    from workers.kv import KvSender
+    from workers.protocol.steps import KvPart, KvPiece, KvSend, TransferKey
 
     cache = kv_cache(load)
     endpoint = pipe.recv()

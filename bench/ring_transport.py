@@ -28,13 +28,13 @@ from multiprocessing.context import SpawnProcess
 import numpy as np
 import torch
 
-from cp_core.distributed import connect_ring
-from cp_core.layout import balanced_layout
-from cp_core.rendezvous import RingStore
-from cp_core.transport import RingTransport
-from workers.decode_commands import AdmitSequence
-from workers.rank import RankWorker
-from workers.steps import Algorithm, PrefillStep, RankSpec, RingSpec, Sampling, SequencePrefill
+from cp_core.layout.shards import balanced_layout
+from cp_core.transport.distributed import connect_ring
+from cp_core.transport.interface import RingTransport
+from cp_core.transport.rendezvous import RingStore
+from workers.protocol.decode_commands import AdmitSequence
+from workers.protocol.steps import Algorithm, PrefillStep, RankSpec, RingSpec, Sampling, SequencePrefill
+from workers.rank.worker import RankWorker
 
 HOST = "127.0.0.1"
 WAIT_SECONDS = 120.0
@@ -149,7 +149,7 @@ def decode(rank: int, num_ranks: int, transport: str, num_tokens: int, steps: in
     worker.start(
         RankSpec(
             role="bench",
-            group="bench-0",
+            ring="bench-0",
             rank=rank,
             num_ranks=num_ranks,
             incarnation="bench-0@1",

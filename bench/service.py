@@ -21,13 +21,13 @@ from functools import partial
 import numpy as np
 
 from ringserve.v1 import inference_pb2
-from services.answer import collect
-from services.bench.prefill_station import PrefillTask, StockStation
-from services.bench.ring_processes import RingProcesses
 from services.client import Client
-from services.cluster import LocalCluster
+from services.cluster.local import LocalCluster
 from services.config import Config, PrefillConfig
-from services.demo import demo_config
+from services.offline.bench.prefill_station import PrefillTask, StockStation
+from services.offline.bench.ring_processes import RingProcesses
+from services.offline.demo import demo_config
+from services.rpc.answer import collect
 
 SMALL_REQUESTS = 40
 SMALL_TOKENS = 16

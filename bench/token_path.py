@@ -28,9 +28,9 @@ from typing import Any
 import grpc
 import psutil
 
-from ringserve.v1 import groups_pb2, groups_pb2_grpc, inference_pb2, inference_pb2_grpc, router_pb2, router_pb2_grpc
-from services.gateway_settings import GatewaySettings
-from services.grpc_server import GrpcServer
+from ringserve.v1 import inference_pb2, inference_pb2_grpc, rings_pb2, rings_pb2_grpc, router_pb2, router_pb2_grpc
+from services.gateway.settings import GatewaySettings
+from services.rpc.server import GrpcServer
 
 TOKEN = 65
 MODEL = "builtin:tiny"
@@ -40,7 +40,7 @@ PROMPT_TOKENS = 4
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
-class PacedLeader(groups_pb2_grpc.DecodeServiceServicer):
+class PacedLeader(rings_pb2_grpc.DecodeServiceServicer):
     """Hands out tokens at fixed times, and reports to `stamps` when each was handed out (time.monotonic)."""
 
     def __init__(self, stamps: Connection, interval: float, tokens: int) -> None:
@@ -49,16 +49,16 @@ class PacedLeader(groups_pb2_grpc.DecodeServiceServicer):
         self._tokens = tokens
 
     async def StreamTurn(
-        self, request: groups_pb2.StreamTurnRequest, context: Context
-    ) -> AsyncIterator[groups_pb2.TurnEvent]:
+        self, request: rings_pb2.StreamTurnRequest, context: Context
+    ) -> AsyncIterator[rings_pb2.TurnEvent]:
         sent = []
         start = time.monotonic()
         for number in range(self._tokens):
             await asyncio.sleep(max(start + number * self._interval - time.monotonic(), 0))
             sent.append(time.monotonic())
-            yield groups_pb2.TurnEvent(tokens=groups_pb2.Tokens(token_ids=[TOKEN]))
+            yield rings_pb2.TurnEvent(tokens=rings_pb2.Tokens(token_ids=[TOKEN]))
         self._stamps.send((request.turn_id, sent))
-        yield groups_pb2.TurnEvent(finished=groups_pb2.Finished(finish_reason="length"))
+        yield rings_pb2.TurnEvent(finished=rings_pb2.Finished(finish_reason="length"))
 
 
 class OnlyRing(router_pb2_grpc.RouterServiceServicer):
@@ -88,7 +88,7 @@ def serve_ring(pipe: Connection, interval: float, tokens: int) -> None:
         server, router = GrpcServer(), OnlyRing()  # type: ignore[abstract]  # no gateway asks for more
         leader = PacedLeader(pipe, interval, tokens)  # type: ignore[abstract]
         server.add(
-            "ringserve.v1.DecodeService", lambda to: groups_pb2_grpc.add_DecodeServiceServicer_to_server(leader, to)
+            "ringserve.v1.DecodeService", lambda to: rings_pb2_grpc.add_DecodeServiceServicer_to_server(leader, to)
         )
         server.add(
             "ringserve.v1.RouterService", lambda to: router_pb2_grpc.add_RouterServiceServicer_to_server(router, to)
@@ -133,9 +133,9 @@ def _p99(seconds: list[float]) -> float:
     return statistics.quantiles(seconds, n=100)[98]
 
 
-async def read_direct(ring: groups_pb2_grpc.DecodeServiceAsyncStub, name: str) -> list[float]:
+async def read_direct(ring: rings_pb2_grpc.DecodeServiceAsyncStub, name: str) -> list[float]:
     times = []
-    async for event in ring.StreamTurn(groups_pb2.StreamTurnRequest(turn_id=name)):
+    async for event in ring.StreamTurn(rings_pb2.StreamTurnRequest(turn_id=name)):
         if event.HasField("tokens"):
             times.append(time.monotonic())
     return times
@@ -169,7 +169,7 @@ async def gateway_before(router: str) -> AsyncIterator[tuple[str, psutil.Process
         log_level="error",
         follow_stdin=True,
     )
-    command = [sys.executable, "-m", "services.gateway_process", "--settings", settings.to_json()]
+    command = [sys.executable, "-m", "services.gateway.process", "--settings", settings.to_json()]
     process = await asyncio.create_subprocess_exec(*command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdin is not None
     assert process.stdout is not None
@@ -187,7 +187,7 @@ async def measure(
 ) -> Seen:
     seen = Seen()
     async with grpc.aio.insecure_channel(ring) as to_ring, grpc.aio.insecure_channel(gateway) as to_gateway:
-        leader = groups_pb2_grpc.DecodeServiceStub(to_ring)
+        leader = rings_pb2_grpc.DecodeServiceStub(to_ring)
         door = inference_pb2_grpc.InferenceStub(to_gateway)
         for number in range(options.rounds + 1):  # the first warms up
             names = [f"{streams}-{number}-{stream}" for stream in range(streams)]

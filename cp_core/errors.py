@@ -17,7 +17,7 @@ RingserveError
 ├── ModelRefused          the model needs something the core does not have, or cannot be loaded
 └── ConfigError           the configuration is wrong: the message names key, value and what is allowed
 
-`services.status` maps each to one gRPC status code.
+`services.rpc.errors` maps each to one gRPC status code.
 """
 
 

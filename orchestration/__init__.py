@@ -1,1 +1,1 @@
-"""The control plane: router, conversations, placement, schedulers, group leaders. Decides what; workers know how."""
+"""The control plane: router, conversations, placement, schedulers, ring leaders. Decides what; workers know how."""

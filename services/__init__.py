@@ -1,1 +1,1 @@
-"""The doors and the wiring: gateway, group servers, router server, client, command line, configuration."""
+"""The doors and the wiring: gateway, ring servers, router server, client, command line, configuration."""

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from cp_core.attention import Partial
-from cp_core.backends.reference import ReferenceAttention
+from cp_core.attention.interface import Partial
+from cp_core.attention.reference import ReferenceAttention
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +62,10 @@ def fp32_bound(tokens: Tokens, scale: float) -> float:
 
 
 def largest(values: torch.Tensor) -> float:
-    """max |x|, 0 of nothing."""
+    """Max |x|, 0 of nothing."""
     return float(values.abs().max()) if values.numel() else 0.0
 
 
 def relative_difference(left: torch.Tensor, right: torch.Tensor) -> float:
-    """max |left - right| / max |right|."""
+    """Max |left - right| / max |right|."""
     return largest(left.double() - right.double()) / max(largest(right), 1e-30)

@@ -16,16 +16,16 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).resolve().parent.parent
 # `orchestration` is torch-free as a whole; of the others these modules are what leaders, router and gateway load.
 TORCH_FREE = (
-    "cp_core.layout",
+    "cp_core.layout.shards",
     "cp_core.errors",
-    "cp_core.reshard",
-    "cp_core.selector",
-    "cp_core.cost_model",
+    "cp_core.layout.reshard",
+    "cp_core.cost.selector",
+    "cp_core.cost.model",
     "cp_core.cost.fit",
     "cp_core.cost.fit_selector",
     "cp_core.cost.migration",
-    "workers.steps",
-    "workers.model_info",
+    "workers.protocol.steps",
+    "workers.model.info",
 )
 MAX_LINES = 400
 

@@ -10,8 +10,8 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from cp_core.transport import RingTransport
-from workers.steps import STEP_BOUNDS
+from cp_core.transport.interface import RingTransport
+from workers.protocol.steps import STEP_BOUNDS
 
 
 class StepClock:

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cp_core.cost.decode_variant import GATHER, VARIANTS
 from cp_core.cost.memory import WeightBytes
+from cp_core.cost.model import PASS_Q, ModelShape
 from cp_core.cost.profile import HardwareProfile
 from cp_core.cost.share import num_hosts, process_share
-from cp_core.cost_model import PASS_Q, ModelShape
-from cp_core.decode_variant import GATHER, VARIANTS
 from cp_core.errors import ConfigError
 
 

@@ -13,9 +13,9 @@ import numpy as np
 from cp_core.cost.decode import StepCost, predict_step
 from cp_core.cost.least_squares import Vector, minimise
 from cp_core.cost.memory import WeightBytes
+from cp_core.cost.model import ModelShape
 from cp_core.cost.prefill import predict_turn
 from cp_core.cost.profile import HardwareProfile
-from cp_core.cost_model import ModelShape
 from cp_core.errors import ConfigError
 
 PREFILL_CONSTANTS = (

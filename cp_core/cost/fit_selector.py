@@ -11,9 +11,9 @@ from itertools import groupby, pairwise
 
 import numpy as np
 
-from cp_core.cost_model import PASS_KV, ModelShape
+from cp_core.cost.model import PASS_KV, ModelShape
+from cp_core.cost.selector import EmpiricalFit, Selection, Turn
 from cp_core.errors import ConfigError
-from cp_core.selector import EmpiricalFit, Selection, Turn
 
 # One measurement that is far off says which algorithm is better, not by how much.
 MAX_DIFFERENCE = 0.1
@@ -36,7 +36,7 @@ class Comparison:
 
 
 def fit_empirical(comparisons: Sequence[Comparison]) -> EmpiricalFit:
-    """alpha and beta follow the advantage of pass-KV; gamma is then moved to where wrong choices lose least time.
+    """Alpha and beta follow the advantage of pass-KV; gamma is then moved to where wrong choices lose least time.
 
     Raises ConfigError for fewer than two comparisons.
     """

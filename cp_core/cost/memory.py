@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cp_core.cost.model import ModelShape
 from cp_core.cost.profile import HardwareProfile
 from cp_core.cost.share import process_share
-from cp_core.cost_model import ModelShape
 
 # Of a process's memory, kept for the runtime, its kernels and fragmentation.
 RESERVED_SHARE = 0.05

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cp_core.cost.memory import kv_bytes_per_token
+from cp_core.cost.model import ModelShape
 from cp_core.cost.profile import HardwareProfile
-from cp_core.cost_model import ModelShape
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

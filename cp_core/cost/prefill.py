@@ -10,9 +10,9 @@ from functools import reduce
 from itertools import pairwise, starmap
 from operator import add
 
+from cp_core.cost.model import ModelShape, PrefillCost, predict_prefill
 from cp_core.cost.profile import HardwareProfile
 from cp_core.cost.share import process_share, sum_seconds
-from cp_core.cost_model import ModelShape, PrefillCost, predict_prefill
 
 
 def predict_turn(

@@ -10,9 +10,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeVar
 
-from cp_core.cost_model import Rates
+from cp_core.cost.model import Rates
+from cp_core.cost.selector import EmpiricalFit
 from cp_core.errors import ConfigError
-from cp_core.selector import EmpiricalFit
 
 SUFFIX = ".json"
 # Everything else is a rate or a size, and must be above 0.
@@ -100,14 +100,16 @@ class HardwareProfile:
 
 def shipped_profiles() -> tuple[str, ...]:
     """Names that `read_profile` knows."""
-    names = (entry.name for entry in files("cp_core").joinpath("profiles").iterdir())
+    names = (entry.name for entry in files("cp_core.cost").joinpath("profiles").iterdir())
     return tuple(sorted(name.removesuffix(SUFFIX) for name in names if name.endswith(SUFFIX)))
 
 
 def read_profile(name: str) -> HardwareProfile:
     """A shipped profile by its name, or one in a JSON file by its path. Raises ConfigError."""
     if name in shipped_profiles():
-        return parse_profile(files("cp_core").joinpath("profiles", name + SUFFIX).read_text(encoding="utf-8"), name)
+        return parse_profile(
+            files("cp_core.cost").joinpath("profiles", name + SUFFIX).read_text(encoding="utf-8"), name
+        )
     path = Path(name).expanduser()
     if not path.is_file():
         raise ConfigError(

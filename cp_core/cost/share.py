@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from cp_core.cost.model import ModelShape
 from cp_core.cost.profile import HardwareProfile
-from cp_core.cost_model import ModelShape
 
 
 def process_share(model: ModelShape, tp: int) -> ModelShape:

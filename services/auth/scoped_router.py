@@ -11,9 +11,9 @@ from dataclasses import replace
 from typing import TypeVar
 
 from cp_core.errors import RingserveError
-from orchestration.ports import RouterPort
-from orchestration.turn import BegunTurn, KvQuota, TurnRequest
-from orchestration.views import ConversationList, ConversationSummary, ConversationView, ServerView
+from orchestration.protocol.ports import RouterPort
+from orchestration.protocol.turns import BegunTurn, KvQuota, TurnRequest
+from orchestration.protocol.views import ConversationList, ConversationSummary, ConversationView, ServerView
 from services.auth.tenants import Tenant
 
 T = TypeVar("T")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cp_core.errors import ConfigError
-from cp_core.peer_tls import PeerTls
+from cp_core.transport.peer_tls import PeerTls
 from services.auth.exposure import check_exposure, check_inside
 from services.auth.tenants import read_tenants
 from services.auth.tls import DoorTls

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import grpc
 
-from cp_core.peer_tls import PeerTls, load_files, read
+from cp_core.transport.peer_tls import PeerTls, load_files, read
 
 CIPHERS_SINCE = ssl.TLSVersion.TLSv1_2
 

@@ -10,13 +10,13 @@ from pathlib import Path
 from rich.console import Console
 
 from cp_core.errors import ConfigError
-from cp_core.ring_backend import SERVING
-from services.bench.plot import require_matplotlib, write_plot
-from services.bench.report import Report, closing_lines, load_now, to_json, to_table, with_load
+from cp_core.transport.ring_backend import SERVING
 from services.cli import bench_load, bench_router, bench_selection
 from services.cli.options import Subcommands
 from services.cli.progress import Tell, progress_bar
-from workers.steps import RING_ALGORITHMS, Algorithm
+from services.offline.bench.plot import require_matplotlib, write_plot
+from services.offline.bench.report import Report, closing_lines, load_now, to_json, to_table, with_load
+from workers.protocol.steps import RING_ALGORITHMS, Algorithm
 
 EXAMPLE = """example:
   ringserve bench attention --tokens 4096,16384
@@ -75,8 +75,8 @@ def add(commands: Subcommands) -> None:
 
 
 def run_attention(options: argparse.Namespace) -> int:
-    from services.bench.attention import measure_attention, num_measurements
-    from services.bench.attention_station import AttentionShape
+    from services.offline.bench.attention import measure_attention, num_measurements
+    from services.offline.bench.attention_station import AttentionShape
 
     heads, kv_heads = options.heads, options.kv_heads
     if heads % kv_heads:
@@ -93,7 +93,7 @@ def run_attention(options: argparse.Namespace) -> int:
 
 
 def run_prefill(options: argparse.Namespace) -> int:
-    from services.bench.prefill import measure_prefill, num_measurements
+    from services.offline.bench.prefill import measure_prefill, num_measurements
 
     total = num_measurements(options.ranks, options.tokens, options.rounds)
     algorithm = Algorithm(options.algorithm)
@@ -107,8 +107,8 @@ def run_prefill(options: argparse.Namespace) -> int:
 
 
 def run_decode(options: argparse.Namespace) -> int:
-    from services.bench.decode import measure_decode, num_measurements
-    from services.bench.decode_station import DecodeCase
+    from services.offline.bench.decode import measure_decode, num_measurements
+    from services.offline.bench.decode_station import DecodeCase
 
     if options.steps < LEAST_STEPS:
         raise ConfigError(f"--steps: {options.steps} is too few; allowed are {LEAST_STEPS} or more")

@@ -12,15 +12,15 @@ from rich.console import Console
 from rich.table import Table
 
 from cp_core.errors import ConfigError
-from services.bench.report import load_now
-from services.bench.router import RouterLoad, RouterReport, measure_router
 from services.cli.options import Subcommands
 from services.cli.progress import progress_bar
-from services.planning.models import planned_model, to_model_info
+from services.offline.bench.report import load_now
+from services.offline.bench.router import RouterLoad, RouterReport, measure_router
+from services.offline.planning.models import planned_model, to_model_info
 
 EXAMPLE = """example:
   ringserve bench router
-  ringserve bench router --conversations 1000 --groups 50 --tokens 10000 --json
+  ringserve bench router --conversations 1000 --rings 50 --tokens 10000 --json
 """
 HELP = """A real router in this process, with rings that reserve at once and compute nothing. Half of the rings are for
 prefill; they are of 1, 2, 4 and 8 ranks and measured rates that differ by 10%. A decision is one BeginTurn: match the
@@ -42,7 +42,7 @@ def add(kinds: Subcommands) -> None:
     parser.add_argument("--model", metavar="DIR_OR_NAME", default="llama3-8b", help="(default: llama3-8b)")
     for name, what in (
         ("conversations", "that the router knows"),
-        ("groups", "rings, half of them for prefill"),
+        ("rings", "rings, half of them for prefill"),
         ("turns", "of each conversation"),
         ("tokens", "of a first prompt"),
         ("follow-up", "tokens of each further prompt"),
@@ -54,7 +54,7 @@ def add(kinds: Subcommands) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    names = {"conversations": 1, "groups": 2, "turns": 1, "tokens": 1, "follow_up": 1}
+    names = {"conversations": 1, "rings": 2, "turns": 1, "tokens": 1, "follow_up": 1}
     for name, least in names.items():
         value = getattr(options, name)
         if not least <= value <= MOST:
@@ -79,7 +79,7 @@ def _is_met(report: RouterReport) -> bool:
 
 
 def _table(report: RouterReport) -> Table:
-    title = f"router: {report.conversations} conversations, {report.groups} groups, {report.decisions} decisions"
+    title = f"router: {report.conversations} conversations, {report.rings} rings, {report.decisions} decisions"
     table = Table(title=title, box=SIMPLE)
     for header in ("what", "mean ms", "p50", "p99", "most"):
         table.add_column(header, justify="left" if header == "what" else "right", no_wrap=True)

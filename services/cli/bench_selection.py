@@ -10,14 +10,14 @@ from pathlib import Path
 from rich.console import Console
 
 from cp_core.errors import ConfigError
-from services.bench.plot import require_matplotlib
-from services.bench.report import load_now
-from services.calibration.grid import Cell
 from services.cli.options import Subcommands
 from services.cli.progress import progress_bar
-from services.planning.units import parse_token_counts
-from workers.builtin_model import resolve_model_path
-from workers.model_info import read_model_info
+from services.offline.bench.plot import require_matplotlib
+from services.offline.bench.report import load_now
+from services.offline.calibration.grid import Cell
+from services.offline.planning.units import parse_token_counts
+from workers.model.builtin import resolve_model_path
+from workers.model.info import read_model_info
 
 EXAMPLE = """example:
   ringserve bench selection
@@ -68,11 +68,11 @@ def add(kinds: Subcommands) -> None:
 
 def run(options: argparse.Namespace) -> int:
     # These load torch, which other commands do not wait for.
-    from services.bench.selection.choices import judged_cells
-    from services.bench.selection.hub import measured_in_namespaces
-    from services.bench.selection.links import parse_rate
-    from services.bench.selection.measure import SelectionSettings
-    from services.bench.selection.report import (
+    from services.offline.bench.selection.choices import judged_cells
+    from services.offline.bench.selection.hub import measured_in_namespaces
+    from services.offline.bench.selection.links import parse_rate
+    from services.offline.bench.selection.measure import SelectionSettings
+    from services.offline.bench.selection.report import (
         closing_lines,
         losses_table,
         selection_json,

@@ -11,18 +11,23 @@ from rich.console import Console
 
 from cp_core.cost.profile import format_profile
 from cp_core.errors import ConfigError
-from services.bench.plot import require_matplotlib
-from services.calibration.fitting import Calibration, calibrate
-from services.calibration.grid import grid, room_of
-from services.calibration.measurement import Calibrator
-from services.calibration.own_rates import profile_before, shape_of
-from services.calibration.report import calibration_json, calibration_table, closing_lines, write_calibration_plot
 from services.cli.options import Subcommands, client_of
 from services.cli.progress import progress_bar
 from services.cli.started import add_serving_options, serving
 from services.client import Client
-from services.planning.units import parse_token_counts
-from workers.steps import RING_ALGORITHMS
+from services.offline.bench.plot import require_matplotlib
+from services.offline.calibration.fitting import Calibration, calibrate
+from services.offline.calibration.grid import grid, room_of
+from services.offline.calibration.measurement import Calibrator
+from services.offline.calibration.own_rates import profile_before, shape_of
+from services.offline.calibration.report import (
+    calibration_json,
+    calibration_table,
+    closing_lines,
+    write_calibration_plot,
+)
+from services.offline.planning.units import parse_token_counts
+from workers.protocol.steps import RING_ALGORITHMS
 
 EXAMPLE = """example:
   ringserve calibrate --write measured.json
@@ -85,7 +90,7 @@ def _calibrate(
     model, server = client.model_info(), client.server_info()
     cells = grid(new_tokens, cached_tokens, room_of(model, server))
     name = PROFILE_NAME if options.write is None else options.write.stem
-    before = profile_before(model, server.groups, name)
+    before = profile_before(model, server.rings, name)
     calibrator = Calibrator(client, repeats=options.repeats, timeout=options.timeout, seed=options.seed)
     with progress_bar(len(cells) * len(RING_ALGORITHMS) * options.repeats, "prefills") as tell:
         measurements = calibrator.prefills(cells, tell)

@@ -105,7 +105,7 @@ def _show(view: inference_pb2.GetConversationResponse, as_json: bool) -> None:
         _print_json(view)
         return
     kept = ", ".join(
-        f"{place.num_tokens} on {place.group} ({'+'.join(str(rank.num_tokens) for rank in place.ranks)})"
+        f"{place.num_tokens} on {place.ring} ({'+'.join(str(rank.num_tokens) for rank in place.ranks)})"
         for place in view.placements
     )
     running = f", {view.running_request_id} running, {view.num_waiting} waiting" if view.running_request_id else ""

@@ -13,12 +13,12 @@ from rich.table import Table
 
 from services.cli.options import Subcommands
 from services.client import Client
-from services.cluster import LocalCluster
-from services.demo import FOLLOW_UP, QUESTION, DemoConversation, DemoTurn, Verdict, check, demo_config, document
-from services.stopping import StopRequest, StopSignals
-from services.text import TextCodec
-from workers.builtin_model import resolve_model_path
-from workers.model_info import read_model_info
+from services.cluster.local import LocalCluster
+from services.cluster.stopping import StopRequest, StopSignals
+from services.gateway.text import TextCodec
+from services.offline.demo import FOLLOW_UP, QUESTION, DemoConversation, DemoTurn, Verdict, check, demo_config, document
+from workers.model.builtin import resolve_model_path
+from workers.model.info import read_model_info
 
 EXAMPLE = """example:
   ringserve demo

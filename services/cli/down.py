@@ -9,7 +9,7 @@ import psutil
 
 from cp_core.errors import Unavailable
 from services.cli.options import Subcommands
-from services.state import find_process, remove_state, require_state
+from services.cluster.state import find_process, remove_state, require_state
 
 STOP_SECONDS = 60.0
 EXAMPLE = """example:

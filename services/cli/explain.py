@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 
 from cp_core.cost.profile import read_profile
+from cp_core.cost.selector import POLICIES, EmpiricalFit
 from cp_core.errors import ConfigError
-from cp_core.selector import POLICIES, EmpiricalFit
 from services.cli.options import Subcommands
-from services.planning.explanation import Explanation, RingComparison, compare_rings, explain_turn
-from services.planning.models import planned_model
-from services.planning.report import (
+from services.offline.planning.explanation import Explanation, RingComparison, compare_rings, explain_turn
+from services.offline.planning.models import planned_model
+from services.offline.planning.report import (
     comparison_json,
     comparison_line,
     comparison_table,
@@ -18,9 +18,9 @@ from services.planning.report import (
     explanation_lines,
     explanation_table,
 )
-from services.planning.sizing import RingShape, require_tp
-from services.planning.units import parse_sizes, parse_tokens
-from services.tables import console
+from services.offline.planning.sizing import RingShape, require_tp
+from services.offline.planning.units import parse_sizes, parse_tokens
+from services.offline.tables import console
 
 EXAMPLE = """example:
   ringserve explain --model llama3-405b-fp8 --hardware gtt --tokens 3200 --cached 124800 --ranks 4 --tp 8

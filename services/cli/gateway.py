@@ -7,8 +7,8 @@ import argparse
 from services.auth.sections import check_doors
 from services.cli.options import Subcommands, add_config_options, check_drain_seconds, config_of
 from services.config import LOG_LEVELS, METRIC_NAMES
-from services.gateway_settings import GatewaySettings
-from services.logs import LOG_FORMATS
+from services.gateway.settings import GatewaySettings
+from services.telemetry.logs import LOG_FORMATS
 
 EXAMPLE = """example:
   ringserve gateway --listen 127.0.0.1:50052 --router 127.0.0.1:41000 --model builtin:tiny
@@ -42,7 +42,7 @@ def add(commands: Subcommands) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from services.gateway_process import run_gateway
+    from services.gateway.process import run_gateway
 
     config = config_of(options)  # tls, internal_tls, auth, tracing, gateway.insecure: the rest are options
     doors = {"--listen": options.listen, "--http": options.http}

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from cp_core.errors import ConfigError, NotFound
 from services.client import Client, TlsFiles
 from services.client.retries import NO_RETRIES
+from services.cluster.state import require_state
 from services.config import Config, load_config
-from services.state import require_state
 
 if TYPE_CHECKING:
     Subcommands = argparse._SubParsersAction[argparse.ArgumentParser]

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from cp_core.cost.profile import HardwareProfile, read_profile
 from cp_core.errors import ConfigError
-from services.bench.plot import require_matplotlib
 from services.cli.options import Subcommands
-from services.planning.models import PlannedModel, planned_model
-from services.planning.proposal import Proposal, Traffic, propose
-from services.planning.report import (
+from services.offline.bench.plot import require_matplotlib
+from services.offline.planning.models import PlannedModel, planned_model
+from services.offline.planning.proposal import Proposal, Traffic, propose
+from services.offline.planning.report import (
     plan_json,
     plan_table,
     proposal_lines,
@@ -19,8 +19,8 @@ from services.planning.report import (
     reproduction_json,
     reproduction_tables,
 )
-from services.planning.reproduction import reproduce
-from services.planning.sizing import (
+from services.offline.planning.reproduction import reproduce
+from services.offline.planning.sizing import (
     RingForecast,
     RingShape,
     Workload,
@@ -28,8 +28,15 @@ from services.planning.sizing import (
     forecast_ring,
     require_tp,
 )
-from services.planning.units import format_tokens, parse_contexts, parse_rate, parse_seconds, parse_sizes, parse_tokens
-from services.tables import console
+from services.offline.planning.units import (
+    format_tokens,
+    parse_contexts,
+    parse_rate,
+    parse_seconds,
+    parse_sizes,
+    parse_tokens,
+)
+from services.offline.tables import console
 
 EXAMPLE = """example:
   ringserve plan --model llama3-405b-fp8 --hardware gtt --context 128k,1m
@@ -83,7 +90,7 @@ def run(options: argparse.Namespace) -> int:
 def run_reproduction(options: argparse.Namespace) -> int:
     reproduction = reproduce()
     if options.plot is not None:
-        from services.planning.figures import write_published_figures
+        from services.offline.planning.figures import write_published_figures
 
         written = write_published_figures(options.plot)
     if options.json:
@@ -109,7 +116,7 @@ def run_plan(options: argparse.Namespace) -> int:
     smallest = first_that_fits(forecasts)
     proposal = None if traffic is None else propose(model, profile, workload, traffic, forecasts)
     if options.plot is not None:
-        from services.planning.figures import write_plan_figure
+        from services.offline.planning.figures import write_plan_figure
 
         write_plan_figure(f"{model.name} on {profile.name}", forecasts, options.plot)
     if options.json:

@@ -7,9 +7,9 @@ import sys
 from rich.table import Table
 
 from ringserve.v1 import inference_pb2
-from services.answer import plan_line
-from services.planning.units import format_seconds
-from services.tables import console, simple_table
+from services.offline.planning.units import format_seconds
+from services.offline.tables import console, simple_table
+from services.rpc.answer import plan_line
 
 
 def show_plan(complete: inference_pb2.GenerateComplete) -> None:

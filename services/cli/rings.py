@@ -10,9 +10,9 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from cp_core.errors import ConfigError
-from orchestration.views import DrainView
+from orchestration.protocol.views import DrainView
 from services.cli.options import Subcommands, add_router_options, config_of, router_of
-from services.rings import OperatorsDoor, drain_node, drain_ring, restart_ring, undrain_ring
+from services.cluster.operator import OperatorsDoor, drain_node, drain_ring, restart_ring, undrain_ring
 
 DRAIN = """example:
   ringserve drain decode-0

@@ -19,12 +19,18 @@ from rich.table import Table
 
 from cp_core.cost.profile import read_profile
 from cp_core.errors import ConfigError
-from orchestration.simulator.cluster import ClusterShape, PoolShape
-from orchestration.simulator.load import conversations_for
-from orchestration.simulator.placement import POLICIES
-from orchestration.simulator.results import SimulationResult
-from orchestration.simulator.simulation import Simulation
-from orchestration.simulator.trace import (
+from services.cli.options import Subcommands
+from services.offline.bench.plot import require_matplotlib
+from services.offline.planning.models import planned_model, to_model_info
+from services.offline.planning.simulation_plot import write_simulation_plot
+from services.offline.planning.sizing import require_tp
+from services.offline.planning.units import format_seconds, parse_seconds, parse_tokens
+from services.offline.simulator.cluster import ClusterShape, PoolShape
+from services.offline.simulator.load import conversations_for
+from services.offline.simulator.placement import POLICIES
+from services.offline.simulator.results import SimulationResult
+from services.offline.simulator.simulation import Simulation
+from services.offline.simulator.trace import (
     FirstPrompts,
     MadeTrace,
     TracedConversation,
@@ -33,12 +39,6 @@ from orchestration.simulator.trace import (
     format_trace,
     read_trace,
 )
-from services.bench.plot import require_matplotlib
-from services.cli.options import Subcommands
-from services.planning.models import planned_model, to_model_info
-from services.planning.simulation_plot import write_simulation_plot
-from services.planning.sizing import require_tp
-from services.planning.units import format_seconds, parse_seconds, parse_tokens
 
 EXAMPLE = """example:
   ringserve simulate --model llama3-70b --prefill 20x2x8 --decode 20x1x8 --conversations 2000 --time 1h

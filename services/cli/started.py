@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from cp_core.errors import ConfigError
 from services.cli.options import add_config_options, add_target_options, config_of, target_of
-from services.cluster import LocalCluster
+from services.cluster.local import LocalCluster
 from services.config import LogConfig
 
 

@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
         _show(Console(), info)
     if options.svg is not None:
         _draw(info, options.svg)
-    return 0 if info.groups and all(group.state == "ready" for group in info.groups) else 1
+    return 0 if info.rings and all(ring.state == "ready" for ring in info.rings) else 1
 
 
 def _draw(info: inference_pb2.GetServerInfoResponse, path: Path) -> None:
@@ -86,28 +86,28 @@ def _table(info: inference_pb2.GetServerInfoResponse) -> Table:
         "preempted",
         "rebuilds",
     )
-    for group in info.groups:
+    for ring in info.rings:
         usage = ", ".join(
             f"{rank.free_blocks}/{rank.active_blocks}/{rank.kept_blocks} of {rank.total_blocks}"
-            for rank in group.kv_usage
+            for rank in ring.kv_usage
         )
         table.add_row(
-            group.name,
-            _state(group),
-            f"{group.num_ranks} x {group.tp}" if group.tp > 1 else str(group.num_ranks),
-            ", ".join(name for name in (group.attention_backend, group.ring_transport, group.decode_variant) if name),
-            str(group.num_requests_running),
-            _waiting(group),
+            ring.name,
+            _state(ring),
+            f"{ring.num_ranks} x {ring.tp}" if ring.tp > 1 else str(ring.num_ranks),
+            ", ".join(name for name in (ring.attention_backend, ring.ring_transport, ring.decode_variant) if name),
+            str(ring.num_requests_running),
+            _waiting(ring),
             usage,
-            str(group.num_preemptions),
-            str(group.rebuilds),
+            str(ring.num_preemptions),
+            str(ring.rebuilds),
         )
     return table
 
 
-def _state(group: inference_pb2.GroupInfo) -> str:
-    words = {"draining": group.draining, "restarting": group.restarting}
-    return ", ".join([group.state, *(word for word, holds in words.items() if holds)])
+def _state(ring: inference_pb2.RingInfo) -> str:
+    words = {"draining": ring.draining, "restarting": ring.restarting}
+    return ", ".join([ring.state, *(word for word, holds in words.items() if holds)])
 
 
 def _drain_line(drain: inference_pb2.RingDrain) -> str:
@@ -121,16 +121,16 @@ def _drain_line(drain: inference_pb2.RingDrain) -> str:
 
 def pool_sizes(info: inference_pb2.GetServerInfoResponse) -> str:
     """How many rings of which size each role has, the largest first."""
-    rings = Counter((group.role, group.num_ranks, group.tp) for group in info.groups)
-    told = {role: "" for role in dict.fromkeys(group.role for group in info.groups)}
+    rings = Counter((ring.role, ring.num_ranks, ring.tp) for ring in info.rings)
+    told = {role: "" for role in dict.fromkeys(ring.role for ring in info.rings)}
     for (role, cp, tp), count in sorted(rings.items(), key=lambda item: (-item[0][1], -item[0][2])):
         size = f"cp {cp} x tp {tp}" if tp > 1 else f"cp {cp}"
         told[role] += f"{',' if told[role] else ''} {count} of {size}"
     return "; ".join(f"{role} rings:{sizes}" for role, sizes in told.items())
 
 
-def _waiting(group: inference_pb2.GroupInfo) -> str:
+def _waiting(ring: inference_pb2.RingInfo) -> str:
     """Turns, and of a prefill ring their work beside its bound."""
-    if not group.max_waiting_work:
-        return str(group.num_requests_waiting)
-    return f"{group.num_requests_waiting} ({group.waiting_work:,.0f} of {group.max_waiting_work:,.0f} work units)"
+    if not ring.max_waiting_work:
+        return str(ring.num_requests_waiting)
+    return f"{ring.num_requests_waiting} ({ring.waiting_work:,.0f} of {ring.max_waiting_work:,.0f} work units)"

@@ -13,10 +13,17 @@ from pathlib import Path
 
 from cp_core.errors import ConfigError, Unavailable
 from services.cli.options import Subcommands, add_config_options, check_drain_seconds, config_of
-from services.cluster import LocalCluster
-from services.logs import JsonLines, set_up_logs
-from services.state import ClusterState, read_state, remove_state, started_after_boot, state_directory, write_state
-from services.stopping import StopRequest, StopSignals
+from services.cluster.local import LocalCluster
+from services.cluster.state import (
+    ClusterState,
+    read_state,
+    remove_state,
+    started_after_boot,
+    state_directory,
+    write_state,
+)
+from services.cluster.stopping import StopRequest, StopSignals
+from services.telemetry.logs import JsonLines, set_up_logs
 
 EXAMPLE = """example:
   ringserve up --config cluster.yaml --detach

@@ -19,7 +19,7 @@ from services.client.requests import Prompt, Sampling, is_repeatable, request_of
 from services.client.results import Answer, AnswerReader, Piece, Plan
 from services.client.retries import Retries, RetryPolicy
 from services.client.sync_client import CONTROL_SECONDS
-from services.grpc_server import OPTIONS
+from services.rpc.server import OPTIONS
 
 T = TypeVar("T")
 Responses = AsyncGenerator[inference_pb2.GenerateResponse, None]

@@ -8,7 +8,7 @@ from pathlib import Path
 import grpc
 
 from cp_core.errors import ConfigError
-from services.grpc_server import OPTIONS
+from services.rpc.server import OPTIONS
 
 Metadata = tuple[tuple[str, str], ...]
 

@@ -7,7 +7,7 @@ from typing import Any
 import grpc
 
 from cp_core.errors import CapacityExceeded, DeadlineExceeded, RingserveError, Unauthenticated, Unavailable
-from services.status import error_of
+from services.rpc.errors import error_of
 
 OWN_ENDS = ("Locally cancelled by application!", "Channel closed!")
 """gRPC's details where this side ended the call. A server that stops cancels what reaches it a moment too late."""

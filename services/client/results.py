@@ -8,7 +8,7 @@ from typing import Any, Self
 from google.protobuf.message import Message as ProtoMessage
 
 from ringserve.v1 import inference_pb2
-from services.answer import matched_stop
+from services.rpc.answer import matched_stop
 
 
 def _scalars(kind: type[Any], message: ProtoMessage) -> dict[str, Any]:

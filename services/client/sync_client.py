@@ -18,7 +18,7 @@ from services.client.failures import error_from_call
 from services.client.requests import Prompt, Sampling, is_repeatable, request_of
 from services.client.results import Answer, AnswerReader, Piece, Plan
 from services.client.retries import Retries, RetryPolicy
-from services.grpc_server import OPTIONS
+from services.rpc.server import OPTIONS
 
 T = TypeVar("T")
 Responses = Generator[inference_pb2.GenerateResponse, None, None]

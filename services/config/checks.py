@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
-from cp_core.decode_variant import VARIANT_POLICIES
+from cp_core.cost.decode_variant import VARIANT_POLICIES
+from cp_core.cost.selector import POLICIES
 from cp_core.errors import ConfigError
-from cp_core.ring_backend import select_ring_backend
-from cp_core.selector import POLICIES
-from orchestration.cached_kv import MISSING_KV
+from cp_core.transport.ring_backend import select_ring_backend
+from orchestration.placement.cached_kv import MISSING_KV
 from services.auth.sections import check_doors, check_ring, check_sections
 from services.config.pools import check_names
 from services.config.words import DEVICES, DTYPES, LOG_LEVELS, METRIC_NAMES
-from services.logs import LOG_FORMATS
-from services.tracing.section import check_tracing
+from services.telemetry.logs import LOG_FORMATS
+from services.telemetry.tracing.section import check_tracing
 
 if TYPE_CHECKING:
     from services.config.tree import Config
@@ -37,7 +37,7 @@ def check(config: Config) -> None:
         check_names(role, section.pools)
         _within(f"{role}.max_waiting", section.max_waiting, 1, 1_000_000)
     for pool in config.pools:
-        _within(f"{pool.key}.groups", pool.groups, 1, 1024)
+        _within(f"{pool.key}.rings", pool.rings, 1, 1024)
         _within(f"{pool.key}.cp", pool.cp, 1, 64)
         _within(f"{pool.key}.tp", pool.tp, 1, 64)
         _within(f"{pool.key}.threads_per_rank", pool.threads_per_rank, 1, 1024)
@@ -91,7 +91,7 @@ def _metrics_ports(config: Config) -> None:
     taken: list[tuple[str, str, int, int]] = []
     for role in ("prefill", "decode"):
         host, _, text = getattr(config.metrics, role).rpartition(":")
-        first, num_rings = int(text or 0), sum(pool.groups for pool in config.pools_of(role))
+        first, num_rings = int(text or 0), sum(pool.rings for pool in config.pools_of(role))
         if not first:
             continue
         last = first + num_rings - 1

@@ -15,12 +15,12 @@ MAX_POOLS = 16
 
 @dataclass(frozen=True, kw_only=True)
 class PoolConfig:
-    """A further pool: `groups` rings of `cp` ranks of `tp` processes. All else it has in common with its role.
+    """A further pool: `rings` rings of `cp` ranks of `tp` processes. All else it has in common with its role.
 
     A process takes one unit of `resource` from its Ray node; empty: of the role's (`ray.prefill_resource`).
     """
 
-    groups: int = 1
+    rings: int = 1
     cp: int = 1
     tp: int = 1
     threads_per_rank: int = 1
@@ -39,7 +39,7 @@ class Pool:
 
     role: str
     name: str
-    groups: int
+    rings: int
     cp: int
     tp: int
     threads_per_rank: int
@@ -55,7 +55,7 @@ class Pool:
     @property
     def num_threads(self) -> int:
         """Of all its rings together."""
-        return self.groups * self.cp * self.tp * self.threads_per_rank
+        return self.rings * self.cp * self.tp * self.threads_per_rank
 
     def ring_name(self, number: int) -> str:
         """No other ring has it: names of pools begin with a letter."""
@@ -71,7 +71,7 @@ def pools_of(role: str, first: PoolConfig, further: PoolsByName, *, max_waiting:
             Pool(
                 role=role,
                 name=name,
-                groups=each.groups,
+                rings=each.rings,
                 cp=each.cp,
                 tp=each.tp,
                 threads_per_rank=each.threads_per_rank,
@@ -80,7 +80,7 @@ def pools_of(role: str, first: PoolConfig, further: PoolsByName, *, max_waiting:
                 num_before=num_before,
             )
         )
-        num_before += each.groups
+        num_before += each.rings
     return tuple(pools)
 
 

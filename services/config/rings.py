@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from orchestration.prefill_scheduler import PrefillScheduling
+from orchestration.protocol.settings import PrefillScheduling
 from services.config.pools import PoolsByName
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillConfig:
-    """Prefill rings: `groups` of `cp` ranks, which share the tokens; each is `tp` processes, which share the heads.
+    """Prefill rings: `rings` of `cp` ranks, which share the tokens; each is `tp` processes, which share the heads.
     `pools` are further ones, by name: rings of other sizes, which have all else in common with these.
 
     A step computes at most `chunk_tokens` new tokens and `step_budget` work units: one is what the matrix products of a
@@ -22,7 +22,7 @@ class PrefillConfig:
     of priority. A ring whose queue holds `max_queue_work` work units refuses more.
     """
 
-    groups: int = 1
+    rings: int = 1
     cp: int = 2
     tp: int = 1
     chunk_tokens: int = 4096
@@ -52,7 +52,7 @@ class PrefillConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeConfig:
-    """Decode rings: `groups` of `cp` ranks of `tp` processes, and those of `pools`; each ring decodes up to `max_batch`
+    """Decode rings: `rings` of `cp` ranks of `tp` processes, and those of `pools`; each ring decodes up to `max_batch`
     turns.
 
     `variant` is how a ring decodes its batch: every rank all of it (`gather`), each rank a part (`pass_q`), or
@@ -64,7 +64,7 @@ class DecodeConfig:
     is predicted to be sooner than by a prefill ring and to hold up its batch no longer than `max_direct_seconds`.
     """
 
-    groups: int = 1
+    rings: int = 1
     cp: int = 2
     tp: int = 1
     max_batch: int = 32

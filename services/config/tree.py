@@ -17,7 +17,7 @@ from services.config.service import (
     RouterConfig,
     TimeoutConfig,
 )
-from services.tracing.section import TracingConfig
+from services.telemetry.tracing.section import TracingConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ class Config:
         is_prefill = role == "prefill"
         section = self.prefill if is_prefill else self.decode
         first = PoolConfig(
-            groups=section.groups,
+            rings=section.rings,
             cp=section.cp,
             tp=section.tp,
             threads_per_rank=section.threads_per_rank,

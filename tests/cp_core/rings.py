@@ -9,12 +9,12 @@ from typing import TypeVar
 
 import torch
 
-from cp_core.attention import AttentionBackend
-from cp_core.backends.torch_cpu import TorchCpuFlash
-from cp_core.inprocess import InProcessRing
-from cp_core.layout import PrefillLayout
-from cp_core.prefill import KvRun, PrefillPlan, SequencePlan, ring_prefill
-from cp_core.transport import RingTransport, TransportStats, Work
+from cp_core.attention.interface import AttentionBackend
+from cp_core.attention.torch_cpu import TorchCpuFlash
+from cp_core.layout.shards import PrefillLayout
+from cp_core.ring.prefill import KvRun, PrefillPlan, SequencePlan, ring_prefill
+from cp_core.transport.inprocess import InProcessRing
+from cp_core.transport.interface import RingTransport, TransportStats, Work
 from tests.oracles import Tokens
 
 Answer = TypeVar("Answer")

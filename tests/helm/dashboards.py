@@ -23,7 +23,7 @@ class Query:
     @property
     def resolved(self) -> str:
         """With Grafana's variables as they are when nothing is chosen."""
-        return self.expression.replace("$__rate_interval", "1m").replace("$group", ".*")
+        return self.expression.replace("$__rate_interval", "1m").replace("$ring", ".*")
 
 
 def load_dashboards() -> dict[str, dict[str, Any]]:

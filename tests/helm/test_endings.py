@@ -74,12 +74,12 @@ def test_pods_follow_rings_where_ray_scales() -> None:
     assert cluster["autoscalerOptions"]["idleTimeoutSeconds"] == 120
     assert cluster["autoscalerOptions"]["securityContext"]["readOnlyRootFilesystem"] is True
     replicas = {
-        group["groupName"]: tuple(group[key] for key in ("replicas", "minReplicas", "maxReplicas", "numOfHosts"))
-        for group in cluster["workerGroupSpecs"]
+        ring["groupName"]: tuple(ring[key] for key in ("replicas", "minReplicas", "maxReplicas", "numOfHosts"))
+        for ring in cluster["workerGroupSpecs"]
     }
     # Of hosts as many as a ring has pods: Ray adds and removes whole rings.
     assert replicas == {"prefill": (2, 0, 3, 2), "decode": (1, 1, 1, 2)}
-    assert configuration(CUDA, AUTOSCALED)["prefill"]["groups"] == 2
+    assert configuration(CUDA, AUTOSCALED)["prefill"]["rings"] == 2
     further = render(
         AUTOSCALED, {"prefill": {"pools": {"short": {"parallelism": {"cp": 1, "tp": 1}, "maxReplicas": 2}}}}
     )

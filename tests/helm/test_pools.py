@@ -12,8 +12,8 @@ import pytest
 import yaml
 from helm_python import HelmError, lint
 
+from services.cluster.hosts import LeaderHost
 from services.config import Config, config_from
-from services.hosts import LeaderHost
 from tests.helm.charts import (
     ALL_OPTIONS,
     CHART,
@@ -46,14 +46,14 @@ def test_each_pool_is_a_worker_group_whose_pods_its_rings_fill() -> None:
         group = groups[name]
         (text,) = shlex.split(group["rayStartParams"]["resources"])
         ((resource, per_pod),) = json.loads(text).items()
-        assert (pool.groups, pool.resource) == (group["replicas"], resource)
+        assert (pool.rings, pool.resource) == (group["replicas"], resource)
         assert pool.cp * pool.tp == group["numOfHosts"] * per_pod
         assert group["rayStartParams"]["num-gpus"] == str(per_pod)
         assert group["rayStartParams"]["num-cpus"] == str(per_pod * pool.threads_per_rank)
         assert group["template"]["metadata"]["labels"]["app.kubernetes.io/component"] == pool.role
     resources = [pool.resource for pool in config.pools]
     assert len(set(resources)) == len(resources), "no ring takes the place of another pool's"
-    assert [(pool.groups, pool.cp, pool.tp) for pool in config.pools_of("prefill")] == [(2, 4, 2), (3, 1, 1), (1, 8, 2)]
+    assert [(pool.rings, pool.cp, pool.tp) for pool in config.pools_of("prefill")] == [(2, 4, 2), (3, 1, 1), (1, 8, 2)]
     assert config.prefill.chunk_tokens == 8192
 
 
@@ -75,7 +75,7 @@ def test_every_ring_of_every_pool_serves_its_metrics_where_it_is_scraped() -> No
     hosts = [
         LeaderHost(config=config, model_path="", pool=pool, number=number, router_endpoint="")
         for pool in config.pools
-        for number in range(pool.groups)
+        for number in range(pool.rings)
     ]
     served = [int(host.metrics_address().rpartition(":")[2]) for host in hosts]
     assert len(set(served)) == len(hosts) == 8
@@ -87,7 +87,7 @@ def test_every_ring_of_every_pool_serves_its_metrics_where_it_is_scraped() -> No
 
 def test_a_pool_without_a_size_of_its_own_is_one_ring() -> None:
     config = configuration(render({"decode": {"replicas": 4, "pools": {"small": {"parallelism": {"cp": 1, "tp": 1}}}}}))
-    assert [pool.groups for pool in config.pools_of("decode")] == [4, 1]
+    assert [pool.rings for pool in config.pools_of("decode")] == [4, 1]
 
 
 def test_the_notes_name_the_rings_of_all_pools() -> None:
@@ -103,7 +103,7 @@ def test_the_pool_shown_in_the_readme_renders() -> None:
     (pools,) = (each for each in values if "pools" in each["prefill"])
     (whole,) = (each for each in values if "image" in each)
     config = configuration(render(whole, pools))
-    assert [(pool.groups, pool.cp, pool.tp) for pool in config.pools_of("prefill")] == [(1, 4, 2), (4, 1, 2)]
+    assert [(pool.rings, pool.cp, pool.tp) for pool in config.pools_of("prefill")] == [(1, 4, 2), (4, 1, 2)]
 
 
 def test_a_chart_with_pools_lints_strictly() -> None:

@@ -15,7 +15,7 @@ from helm_python import lint
 
 from services.auth.sections import InternalTlsConfig, TlsConfig
 from services.config import Config, config_from
-from services.tracing.section import TracingConfig
+from services.telemetry.tracing.section import TracingConfig
 from tests.helm.charts import (
     ALL_OPTIONS,
     CHART,
@@ -64,7 +64,7 @@ def test_the_chart_lints_strictly(values: Mapping[str, Any]) -> None:
 
 def test_the_rendered_configuration_is_one_that_ringserve_takes() -> None:
     config = configuration()
-    assert (config.prefill.groups, config.prefill.cp, config.decode.groups, config.decode.cp) == (1, 2, 1, 2)
+    assert (config.prefill.rings, config.prefill.cp, config.decode.rings, config.decode.cp) == (1, 2, 1, 2)
     assert config.ray.address == "auto"
     assert config.router.listen == "0.0.0.0:50050"
     assert config.timeouts.start == 1800
@@ -83,7 +83,7 @@ def test_further_configuration_is_passed_on_but_not_what_the_chart_must_know() -
             }
         },
     )
-    assert (config.prefill.groups, config.prefill.cp, config.prefill.tp) == (2, 4, 2)
+    assert (config.prefill.rings, config.prefill.cp, config.prefill.tp) == (2, 4, 2)
     assert (config.prefill.chunk_tokens, config.prefill.threads_per_rank, config.decode.max_batch) == (8192, 2, 64)
     assert (config.kv_cache.tokens_per_rank, config.logs.level) == (1_000_000, "debug")
     assert config.ray.address == "auto"
@@ -93,13 +93,13 @@ def test_further_configuration_is_passed_on_but_not_what_the_chart_must_know() -
 @pytest.mark.parametrize(("role", "replicas", "hosts"), [("prefill", 2, 2), ("decode", 1, 2)])
 def test_a_ring_is_a_replica_that_fills_its_pods_with_ranks(role: str, replicas: int, hosts: int) -> None:
     cluster = only(render(CUDA), "RayCluster")["spec"]
-    group = next(group for group in cluster["workerGroupSpecs"] if group["groupName"] == role)
+    ring = next(ring for ring in cluster["workerGroupSpecs"] if ring["groupName"] == role)
     per_pod = 4 if role == "prefill" else 1
-    assert (group["replicas"], group["minReplicas"], group["maxReplicas"]) == (replicas, replicas, replicas)
-    assert group["numOfHosts"] == hosts
-    assert group["rayStartParams"]["num-gpus"] == str(per_pod)
+    assert (ring["replicas"], ring["minReplicas"], ring["maxReplicas"]) == (replicas, replicas, replicas)
+    assert ring["numOfHosts"] == hosts
+    assert ring["rayStartParams"]["num-gpus"] == str(per_pod)
     # As the shell that KubeRay passes it through reads it.
-    (resources,) = shlex.split(group["rayStartParams"]["resources"])
+    (resources,) = shlex.split(ring["rayStartParams"]["resources"])
     assert json.loads(resources) == {f"ringserve-{role}": per_pod}
     assert getattr(configuration(CUDA).ray, f"{role}_resource") == f"ringserve-{role}"
 
@@ -358,7 +358,7 @@ def test_the_values_shown_in_the_readme_render() -> None:
     assert render_files(values), "nothing more is required"
     config = configuration(values)
     assert (config.prefill.cp, config.prefill.tp, config.kv_cache.tokens_per_rank) == (4, 2, 1_000_000)
-    hosts = [group["numOfHosts"] for group in only(render(values), "RayCluster")["spec"]["workerGroupSpecs"]]
+    hosts = [ring["numOfHosts"] for ring in only(render(values), "RayCluster")["spec"]["workerGroupSpecs"]]
     assert hosts == [1, 1]
 
 

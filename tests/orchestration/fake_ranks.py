@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from cp_core.errors import RingserveError
-from workers.decode_commands import AdmitSequence, DecodeCommand, DecodeEvent, DecodeEvents
-from workers.steps import (
+from workers.protocol.decode_commands import AdmitSequence, DecodeCommand, DecodeEvent, DecodeEvents
+from workers.protocol.steps import (
     BlockPair,
     KvExpect,
     KvSend,

@@ -14,13 +14,11 @@ from types import TracebackType
 import numpy as np
 
 from cp_core.cost.profile import HardwareProfile
-from orchestration.decode_leader import DecodeLeader
-from orchestration.planner import Planner, PlannerSettings
-from orchestration.prefill_leader import PrefillLeader
-from orchestration.prefill_scheduler import PrefillScheduling
-from orchestration.ring import GroupSettings
-from orchestration.router import Router, RouterSettings
-from orchestration.turn import (
+from orchestration.decode.leader import DecodeLeader
+from orchestration.placement.planner import Planner, PlannerSettings
+from orchestration.prefill.leader import PrefillLeader
+from orchestration.protocol.settings import PrefillScheduling, RingSettings
+from orchestration.protocol.turns import (
     BegunTurn,
     EndingEvent,
     FinishedEvent,
@@ -30,10 +28,11 @@ from orchestration.turn import (
     TokensEvent,
     TurnRequest,
 )
+from orchestration.router.router import Router, RouterSettings
 from tests.one_core import on_one_core
-from workers.model_info import read_model_info
-from workers.steps import Algorithm, Sampling, TokenLogprobs
-from workers.thread_ranks import ThreadRanks
+from workers.model.info import read_model_info
+from workers.protocol.steps import Algorithm, Sampling, TokenLogprobs
+from workers.rank.thread_ranks import ThreadRanks
 
 BLOCK_TOKENS = 4
 Shape = int | tuple[int, int]
@@ -53,7 +52,7 @@ class Answer:
 
 
 class DirectPeers:
-    """`Peers` by plain reference; an endpoint is the group's name."""
+    """`Peers` by plain reference; an endpoint is the ring's name."""
 
     def __init__(self) -> None:
         self.leaders: dict[str, PrefillLeader | DecodeLeader] = {}
@@ -118,8 +117,8 @@ class Service:
         self.prefill_ranks = ThreadRanks(poisoned=True)
         self.decode_ranks = ThreadRanks(poisoned=True)
 
-        def settings(role: str, num_ranks: int, tp: int, number: int = 0) -> GroupSettings:
-            return GroupSettings(
+        def settings(role: str, num_ranks: int, tp: int, number: int = 0) -> RingSettings:
+            return RingSettings(
                 role=role,
                 name=f"{role}-{number}",
                 num_ranks=num_ranks,
@@ -140,7 +139,7 @@ class Service:
                 max_direct_seconds=max_direct_seconds,
             )
 
-        register = self.router.register_group
+        register = self.router.register_ring
         self.prefill = PrefillLeader(
             settings("prefill", num_prefill, prefill_tp), self.prefill_ranks, self.peers, register
         )

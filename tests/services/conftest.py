@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from services.text import TextCodec
-from workers.builtin_tokenizer import write_tokenizer
+from services.gateway.text import TextCodec
+from workers.model.builtin_tokenizer import write_tokenizer
 
 
 @pytest.fixture(scope="session")

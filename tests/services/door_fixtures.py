@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from services.text import TextCodec
+from services.gateway.text import TextCodec
 from tests.services.doors import Doors
 from tests.workers.models import Oracle, save_model
-from workers.builtin_tokenizer import write_tokenizer
+from workers.model.builtin_tokenizer import write_tokenizer
 
 
 @pytest.fixture(scope="session")

@@ -11,14 +11,14 @@ from openai import AsyncOpenAI
 from ringserve.v1 import inference_pb2_grpc
 from services.auth.doorkeeper import Doorkeeper
 from services.auth.tls import DoorTls
-from services.gateway import InferenceServicer
-from services.grpc_server import GrpcServer
-from services.metrics.gateway import GatewayMetrics
-from services.openai.app import HttpDoor
-from services.openai.server import HttpServer
-from services.requests import RequestReader
-from services.text import TextCodec
-from services.tracing.tracer import ServiceTracer
+from services.gateway.openai.app import HttpDoor
+from services.gateway.openai.server import HttpServer
+from services.gateway.requests import RequestReader
+from services.gateway.servicer import InferenceServicer
+from services.gateway.text import TextCodec
+from services.rpc.server import GrpcServer
+from services.telemetry.metrics.gateway import GatewayMetrics
+from services.telemetry.tracing.tracer import ServiceTracer
 from tests.orchestration.service import Service
 from tests.waiting import eventually
 

@@ -15,11 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cp_core.inprocess import InProcessRing
-from cp_core.layout import ShardMap, appended, balanced_layout
-from workers.decode_commands import AdmitSequence, ComputePrompt, DecodeEvent, RemoveSequence
-from workers.rank import RankWorker
-from workers.steps import (
+from cp_core.layout.shards import ShardMap, appended, balanced_layout
+from cp_core.transport.inprocess import InProcessRing
+from workers.protocol.decode_commands import AdmitSequence, ComputePrompt, DecodeEvent, RemoveSequence
+from workers.protocol.steps import (
     NO_HISTORY,
     Algorithm,
     KvSend,
@@ -32,6 +31,7 @@ from workers.steps import (
     SequencePrefill,
     TokenHistory,
 )
+from workers.rank.worker import RankWorker
 
 T = TypeVar("T")
 
@@ -97,7 +97,7 @@ class LocalRing:
         def start(worker: RankWorker, rank: int) -> RankInfo:
             spec = RankSpec(
                 role="test",
-                group="test-0",
+                ring="test-0",
                 rank=rank,
                 num_ranks=num_ranks * tp,
                 tp=tp,

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from cp_core.transport import TransportStats
+from cp_core.transport.interface import TransportStats
 from workers import step_clock
+from workers.protocol.steps import STEP_BOUNDS
 from workers.step_clock import StepClock
-from workers.steps import STEP_BOUNDS
 
 
 class Time:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from cp_core.transport import RingTransport
+from cp_core.transport.interface import RingTransport
 from workers.sampling.parameters import Sampled
 from workers.sampling.words import num_words, read_words, write_words
 

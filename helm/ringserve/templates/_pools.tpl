@@ -32,5 +32,5 @@ and how many rings it has.
 
 {{/* What ringserve's configuration says of one pool. Called with the pool. */}}
 {{- define "ringserve.poolConfig" -}}
-{{- dict "groups" (int .values.replicas) "cp" (int .values.parallelism.cp) "tp" (int .values.parallelism.tp) | toJson }}
+{{- dict "rings" (int .values.replicas) "cp" (int .values.parallelism.cp) "tp" (int .values.parallelism.tp) | toJson }}
 {{- end }}

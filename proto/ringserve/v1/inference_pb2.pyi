@@ -942,7 +942,7 @@ class GetServerInfoResponse(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     UPTIME_SECONDS_FIELD_NUMBER: _builtins.int
     SELECTOR_FIELD_NUMBER: _builtins.int
-    GROUPS_FIELD_NUMBER: _builtins.int
+    RINGS_FIELD_NUMBER: _builtins.int
     CONVERSATIONS_FIELD_NUMBER: _builtins.int
     RUNNING_TURNS_FIELD_NUMBER: _builtins.int
     ROUTER_METRICS_ENDPOINT_FIELD_NUMBER: _builtins.int
@@ -959,7 +959,7 @@ class GetServerInfoResponse(_message.Message):
     turns_waiting_for_rings: _builtins.int
     """Turns that wait for a ring that restarts."""
     @_builtins.property
-    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupInfo]: ...
+    def rings(self) -> _containers.RepeatedCompositeFieldContainer[Global___RingInfo]: ...
     @_builtins.property
     def drains(self) -> _containers.RepeatedCompositeFieldContainer[Global___RingDrain]:
         """Rings that drain, and those that have drained and left."""
@@ -974,7 +974,7 @@ class GetServerInfoResponse(_message.Message):
         version: _builtins.str = ...,
         uptime_seconds: _builtins.float = ...,
         selector: _builtins.str = ...,
-        groups: _abc.Iterable[Global___GroupInfo] | None = ...,
+        rings: _abc.Iterable[Global___RingInfo] | None = ...,
         conversations: _builtins.int = ...,
         running_turns: _builtins.int = ...,
         router_metrics_endpoint: _builtins.str = ...,
@@ -984,7 +984,7 @@ class GetServerInfoResponse(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["conversations", b"conversations", "drains", b"drains", "groups", b"groups", "kv_moves", b"kv_moves", "router_metrics_endpoint", b"router_metrics_endpoint", "running_turns", b"running_turns", "selector", b"selector", "turns_waiting_for_rings", b"turns_waiting_for_rings", "uptime_seconds", b"uptime_seconds", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["conversations", b"conversations", "drains", b"drains", "kv_moves", b"kv_moves", "rings", b"rings", "router_metrics_endpoint", b"router_metrics_endpoint", "running_turns", b"running_turns", "selector", b"selector", "turns_waiting_for_rings", b"turns_waiting_for_rings", "uptime_seconds", b"uptime_seconds", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1077,7 +1077,7 @@ class KvMoves(_message.Message):
 Global___KvMoves: _TypeAlias = KvMoves  # noqa: Y015
 
 @_typing.final
-class GroupInfo(_message.Message):
+class RingInfo(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ROLE_FIELD_NUMBER: _builtins.int
@@ -1144,7 +1144,7 @@ class GroupInfo(_message.Message):
         """By process: `tp` of them a rank."""
 
     @_builtins.property
-    def rates(self) -> Global___GroupRates:
+    def rates(self) -> Global___RingRates:
         """What the ring measured of itself when it started. Unset while it is not known."""
 
     @_builtins.property
@@ -1177,7 +1177,7 @@ class GroupInfo(_message.Message):
         max_waiting_work: _builtins.float = ...,
         num_preemptions: _builtins.int = ...,
         decode_variant: _builtins.str = ...,
-        rates: Global___GroupRates | None = ...,
+        rates: Global___RingRates | None = ...,
         capacity_tokens: _builtins.int = ...,
         chunk_tokens: _builtins.int = ...,
         corrections: _abc.Iterable[Global___Correction] | None = ...,
@@ -1191,10 +1191,10 @@ class GroupInfo(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___GroupInfo: _TypeAlias = GroupInfo  # noqa: Y015
+Global___RingInfo: _TypeAlias = RingInfo  # noqa: Y015
 
 @_typing.final
-class GroupRates(_message.Message):
+class RingRates(_message.Message):
     """FLOP/s of a rank, bytes/s of a link in each direction, seconds a message; overlap is the share of communication that
     passes behind attention.
     """
@@ -1226,7 +1226,7 @@ class GroupRates(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___GroupRates: _TypeAlias = GroupRates  # noqa: Y015
+Global___RingRates: _TypeAlias = RingRates  # noqa: Y015
 
 @_typing.final
 class Correction(_message.Message):
@@ -1489,13 +1489,13 @@ class Placement(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ROLE_FIELD_NUMBER: _builtins.int
-    GROUP_FIELD_NUMBER: _builtins.int
+    RING_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     RANKS_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     role: _builtins.str
-    group: _builtins.str
+    ring: _builtins.str
     incarnation: _builtins.str
     num_tokens: _builtins.int
     """Tokens [0, num_tokens) have their KV on this ring."""
@@ -1507,7 +1507,7 @@ class Placement(_message.Message):
         self,
         *,
         role: _builtins.str = ...,
-        group: _builtins.str = ...,
+        ring: _builtins.str = ...,
         incarnation: _builtins.str = ...,
         num_tokens: _builtins.int = ...,
         ranks: _abc.Iterable[Global___RankShard] | None = ...,
@@ -1515,7 +1515,7 @@ class Placement(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "group", b"group", "incarnation", b"incarnation", "num_tokens", b"num_tokens", "ranks", b"ranks", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "incarnation", b"incarnation", "num_tokens", b"num_tokens", "ranks", b"ranks", "ring", b"ring", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

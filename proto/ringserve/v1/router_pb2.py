@@ -22,49 +22,47 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
-from ringserve.v1 import groups_pb2 as ringserve_dot_v1_dot_groups__pb2
+from ringserve.v1 import rings_pb2 as ringserve_dot_v1_dot_rings__pb2
 from ringserve.v1 import inference_pb2 as ringserve_dot_v1_dot_inference__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19ringserve/v1/router.proto\x12\x0cringserve.v1\x1a\x19ringserve/v1/groups.proto\x1a\x1cringserve/v1/inference.proto\"\xfb\x02\n\x10\x42\x65ginTurnRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x17\n\x0f\x63onversation_id\x18\x02 \x01(\t\x12-\n\x0bprompt_mode\x18\x03 \x01(\x0e\x32\x18.ringserve.v1.PromptMode\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12(\n\x08sampling\x18\x05 \x01(\x0b\x32\x16.ringserve.v1.Sampling\x12\x18\n\x10\x64\x65\x61\x64line_seconds\x18\x06 \x01(\x01\x12\x0c\n\x04wait\x18\x0b \x01(\x08\x12%\n\x18\x63onversation_ttl_seconds\x18\x0c \x01(\x01H\x00\x88\x01\x01\x12\x10\n\x08priority\x18\n \x01(\x05\x12\x11\n\talgorithm\x18\x1e \x01(\t\x12\x14\n\x0ctrace_parent\x18\x1f \x01(\t\x12\'\n\x08kv_quota\x18  \x01(\x0b\x32\x15.ringserve.v1.KvQuotaB\x1b\n\x19_conversation_ttl_seconds\"-\n\x07KvQuota\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x12\n\nmax_tokens\x18\x02 \x01(\x04\"v\n\x11\x42\x65ginTurnResponse\x12\x0f\n\x07turn_id\x18\x01 \x01(\t\x12\x17\n\x0f\x64\x65\x63ode_endpoint\x18\x02 \x01(\t\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12 \n\x04plan\x18\x04 \x01(\x0b\x32\x12.ringserve.v1.Plan\"|\n\x0e\x45ndTurnRequest\x12\x0f\n\x07turn_id\x18\x01 \x01(\t\x12\n\n\x02ok\x18\x02 \x01(\x08\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x11\n\tkv_tokens\x18\x04 \x01(\r\x12\'\n\x06shards\x18\x05 \x03(\x0b\x32\x17.ringserve.v1.RankShard\"&\n\x0f\x45ndTurnResponse\x12\x13\n\x0bkeep_tokens\x18\x01 \x01(\r\"b\n\x11ResumeTurnRequest\x12\x0f\n\x07turn_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x18\n\x10\x64\x65\x61\x64line_seconds\x18\x04 \x01(\x01\"\x14\n\x12ResumeTurnResponse\"\xd4\x03\n\x14RegisterGroupRequest\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x10\n\x08\x65ndpoint\x18\x03 \x01(\t\x12\x13\n\x0bincarnation\x18\x04 \x01(\t\x12\x11\n\tnum_ranks\x18\x05 \x01(\r\x12&\n\x05rates\x18\x06 \x01(\x0b\x32\x17.ringserve.v1.RingRates\x12\x17\n\x0f\x63\x61pacity_tokens\x18\x07 \x01(\x04\x12\x14\n\x0c\x63hunk_tokens\x18\x08 \x01(\r\x12\n\n\x02tp\x18\t \x01(\r\x12\x13\n\x0bstep_budget\x18\x14 \x01(\x01\x12\x18\n\x10min_chunk_tokens\x18\x15 \x01(\r\x12\x14\n\x0cwaiting_work\x18\x1e \x01(\x01\x12\x11\n\twork_rate\x18\x1f \x01(\x01\x12\x18\n\x0b\x66ree_tokens\x18  \x01(\x04H\x00\x88\x01\x01\x12\x14\n\x0cspare_tokens\x18\" \x01(\x04\x12\x11\n\tmax_batch\x18! \x01(\r\x12\x10\n\x08\x64raining\x18\x32 \x01(\x08\x12\x0f\n\x07leaving\x18\x33 \x01(\x08\x12\x19\n\x11max_direct_tokens\x18\x34 \x01(\r\x12\x1a\n\x12max_direct_seconds\x18\x35 \x01(\x01\x42\x0e\n\x0c_free_tokens\"\x86\x01\n\tRingRates\x12\x12\n\ngemm_flops\x18\x01 \x01(\x01\x12\x17\n\x0f\x61ttention_flops\x18\x02 \x01(\x01\x12\x1d\n\x15link_bytes_per_second\x18\x03 \x01(\x01\x12\x1c\n\x14link_latency_seconds\x18\x04 \x01(\x01\x12\x0f\n\x07overlap\x18\x05 \x01(\x01\".\n\x15RegisterGroupResponse\x12\x15\n\rrunning_turns\x18\x32 \x01(\r\"@\n\x10\x44rainRingRequest\x12\x0c\n\x04ring\x18\x01 \x01(\t\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\x12\r\n\x05\x66orce\x18\x03 \x01(\x08\"\x13\n\x11\x44rainRingResponse\"I\n\x12RestartRingRequest\x12\x0c\n\x04ring\x18\x01 \x01(\t\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\x12\x14\n\x0cleaving_node\x18\x03 \x01(\t\"\x15\n\x13RestartRingResponse\"\"\n\x12UndrainRingRequest\x12\x0c\n\x04ring\x18\x01 \x01(\t\"\x15\n\x13UndrainRingResponse2\xf8\x08\n\rRouterService\x12L\n\tBeginTurn\x12\x1e.ringserve.v1.BeginTurnRequest\x1a\x1f.ringserve.v1.BeginTurnResponse\x12\x46\n\x07\x45ndTurn\x12\x1c.ringserve.v1.EndTurnRequest\x1a\x1d.ringserve.v1.EndTurnResponse\x12O\n\nResumeTurn\x12\x1f.ringserve.v1.ResumeTurnRequest\x1a .ringserve.v1.ResumeTurnResponse\x12\x45\n\nAbortTurns\x12\x1a.ringserve.v1.AbortRequest\x1a\x1b.ringserve.v1.AbortResponse\x12^\n\x0fGetConversation\x12$.ringserve.v1.GetConversationRequest\x1a%.ringserve.v1.GetConversationResponse\x12\x64\n\x11ListConversations\x12&.ringserve.v1.ListConversationsRequest\x1a\'.ringserve.v1.ListConversationsResponse\x12`\n\x10\x46orkConversation\x12%.ringserve.v1.ForkConversationRequest\x1a%.ringserve.v1.GetConversationResponse\x12g\n\x12\x44\x65leteConversation\x12\'.ringserve.v1.DeleteConversationRequest\x1a(.ringserve.v1.DeleteConversationResponse\x12X\n\rRegisterGroup\x12\".ringserve.v1.RegisterGroupRequest\x1a#.ringserve.v1.RegisterGroupResponse\x12L\n\tDrainRing\x12\x1e.ringserve.v1.DrainRingRequest\x1a\x1f.ringserve.v1.DrainRingResponse\x12R\n\x0bRestartRing\x12 .ringserve.v1.RestartRingRequest\x1a!.ringserve.v1.RestartRingResponse\x12R\n\x0bUndrainRing\x12 .ringserve.v1.UndrainRingRequest\x1a!.ringserve.v1.UndrainRingResponse\x12X\n\rGetServerInfo\x12\".ringserve.v1.GetServerInfoRequest\x1a#.ringserve.v1.GetServerInfoResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19ringserve/v1/router.proto\x12\x0cringserve.v1\x1a\x18ringserve/v1/rings.proto\x1a\x1cringserve/v1/inference.proto\"\xfb\x02\n\x10\x42\x65ginTurnRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x17\n\x0f\x63onversation_id\x18\x02 \x01(\t\x12-\n\x0bprompt_mode\x18\x03 \x01(\x0e\x32\x18.ringserve.v1.PromptMode\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12(\n\x08sampling\x18\x05 \x01(\x0b\x32\x16.ringserve.v1.Sampling\x12\x18\n\x10\x64\x65\x61\x64line_seconds\x18\x06 \x01(\x01\x12\x0c\n\x04wait\x18\x0b \x01(\x08\x12%\n\x18\x63onversation_ttl_seconds\x18\x0c \x01(\x01H\x00\x88\x01\x01\x12\x10\n\x08priority\x18\n \x01(\x05\x12\x11\n\talgorithm\x18\x1e \x01(\t\x12\x14\n\x0ctrace_parent\x18\x1f \x01(\t\x12\'\n\x08kv_quota\x18  \x01(\x0b\x32\x15.ringserve.v1.KvQuotaB\x1b\n\x19_conversation_ttl_seconds\"-\n\x07KvQuota\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x12\n\nmax_tokens\x18\x02 \x01(\x04\"v\n\x11\x42\x65ginTurnResponse\x12\x0f\n\x07turn_id\x18\x01 \x01(\t\x12\x17\n\x0f\x64\x65\x63ode_endpoint\x18\x02 \x01(\t\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12 \n\x04plan\x18\x04 \x01(\x0b\x32\x12.ringserve.v1.Plan\"|\n\x0e\x45ndTurnRequest\x12\x0f\n\x07turn_id\x18\x01 \x01(\t\x12\n\n\x02ok\x18\x02 \x01(\x08\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x11\n\tkv_tokens\x18\x04 \x01(\r\x12\'\n\x06shards\x18\x05 \x03(\x0b\x32\x17.ringserve.v1.RankShard\"&\n\x0f\x45ndTurnResponse\x12\x13\n\x0bkeep_tokens\x18\x01 \x01(\r\"b\n\x11ResumeTurnRequest\x12\x0f\n\x07turn_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x18\n\x10\x64\x65\x61\x64line_seconds\x18\x04 \x01(\x01\"\x14\n\x12ResumeTurnResponse\"\xd3\x03\n\x13RegisterRingRequest\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x10\n\x08\x65ndpoint\x18\x03 \x01(\t\x12\x13\n\x0bincarnation\x18\x04 \x01(\t\x12\x11\n\tnum_ranks\x18\x05 \x01(\r\x12&\n\x05rates\x18\x06 \x01(\x0b\x32\x17.ringserve.v1.RingRates\x12\x17\n\x0f\x63\x61pacity_tokens\x18\x07 \x01(\x04\x12\x14\n\x0c\x63hunk_tokens\x18\x08 \x01(\r\x12\n\n\x02tp\x18\t \x01(\r\x12\x13\n\x0bstep_budget\x18\x14 \x01(\x01\x12\x18\n\x10min_chunk_tokens\x18\x15 \x01(\r\x12\x14\n\x0cwaiting_work\x18\x1e \x01(\x01\x12\x11\n\twork_rate\x18\x1f \x01(\x01\x12\x18\n\x0b\x66ree_tokens\x18  \x01(\x04H\x00\x88\x01\x01\x12\x14\n\x0cspare_tokens\x18\" \x01(\x04\x12\x11\n\tmax_batch\x18! \x01(\r\x12\x10\n\x08\x64raining\x18\x32 \x01(\x08\x12\x0f\n\x07leaving\x18\x33 \x01(\x08\x12\x19\n\x11max_direct_tokens\x18\x34 \x01(\r\x12\x1a\n\x12max_direct_seconds\x18\x35 \x01(\x01\x42\x0e\n\x0c_free_tokens\"-\n\x14RegisterRingResponse\x12\x15\n\rrunning_turns\x18\x32 \x01(\r\"@\n\x10\x44rainRingRequest\x12\x0c\n\x04ring\x18\x01 \x01(\t\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\x12\r\n\x05\x66orce\x18\x03 \x01(\x08\"\x13\n\x11\x44rainRingResponse\"I\n\x12RestartRingRequest\x12\x0c\n\x04ring\x18\x01 \x01(\t\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\x12\x14\n\x0cleaving_node\x18\x03 \x01(\t\"\x15\n\x13RestartRingResponse\"\"\n\x12UndrainRingRequest\x12\x0c\n\x04ring\x18\x01 \x01(\t\"\x15\n\x13UndrainRingResponse2\xf5\x08\n\rRouterService\x12L\n\tBeginTurn\x12\x1e.ringserve.v1.BeginTurnRequest\x1a\x1f.ringserve.v1.BeginTurnResponse\x12\x46\n\x07\x45ndTurn\x12\x1c.ringserve.v1.EndTurnRequest\x1a\x1d.ringserve.v1.EndTurnResponse\x12O\n\nResumeTurn\x12\x1f.ringserve.v1.ResumeTurnRequest\x1a .ringserve.v1.ResumeTurnResponse\x12\x45\n\nAbortTurns\x12\x1a.ringserve.v1.AbortRequest\x1a\x1b.ringserve.v1.AbortResponse\x12^\n\x0fGetConversation\x12$.ringserve.v1.GetConversationRequest\x1a%.ringserve.v1.GetConversationResponse\x12\x64\n\x11ListConversations\x12&.ringserve.v1.ListConversationsRequest\x1a\'.ringserve.v1.ListConversationsResponse\x12`\n\x10\x46orkConversation\x12%.ringserve.v1.ForkConversationRequest\x1a%.ringserve.v1.GetConversationResponse\x12g\n\x12\x44\x65leteConversation\x12\'.ringserve.v1.DeleteConversationRequest\x1a(.ringserve.v1.DeleteConversationResponse\x12U\n\x0cRegisterRing\x12!.ringserve.v1.RegisterRingRequest\x1a\".ringserve.v1.RegisterRingResponse\x12L\n\tDrainRing\x12\x1e.ringserve.v1.DrainRingRequest\x1a\x1f.ringserve.v1.DrainRingResponse\x12R\n\x0bRestartRing\x12 .ringserve.v1.RestartRingRequest\x1a!.ringserve.v1.RestartRingResponse\x12R\n\x0bUndrainRing\x12 .ringserve.v1.UndrainRingRequest\x1a!.ringserve.v1.UndrainRingResponse\x12X\n\rGetServerInfo\x12\".ringserve.v1.GetServerInfoRequest\x1a#.ringserve.v1.GetServerInfoResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'ringserve.v1.router_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_BEGINTURNREQUEST']._serialized_start=101
-  _globals['_BEGINTURNREQUEST']._serialized_end=480
-  _globals['_KVQUOTA']._serialized_start=482
-  _globals['_KVQUOTA']._serialized_end=527
-  _globals['_BEGINTURNRESPONSE']._serialized_start=529
-  _globals['_BEGINTURNRESPONSE']._serialized_end=647
-  _globals['_ENDTURNREQUEST']._serialized_start=649
-  _globals['_ENDTURNREQUEST']._serialized_end=773
-  _globals['_ENDTURNRESPONSE']._serialized_start=775
-  _globals['_ENDTURNRESPONSE']._serialized_end=813
-  _globals['_RESUMETURNREQUEST']._serialized_start=815
-  _globals['_RESUMETURNREQUEST']._serialized_end=913
-  _globals['_RESUMETURNRESPONSE']._serialized_start=915
-  _globals['_RESUMETURNRESPONSE']._serialized_end=935
-  _globals['_REGISTERGROUPREQUEST']._serialized_start=938
-  _globals['_REGISTERGROUPREQUEST']._serialized_end=1406
-  _globals['_RINGRATES']._serialized_start=1409
-  _globals['_RINGRATES']._serialized_end=1543
-  _globals['_REGISTERGROUPRESPONSE']._serialized_start=1545
-  _globals['_REGISTERGROUPRESPONSE']._serialized_end=1591
-  _globals['_DRAINRINGREQUEST']._serialized_start=1593
-  _globals['_DRAINRINGREQUEST']._serialized_end=1657
-  _globals['_DRAINRINGRESPONSE']._serialized_start=1659
-  _globals['_DRAINRINGRESPONSE']._serialized_end=1678
-  _globals['_RESTARTRINGREQUEST']._serialized_start=1680
-  _globals['_RESTARTRINGREQUEST']._serialized_end=1753
-  _globals['_RESTARTRINGRESPONSE']._serialized_start=1755
-  _globals['_RESTARTRINGRESPONSE']._serialized_end=1776
-  _globals['_UNDRAINRINGREQUEST']._serialized_start=1778
-  _globals['_UNDRAINRINGREQUEST']._serialized_end=1812
-  _globals['_UNDRAINRINGRESPONSE']._serialized_start=1814
-  _globals['_UNDRAINRINGRESPONSE']._serialized_end=1835
-  _globals['_ROUTERSERVICE']._serialized_start=1838
-  _globals['_ROUTERSERVICE']._serialized_end=2982
+  _globals['_BEGINTURNREQUEST']._serialized_start=100
+  _globals['_BEGINTURNREQUEST']._serialized_end=479
+  _globals['_KVQUOTA']._serialized_start=481
+  _globals['_KVQUOTA']._serialized_end=526
+  _globals['_BEGINTURNRESPONSE']._serialized_start=528
+  _globals['_BEGINTURNRESPONSE']._serialized_end=646
+  _globals['_ENDTURNREQUEST']._serialized_start=648
+  _globals['_ENDTURNREQUEST']._serialized_end=772
+  _globals['_ENDTURNRESPONSE']._serialized_start=774
+  _globals['_ENDTURNRESPONSE']._serialized_end=812
+  _globals['_RESUMETURNREQUEST']._serialized_start=814
+  _globals['_RESUMETURNREQUEST']._serialized_end=912
+  _globals['_RESUMETURNRESPONSE']._serialized_start=914
+  _globals['_RESUMETURNRESPONSE']._serialized_end=934
+  _globals['_REGISTERRINGREQUEST']._serialized_start=937
+  _globals['_REGISTERRINGREQUEST']._serialized_end=1404
+  _globals['_REGISTERRINGRESPONSE']._serialized_start=1406
+  _globals['_REGISTERRINGRESPONSE']._serialized_end=1451
+  _globals['_DRAINRINGREQUEST']._serialized_start=1453
+  _globals['_DRAINRINGREQUEST']._serialized_end=1517
+  _globals['_DRAINRINGRESPONSE']._serialized_start=1519
+  _globals['_DRAINRINGRESPONSE']._serialized_end=1538
+  _globals['_RESTARTRINGREQUEST']._serialized_start=1540
+  _globals['_RESTARTRINGREQUEST']._serialized_end=1613
+  _globals['_RESTARTRINGRESPONSE']._serialized_start=1615
+  _globals['_RESTARTRINGRESPONSE']._serialized_end=1636
+  _globals['_UNDRAINRINGREQUEST']._serialized_start=1638
+  _globals['_UNDRAINRINGREQUEST']._serialized_end=1672
+  _globals['_UNDRAINRINGRESPONSE']._serialized_start=1674
+  _globals['_UNDRAINRINGRESPONSE']._serialized_end=1695
+  _globals['_ROUTERSERVICE']._serialized_start=1698
+  _globals['_ROUTERSERVICE']._serialized_end=2839
 # @@protoc_insertion_point(module_scope)

@@ -7,8 +7,8 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
-from ringserve.v1 import groups_pb2 as _groups_pb2
 from ringserve.v1 import inference_pb2 as _inference_pb2
+from ringserve.v1 import rings_pb2 as _rings_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -50,7 +50,7 @@ class BeginTurnRequest(_message.Message):
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
-    def sampling(self) -> _groups_pb2.Sampling: ...
+    def sampling(self) -> _rings_pb2.Sampling: ...
     @_builtins.property
     def kv_quota(self) -> Global___KvQuota:
         """Whose KV this is, and how much of it there may be. None: it is not limited."""
@@ -62,7 +62,7 @@ class BeginTurnRequest(_message.Message):
         conversation_id: _builtins.str = ...,
         prompt_mode: _inference_pb2.PromptMode.ValueType = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
-        sampling: _groups_pb2.Sampling | None = ...,
+        sampling: _rings_pb2.Sampling | None = ...,
         deadline_seconds: _builtins.float = ...,
         wait: _builtins.bool = ...,
         conversation_ttl_seconds: _builtins.float | None = ...,
@@ -238,7 +238,7 @@ class ResumeTurnResponse(_message.Message):
 Global___ResumeTurnResponse: _TypeAlias = ResumeTurnResponse  # noqa: Y015
 
 @_typing.final
-class RegisterGroupRequest(_message.Message):
+class RegisterRingRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ROLE_FIELD_NUMBER: _builtins.int
@@ -290,7 +290,7 @@ class RegisterGroupRequest(_message.Message):
     """Of decode rings: the most tokens of a prompt that one computes itself (0: none), and the most seconds for them."""
     max_direct_seconds: _builtins.float
     @_builtins.property
-    def rates(self) -> Global___RingRates: ...
+    def rates(self) -> _inference_pb2.RingRates: ...
     def __init__(
         self,
         *,
@@ -299,7 +299,7 @@ class RegisterGroupRequest(_message.Message):
         endpoint: _builtins.str = ...,
         incarnation: _builtins.str = ...,
         num_ranks: _builtins.int = ...,
-        rates: Global___RingRates | None = ...,
+        rates: _inference_pb2.RingRates | None = ...,
         capacity_tokens: _builtins.int = ...,
         chunk_tokens: _builtins.int = ...,
         tp: _builtins.int = ...,
@@ -323,41 +323,10 @@ class RegisterGroupRequest(_message.Message):
     _WhichOneofArgType__free_tokens: _TypeAlias = _typing.Literal["_free_tokens", b"_free_tokens"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__free_tokens) -> _WhichOneofReturnType__free_tokens | None: ...
 
-Global___RegisterGroupRequest: _TypeAlias = RegisterGroupRequest  # noqa: Y015
+Global___RegisterRingRequest: _TypeAlias = RegisterRingRequest  # noqa: Y015
 
 @_typing.final
-class RingRates(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    GEMM_FLOPS_FIELD_NUMBER: _builtins.int
-    ATTENTION_FLOPS_FIELD_NUMBER: _builtins.int
-    LINK_BYTES_PER_SECOND_FIELD_NUMBER: _builtins.int
-    LINK_LATENCY_SECONDS_FIELD_NUMBER: _builtins.int
-    OVERLAP_FIELD_NUMBER: _builtins.int
-    gemm_flops: _builtins.float
-    attention_flops: _builtins.float
-    link_bytes_per_second: _builtins.float
-    link_latency_seconds: _builtins.float
-    overlap: _builtins.float
-    def __init__(
-        self,
-        *,
-        gemm_flops: _builtins.float = ...,
-        attention_flops: _builtins.float = ...,
-        link_bytes_per_second: _builtins.float = ...,
-        link_latency_seconds: _builtins.float = ...,
-        overlap: _builtins.float = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_flops", b"attention_flops", "gemm_flops", b"gemm_flops", "link_bytes_per_second", b"link_bytes_per_second", "link_latency_seconds", b"link_latency_seconds", "overlap", b"overlap"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___RingRates: _TypeAlias = RingRates  # noqa: Y015
-
-@_typing.final
-class RegisterGroupResponse(_message.Message):
+class RegisterRingResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     RUNNING_TURNS_FIELD_NUMBER: _builtins.int
@@ -374,7 +343,7 @@ class RegisterGroupResponse(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___RegisterGroupResponse: _TypeAlias = RegisterGroupResponse  # noqa: Y015
+Global___RegisterRingResponse: _TypeAlias = RegisterRingResponse  # noqa: Y015
 
 @_typing.final
 class DrainRingRequest(_message.Message):

@@ -75,10 +75,10 @@ class RouterServiceStub:
                 request_serializer=ringserve_dot_v1_dot_inference__pb2.DeleteConversationRequest.SerializeToString,
                 response_deserializer=ringserve_dot_v1_dot_inference__pb2.DeleteConversationResponse.FromString,
                 _registered_method=True)
-        self.RegisterGroup = channel.unary_unary(
-                '/ringserve.v1.RouterService/RegisterGroup',
-                request_serializer=ringserve_dot_v1_dot_router__pb2.RegisterGroupRequest.SerializeToString,
-                response_deserializer=ringserve_dot_v1_dot_router__pb2.RegisterGroupResponse.FromString,
+        self.RegisterRing = channel.unary_unary(
+                '/ringserve.v1.RouterService/RegisterRing',
+                request_serializer=ringserve_dot_v1_dot_router__pb2.RegisterRingRequest.SerializeToString,
+                response_deserializer=ringserve_dot_v1_dot_router__pb2.RegisterRingResponse.FromString,
                 _registered_method=True)
         self.DrainRing = channel.unary_unary(
                 '/ringserve.v1.RouterService/DrainRing',
@@ -156,8 +156,8 @@ class RouterServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def RegisterGroup(self, request, context):
-        """From a group leader, at start and after every rebuild.
+    def RegisterRing(self, request, context):
+        """From a ring leader, at start and after every rebuild.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -233,10 +233,10 @@ def add_RouterServiceServicer_to_server(servicer, server):
                     request_deserializer=ringserve_dot_v1_dot_inference__pb2.DeleteConversationRequest.FromString,
                     response_serializer=ringserve_dot_v1_dot_inference__pb2.DeleteConversationResponse.SerializeToString,
             ),
-            'RegisterGroup': grpc.unary_unary_rpc_method_handler(
-                    servicer.RegisterGroup,
-                    request_deserializer=ringserve_dot_v1_dot_router__pb2.RegisterGroupRequest.FromString,
-                    response_serializer=ringserve_dot_v1_dot_router__pb2.RegisterGroupResponse.SerializeToString,
+            'RegisterRing': grpc.unary_unary_rpc_method_handler(
+                    servicer.RegisterRing,
+                    request_deserializer=ringserve_dot_v1_dot_router__pb2.RegisterRingRequest.FromString,
+                    response_serializer=ringserve_dot_v1_dot_router__pb2.RegisterRingResponse.SerializeToString,
             ),
             'DrainRing': grpc.unary_unary_rpc_method_handler(
                     servicer.DrainRing,
@@ -486,7 +486,7 @@ class RouterService:
             _registered_method=True)
 
     @staticmethod
-    def RegisterGroup(request,
+    def RegisterRing(request,
             target,
             options=(),
             channel_credentials=None,
@@ -499,9 +499,9 @@ class RouterService:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/ringserve.v1.RouterService/RegisterGroup',
-            ringserve_dot_v1_dot_router__pb2.RegisterGroupRequest.SerializeToString,
-            ringserve_dot_v1_dot_router__pb2.RegisterGroupResponse.FromString,
+            '/ringserve.v1.RouterService/RegisterRing',
+            ringserve_dot_v1_dot_router__pb2.RegisterRingRequest.SerializeToString,
+            ringserve_dot_v1_dot_router__pb2.RegisterRingResponse.FromString,
             options,
             channel_credentials,
             insecure,

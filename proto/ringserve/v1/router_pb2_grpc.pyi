@@ -43,8 +43,8 @@ class RouterServiceStub:
     ListConversations: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ListConversationsRequest, _inference_pb2.ListConversationsResponse]
     ForkConversation: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ForkConversationRequest, _inference_pb2.GetConversationResponse]
     DeleteConversation: _grpc.UnaryUnaryMultiCallable[_inference_pb2.DeleteConversationRequest, _inference_pb2.DeleteConversationResponse]
-    RegisterGroup: _grpc.UnaryUnaryMultiCallable[_router_pb2.RegisterGroupRequest, _router_pb2.RegisterGroupResponse]
-    """From a group leader, at start and after every rebuild."""
+    RegisterRing: _grpc.UnaryUnaryMultiCallable[_router_pb2.RegisterRingRequest, _router_pb2.RegisterRingResponse]
+    """From a ring leader, at start and after every rebuild."""
     DrainRing: _grpc.UnaryUnaryMultiCallable[_router_pb2.DrainRingRequest, _router_pb2.DrainRingResponse]
     """From an operator: the ring takes no new turns, and leaves when those that run have ended. Idempotent."""
     RestartRing: _grpc.UnaryUnaryMultiCallable[_router_pb2.RestartRingRequest, _router_pb2.RestartRingResponse]
@@ -67,8 +67,8 @@ class RouterServiceAsyncStub(RouterServiceStub):
     ListConversations: _aio.UnaryUnaryMultiCallable[_inference_pb2.ListConversationsRequest, _inference_pb2.ListConversationsResponse]  # type: ignore[assignment]
     ForkConversation: _aio.UnaryUnaryMultiCallable[_inference_pb2.ForkConversationRequest, _inference_pb2.GetConversationResponse]  # type: ignore[assignment]
     DeleteConversation: _aio.UnaryUnaryMultiCallable[_inference_pb2.DeleteConversationRequest, _inference_pb2.DeleteConversationResponse]  # type: ignore[assignment]
-    RegisterGroup: _aio.UnaryUnaryMultiCallable[_router_pb2.RegisterGroupRequest, _router_pb2.RegisterGroupResponse]  # type: ignore[assignment]
-    """From a group leader, at start and after every rebuild."""
+    RegisterRing: _aio.UnaryUnaryMultiCallable[_router_pb2.RegisterRingRequest, _router_pb2.RegisterRingResponse]  # type: ignore[assignment]
+    """From a ring leader, at start and after every rebuild."""
     DrainRing: _aio.UnaryUnaryMultiCallable[_router_pb2.DrainRingRequest, _router_pb2.DrainRingResponse]  # type: ignore[assignment]
     """From an operator: the ring takes no new turns, and leaves when those that run have ended. Idempotent."""
     RestartRing: _aio.UnaryUnaryMultiCallable[_router_pb2.RestartRingRequest, _router_pb2.RestartRingResponse]  # type: ignore[assignment]
@@ -138,12 +138,12 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_inference_pb2.DeleteConversationResponse, _abc.Awaitable[_inference_pb2.DeleteConversationResponse]]: ...
 
     @_abc_1.abstractmethod
-    def RegisterGroup(
+    def RegisterRing(
         self,
-        request: _router_pb2.RegisterGroupRequest,
+        request: _router_pb2.RegisterRingRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_router_pb2.RegisterGroupResponse, _abc.Awaitable[_router_pb2.RegisterGroupResponse]]:
-        """From a group leader, at start and after every rebuild."""
+    ) -> _typing.Union[_router_pb2.RegisterRingResponse, _abc.Awaitable[_router_pb2.RegisterRingResponse]]:
+        """From a ring leader, at start and after every rebuild."""
 
     @_abc_1.abstractmethod
     def DrainRing(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from cp_core.cost.model import ModelShape
 from cp_core.cost.profile import DecodeConstants, HardwareProfile, PrefillConstants
-from cp_core.cost_model import ModelShape
 
 TINY = ModelShape(
     num_layers=2,

@@ -12,7 +12,7 @@ from cp_core.cost.decode import StepCost, fastest_step, predict_step
 from cp_core.cost.memory import weight_bytes
 from cp_core.cost.profile import read_profile
 from cp_core.errors import ConfigError
-from services.planning.published import published_model
+from services.offline.planning.published import published_model
 from tests.cp_core.cost.hardware import ROUND, TINY
 
 WEIGHTS = weight_bytes(TINY)

@@ -22,7 +22,7 @@ from cp_core.cost.fit import (
 from cp_core.cost.least_squares import Vector, minimise
 from cp_core.cost.profile import HardwareProfile, read_profile
 from cp_core.errors import ConfigError
-from services.planning.published import published_model
+from services.offline.planning.published import published_model
 
 MODEL = published_model()
 

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cp_core.cost.fit_selector import Comparison, fit_compute_per_byte, fit_empirical
+from cp_core.cost.selector import Turn, algorithm_1, algorithm_5, empirical
 from cp_core.errors import ConfigError
-from cp_core.selector import Turn, algorithm_1, algorithm_5, empirical
-from services.planning.selection import comparisons
-from tests.cp_core.test_selector import llama_405b
+from services.offline.planning.selection import comparisons
+from tests.cp_core.cost.test_selector import llama_405b
 
 
 def comparison(new: int, cached: int, kv: float, q: float) -> Comparison:

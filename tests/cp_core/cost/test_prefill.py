@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cp_core.cost.model import predict_prefill
 from cp_core.cost.prefill import predict_turn
 from cp_core.cost.profile import read_profile
 from cp_core.cost.share import num_hosts, process_share, sum_seconds
-from cp_core.cost_model import predict_prefill
 from cp_core.errors import ConfigError
-from services.planning.published import published_model
+from services.offline.planning.published import published_model
 from tests.cp_core.cost.hardware import ROUND, TINY
 
 
@@ -62,7 +62,7 @@ def test_an_all_to_all_has_a_rate_and_a_start_of_its_own() -> None:
 
 
 def test_a_slow_network_scales_as_well_up_to_four_hosts() -> None:
-    """arXiv 2411.01783, 4.2.1: with 3 GB/s a rank 128K tokens still pass behind attention."""
+    """ArXiv 2411.01783, 4.2.1: with 3 GB/s a rank 128K tokens still pass behind attention."""
     model = published_model().shape
 
     def seconds(name: str, cp: int) -> float:

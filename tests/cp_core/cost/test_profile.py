@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from cp_core.cost.profile import format_profile, parse_profile, read_profile, shipped_profiles
+from cp_core.cost.selector import EmpiricalFit
 from cp_core.errors import ConfigError
-from cp_core.selector import EmpiricalFit
 from tests.cp_core.cost.hardware import ROUND
 
 

@@ -20,7 +20,7 @@ from services.auth.tls import DoorTls
 from services.auth.token_file import TokenFile
 from services.client import AsyncClient, Sampling, TlsFiles
 from services.client.retries import NO_RETRIES
-from services.text import TextCodec
+from services.gateway.text import TextCodec
 from tests.services.auth.certificates import Authority, Signed
 from tests.services.doors import CALL_SECONDS, MODEL, Doors
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from services.config import config_from
-from tests.services.test_config import ELSEWHERE, LOOPBACK, refusal
+from tests.services.config.test_config import ELSEWHERE, LOOPBACK, refusal
 
 INSIDE = {"cert": "/c.pem", "key": "/k.pem", "ca": "/ca.pem"}
 

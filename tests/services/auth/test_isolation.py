@@ -19,7 +19,7 @@ from services.auth.tenants import hash_of
 from services.auth.token_file import TokenFile
 from services.client import AsyncClient, Sampling
 from services.client.retries import NO_RETRIES
-from services.text import TextCodec
+from services.gateway.text import TextCodec
 from tests.services.doors import CALL_SECONDS, MODEL, Doors
 from tests.workers.models import random_tokens
 
@@ -204,7 +204,7 @@ async def test_strangers_get_nothing_over_http(guarded: Doors, sent: str | None,
 
 async def test_the_state_of_the_service_is_for_operators(guarded: Doors) -> None:
     async with client_of(guarded, "o-token") as ops, client_of(guarded, "a-token") as acme:
-        assert len((await ops.server_info()).groups) == 2
+        assert len((await ops.server_info()).rings) == 2
         with pytest.raises(Forbidden, match="'acme' is no operator"):
             await acme.server_info()
         assert (await acme.model_info()).vocab_size == 300

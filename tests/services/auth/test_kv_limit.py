@@ -14,7 +14,7 @@ from services.auth.doorkeeper import Doorkeeper
 from services.auth.tenants import hash_of
 from services.auth.token_file import TokenFile
 from services.client import Sampling
-from services.text import TextCodec
+from services.gateway.text import TextCodec
 from tests.services.auth.test_isolation import client_of
 from tests.services.doors import MODEL, Doors
 from tests.workers.models import random_tokens

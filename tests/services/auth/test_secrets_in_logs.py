@@ -18,9 +18,9 @@ from services.auth.tenants import hash_of, new_token
 from services.auth.token_file import TokenFile
 from services.client import AsyncClient, Sampling
 from services.client.retries import NO_RETRIES
-from services.text import TextCodec
+from services.gateway.text import TextCodec
 from tests.services.doors import CALL_SECONDS, MODEL, Doors
-from workers.steps import RankDoors, RingSpec
+from workers.protocol.steps import RankDoors, RingSpec
 
 KNOWN, UNKNOWN, EXPIRED = (new_token() for _ in range(3))
 HEADERS = (

@@ -13,17 +13,17 @@ import httpx2
 import pytest
 
 from cp_core.errors import ConfigError, RingserveError, Unavailable
-from cp_core.peer_tls import PeerTls
-from orchestration.views import ServerView
+from cp_core.transport.peer_tls import PeerTls
+from orchestration.protocol.views import ServerView
 from ringserve.v1 import router_pb2_grpc
 from services.auth.tls import DoorTls, peer_server
 from services.client import AsyncClient, Client, Sampling, TlsFiles
 from services.client.retries import NO_RETRIES
-from services.grpc_server import GrpcServer
-from services.metrics.router import RouterMetrics, RouterView
-from services.peers import GrpcPeers
-from services.router_server import RouterServicer
-from services.text import TextCodec
+from services.gateway.text import TextCodec
+from services.rpc.peers import GrpcPeers
+from services.rpc.router_server import RouterServicer
+from services.rpc.server import GrpcServer
+from services.telemetry.metrics.router import RouterMetrics, RouterView
 from tests.services.auth.certificates import Authority
 from tests.services.doors import CALL_SECONDS, MODEL, Doors
 
@@ -125,7 +125,7 @@ class View:
     """The one verb of a router that is asked here."""
 
     async def get_server_info(self) -> ServerView:
-        return ServerView(selector="auto", groups=(), conversations=7, running_turns=0)
+        return ServerView(selector="auto", rings=(), conversations=7, running_turns=0)
 
 
 async def test_our_own_processes_take_only_each_other(authority: Authority, stranger: Authority) -> None:

@@ -19,9 +19,9 @@ from cp_core.errors import (
 )
 from ringserve.v1 import inference_pb2, inference_pb2_grpc
 from services.client import AsyncClient, Client, Message, RetryPolicy, Sampling
-from services.grpc_server import GrpcServer
-from services.status import answer_stream
-from services.text import TextCodec
+from services.gateway.text import TextCodec
+from services.rpc.errors import answer_stream
+from services.rpc.server import GrpcServer
 from tests.services.doors import Doors
 from tests.workers.models import Oracle, random_tokens
 
@@ -113,7 +113,7 @@ async def test_a_timeout_ends_the_turn_and_says_so(doors: Doors, client: AsyncCl
 
 async def test_the_other_calls_answer(client: AsyncClient) -> None:
     assert (await client.model_info()).vocab_size == 300
-    assert {group.role for group in (await client.server_info()).groups} == {"prefill", "decode"}
+    assert {ring.role for ring in (await client.server_info()).rings} == {"prefill", "decode"}
     assert list((await client.abort(["nobody"])).unknown) == ["nobody"]
 
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from prometheus_client import generate_latest
 
-from orchestration.groups import Group
-from ringserve.v1 import groups_pb2_grpc
+from orchestration.placement.registry import RegisteredRing
+from ringserve.v1 import rings_pb2_grpc
 from services.client import AsyncClient, Sampling
-from services.decode_server import DecodeServicer
-from services.grpc_server import GrpcServer
-from services.peers import GrpcPeers
-from services.text import TextCodec
+from services.gateway.text import TextCodec
+from services.rpc.decode_server import DecodeServicer
+from services.rpc.peers import GrpcPeers
+from services.rpc.server import GrpcServer
 from tests.orchestration.service import Service
 from tests.services.doors import Doors
 from tests.workers.models import Oracle, random_tokens
@@ -25,13 +25,13 @@ FIVE = Sampling(max_tokens=5, temperature=0.0)
 @pytest.fixture
 async def doors(model_path: Path, codec: TextCodec, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Doors]:
     """Router, prefill leader and gateway reach the decode leader by its service only; the prefill ring is busy."""
-    monkeypatch.setattr(Group, "queue_seconds", lambda self, now: 60.0 if self.role == "prefill" else 0.0)
+    monkeypatch.setattr(RegisteredRing, "queue_seconds", lambda self, now: 60.0 if self.role == "prefill" else 0.0)
     service = Service(model_path, 2, 3, max_direct_tokens=32)
     async with Doors(model_path, codec, service=service) as doors:
         server, peers, leader = GrpcServer(), GrpcPeers(), doors.service.decode
         server.add(
             "ringserve.v1.DecodeService",
-            lambda target: groups_pb2_grpc.add_DecodeServiceServicer_to_server(DecodeServicer(leader), target),
+            lambda target: rings_pb2_grpc.add_DecodeServiceServicer_to_server(DecodeServicer(leader), target),
         )
         address = await server.start("127.0.0.1:0")
         monkeypatch.setattr(doors.service.peers, "decode", lambda _: peers.decode(address))

@@ -9,7 +9,7 @@ import pytest
 
 from cp_core.errors import CapacityExceeded, DeadlineExceeded, NotBegun, RingserveError, Unauthenticated, Unavailable
 from services.client.failures import error_from_call
-from services.status import metadata_of
+from services.rpc.errors import metadata_of
 
 CODE = grpc.StatusCode
 

@@ -190,8 +190,8 @@ class Inference:
     def info(self) -> inference_pb2.GetServerInfoResponse:
         return self.stub.GetServerInfo(inference_pb2.GetServerInfoRequest(), timeout=CALL_SECONDS)
 
-    def ring(self, role: str) -> inference_pb2.GroupInfo:
-        return next(group for group in self.info().groups if group.role == role)
+    def ring(self, role: str) -> inference_pb2.RingInfo:
+        return next(ring for ring in self.info().rings if ring.role == role)
 
     def conversation(self, conversation_id: str) -> inference_pb2.GetConversationResponse:
         request = inference_pb2.GetConversationRequest(conversation_id=conversation_id)
@@ -206,17 +206,17 @@ class Inference:
 
     def free_blocks(self) -> list[int]:
         """Free KV blocks of every rank of both rings."""
-        return [rank.free_blocks for group in self.info().groups for rank in group.kv_usage]
+        return [rank.free_blocks for ring in self.info().rings for rank in ring.kv_usage]
 
     def is_idle(self) -> bool:
         """Whether no turn runs or waits anywhere, and every ring serves."""
         info = self.info()
         return not info.running_turns and all(
-            group.state == "ready"
-            and not group.num_requests_running
-            and not group.num_requests_waiting
-            and not any(rank.active_blocks for rank in group.kv_usage)
-            for group in info.groups
+            ring.state == "ready"
+            and not ring.num_requests_running
+            and not ring.num_requests_waiting
+            and not any(rank.active_blocks for rank in ring.kv_usage)
+            for ring in info.rings
         )
 
 

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from services.reference import StockModel
-from services.text import TextCodec
+from services.gateway.text import TextCodec
+from services.offline.reference import StockModel
 from tests.services.e2e.cluster import Cluster, Inference, Ringserve, idle_after, running_cluster
 from tests.workers.models import save_model
-from workers.builtin_tokenizer import write_tokenizer
+from workers.model.builtin_tokenizer import write_tokenizer
 
 IDLE_SECONDS = 30.0
 

@@ -56,8 +56,8 @@ def head_start_command(ray_port: int, directory: Path) -> str:
 
 def node_start_command(ray_address: str, address: str, role: str) -> str:
     """As KubeRay makes it for a pod of the role from the chart's rayStartParams, which go through a shell."""
-    groups = only(render(), "RayCluster")["spec"]["workerGroupSpecs"]
-    (parameters,) = (group["rayStartParams"] for group in groups if group["groupName"] == role)
+    rings = only(render(), "RayCluster")["spec"]["workerGroupSpecs"]
+    (parameters,) = (ring["rayStartParams"] for ring in rings if ring["groupName"] == role)
     options = " ".join(f"--{name}={value}" for name, value in parameters.items())
     return f"ray start --address={ray_address} --node-ip-address={address} --block --disable-usage-stats {options}"
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from cp_core.errors import RingserveError
 from services.client import Client, RetryPolicy, Sampling
-from services.reference import StockModel
+from services.offline.reference import StockModel
 from tests.services.e2e.cluster import START_SECONDS
 from tests.workers.models import random_tokens
 

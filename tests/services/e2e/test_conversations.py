@@ -14,7 +14,7 @@ import pytest
 from cp_core.errors import Busy, InvalidRequest, NotFound
 from ringserve.v1 import inference_pb2
 from services.client import Client
-from services.reference import StockModel
+from services.offline.reference import StockModel
 from tests.services.e2e.cluster import Cluster, Inference, ids, wait_until
 from tests.workers.models import random_tokens
 

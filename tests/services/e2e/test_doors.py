@@ -15,8 +15,8 @@ from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
 from ringserve.v1 import inference_pb2
-from services.grpc_server import LIVE
-from services.reference import StockModel
+from services.offline.reference import StockModel
+from services.rpc.server import LIVE
 from tests.services.e2e.cluster import CALL_SECONDS, Cluster, Inference, ids
 from tests.workers.models import random_tokens
 
@@ -30,7 +30,7 @@ SERVICES = {
 
 def door(cluster: Cluster, inference: Inference, process: str) -> str:
     """HOST:PORT of a process of the cluster."""
-    doors = {group.role: group.endpoint for group in inference.info().groups}
+    doors = {ring.role: ring.endpoint for ring in inference.info().rings}
     return (doors | {"gateway": cluster.gateway, "router": cluster.router})[process]
 
 
@@ -105,10 +105,10 @@ def test_status_shows_every_ring_for_people_and_for_machines(cluster: Cluster, i
     machine = cluster.ringserve.run("status", "--name", cluster.name, "--json")
     assert (machine.returncode, machine.stderr) == (0, "")
     report = json.loads(machine.stdout)
-    assert [group["name"] for group in report["groups"]] == ["prefill-0", "decode-0"]
-    for group in report["groups"]:
-        assert (group["state"], group["num_ranks"], len(group["rank_pids"])) == ("ready", 2, 2)
-        for rank in group["kv_usage"]:
+    assert [ring["name"] for ring in report["rings"]] == ["prefill-0", "decode-0"]
+    for ring in report["rings"]:
+        assert (ring["state"], ring["num_ranks"], len(ring["rank_pids"])) == ("ready", 2, 2)
+        for rank in ring["kv_usage"]:
             assert rank["free_blocks"] + rank["active_blocks"] + rank["kept_blocks"] == rank["total_blocks"] == 1024
     people = cluster.ringserve.run("status", "--target", cluster.gateway)
     assert people.returncode == 0, people.stderr

@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from ringserve.v1 import inference_pb2
-from services.reference import StockModel
+from services.offline.reference import StockModel
 from tests.services.e2e.cluster import Cluster, Inference, ids, wait_until
 from tests.workers.models import random_tokens
 

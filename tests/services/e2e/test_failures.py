@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from ringserve.v1 import inference_pb2
-from services.reference import StockModel
+from services.offline.reference import StockModel
 from tests.services.e2e.cluster import Cluster, Inference, ids, kill, pid_at, wait_until
 from tests.workers.models import random_tokens
 
@@ -34,7 +34,7 @@ def ends_unavailable(call: Any) -> str:
     return details
 
 
-def wait_for_rebuild(inference: Inference, role: str, old: inference_pb2.GroupInfo) -> inference_pb2.GroupInfo:
+def wait_for_rebuild(inference: Inference, role: str, old: inference_pb2.RingInfo) -> inference_pb2.RingInfo:
     """The ring serves again, with other ranks."""
 
     def is_new() -> bool:

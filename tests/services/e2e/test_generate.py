@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from ringserve.v1 import inference_pb2
-from services.reference import StockModel
-from services.text import TextCodec
+from services.gateway.text import TextCodec
+from services.offline.reference import StockModel
 from tests.services.e2e.cluster import Cluster, Inference, ids
 from tests.workers.models import random_tokens
 

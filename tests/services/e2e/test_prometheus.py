@@ -87,18 +87,16 @@ def has_data(prometheus: Prometheus, expression: str) -> bool:
 
 
 def test_every_rule_is_evaluated_and_every_recorded_series_exists(prometheus: Prometheus) -> None:
-    rules: list[dict[str, Any]] = [rule for group in prometheus.get("rules")["groups"] for rule in group["rules"]]
-    declared = yaml.safe_load((CHART / "files/rules.yaml").read_text())["groups"]
-    assert len(rules) == sum(len(group["rules"]) for group in declared)
+    rules: list[dict[str, Any]] = [rule for ring in prometheus.get("rules")["rings"] for rule in ring["rules"]]
+    declared = yaml.safe_load((CHART / "files/rules.yaml").read_text())["rings"]
+    assert len(rules) == sum(len(ring["rules"]) for ring in declared)
     assert [(rule["name"], rule.get("lastError")) for rule in rules if rule["health"] != "ok"] == []
     recorded = [rule["name"] for rule in rules if rule["type"] == "recording"]
     assert [name for name in recorded if not has_data(prometheus, name)] == []
 
 
 def test_every_metric_that_an_alert_reads_exists_and_none_fires_on_a_healthy_service(prometheus: Prometheus) -> None:
-    rules = [
-        rule for group in prometheus.get("rules")["groups"] for rule in group["rules"] if rule["type"] == "alerting"
-    ]
+    rules = [rule for ring in prometheus.get("rules")["rings"] for rule in ring["rules"] if rule["type"] == "alerting"]
     names = {name for rule in rules for name in METRIC.findall(rule["query"])}
     assert names
     assert [name for name in names if not prometheus.query(name)] == []

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from ringserve.v1 import inference_pb2
-from services.completions import derived_seed
-from services.reference import StockModel
-from services.text import REPLACEMENT, TextCodec
+from services.gateway.completions import derived_seed
+from services.gateway.text import REPLACEMENT, TextCodec
+from services.offline.reference import StockModel
 from tests.services.e2e.cluster import Cluster, Inference, ids
 
 PROMPT = "Names are bound by assignment, and then they are looked up in the innermost scope."

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from workers.protocol.steps import Sampling
 from workers.sampling.rows import choose_token
-from workers.steps import Sampling
 
 
 def test_greedy_takes_the_largest_and_the_first_of_equals() -> None:

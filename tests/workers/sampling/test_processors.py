@@ -153,7 +153,7 @@ def test_presence_and_frequency_count_the_answer_and_not_the_prompt(
 
 @given(st.lists(st.integers(-3, 3), min_size=2, max_size=30), st.floats(0.01, 0.99))
 def test_among_equals_at_the_border_of_top_p_the_smaller_ids_stay(levels: list[int], top_p: float) -> None:
-    """transformers leaves open which of them stay, but how many do is the same."""
+    """Transformers leaves open which of them stay, but how many do is the same."""
     logits = np.array(levels, dtype=np.float64)
     kept = np.isfinite(filtered(logits, Sampling(temperature=1.0, top_p=top_p)))
     theirs = TopPLogitsWarper(top_p)(torch.zeros(1, 1), torch.from_numpy(logits)[None])

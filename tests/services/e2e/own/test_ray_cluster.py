@@ -13,7 +13,7 @@ import grpc
 
 from ringserve.v1 import inference_pb2
 from services.client.retries import NO_RETRIES
-from services.reference import StockModel
+from services.offline.reference import StockModel
 from tests.services.e2e.cluster import START_SECONDS, Inference, Ringserve, ids, wait_until
 from tests.services.e2e.gateways import started_gateway
 from tests.services.e2e.ports import free_port
@@ -41,10 +41,10 @@ def is_router_there(door: Inference) -> bool:
 def is_ready(head: Head, door: Inference) -> bool:
     assert head.process.poll() is None, head.log.read_text()
     try:
-        groups = door.info().groups
+        rings = door.info().rings
     except grpc.RpcError:
         return False
-    return len(groups) == 2 and all(group.state == "ready" for group in groups)
+    return len(rings) == 2 and all(ring.state == "ready" for ring in rings)
 
 
 def test_the_head_ends_when_the_rings_cannot_be_run(ringserve: Ringserve, model_path: Path, tmp_path: Path) -> None:
@@ -57,7 +57,7 @@ def test_the_head_ends_when_the_rings_cannot_be_run(ringserve: Ringserve, model_
 
 
 def check_metrics(info: inference_pb2.GetServerInfoResponse) -> None:
-    for address in (info.router_metrics_endpoint, *(group.metrics_endpoint for group in info.groups)):
+    for address in (info.router_metrics_endpoint, *(ring.metrics_endpoint for ring in info.rings)):
         with urllib.request.urlopen(f"http://{address}/metrics", timeout=30) as answer:
             assert b"ringserve_build_info" in answer.read()
 
@@ -83,8 +83,8 @@ def test_rings_serve_on_the_nodes_of_pods_that_come_and_go_and_end_when_their_tu
         start("127.0.0.3")
         wait_until(lambda: is_ready(head, door), "no two rings are ready", START_SECONDS)
 
-        def ring() -> inference_pb2.GroupInfo:
-            return next(group for group in door.info().groups if group.name == "prefill-0")
+        def ring() -> inference_pb2.RingInfo:
+            return next(ring for ring in door.info().rings if ring.name == "prefill-0")
 
         def move() -> None:
             assert list(ring().nodes) == ["127.0.0.2"]

@@ -22,13 +22,13 @@ from openai import DefaultHttpxClient, OpenAI
 from cp_core.errors import Forbidden, NotFound, Unauthenticated, Unavailable
 from services.client import Client, Sampling, TlsFiles
 from services.client.retries import NO_RETRIES
-from services.ray_guard import asks_for_token
-from services.reference import StockModel
+from services.cluster.ray_guard import asks_for_token
+from services.offline.reference import StockModel
 from tests.services.auth.certificates import Authority
 from tests.services.e2e.cluster import Cluster, Ringserve, pid_at, running_cluster, wait_until
 from tests.workers.models import random_tokens
-from workers.kv_transfer.frames import SettleFrame, encode
-from workers.steps import TransferKey
+from workers.kv.frames import SettleFrame, encode
+from workers.protocol.steps import TransferKey
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,8 @@ def rank_ports(pid: int) -> set[tuple[str, int]]:
 
 def talk(connection: ssl.SSLSocket) -> None:
     """In TLS 1.3 who is called looks at the caller's certificate after the caller is done; a certificate that is
-    refused shows in the first answer."""
+    refused shows in the first answer.
+    """
     with connection:
         connection.sendall(b"RSKV")
         if not connection.recv(1):
@@ -220,7 +221,7 @@ def test_commands_call_by_tls_with_the_token_of_the_environment(secure: Secure) 
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert len(json.loads(done.stdout)["groups"]) == 2
+    assert len(json.loads(done.stdout)["rings"]) == 2
     without = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert without.returncode == 1
     assert without.stderr == "ringserve: authorization: none given; send 'Bearer TOKEN'\n"

@@ -1,5 +1,6 @@
 """A service with one ring of each role, of different shapes: two processes that share the heads prefill, two ranks that
-share the tokens decode, with little room. While one of them restarts, turns wait for it."""
+share the tokens decode, with little room. While one of them restarts, turns wait for it.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from services.client.retries import NO_RETRIES
-from services.reference import StockModel
+from services.offline.reference import StockModel
 from tests.services.e2e.cluster import Cluster, Inference, Ringserve, ids, pid_at, running_cluster, wait_until
 from tests.services.e2e.talking import under_load
 from tests.workers.models import random_tokens
@@ -70,7 +71,7 @@ def test_both_rings_restart_and_turns_wait_instead_of_failing(
     ringserve: Ringserve, single: Cluster, stock: StockModel, tmp_path: Path
 ) -> None:
     inference = Inference(single.gateway)
-    before = {group.name: group for group in inference.info().groups}
+    before = {ring.name: ring for ring in inference.info().rings}
     most_waiting, is_shown_away = 0, False
 
     def restart_both() -> None:
@@ -81,7 +82,7 @@ def test_both_rings_restart_and_turns_wait_instead_of_failing(
             nonlocal most_waiting, is_shown_away
             info = inference.info()
             most_waiting = max(most_waiting, info.turns_waiting_for_rings)
-            is_shown_away |= any(group.state == "away" and group.restarting for group in info.groups)
+            is_shown_away |= any(ring.state == "away" and ring.restarting for ring in info.rings)
             return restarting.poll() is not None
 
         wait_until(is_over, "both rings have restarted", RESTART_SECONDS)
@@ -92,11 +93,11 @@ def test_both_rings_restart_and_turns_wait_instead_of_failing(
     under_load(single.gateway, 2, restart_both, stock, retry=NO_RETRIES)
     assert most_waiting > 0, "turns were there while a ring was away"
     assert is_shown_away
-    after = {group.name: group for group in inference.info().groups}
+    after = {ring.name: ring for ring in inference.info().rings}
     assert set(after) == {"prefill-0", "decode-0"}
-    for name, group in after.items():
-        assert group.incarnation != before[name].incarnation
-        assert not group.restarting
+    for name, ring in after.items():
+        assert ring.incarnation != before[name].incarnation
+        assert not ring.restarting
 
 
 def test_the_clusters_own_gateway_comes_back_at_its_place_when_its_turns_have_ended(single: Cluster) -> None:

@@ -15,7 +15,8 @@ from tests.services.e2e.cluster import REBUILD_SECONDS, Cluster, Inference, Ring
 @pytest.fixture(scope="session")
 def slow_hardware() -> HardwareProfile:
     """What the router is told of the rings, so that no noise of this machine chooses: attention takes long, messages
-    do, and so does KV that moves. A short prompt is quicker alone, a long one by two, and who has a long one stays."""
+    do, and so does KV that moves. A short prompt is quicker alone, a long one by two, and who has a long one stays.
+    """
     profile = read_profile("gtt")
     prefill = replace(
         profile.prefill,

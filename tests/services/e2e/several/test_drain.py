@@ -12,7 +12,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from openai import APIConnectionError, OpenAI
 
-from services.reference import StockModel
+from services.offline.reference import StockModel
 from tests.services.e2e.cluster import Cluster, Inference, Ringserve, ids, wait_until
 from tests.services.e2e.gateways import started_gateway
 from tests.services.e2e.talking import under_load
@@ -80,7 +80,7 @@ def test_a_gateway_that_is_told_to_end_finishes_its_turns_first(
 def test_gateways_and_a_ring_of_each_role_are_replaced_under_load_and_no_turn_fails(
     ringserve: Ringserve, several: Cluster, door: Inference, model_path: Path, stock: StockModel, tmp_path: Path
 ) -> None:
-    before = {group.name: group for group in door.info().groups}
+    before = {ring.name: ring for ring in door.info().rings}
     options = ("--drain-seconds", "60")
 
     def done(*command: str) -> Any:
@@ -98,12 +98,12 @@ def test_gateways_and_a_ring_of_each_role_are_replaced_under_load_and_no_turn_fa
             assert first.process.wait(WAIT_SECONDS) == 0
             drained = done("drain", "decode-0")
             assert (drained["ring"], drained["drained"], drained["failed"]) == ("decode-0", True, 0)
-            assert "decode-0" not in {group.name for group in door.info().groups}
+            assert "decode-0" not in {ring.name for ring in door.info().rings}
             assert done("undrain", "decode-0") == {"ring": "decode-0", "serves": True}
             assert done("restart", "prefill-0") == {"rings": ["prefill-0"], "serves": True}
 
         under_load(f"ipv4:{first.address},{second.address}", 2, replace_all, stock)
-    after = {group.name: group for group in door.info().groups}
+    after = {ring.name: ring for ring in door.info().rings}
     assert set(after) == RINGS
     for ring in RESTARTED:
         assert before[ring].incarnation != after[ring].incarnation

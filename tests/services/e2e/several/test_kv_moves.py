@@ -6,7 +6,7 @@ import json
 from urllib.request import urlopen
 
 from ringserve.v1 import inference_pb2
-from services.reference import StockModel
+from services.offline.reference import StockModel
 from tests.services.e2e.cluster import CALL_SECONDS, Cluster, Inference, ids
 from tests.workers.models import random_tokens
 
@@ -42,7 +42,7 @@ def test_the_next_turns_of_conversations_whose_ring_has_left_find_all_their_kv(
     assert (told.has_left, told.moved) == (True, len(there))
     assert _moved_bytes(info) == moved_before + num_bytes
     for name in NAMES:
-        places = {place.group: place.num_tokens for place in door.conversation(name).placements}
+        places = {place.ring: place.num_tokens for place in door.conversation(name).placements}
         assert places == {rings[name][0]: 90, staying: 90 + ANSWER - 1}
         history = histories[name]
         answer = door.answer(ids([7, 8], conversation=name, mode=inference_pb2.PROMPT_MODE_APPEND, max_tokens=ANSWER))

@@ -10,9 +10,9 @@ import pytest
 from cp_core.cost.fit import PrefillSample, predicted_prefill
 from cp_core.cost.profile import HardwareProfile
 from ringserve.v1 import inference_pb2
-from services.calibration.own_rates import shape_of
 from services.client import Client
-from services.reference import StockModel
+from services.offline.calibration.own_rates import shape_of
+from services.offline.reference import StockModel
 from tests.services.e2e.cluster import REBUILD_SECONDS, Cluster, Inference, ids, kill, wait_until
 from tests.workers.models import random_tokens
 
@@ -22,8 +22,8 @@ SHORT, LONG = 20, 1500
 NUM_TOKENS = 1500
 
 
-def ring(door: Inference, name: str) -> inference_pb2.GroupInfo:
-    return next(group for group in door.info().groups if group.name == name)
+def ring(door: Inference, name: str) -> inference_pb2.RingInfo:
+    return next(ring for ring in door.info().rings if ring.name == name)
 
 
 def prompt_of(num_tokens: int, seed: int) -> list[int]:
@@ -31,16 +31,16 @@ def prompt_of(num_tokens: int, seed: int) -> list[int]:
 
 
 def test_every_ring_is_shown_with_its_size_and_serves_its_metrics(several: Cluster, door: Inference) -> None:
-    assert {group.name: group.num_ranks for group in door.info().groups} == RINGS
+    assert {ring.name: ring.num_ranks for ring in door.info().rings} == RINGS
     shown = several.ringserve.run("status", "--name", several.name)
     assert shown.returncode == 0, shown.stderr
     assert "prefill rings: 1 of cp 2, 1 of cp 1; decode rings: 1 of cp 2, 1 of cp 1" in shown.stdout
     with urllib.request.urlopen(f"http://{several.metrics}/targets", timeout=20) as answer:
-        targets = {each["labels"]["ringserve_group"]: each["targets"][0] for each in json.load(answer)}
+        targets = {each["labels"]["ringserve_ring"]: each["targets"][0] for each in json.load(answer)}
     assert set(RINGS) < set(targets)
     for name in RINGS:
         with urllib.request.urlopen(f"http://{targets[name]}/metrics", timeout=20) as page:
-            assert f'group="{name}"' in page.read().decode()
+            assert f'ring="{name}"' in page.read().decode()
 
 
 def test_plans_are_predicted_by_the_profile_that_the_cluster_was_given(
@@ -101,7 +101,7 @@ def test_a_conversation_goes_to_the_ring_that_each_of_its_turns_is_worth(door: I
         # A ring that it comes to fetches what is worth it from the decode ring.
         assert answer.plan.cached_tokens in ({cached} if number != 1 else {0, cached})
         history += [*new, *answer.output_ids]
-        kept = {place.group: place.num_tokens for place in door.conversation("wanders").placements}
+        kept = {place.ring: place.num_tokens for place in door.conversation("wanders").placements}
         assert kept == {name: len(history) - 6, answer.plan.decode_ring: len(history) - 1}
 
 

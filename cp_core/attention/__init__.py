@@ -1,0 +1,1 @@
+"""Partial attention with log-sum-exp: its kernels, paged forms, and the exact merge of parts."""

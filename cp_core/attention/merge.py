@@ -1,0 +1,89 @@
+"""Exact merging of partial attention (arXiv 2411.01783, 3.3 and appendix B), in fp32, in the order the parts are given.
+
+Shapes: M parts, T query tokens, H query heads, D head dimension.
+
+    out = sum_i exp(lse_i) out_i / sum_i exp(lse_i)         lse = log sum_i exp(lse_i)
+
+Stable: m = max_i lse_i (0 if all are -inf), w_i = exp(lse_i - m), s = sum_i w_i, out = sum_i (w_i / s) out_i,
+lse = m + log s. A part that attended nothing has lse -inf and an out that may be NaN: it is selected away, because
+0 * NaN is NaN. Callers that need the same bits on every rank give the parts in source-rank order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from cp_core.attention.interface import Partial
+
+
+def merge(parts: Sequence[Partial]) -> Partial:
+    """Merge M >= 1 parts of the same rows. One part is returned as it is; otherwise the result is new memory.
+
+    out and lse keep the parts' dtype (fp32). Raises FloatingPointError if any lse is NaN: a kernel failed, or memory
+    that nobody filled was read as a result.
+    """
+    assert parts, "nothing to merge"
+    if len(parts) == 1:
+        _check_lse(parts[0].lse)
+        return parts[0]
+    weights_mth, lse_th, has_unseen = _weights(torch.stack([part.lse for part in parts]))
+    out_thd: torch.Tensor | None = None
+    for part, weight_th in zip(parts, weights_mth, strict=True):
+        weight_th1 = weight_th[..., None]
+        part_out = torch.where(weight_th1 > 0.0, part.out, 0.0) if has_unseen else part.out
+        out_thd = part_out * weight_th1 if out_thd is None else out_thd.addcmul_(part_out, weight_th1)
+    assert out_thd is not None
+    return Partial(out_thd, lse_th)
+
+
+def merge_pair(first: Partial, second: Partial) -> Partial:
+    """Merge two parts."""
+    return merge((first, second))
+
+
+class Accumulator:
+    """Merges any number of parts of the same rows that come one by one, holding at most `max_pending` of them.
+
+    Up to `max_pending` parts the result has the bits of one `merge`; beyond, it is within 2e-7 relative of it.
+    """
+
+    def __init__(self, max_pending: int = 8) -> None:
+        assert max_pending >= 2, "a merge takes two parts"
+        self._max_pending = max_pending
+        self._pending: list[Partial] = []
+
+    def add(self, part: Partial) -> None:
+        """Take one more part. Raises FloatingPointError if an lse is NaN."""
+        if len(self._pending) == self._max_pending:
+            self._pending = [merge(self._pending)]
+        self._pending.append(part)
+
+    def result(self) -> Partial:
+        """The merge of all parts so far, at least one. Raises FloatingPointError if an lse is NaN."""
+        self._pending = [merge(self._pending)]
+        return self._pending[0]
+
+
+def finished_out(part: Partial) -> torch.Tensor:
+    """The part's out with rows that attended nothing set to 0: what a caller may use without looking at lse."""
+    nothing_th = part.lse == -torch.inf
+    return part.out.masked_fill(nothing_th[..., None], 0.0) if bool(nothing_th.any()) else part.out
+
+
+def _weights(lse_mth: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, bool]:
+    """(w_i / s, merged lse, whether any weight is 0 so that its out must not be touched)."""
+    highest_th = lse_mth.amax(dim=0)
+    _check_lse(highest_th)
+    weights_mth = torch.exp(lse_mth - highest_th.masked_fill(highest_th == -torch.inf, 0.0))
+    total_th = weights_mth.sum(dim=0)
+    # A row without any key has s = 0; dividing by 1 leaves its weights, and so its out, at 0.
+    weights_mth.div_(total_th.masked_fill(total_th == 0.0, 1.0))
+    return weights_mth, highest_th + total_th.log(), not bool(weights_mth.all())
+
+
+def _check_lse(lse_th: torch.Tensor) -> None:
+    # amax and sum both hand a NaN on; sum would also make one of +inf and -inf.
+    if lse_th.numel() and bool(lse_th.amax().isnan()):
+        raise FloatingPointError("the log-sum-exp of an attention partial is NaN")

@@ -1,0 +1,72 @@
+"""Attention over pages: a kernel that follows block tables attends a whole decode batch in one call, without views.
+
+Shapes: B sequences with one query each, P pages of a cache, G tokens a page, M pages of the longest table, H query
+heads, K key/value heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Protocol, TypeGuard
+
+import torch
+
+from cp_core.attention.interface import AttentionBackend, Partial, empty_partial
+
+
+@dataclass(frozen=True, slots=True)
+class PagedShards:
+    """One rank's shards of a batch: pages k[P, G, K, D] and v[P, G, K, D] of one layer, in any order.
+
+    table[B, M] (int32, on their device) names each sequence's pages in stored order; what follows its last page is
+    never read but must be a page's number. `stored` are the tokens of each, 0 where this rank holds none.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    table: torch.Tensor
+    stored: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.stored)
+
+    def of(self, rows: Sequence[int]) -> PagedShards:
+        """The shards of some sequences, in that order; every row, in order, without a copy."""
+        if list(rows) == list(range(len(self))):
+            return self
+        return PagedShards(self.k, self.v, self.table[list(rows)], tuple(self.stored[row] for row in rows))
+
+
+class PagedBackend(AttentionBackend, Protocol):
+    """A kernel that takes block tables. Its pages hold a multiple of `page_multiple` tokens."""
+
+    page_multiple: ClassVar[int]
+
+    def paged_attention(self, q: torch.Tensor, shards: PagedShards, *, scale: float) -> Partial:
+        """Attend q[B, H, D], one query a sequence, over that sequence's shard. B and every `stored` are 1 or more."""
+        ...
+
+
+def takes_pages(backend: AttentionBackend, page_tokens: int) -> TypeGuard[PagedBackend]:
+    """Whether the backend follows block tables over pages of so many tokens."""
+    multiple = getattr(backend, "page_multiple", 0)
+    return bool(multiple) and page_tokens % multiple == 0
+
+
+def attend_pages(backend: PagedBackend, q_bhd: torch.Tensor, shards: PagedShards, scale: float) -> Partial:
+    """The part of q[B, H, D] over the shards; (0, -inf) where nothing is stored: no kernel sees an empty sequence."""
+    filled = [row for row, stored in enumerate(shards.stored) if stored]
+    if len(filled) == len(shards):
+        return backend.paged_attention(q_bhd, shards, scale=scale) if filled else empty_partial(q_bhd)
+    part = empty_partial(q_bhd)
+    if filled:
+        some = backend.paged_attention(q_bhd[filled], shards.of(filled), scale=scale)
+        part.out[filled], part.lse[filled] = some.out, some.lse
+    return part
+
+
+def cumulative(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
+    """int32[B + 1]: 0, then the sums of the first 1, 2, .. B lengths, as varlen kernels take them."""
+    ends = torch.tensor([0, *lengths], dtype=torch.int32)
+    return ends.cumsum(0, dtype=torch.int32).to(device)

@@ -1,0 +1,58 @@
+"""Attention written out in plain tensor operations: slow, always there, and in fp64 the oracle of the tests.
+
+Shapes: T query tokens, S stored tokens, H query heads, K key/value heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+
+from cp_core.attention.interface import Partial, empty_partial
+from cp_core.attention.paged import PagedShards
+
+
+class ReferenceAttention:
+    """softmax(q k^T * scale) v with its log-sum-exp, computed in `dtype` (fp32, or fp64 as an oracle)."""
+
+    name: ClassVar[str] = "reference"
+    is_fast: ClassVar[bool] = False
+    page_multiple: ClassVar[int] = 1
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        self.dtype = dtype
+
+    @staticmethod
+    def supports(device: torch.device, dtype: torch.dtype) -> bool:
+        return dtype.is_floating_point
+
+    def partial_attention(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float
+    ) -> Partial:
+        """See AttentionBackend. Holds the whole [H, T, S] score matrix. out and lse are of this object's dtype."""
+        num_tokens, num_heads, _ = q.shape
+        num_stored, num_kv_heads, _ = k.shape
+        assert not causal or num_tokens == num_stored, f"causal needs T == S, not {num_tokens} and {num_stored}"
+        if not num_tokens or not num_stored:
+            return empty_partial(q, self.dtype)
+        group = num_heads // num_kv_heads
+        k_shd = k.to(self.dtype).repeat_interleave(group, dim=1)
+        v_shd = v.to(self.dtype).repeat_interleave(group, dim=1)
+        scores_hts = torch.einsum("thd,shd->hts", q.to(self.dtype), k_shd) * scale
+        if causal:
+            hidden_ts = torch.ones(num_tokens, num_stored, dtype=torch.bool, device=q.device).triu(1)
+            scores_hts.masked_fill_(hidden_ts, -torch.inf)
+        lse_ht = scores_hts.logsumexp(dim=-1)
+        weights_hts = torch.exp(scores_hts - lse_ht[..., None])
+        out_thd = torch.einsum("hts,shd->thd", weights_hts, v_shd)
+        return Partial(out_thd.contiguous(), lse_ht.transpose(0, 1).contiguous())
+
+    def paged_attention(self, q: torch.Tensor, shards: PagedShards, *, scale: float) -> Partial:
+        """See PagedBackend: the meaning of a block table, sequence by sequence."""
+        parts = []
+        for row, stored in enumerate(shards.stored):
+            pages = shards.table[row, : -(-stored // shards.k.shape[1])].long()
+            k, v = (each[pages].flatten(0, 1)[:stored] for each in (shards.k, shards.v))
+            parts.append(self.partial_attention(q[row : row + 1], k, v, causal=False, scale=scale))
+        return Partial(torch.cat([part.out for part in parts]), torch.cat([part.lse for part in parts]))

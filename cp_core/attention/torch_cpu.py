@@ -1,0 +1,88 @@
+"""torch's flash attention for CPUs, which alone of torch's CPU kernels returns the log-sum-exp.
+
+Shapes: T query tokens, S stored tokens, H query heads, K key/value heads, G = H // K query heads of one KV head,
+D head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+
+from cp_core.attention.interface import Partial, empty_partial
+from cp_core.layout.prefill_plan import KvRun
+
+# Up to this many tokens the G query heads of a KV head become G * T rows of one head: each K and V is then read once
+# instead of G times (65,536 keys, T = 1: 6.5 ms for 26.5). Above it the copy of q costs as much as it saves.
+MAX_FOLDED_TOKENS = 512
+
+
+class TorchCpuFlash:
+    """`aten::_scaled_dot_product_flash_attention_for_cpu`, with its traps (torch 2.13) kept from the callers.
+
+    It dies of SIGFPE on zero lengths, aligns causal masks to the top left, and answers 16-bit inputs in 16 bits,
+    which would round every partial: those inputs are widened to fp32 first. K and V are read strided, without a copy.
+    """
+
+    name: ClassVar[str] = "torch_cpu_flash"
+    is_fast: ClassVar[bool] = True
+
+    @staticmethod
+    def supports(device: torch.device, dtype: torch.dtype) -> bool:
+        return device.type == "cpu" and dtype in (torch.float32, torch.bfloat16, torch.float16)
+
+    def partial_attention(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float
+    ) -> Partial:
+        """See AttentionBackend."""
+        num_tokens, num_heads, head_dim = q.shape
+        num_stored, num_kv_heads, _ = k.shape
+        assert not causal or num_tokens == num_stored, f"causal needs T == S, not {num_tokens} and {num_stored}"
+        if not num_tokens or not num_stored:
+            return empty_partial(q)
+        # A single query sees a single key whether the call is causal or not; so does folding.
+        folded = num_heads != num_kv_heads and num_tokens <= MAX_FOLDED_TOKENS and (not causal or num_tokens == 1)
+        q_bhtd = _fold(q.float(), num_kv_heads) if folded else q.float().transpose(0, 1).unsqueeze(0)
+        out_bhtd, lse_bht = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q_bhtd,
+            k.float().transpose(0, 1).unsqueeze(0),
+            v.float().transpose(0, 1).unsqueeze(0),
+            0.0,
+            causal and not folded,
+            scale=scale,
+        )
+        if not folded:
+            return Partial(out_bhtd[0].transpose(0, 1), lse_bht[0].transpose(0, 1))
+        group = num_heads // num_kv_heads
+        out_ktgd = out_bhtd.view(num_kv_heads, num_tokens, group, head_dim)
+        lse_ktg = lse_bht.view(num_kv_heads, num_tokens, group)
+        return Partial(
+            out_ktgd.transpose(0, 1).reshape(num_tokens, num_heads, head_dim),
+            lse_ktg.transpose(0, 1).reshape(num_tokens, num_heads),
+        )
+
+    def attend_rows(self, q: torch.Tensor, runs: Sequence[KvRun], *, scale: float) -> Partial:
+        """See RowAttention. What is the same for all rows is done once: per row are left two views and the kernel."""
+        batch, num_heads, head_dim = q.shape
+        num_kv_heads = runs[0].k.shape[1]
+        q_bkgd = q.float().reshape(batch, 1, num_kv_heads, num_heads // num_kv_heads, head_dim)
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+        is_wide = runs[0].k.dtype == torch.float32
+        outs, lses = [], []
+        for q_1kgd, run in zip(q_bkgd.unbind(0), runs, strict=True):
+            k_skd, v_skd = (run.k, run.v) if is_wide else (run.k.float(), run.v.float())
+            out, lse = kernel(
+                q_1kgd, k_skd.transpose(0, 1).unsqueeze(0), v_skd.transpose(0, 1).unsqueeze(0), 0.0, False, scale=scale
+            )
+            outs.append(out)
+            lses.append(lse)
+        return Partial(torch.cat(outs).view(batch, num_heads, head_dim), torch.cat(lses).view(batch, num_heads))
+
+
+def _fold(q_thd: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
+    """q[T, H, D] as [1, K, T * G, D]; a view where T is 1."""
+    num_tokens, num_heads, head_dim = q_thd.shape
+    q_tkgd = q_thd.reshape(num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    return q_tkgd.transpose(0, 1).reshape(1, num_kv_heads, -1, head_dim)

@@ -1,0 +1,86 @@
+"""torch's own flash attention for NVIDIA GPUs, which returns the log-sum-exp. Written against torch 2.13; not run yet.
+
+Shapes: T query tokens, S stored tokens, H query heads, K key/value heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+
+from cp_core.attention.interface import Partial, empty_partial
+from cp_core.attention.paged import PagedShards, cumulative
+
+# What the kernel is compiled for: head dimensions up to this one, in steps of 8.
+MAX_HEAD_DIM = 256
+# Tokens of a page, where the flash kernels follow a block table.
+PAGE_MULTIPLE = 256
+
+
+class TorchCudaFlash:
+    """`aten::_scaled_dot_product_flash_attention`: 16-bit inputs, K/V heads shared by groups of query heads in the
+    kernel itself, fp32 natural-log LSE. Its out comes in 16 bits and is widened, so each partial is rounded once more
+    than on CPU. Zero lengths stay out of the kernel.
+    """
+
+    name: ClassVar[str] = "torch_cuda_flash"
+    is_fast: ClassVar[bool] = True
+    page_multiple: ClassVar[int] = PAGE_MULTIPLE
+
+    def __init__(
+        self, kernel: Callable[..., Any] | None = None, paged_kernel: Callable[..., Any] | None = None
+    ) -> None:
+        """`kernel` and `paged_kernel` stand in for the operators in tests."""
+        self._kernel = kernel or torch.ops.aten._scaled_dot_product_flash_attention
+        self._paged_kernel = paged_kernel or torch.ops.aten._flash_attention_forward
+
+    @staticmethod
+    def supports(device: torch.device, dtype: torch.dtype) -> bool:
+        return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
+
+    def partial_attention(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float
+    ) -> Partial:
+        """See AttentionBackend."""
+        num_tokens, num_stored = q.shape[0], k.shape[0]
+        check_head_dim(q.shape[-1])
+        assert not causal or num_tokens == num_stored, f"causal needs T == S, not {num_tokens} and {num_stored}"
+        if not num_tokens or not num_stored:
+            return empty_partial(q)
+        # [T, H, D] -> [1, H, T, D]. Dropout, and with it randomness, is off; no debug mask.
+        out_bhtd, lse_bht, *_ = self._kernel(
+            *(each.transpose(0, 1).unsqueeze(0) for each in (q, k, v)), 0.0, causal, False, scale=scale
+        )
+        return Partial(out_bhtd[0].transpose(0, 1).float(), lse_bht[0].transpose(0, 1))
+
+    def paged_attention(self, q: torch.Tensor, shards: PagedShards, *, scale: float) -> Partial:
+        """See PagedBackend: one call of the operator behind `torch.nn.attention.varlen`, which follows the table."""
+        check_head_dim(q.shape[-1])
+        stored = torch.tensor(shards.stored, dtype=torch.int32).to(q.device)
+        out_bhd, lse_hb, *_ = self._paged_kernel(
+            q,
+            shards.k,
+            shards.v,
+            cumulative([1] * len(shards), q.device),
+            cumulative(shards.stored, q.device),
+            1,
+            max(shards.stored),
+            0.0,
+            False,
+            return_debug_mask=False,
+            scale=scale,
+            window_size_left=-1,
+            window_size_right=-1,
+            seqused_k=stored,
+            block_table=shards.table,
+        )
+        return Partial(out_bhd.float(), lse_hb.transpose(0, 1))
+
+
+def check_head_dim(head_dim: int) -> None:
+    """An invariant of the flash kernels; models that break it need the reference backend."""
+    assert head_dim <= MAX_HEAD_DIM and head_dim % 8 == 0, (
+        f"flash attention has head dimensions that are multiples of 8 up to {MAX_HEAD_DIM}, not {head_dim}"
+    )

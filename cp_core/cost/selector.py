@@ -1,0 +1,164 @@
+"""Which ring algorithm a prefill takes, and why. Pure functions, no torch.
+
+T new tokens, P cached ones, N ranks, H query heads, K key/value heads, e bytes per element, C compute in FLOP/s,
+BW link in byte/s. Sources: arXiv 2411.01783, equations 1 to 3, algorithms 1 and 5, appendix D.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from cp_core.cost.model import PASS_KV, PASS_Q, ModelShape, Rates, StepPredictor
+from cp_core.errors import ConfigError, InvalidRequest
+
+POLICIES = ("auto", "alg1", "alg5", "empirical", PASS_KV, PASS_Q)
+
+# Predictions nearer to each other than this are no reason to leave pass-KV, which needs no all-to-all.
+TIE = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """`algorithm` is "pass_kv" or "pass_q"; `reason` says why, with the numbers."""
+
+    algorithm: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Turn:
+    """What is to be prefilled: T >= 1 new tokens after P >= 0 cached ones, on N ranks. Raises InvalidRequest."""
+
+    new_tokens: int
+    cached_tokens: int
+    num_ranks: int
+
+    def __post_init__(self) -> None:
+        for name, least in (("new_tokens", 1), ("cached_tokens", 0), ("num_ranks", 1)):
+            if getattr(self, name) < least:
+                raise InvalidRequest(f"{name} is {getattr(self, name)}; allowed is {least} or more")
+
+    @property
+    def miss_rate(self) -> float:
+        """T / (T + P)."""
+        return self.new_tokens / (self.new_tokens + self.cached_tokens)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EmpiricalFit:
+    """h = alpha ln T + beta ln(T / (T + P)) + gamma, fitted on the cluster that uses it.
+
+    The paper's printed constants (-1.059, 1.145, 12.112) do not reproduce its own table 4.
+    """
+
+    alpha: float
+    beta: float
+    gamma: float
+
+
+def algorithm_1(turn: Turn, model: ModelShape, compute_flops: float, link_bytes_per_second: float) -> Selection:
+    """Pass-KV if its messages hide behind attention (equation 2) or KV is the smaller message (equation 1)."""
+    miss_rate = 2 * model.num_kv_heads / model.num_heads
+    return _by_threshold("Algorithm 1", turn, model, compute_flops, link_bytes_per_second, miss_rate)
+
+
+def algorithm_5(turn: Turn, model: ModelShape, compute_flops: float, link_bytes_per_second: float) -> Selection:
+    """Algorithm 1 with the all-to-all of pass-Q counted against it: a lower miss rate suffices for pass-KV."""
+    scale = turn.num_ranks * compute_flops * model.element_bytes
+    saved = 4 * turn.new_tokens * link_bytes_per_second / scale
+    miss_rate = 2 * model.num_kv_heads / model.num_heads - saved
+    return _by_threshold("Algorithm 5", turn, model, compute_flops, link_bytes_per_second, miss_rate)
+
+
+def empirical(turn: Turn, fit: EmpiricalFit) -> Selection:
+    """Pass-KV where the fitted h is positive (appendix D)."""
+    if turn.num_ranks == 1:
+        return _alone()
+    h = fit.alpha * math.log(turn.new_tokens) + fit.beta * math.log(turn.miss_rate) + fit.gamma
+    sign = "> 0" if h > 0.0 else "<= 0"
+    return Selection(PASS_KV if h > 0.0 else PASS_Q, f"Empirical: {_describe(turn)}, h = {h:.4g} {sign}")
+
+
+def fastest(turn: Turn, model: ModelShape, rates: Rates) -> Selection:
+    """The smaller predicted time; a tie within 2% goes to pass-KV."""
+    kv, q = StepPredictor(model, rates, turn.num_ranks).seconds(turn.new_tokens, turn.cached_tokens)
+    return faster(turn, kv, q)
+
+
+def faster(turn: Turn, pass_kv_seconds: float, pass_q_seconds: float) -> Selection:
+    """As `fastest`, by times that are known already."""
+    if turn.num_ranks == 1:
+        return _alone()
+    kv, q = pass_kv_seconds, pass_q_seconds
+    times = f"predicted pass-KV {_milliseconds(kv)}, pass-Q {_milliseconds(q)}"
+    if is_clearly_less(q, kv):
+        return Selection(PASS_Q, f"Auto: {_describe(turn)}, {times}: pass-Q is faster")
+    verdict = "pass-KV is faster" if is_clearly_less(kv, q) else "a tie within 2% goes to pass-KV"
+    return Selection(PASS_KV, f"Auto: {_describe(turn)}, {times}: {verdict}")
+
+
+def is_clearly_less(seconds: float, other: float) -> bool:
+    """By more than a tie."""
+    return seconds < (1.0 - TIE) * other
+
+
+def forced(algorithm: str) -> Selection:
+    """What the configuration or the caller demands. Raises ConfigError if it is no algorithm."""
+    if algorithm not in (PASS_KV, PASS_Q):
+        raise ConfigError(f"algorithm is {algorithm!r}; allowed are {PASS_KV}, {PASS_Q}")
+    return Selection(algorithm, f"Forced: {algorithm} is configured")
+
+
+def select(policy: str, turn: Turn, model: ModelShape, rates: Rates, fit: EmpiricalFit | None = None) -> Selection:
+    """By the name of a policy, one of POLICIES. Algorithms 1 and 5 take C and BW from `rates`.
+
+    Raises ConfigError for an unknown policy, and for "empirical" without `fit`.
+    """
+    if policy == "auto":
+        return fastest(turn, model, rates)
+    if policy == "alg1":
+        return algorithm_1(turn, model, rates.attention_flops, rates.link_bytes_per_second)
+    if policy == "alg5":
+        return algorithm_5(turn, model, rates.attention_flops, rates.link_bytes_per_second)
+    if policy == "empirical":
+        if fit is None:
+            raise ConfigError("selector is 'empirical', which needs alpha, beta and gamma fitted on this cluster")
+        return empirical(turn, fit)
+    if policy in (PASS_KV, PASS_Q):
+        return forced(policy)
+    raise ConfigError(f"selector is {policy!r}; allowed are {', '.join(POLICIES)}")
+
+
+def hiding_length(turn: Turn, model: ModelShape, compute_flops: float, link_bytes_per_second: float) -> float:
+    """Equation 2: from this many new tokens on, pass-KV messages hide behind attention. N C K e / (2 H BW)."""
+    scale = turn.num_ranks * compute_flops * model.num_kv_heads * model.element_bytes
+    return scale / (2 * model.num_heads * link_bytes_per_second)
+
+
+def _by_threshold(
+    name: str, turn: Turn, model: ModelShape, compute_flops: float, link_bytes_per_second: float, miss_rate: float
+) -> Selection:
+    if turn.num_ranks == 1:
+        return _alone()
+    hidden_from = hiding_length(turn, model, compute_flops, link_bytes_per_second)
+    if turn.new_tokens >= hidden_from:
+        why = f"T >= {hidden_from:.0f}, so KV messages hide behind attention"
+        return Selection(PASS_KV, f"{name}: {_describe(turn)}, {why}")
+    short = f"T < {hidden_from:.0f}, so KV messages would not hide"
+    if turn.miss_rate >= miss_rate:
+        return Selection(PASS_KV, f"{name}: {_describe(turn)}, {short}, but miss rate >= {miss_rate:.4g}")
+    return Selection(PASS_Q, f"{name}: {_describe(turn)}, {short}, and miss rate < {miss_rate:.4g}")
+
+
+def _alone() -> Selection:
+    return Selection(PASS_KV, "a ring of one rank sends nothing")
+
+
+def _describe(turn: Turn) -> str:
+    counts = f"T={turn.new_tokens} P={turn.cached_tokens} N={turn.num_ranks}"
+    return f"{counts}, miss rate {turn.miss_rate:.4g}"
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.4g} ms"

@@ -1,0 +1,159 @@
+"""One layer's attention of a decode step over sharded KV: each rank attends its shard, the parts are merged.
+
+Two variants. `sharded_decode`: every rank has every query, parts are gathered and merged everywhere (vLLM RFC #26133).
+`ring_decode`: each rank has the queries of its own rows, they go round, parts return (arXiv 2411.01783, algorithm 4).
+A rank that holds nothing of a sequence sends no part of it, so that sequences that lie on one rank cost nothing beside
+those that are spread.
+
+Shapes: B sequences with one new token each, b of them this rank's own, S stored tokens, H query heads, K key/value
+heads, D head dimension, N ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from cp_core.attention.interface import AttentionBackend, Partial, RowAttention, empty_partial
+from cp_core.attention.merge import Accumulator, finished_out, merge
+from cp_core.attention.paged import PagedShards, attend_pages, takes_pages
+from cp_core.layout.decode_plan import DecodePlan, PassQRoute, Visit
+from cp_core.layout.prefill_plan import KvRun
+from cp_core.ring.packing import PartialBuffer
+from cp_core.transport.interface import RingTransport
+
+Shards = Sequence[Sequence[KvRun]] | PagedShards
+"""This rank's part of each sequence: runs, attended as views one by one, or pages, for a backend that takes those."""
+
+
+def sharded_decode(
+    q: torch.Tensor,
+    shards: Shards,
+    transport: RingTransport,
+    backend: AttentionBackend,
+    scale: float,
+    plan: DecodePlan | None = None,
+) -> torch.Tensor:
+    """out[B, H, D], in q's dtype and with the same bits on every rank, of q[B, H, D].
+
+    `shards[i]` are this rank's runs of sequence i, the new token's KV among them on the rank that stores it; a shard
+    may be empty. `plan` says which; without it every rank answers for every sequence. The parts are gathered (one
+    gather, none if B is 0 or N is 1) and merged in rank order.
+    Raises Unavailable when a peer is lost, FloatingPointError when a log-sum-exp is NaN.
+    """
+    batch, num_heads, head_dim = q.shape
+    assert len(shards) == batch, f"{len(shards)} shards for a batch of {batch}"
+    if not batch:
+        return torch.empty_like(q)
+    everything = range(batch)
+    held = [everything if plan is None else plan.held_by(rank, everything) for rank in range(transport.size)]
+    buffers = [PartialBuffer(len(rows), num_heads, head_dim, q.device) for rows in held]
+    own = buffers[transport.rank]
+    rows = held[transport.rank]
+    own.fill(_attend_rows(q, rows, rows, shards, backend, scale))
+    if transport.size > 1:
+        transport.gather_all(own.flat, [buffer.flat for buffer in buffers]).wait()
+    return _merged(q, buffers, held)
+
+
+def ring_decode(
+    q: torch.Tensor,
+    shards: Shards,
+    route: PassQRoute,
+    transport: RingTransport,
+    backend: AttentionBackend,
+    scale: float,
+) -> torch.Tensor:
+    """out[b, H, D], in q's dtype, of the queries q[b, H, D] of this rank's own rows, in their order.
+
+    `shards[i]` are this rank's runs of row i of the whole batch. The next queries travel while these are attended; N-1
+    exchanges and one all-to-all, or nothing if B is 0 or N is 1. b may be 0, and B less than N: nothing is padded.
+    Within 4e-7 relative of `sharded_decode` for the same queries; the bits may differ, since how vectors are cut
+    depends on the number of rows. Raises as that does.
+    """
+    assert len(shards) == route.batch, f"{len(shards)} shards for a batch of {route.batch}"
+    assert q.shape[0] == len(route.own), f"{q.shape[0]} queries for {len(route.own)} rows"
+    rank, size = transport.rank, transport.size
+    num_heads, head_dim = q.shape[1:]
+
+    def buffers_of(sizes: Sequence[int]) -> list[PartialBuffer]:
+        return [PartialBuffer(number, num_heads, head_dim, q.device) for number in sizes]
+
+    if not route.batch:
+        return torch.empty_like(q)
+    # Nothing travels to oneself: the own part is put where the others' arrive.
+    arrived = buffers_of([len(places) for places in route.returns])
+    outgoing = buffers_of([0] * size)
+    message = q.contiguous()
+    for hop, visit in enumerate(route.visits):
+        is_last = hop == size - 1
+        if not is_last:
+            received = message.new_empty(len(route.visits[hop + 1].rows), num_heads, head_dim)
+            work = transport.exchange(_onward(message, visit), (rank + 1) % size, received, (rank - 1) % size)
+        answer = arrived[rank] if visit.source == rank else buffers_of([len(visit.answered)])[0]
+        rows = [visit.rows[place] for place in visit.answered]
+        answer.fill(_attend_rows(message, visit.answered, rows, shards, backend, scale))
+        if visit.source != rank:
+            outgoing[visit.source] = answer
+        if not is_last:
+            work.wait()
+            message = received
+    if size > 1:
+        own = arrived[rank]
+        # The transport copies the own part of an all-to-all: there is none.
+        arrived[rank] = outgoing[rank]
+        transport.all_to_all([buffer.flat for buffer in outgoing], [buffer.flat for buffer in arrived]).wait()
+        arrived[rank] = own
+    return _merged(q, arrived, route.returns)
+
+
+def _onward(message_bhd: torch.Tensor, visit: Visit) -> torch.Tensor:
+    """What travels on: without a copy, unless some of it has no reader further on."""
+    return message_bhd if len(visit.onward) == len(visit.rows) else message_bhd[list(visit.onward)]
+
+
+def _attend_rows(
+    q_bhd: torch.Tensor,
+    places: Sequence[int],
+    rows: Sequence[int],
+    shards: Shards,
+    backend: AttentionBackend,
+    scale: float,
+) -> list[Partial]:
+    """The parts of queries q[places], which belong to these rows of the batch, over this rank's shards of them."""
+    queries = q_bhd if list(places) == list(range(q_bhd.shape[0])) else q_bhd[list(places)]
+    if isinstance(shards, PagedShards):
+        assert takes_pages(backend, shards.k.shape[1]), f"{backend.name} takes no pages of {shards.k.shape[1]} tokens"
+        return [attend_pages(backend, queries, shards.of(rows), scale)]
+    runs = [shards[row] for row in rows]
+    if rows and isinstance(backend, RowAttention) and all(len(each) == 1 and len(each[0].k) for each in runs):
+        return [backend.attend_rows(queries, [each[0] for each in runs], scale=scale)]
+    return [_attend_shard(queries[number : number + 1], each, backend, scale) for number, each in enumerate(runs)]
+
+
+def _attend_shard(q_1hd: torch.Tensor, runs: Sequence[KvRun], backend: AttentionBackend, scale: float) -> Partial:
+    """The part of one rank. A single run, the common case, is left to the last merge to check."""
+    filled = [run for run in runs if run.k.shape[0]]
+    if len(filled) == 1:
+        return backend.partial_attention(q_1hd, filled[0].k, filled[0].v, causal=False, scale=scale)
+    if not filled:
+        return empty_partial(q_1hd)
+    merged = Accumulator()
+    for run in filled:
+        merged.add(backend.partial_attention(q_1hd, run.k, run.v, causal=False, scale=scale))
+    return merged.result()
+
+
+def _merged(q_bhd: torch.Tensor, buffers: Sequence[PartialBuffer], rows: Sequence[Sequence[int]]) -> torch.Tensor:
+    """The merge, in rank order, of what each rank answered: buffers[r] holds the parts of rows[r] of q."""
+    batch = q_bhd.shape[0]
+    parts = []
+    for buffer, answered in zip(buffers, rows, strict=True):
+        part = Partial(buffer.out, buffer.lse)
+        if len(answered) < batch:
+            some, part = part, empty_partial(q_bhd)
+            part.out[list(answered)] = some.out
+            part.lse[list(answered)] = some.lse
+        parts.append(part)
+    return finished_out(merge(parts)).to(q_bhd.dtype) if batch else torch.empty_like(q_bhd)

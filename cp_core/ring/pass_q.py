@@ -1,0 +1,88 @@
+"""Ring pass-Q prefill, fused over sequences of any length (arXiv 2411.01783, algorithm 3).
+
+Every rank keeps its KV; the packed queries go round the ring, N - 1 hops, and the partial results return to the
+queries' owners by one all-to-all. Cheaper than pass-KV where few new tokens follow many cached ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from cp_core.attention.interface import AttentionBackend
+from cp_core.attention.pair import KeyShard, RowPartial, Rows, attend_pair, seen_rows
+from cp_core.layout.prefill_plan import PrefillPlan, split_new
+from cp_core.ring.packing import PartialBuffer
+from cp_core.ring.pass_kv import SequenceParts
+from cp_core.transport.interface import RingTransport
+
+
+def pass_q(
+    q_thd: torch.Tensor,
+    keys_of_sequence: Sequence[KeyShard],
+    plan: PrefillPlan,
+    transport: RingTransport,
+    backend: AttentionBackend,
+    scale: float,
+) -> list[SequenceParts]:
+    """The parts of this rank's queries: result[source][sequence]. The next Q travels while this one attends.
+
+    q_thd[T, H, D] are this rank's queries of all sequences, contiguous; keys_of_sequence[i] its keys.
+    Raises Unavailable.
+    """
+    rank, size = transport.rank, transport.size
+    num_heads, head_dim = q_thd.shape[1:]
+    own = plan.of_rank(rank)
+    parts: list[SequenceParts] = [[] for _ in range(size)]
+    # Nothing travels to oneself: the own part is kept as it is.
+    returned = [PartialBuffer(0, num_heads, head_dim, q_thd.device)] * size
+    message = q_thd
+    for hop in range(size):
+        source, following = (rank - hop) % size, (rank - hop - 1) % size
+        is_last = hop == size - 1
+        if not is_last:
+            received = message.new_empty(plan.new_on(following), num_heads, head_dim)
+            work = transport.exchange(message, (rank + 1) % size, received, (rank - 1) % size)
+        queries = plan.of_rank(source)
+        answers = [
+            attend_pair(backend, q_rows, shard, keys, scale)
+            for q_rows, shard, keys in zip(split_new(message, queries), queries, keys_of_sequence, strict=True)
+        ]
+        if source == rank:
+            parts[rank] = answers
+        else:
+            returned[source] = _pack(answers, num_heads, head_dim, q_thd.device)
+        if not is_last:
+            work.wait()
+            message = received
+    if size == 1:
+        return parts
+
+    expected = [[seen_rows(mine, theirs) for mine, theirs in zip(own, shards, strict=True)] for shards in plan.shards]
+    arrived = [
+        PartialBuffer(0 if peer == rank else _num_rows(ranges), num_heads, head_dim, q_thd.device)
+        for peer, ranges in enumerate(expected)
+    ]
+    transport.all_to_all([buffer.flat for buffer in returned], [buffer.flat for buffer in arrived]).wait()
+    for peer in range(size):
+        if peer != rank:
+            parts[peer] = _unpack(arrived[peer], expected[peer])
+    return parts
+
+
+def _pack(answers: SequenceParts, num_heads: int, head_dim: int, device: torch.device) -> PartialBuffer:
+    partials = [part.partial for sequence in answers for part in sequence]
+    buffer = PartialBuffer(sum(partial.lse.shape[0] for partial in partials), num_heads, head_dim, device)
+    buffer.fill(partials)
+    return buffer
+
+
+def _unpack(buffer: PartialBuffer, expected: Sequence[Sequence[Rows]]) -> SequenceParts:
+    parts: list[RowPartial] = buffer.read([rows for ranges in expected for rows in ranges])
+    remaining = iter(parts)
+    return [[next(remaining) for _ in ranges] for ranges in expected]
+
+
+def _num_rows(expected: Sequence[Sequence[Rows]]) -> int:
+    return sum(len(rows) for ranges in expected for rows in ranges)

@@ -1,0 +1,1 @@
+"""Transports: how tensors travel between the ranks of one ring. No mathematics."""

@@ -1,0 +1,109 @@
+"""A ring whose ranks are threads of one process: the same semantics as the real one, for tests and for newcomers."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+
+import torch
+
+from cp_core.errors import Unavailable
+from cp_core.transport.point_to_point import Message, PointToPointRing
+
+Pair = tuple[int, int]
+
+
+class InProcessRing:
+    """Makes one transport per rank; give each to its own thread. `timeout_seconds` is the deadline of every wait."""
+
+    def __init__(self, size: int, timeout_seconds: float = 30.0) -> None:
+        post = _Post()
+        self.transports = tuple(InProcessTransport(rank, size, timeout_seconds, post) for rank in range(size))
+
+    def close(self) -> None:
+        """Close every rank."""
+        for transport in self.transports:
+            transport.close()
+
+
+class _Post:
+    """Messages under way, by (source, destination) pair and number within the pair."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.messages: dict[tuple[Pair, int], torch.Tensor] = {}
+        self.closed_by: int | None = None
+
+
+class InProcessTransport(PointToPointRing):
+    """One rank of an InProcessRing. What is sent is copied at once, so it may be overwritten before the wait."""
+
+    def __init__(self, rank: int, size: int, timeout_seconds: float, post: _Post) -> None:
+        super().__init__(rank, size, timeout_seconds)
+        self._post = post
+        self._num_sent: dict[int, int] = {}
+        self._num_expected: dict[int, int] = {}
+
+    def _start(self, sends: Sequence[Message], recvs: Sequence[Message]) -> _Delivery:
+        copies = [(message.peer, message.tensor.clone()) for message in sends]
+        with self._post.changed:
+            self._check_open()
+            for peer, copy in copies:
+                self._post.messages[(self.rank, peer), _next(self._num_sent, peer)] = copy
+            self._post.changed.notify_all()
+        expected = [
+            (((message.peer, self.rank), _next(self._num_expected, message.peer)), message.tensor) for message in recvs
+        ]
+        return _Delivery(self, expected)
+
+    def take(self, key: tuple[Pair, int], deadline: float) -> torch.Tensor:
+        """The message called `key`, once it is there. Raises Unavailable at `deadline` (time.monotonic)."""
+        with self._post.changed:
+            while key not in self._post.messages:
+                self._check_open()
+                if not self._post.changed.wait(deadline - time.monotonic()) and key not in self._post.messages:
+                    self._break()
+                    raise Unavailable(f"rank {self.rank} waited too long for a message of rank {key[0][0]}")
+            return self._post.messages.pop(key)
+
+    def close(self) -> None:
+        """See RingTransport."""
+        with self._post.changed:
+            self._break()
+
+    def _break(self) -> None:
+        if self._post.closed_by is None:
+            self._post.closed_by = self.rank
+        self._post.changed.notify_all()
+
+    def _check_open(self) -> None:
+        if self._post.closed_by is not None:
+            raise Unavailable(f"rank {self._post.closed_by} left the ring of {self.size}")
+
+
+class _Delivery:
+    """Waits for the expected messages and copies each to its tensor."""
+
+    def __init__(self, transport: InProcessTransport, expected: list[tuple[tuple[Pair, int], torch.Tensor]]) -> None:
+        self._transport = transport
+        self._expected = expected
+
+    def wait(self, timeout_seconds: float | None = None) -> None:
+        """See Work."""
+        seconds = self._transport.timeout_seconds if timeout_seconds is None else timeout_seconds
+        deadline = time.monotonic() + seconds
+        while self._expected:
+            key, tensor = self._expected[0]
+            message = self._transport.take(key, deadline)
+            assert message.dtype == tensor.dtype and message.numel() == tensor.numel(), (
+                f"rank {key[0][0]} sent {message.numel()} x {message.dtype}, "
+                f"rank {key[0][1]} expected {tensor.numel()} x {tensor.dtype}"
+            )
+            tensor.view(-1).copy_(message.view(-1))
+            self._expected.pop(0)
+
+
+def _next(counters: dict[int, int], peer: int) -> int:
+    counters[peer] = counters.get(peer, 0) + 1
+    return counters[peer]

@@ -1,0 +1,1 @@
+"""Conversations: store, prompts, forks, quotas, and rebalancing of retained KV."""

@@ -1,0 +1,1 @@
+"""Decode leader: its batch, block growth, preemption, and the end of turns."""

@@ -1,0 +1,99 @@
+"""Whether a turn's decode ring computes the prompt itself: a few new tokens after KV that lies there already.
+
+    seconds = queue + stall + prefill
+
+The queue are prompts that wait for their turn between two steps of the batch, the stall is what every turn that decodes
+there waits for this one, added up. Pure Python and synchronous.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, NoReturn
+
+from cp_core.errors import InvalidRequest
+from orchestration.placement.planner import Planner
+from orchestration.placement.registry import RegisteredRing
+from orchestration.placement.wanted_turn import WantedTurn
+from orchestration.protocol.turns import RingAlternative
+
+
+class DirectOffer(NamedTuple):
+    """What a turn is predicted to take where its decode ring computes the prompt.
+
+    `is_too_long`: it would hold up the ring's batch for longer than is allowed; then it is only for turns that ask.
+    """
+
+    alternative: RingAlternative
+    is_too_long: bool
+
+
+class DirectPlacer:
+    """Predicts by what the planner knows of decode rings."""
+
+    def __init__(self, planner: Planner) -> None:
+        self._planner = planner
+
+    def offer(
+        self, turn: WantedTurn, prefill: RegisteredRing, decode: RegisteredRing, now: float
+    ) -> DirectOffer | None:
+        """To be compared with the way over `prefill`; None where the decode ring may not, or lacks the KV."""
+        ring, kept = decode.registration, turn.kept_on(decode)
+        if not self._may(turn) or not kept or turn.num_tokens - kept > ring.max_direct_tokens:
+            return None
+        seconds = self._planner.compare_direct(turn.num_tokens, kept, ring, prefill.registration)
+        alternative = RingAlternative(
+            ring=decode.name,
+            num_ranks=ring.num_ranks,
+            tp=ring.tp,
+            queue_seconds=decode.queue_seconds(now),
+            move_seconds=0.0,
+            prefill_seconds=seconds,
+            stall_seconds=seconds * decode.num_turns,
+        )
+        step = self._planner.predict_direct(turn.num_tokens, kept, ring)
+        return DirectOffer(alternative, is_too_long=step > ring.max_direct_seconds)
+
+    def _may(self, turn: WantedTurn) -> bool:
+        if turn.algorithm is not None:
+            return turn.asks_for_direct
+        return not turn.refused_direct and self._planner.may_choose_direct
+
+    def handoff_seconds(self, turn: WantedTurn, prefill: RegisteredRing, decode: RegisteredRing) -> float:
+        """Of the new tokens' KV, which a decode ring that computes them need not wait for."""
+        new_tokens = turn.num_tokens - turn.kept_on(decode)
+        return self._planner.predict_move(new_tokens, prefill.registration, decode.registration)
+
+
+def refuse_direct(turn: WantedTurn, max_tokens: int) -> NoReturn:
+    """Raises InvalidRequest: the turn asks for what no ring can do, of which the best takes up to `max_tokens`."""
+    kept = 0 if turn.decode is None else min(turn.match_tokens, turn.decode.num_tokens)
+    raise InvalidRequest(
+        f"algorithm: {turn.algorithm} is for up to {max_tokens} new tokens (decode.max_direct_tokens) after KV that "
+        f"the conversation's decode ring keeps; this turn has {turn.num_tokens - kept} after {kept}"
+    )
+
+
+def compared(offer: DirectOffer, prefill: RingAlternative, *, is_direct: bool) -> str:
+    """How both ways compare in words, the chosen one first."""
+    direct = offer.alternative
+    itself, over = f"ring {direct.ring} itself", f"the way over ring {prefill.ring}"
+    if is_direct:
+        return f"{itself} takes {_told(direct)}, {over} {_told(prefill)}"
+    but = ", too long for those that decode there" if offer.is_too_long else ""
+    return f"{over} takes {_told(prefill)}, {itself} {_told(direct)}{but}"
+
+
+def _told(alternative: RingAlternative) -> str:
+    parts = {
+        "queue": alternative.queue_seconds,
+        "stall of others": alternative.stall_seconds,
+        "move": alternative.move_seconds,
+        "hand-off": alternative.handoff_seconds,
+    }
+    told = ", ".join(f"{name} {milliseconds(value)}" for name, value in parts.items() if value)
+    return milliseconds(alternative.total_seconds) + (f" ({told})" if told else "")
+
+
+def milliseconds(seconds: float) -> str:
+    """For people, with three digits."""
+    return f"{1e3 * seconds:.3g} ms"

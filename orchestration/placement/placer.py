@@ -1,0 +1,308 @@
+"""Which rings get a turn: those where its first token is predicted to come first.
+
+    seconds = queue + move + prefill        on a prefill ring
+    seconds = load + move                   on a decode ring
+    seconds = queue + stall + prefill       on a decode ring that keeps the KV and computes the rest itself
+
+Affinity is no rule of its own: a ring that keeps a conversation's KV needs neither to fetch it nor to compute it, and
+is left when that costs less than what waits there. A prefill ring that lacks KV fetches it from the ring that keeps
+most of it, the turn's decode ring or one that the conversation leaves, or computes it again. A decode ring gets from
+the prefill ring what it lacks; so a conversation that goes to another decode ring takes along what only the old one
+kept, by way of the prefill ring. Where the conversation's decode ring could compute a few new tokens itself (`direct`),
+that is compared with the way over a prefill ring, hand-off included. Pure Python and synchronous.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple
+
+from cp_core.errors import Unavailable
+from orchestration.placement.cached_kv import KeptOn, keeping_most
+from orchestration.placement.direct import DirectOffer, DirectPlacer, compared, milliseconds, refuse_direct
+from orchestration.placement.kv_locations import KvLocation
+from orchestration.placement.planner import Planner
+from orchestration.placement.registry import Placed, RegisteredRing, RingRegistry
+from orchestration.placement.wanted_turn import Choice, WantedTurn
+from orchestration.protocol.turns import RingAlternative, RingRegistration
+
+TIE = 0.1
+"""Predictions this near to each other, relatively, say nothing: they are not that good."""
+LEAVE_SECONDS = 0.02
+"""A conversation leaves its KV for no less: what it saves is predicted, and what it loses is there."""
+MAX_ALTERNATIVES = 8
+"""Prefill rings that a plan lists."""
+
+
+class _Cost(NamedTuple):
+    """Predicted seconds on one prefill ring."""
+
+    ring: RegisteredRing
+    queue: float
+    move: float
+    prefill: float
+    total: float
+
+    def alternative(self, handoff: float) -> RingAlternative:
+        """`handoff` seconds come after it."""
+        ring = self.ring.registration
+        return RingAlternative(
+            ring=ring.name,
+            num_ranks=ring.num_ranks,
+            tp=ring.tp,
+            queue_seconds=self.queue,
+            move_seconds=self.move,
+            prefill_seconds=self.prefill,
+            handoff_seconds=handoff,
+        )
+
+
+class _Option(NamedTuple):
+    """A decode ring with the best prefill ring that goes with it, and what the turn would take without any.
+
+    `handoff` is 0 where there is no `direct` way: all others have it alike.
+    """
+
+    decode: RegisteredRing
+    decode_seconds: float
+    cost: _Cost
+    costs: Sequence[_Cost]
+    direct: DirectOffer | None
+    handoff: float
+
+    @property
+    def over_prefill(self) -> RingAlternative:
+        """The way over the best prefill ring."""
+        return self.cost.alternative(self.handoff)
+
+    def is_direct(self, turn: WantedTurn) -> bool:
+        """Whether the decode ring computes the prompt: asked for, or sooner."""
+        if self.direct is None:
+            return False
+        is_sooner = self.direct.alternative.total_seconds < self.cost.total + self.handoff
+        return turn.asks_for_direct or (is_sooner and not self.direct.is_too_long)
+
+    def total(self, turn: WantedTurn) -> float:
+        """Seconds by which decode rings compare."""
+        # The pull that a decode ring without the KV makes impossible is in the prefill's cost.
+        if self.direct is not None and self.is_direct(turn):
+            return self.direct.alternative.total_seconds + self.decode_seconds
+        return self.cost.total + self.decode_seconds
+
+
+class RingPlacer:
+    """Chooses from the registry's rings by what the planner predicts."""
+
+    def __init__(self, rings: RingRegistry, planner: Planner) -> None:
+        self._rings = rings
+        self._planner = planner
+        self._direct = DirectPlacer(planner)
+
+    def choose(self, turn: WantedTurn, refused: Collection[RegisteredRing] = ()) -> Choice:
+        """The rings where the turn is predicted to go on first; none of `refused`, which had no room for it.
+
+        Raises Unavailable where a kind of ring is missing, InvalidRequest where the turn asks for its decode ring to
+        compute it and that cannot be. Where no ring could ever hold the turn it is a largest one: who asks for too much
+        is told so by the caller.
+        """
+        prefills = self._prefill_options(turn, refused)
+        now = self._rings.clock()
+        options = [self._option(turn, prefills, decode, now) for decode in self._decode_options(turn, refused)]
+        if turn.asks_for_direct:
+            options = [option for option in options if option.direct is not None]
+        if not options:
+            refuse_direct(turn, max(ring.registration.max_direct_tokens for ring in self._rings.ready("decode")))
+        chosen = options[0]
+        if len(options) > 1 and chosen.total(turn) > _worth_leaving(options[1].total(turn)):
+            chosen = options[1]
+        direct, is_direct = chosen.direct and chosen.direct.alternative, chosen.is_direct(turn)
+        return Choice(
+            prefill=chosen.cost.ring,
+            decode=chosen.decode,
+            prefill_seconds=direct.prefill_seconds if direct and is_direct else chosen.cost.prefill,
+            reason=self._reason(turn, chosen),
+            alternatives=_listed(chosen),
+            is_direct=is_direct,
+            direct=direct,
+        )
+
+    def choose_prefill(self, turn: WantedTurn, decode: RegisteredRing) -> Choice:
+        """A prefill ring for a turn that decodes on `decode` and has none yet. Raises Unavailable."""
+        prefills = self._prefill_options(turn, ())
+        cost = _first_of_the_quickest(turn, self._prefill_costs(turn, prefills, decode, self._rings.clock()))
+        return Choice(prefill=cost.ring, decode=decode, prefill_seconds=cost.prefill)
+
+    def place(self, turn: WantedTurn, choice: Choice) -> Placed:
+        """Count the turn to its rings' load; what is returned ends that."""
+        return self._rings.place(
+            None if choice.is_direct else choice.prefill,
+            choice.decode,
+            prefill_seconds=choice.prefill_seconds,
+            num_tokens=turn.num_tokens,
+        )
+
+    # --- which rings are compared ------------------------------------------------------------------------------------
+
+    def _prefill_options(self, turn: WantedTurn, refused: Collection[RegisteredRing]) -> list[RegisteredRing]:
+        """The least busy ring of each kind, and the conversation's own, however busy it is."""
+        own = self._own("prefill", turn.prefill, refused)
+        for accepts in _by_room(turn):
+            others = self._rings.least_busy(lambda ring: ring is not own and _may_take(ring, refused, accepts))  # noqa: B023
+            if own is not None and accepts(own):
+                others.append(own)
+            if others:
+                return others
+        return [self._largest("prefill", refused)]
+
+    def _decode_options(self, turn: WantedTurn, refused: Collection[RegisteredRing]) -> list[RegisteredRing]:
+        """The conversation's own ring, and of the others the least loaded, if its load could make up for the KV."""
+        own = self._own("decode", turn.decode, refused)
+        for accepts in _by_room(turn):
+            other = self._rings.least_loaded(lambda ring: ring is not own and _may_take(ring, refused, accepts))  # noqa: B023
+            if own is None or not accepts(own):
+                if other is not None:
+                    return [other]
+            elif other is None or other.load_seconds + LEAVE_SECONDS >= own.load_seconds:
+                return [own]
+            else:
+                return [own, other]
+        return [self._largest("decode", refused)]
+
+    def _own(self, role: str, place: KvLocation | None, refused: Collection[RegisteredRing]) -> RegisteredRing | None:
+        """The conversation's ring, where it takes turns."""
+        own = None if place is None else self._rings.named(role, place.ring)
+        return own if own is not None and own.takes_turns and own not in refused else None
+
+    def _largest(self, role: str, refused: Collection[RegisteredRing]) -> RegisteredRing:
+        """Raises Unavailable where there is none."""
+        ready = self._rings.ready(role)
+        left = [ring for ring in ready if ring not in refused]
+        if not left:
+            raise Unavailable(f"no {'other ' if ready else ''}{role} ring is ready; retry in a few seconds")
+        return max(left, key=lambda ring: ring.registration.capacity_tokens)
+
+    # --- what they cost ----------------------------------------------------------------------------------------------
+
+    def _option(
+        self, turn: WantedTurn, prefills: Sequence[RegisteredRing], decode: RegisteredRing, now: float
+    ) -> _Option:
+        costs = self._prefill_costs(turn, prefills, decode, now)
+        cost = _first_of_the_quickest(turn, costs)
+        direct = self._direct.offer(turn, cost.ring, decode, now)
+        handoff = self._direct.handoff_seconds(turn, cost.ring, decode) if direct else 0.0
+        return _Option(decode, self._decode_seconds(turn, decode), cost, costs, direct, handoff)
+
+    def _decode_seconds(self, turn: WantedTurn, decode: RegisteredRing) -> float:
+        """The load, and what of the history must come from the prefill ring: new tokens come to every ring alike."""
+        lacking = turn.match_tokens - turn.kept_on(decode)
+        ring = decode.registration
+        return decode.load_seconds + self._planner.predict_move(lacking, ring, ring)
+
+    def _prefill_costs(
+        self, turn: WantedTurn, prefills: Sequence[RegisteredRing], decode: RegisteredRing, now: float
+    ) -> list[_Cost]:
+        on_decode = KeptOn(decode.registration, turn.kept_on(decode))
+        left = [KeptOn(ring.registration, turn.kept_on(ring)) for ring in self.own_rings(turn) if ring is not decode]
+        costs = []
+        for ring in prefills:
+            registration = ring.registration
+            most = keeping_most(on_decode, (other for other in left if other.ring is not registration))
+            move, prefill = self._planner.predict_turn(turn.num_tokens, turn.kept_on(ring), registration, most)
+            queue = ring.queue_seconds(now)
+            costs.append(_Cost(ring, queue, move, prefill, queue + move + prefill))
+        return costs
+
+    def own_rings(self, turn: WantedTurn) -> list[RegisteredRing]:
+        """The conversation's rings that can be asked for what they keep, those that drain among them."""
+        places = (("prefill", turn.prefill), ("decode", turn.decode))
+        own = [self._rings.named(role, place.ring) for role, place in places if place is not None]
+        return [ring for ring in own if ring is not None and ring.is_ready and turn.kept_on(ring)]
+
+    # --- why ---------------------------------------------------------------------------------------------------------
+
+    def _reason(self, turn: WantedTurn, chosen: _Option) -> str:
+        cost, costs, decode, is_direct = chosen.cost, chosen.costs, chosen.decode, chosen.is_direct(turn)
+        parts = []
+        if chosen.direct is not None:
+            parts.append(compared(chosen.direct, chosen.over_prefill, is_direct=is_direct))
+        elif turn.refused_direct:
+            parts.append(f"ring {turn.refused_direct} could not compute the turn itself after all")
+        if len(costs) > 1 and not is_direct:
+            other = min((each for each in costs if each is not cost), key=lambda each: each.total)
+            keeps = f" and keeps {turn.kept_on(cost.ring)} tokens" if turn.kept_on(cost.ring) else ""
+            parts.append(
+                f"ring {cost.ring.name} takes {milliseconds(cost.total)} by {_size(cost.ring)} "
+                f"({milliseconds(cost.queue)} of it queue){keeps}, "
+                f"{other.ring.name} {milliseconds(other.total)} by {_size(other.ring)}"
+            )
+        if self._rings.num_rings("decode") > 1:
+            keeps = f"keeps {turn.kept_on(decode)} tokens and " if turn.kept_on(decode) else ""
+            parts.append(f"ring {decode.name} {keeps}has {decode.num_turns} turns")
+        goes_to = (("prefill", turn.prefill, cost.ring), ("decode", turn.decode, decode))
+        for role, place, ring in goes_to[is_direct:]:
+            if place is not None and place.ring != ring.name:
+                parts.append(f"the conversation leaves {role} ring {place.ring}")
+        return "".join(f"; {part}" for part in parts)
+
+
+def _by_room(turn: WantedTurn) -> tuple[Callable[[RegisteredRing], bool], ...]:
+    """Who may hold the turn: those that are known to have room now, else those that ever have."""
+    need = turn.num_tokens + turn.answer_tokens
+
+    def fits(ring: RegisteredRing) -> bool:
+        return ring.registration.capacity_tokens >= need
+
+    def has_room(ring: RegisteredRing) -> bool:
+        return ring.free_tokens >= turn.num_tokens and fits(ring)
+
+    return has_room, fits
+
+
+def _may_take(
+    ring: RegisteredRing, refused: Collection[RegisteredRing], accepts: Callable[[RegisteredRing], bool]
+) -> bool:
+    return ring.takes_turns and accepts(ring) and ring not in refused
+
+
+def _first_of_the_quickest(turn: WantedTurn, costs: Sequence[_Cost]) -> _Cost:
+    """Of those that tie: the conversation's own ring, then the smallest, then the one that had no turn the longest."""
+    least = min(cost.total for cost in costs)
+    for cost in costs:
+        if turn.is_at(cost.ring) and cost.total <= _worth_leaving(least):
+            return cost
+    return min(
+        (cost for cost in costs if cost.total <= least * (1 + TIE)),
+        key=lambda cost: (_num_processes(cost.ring.registration), cost.ring.last_placed, cost.ring.number),
+    )
+
+
+def _worth_leaving(other: float) -> float:
+    """Seconds on a conversation's own ring beyond which it goes to another that takes `other`."""
+    return other * (1 + TIE) + LEAVE_SECONDS
+
+
+def _listed(option: _Option) -> tuple[RingAlternative, ...]:
+    """The decode ring, where it could compute the prompt, and the quickest few prefill rings, the chosen one among
+    them; nothing where there was no choice.
+    """
+    if option.direct is None and len(option.costs) == 1:
+        return ()
+    quickest = heapq.nsmallest(MAX_ALTERNATIVES, option.costs, key=lambda cost: cost.total)
+    if not any(cost is option.cost for cost in quickest):
+        quickest[-1] = option.cost
+    prefills = tuple(cost.alternative(option.handoff) for cost in quickest)
+    return prefills if option.direct is None else (option.direct.alternative, *prefills)
+
+
+def _num_processes(ring: RingRegistration) -> int:
+    return ring.num_ranks * ring.tp
+
+
+def _size(ring: RegisteredRing) -> str:
+    registration = ring.registration
+    return (
+        f"cp {registration.num_ranks}"
+        if registration.tp == 1
+        else f"cp {registration.num_ranks} x tp {registration.tp}"
+    )

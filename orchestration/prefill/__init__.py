@@ -1,0 +1,1 @@
+"""Prefill leader: its queue, scheduler, loop, and the run of one turn."""

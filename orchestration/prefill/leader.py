@@ -1,0 +1,298 @@
+"""The leader of a prefill ring: pins sequences, queues turns for its steps, keeps KV between turns."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
+
+from cp_core.errors import CapacityExceeded, DeadlineExceeded, NotFound, RingserveError, TurnCancelled, Unavailable
+from cp_core.layout.shards import TokenRange
+from orchestration.placement.prefill_work import StepLimits, WorkModel
+from orchestration.prefill.loop import PrefillLoop
+from orchestration.prefill.room import most_held
+from orchestration.prefill.run import PrefillRun
+from orchestration.prefill.scheduler import PrefillScheduler
+from orchestration.protocol.ports import Peers, RankFactory
+from orchestration.protocol.settings import RingSettings
+from orchestration.protocol.turns import (
+    Admit,
+    PrefillDone,
+    PrefillReport,
+    PrefillTurn,
+    Reservation,
+    Reserve,
+    RingRegistration,
+)
+from orchestration.protocol.views import RingStatus
+from orchestration.ring.kv_pool import KvPool, SequenceKv
+from orchestration.ring.leader import RingLeader
+
+log = logging.getLogger(__name__)
+
+LEASE_SECONDS = 30.0
+"""How long past its deadline a turn is left to the router before this ring frees it by itself."""
+
+
+@dataclass(slots=True)
+class _Turn:
+    """A reserved turn. `pool` and `loop` are those of its reservation: a rebuilt ring has others."""
+
+    request: Reserve
+    reservation: Reservation
+    pool: KvPool
+    loop: PrefillLoop
+    sequence: SequenceKv
+    lease: asyncio.TimerHandle
+    run: PrefillRun | None = None
+    task: asyncio.Task[PrefillDone] | None = None
+    is_letting_go: bool = False
+    error: RingserveError | None = None
+    reserved_at: float = field(default_factory=time.monotonic)
+
+    def stop(self, error: RingserveError) -> None:
+        """Ask the turn to end: at once where it waits, when the step under way is over where it computes."""
+        self.error = self.error or error
+        self.loop.scheduler.remove(self.request.turn_id)
+        if self.run is not None:
+            self.run.stop_error = self.error
+        if self.task is not None and not self.is_letting_go and not (self.run and self.run.is_computing):
+            self.task.cancel()
+
+
+class PrefillLeader(RingLeader):
+    """Owns one prefill ring. `announce` tells the router when the ring (again) serves.
+
+    `loop` runs the steps of the ring's present incarnation; None before the first.
+    """
+
+    def __init__(
+        self,
+        settings: RingSettings,
+        factory: RankFactory,
+        peers: Peers,
+        announce: Callable[[RingRegistration], Awaitable[int]],
+    ) -> None:
+        super().__init__(settings, factory, peers, announce)
+        self._peers = peers
+        self._turns: dict[str, _Turn] = {}
+        self.loop: PrefillLoop | None = None
+
+    async def on_ready(self) -> None:
+        """A new incarnation of the ring has a queue and a loop of its own."""
+        ring, settings = self.ring, self.settings
+        work = WorkModel.of_shape(ring.model.shape)
+        scheduler = PrefillScheduler(
+            settings.name, work, self._limits(work), settings.prefill_scheduling, rate=self._rate(work)
+        )
+        self.loop = PrefillLoop(ring, scheduler)
+        self.spawn(self.loop.run())
+        await super().on_ready()
+
+    def _rate(self, work: WorkModel) -> float:
+        """Work units a second by what the ring measured of itself: as if steps were matrix products alone."""
+        return self.settings.num_processes * self.ring.rates.gemm_flops / work.flops_per_unit
+
+    def _limits(self, work: WorkModel) -> StepLimits:
+        scheduling = self.settings.prefill_scheduling
+        return StepLimits.of(
+            work,
+            step_budget=scheduling.step_budget,
+            chunk_tokens=self.settings.chunk_tokens,
+            min_chunk_tokens=scheduling.min_chunk_tokens,
+            most_work=scheduling.step_seconds * self._rate(work) if scheduling.step_seconds else math.inf,
+        )
+
+    @property
+    def step_budget(self) -> float:
+        return self.loop.scheduler.limits.budget if self.loop is not None else super().step_budget
+
+    @property
+    def waiting_work(self) -> float:
+        return self.loop.scheduler.load if self.loop is not None else 0.0
+
+    @property
+    def work_rate(self) -> float:
+        return self.loop.scheduler.rate if self.loop is not None else 0.0
+
+    async def reserve(self, request: Reserve) -> Reservation:
+        """Pin the sequence and hold room for the whole prompt on every rank. Idempotent per turn."""
+        await self.kv_moves.until_free(request.sequence_id)
+        known = self._turns.get(request.turn_id)
+        if known is not None:
+            return known.reservation
+        self.ring.require_ready()
+        loop = self.loop
+        assert loop is not None, "a ring that serves has a loop"
+        self._check_turns(loop.scheduler)
+        pool = self.ring.pool
+        sequence = pool.pin(request.sequence_id, request.turn_id, request.match_tokens)
+        kept = sequence.shards.num_tokens
+        try:
+            new = TokenRange(kept, request.num_tokens)  # at most: what the decode ring has of them is pulled
+            loop.scheduler.reserve(request.turn_id, tokens=new, priority=request.priority, now=time.monotonic())
+            pool.make_room(sequence, most_held(sequence.shards.held, len(new)))
+        except CapacityExceeded:
+            loop.scheduler.remove(request.turn_id)
+            pool.settle(request.sequence_id, request.turn_id, kept)
+            raise
+        reservation = Reservation(
+            incarnation=self.ring.incarnation,
+            kept_tokens=kept,
+            shards=sequence.shards,
+            kv_endpoints=self.ring.kv_endpoints,
+            tp=self.settings.tp,
+        )
+        delay = request.deadline_seconds + LEASE_SECONDS
+        lease = asyncio.get_running_loop().call_later(delay, self._lease_ended, request)
+        self._turns[request.turn_id] = _Turn(request, reservation, pool, loop, sequence, lease)
+        return reservation
+
+    async def prefill(self, request: PrefillTurn) -> PrefillDone:
+        """Run a reserved turn. Asking again joins the running one; losing the caller does not end it, an abort does."""
+        turn = self._turns.get(request.turn_id)
+        if turn is None:
+            raise NotFound(f"turn {request.turn_id} has no reservation on prefill ring {self.settings.name}")
+        if turn.task is None:
+            if turn.error is not None:
+                raise turn.error
+            incarnation = turn.reservation.incarnation
+            turn.run = PrefillRun(self.ring, turn.pool, turn.sequence, incarnation, request, self._peers)
+            turn.task = asyncio.create_task(self._run(turn, turn.run, request))
+        try:
+            return await asyncio.shield(turn.task)
+        except asyncio.CancelledError:
+            if turn.error is not None and turn.task.cancelled():  # stopped before it had begun
+                raise turn.error from None
+            raise
+
+    async def _run(self, turn: _Turn, run: PrefillRun, request: PrefillTurn) -> PrefillDone:
+        try:
+            pulled = await run.pull()  # while others compute
+            first_token = await turn.loop.compute(run)
+            report = PrefillReport(
+                prefill_seconds=run.prefill_seconds,
+                queue_seconds=time.monotonic() - turn.reserved_at - run.prefill_seconds,
+                pulled_bytes=pulled.payload_bytes,
+                pull_seconds=pulled.seconds,
+                chunks=tuple(run.chunks),
+                lost_tokens=run.lost_tokens,
+            )
+            admit = Admit(
+                turn_id=request.turn_id,
+                attempt=request.attempt,
+                first_token=first_token,
+                report=report,
+                logprobs=run.first_logprobs,
+                prompt_logprobs=run.prompt_logprobs,
+            )
+            log.info(
+                "turn %s was prefilled in %.3f s",
+                request.turn_id,
+                report.prefill_seconds,
+                extra=turn.request.log_fields,
+            )
+            await self._peers.decode(request.decode_endpoint).admit(admit)
+            await run.hand_over()
+            return PrefillDone(report=report, shards=turn.sequence.shards)
+        except asyncio.CancelledError:
+            if turn.error is None:
+                raise
+            raise turn.error from None
+        finally:
+            turn.is_letting_go = True
+            turn.loop.scheduler.remove(request.turn_id)
+            await run.let_go()
+            self._trace(turn, run)
+
+    def _trace(self, turn: _Turn, run: PrefillRun) -> None:
+        request = turn.request
+        if request.trace_parent:
+            name, now = self.settings.name, time.monotonic()
+            self.tracer.record(request.trace_parent, run.times.stretches(name, request.attempt, turn.reserved_at, now))
+
+    def _check_turns(self, scheduler: PrefillScheduler) -> None:
+        """A turn counts until it is settled, decoding included: until then its KV is pinned here."""
+        limit, count = self.settings.max_waiting, len(self._turns)
+        if count >= limit:
+            seconds = scheduler.seconds_for(scheduler.load / count)
+            raise CapacityExceeded(
+                f"prefill ring {self.settings.name}: {count} turns are under way and at most {limit} are allowed; "
+                f"retry later",
+                retry_after_seconds=seconds,
+            )
+
+    async def abort_turn(self, turn_id: str, error: RingserveError) -> None:
+        """End a turn; returns when no rank touches its blocks. Idempotent.
+
+        Raises DeadlineExceeded where a step under way does not end in the step timeout; the ring is then rebuilt.
+        """
+        turn = self._turns.get(turn_id)
+        if turn is None:
+            return
+        turn.stop(error)
+        if turn.task is not None:
+            done, _ = await asyncio.wait([turn.task], timeout=self.settings.step_timeout)
+            if not done:
+                stuck = DeadlineExceeded(f"a step of ring {self.settings.name} did not end")
+                self.ring.report_lost(stuck, turn.reservation.incarnation)
+                raise stuck
+
+    async def settle(self, sequence_id: str, turn_id: str, keep_tokens: int) -> None:
+        """Unpin a sequence, keeping its first `keep_tokens` tokens. A turn that still runs is aborted first."""
+        turn = self._turns.get(turn_id)
+        if turn is None:
+            await self.kv_moves.until_free(sequence_id)
+            self.ring.pool.settle(sequence_id, turn_id, keep_tokens)
+            return
+        await self.abort_turn(turn_id, TurnCancelled("the turn was settled before it ended"))
+        turn.lease.cancel()
+        self._turns.pop(turn_id, None)
+        turn.pool.settle(sequence_id, turn_id, keep_tokens)
+
+    def _lease_ended(self, request: Reserve) -> None:
+        log.warning("turn %s was never settled by the router; its KV is freed now", request.turn_id)
+        self.spawn(self.settle(request.sequence_id, request.turn_id, 0))
+
+    async def measure(self) -> None:
+        """Between two steps."""
+        assert self.loop is not None, "the ring has started"
+        async with self.loop.at_work:
+            await self.ring.measure()
+            self.loop.scheduler.limits = self._limits(WorkModel.of_shape(self.ring.model.shape))
+        await self.announce()
+
+    @property
+    def is_computing(self) -> bool:
+        return self.loop is not None and self.loop.at_work.locked()
+
+    @property
+    def num_turns(self) -> int:
+        return len(self._turns)
+
+    async def get_status(self) -> RingStatus:
+        runs = [turn.run for turn in self._turns.values() if turn.run is not None]
+        computing = sum(run.is_computing for run in runs)
+        scheduler = self.loop.scheduler if self.loop is not None else None
+        status = self.status_with(
+            running=computing, waiting=max(0, scheduler.num_waiting - computing) if scheduler else 0
+        )
+        return replace(
+            status,
+            waiting_work=self.waiting_work,
+            max_waiting_work=self.settings.prefill_scheduling.max_queue_work,
+        )
+
+    async def fail_all(self, error: RingserveError) -> None:
+        for turn in self._turns.values():
+            turn.stop(error)
+        if self.loop is not None:
+            self.loop.end()
+
+    async def close(self) -> None:
+        """End every turn and the ring."""
+        await self.fail_all(Unavailable(f"ring {self.settings.name} is shutting down"))
+        await super().close()

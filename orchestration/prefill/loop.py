@@ -1,0 +1,143 @@
+"""Runs the steps of one incarnation of a prefill ring: schedule, run, commit."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+from cp_core.errors import RingserveError, Unavailable
+from orchestration.prefill.run import PrefillRun, PreparedPiece
+from orchestration.prefill.scheduler import PrefillScheduler, ScheduledStep
+from orchestration.ring.life import Ring, gather_first_error
+from workers.protocol.steps import PrefillStep
+
+
+class PrefillLoop:
+    """`run` works until the ring is lost or `end` is called; then every turn that still waits has been told.
+
+    `at_work` is held while the ranks compute a step: who takes it has the ring to itself.
+    """
+
+    def __init__(self, ring: Ring, scheduler: PrefillScheduler) -> None:
+        self.scheduler = scheduler
+        self.at_work = asyncio.Lock()  # fair: whoever waits for it comes in after the step under way
+        self._ring = ring
+        self._incarnation = ring.incarnation
+        self._waiting: dict[str, tuple[PrefillRun, asyncio.Future[int]]] = {}
+        self._wake = asyncio.Event()
+        self._is_over = False
+
+    async def compute(self, run: PrefillRun) -> int:
+        """Queue a reserved turn and wait until its last new token is computed. Returns the token that follows.
+
+        Raises what stopped the turn or the ring. Cancelled, it leaves the queue at once: not while `run.is_computing`.
+        """
+        if self._is_over:
+            raise self._lost()
+        computed: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._waiting[run.turn_id] = run, computed
+        self.scheduler.ready(run.turn_id, run.planned_chunks)
+        self._wake.set()
+        try:
+            return await computed
+        finally:
+            self._waiting.pop(run.turn_id, None)
+            self.scheduler.remove(run.turn_id)
+
+    async def run(self) -> None:
+        """Step after step, and wait where nobody asks for one."""
+        try:
+            while not self._is_over:
+                self._wake.clear()
+                async with self.at_work:
+                    step = self.scheduler.next_step()
+                    if step is not None:
+                        await self._step(step)
+                if step is None:
+                    await self._wake.wait()
+        except Exception as error:  # a fault of ours: a ring without a loop would take turns and never compute them
+            self._ring.report_lost(error, self._incarnation)
+            raise
+        finally:
+            self._is_over = True
+            for run, _ in list(self._waiting.values()):
+                self._fail(run, run.stop_error or self._lost())
+
+    def end(self) -> None:
+        """The ring serves no more: `run` returns after the step under way, which its dead ranks end."""
+        self._is_over = True
+        self._wake.set()
+
+    async def _step(self, step: ScheduledStep) -> None:
+        prepared = self._prepare(step)
+        if not prepared:
+            return
+        began = time.monotonic()
+        for piece in prepared:
+            piece.run.is_computing = True
+        try:
+            tokens = await self._run_on_ranks(step, prepared)
+        except RingserveError as error:
+            # Whatever it was, the other ranks now wait for a message that will not come.
+            self._ring.report_lost(error, self._incarnation)
+            self._is_over = True
+            for piece in prepared:
+                name = self._ring.settings.name
+                self._fail(piece.run, Unavailable(f"prefill ring {name} failed in a step: {error}"))
+            return
+        finally:
+            for piece in prepared:
+                piece.run.is_computing = False
+        self._commit(step, prepared, tokens, time.monotonic() - began)
+
+    def _prepare(self, step: ScheduledStep) -> list[PreparedPiece]:
+        """The pieces of the turns that can take part; the others are told why not, which is no one else's matter."""
+        prepared = []
+        for piece in step.pieces:
+            run, _ = self._waiting[piece.turn_id]
+            try:
+                self._ring.require_ready(self._incarnation)
+                prepared.append(run.prepare(piece.tokens))
+            except Exception as error:  # also a fault of ours: it ends its turn, not the turns beside it
+                self._fail(run, error)
+        return prepared
+
+    async def _run_on_ranks(self, step: ScheduledStep, prepared: Sequence[PreparedPiece]) -> dict[str, int]:
+        """The sampled tokens by sequence. Raises what a rank raised."""
+        by_process = zip(*(piece.sequences for piece in prepared), strict=True)
+        steps = [PrefillStep(algorithm=step.algorithm, sequences=sequences) for sequences in by_process]
+        timeout = self._ring.settings.step_timeout
+        calls = zip(self._ring.ranks, steps, strict=True)
+        outputs = await gather_first_error(port.prefill(step, timeout) for port, step in calls)
+        for piece in prepared:
+            piece.run.note_logprobs(outputs)
+        return {name: token for output in outputs for name, token in output.tokens.items()}
+
+    def _commit(
+        self, step: ScheduledStep, prepared: Sequence[PreparedPiece], tokens: dict[str, int], seconds: float
+    ) -> None:
+        taken = {piece.run.turn_id for piece in prepared}
+        left_out = [piece.turn_id for piece in step.pieces if piece.turn_id not in taken]
+        self.scheduler.commit(self.scheduler.without(step, left_out), seconds)
+        for piece in prepared:
+            run = piece.run
+            run.commit(piece, step.algorithm, len(prepared), seconds)
+            if run.stop_error is not None:
+                self._fail(run, run.stop_error)
+            elif run.is_complete:
+                self._finish(run, tokens[run.sequence_id])
+
+    def _finish(self, run: PrefillRun, token: int) -> None:
+        _, computed = self._waiting.pop(run.turn_id)
+        if not computed.done():
+            computed.set_result(token)
+
+    def _fail(self, run: PrefillRun, error: Exception) -> None:
+        self.scheduler.remove(run.turn_id)
+        _, computed = self._waiting.pop(run.turn_id)
+        if not computed.done():
+            computed.set_exception(error)
+
+    def _lost(self) -> RingserveError:
+        return Unavailable(f"ring {self._ring.settings.name} stopped before the turn was computed; retry")

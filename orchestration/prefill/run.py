@@ -1,0 +1,237 @@
+"""One turn's way through a prefill ring: pull what is missing, take part in steps, hand the KV over."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from cp_core.errors import RingserveError
+from cp_core.layout.shards import ShardMap, TokenRange, balanced_layout, spread
+from orchestration.prefill.times import PrefillTimes
+from orchestration.protocol.kv import SentKv
+from orchestration.protocol.ports import Peers
+from orchestration.protocol.turns import Chunk, PrefillTurn
+from orchestration.ring.block_copies import copy_blocks
+from orchestration.ring.kv_pool import KvPool, SequenceKv
+from orchestration.ring.kv_transfers import fetch
+from orchestration.ring.life import Ring, gather_all, gather_first_error
+from orchestration.ring.reshard_sends import sends_for
+from workers.protocol.steps import (
+    NO_HISTORY,
+    Algorithm,
+    PrefillOutput,
+    PromptScore,
+    SequencePrefill,
+    TokenHistory,
+    TokenLogprobs,
+    TransferKey,
+)
+
+log = logging.getLogger(__name__)
+
+
+NOTHING = SentKv(payload_bytes=0, seconds=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedPiece:
+    """A turn's part of a step, by process, and where the sequence lies after it."""
+
+    run: PrefillRun
+    tokens: TokenRange
+    sequences: tuple[SequencePrefill, ...]
+    after: ShardMap
+
+
+class PrefillRun:
+    """One attempt of one turn on one incarnation of a ring. The caller pins `sequence` until `let_go` has returned.
+
+    While `is_computing`, ranks read and write the sequence's blocks. `chunks` and `prefill_seconds` tell what was done.
+    """
+
+    def __init__(
+        self, ring: Ring, pool: KvPool, sequence: SequenceKv, incarnation: str, turn: PrefillTurn, peers: Peers
+    ) -> None:
+        self._ring = ring
+        self._settings = ring.settings
+        self._ranks = ring.ranks
+        self._pool = pool
+        self._sequence = sequence
+        self._incarnation = incarnation
+        self._turn = turn
+        self._peers = peers
+        self._cached_tokens = turn.cached_tokens
+        self._sending: TransferKey | None = None
+        self.stop_error: RingserveError | None = None
+        self.first_logprobs: TokenLogprobs | None = None
+        self._scores: dict[int, TokenLogprobs] = {}
+        self.is_computing = False
+        self.chunks: list[Chunk] = []
+        self.prefill_seconds = 0.0
+        self.times = PrefillTimes()
+
+    @property
+    def turn_id(self) -> str:
+        return self._turn.turn_id
+
+    @property
+    def sequence_id(self) -> str:
+        return self._turn.sequence_id
+
+    @property
+    def planned_chunks(self) -> tuple[Chunk, ...]:
+        """Those of the turn, and before them what could not be pulled."""
+        chunks = self._turn.chunks
+        if not self.lost_tokens:
+            return chunks
+        lost = TokenRange(self._cached_tokens, self._turn.cached_tokens)
+        return (Chunk(tokens=lost, algorithm=chunks[0].algorithm), *chunks)
+
+    @property
+    def lost_tokens(self) -> int:
+        """Tokens that were to be pulled from another ring, and are computed instead."""
+        return self._turn.cached_tokens - self._cached_tokens
+
+    async def pull(self) -> SentKv:
+        """Fetch cached KV that another ring has: tokens that a decode ring made, or what was evicted here.
+
+        What the turn's decode ring cannot send ends the turn; of what another ring cannot, nothing is cached any more.
+        """
+        turn, sequence = self._turn, self._sequence
+        await copy_blocks(self._ring, self._pool, sequence, self._incarnation)
+        held = sequence.shards.held
+        missing = TokenRange(sequence.shards.num_tokens, turn.cached_tokens)
+        if not len(missing):
+            return NOTHING
+        shards = spread(missing.start, len(missing), held)
+        after = sequence.shards.extend(shards)
+        self._pool.make_room(sequence, after.held)
+        try:
+            sent = await self._fetch(missing, shards)
+        except RingserveError as error:
+            if turn.pulled_from is None or self.stop_error is not None:
+                raise
+            log.warning("turn %s computes %d tokens: %s", turn.turn_id, len(missing), error)
+            self._cached_tokens = missing.start
+            return NOTHING
+        sequence.shards = after
+        self.times.note_pull(sent.payload_bytes, sent.seconds)
+        return sent
+
+    async def _fetch(self, tokens: TokenRange, shards: ShardMap) -> SentKv:
+        turn, other, timeout = self._turn, self._turn.pulled_from, self._settings.transfer_timeout
+        transfer_id = f"{turn.turn_id}/pull"
+        if other is None:
+            key = TransferKey(transfer_id, turn.attempt, turn.destination.incarnation, self._incarnation)
+            decode = self._peers.decode(turn.decode_endpoint)
+            return await fetch(self._ring, self._sequence, decode, key, tokens, shards, timeout, turn_id=turn.turn_id)
+        key = TransferKey(transfer_id, turn.attempt, other.incarnation, self._incarnation)
+        find = self._peers.prefill if other.role == "prefill" else self._peers.decode
+        return await fetch(self._ring, self._sequence, find(other.endpoint), key, tokens, shards, timeout)
+
+    def prepare(self, piece: TokenRange) -> PreparedPiece:
+        """What each process is told of the turn's new tokens `piece`, whose KV leaves layer by layer.
+
+        Raises what has stopped the turn, and CapacityExceeded, ReshardError; nothing has changed then.
+        """
+        if self.stop_error is not None:
+            raise self.stop_error
+        turn, sequence = self._turn, self._sequence
+        held = sequence.shards.held
+        layout = balanced_layout(piece.start, len(piece), held)
+        after = sequence.shards.extend(layout.shard_map())
+        self._pool.make_room(sequence, after.held)
+        key = TransferKey(turn.turn_id, turn.attempt, self._incarnation, turn.destination.incarnation)
+        # The first chunk also carries cached KV that the decode ring no longer has; what it still has, none carries.
+        kept = turn.destination.kept_tokens
+        first = kept if piece.start == self._cached_tokens else max(piece.start, kept)
+        sends = sends_for(
+            key,
+            after,
+            turn.destination.shards,
+            TokenRange(first, max(first, piece.stop)),
+            blocks=[sequence.table(rank) for rank in range(len(held))],
+            kv_endpoints=turn.destination.kv_endpoints,
+            num_kv_heads=self._ring.model.num_kv_heads,
+            source_tp=self._settings.tp,
+            destination_tp=turn.destination.tp,
+        )
+        is_last = piece.stop == len(turn.token_ids)
+        sequences = (
+            SequencePrefill(
+                sequence_id=turn.sequence_id,
+                token_ids=turn.token_ids[piece.start : piece.stop],
+                layout=layout,
+                cached=held,
+                blocks=send.blocks,
+                sample=turn.sampling if is_last else None,
+                sends=(send,),
+                history=_history(turn) if is_last else NO_HISTORY,
+                score=_score(turn, piece.stop),
+            )
+            for send in sends
+        )
+        self._sending = key
+        return PreparedPiece(self, piece, tuple(sequences), after)
+
+    def commit(self, done: PreparedPiece, algorithm: Algorithm, num_turns: int, seconds: float) -> None:
+        """The step that `done` was part of has been computed, together with `num_turns` - 1 other turns."""
+        self._sequence.shards = done.after
+        self.chunks.append(Chunk(tokens=done.tokens, algorithm=algorithm, num_turns=num_turns))
+        self.prefill_seconds += seconds
+        self.times.note_chunk(self.chunks[-1], seconds)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the last token of the prompt has been computed."""
+        return bool(self.chunks) and self.chunks[-1].tokens.stop == len(self._turn.token_ids)
+
+    def note_logprobs(self, outputs: Sequence[PrefillOutput]) -> None:
+        """What the ranks found in a step that the turn was part of."""
+        for output in outputs:
+            self._scores.update(output.scores.get(self.sequence_id, {}))
+            self.first_logprobs = output.logprobs.get(self.sequence_id, self.first_logprobs)
+
+    @property
+    def prompt_logprobs(self) -> tuple[TokenLogprobs, ...]:
+        """How likely the prompt's tokens from the second on were; none where that was not asked."""
+        assert sorted(self._scores) == list(range(1, len(self._scores) + 1)), "ranks and chunks cover the prompt"
+        return tuple(self._scores[position] for position in sorted(self._scores))
+
+    async def hand_over(self) -> None:
+        """Wait until the decode ring has acknowledged every byte."""
+        key = self._sending
+        assert key is not None, "nothing was computed"
+        await gather_first_error(port.finish_sends(key, self._settings.transfer_timeout) for port in self._ranks)
+        self._sending = None
+
+    async def let_go(self) -> None:
+        """After this no sender of the ring reads the sequence's blocks."""
+        key, self._sending = self._sending, None
+        if key is not None:
+            control = self._settings.control_timeout
+            await self._quietly(gather_all(port.abandon_send(key, control) for port in self._ranks))
+
+    async def _quietly(self, calls: Awaitable[object]) -> None:
+        try:
+            await calls
+        except RingserveError as error:
+            # A rank that cannot be asked is dead, and what is dead neither reads nor writes.
+            log.info("cleaning up turn %s: %s", self._turn.turn_id, error)
+
+
+def _history(turn: PrefillTurn) -> TokenHistory:
+    """What the first token's sampling looks back at."""
+    prompt = np.unique(turn.token_ids) if turn.sampling.looks_at_prompt else ()
+    return TokenHistory.of(turn.sampling, prompt)
+
+
+def _score(turn: PrefillTurn, stop: int) -> PromptScore | None:
+    """What a step that ends before position `stop` is asked about the prompt's tokens."""
+    num_top = turn.sampling.prompt_logprobs
+    if num_top is None or turn.attempt > 1:
+        return None  # or told already
+    return PromptScore(num_top=num_top, following=int(turn.token_ids[stop]) if stop < len(turn.token_ids) else None)

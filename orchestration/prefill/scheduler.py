@@ -1,0 +1,285 @@
+"""Decides which tokens of which turns a prefill ring computes in its next step. Pure Python and synchronous; time is
+an argument, so that a simulation runs it as the leader does.
+
+reserved ──ready──> waiting ──next_step──> in a step ──commit──> waiting ... ──commit of the last token──> gone
+    └──────────────────┴────────── remove ──────┴──────────────────┘
+
+Two orders share the ring. *By length*: the highest priority first, and of equals what is finished soonest; as many
+whole prompts as fit make a step, and a prompt that is longer than a step has steps of its own. *By age*: what came
+first, where a step of priority counts like `ageing_seconds` of waiting. The oldest turns are owed `AGE_SHARE` of all
+work; a step in which the debt is due begins with them, and the shorter ones have the rest of it. So a short prompt
+waits for shorter ones alone, however long the others are, and the oldest turn moves on however many short ones come:
+nobody who arrives later than it by more than `ageing_seconds` times the difference in priority can take that place from
+it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from cp_core.errors import CapacityExceeded
+from cp_core.layout.shards import TokenRange
+from orchestration.placement.prefill_work import StepLimits, WorkModel
+from orchestration.protocol.settings import PrefillScheduling
+from orchestration.protocol.turns import Chunk
+from workers.protocol.steps import RING_ALGORITHMS, Algorithm
+
+AGE_SHARE = 0.25
+"""Of all work, to the oldest turns."""
+RATE_MEMORY = 0.9
+"""How much of the measured rate earlier steps make up, from one step to the next."""
+MIN_RETRY_SECONDS = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """New tokens of one turn that are computed in a step."""
+
+    turn_id: str
+    tokens: TokenRange
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledStep:
+    """What the ring computes next: all pieces in one pass, by one algorithm. `work` is in work units."""
+
+    number: int
+    algorithm: Algorithm
+    pieces: tuple[Piece, ...]
+    work: float
+
+
+@dataclass(slots=True, eq=False)
+class _Item:
+    """One turn. Tokens [position, stop) are to be computed; `advice` is empty until the turn may compute."""
+
+    turn_id: str
+    position: int
+    stop: int
+    priority: int
+    arrived: float
+    advice: tuple[Chunk, ...] = ()
+    is_begun: bool = False
+
+    @property
+    def num_left(self) -> int:
+        return self.stop - self.position
+
+    @property
+    def algorithm(self) -> Algorithm:
+        """Of the planned chunk that holds the next token."""
+        place = bisect_right(self.advice, self.position, key=lambda chunk: chunk.tokens.stop)
+        return self.advice[min(place, len(self.advice) - 1)].algorithm
+
+
+class PrefillScheduler:
+    """The queue of one incarnation of a ring. `rate` is in work units a second: a guess, until steps were measured."""
+
+    def __init__(
+        self, name: str, work: WorkModel, limits: StepLimits, scheduling: PrefillScheduling, *, rate: float
+    ) -> None:
+        self.limits = limits
+        self._name = name
+        self._work = work
+        self._scheduling = scheduling
+        self._items: dict[str, _Item] = {}
+        self._rate = rate
+        self._measured_work = 0.0
+        self._measured_seconds = 0.0
+        self._num_steps = 0
+        # Work units that the oldest turns are behind their share; below 0 they are ahead, by their latest step at most.
+        self._debt = 0.0
+
+    # --- who waits ---------------------------------------------------------------------------------------------------
+
+    def reserve(self, turn_id: str, *, tokens: TokenRange, priority: int, now: float) -> None:
+        """Enter a turn of which `tokens` are to be computed at most; it waits until `ready`.
+
+        Raises CapacityExceeded, with when to retry, where the queue would hold more work than it may. A turn that finds
+        the queue empty is taken however long it is: it would never find more room.
+        """
+        asked, load = self._work.work(len(tokens), tokens.start), self.load
+        limit = self._scheduling.max_queue_work
+        if load and load + asked > limit:
+            seconds = self.seconds_for(load + min(asked, limit) - limit)
+            raise CapacityExceeded(
+                f"prefill ring {self._name}: {load:.0f} work units are waiting, the prompt adds {asked:.0f} and at "
+                f"most {limit:.0f} are allowed; retry in {seconds:.1f} s",
+                retry_after_seconds=seconds,
+            )
+        self._items[turn_id] = _Item(turn_id, tokens.start, tokens.stop, priority, now)
+
+    def ready(self, turn_id: str, chunks: Sequence[Chunk]) -> None:
+        """The turn may compute: the tokens of `chunks`, whose algorithms are advice; how it is cut is decided here."""
+        item = self._items[turn_id]
+        item.position, item.stop = chunks[0].tokens.start, chunks[-1].tokens.stop
+        item.advice = tuple(chunks)
+
+    def remove(self, turn_id: str) -> None:
+        """The turn will not compute any more. Idempotent."""
+        self._items.pop(turn_id, None)
+
+    @property
+    def load(self) -> float:
+        """Work units of all turns that are reserved, waiting or computing."""
+        return sum(self._work.work(item.num_left, item.position) for item in self._items.values())
+
+    @property
+    def num_waiting(self) -> int:
+        """Turns that may compute and have not finished."""
+        return sum(1 for item in self._items.values() if item.advice)
+
+    @property
+    def rate(self) -> float:
+        """Work units a second, of late."""
+        return self._measured_work / self._measured_seconds if self._measured_seconds else self._rate
+
+    def seconds_for(self, work: float) -> float:
+        """When this much of the queue will have been computed."""
+        return max(MIN_RETRY_SECONDS, work / self.rate)
+
+    # --- schedule, (run,) commit -------------------------------------------------------------------------------------
+
+    def next_step(self) -> ScheduledStep | None:
+        """What to compute now; None where nobody is ready. A step that is given out is run, then committed."""
+        ready = [item for item in self._items.values() if item.advice]
+        if not ready:
+            return None
+        by_age, by_length = sorted(ready, key=self._by_age), sorted(ready, key=self._by_length)
+        filling = self._fill(by_age, by_length)
+        self._count(filling, by_age[0])
+        self._num_steps += 1
+        return ScheduledStep(
+            number=self._num_steps,
+            algorithm=_algorithm_of_most(filling.work),
+            pieces=tuple(
+                Piece(item.turn_id, TokenRange(item.position, item.position + length))
+                for item, length in filling.tokens.items()
+            ),
+            work=sum(filling.work.values()),
+        )
+
+    def commit(self, step: ScheduledStep, seconds: float) -> None:
+        """The step was computed and took so long. Turns removed meanwhile are passed over."""
+        self._measured_work = RATE_MEMORY * self._measured_work + step.work
+        self._measured_seconds = RATE_MEMORY * self._measured_seconds + seconds
+        for piece in step.pieces:
+            item = self._items.get(piece.turn_id)
+            if item is None:
+                continue
+            item.position, item.is_begun = piece.tokens.stop, True
+            if not item.num_left:
+                self.remove(piece.turn_id)
+
+    def without(self, step: ScheduledStep, turn_ids: Iterable[str]) -> ScheduledStep:
+        """The step with some turns left out that could not take part after all."""
+        gone = set(turn_ids)
+        pieces = tuple(piece for piece in step.pieces if piece.turn_id not in gone)
+        work = sum(self._work.work(len(piece.tokens), piece.tokens.start) for piece in pieces)
+        return replace(step, pieces=pieces, work=work)
+
+    # --- the two orders ----------------------------------------------------------------------------------------------
+
+    def _by_age(self, item: _Item) -> tuple[float, str]:
+        return item.arrived - item.priority * self._scheduling.ageing_seconds, item.turn_id
+
+    def _by_length(self, item: _Item) -> tuple[int, float, float, str]:
+        return -item.priority, self._work.work(item.num_left, item.position), item.arrived, item.turn_id
+
+    def _fill(self, by_age: Sequence[_Item], by_length: Sequence[_Item]) -> _Filling:
+        """The turns of the next step, and how many tokens of each."""
+        scheduling, filling = self._scheduling, _Filling(self._work, self.limits)
+        begun = None if scheduling.interleave else next((item for item in by_age if item.is_begun), None)
+        is_due = begun is None and self._debt > 0
+        leader = begun or (by_age[0] if is_due else by_length[0])
+        is_divided = is_due and scheduling.fuse and scheduling.interleave
+        if is_divided:
+            filling.add_oldest(by_age)
+            filling.add_at_least(by_length[0])
+        else:
+            filling.add_at_least(leader)
+        if scheduling.fuse:
+            filling.add_whole(by_length)
+        if is_divided:
+            filling.extend(leader)
+        return filling
+
+    def _count(self, filling: _Filling, oldest: _Item) -> None:
+        """Enter in the debt what the oldest turns got of a step, and what others did."""
+        paid = sum(units for item, units in filling.work.items() if item is oldest or item in filling.by_age)
+        others = sum(filling.work.values()) - paid
+        lead = (1 - AGE_SHARE) * paid
+        self._debt += AGE_SHARE * others - lead
+        if paid:
+            self._debt = max(self._debt, -lead)
+
+
+class _Filling:
+    """A step while it is filled: `tokens` of each turn, `by_age` those who are in it for their age."""
+
+    def __init__(self, work: WorkModel, limits: StepLimits) -> None:
+        self.tokens: dict[_Item, int] = {}
+        self.work: dict[_Item, float] = {}
+        self.by_age: set[_Item] = set()
+        self._model = work
+        self._limits = limits
+        self._room = limits.budget
+        self._tokens_left = limits.tokens
+
+    def add_oldest(self, by_age: Sequence[_Item]) -> None:
+        """The share of the oldest: the first in any case, then whole prompts as they fit."""
+        share, tokens = AGE_SHARE * self._limits.budget, max(1, int(AGE_SHARE * self._limits.tokens))
+        for item in by_age:
+            length = self._at_most(item, share, tokens)
+            if not self.tokens:
+                length = max(length, self._least(item))
+            elif length < item.num_left:
+                break
+            self._put(item, length)
+            self.by_age.add(item)
+            share -= self.work[item]
+            tokens -= length
+        # The least chunk may cost more than the share: that lengthens the step, and is not taken from the others.
+        self._room += max(0.0, -share)
+
+    def add_at_least(self, item: _Item) -> None:
+        """What fits of a turn, but the least chunk in any case; nothing where all tokens are taken."""
+        if item not in self.tokens and self._tokens_left:
+            self._put(item, max(self._at_most(item, self._room, self._tokens_left), self._least(item)))
+
+    def add_whole(self, by_length: Sequence[_Item]) -> None:
+        """All that fit to their end."""
+        for item in by_length:
+            if item not in self.tokens and self._at_most(item, self._room, self._tokens_left) == item.num_left:
+                self._put(item, item.num_left)
+
+    def extend(self, item: _Item) -> None:
+        """Give a turn of the step what nobody else wanted of it."""
+        length, work = self.tokens[item], self.work[item]
+        longer = self._at_most(item, self._room + work, self._tokens_left + length)
+        if longer > length:
+            self._room += work
+            self._tokens_left += length
+            self._put(item, longer)
+
+    def _put(self, item: _Item, length: int) -> None:
+        self.tokens[item] = length
+        self.work[item] = self._model.work(length, item.position)
+        self._room -= self.work[item]
+        self._tokens_left -= length
+
+    def _at_most(self, item: _Item, budget: float, tokens: int) -> int:
+        return max(0, min(item.num_left, tokens, self._model.longest(budget, item.position)))
+
+    def _least(self, item: _Item) -> int:
+        return min(item.num_left, self._limits.min_chunk, self._tokens_left)
+
+
+def _algorithm_of_most(work: dict[_Item, float]) -> Algorithm:
+    """One step has one algorithm: that which was planned for most of its work; of equals pass-KV."""
+    totals = dict.fromkeys(RING_ALGORITHMS, 0.0)
+    for item, units in work.items():
+        totals[item.algorithm] += units
+    return max(totals, key=lambda name: totals[name])

@@ -1,0 +1,1 @@
+"""Ring: its actors, its life, its KV pool, and transfers between rings."""

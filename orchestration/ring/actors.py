@@ -1,0 +1,254 @@
+"""The only place where plain classes become Ray actors.
+
+`RankActor` hosts a rank, `HostActor` whatever `services` composes (a leader with its gRPC server, the router with its
+own). Ranks belong to the leader that made them and die with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.util.placement_group import (
+    PlacementGroup,
+    get_placement_group,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from cp_core.errors import RingserveError, Unavailable
+from orchestration.protocol.rings import RingEvent
+from workers.protocol.decode_commands import DecodeCommand, DecodeEvents
+from workers.protocol.steps import (
+    BlockPair,
+    KvExpect,
+    KvSend,
+    PrefillOutput,
+    PrefillStep,
+    RankDoors,
+    RankInfo,
+    RankSpec,
+    RankStatus,
+    RingRates,
+    RingSpec,
+    TransferKey,
+    TransferReport,
+)
+
+
+class Hosted(Protocol):
+    """What a HostActor hosts."""
+
+    async def start(self) -> str:
+        """Serve; returns the endpoint HOST:PORT."""
+
+    async def measure(self) -> None:
+        """Measure itself, once all that share the machine have started."""
+
+    async def wait_event(self) -> RingEvent:
+        """Answers when whoever started this has something to do for a ring. May never answer."""
+
+    async def stop(self) -> None:
+        """Stop serving and free everything. Idempotent."""
+
+
+@ray.remote(max_restarts=0)
+class HostActor:
+    """An async actor around one composed object."""
+
+    def __init__(self, compose: Callable[[], Hosted]) -> None:
+        self._hosted = compose()
+
+    async def start(self) -> str:
+        return await self._hosted.start()
+
+    async def measure(self) -> None:
+        await self._hosted.measure()
+
+    async def stop(self) -> None:
+        await self._hosted.stop()
+
+    async def wait_event(self) -> RingEvent:
+        """The next thing to be done for what is hosted; the caller learns of this actor's death from it too."""
+        return await self._hosted.wait_event()
+
+
+@ray.remote(max_restarts=0, concurrency_groups={"compute": 1, "transfer": 64, "control": 16})
+class RankActor:
+    """One rank. One thread computes; transfers wait in threads of their own; control calls always get an answer."""
+
+    def __init__(self) -> None:
+        # Here and not above: leaders import this file and must stay free of torch. Looking for garbage meanwhile would
+        # find none and take a sixth of the time; nor need it be looked for among modules at every collection after.
+        gc.disable()
+        from workers.rank.worker import RankWorker
+
+        gc.freeze()
+        gc.enable()
+
+        self._worker = RankWorker()
+
+    @ray.method(concurrency_group="control")
+    def start(self, spec: RankSpec) -> RankInfo:
+        """A rank that is not told where to listen does so at the address of the node that Ray put it on."""
+        return self._worker.start(replace(spec, listen_host=spec.listen_host or ray.util.get_node_ip_address()))
+
+    @ray.method(concurrency_group="compute")
+    def compute(self, method: str, *arguments: Any) -> Any:
+        return getattr(self._worker, method)(*arguments)
+
+    @ray.method(concurrency_group="transfer")
+    def transfer(self, method: str, *arguments: Any) -> Any:
+        return getattr(self._worker, method)(*arguments)
+
+    @ray.method(concurrency_group="control")
+    def control(self, method: str, *arguments: Any) -> Any:
+        return getattr(self._worker, method)(*arguments)
+
+
+class RayRank:
+    """`RankPort` on an actor. What the rank raises comes out as raised; what Ray raises becomes Unavailable."""
+
+    def __init__(self, name: str, actor: ActorHandle[Any]) -> None:
+        self._name = name
+        self._actor = actor
+
+    async def _call(self, lane: str, method: str, timeout: float | None, *arguments: Any) -> Any:
+        return await self._answer(getattr(self._actor, lane).remote(method, *arguments), method, timeout)
+
+    async def _answer(self, reference: ray.ObjectRef[Any], method: str, timeout: float | None) -> Any:
+        try:
+            async with asyncio.timeout(timeout):  # wait_for of Python 3.11 can swallow a cancellation
+                return await asyncio.wrap_future(reference.future())
+        except TimeoutError:
+            raise Unavailable(f"{self._name} did not answer {method} within {timeout:.0f} s") from None
+        except RayTaskError as error:
+            cause = error.cause
+            if isinstance(cause, RingserveError):
+                raise cause from None
+            raise Unavailable(f"{self._name} failed in {method}: {type(cause).__name__}: {cause}") from error
+        except (RayActorError, GetTimeoutError, RayError) as error:
+            raise Unavailable(f"{self._name} died") from error
+
+    async def start(self, spec: RankSpec, timeout: float) -> RankInfo:
+        return await self._answer(self._actor.start.remote(spec), "start", timeout)
+
+    async def open_doors(self, timeout: float) -> RankDoors:
+        return await self._call("control", "open_doors", timeout)
+
+    async def join(self, ring: RingSpec, timeout: float) -> None:
+        await self._call("compute", "join", timeout, ring)
+
+    async def probe(self, timeout: float) -> RingRates:
+        return await self._call("compute", "probe", timeout)
+
+    async def probe_between_steps(self, timeout: float) -> RingRates:
+        return await self._call("control", "probe_between_steps", timeout + 5, timeout)
+
+    async def prefill(self, step: PrefillStep, timeout: float) -> PrefillOutput:
+        return await self._call("compute", "prefill", timeout, step)
+
+    async def finish_sends(self, key: TransferKey, timeout: float) -> TransferReport:
+        return await self._call("transfer", "finish_sends", timeout + 5, key, timeout)
+
+    async def abandon_send(self, key: TransferKey, timeout: float) -> None:
+        await self._call("control", "abandon_send", timeout, key)
+
+    async def send_kv(self, send: KvSend, timeout: float) -> TransferReport:
+        return await self._call("transfer", "send_kv", timeout + 5, send, timeout)
+
+    async def expect_kv(self, expect: KvExpect, timeout: float) -> None:
+        await self._call("control", "expect_kv", timeout, expect)
+
+    async def await_kv(self, key: TransferKey, timeout: float) -> TransferReport:
+        return await self._call("transfer", "await_kv", timeout + 5, key, timeout)
+
+    async def drop_kv(self, key: TransferKey, timeout: float) -> None:
+        await self._call("control", "drop_kv", timeout, key)
+
+    async def copy_blocks(self, pairs: Sequence[BlockPair], timeout: float) -> None:
+        await self._call("control", "copy_blocks", timeout, list(pairs))
+
+    async def submit(self, commands: Sequence[DecodeCommand], timeout: float) -> None:
+        await self._call("control", "submit", timeout, list(commands))
+
+    async def poll(self, after: int, wait_seconds: float, timeout: float) -> DecodeEvents:
+        return await self._call("control", "poll", timeout, after, wait_seconds)
+
+    async def status(self, timeout: float) -> RankStatus:
+        return await self._call("control", "status", timeout)
+
+    async def run_decode(self) -> None:
+        await self._call("compute", "run_decode", None)
+
+    async def kill(self) -> None:
+        """The process ends at once; nothing it holds outlives it."""
+        try:
+            ray.kill(self._actor, no_restart=True)
+        except (RayError, ValueError):
+            return  # it was gone already
+
+
+class RayRanks:
+    """`RankFactory`: the ranks of one ring in one placement group, each with `resources` (e.g. {"CPU": 1})."""
+
+    def __init__(self, name: str, resources: dict[str, float], strategy: str = "PACK") -> None:
+        self._name = name
+        self._resources = resources
+        self._strategy = strategy
+        self._ring: PlacementGroup | None = None
+
+    async def create(self, num_ranks: int, timeout: float) -> Sequence[RayRank]:
+        """Raises Unavailable when the cluster has no room for the whole ring."""
+        self._remove_left_behind()
+        name = f"{self._name}.{uuid.uuid4().hex}"
+        bundles = [dict(self._resources)] * num_ranks
+        ring = self._ring = placement_group(bundles, strategy=self._strategy, name=name)
+        try:
+            async with asyncio.timeout(timeout):
+                await asyncio.wrap_future(ring.ready().future())
+        except TimeoutError:
+            await self.close()
+            raise Unavailable(
+                f"ring {self._name} needs {num_ranks} places of {self._resources} in the Ray cluster; "
+                f"there was no room within {timeout:.0f} s"
+            ) from None
+        except RayError as error:
+            await self.close()
+            raise Unavailable(f"the placement group of ring {self._name} failed: {error}") from error
+        return [self._rank(ring, index) for index in range(num_ranks)]
+
+    def _remove_left_behind(self) -> None:
+        """Free the places of a leader of this ring that died: Ray keeps them for as long as the cluster lives."""
+        for ring in placement_group_table().values():
+            if ring["name"].startswith(f"{self._name}.") and ring["state"] != "REMOVED":
+                remove_placement_group(get_placement_group(ring["name"]))
+
+    def _rank(self, ring: PlacementGroup, index: int) -> RayRank:
+        place = PlacementGroupSchedulingStrategy(placement_group=ring, placement_group_bundle_index=index)
+        actor = RankActor.options(
+            num_cpus=self._resources.get("CPU", 0),
+            num_gpus=self._resources.get("GPU", 0),
+            scheduling_strategy=place,
+        ).remote()
+        return RayRank(f"rank {index} of ring {self._name}", actor)
+
+    async def close(self) -> None:
+        if self._ring is not None:
+            remove_placement_group(self._ring)
+            self._ring = None
+
+
+def host(name: str, compose: Callable[[], Hosted]) -> Any:
+    """A named actor around what `compose` builds, on the caller's node. It takes no CPU from the cluster's count."""
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    return HostActor.options(name=name, num_cpus=0, scheduling_strategy=here).remote(compose)

@@ -1,0 +1,351 @@
+"""Which sequences hold which KV blocks on the ranks of one ring.
+
+A sequence is *active* while a turn has it pinned and *kept* afterwards. Kept ones are a cache: the least recently used
+goes first when room is needed, or when kept blocks pass their bound. Whoever reserves (the ring leader) is the only
+one who frees, and only after the ranks have let go of the blocks.
+
+Sequences that were forked from one history share its full blocks. A shared block is never written: the first
+`make_room` of a turn exchanges what the sequence shares from its first unwritten slot on for blocks of its own, and
+notes which of them need their beginning copied (`SequenceKv.copies`). Who asked for the room has the ranks copy before
+the first write, and then says `copied`. From then on to its end the turn writes to blocks of its own: a fork of it gets
+copies of what is filled in part.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from cp_core.errors import Busy, CapacityExceeded, NotFound
+from cp_core.layout.shards import ShardMap
+from orchestration.protocol.views import RankKvUsage
+from orchestration.ring.block_allocator import BlockAllocator
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """On every process of cp rank `rank`, block `destination` is to get what block `source` holds."""
+
+    rank: int
+    source: int
+    destination: int
+
+
+@dataclass(slots=True)
+class SequenceKv:
+    """KV of one sequence on this ring. `blocks[r]` may have room beyond `shards.held[r]` while pinned.
+
+    `copies` are those still to be made; until then their sources are held as well. While `is_forking` it has not been
+    settled yet for the first time.
+    """
+
+    sequence_id: str
+    shards: ShardMap
+    blocks: list[list[int]]
+    pinned_by: str | None = None
+    copies: list[BlockCopy] = field(default_factory=list)
+    is_forking: bool = False
+
+    def table(self, rank: int) -> tuple[int, ...]:
+        return tuple(self.blocks[rank])
+
+    def filled_table(self, rank: int) -> list[int]:
+        """The table as it was before the copies that are still to be made."""
+        sources = {copy.destination: copy.source for copy in self.copies if copy.rank == rank}
+        return [sources.get(block, block) for block in self.blocks[rank]]
+
+
+class KvPool:
+    """Blocks and sequences of one ring incarnation. At most `kept_fraction` of a rank's blocks are kept."""
+
+    def __init__(self, num_ranks: int, num_blocks: int, block_tokens: int, *, kept_fraction: float = 1.0) -> None:
+        self.num_ranks = num_ranks
+        self.block_tokens = block_tokens
+        self.num_evictions = 0
+        self._max_kept = int(num_blocks * kept_fraction)
+        self._ranks = [BlockAllocator(num_blocks) for _ in range(num_ranks)]
+        self._sequences: OrderedDict[str, SequenceKv] = OrderedDict()
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Tokens the whole ring can hold."""
+        return sum(rank.num_blocks for rank in self._ranks) * self.block_tokens
+
+    @property
+    def free_tokens(self) -> int:
+        """Tokens that could still be held if all kept sequences went: as the fullest rank, the ring holds them evenly.
+
+        A block that two pinned sequences share counts twice: never more is told than there is.
+        """
+        pinned = [item for item in self._sequences.values() if item.pinned_by is not None]
+        free = (
+            allocator.num_blocks - sum(len(item.blocks[rank]) for item in pinned)
+            for rank, allocator in enumerate(self._ranks)
+        )
+        return max(0, min(free, default=0)) * self.num_ranks * self.block_tokens
+
+    @property
+    def spare_tokens(self) -> int:
+        """Tokens that could be kept beside all that is here: as the fullest rank, the ring holds them evenly."""
+        spare = (min(rank.free_blocks, self._max_kept - rank.kept_blocks) for rank in self.usage())
+        return max(0, min(spare, default=0)) * self.num_ranks * self.block_tokens
+
+    def get(self, sequence_id: str) -> SequenceKv | None:
+        return self._sequences.get(sequence_id)
+
+    def num_kept(self, sequence_id: str) -> int:
+        """Tokens of a sequence whose KV is here."""
+        sequence = self._sequences.get(sequence_id)
+        return 0 if sequence is None else sequence.shards.num_tokens
+
+    def pin(self, sequence_id: str, turn_id: str, match_tokens: int) -> SequenceKv:
+        """Take a sequence for a turn, cut to its first `match_tokens` tokens; a new one starts empty.
+
+        Raises Busy while another turn has it pinned: that turn may have ended already and be about to settle.
+        """
+        sequence = self._sequences.get(sequence_id)
+        if sequence is None:
+            sequence = self._add(sequence_id)
+        if sequence.pinned_by not in (None, turn_id):
+            raise Busy(
+                f"conversation_id: {sequence_id!r} is busy until turn {sequence.pinned_by!r} has settled; "
+                f"retry in a moment"
+            )
+        sequence.pinned_by = turn_id
+        self._sequences.move_to_end(sequence_id)
+        self._cut(sequence, match_tokens)
+        return sequence
+
+    def hold(self, sequence_id: str, holder: str, num_tokens: int) -> SequenceKv:
+        """Pin a kept sequence as it is, for somebody who reads its first `num_tokens` tokens; `settle` lets go.
+
+        Raises NotFound where less of it is here, Busy while another has it pinned.
+        """
+        sequence = self._sequences.get(sequence_id)
+        if sequence is None or sequence.shards.num_tokens < num_tokens:
+            raise NotFound(
+                f"sequence {sequence_id!r}: {num_tokens} tokens are asked for, {self.num_kept(sequence_id)} are kept"
+            )
+        if sequence.pinned_by is not None:
+            raise Busy(f"sequence {sequence_id!r} is in use by {sequence.pinned_by!r}; retry in a moment")
+        sequence.pinned_by = holder
+        return sequence
+
+    def take_in(self, sequence_id: str, holder: str, held: Sequence[int]) -> SequenceKv:
+        """Pin a new sequence with room for `held[r]` tokens on each rank r, whose KV comes from another ring.
+
+        Nothing is evicted for it but an earlier sequence of the same name: raises CapacityExceeded where there is no
+        spare room, Busy while the earlier one is pinned.
+        """
+        old = self._sequences.get(sequence_id)
+        if old is not None and old.pinned_by is not None:
+            raise Busy(f"sequence {sequence_id!r} is in use by {old.pinned_by!r}; retry in a moment")
+        if old is not None:
+            self._drop(old)
+        for rank, usage in enumerate(self.usage()):
+            need, spare = self._blocks_for(held[rank]), min(usage.free_blocks, self._max_kept - usage.kept_blocks)
+            if need > spare:
+                raise CapacityExceeded(
+                    f"kv cache: {need} blocks of {self.block_tokens} tokens are needed on rank {rank} and {spare} are "
+                    f"to spare"
+                )
+        sequence = self._add(sequence_id)
+        sequence.pinned_by = holder
+        self.make_room(sequence, held)
+        return sequence
+
+    def fork(self, source_id: str, sequence_id: str, turn_id: str, num_tokens: int) -> SequenceKv:
+        """Pin a new sequence that begins with what is here of another's first `num_tokens` tokens.
+
+        Its full blocks are the other's; of a block filled in part it gets its own (`copies`). A kept sequence of the
+        new name is dropped before. Raises Busy where that is pinned, CapacityExceeded where there is no room for what
+        must be copied; then no sequence of the new name is left.
+        """
+        old = self._sequences.get(sequence_id)
+        if old is not None and old.pinned_by is not None:
+            raise Busy(f"conversation_id: {sequence_id!r} is busy until {old.pinned_by!r} has settled; retry")
+        if old is not None:
+            self._drop(old)
+        source = self._sequences.get(source_id)
+        sequence = self._add(sequence_id)
+        sequence.pinned_by, sequence.is_forking = turn_id, True
+        if source is None:
+            return sequence
+        sequence.shards = source.shards.truncate(num_tokens)
+        for rank, held in enumerate(sequence.shards.held):
+            sequence.blocks[rank] = source.filled_table(rank)[: self._blocks_for(held)]
+            self._ranks[rank].share(sequence.blocks[rank])
+        self._sequences.move_to_end(source_id)
+        try:
+            self.make_room(sequence, sequence.shards.held)
+        except CapacityExceeded:
+            self._drop(sequence)
+            raise
+        return sequence
+
+    def make_room(self, sequence: SequenceKv, held: Sequence[int]) -> None:
+        """Give a pinned sequence blocks for `held[r]` tokens on each rank r, evicting kept sequences if need be.
+
+        On every rank, what it shares from its first unwritten slot on is exchanged for blocks of its own (`copies`).
+        Raises CapacityExceeded with the numbers, having changed nothing, when there is not room enough.
+        """
+        shared = [self._shared_room(sequence, rank) for rank in range(self.num_ranks)]
+        needs = [
+            max(0, self._blocks_for(tokens) - len(table)) + len(places)
+            for tokens, table, places in zip(held, sequence.blocks, shared, strict=True)
+        ]
+        self._evict_for(needs)
+        for rank, (need, places) in enumerate(zip(needs, shared, strict=True)):
+            if need:
+                self._grow(sequence, rank, need, places)
+
+    def _shared_room(self, sequence: SequenceKv, rank: int) -> list[int]:
+        """Places in a rank's table whose blocks will be written, and have another holder."""
+        table = sequence.blocks[rank]
+        first = sequence.shards.held[rank] // self.block_tokens
+        return [place for place in range(first, len(table)) if self._is_shared(sequence, rank, table[place])]
+
+    def _is_shared(self, sequence: SequenceKv, rank: int, block: int) -> bool:
+        """Whether others need slots of the block that this sequence may write.
+
+        A fork that is being made from it does not: it copies slots that are filled already, and then lets go.
+        """
+        others = self._ranks[rank].num_holders(block) - 1
+        if not others:
+            return False
+        held = sequence.shards.held[rank]
+        forks = (item for item in self._sequences.values() if item.is_forking and item.shards.held[rank] <= held)
+        return others > sum(copy.rank == rank and copy.source == block for fork in forks for copy in fork.copies)
+
+    def _evict_for(self, needs: Sequence[int]) -> None:
+        """Have `needs[r]` blocks free on each rank r. Raises CapacityExceeded, having changed nothing."""
+        if all(need <= rank.num_free for need, rank in zip(needs, self._ranks, strict=True)):
+            return
+        evictable = [other for other in self._sequences.values() if other.pinned_by is None]
+        for rank, need in enumerate(needs):
+            room = self._ranks[rank].num_free + self._num_freed(rank, evictable)
+            if need > room:
+                raise CapacityExceeded(
+                    f"kv cache: {need} blocks of {self.block_tokens} tokens are needed on rank {rank} and {room} of "
+                    f"{self._ranks[rank].num_blocks} can be freed; retry when running turns have ended"
+                )
+        for other in evictable:  # oldest first
+            if all(need <= rank.num_free for need, rank in zip(needs, self._ranks, strict=True)):
+                break
+            self._drop(other)
+            self.num_evictions += 1
+
+    def _num_freed(self, rank: int, sequences: Iterable[SequenceKv]) -> int:
+        """Blocks of a rank that nobody holds but these sequences."""
+        holders = Counter(block for item in sequences for block in item.blocks[rank])
+        return sum(count == self._ranks[rank].num_holders(block) for block, count in holders.items())
+
+    def _grow(self, sequence: SequenceKv, rank: int, count: int, shared: Sequence[int]) -> None:
+        """Take `count` free blocks: the first for the `shared` places of the table, the others for its end."""
+        allocator, table = self._ranks[rank], sequence.blocks[rank]
+        before = shared[0] if shared else len(table)
+        fresh = allocator.allocate(count, after=table[before - 1] if before else None)
+        filled = sequence.shards.held[rank]
+        for place, block in zip(shared, fresh, strict=False):
+            if place * self.block_tokens < filled:
+                sequence.copies.append(BlockCopy(rank, table[place], block))
+            else:
+                allocator.free([table[place]])
+            table[place] = block
+        table += fresh[len(shared) :]
+
+    def copied(self, sequence: SequenceKv) -> None:
+        """The ranks have made the copies: what they were made from is held no longer."""
+        for copy in sequence.copies:
+            self._ranks[copy.rank].free([copy.source])
+        sequence.copies.clear()
+
+    def _uncopy(self, sequence: SequenceKv) -> None:
+        """The copies will not be made, and so nothing was written: the table is as before them."""
+        for copy in sequence.copies:
+            table = sequence.blocks[copy.rank]
+            table[table.index(copy.destination)] = copy.source
+            self._ranks[copy.rank].free([copy.destination])
+        sequence.copies.clear()
+
+    def settle(self, sequence_id: str, turn_id: str, keep_tokens: int, *, is_guest: bool = False) -> None:
+        """End a turn's pin; keep the first `keep_tokens` tokens and free the other blocks. Idempotent.
+
+        Copies that are still to be made are given up: the caller sees to it that no rank is making them. A guest, which
+        another ring kept before, is the first to go when room is needed, until a turn uses it.
+        """
+        sequence = self._sequences.get(sequence_id)
+        if sequence is None or sequence.pinned_by not in (None, turn_id):
+            return
+        self._uncopy(sequence)
+        if sequence.pinned_by is not None:
+            sequence.pinned_by, sequence.is_forking = None, False
+            self._sequences.move_to_end(sequence_id, last=not is_guest)  # a long turn was in use until now
+        self._cut(sequence, keep_tokens)
+        if not sequence.shards.num_tokens:
+            self._drop(sequence)
+        self._bound_kept()
+
+    def _bound_kept(self) -> None:
+        """Drop kept sequences, the least recently used first, while a rank keeps more than it may."""
+        if all(rank.num_blocks == self._max_kept for rank in self._ranks):
+            return
+        for other in [item for item in self._sequences.values() if item.pinned_by is None]:
+            if all(usage.kept_blocks <= self._max_kept for usage in self.usage()):
+                return
+            self._drop(other)
+
+    def _add(self, sequence_id: str) -> SequenceKv:
+        empty = SequenceKv(sequence_id, ShardMap.empty(self.num_ranks), [[] for _ in range(self.num_ranks)])
+        self._sequences[sequence_id] = empty
+        return empty
+
+    def _cut(self, sequence: SequenceKv, num_tokens: int) -> None:
+        sequence.shards = sequence.shards.truncate(num_tokens)
+        for rank, held in enumerate(sequence.shards.held):
+            keep = self._blocks_for(held)
+            self._ranks[rank].free(sequence.blocks[rank][keep:])
+            del sequence.blocks[rank][keep:]
+
+    def _drop(self, sequence: SequenceKv) -> None:
+        self._uncopy(sequence)
+        for allocator, table in zip(self._ranks, sequence.blocks, strict=True):
+            allocator.free(table)
+        del self._sequences[sequence.sequence_id]
+
+    def _blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.block_tokens)
+
+    def usage(self) -> tuple[RankKvUsage, ...]:
+        """Free, active and kept blocks of every rank. A block that an active and a kept sequence share is active."""
+        return tuple(self._usage_of(rank, allocator) for rank, allocator in enumerate(self._ranks))
+
+    def _usage_of(self, rank: int, allocator: BlockAllocator) -> RankKvUsage:
+        pinned = [item for item in self._sequences.values() if item.pinned_by is not None]
+        active = len({block for item in pinned for block in self._blocks_of(item, rank)})
+        total, free = allocator.num_blocks, allocator.num_free
+        kept = total - free - active
+        return RankKvUsage(total_blocks=total, free_blocks=free, active_blocks=active, kept_blocks=kept)
+
+    def _blocks_of(self, sequence: SequenceKv, rank: int) -> list[int]:
+        """Every block that a sequence holds on a rank, those it still copies from included."""
+        return [*sequence.blocks[rank], *(copy.source for copy in sequence.copies if copy.rank == rank)]
+
+    def check_integrity(self) -> None:
+        """Prove that the books are right.
+
+        Every block is free or in the tables of exactly its holders, every table has room for what its rank holds, and
+        no block that a sequence has as room to write in is shared.
+        """
+        for rank, allocator in enumerate(self._ranks):
+            allocator.check_integrity(
+                block for item in self._sequences.values() for block in self._blocks_of(item, rank)
+            )
+        for item in self._sequences.values():
+            for rank, (table, held) in enumerate(zip(item.blocks, item.shards.held, strict=True)):
+                assert len(table) >= self._blocks_for(held), f"{item.sequence_id} lacks room for its own tokens"
+                room = table[self._blocks_for(held) :]
+                assert all(self._ranks[rank].num_holders(block) == 1 for block in room), (
+                    f"{item.sequence_id} would write into a block of another"
+                )

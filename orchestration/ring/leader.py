@@ -1,0 +1,252 @@
+"""What leaders of prefill and decode rings have in common: the ring, its announcement, background tasks, status."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+
+from cp_core.errors import RingserveError, Unavailable
+from orchestration.protocol.kv import ForkedKv, ForkKv, KeptKv, SendKv, SentKv, TakeKv, TakenKv
+from orchestration.protocol.ports import Peers, RankFactory
+from orchestration.protocol.settings import RingSettings
+from orchestration.protocol.tracing import NoTracer, Tracer
+from orchestration.protocol.turns import RingRegistration
+from orchestration.protocol.views import RingStatus
+from orchestration.ring.block_copies import copy_blocks
+from orchestration.ring.kv_moves import KvMoves
+from orchestration.ring.life import Ring
+
+log = logging.getLogger(__name__)
+
+
+class RingLeader(ABC):
+    """One ring and its place in the service. Subclasses own the turns."""
+
+    def __init__(
+        self,
+        settings: RingSettings,
+        factory: RankFactory,
+        peers: Peers,
+        announce: Callable[[RingRegistration], Awaitable[int]],
+    ) -> None:
+        self.settings = settings
+        self.endpoint = ""
+        self.metrics_endpoint = ""
+        self.tracer: Tracer = NoTracer()
+        self.ring = Ring(settings, factory, on_ready=self.on_ready, on_lost=self.fail_all)
+        self.kv_moves = KvMoves(self.ring, peers)
+        self._announce = announce
+        self.is_draining = False
+        self.is_leaving = False
+        self.has_left = asyncio.Event()
+        self._leave_task: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self, endpoint: str) -> None:
+        """Bring the ring up and announce it as reachable at `endpoint` (HOST:PORT)."""
+        self.endpoint = endpoint
+        await self.ring.start()
+
+    @property
+    def step_budget(self) -> float:
+        """Work units of a prefill step at most; 0: those of `chunk_tokens` tokens."""
+        return self.settings.prefill_scheduling.step_budget
+
+    @property
+    def waiting_work(self) -> float:
+        """Work units that wait or are being computed; prefill rings have them."""
+        return 0.0
+
+    @property
+    def work_rate(self) -> float:
+        """Work units a second, of late; 0 where there are none."""
+        return 0.0
+
+    @abstractmethod
+    async def measure(self) -> None:
+        """Measure the ring's rates again, now that nothing else starts on its machine."""
+
+    @abstractmethod
+    async def get_status(self) -> RingStatus:
+        """How the ring is."""
+
+    async def close(self) -> None:
+        """End background work, kill the ranks. Idempotent."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.kv_moves.close()
+        await self.ring.close()
+
+    async def on_ready(self) -> None:
+        """The ring serves, for the first time or again."""
+        self.spawn(self._stay_announced(self.ring.incarnation))
+        await self.announce()
+
+    async def announce(self) -> int:
+        """Tell the router what the ring is and does.
+
+        Returns how many turns the router has, or begins, on it, and how many conversations it moves from it.
+        """
+        ring = self.ring
+        registration = RingRegistration(
+            role=self.settings.role,
+            name=self.settings.name,
+            endpoint=self.endpoint,
+            incarnation=ring.incarnation,
+            num_ranks=self.settings.num_ranks,
+            tp=self.settings.tp,
+            rates=ring.rates,
+            capacity_tokens=ring.pool.capacity_tokens,
+            chunk_tokens=self.settings.chunk_tokens,
+            step_budget=self.step_budget,
+            min_chunk_tokens=self.settings.prefill_scheduling.min_chunk_tokens,
+            waiting_work=self.waiting_work,
+            work_rate=self.work_rate,
+            free_tokens=ring.pool.free_tokens,
+            spare_tokens=ring.pool.spare_tokens,
+            max_batch=self.settings.max_batch if self.settings.role == "decode" else 0,
+            max_direct_tokens=self.settings.max_direct_tokens if self.settings.role == "decode" else 0,
+            max_direct_seconds=self.settings.max_direct_seconds if self.settings.role == "decode" else 0.0,
+            is_draining=self.is_draining,
+            is_leaving=self.is_leaving,
+        )
+        return await self._announce(registration)
+
+    async def _stay_announced(self, incarnation: str) -> None:
+        """Tell the router again and again: it may have been restarted, or have taken one lost call for our end."""
+        while True:
+            await asyncio.sleep(self.settings.announce_interval)
+            if self.is_leaving or not self.ring.is_serving(incarnation):
+                return
+            try:
+                await self.announce()
+            except RingserveError as error:
+                log.warning("ring %s could not announce itself: %s", self.settings.name, error)
+
+    # --- draining ----------------------------------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def num_turns(self) -> int:
+        """Turns that are not over here, or whose end nobody has read yet."""
+
+    async def drain(self, seconds: float) -> None:
+        """Take no new turns and leave when those that run have ended and what is kept here has been moved, or after
+        `seconds`: then `has_left` is set.
+
+        Answers when the router knows. Turns that it had begun before are served. Idempotent: the first deadline counts.
+        """
+        if self._leave_task is None:
+            log.info("ring %s drains", self.settings.name)
+            self.is_draining = True
+            self._leave_task = self.spawn(self._leave(seconds))
+        await self.announce()
+
+    async def undrain(self) -> None:
+        """Take turns again. Raises Unavailable where the ring has left. Idempotent."""
+        if self.is_leaving:
+            raise Unavailable(f"ring {self.settings.name} is leaving; retry when it is gone")
+        if self._leave_task is not None:
+            self._leave_task.cancel()
+            self._leave_task = None
+        self.is_draining = False
+        await self.announce()
+
+    async def _leave(self, seconds: float) -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                await self._until_idle()
+        except TimeoutError:
+            log.warning(
+                "ring %s leaves after %.1f s with %d turns that run", self.settings.name, seconds, self.num_turns
+            )
+        self.is_leaving = True
+        try:
+            await self.announce()
+        except RingserveError as error:
+            log.warning("ring %s could not say that it leaves: %s", self.settings.name, error)
+        log.info("ring %s has drained", self.settings.name)
+        self.has_left.set()
+
+    async def _until_idle(self) -> None:
+        """The router's word counts beside our own: it may have chosen the ring for a turn that has not come yet, and it
+        moves conversations from here.
+        """
+        while True:
+            try:
+                coming = await self.announce()
+            except RingserveError as error:
+                log.warning("ring %s drains and cannot tell the router: %s", self.settings.name, error)
+                coming = 0
+            if not coming and not self.num_turns:
+                return
+            await asyncio.sleep(self.settings.drain_interval)
+
+    @abstractmethod
+    async def fail_all(self, error: RingserveError) -> None:
+        """The ring is lost: end every turn with `error`, without waiting for its ranks."""
+
+    def spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        """Run in the background; the leader keeps the task and logs what it raises."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.error("background work of %s failed", self.settings.name, exc_info=task.exception())
+
+    async def fork_kv(self, request: ForkKv) -> ForkedKv:
+        """Begin a sequence with KV that another keeps here. Raises Busy, CapacityExceeded, Unavailable."""
+        self.ring.require_ready()
+        pool, incarnation, name = self.ring.pool, self.ring.incarnation, f"fork of {request.source_id}"
+        sequence = pool.fork(request.source_id, request.sequence_id, name, request.num_tokens)
+        shards, keep = sequence.shards, 0
+        try:
+            await copy_blocks(self.ring, pool, sequence, incarnation)
+            keep = shards.num_tokens
+        finally:
+            pool.settle(request.sequence_id, name, keep)
+        return ForkedKv(incarnation=incarnation, shards=shards.truncate(pool.num_kept(request.sequence_id)))
+
+    async def send_kv(self, request: SendKv) -> SentKv:
+        """See `KvMoves.send`. Raises NotFound, Busy, TransferError, Unavailable."""
+        return await self.kv_moves.send(request)
+
+    async def take_kv(self, request: TakeKv) -> TakenKv:
+        """See `KvMoves.take`. Raises CapacityExceeded, Busy, NotFound, TransferError, Unavailable."""
+        return await self.kv_moves.take(request)
+
+    async def get_kept(self, sequence_ids: Sequence[str]) -> KeptKv:
+        """What is still here of these sequences. Raises Unavailable."""
+        self.ring.require_ready()
+        kept = tuple(self.ring.pool.num_kept(sequence_id) for sequence_id in sequence_ids)
+        return KeptKv(incarnation=self.ring.incarnation, num_tokens=kept)
+
+    def status_with(self, *, running: int, waiting: int) -> RingStatus:
+        ring = self.ring
+        return RingStatus(
+            role=self.settings.role,
+            name=self.settings.name,
+            endpoint=self.endpoint,
+            incarnation=ring.incarnation,
+            state=ring.state,
+            num_ranks=self.settings.num_ranks,
+            tp=self.settings.tp,
+            attention_backend=ring.infos[0].attention_backend if ring.infos else "",
+            ring_transport=ring.infos[0].ring_transport if ring.infos else "",
+            num_requests_running=running,
+            num_requests_waiting=waiting,
+            kv_usage=ring.pool.usage(),
+            rebuilds=ring.rebuilds,
+            rank_pids=tuple(info.pid for info in ring.infos),
+            metrics_endpoint=self.metrics_endpoint,
+            decode_variant=ring.decode_variant,
+            is_draining=self.is_draining,
+            nodes=ring.nodes,
+        )

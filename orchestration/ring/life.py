@@ -1,0 +1,280 @@
+"""The life of one ring of ranks: start, watch, rebuild.
+
+STARTING ──> READY ──a rank fails──> REBUILDING ──> READY ...        any ──close()──> CLOSED
+
+A ring lives and dies whole: when one rank fails, the others hold shards of sequences that can no longer be attended,
+and may sit in a receive that never ends. So all ranks are killed, new ones are made, and the ring gets a new
+*incarnation*, which makes every message of the old one stale.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import TypeVar
+
+from cp_core.errors import RingserveError, Unavailable
+from orchestration.protocol.ports import RankFactory, RankPort
+from orchestration.protocol.rings import RingState
+from orchestration.protocol.settings import RingSettings
+from orchestration.ring.kv_pool import KvPool
+from workers.protocol.steps import ModelInfo, RankInfo, RankSpec, RankStatus, RingRates, RingSpec
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+MAX_RETRY_PAUSE = 30.0
+"""Seconds; pauses between attempts to rebuild double up to here."""
+
+
+async def gather_all(calls: Iterable[Awaitable[T]]) -> list[T]:
+    """Run calls together and wait for every one; then raise the first error, if any. Nothing is left running."""
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return [result for result in results if not isinstance(result, BaseException)]
+
+
+async def gather_first_error(calls: Iterable[Awaitable[T]]) -> list[T]:
+    """Run calls together; the first error cancels the others and is raised itself, not inside an exception group."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(_as_coroutine(call)) for call in calls]
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+async def _as_coroutine(call: Awaitable[T]) -> T:
+    return await call
+
+
+class Ring:
+    """The ranks of one ring, in `ranks` and `infos` by number (cp_rank * tp + tp_rank).
+
+    `on_ready` and `on_lost` tell the leader; `on_lost` runs before ranks are remade.
+    """
+
+    def __init__(
+        self,
+        settings: RingSettings,
+        factory: RankFactory,
+        *,
+        on_ready: Callable[[], Awaitable[None]],
+        on_lost: Callable[[RingserveError], Awaitable[None]],
+    ) -> None:
+        self.settings = settings
+        self.state = RingState.STARTING
+        self.incarnation = ""
+        self.rebuilds = 0
+        self.decode_variant = ""  # what served the latest decode step, as the watch saw it
+        self.ranks: Sequence[RankPort] = ()
+        self.infos: list[RankInfo] = []
+        self.rank_statuses: dict[int, RankStatus] = {}
+        self.rates = RingRates(gemm_flops=0, attention_flops=0, link_bytes_per_second=0, link_latency_seconds=0)
+        self.pool = KvPool(settings.num_ranks, 0, settings.block_tokens)
+        self._factory = factory
+        self._on_ready = on_ready
+        self._on_lost = on_lost
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._watch: list[asyncio.Task[None]] = []
+
+    @property
+    def kv_endpoints(self) -> tuple[str, ...]:
+        return tuple(info.kv_endpoint for info in self.infos)
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """Addresses of the nodes that the ranks are on, as far as ranks listen at their own node's."""
+        hosts = (endpoint.rpartition(":")[0].strip("[]") for endpoint in self.kv_endpoints)
+        return tuple(dict.fromkeys(hosts))
+
+    @property
+    def cp_ranks(self) -> Sequence[int]:
+        """Of each of `ranks`, which share of the tokens it holds."""
+        return [rank // self.settings.tp for rank in range(self.settings.num_processes)]
+
+    @property
+    def model(self) -> ModelInfo:
+        return self.infos[0].model
+
+    def is_serving(self, incarnation: str) -> bool:
+        """Whether that incarnation of the ring is the one that serves now."""
+        return self.state is RingState.READY and incarnation == self.incarnation
+
+    def require_ready(self, incarnation: str | None = None) -> None:
+        """Raise Unavailable unless the ring serves (and, if given, is still that incarnation)."""
+        if self.state is not RingState.READY:
+            raise Unavailable(f"ring {self.settings.name} is {self.state}; retry in a few seconds")
+        if incarnation is not None and incarnation != self.incarnation:
+            raise Unavailable(f"ring {self.settings.name} was rebuilt during the turn; retry")
+
+    async def start(self) -> None:
+        """Make the ranks and wait until they serve. Raises what kept a rank from starting, e.g. ModelRefused.
+
+        A ring that did not start is closed.
+        """
+        try:
+            await self._build()
+            await self._on_ready()
+        except BaseException:
+            await self.close()
+            raise
+
+    async def _build(self) -> None:
+        settings = self.settings
+        incarnation = f"{settings.name}-{uuid.uuid4().hex[:12]}"
+        ranks = await self._factory.create(settings.num_processes, settings.start_timeout)
+        specs = [self._spec(rank, incarnation) for rank in range(settings.num_processes)]
+        starts = zip(ranks, specs, strict=True)
+        infos = await gather_first_error(rank.start(spec, settings.start_timeout) for rank, spec in starts)
+        doors = await gather_first_error(rank.open_doors(settings.control_timeout) for rank in ranks)
+        meeting = RingSpec(
+            name=incarnation,
+            doors=tuple(doors),
+            secret=secrets.token_hex(32),
+            timeout_seconds=settings.stuck_timeout,
+        )
+        await gather_first_error(rank.join(meeting, settings.start_timeout) for rank in ranks)
+        rates = await gather_first_error(rank.probe(settings.start_timeout) for rank in ranks)
+        if self.state is RingState.CLOSED:
+            raise Unavailable(f"ring {settings.name} was closed while it started")
+        self.ranks, self.infos, self.rates, self.incarnation = ranks, infos, rates[0], incarnation
+        self.rank_statuses.clear()
+        self.pool = KvPool(
+            settings.num_ranks, settings.num_blocks, settings.block_tokens, kept_fraction=settings.kept_fraction
+        )
+        self.state = RingState.READY
+        self._watch = [
+            asyncio.create_task(self._watch_rank(number, rank, incarnation)) for number, rank in enumerate(ranks)
+        ]
+        if settings.role == "decode":
+            self._watch += [asyncio.create_task(self._watch_loop(rank, incarnation)) for rank in ranks]
+
+    async def measure(self) -> None:
+        """Let the ranks measure their rates again. The caller sees to it that they do nothing else meanwhile."""
+        self.require_ready()
+        timeout = self.settings.start_timeout
+        self.rates = (await gather_first_error(rank.probe(timeout) for rank in self.ranks))[0]
+
+    async def measure_between_steps(self) -> None:
+        """As `measure`, on a ring whose ranks run their decode loop."""
+        self.require_ready()
+        self.rates = await self.ranks[0].probe_between_steps(self.settings.start_timeout)
+
+    def _spec(self, rank: int, incarnation: str) -> RankSpec:
+        settings = self.settings
+        return RankSpec(
+            role=settings.role,
+            ring=settings.name,
+            rank=rank,
+            num_ranks=settings.num_processes,
+            tp=settings.tp,
+            incarnation=incarnation,
+            model_path=settings.model_path,
+            dtype=settings.dtype,
+            device=settings.device,
+            attention_backend=settings.attention_backend,
+            ring_transport=settings.ring_transport,
+            num_blocks=settings.num_blocks,
+            block_tokens=settings.block_tokens,
+            kv_checksums=settings.kv_checksums,
+            num_threads=settings.num_threads,
+            listen_host=settings.listen_host,
+            tls=settings.tls,
+            max_batch=settings.max_batch,
+            decode_variant=settings.decode_variant,
+        )
+
+    async def _watch_rank(self, number: int, rank: RankPort, incarnation: str) -> None:
+        """A rank that cannot be asked, or says it has been stuck in a step for too long, is lost."""
+        while True:
+            try:
+                status = await rank.status(self.settings.stuck_timeout)
+            except RingserveError as error:
+                self.report_lost(error, incarnation)
+                return
+            self.rank_statuses[number] = status
+            self.decode_variant = status.decode_variant or self.decode_variant
+            if status.running and status.seconds_since_step > self.settings.step_timeout:
+                stuck = f"a rank of {self.settings.name} made no step for {status.seconds_since_step:.0f} s"
+                self.report_lost(Unavailable(stuck), incarnation)
+                return
+            await asyncio.sleep(self.settings.watch_interval)
+
+    async def _watch_loop(self, rank: RankPort, incarnation: str) -> None:
+        try:
+            await rank.run_decode()
+        except RingserveError as error:
+            self.report_lost(error, incarnation)
+        else:
+            self.report_lost(Unavailable(f"a decode loop of {self.settings.name} ended"), incarnation)
+
+    def report_lost(self, error: Exception, incarnation: str) -> None:
+        """Someone found the ring broken. The first report of an incarnation starts the rebuild, the rest is echo."""
+        if self.state is not RingState.READY or incarnation != self.incarnation:
+            return
+        self.state = RingState.REBUILDING
+        log.warning("ring %s is lost and will be rebuilt: %s", self.settings.name, error)
+        task = asyncio.create_task(self._rebuild(error))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _rebuild(self, error: Exception) -> None:
+        started = time.monotonic()
+        await self._end_watch()
+        await self._on_lost(Unavailable(f"ring {self.settings.name} lost a rank and is being rebuilt: {error}"))
+        if not await self._build_until_ready():
+            return
+        self.rebuilds += 1
+        log.info("ring %s rebuilt in %.1f s", self.settings.name, time.monotonic() - started)
+        # A rank may be lost again from here on: that is another rebuild, by another task.
+        try:
+            await self._on_ready()
+        except RingserveError as failure:
+            log.warning("ring %s is rebuilt and could not say so: %s", self.settings.name, failure)
+
+    async def _build_until_ready(self) -> bool:
+        """False where the ring was closed meanwhile."""
+        pause = self.settings.retry_pause
+        while self.state is RingState.REBUILDING:
+            await gather_all(rank.kill() for rank in self.ranks)
+            await self._factory.close()
+            try:
+                await self._build()
+            except Exception as failure:  # whatever it is: a ring that gave up in silence would never serve again
+                trace = None if isinstance(failure, RingserveError) else failure
+                log.warning(
+                    "rebuilding ring %s failed, trying again in %.1f s: %s",
+                    self.settings.name,
+                    pause,
+                    failure,
+                    exc_info=trace,
+                )
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, MAX_RETRY_PAUSE)
+            else:
+                return True
+        return False
+
+    async def _end_watch(self) -> None:
+        current = asyncio.current_task()
+        watchers = [task for task in self._watch if task is not current]
+        for task in watchers:
+            task.cancel()
+        await asyncio.gather(*watchers, return_exceptions=True)
+
+    async def close(self) -> None:
+        """Kill the ranks and free what they held. Idempotent."""
+        self.state = RingState.CLOSED
+        await self._end_watch()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await gather_all(rank.kill() for rank in self.ranks)
+        await self._factory.close()

@@ -1,0 +1,1 @@
+"""Cluster: starting, supervising and stopping the processes of a service on Ray."""

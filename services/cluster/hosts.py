@@ -1,0 +1,324 @@
+"""What the actors host: a leader or the router, each with the gRPC server that is its door. Composed here."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import ray
+from prometheus_client.registry import Collector
+
+from cp_core.cost.profile import HardwareProfile
+from orchestration.decode.leader import DecodeLeader
+from orchestration.placement.planner import Planner, PlannerSettings
+from orchestration.prefill.leader import PrefillLeader
+from orchestration.protocol.readiness import ring_fault
+from orchestration.protocol.rings import RingEvent
+from orchestration.protocol.settings import RingSettings
+from orchestration.ring.actors import RayRanks
+from orchestration.ring.leader import RingLeader
+from orchestration.router.router import Router, RouterSettings
+from ringserve.v1 import rings_pb2_grpc, router_pb2_grpc
+from services.auth.tls import peer_server
+from services.cluster.router_profile import empirical_fit
+from services.config import Config
+from services.config.pools import Pool
+from services.rpc.decode_server import DecodeServicer
+from services.rpc.health import HealthWatch
+from services.rpc.peers import GrpcPeers
+from services.rpc.prefill_server import PrefillServicer
+from services.rpc.router_server import RouterServicer
+from services.rpc.server import GrpcServer
+from services.telemetry.logs import set_up_logs
+from services.telemetry.metrics.endpoint import MetricsEndpoint, metrics_page
+from services.telemetry.metrics.probes import probe_pages
+from services.telemetry.metrics.process import new_registry
+from services.telemetry.metrics.ring import RingCollector, view_of
+from services.telemetry.metrics.router import RouterMetrics, RouterView
+from services.telemetry.metrics.vllm_names import RING_NAMES, WithVllmNames
+from services.telemetry.tracing.tracer import tracer_for
+from workers.protocol.steps import ModelInfo
+
+log = logging.getLogger(__name__)
+
+STOP_GRACE_SECONDS = 2.0
+RETURN_SECONDS = 30.0
+"""Beyond what a ring may take to start: for the one before it to end."""
+
+
+def reachable(address: str) -> str:
+    """The address by which others reach what listens on HOST:PORT: of every interface, that of this node."""
+    host, _, port = address.rpartition(":")
+    if host in ("0.0.0.0", "[::]"):
+        return f"{ray.util.get_node_ip_address()}:{port}"
+    return address
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterHost:
+    """Builds the router. Picklable: an actor calls it."""
+
+    config: Config
+    model: ModelInfo
+    profile: HardwareProfile | None = None
+
+    def __call__(self) -> RunningRouter:
+        return RunningRouter(self)
+
+
+class RunningRouter:
+    """The router behind its door."""
+
+    def __init__(self, host: RouterHost) -> None:
+        set_up_logs("router", host.config.logs.level, host.config.logs.format)
+        self._config = host.config
+        self._tls = host.config.internal_tls.files
+        self._peers = GrpcPeers(self._tls)
+        router = host.config.router
+        self._planner = Planner(
+            host.model,
+            PlannerSettings(
+                selector=router.selector,
+                compute_flops=router.compute_flops,
+                link_bytes_per_second=router.link_bytes_per_second,
+                profile=host.profile,
+                fit=empirical_fit(router, host.profile),
+                missing_kv=router.missing_kv,
+            ),
+        )
+        settings = RouterSettings(
+            max_conversations=router.max_conversations,
+            conversation_ttl=router.conversation_ttl_seconds,
+            max_waiting_turns=router.max_waiting_turns,
+            control_timeout=host.config.timeouts.control,
+            transfer_timeout=host.config.timeouts.transfer,
+            max_positions=host.model.max_positions,
+            return_seconds=host.config.timeouts.start + RETURN_SECONDS,
+        )
+        self._router = Router(settings, self._planner, self._peers)
+        self._server: GrpcServer | None = None
+        self._metrics: MetricsEndpoint | None = None
+
+    async def start(self) -> str:
+        self._server = GrpcServer(peer_server(self._tls))
+        metrics = RouterMetrics(self._config.router.selector, self._view, asyncio.get_running_loop())
+        servicer = RouterServicer(self._router, metrics)
+        if self._config.metrics.router:
+            pages = {"/metrics": metrics_page(metrics.registry), **probe_pages(str, asyncio.get_running_loop())}
+            self._metrics = MetricsEndpoint("metrics.router", self._config.metrics.router, pages)
+            servicer.metrics_endpoint = reachable(self._metrics.address)
+        self._server.add(
+            "ringserve.v1.RouterService",
+            lambda server: router_pb2_grpc.add_RouterServiceServicer_to_server(servicer, server),
+        )
+        return reachable(await self._server.start(self._config.router.listen))
+
+    def _view(self) -> RouterView:
+        rings = [(ring.role, ring.name, ring.takes_turns) for ring in self._router.rings]
+        rings += [(ring.role, ring.name, False) for ring in self._router.rings_away]
+        corrections = (
+            (ring.name, each.algorithm.value, each.min_work, each.factor)
+            for ring in self._router.rings
+            for each in self._planner.corrections.of_ring(ring.registration)
+        )
+        return RouterView(
+            conversations=self._router.num_conversations,
+            running_turns=self._router.num_running,
+            turns_waiting_for_rings=self._router.num_waiting_for_rings,
+            rings=tuple(rings),
+            corrections=tuple(corrections),
+            moves=self._router.moves,
+        )
+
+    async def measure(self) -> None:
+        """A router has nothing to measure."""
+
+    async def wait_event(self) -> RingEvent:
+        """The ring that has left and is to be started again."""
+        return await self._router.next_return()
+
+    async def stop(self) -> None:
+        if self._server is not None:
+            await self._server.stop(STOP_GRACE_SECONDS)
+        await _close(self._metrics)
+        await self._router.close()
+        await self._peers.close()
+
+
+async def _close(endpoint: MetricsEndpoint | None) -> None:
+    if endpoint is not None:
+        await asyncio.to_thread(endpoint.close)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeaderHost:
+    """Builds the leader of one ring of a pool. Picklable.
+
+    `listen_host` empty: leader and ranks listen at their nodes' own.
+    """
+
+    config: Config
+    model_path: str
+    pool: Pool
+    number: int
+    router_endpoint: str
+    listen_host: str = "127.0.0.1"
+
+    @property
+    def name(self) -> str:
+        return self.pool.ring_name(self.number)
+
+    @property
+    def role(self) -> str:
+        return self.pool.role
+
+    def __call__(self) -> RunningLeader:
+        return RunningLeader(self)
+
+    def resources(self) -> dict[str, float]:
+        """What one rank takes of a Ray node."""
+        taken = {"CPU": float(self.settings().num_threads)}
+        if self.config.model.device == "cuda":
+            taken["GPU"] = 1.0
+        return taken | ({self.pool.resource: 1.0} if self.pool.resource else {})
+
+    def metrics_address(self) -> str:
+        """Where this ring's leader serves its metrics; rings of one role take ports in a row."""
+        metrics = self.config.metrics
+        host, _, port = (metrics.prefill if self.role == "prefill" else metrics.decode).rpartition(":")
+        return f"{host}:{int(port) and int(port) + self.pool.num_before + self.number}" if host else ""
+
+    def settings(self) -> RingSettings:
+        config, timeouts, pool = self.config, self.config.timeouts, self.pool
+        return RingSettings(
+            role=self.role,
+            name=self.name,
+            num_ranks=pool.cp,
+            tp=pool.tp,
+            model_path=self.model_path,
+            dtype=config.model.dtype,
+            device=config.model.device,
+            attention_backend=config.model.attention_backend,
+            ring_transport=config.model.ring_transport,
+            num_blocks=config.kv_cache.num_blocks,
+            block_tokens=config.kv_cache.block_tokens,
+            kept_fraction=config.kv_cache.kept_fraction,
+            kv_checksums=config.kv_cache.checksums,
+            num_threads=pool.threads_per_rank,
+            listen_host=self.listen_host,
+            tls=config.internal_tls.files,
+            max_batch=config.decode.max_batch,
+            decode_variant=config.decode.variant,
+            continuous=config.decode.continuous,
+            preemption=config.decode.preemption,
+            headroom_tokens=config.decode.headroom_tokens,
+            max_direct_tokens=config.decode.max_direct_tokens,
+            max_direct_seconds=config.decode.max_direct_seconds,
+            max_waiting=pool.max_waiting,
+            chunk_tokens=config.prefill.chunk_tokens,
+            prefill_scheduling=config.prefill.scheduling,
+            start_timeout=timeouts.start,
+            step_timeout=timeouts.step,
+            control_timeout=timeouts.control,
+            transfer_timeout=timeouts.transfer,
+            stuck_timeout=timeouts.stuck,
+        )
+
+
+class RunningLeader:
+    """A leader behind its door, announcing its ring to the router for as long as it serves."""
+
+    def __init__(self, host: LeaderHost) -> None:
+        set_up_logs(host.name, host.config.logs.level, host.config.logs.format, ring=host.name)
+        self._host = host
+        self._tls = host.config.internal_tls.files
+        self._peers = GrpcPeers(self._tls)
+        self._server: GrpcServer | None = None
+        self._leader: RingLeader | None = None
+        self._tracer = tracer_for(host.config.tracing, host.name)
+        self._drained = asyncio.Event()
+        self._health: HealthWatch | None = None
+        self._metrics: MetricsEndpoint | None = None
+
+    async def start(self) -> str:
+        """Door first, ring second: the ring is announced by its endpoint when it is ready."""
+        host = self._host
+        server = self._server = GrpcServer(peer_server(self._tls))
+        router = self._peers.router(host.router_endpoint)
+        ranks = RayRanks(host.name, host.resources())
+        leader: RingLeader
+        if host.role == "prefill":
+            leader = prefill = PrefillLeader(host.settings(), ranks, self._peers, router.register_ring)
+            servicer = PrefillServicer(prefill)
+            server.add(
+                "ringserve.v1.PrefillService",
+                lambda target: rings_pb2_grpc.add_PrefillServiceServicer_to_server(servicer, target),
+            )
+        else:
+            leader = decode = DecodeLeader(host.settings(), ranks, self._peers, router, router.register_ring)
+            decode_servicer = DecodeServicer(decode)
+            server.add(
+                "ringserve.v1.DecodeService",
+                lambda target: rings_pb2_grpc.add_DecodeServiceServicer_to_server(decode_servicer, target),
+            )
+        leader.tracer = self._tracer
+        leader.has_left = self._drained  # which is waited for already
+        self._leader = leader
+        endpoint = await server.start(f"{host.listen_host or ray.util.get_node_ip_address()}:0", is_serving=False)
+        try:
+            self._serve_metrics(leader)
+            await leader.start(endpoint)
+            self._health = HealthWatch(f"ring {host.name}", server, self._fault)
+            await self._health.look()
+            self._health.start()
+        except BaseException:
+            await server.stop(0)
+            await _close(self._metrics)
+            raise
+        return endpoint
+
+    async def _fault(self) -> str:
+        """What keeps our ring from serving."""
+        assert self._leader is not None, "the leader has started"
+        ranks, stuck = self._leader.ring.rank_statuses.values(), self._leader.settings.stuck_timeout
+        return ring_fault(await self._leader.get_status(), ranks, stuck)
+
+    def _serve_metrics(self, leader: RingLeader) -> None:
+        """Before the ring starts: one that cannot start is seen as not ready, and not as missing."""
+        host, address = self._host, self._host.metrics_address()
+        if not address:
+            return
+        registry = new_registry(host.role)
+        loop = asyncio.get_running_loop()
+        registry.register(RingCollector(host.role, host.name, partial(view_of, leader), loop))
+        shown: Collector = registry
+        if host.config.metrics.also_as == "vllm":
+            shown = WithVllmNames(registry.collect, RING_NAMES, Path(host.model_path).name)
+        probes = probe_pages(lambda: self._health.fault if self._health else "it starts", loop)
+        self._metrics = MetricsEndpoint(f"metrics.{host.role}", address, {"/metrics": metrics_page(shown), **probes})
+        leader.metrics_endpoint = reachable(self._metrics.address)
+
+    async def measure(self) -> None:
+        assert self._leader is not None, "the leader has not started"
+        await self._leader.measure()
+
+    async def wait_event(self) -> RingEvent:
+        """Our ring, when it has drained: it is to be stopped, and stays away."""
+        await self._drained.wait()
+        return RingEvent(ring=self._host.name)
+
+    async def stop(self) -> None:
+        if self._health is not None:
+            await self._health.close()
+        if self._server is not None:
+            await self._server.stop(STOP_GRACE_SECONDS)
+        if self._leader is not None:
+            await self._leader.close()
+        await _close(self._metrics)
+        await asyncio.to_thread(self._tracer.close)
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._peers.close()

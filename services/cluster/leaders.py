@@ -1,0 +1,182 @@
+"""The leaders of a cluster's rings, kept running by whoever started them: after a failure, and after a drain when their
+ring is wanted again.
+
+    runs ──fails──> started again                  runs ──ring has drained──> away ──wanted──> started again
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+
+from orchestration.protocol.rings import RingEvent
+from orchestration.ring.actors import host as host_actor
+from services.cluster.hosts import LeaderHost
+
+log = logging.getLogger(__name__)
+
+RESTART_SECONDS = 1.0
+"""Least time between two starts of one leader: one that cannot start must not keep the machine busy with trying."""
+STOP_SECONDS = 10.0
+NODE_SECONDS = 300.0
+"""How long a ring that left because of its node waits for that node to go."""
+
+
+class Leader(Protocol):
+    """One leader's process."""
+
+    host: LeaderHost
+    started_at: float
+
+    def has_left(self) -> bool:
+        """Whether the ring has drained."""
+
+    def failure(self) -> str:
+        """Why it has to be started again, or nothing."""
+
+    def end(self) -> None:
+        """End the ring and the process, in order where that is possible."""
+
+    def kill(self) -> None: ...
+
+
+class RayLeader:
+    """`Leader` as an actor of that name. `serves` answers when the ring does, or by failing."""
+
+    def __init__(self, host: LeaderHost, name: str) -> None:
+        self.host = host
+        self.actor = host_actor(name, host)
+        self.serves = self.actor.start.remote()
+        self.started_at = time.monotonic()
+        self._leaves = self.actor.wait_event.remote()  # answers when the ring has drained, or by failing
+
+    def has_left(self) -> bool:
+        return is_done(self._leaves) and not _has_failed(self._leaves)
+
+    def failure(self) -> str:
+        if is_done(self._leaves) and not self.has_left():
+            return "died"
+        if not is_done(self.serves):
+            return ""
+        try:
+            ray.get(self.serves)
+        except RayTaskError as error:
+            return f"could not start its ring: {error.cause}"
+        except RayError:
+            return "died"
+        return ""
+
+    def end(self) -> None:
+        if not ray.wait([self.actor.stop.remote()], timeout=STOP_SECONDS)[0]:
+            log.warning("the leader of ring %s did not stop in time and is ended", self.host.name)
+        self.kill()
+
+    def kill(self) -> None:
+        ray.kill(self.actor)
+
+
+L = TypeVar("L", bound=Leader)
+
+
+@dataclass(slots=True)
+class _Away:
+    """A ring that has drained, and since when. `wanted`: it is to be started again."""
+
+    host: LeaderHost
+    since: float
+    wanted: RingEvent | None = None
+
+
+class RingKeeper(Generic[L]):
+    """Leaders by ring. `look` does what is to be done; call it again and again.
+
+    `start` makes a leader, `is_node_there` tells whether a node of the cluster lives, `clock` seconds.
+    """
+
+    def __init__(
+        self,
+        start: Callable[[LeaderHost, str], L],
+        is_node_there: Callable[[str], bool],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._start = start
+        self._is_node_there = is_node_there
+        self._clock = clock
+        self._leaders: dict[str, L] = {}
+        self._away: dict[str, _Away] = {}
+        self._wanted: dict[str, RingEvent] = {}  # whose ring we have not seen leave yet
+        self._num_made = 0
+
+    @property
+    def leaders(self) -> Sequence[L]:
+        return list(self._leaders.values())
+
+    def make(self, host: LeaderHost) -> None:
+        """Start the leader of a ring."""
+        # Ray frees the name of a dead actor when it likes: the successor gets another.
+        self._num_made += 1
+        self._away.pop(host.name, None)
+        self._wanted.pop(host.name, None)
+        self._leaders[host.name] = self._start(host, f"{host.name}-{self._num_made}")
+
+    def want(self, event: RingEvent) -> None:
+        """A ring that has left, or is about to, is to be started again."""
+        away = self._away.get(event.ring)
+        if away is not None:
+            away.wanted = event
+        elif event.ring in self._leaders:
+            self._wanted[event.ring] = event
+
+    def look(self) -> None:
+        """See off the leaders of rings that have drained, start again those that failed, and those that are wanted."""
+        for leader in self.leaders:
+            if leader.has_left():
+                self._see_off(leader)
+            elif (reason := leader.failure()) and self._clock() - leader.started_at > RESTART_SECONDS:
+                log.warning("the leader of ring %s %s; it is started again", leader.host.name, reason)
+                leader.kill()
+                self.make(leader.host)
+        for away in list(self._away.values()):
+            if away.wanted is not None and self._may_return(away, away.wanted):
+                log.info("ring %s is started again", away.host.name)
+                self.make(away.host)
+
+    def _see_off(self, leader: L) -> None:
+        """The ring has drained: its processes end, and it stays away until it is wanted again."""
+        leader.end()
+        name = leader.host.name
+        del self._leaders[name]
+        self._away[name] = _Away(leader.host, self._clock(), self._wanted.pop(name, None))
+
+    def _may_return(self, away: _Away, wanted: RingEvent) -> bool:
+        """Not while a node it left is there still: its ranks would be put on it once more."""
+        staying = [node for node in wanted.leaving_nodes if self._is_node_there(node)]
+        if not staying:
+            return True
+        if self._clock() - away.since < NODE_SECONDS:
+            return False
+        log.warning("node %s was to go and is still there; ring %s is started again", staying[0], away.host.name)
+        return True
+
+
+def is_done(reference: Any) -> bool:
+    return bool(ray.wait([reference], timeout=0)[0])
+
+
+def is_node_alive(address: str) -> bool:
+    """Whether Ray takes a node at that address for alive."""
+    return any(node["Alive"] and node["NodeManagerAddress"] == address for node in ray.nodes())
+
+
+def _has_failed(reference: Any) -> bool:
+    try:
+        ray.get(reference)
+    except RayError:
+        return True
+    return False

@@ -1,0 +1,327 @@
+"""Router, rings and a gateway process on a Ray of our own, or without gateway on a Ray cluster. `ringserve up` runs it.
+
+What is started here is ended here, by handle: Ray with its driver, the gateway by its process, whatever happens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import ray
+from ray.exceptions import RayError, RayTaskError
+
+from cp_core.errors import ConfigError, RingserveError, Unavailable
+from orchestration.ring.actors import host as host_actor
+from services.auth.sections import check_files
+from services.cluster.hosts import LeaderHost, RouterHost
+from services.cluster.leaders import RayLeader, RingKeeper, is_done, is_node_alive
+from services.cluster.operator import OperatorsDoor, drain_all
+from services.cluster.ray_guard import (
+    check_guarded,
+    end_left_behind,
+    forward_every_line,
+    reason_of,
+    start_own_ray,
+    without_ray_token,
+)
+from services.cluster.router_profile import router_profile
+from services.cluster.stopping import check_stop, keeping_handlers, until_set
+from services.config import Config
+from services.gateway.settings import GatewaySettings
+from services.telemetry.tracing.section import check_installed
+from workers.model.builtin import PREFIX as BUILTIN_PREFIX
+from workers.model.builtin import resolve_model_path
+from workers.model.info import read_model_info, tensor_share
+
+log = logging.getLogger(__name__)
+
+ROUTER_NAME = "router"
+GATEWAY_STOP_SECONDS = 30.0
+"""It ends by itself: its turns have 2 s, the rings 3, its last words 2, each as long again on a busy machine."""
+ACTORS_STOP_SECONDS = 10.0
+POLL_SECONDS = 0.2
+JOIN_SECONDS = 1.0
+"""Between two attempts to join a Ray cluster."""
+
+
+class LocalCluster:
+    """`start`, then `watch`, both until `stopped` is set, then perhaps `drain`, then `stop`. `progress` gets one line
+    for each stage. When the gateway is to end, its turns have `drain_seconds` to end by themselves.
+
+    With `config.ray.address` it runs on that Ray cluster, which it leaves as it was. Router and leaders are on the node
+    it is called on, which so is where gateways and Prometheus find them.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        progress: Callable[[str], None] = lambda line: None,
+        stopped: threading.Event | None = None,
+        *,
+        with_gateway: bool = True,
+        drain_seconds: float = 0.0,
+    ) -> None:
+        self._config = config
+        self._progress = progress
+        self._with_gateway = with_gateway
+        self._drain_seconds = drain_seconds
+        self._stopped = stopped or threading.Event()
+        # Of its own, so that names of one that has just ended are not in the way.
+        self._namespace = f"ringserve-{uuid.uuid4().hex[:8]}"
+        self._temp = Path(tempfile.mkdtemp(prefix="ringserve-"))
+        self._rings = RingKeeper(RayLeader, is_node_alive)
+        self._router: Any = None
+        self._gateway: subprocess.Popen[bytes] | None = None
+        self.gateway_address = ""
+        self.http_address = ""
+        self.metrics_address = ""
+        self.router_endpoint = ""
+
+    def start(self) -> None:
+        """Bring everything up; returns when the first request would be served.
+
+        Raises ConfigError, ModelRefused, Unavailable; StopRequest where it was stopped meanwhile.
+        """
+        config = self._config
+        path = resolve_model_path(config.model.path)
+        model = read_model_info(path, dtype=config.model.dtype, name=Path(config.model.path).name)
+        for pool in config.pools:
+            tensor_share(model, pool.tp, f"{pool.key}.tp")
+        profile = router_profile(config.router)
+        check_files(config.tls, config.internal_tls, config.auth)
+        check_installed(config.tracing)
+        if self._with_gateway:
+            for key in ("listen", "http", "metrics"):
+                _check_free(f"gateway.{key}", getattr(config.gateway, key))
+        if config.ray.address:
+            self._progress(f"joining the Ray cluster at {config.ray.address}")
+            self._join_ray()
+        else:
+            self._progress("starting Ray")
+            self._start_ray()
+        self._progress("starting the router")
+        self._router = host_actor(ROUTER_NAME, RouterHost(config=config, model=model, profile=profile))
+        self.router_endpoint = self._result(self._router.start.remote())
+        hosts = [
+            LeaderHost(
+                config=config,
+                model_path=str(path),
+                pool=pool,
+                number=number,
+                router_endpoint=self.router_endpoint,
+                listen_host="" if config.ray.address else "127.0.0.1",
+            )
+            for pool in config.pools
+            for number in range(pool.rings)
+        ]
+        self._progress(f"starting {len(hosts)} rings{' and a gateway' if self._with_gateway else ''}")
+        if self._with_gateway:
+            self._start_gateway(path)
+        for host in hosts:
+            self._rings.make(host)
+        for leader in self._rings.leaders:
+            self._result(leader.serves)
+            self._progress(f"ring {leader.host.name} serves")
+        if self._with_gateway:
+            self._await_gateway()
+            scheme = "https" if config.tls.files else "http"
+            http = f", OpenAI's HTTP at {scheme}://{self.http_address}/v1" if self.http_address else ""
+            self._progress(f"gateway serves at {self.gateway_address}{http}")
+        for leader in self._rings.leaders:
+            # Not while the others start: rates measured on a busy machine would mislead the plans.
+            self._result(leader.actor.measure.remote())
+
+    def _start_ray(self) -> None:
+        needed = sum(pool.num_threads for pool in self._config.pools)
+        try:
+            start_own_ray(max(1, needed), self._namespace, self._temp)
+        except Unavailable:
+            check_stop(self._stopped)  # Ctrl-C in a terminal reaches Ray's processes too
+            raise
+
+    def _join_ray(self) -> None:
+        """The cluster may be starting still: it has the start timeout. Raises Unavailable, ConfigError."""
+        forward_every_line()
+        address, deadline = self._config.ray.address, time.monotonic() + self._config.timeouts.start
+        while True:
+            try:
+                with keeping_handlers():
+                    ray.init(address=address, namespace=self._namespace, logging_level=logging.WARNING)
+                break
+            except (ConnectionError, RuntimeError, ValueError) as error:
+                if ray.is_initialized():
+                    ray.shutdown()
+                if time.monotonic() > deadline:
+                    raise Unavailable(
+                        f"ray.address: the Ray cluster at {address} cannot be joined: {reason_of(error)}"
+                    ) from error
+            self._stopped.wait(JOIN_SECONDS)
+            check_stop(self._stopped)
+        check_guarded(ray.get_runtime_context().gcs_address, is_insecure=self._config.internal_tls.insecure)
+
+    def _result(self, reference: Any) -> Any:
+        timeout = self._config.timeouts.start + self._config.timeouts.control
+        deadline = time.monotonic() + timeout
+        while not ray.wait([reference], timeout=POLL_SECONDS)[0]:
+            check_stop(self._stopped)
+            if time.monotonic() > deadline:
+                raise Unavailable(f"the cluster did not start within {timeout:.0f} s")
+        check_stop(self._stopped)
+        try:
+            return ray.get(reference)
+        except RayTaskError as error:
+            if isinstance(error.cause, RingserveError):
+                raise error.cause from None
+            raise Unavailable(f"the cluster did not start: {error.cause}") from error
+        except RayError as error:
+            raise Unavailable(f"the cluster did not start: {error}") from error
+
+    def _start_gateway(self, model_path: Path) -> None:
+        config = self._config
+        settings = GatewaySettings(
+            listen=self.gateway_address or config.gateway.listen,
+            http=self.http_address or config.gateway.http,
+            metrics=self.metrics_address or config.gateway.metrics,
+            router=self.router_endpoint,
+            model=str(model_path),
+            model_name=config.gateway.model_name or _model_name(config.model.path),
+            dtype=config.model.dtype,
+            max_seconds=config.gateway.max_seconds,
+            log_level=config.logs.level,
+            log_format=config.logs.format,
+            metric_names=config.metrics.also_as,
+            follow_stdin=True,
+            drain_seconds=max(self._drain_seconds, GatewaySettings.drain_seconds),
+            tokens=config.auth.tokens,
+            tls=config.tls.files,
+            peer_tls=config.internal_tls.files,
+            tracing=config.tracing,
+        )
+        command = [sys.executable, "-m", "services.gateway.process", "--settings", settings.to_json()]
+        # A session of its own: Ctrl-C reaches this process alone, which then ends the gateway in order.
+        self._gateway = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+            env=without_ray_token(os.environ),
+        )
+
+    def _await_gateway(self) -> None:
+        assert self._gateway is not None, "no gateway was started"
+        line = _read_line(self._gateway, self._config.timeouts.start)
+        if not line:
+            raise ConfigError("the gateway did not start; its reason stands above")
+        addresses = json.loads(line)
+        self.gateway_address, self.metrics_address = addresses["gateway"], addresses["metrics"]
+        self.http_address = addresses["http"]
+
+    def watch(self) -> None:
+        """Start again a leader or gateway that died, until stopped. Raises Unavailable when the router died."""
+        wanted = self._router.wait_event.remote()
+        while not self._stopped.wait(POLL_SECONDS):
+            if is_done(wanted):
+                self._rings.want(_from_router(wanted))
+                wanted = self._router.wait_event.remote()
+            self._rings.look()
+            gateway = self._gateway
+            if gateway is not None and gateway.poll() is not None:
+                log.warning("the gateway died (exit %s) and is started again", gateway.returncode)
+                self._start_gateway(resolve_model_path(self._config.model.path))
+                self._await_gateway()
+
+    def drain(self, insisted: threading.Event) -> None:
+        """Let the turns that run end, `drain_seconds` at most and not after `insisted` is set; new ones are refused."""
+        if not self._drain_seconds:
+            return
+        self._progress(f"draining, for {self._drain_seconds:g} s at most")
+        if self._gateway is not None:
+            self._gateway.terminate()  # it ends when its turns have
+        door = OperatorsDoor(
+            endpoint=self.router_endpoint, tls=self._config.internal_tls.files, progress=self._progress
+        )
+        try:
+            asyncio.run(until_set(insisted, drain_all(door, seconds=self._drain_seconds)))
+        except RingserveError as error:
+            log.warning("turns may be cut off: %s", error)
+
+    def stop(self) -> None:
+        """End everything that `start` began. Idempotent; safe after a start that failed half way."""
+        if self._gateway is not None:
+            _end_process(self._gateway)
+            self._gateway = None
+        if ray.is_initialized():
+            self._stop_actors()
+            own = [] if self._config.ray.address else psutil.Process().children(recursive=True)
+            ray.shutdown()
+            end_left_behind(own)
+        shutil.rmtree(self._temp, ignore_errors=True)
+
+    def _stop_actors(self) -> None:
+        stops = [leader.actor.stop.remote() for leader in self._rings.leaders]
+        if self._router is not None:
+            stops.append(self._router.stop.remote())
+        done, late = ray.wait(stops, num_returns=len(stops), timeout=ACTORS_STOP_SECONDS) if stops else ([], [])
+        if late:
+            log.warning("%d of %d actors did not stop in time and are ended with Ray", len(late), len(done) + len(late))
+
+
+def _model_name(path: str) -> str:
+    """What HTTP clients call the model where the configuration names nothing."""
+    return path if path.startswith(BUILTIN_PREFIX) else Path(path).name
+
+
+def _from_router(reference: Any) -> Any:
+    """What the router's actor answered. Raises Unavailable where it is dead."""
+    try:
+        return ray.get(reference)
+    except RayError as error:
+        raise Unavailable("the router died; conversations are lost, start the cluster again") from error
+
+
+def _check_free(key: str, address: str) -> None:
+    """Say that a port is in use now, and not after half a minute."""
+    if not address:
+        return
+    host, _, port = address.rpartition(":")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host.strip("[]"), int(port)))
+        except OSError as error:
+            raise ConfigError(f"{key}: cannot listen on {address}: {error.strerror}; choose another port") from error
+
+
+def _read_line(process: subprocess.Popen[bytes], timeout: float) -> bytes:
+    """The first line the process prints, or nothing if it ends or `timeout` seconds pass before."""
+    lines: list[bytes] = []
+    assert process.stdout is not None
+    reader = threading.Thread(target=lambda: lines.append(process.stdout.readline()), daemon=True)  # type: ignore[union-attr]
+    reader.start()
+    reader.join(timeout)
+    return lines[0] if lines else b""
+
+
+def _end_process(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(GATEWAY_STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

@@ -1,0 +1,152 @@
+"""What an operator asks of the rings through the router's own door: to drain, to come back, and how they are."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from cp_core.errors import DeadlineExceeded, NotFound, Unavailable
+from cp_core.transport.peer_tls import PeerTls
+from orchestration.protocol.rings import AWAY, RingState
+from orchestration.protocol.views import DrainView, RingStatus, ServerView
+from services.rpc.peers import GrpcPeers, GrpcRouter
+
+POLL_SECONDS = 0.5
+LEAVE_SECONDS = 30.0
+"""Past its deadline, for a ring to end what it holds and to say that it leaves."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperatorsDoor:
+    """The router's address. `progress` gets a line whenever there is something to tell."""
+
+    endpoint: str
+    tls: PeerTls | None
+    progress: Callable[[str], None]
+
+    @asynccontextmanager
+    async def router(self) -> AsyncIterator[GrpcRouter]:
+        peers = GrpcPeers(self.tls)
+        try:
+            yield peers.router(self.endpoint)
+        finally:
+            await peers.close()
+
+
+async def drain_ring(door: OperatorsDoor, ring: str, *, seconds: float, force: bool) -> DrainView | None:
+    """Let a ring drain, and wait until it has left. Tells whenever there is less left to do.
+
+    Returns how it went; None where the router was started anew meanwhile. Raises NotFound, Busy, InvalidRequest,
+    Unavailable, DeadlineExceeded.
+    """
+    async with door.router() as router:
+        await router.drain_ring(ring, seconds, force=force)
+        return await _until_left(router, ring, seconds, door.progress)
+
+
+async def drain_node(door: OperatorsDoor, node: str, *, seconds: float) -> list[str]:
+    """Let every ring with a rank on a node drain, and wait until they have left; they start again when it is gone.
+
+    Returns their names, without those whose leaders cannot be told. Raises Unavailable, DeadlineExceeded.
+    """
+    async with door.router() as router:
+        rings = [ring.name for ring in (await router.get_server_info()).rings if node in ring.nodes]
+        told = await _told(rings, lambda ring: router.restart_ring(ring, seconds, leaving_node=node), door.progress)
+        for ring in told:
+            await _until_left(router, ring, seconds, door.progress)
+        return told
+
+
+async def drain_all(door: OperatorsDoor, *, seconds: float) -> None:
+    """Let all rings drain at once, and wait until they have left: the service ends. Raises as `drain_node`."""
+    async with door.router() as router:
+        rings = [ring.name for ring in (await router.get_server_info()).rings if ring.state != AWAY]
+        for ring in await _told(rings, lambda ring: router.drain_ring(ring, seconds, force=True), door.progress):
+            await _until_left(router, ring, seconds, door.progress)
+
+
+async def _told(
+    rings: Sequence[str], tell: Callable[[str], Awaitable[None]], progress: Callable[[str], None]
+) -> list[str]:
+    """Tell every ring; one that cannot be told must not keep the others."""
+    told = []
+    for ring in rings:
+        try:
+            await tell(ring)
+        except (NotFound, Unavailable) as error:
+            progress(f"ring {ring} cannot be drained: {error}")
+        else:
+            told.append(ring)
+    return told
+
+
+async def restart_ring(door: OperatorsDoor, ring: str, *, seconds: float, start_seconds: float) -> None:
+    """Let a ring drain and start again, and wait until it serves.
+
+    Raises NotFound, InvalidRequest, Unavailable, DeadlineExceeded.
+    """
+    async with door.router() as router:
+        before = _status_of(await router.get_server_info(), ring)
+        was = before.incarnation if before is not None and before.state != AWAY else ""
+        await router.restart_ring(ring, seconds)
+        door.progress(f"ring {ring} restarts")
+
+        def is_back(view: ServerView) -> bool:
+            status = _status_of(view, ring)
+            return _serves(status) and status is not None and status.incarnation != was
+
+        await _until(router, ring, is_back, seconds + LEAVE_SECONDS + start_seconds, "serve again")
+
+
+async def undrain_ring(door: OperatorsDoor, ring: str, *, seconds: float) -> None:
+    """Let a ring take turns again, and wait until it does. Raises NotFound, Unavailable, DeadlineExceeded."""
+    async with door.router() as router:
+        await router.undrain_ring(ring)
+        await _until(router, ring, lambda view: _serves(_status_of(view, ring)), seconds, "serve again")
+
+
+def _serves(status: RingStatus | None) -> bool:
+    return status is not None and status.state == RingState.READY and not status.is_draining
+
+
+async def _until_left(
+    router: GrpcRouter, ring: str, seconds: float, progress: Callable[[str], None]
+) -> DrainView | None:
+    shown = ""
+    seen: DrainView | None = None
+
+    def has_left(view: ServerView) -> bool:
+        nonlocal shown, seen
+        seen = next((drain for drain in view.drains if drain.ring == ring), seen)
+        status = _status_of(view, ring)
+        if status is None or status.state == AWAY or _serves(status):
+            return True
+        running = status.num_requests_running + status.num_requests_waiting
+        line = f"ring {ring} drains, {running} turns are under way{_moves_told(seen)}"
+        if line != shown:
+            progress(line)
+            shown = line
+        return False
+
+    await _until(router, ring, has_left, seconds + LEAVE_SECONDS, "leave")
+    return seen
+
+
+def _moves_told(drain: DrainView | None) -> str:
+    return "" if drain is None else f", {drain.num_moved} conversations are moved and {drain.num_left} left"
+
+
+async def _until(router: GrpcRouter, ring: str, holds: Callable[[ServerView], bool], seconds: float, what: str) -> None:
+    """Look again and again: the router tells nobody by itself."""
+    deadline = time.monotonic() + seconds
+    while not holds(await router.get_server_info()):
+        if time.monotonic() > deadline:
+            raise DeadlineExceeded(f"ring {ring} did not {what} within {seconds:.0f} s")
+        await asyncio.sleep(POLL_SECONDS)
+
+
+def _status_of(view: ServerView, name: str) -> RingStatus | None:
+    return next((ring for ring in view.rings if ring.name == name), None)

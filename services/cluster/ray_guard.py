@@ -1,0 +1,109 @@
+"""Ray, whose calls are pickles: whoever gets in can run code. So a token guards it, always where we start it ourselves.
+
+Ray's control listens on the machine's own address even where its node is told to be 127.0.0.1.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import grpc
+import psutil
+import ray
+from ray import _raylet
+from ray._private import ray_logging
+from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
+
+from cp_core.errors import ConfigError, Unavailable
+from services.cluster.stopping import keeping_handlers
+
+OBJECT_STORE_BYTES = 80 * 1024 * 1024
+"""The least Ray allows: no tensor ever passes through it."""
+PROBE_SECONDS = 10.0
+END_SECONDS = 8.0
+AUTH_PREFIX = "RAY_AUTH_"
+
+
+def start_own_ray(num_cpus: int, namespace: str, directory: Path) -> None:
+    """A Ray of this process and its children alone, for this machine. Raises Unavailable, and leaves nothing then."""
+    _make_token()
+    forward_every_line()
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    others = set(psutil.Process().children(recursive=True))
+    try:
+        with keeping_handlers():
+            ray.init(
+                address="local",
+                namespace=namespace,
+                num_cpus=num_cpus,
+                include_dashboard=False,
+                object_store_memory=OBJECT_STORE_BYTES,
+                _temp_dir=str(directory),
+                _node_ip_address="127.0.0.1",
+                logging_level=logging.WARNING,
+            )
+    except Exception as error:  # Ray raises nothing narrower where its processes do not come up in time
+        end_left_behind(set(psutil.Process().children(recursive=True)) - others)
+        raise Unavailable(f"Ray did not start: {reason_of(error)}") from error
+
+
+def end_left_behind(processes: Iterable[psutil.Process]) -> None:
+    """Agents of a Ray that has ended sometimes hang on their way out, and nobody else would ever end them."""
+    _, alive = psutil.wait_procs(processes, timeout=END_SECONDS)
+    for process in alive:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+def reason_of(error: Exception) -> str:
+    """What Ray says went wrong, in one line."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _make_token() -> None:
+    """One that only the children of this process know. Ray's own would lie in a file and stay the same."""
+    os.environ["RAY_AUTH_MODE"] = "token"
+    os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    # Ray has read both at its import. Its stubs do not know what else it has.
+    raylet: Any = _raylet
+    raylet.Config.initialize("")
+    raylet.AuthenticationTokenLoader.instance().reset_cache()
+
+
+def without_ray_token(environment: Mapping[str, str]) -> dict[str, str]:
+    """An environment for processes that have no business with Ray, though clients reach them."""
+    return {name: value for name, value in environment.items() if not name.startswith(AUTH_PREFIX)}
+
+
+def check_guarded(address: str, *, is_insecure: bool) -> None:
+    """`address` is that of the control (GCS) of a Ray that was joined. Raises ConfigError where it wants no token."""
+    if not is_insecure and not asks_for_token(address):
+        raise ConfigError(
+            f"ray.address: the Ray at {address} asks for no token, so that whoever reaches it can run code; "
+            f"start it with RAY_AUTH_MODE=token, or say internal_tls.insecure: true"
+        )
+
+
+def asks_for_token(address: str, token: str = "") -> bool:
+    """Whether Ray's control refuses who shows this token, or none. One that only speaks TLS answers nobody here."""
+    metadata = (("authorization", f"Bearer {token}"),) if token else ()
+    messages: Any = gcs_service_pb2
+    with grpc.insecure_channel(address) as channel:
+        stub = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel)
+        try:
+            stub.CheckAlive(messages.CheckAliveRequest(), timeout=PROBE_SECONDS, metadata=metadata)
+        except grpc.RpcError:
+            return True
+    return False
+
+
+def forward_every_line() -> None:
+    """Ray folds lines that differ by numbers alone, as those of two rings do. Its switch was read at its import."""
+    vars(ray_logging)["RAY_DEDUP_LOGS"] = False

@@ -1,0 +1,77 @@
+"""Several answers to one prompt: each is a turn of its own, and their streams become one."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import struct
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+
+from orchestration.protocol.turns import TurnRequest
+from ringserve.v1 import inference_pb2
+
+QUEUED_RESPONSES = 64
+"""At most so many responses wait for a slow client before the turns' streams wait too."""
+
+Responses = AsyncGenerator[inference_pb2.GenerateResponse, None]
+
+
+def turns_of(request: TurnRequest, num_completions: int) -> list[TurnRequest]:
+    """One turn an answer. The first is the request itself; of the others only the answer is asked for."""
+    others = [
+        replace(
+            request,
+            request_id=f"{request.request_id}/{index}",
+            sampling=replace(request.sampling, seed=derived_seed(request.sampling.seed, index), prompt_logprobs=None),
+        )
+        for index in range(1, num_completions)
+    ]
+    return [request, *others]
+
+
+def derived_seed(seed: int, index: int) -> int:
+    """The seed of answer `index`, 64 bits: that of answer 0 is the request's own."""
+    if index == 0:
+        return seed
+    digest = hashlib.blake2b(struct.pack("<QQ", seed, index), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+async def merged(streams: Sequence[Responses]) -> Responses:
+    """Responses as they come: the first stream's `start`, then those of all but their starts.
+
+    The first failure ends all, and so does leaving early: every stream is closed.
+    """
+    first = streams[0]
+    arrived: asyncio.Queue[inference_pb2.GenerateResponse | Exception | None] = asyncio.Queue(QUEUED_RESPONSES)
+
+    async def pump(stream: Responses) -> None:
+        try:
+            async for response in stream:
+                if not response.HasField("start"):
+                    await arrived.put(response)
+            await arrived.put(None)
+        except Exception as error:
+            await arrived.put(error)
+
+    async with aclosing(first):
+        yield await anext(first)
+        pumps = [asyncio.create_task(pump(stream)) for stream in streams]
+        try:
+            left = len(pumps)
+            while left:
+                response = await arrived.get()
+                if isinstance(response, Exception):
+                    raise response
+                if response is None:
+                    left -= 1
+                else:
+                    yield response
+        finally:
+            for task in pumps:
+                task.cancel()
+            await asyncio.gather(*pumps, return_exceptions=True)
+            for stream in streams:
+                await stream.aclose()

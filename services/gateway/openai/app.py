@@ -1,0 +1,264 @@
+"""The routes of the HTTP door. A thin translation: turns go the same way as those that come over gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing
+from typing import Any, Protocol
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from cp_core.errors import RingserveError, Unavailable
+from orchestration.protocol.readiness import service_fault
+from orchestration.protocol.views import ServerView
+from ringserve.v1 import inference_pb2
+from services.auth.doorkeeper import Doorkeeper
+from services.auth.scoped_router import ScopedRouter
+from services.auth.tenants import Tenant
+from services.gateway.openai.errors import BadHttpRequest, error_body, headers_of, status_of
+from services.gateway.openai.hang_up import EventStream, ended_by_hang_up
+from services.gateway.openai.header_limit import HeaderLimit
+from services.gateway.openai.requests import HttpRequestReader, HttpTurn
+from services.gateway.openai.responses import (
+    ChatShape,
+    CompletionShape,
+    Shape,
+    TurnAnswer,
+    conversation_json,
+    model_json,
+)
+from services.gateway.openai.server import certificate_of
+from services.gateway.requests import identifier
+from services.rpc.server import MAX_MESSAGE_BYTES
+
+log = logging.getLogger(__name__)
+
+BODY_SECONDS = 60.0
+"""How long a client may take to send its request."""
+HEALTH_SECONDS = 5.0
+DONE = b"data: [DONE]\n\n"
+
+
+class TurnService(Protocol):
+    """What the door needs of the gateway."""
+
+    def generate(
+        self, request: inference_pb2.GenerateRequest, tenant: Tenant, seconds_left: float | None, trace_parent: str
+    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        """One turn's responses. Raises RingserveError. Closing it ends the turn."""
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of token ids."""
+
+    def router_for(self, tenant: Tenant) -> ScopedRouter:
+        """The router as a tenant sees it."""
+
+    async def server_view(self) -> ServerView:
+        """The service as the router sees it. Raises Unavailable."""
+
+
+class HttpDoor:
+    """OpenAI's paths for one model. `app` is the ASGI application."""
+
+    def __init__(
+        self, service: TurnService, model_name: str, max_positions: int, doorkeeper: Doorkeeper | None = None
+    ) -> None:
+        self._service = service
+        self._doorkeeper = doorkeeper or Doorkeeper()
+        self._model_name = model_name
+        self._max_positions = max_positions
+        self._reader = HttpRequestReader(model_name, max_positions)
+        self._created = int(time.time())
+
+    @property
+    def app(self) -> ASGIApp:
+        routes = [
+            Route("/v1/chat/completions", self._chat, methods=["POST"]),
+            Route("/v1/completions", self._completion, methods=["POST"]),
+            Route("/v1/models", self._models, methods=["GET"]),
+            Route("/v1/models/{name:path}", self._model, methods=["GET"]),
+            Route("/v1/conversations/{name:path}", self._conversation, methods=["GET"]),
+            Route("/v1/conversations/{name:path}", self._forget, methods=["DELETE"]),
+            Route("/health", self._health, methods=["GET"]),
+        ]
+        return Starlette(
+            routes=routes,
+            middleware=[Middleware(HeaderLimit)],
+            exception_handlers={
+                RingserveError: _refuse,
+                HTTPException: _refuse_route,
+                ClientDisconnect: _nobody,
+                Exception: _refuse_internal,
+            },
+        )
+
+    # --- turns -------------------------------------------------------------------------------------------------------
+
+    async def _chat(self, request: Request) -> ASGIApp:
+        return await self._turn(request, self._reader.chat, ChatShape())
+
+    async def _completion(self, request: Request) -> ASGIApp:
+        return await self._turn(request, self._reader.completion, CompletionShape())
+
+    async def _turn(self, request: Request, read: Callable[[Any], HttpTurn], shape: Shape) -> ASGIApp:
+        tenant = self._caller(request)  # first: strangers' bodies are not even read
+        body = await _body(request)
+        turn = await asyncio.to_thread(lambda: read(_parsed(body)))
+        answer = TurnAnswer(shape, self._model_name, self._service.decode, turn)
+        responses = self._service.generate(turn.request, tenant, None, request.headers.get("traceparent", ""))
+        if not turn.stream:
+            async with ended_by_hang_up(request.receive):
+                return JSONResponse(await _whole(responses, answer))
+        events = _events(responses, answer)
+        # The first event is awaited here: a refusal is a status of its own, not an event of a stream.
+        async with ended_by_hang_up(request.receive):
+            first = await anext(events)
+        return EventStream(_with_first(first, events))
+
+    # --- asking ------------------------------------------------------------------------------------------------------
+
+    async def _models(self, request: Request) -> Response:
+        self._caller(request)
+        return JSONResponse({"object": "list", "data": [self._model_json()]})
+
+    async def _model(self, request: Request) -> Response:
+        self._caller(request)
+        self._reader.check_model(request.path_params["name"])
+        return JSONResponse(self._model_json())
+
+    def _caller(self, request: Request) -> Tenant:
+        """Raises Unauthenticated."""
+        return self._doorkeeper.tenant_of(request.headers.get("authorization"), certificate_of(request.scope))
+
+    def _model_json(self) -> dict[str, Any]:
+        return model_json(self._model_name, self._created, self._max_positions)
+
+    async def _conversation(self, request: Request) -> Response:
+        router = self._service.router_for(self._caller(request))
+        view = await router.get_conversation(identifier("conversation_id", request.path_params["name"]))
+        return JSONResponse(conversation_json(view))
+
+    async def _forget(self, request: Request) -> Response:
+        router = self._service.router_for(self._caller(request))
+        name = identifier("conversation_id", request.path_params["name"])
+        await router.delete_conversation(name)
+        return JSONResponse({"id": name, "object": "conversation.deleted", "deleted": True})
+
+    async def _health(self, request: Request) -> Response:
+        """200 where a turn could be served now: the router answers, and a ring of each role serves."""
+        try:
+            async with asyncio.timeout(HEALTH_SECONDS):
+                view = await self._service.server_view()
+        except TimeoutError:
+            raise Unavailable(f"the router did not answer within {HEALTH_SECONDS:.0f} s") from None
+        if fault := service_fault(view):
+            raise Unavailable(fault)
+        return JSONResponse({"status": "ok"})
+
+
+async def _whole(responses: AsyncIterator[inference_pb2.GenerateResponse], answer: TurnAnswer) -> dict[str, Any]:
+    async with aclosing(responses) as closing:  # type: ignore[type-var]
+        async for response in closing:
+            answer.events(response)
+    return answer.whole()
+
+
+async def _events(
+    responses: AsyncIterator[inference_pb2.GenerateResponse], answer: TurnAnswer
+) -> AsyncGenerator[bytes, None]:
+    """The stream's lines. An error after the first event is one more event, and the last."""
+    is_begun = False
+    try:
+        async with aclosing(responses) as closing:  # type: ignore[type-var]
+            async for response in closing:
+                for event in answer.events(response):
+                    yield _line(event)
+                    is_begun = True
+        for event in answer.last_events():
+            yield _line(event)
+    except Exception as error:
+        if not is_begun:
+            raise
+        if not isinstance(error, RingserveError):
+            log.exception("a stream met an internal error")
+        yield _line(error_body(error))
+        return
+    yield DONE
+
+
+async def _with_first(first: bytes, events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+    async with aclosing(events):
+        yield first
+        async for event in events:
+            yield event
+
+
+def _line(event: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(event, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+async def _body(request: Request) -> bytes:
+    """Raises BadHttpRequest for a body that is too large or comes too slowly."""
+    too_large = BadHttpRequest(413, f"the body is larger than {MAX_MESSAGE_BYTES} bytes", "too_large")
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > MAX_MESSAGE_BYTES:
+        raise too_large
+    pieces, size = [], 0
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for piece in request.stream():
+                size += len(piece)
+                if size > MAX_MESSAGE_BYTES:
+                    raise too_large
+                pieces.append(piece)
+    except TimeoutError:
+        raise BadHttpRequest(408, f"the body did not come within {BODY_SECONDS:.0f} s", "timeout") from None
+    return b"".join(pieces)
+
+
+def _parsed(body: bytes) -> Any:
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError):
+        raise BadHttpRequest(400, "the body is not valid JSON", "invalid_json") from None
+
+
+# --- errors ----------------------------------------------------------------------------------------------------------
+
+
+def _error_response(error: BaseException) -> Response:
+    return JSONResponse(error_body(error), status_of(error), headers_of(error))
+
+
+async def _refuse(request: Request, error: Exception) -> Response:
+    return _error_response(error)
+
+
+async def _refuse_route(request: Request, error: Exception) -> Response:
+    """A path or method that is not there."""
+    assert isinstance(error, HTTPException)
+    words = {
+        404: f"there is no {request.url.path[:200]}",
+        405: f"{request.url.path[:200]} does not know the method {request.method[:20]}",
+    }
+    refusal = BadHttpRequest(error.status_code, words.get(error.status_code, error.detail))
+    return JSONResponse(error_body(refusal), error.status_code, error.headers)
+
+
+async def _refuse_internal(request: Request, error: Exception) -> Response:
+    return _error_response(error)  # the server logs it: Starlette raises it again
+
+
+async def _nobody(request: Request, error: Exception) -> Response:
+    """The client hung up; the answer goes nowhere."""
+    return Response(status_code=499)

@@ -1,0 +1,87 @@
+"""Errors in OpenAI's shape. The HTTP status follows from the gRPC status: `services.rpc.errors` is the one table."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import grpc
+
+from cp_core.errors import CapacityExceeded, InvalidRequest, RingserveError
+from services.rpc.errors import code_of
+
+INTERNAL = "internal error; the server's log has the details"
+RETRY_SECONDS = 1.0
+"""What `Retry-After` says where nobody knows better."""
+
+# HTTP status and OpenAI's `type` and `code` of each gRPC status that a turn can end with.
+_SHAPES: dict[grpc.StatusCode, tuple[int, str, str | None]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: (400, "invalid_request_error", None),
+    grpc.StatusCode.UNAUTHENTICATED: (401, "authentication_error", "invalid_api_key"),
+    grpc.StatusCode.PERMISSION_DENIED: (403, "permission_error", None),
+    grpc.StatusCode.NOT_FOUND: (404, "not_found_error", "not_found"),
+    grpc.StatusCode.ABORTED: (409, "conflict_error", "busy"),
+    grpc.StatusCode.RESOURCE_EXHAUSTED: (429, "rate_limit_error", "rate_limit_exceeded"),
+    grpc.StatusCode.CANCELLED: (499, "cancelled_error", "cancelled"),
+    grpc.StatusCode.UNAVAILABLE: (503, "service_unavailable_error", "unavailable"),
+    grpc.StatusCode.DEADLINE_EXCEEDED: (504, "timeout_error", "deadline_exceeded"),
+}
+_RETRYABLE = (429, 503)
+
+# The contract's names of what OpenAI's requests call otherwise.
+_NAMES = (
+    (re.compile(r"^sampling_params\."), ""),
+    (re.compile(r"^input\.chat\.messages"), "messages"),
+    (re.compile(r"^input\.chat\b"), "messages"),
+    (re.compile(r"^input\.tokenized\.input_ids"), "prompt"),
+    (re.compile(r"^input\.(text|tokenized)\b"), "prompt"),
+)
+_PARAMETER = re.compile(r"^([a-z_]+(?:\[\d+\]|\.[a-z_]+)*): ")
+
+
+class BadHttpRequest(RingserveError):
+    """A request that HTTP itself has a status for: `status` says which."""
+
+    def __init__(self, status: int, message: str, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+
+
+def status_of(error: BaseException) -> int:
+    """The HTTP status of an error; 500 for what has none."""
+    if isinstance(error, BadHttpRequest):
+        return error.status
+    shape = _SHAPES.get(code_of(error)) if isinstance(error, RingserveError) else None
+    return shape[0] if shape else 500
+
+
+def headers_of(error: BaseException) -> dict[str, str]:
+    """Headers that belong to an error."""
+    status = status_of(error)
+    if status == 401:
+        return {"WWW-Authenticate": "Bearer"}
+    if status not in _RETRYABLE:
+        return {}
+    hint = error.retry_after_seconds if isinstance(error, CapacityExceeded) else None
+    return {"Retry-After": str(max(1, math.ceil(hint or RETRY_SECONDS)))}
+
+
+def error_body(error: BaseException) -> dict[str, Any]:
+    """`{"error": {...}}`. What is not one of our errors is not shown."""
+    if isinstance(error, BadHttpRequest):
+        return _body(str(error), "invalid_request_error", None, error.code)
+    shape = _SHAPES.get(code_of(error)) if isinstance(error, RingserveError) else None
+    if shape is None:
+        return _body(INTERNAL, "server_error", None, None)
+    _, kind, code = shape
+    message = str(error)
+    for pattern, name in _NAMES:
+        message = pattern.sub(name, message, count=1)
+    named = _PARAMETER.match(message) if isinstance(error, InvalidRequest) else None
+    return _body(message, kind, named.group(1) if named else None, code)
+
+
+def _body(message: str, kind: str, param: str | None, code: str | None) -> dict[str, Any]:
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}

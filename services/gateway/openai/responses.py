@@ -1,0 +1,206 @@
+"""From a turn's responses to OpenAI's JSON. What OpenAI has no name for is in one extra field, `ringserve`."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from google.protobuf.json_format import MessageToDict
+
+from cp_core.errors import Unavailable
+from orchestration.protocol.views import ConversationView
+from ringserve.v1 import inference_pb2
+from services.gateway.openai.logprobs import Decode, chat_logprobs, completion_logprobs
+from services.gateway.openai.requests import HttpTurn
+from services.rpc.answer import plan_dict
+from services.rpc.wire import conversations as wire_conversations
+
+Json = dict[str, Any]
+
+
+Logprobs = Sequence[inference_pb2.TokenLogprobs]
+
+
+class ChatShape:
+    """Chat completions. One object a turn; every event of a stream carries the same id."""
+
+    stream_object = "chat.completion.chunk"
+    whole_object = "chat.completion"
+    id_prefix = "chatcmpl"
+
+    def opening(self, index: int) -> Json:
+        return self._choice(index, {"role": "assistant", "content": ""}, None, None)
+
+    def piece(self, index: int, text: str, logprobs: Json | None) -> Json:
+        return self._choice(index, {"content": text}, logprobs, None)
+
+    def closing(self, index: int, finish_reason: str) -> Json:
+        return self._choice(index, {}, None, finish_reason)
+
+    def whole(self, index: int, text: str, logprobs: Json | None, finish_reason: str) -> Json:
+        message = {"role": "assistant", "content": text, "refusal": None}
+        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": finish_reason}
+
+    def logprobs(self, found: Logprobs, decode: Decode, offset: int) -> Json:
+        return chat_logprobs(found, decode)
+
+    @staticmethod
+    def _choice(index: int, delta: Json, logprobs: Json | None, finish_reason: str | None) -> Json:
+        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+
+
+class CompletionShape:
+    """Completions of a text: the same verbs."""
+
+    stream_object = whole_object = "text_completion"
+    id_prefix = "cmpl"
+
+    def opening(self, index: int) -> Json:
+        return self.whole(index, "", None, None)
+
+    def piece(self, index: int, text: str, logprobs: Json | None) -> Json:
+        return self.whole(index, text, logprobs, None)
+
+    def closing(self, index: int, finish_reason: str) -> Json:
+        return self.whole(index, "", None, finish_reason)
+
+    def whole(self, index: int, text: str, logprobs: Json | None, finish_reason: str | None) -> Json:
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
+
+    def logprobs(self, found: Logprobs, decode: Decode, offset: int) -> Json:
+        return completion_logprobs(found, decode, offset)
+
+
+Shape = ChatShape | CompletionShape
+
+
+class TurnAnswer:
+    """A request's answers: `start` once, then `chunk`s and a `complete` of each, whole or as events of a stream.
+
+    `decode` gives the text of token ids, for log-probabilities.
+    """
+
+    def __init__(self, shape: Shape, model_name: str, decode: Decode, turn: HttpTurn) -> None:
+        self._shape = shape
+        self._decode = decode
+        self._include_usage = turn.include_usage
+        self._num_answers = max(turn.request.sampling_params.n, 1)
+        self._has_logprobs = turn.request.sampling_params.HasField("logprobs")
+        self._head: Json = {"created": int(time.time()), "model": model_name}
+        self._start = inference_pb2.GenerateStart()
+        self._sent_characters: Counter[int] = Counter()
+        self._completes: list[inference_pb2.GenerateComplete] = []
+
+    def events(self, response: inference_pb2.GenerateResponse) -> list[Json]:
+        """What a stream sends for one response."""
+        if response.HasField("start"):
+            self._start = response.start
+            extra: Json = {"ringserve": self._opening_extra()}
+            # One for each answer; the plan is the first one's.
+            return [
+                self._event(self._shape.opening(index)) | (extra if index == 0 else {})
+                for index in range(self._num_answers)
+            ]
+        if response.HasField("chunk"):
+            return self._pieces(response.chunk)
+        complete = response.complete
+        self._completes.append(complete)
+        rest = complete.text[self._sent_characters[complete.index] :]
+        events = [self._event(self._shape.piece(complete.index, rest, None))] if rest else []
+        closing = self._event(self._shape.closing(complete.index, complete.finish_reason))
+        return [*events, closing | {"ringserve": self._extra(complete)}]
+
+    def _pieces(self, chunk: inference_pb2.GenerateStreamChunk) -> list[Json]:
+        offset = self._sent_characters[chunk.index]
+        self._sent_characters[chunk.index] += len(chunk.text)
+        logprobs = self._shape.logprobs(chunk.logprobs, self._decode, offset) if self._has_logprobs else None
+        has_news = bool(chunk.text) or bool(chunk.logprobs)
+        return [self._event(self._shape.piece(chunk.index, chunk.text, logprobs))] if has_news else []
+
+    def last_events(self) -> list[Json]:
+        """What a stream sends when every answer is complete. Raises Unavailable where one is not."""
+        self._check_complete()
+        if not self._include_usage:
+            return []
+        return [self._named(self._shape.stream_object) | {"choices": [], "usage": self._usage()}]
+
+    def whole(self) -> Json:
+        """The one object of answers that are not streamed; `events` has seen all responses. Raises Unavailable."""
+        self._check_complete()
+        self._completes.sort(key=lambda complete: complete.index)
+        extras = [self._extra(complete) for complete in self._completes]
+        extra = extras[0] if len(extras) == 1 else extras[0] | {"answers": extras}
+        return self._named(self._shape.whole_object) | {
+            "choices": [self._choice(complete) for complete in self._completes],
+            "usage": self._usage(),
+            "ringserve": extra,
+        }
+
+    def _choice(self, complete: inference_pb2.GenerateComplete) -> Json:
+        found = complete.output_logprobs
+        logprobs = self._shape.logprobs(found, self._decode, 0) if self._has_logprobs else None
+        return self._shape.whole(complete.index, complete.text, logprobs, complete.finish_reason)
+
+    def _check_complete(self) -> None:
+        if len(self._completes) < self._num_answers:
+            raise Unavailable("the stream ended without a completion")
+
+    def _usage(self) -> Json:
+        """The prompt counts once."""
+        usage = next(complete.usage for complete in self._completes if complete.index == 0)
+        completion = sum(complete.usage.completion_tokens for complete in self._completes)
+        return {
+            "prompt_tokens": usage.prompt_tokens,
+            "completion_tokens": completion,
+            "total_tokens": usage.prompt_tokens + completion,
+            "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        }
+
+    def _named(self, kind: str) -> Json:
+        return {"id": f"{self._shape.id_prefix}-{self._start.request_id}", "object": kind, **self._head}
+
+    def _event(self, choice: Json) -> Json:
+        usage = {"usage": None} if self._include_usage else {}
+        return self._named(self._shape.stream_object) | {"choices": [choice]} | usage
+
+    def _opening_extra(self) -> Json:
+        start = self._start
+        return {
+            "request_id": start.request_id,
+            "conversation_id": start.conversation_id,
+            "prompt_tokens": start.prompt_tokens,
+            "cached_tokens": start.cached_tokens,
+            "plan": plan_dict(start.plan),
+        }
+
+    def _extra(self, complete: inference_pb2.GenerateComplete) -> Json:
+        return {
+            "request_id": self._start.request_id,
+            "conversation_id": self._start.conversation_id,
+            "token_ids": list(complete.output_ids),
+            "plan": plan_dict(complete.plan),
+            "ttft_seconds": complete.ttft_seconds,
+            "ttit_seconds": complete.ttit_seconds,
+            "seed": complete.seed,
+        }
+
+
+def conversation_json(view: ConversationView) -> Json:
+    """A conversation under OpenAI's name for one, with what is known of it in `ringserve`."""
+    message = wire_conversations.conversation_to(view)
+    known = MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+    for numbered in (known, *known["placements"]):
+        numbered["epoch"] = int(numbered["epoch"])  # 64-bit numbers stay numbers
+    return {"id": view.conversation_id, "object": "conversation", "metadata": {}, "ringserve": known}
+
+
+def model_json(name: str, created: int, max_positions: int) -> Json:
+    return {
+        "id": name,
+        "object": "model",
+        "created": created,
+        "owned_by": "ringserve",
+        "max_model_len": max_positions,
+    }

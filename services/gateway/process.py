@@ -1,0 +1,160 @@
+"""The gateway as a process of its own. Ends on SIGTERM, on SIGINT, or when its parent is gone.
+
+A second signal gives its turns no more time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Sequence
+from pathlib import Path
+
+from prometheus_client.registry import Collector
+
+from cp_core.errors import RingserveError
+from orchestration.protocol.readiness import service_fault
+from ringserve.v1 import inference_pb2_grpc
+from services.auth.doorkeeper import Doorkeeper
+from services.auth.token_file import TokenFile
+from services.gateway.openai.app import HttpDoor
+from services.gateway.openai.server import HttpServer
+from services.gateway.requests import RequestReader
+from services.gateway.servicer import InferenceServicer
+from services.gateway.settings import GatewaySettings
+from services.gateway.text import TextCodec
+from services.rpc.health import HealthWatch
+from services.rpc.peers import GrpcPeers
+from services.rpc.server import GrpcServer
+from services.telemetry.logs import set_up_logs
+from services.telemetry.metrics.endpoint import MetricsEndpoint, metrics_page
+from services.telemetry.metrics.gateway import GatewayMetrics
+from services.telemetry.metrics.probes import probe_pages
+from services.telemetry.metrics.targets import targets_page
+from services.telemetry.metrics.vllm_names import GATEWAY_NAMES, WithVllmNames
+from services.telemetry.tracing.tracer import tracer_for
+from workers.model.builtin import resolve_model_path
+from workers.model.info import read_model_info
+
+ABORT_GRACE_SECONDS = 5.0
+"""For the rings to let go of the others."""
+LAST_WORDS_SECONDS = 2.0
+"""For what has been written to reach the clients."""
+
+
+async def serve(settings: GatewaySettings) -> None:
+    """Serve until told to stop. The first line on standard output is JSON: the addresses listened on."""
+    path = resolve_model_path(settings.model)
+    model = read_model_info(path, dtype=settings.dtype, name=Path(settings.model).name)
+    codec = TextCodec(path)
+    doorkeeper = Doorkeeper(_tenants(settings))
+    peers, metrics = GrpcPeers(settings.peer_tls), GatewayMetrics()
+    reader = RequestReader(model, codec, settings.max_seconds)
+    router = peers.router(settings.router)
+    tracer = tracer_for(settings.tracing, "gateway")
+    servicer = InferenceServicer(model, str(path), codec, reader, router, peers, metrics, doorkeeper, tracer)
+    server = GrpcServer(settings.tls.grpc_credentials() if settings.tls else None)
+    server.add(
+        "ringserve.v1.Inference", lambda target: inference_pb2_grpc.add_InferenceServicer_to_server(servicer, target)
+    )
+    stopped, hurry = asyncio.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, lambda: (hurry if stopped.is_set() else stopped).set())
+    if settings.follow_stdin:
+        descriptor = sys.stdin.fileno()
+        loop.add_reader(descriptor, lambda: None if os.read(descriptor, 4096) else stopped.set())
+
+    async def find_fault() -> str:
+        return service_fault(await router.get_server_info())
+
+    watch = HealthWatch("the gateway", server, find_fault)
+    endpoint = _serve_metrics(settings, metrics, peers, watch)
+    metrics_address = endpoint.address if endpoint else ""
+    door = HttpDoor(servicer, _model_name(settings), model.max_positions, doorkeeper)
+    http_server = HttpServer(door.app, settings.tls.http_context() if settings.tls else None)
+    http_address = await http_server.start(settings.http) if settings.http else ""
+    address = await server.start(settings.listen, is_serving=False)
+    watch.start()
+    print(json.dumps({"gateway": address, "http": http_address, "metrics": metrics_address}), flush=True)
+    await stopped.wait()
+    await watch.close()
+    await _close_doors(server, http_server, servicer.end_turns(settings.drain_seconds, hurry), settings.drain_seconds)
+    await peers.close()
+    await asyncio.to_thread(tracer.close)
+    if endpoint:
+        await asyncio.to_thread(endpoint.close)
+
+
+def _tenants(settings: GatewaySettings) -> TokenFile | None:
+    """None: everybody may call."""
+    takes_certificates = settings.tls is not None and bool(settings.tls.client_ca)
+    return TokenFile(Path(settings.tokens), takes_certificates=takes_certificates) if settings.tokens else None
+
+
+async def _close_doors(
+    server: GrpcServer, http_server: HttpServer, end_turns: Awaitable[None], drain_seconds: float
+) -> None:
+    """Take no new calls from now on, and close when `end_turns` says that no turn is under way.
+
+    Calls that are no turns, as those of who watches our health, do not keep the doors open.
+    """
+    closing = asyncio.gather(
+        server.stop(drain_seconds + ABORT_GRACE_SECONDS), http_server.stop(drain_seconds + ABORT_GRACE_SECONDS)
+    )
+    await end_turns
+    await asyncio.wait([closing], timeout=LAST_WORDS_SECONDS)
+    http_server.hurry()
+    await server.stop(0)
+    await closing
+
+
+def _model_name(settings: GatewaySettings) -> str:
+    """What clients call the model over HTTP."""
+    return settings.model_name or Path(settings.model).name
+
+
+def _serve_metrics(
+    settings: GatewaySettings, metrics: GatewayMetrics, peers: GrpcPeers, watch: HealthWatch
+) -> MetricsEndpoint | None:
+    """/metrics and probes of this gateway, and /targets: where the router and the rings serve theirs."""
+    if not settings.metrics:
+        return None
+    shown: Collector = metrics.registry
+    if settings.metric_names == "vllm":
+        shown = WithVllmNames(metrics.registry.collect, GATEWAY_NAMES, Path(settings.model).name)
+    router, loop = peers.router(settings.router), asyncio.get_running_loop()
+    pages = {
+        "/metrics": metrics_page(shown),
+        "/targets": targets_page(router.get_server_info, lambda: own, loop),
+        **probe_pages(lambda: watch.fault, loop),
+    }
+    endpoint = MetricsEndpoint("gateway.metrics", settings.metrics, pages)
+    own = endpoint.address
+    return endpoint
+
+
+def run_gateway(settings: GatewaySettings) -> int:
+    """Exit status: 0 after an ordinary end, 1 after one sentence on standard error."""
+    set_up_logs("gateway", settings.log_level, settings.log_format)
+    try:
+        asyncio.run(serve(settings))
+    except RingserveError as error:
+        print(f"ringserve: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """What a local cluster starts; users have `ringserve gateway`."""
+    parser = argparse.ArgumentParser(prog="python -m services.gateway.process")
+    parser.add_argument("--settings", required=True, help="GatewaySettings as JSON")
+    return run_gateway(GatewaySettings.from_json(parser.parse_args(arguments).settings))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

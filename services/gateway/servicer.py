@@ -1,0 +1,328 @@
+"""The gateway: the public `ringserve.v1.Inference`. Stateless, and no part of Ray: whoever reaches Ray can run code."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import ExitStack, aclosing, contextmanager
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import grpc
+
+from cp_core.errors import RingserveError, Unavailable
+from orchestration.protocol.ports import Peers, RouterPort
+from orchestration.protocol.turns import Plan, TurnRequest
+from orchestration.protocol.views import ConversationView, ServerView
+from ringserve.v1 import inference_pb2, inference_pb2_grpc
+from services.auth.certificates import of_grpc
+from services.auth.doorkeeper import Doorkeeper
+from services.auth.scoped_router import ScopedRouter
+from services.auth.tenants import Tenant
+from services.gateway.completions import Responses, merged, turns_of
+from services.gateway.requests import RequestReader, identifier, named, requests_to_abort
+from services.gateway.sampling_params import num_completions, stop_rule
+from services.gateway.text import IncrementalText, TextCodec
+from services.gateway.text_stops import AnswerText, StopRule
+from services.gateway.turn_stream import TurnStream
+from services.gateway.turns_under_way import STOPPING, CallsUnderWay, TurnsUnderWay, TurnUnderWay
+from services.rpc.errors import answer, answer_stream, code_of
+from services.rpc.wire import conversations as wire_conversations
+from services.rpc.wire import rings as wire_rings
+from services.telemetry.metrics.gateway import GatewayMetrics
+from services.telemetry.metrics.process import package_version
+from services.telemetry.tracing.tracer import NoServiceTracer, ServiceTracer
+from services.telemetry.tracing.turns import TurnTrace
+from workers.protocol.steps import ModelInfo
+
+log = logging.getLogger(__name__)
+Context = grpc.aio.ServicerContext[Any, Any]
+T = TypeVar("T")
+
+DEFAULT_PAGE = 100
+"""Conversations on a page of a list."""
+
+ABORT_SECONDS = 3.0
+"""For the rings to let go of turns that a gateway ends."""
+
+UNSETTLED = ("cancelled", "unavailable")
+"""Outcomes after which the router may still take the turn for running: it is told, once more than needed perhaps."""
+
+
+class InferenceServicer(inference_pb2_grpc.InferenceServicer):
+    """The public methods. Tokens come straight from the decode leader of each turn.
+
+    Nothing here asks the router by itself: only a `ScopedRouter` of the tenant that calls does.
+    """
+
+    def __init__(
+        self,
+        model: ModelInfo,
+        model_path: str,
+        codec: TextCodec,
+        reader: RequestReader,
+        router: RouterPort,
+        peers: Peers,
+        metrics: GatewayMetrics,
+        doorkeeper: Doorkeeper | None = None,
+        tracer: ServiceTracer | None = None,
+    ) -> None:
+        self._model = model
+        self._model_path = model_path
+        self._codec = codec
+        self._reader = reader
+        self._whole_router = router
+        self._doorkeeper = doorkeeper or Doorkeeper()
+        self._peers = peers
+        self._metrics = metrics
+        self._tracer = tracer or NoServiceTracer()
+        self._started = time.monotonic()
+        self._aborts: set[asyncio.Task[None]] = set()
+        self._running = TurnsUnderWay()
+        self._calls = CallsUnderWay()
+
+    async def Generate(
+        self, request: inference_pb2.GenerateRequest, context: Context
+    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        turn = answer_stream(context, self._generate_for(request, context))
+        async with aclosing(turn) as responses:  # type: ignore[type-var]
+            async for response in responses:
+                yield response
+
+    async def _generate_for(
+        self, request: inference_pb2.GenerateRequest, context: Context
+    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        tenant, trace_parent = self._caller(context), _metadata(context).get("traceparent", "")
+        turn = self.generate(request, tenant, context.time_remaining(), trace_parent)
+        async with aclosing(turn) as responses:
+            async for response in responses:
+                yield response
+
+    async def generate(
+        self, request: inference_pb2.GenerateRequest, tenant: Tenant, seconds_left: float | None, trace_parent: str = ""
+    ) -> Responses:
+        """One turn, from whatever door; `trace_parent` is the client's own. Closing the iterator ends the turn.
+
+        Raises RingserveError.
+        """
+        started = time.monotonic()
+        with ExitStack() as held:
+            held.enter_context(self._calls)
+            with self._refusals_counted(started):
+                count = num_completions(request.sampling_params)
+                held.enter_context(self._doorkeeper.limits.turns(tenant, count))
+                turn_request = await asyncio.to_thread(self._reader.read, request, seconds_left)
+            rule, router = stop_rule(request.sampling_params), self.router_for(tenant)
+            turns = [
+                self._turn(replace(each, trace_parent=trace_parent), router, rule, started, index)
+                for index, each in enumerate(turns_of(turn_request, count))
+            ]
+            async with aclosing(merged(turns) if count > 1 else turns[0]) as responses:
+                async for response in responses:
+                    yield response
+
+    @contextmanager
+    def _refusals_counted(self, started: float) -> Iterator[None]:
+        try:
+            yield
+        except RingserveError as error:
+            self._metrics.began()
+            self._metrics.ended(code_of(error).name.lower(), time.monotonic() - started)
+            raise
+
+    async def _turn(
+        self, turn_request: TurnRequest, router: ScopedRouter, rule: StopRule, started: float, index: int
+    ) -> Responses:
+        """The responses of one answer."""
+        outcome, request_id = "cancelled", router.scoped(turn_request.request_id)
+        trace = TurnTrace(self._tracer, turn_request.trace_parent, request_id, router.tenant.name, started)
+        self._metrics.began()
+        turn = self._running.add(request_id)
+        try:
+            with turn:
+                begun = await router.begin_turn(replace(turn_request, trace_parent=trace.parent))
+            self._note_plan(request_id, begun.turn_id, begun.prompt_tokens, begun.plan)
+            trace.planned(begun)
+            text = AnswerText(IncrementalText(self._codec), rule)
+            stream = TurnStream(turn_request, begun, text, started, index)
+            yield stream.start()
+            async with aclosing(stream.responses(self._peers.decode(begun.decode_endpoint))) as responses:
+                while (response := await _next(turn, responses)) is not None:
+                    if response.HasField("complete"):
+                        outcome = response.complete.finish_reason
+                        self._metrics.completed(response.complete)
+                        trace.completed(response.complete)
+                    yield response
+        except RingserveError as error:
+            outcome = code_of(error).name.lower()
+            if self._running.stopping.is_set():
+                raise Unavailable(STOPPING) from error
+            raise router.shown(error) from None
+        finally:
+            self._running.discard(turn)
+            self._metrics.ended(outcome, time.monotonic() - started)
+            trace.ended(outcome)
+            if outcome in UNSETTLED:
+                self._abort_soon(request_id)
+
+    def _note_plan(self, request_id: str, turn_id: str, prompt_tokens: int, plan: Plan) -> None:
+        cached = {source.source: len(source.tokens) for source in plan.cached_sources}
+        self._metrics.planned(plan.algorithm, prompt_tokens, cached)
+        log.info(
+            "request %s: %s, T=%d P=%d on %s -> %s: %s",
+            request_id,
+            plan.algorithm,
+            plan.new_tokens,
+            plan.cached_tokens,
+            plan.prefill_ring,
+            plan.decode_ring,
+            plan.reason,
+            extra={"request_id": request_id, "turn_id": turn_id},
+        )
+
+    def _abort_soon(self, request_id: str) -> asyncio.Task[None]:
+        """The gateway stops, the decode ring's leader died, or the client hung up: the ring may not know it."""
+        task = asyncio.create_task(self._abort(request_id))
+        self._aborts.add(task)
+        task.add_done_callback(self._aborts.discard)
+        return task
+
+    async def _abort(self, request_id: str) -> None:
+        try:
+            await self._whole_router.abort_requests([request_id])
+        except RingserveError as error:
+            log.warning("request %s could not be aborted: %s", request_id, error)
+
+    async def end_turns(self, grace: float, hurry: asyncio.Event) -> None:
+        """The gateway stops: turns have `grace` seconds, or until `hurry`, to end by themselves; then they are ended.
+
+        Returns when no turn is under way, of whatever door, or when those that were have been ended. Their clients hear
+        of it whatever the rings do, which have ABORT_SECONDS to let go.
+        """
+        ends = [asyncio.create_task(event.wait()) for event in (self._calls.none, hurry)]
+        await asyncio.wait(ends, timeout=grace, return_when=asyncio.FIRST_COMPLETED)
+        for end in ends:
+            end.cancel()
+        if self._calls.none.is_set():
+            return
+        aborts = [self._abort_soon(request_id) for request_id in self._running.request_ids]
+        self._running.stop()
+        if aborts:
+            await asyncio.wait(aborts, timeout=ABORT_SECONDS)
+
+    async def Abort(self, request: inference_pb2.AbortRequest, context: Context) -> inference_pb2.AbortResponse:
+        aborted, unknown = await self._answer(
+            context, lambda router: router.abort_requests(requests_to_abort(request.request_ids))
+        )
+        return inference_pb2.AbortResponse(aborted=aborted, unknown=unknown)
+
+    async def GetModelInfo(
+        self, request: inference_pb2.GetModelInfoRequest, context: Context
+    ) -> inference_pb2.GetModelInfoResponse:
+        await self._answer(context, _nothing)
+        model = self._model
+        return inference_pb2.GetModelInfoResponse(
+            model_path=self._model_path,
+            model_type=model.model_type,
+            dtype=model.dtype,
+            num_layers=model.num_layers,
+            hidden_size=model.hidden_size,
+            num_heads=model.num_heads,
+            num_kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            vocab_size=model.vocab_size,
+            max_context_length=model.max_positions,
+            eos_token_ids=model.eos_token_ids,
+            kv_bytes_per_token=model.kv_bytes_per_token,
+            num_parameters=model.num_parameters,
+            intermediate_size=model.intermediate_size,
+        )
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of token ids."""
+        return self._codec.decode(token_ids)
+
+    def router_for(self, tenant: Tenant) -> ScopedRouter:
+        """The router as a tenant sees it."""
+        return ScopedRouter(self._whole_router, tenant)
+
+    async def server_view(self) -> ServerView:
+        """The service as the router sees it. Raises Unavailable."""
+        return await self._whole_router.get_server_info()
+
+    async def GetServerInfo(
+        self, request: inference_pb2.GetServerInfoRequest, context: Context
+    ) -> inference_pb2.GetServerInfoResponse:
+        info = wire_rings.server_to(await self._answer(context, self._operators_view))
+        info.version = package_version()
+        info.uptime_seconds = time.monotonic() - self._started
+        return info
+
+    async def GetConversation(
+        self, request: inference_pb2.GetConversationRequest, context: Context
+    ) -> inference_pb2.GetConversationResponse:
+        name = request.conversation_id
+        view = await self._answer(context, lambda router: router.get_conversation(named("conversation_id", name)))
+        return wire_conversations.conversation_to(view)
+
+    async def ListConversations(
+        self, request: inference_pb2.ListConversationsRequest, context: Context
+    ) -> inference_pb2.ListConversationsResponse:
+        size = request.page_size if request.HasField("page_size") else DEFAULT_PAGE
+        listing = await self._answer(
+            context,
+            lambda router: router.list_conversations(
+                identifier("prefix", request.prefix), identifier("page_token", request.page_token), size
+            ),
+        )
+        return wire_conversations.list_to(listing)
+
+    async def ForkConversation(
+        self, request: inference_pb2.ForkConversationRequest, context: Context
+    ) -> inference_pb2.GetConversationResponse:
+        return wire_conversations.conversation_to(await self._answer(context, lambda router: _fork(router, request)))
+
+    async def DeleteConversation(
+        self, request: inference_pb2.DeleteConversationRequest, context: Context
+    ) -> inference_pb2.DeleteConversationResponse:
+        name = request.conversation_id
+        await self._answer(context, lambda router: router.delete_conversation(named("conversation_id", name)))
+        return inference_pb2.DeleteConversationResponse()
+
+    def _caller(self, context: Context) -> Tenant:
+        """Raises Unauthenticated."""
+        return self._doorkeeper.tenant_of(_metadata(context).get("authorization"), of_grpc(context.auth_context()))
+
+    async def _answer(self, context: Context, ask: Callable[[ScopedRouter], Awaitable[T]]) -> T:
+        """What the router says to the tenant that calls; an error becomes its status."""
+
+        async def asked() -> T:
+            return await ask(self.router_for(self._caller(context)))
+
+        return await answer(context, asked())
+
+    async def _operators_view(self, router: ScopedRouter) -> ServerView:
+        self._doorkeeper.check_operator(router.tenant)
+        return await router.get_server_info()
+
+
+def _metadata(context: Context) -> dict[str, str]:
+    return {key: str(value) for key, value in context.invocation_metadata() or ()}
+
+
+async def _next(turn: TurnUnderWay, responses: Responses) -> inference_pb2.GenerateResponse | None:
+    """None at their end."""
+    with turn:
+        return await anext(responses, None)
+
+
+async def _nothing(router: ScopedRouter) -> None:
+    """Asks the router nothing; the caller had to be known all the same."""
+
+
+async def _fork(router: ScopedRouter, request: inference_pb2.ForkConversationRequest) -> ConversationView:
+    at_token = request.at_token if request.HasField("at_token") else None
+    source, new = named("source_id", request.source_id), named("new_id", request.new_id)
+    return await router.fork_conversation(source, new, at_token)

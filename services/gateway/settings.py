@@ -1,0 +1,50 @@
+"""What a gateway process needs to know, as JSON from whoever starts it. Paths of secrets, never secrets."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Self
+
+from cp_core.transport.peer_tls import PeerTls
+from services.auth.tls import DoorTls
+from services.telemetry.tracing.section import TracingConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatewaySettings:
+    """`follow_stdin`: end when standard input closes, i.e. with the parent. `tokens` is the path of their file.
+    When the gateway is to end, its turns have `drain_seconds` to end by themselves.
+    """
+
+    listen: str
+    http: str
+    metrics: str
+    router: str
+    model: str
+    model_name: str
+    dtype: str
+    max_seconds: float
+    log_level: str = "info"
+    log_format: str = "human"
+    drain_seconds: float = 2.0
+    metric_names: str = ""
+    follow_stdin: bool = False
+    tokens: str = ""
+    tls: DoorTls | None = None
+    peer_tls: PeerTls | None = None
+    tracing: TracingConfig = field(default_factory=TracingConfig)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        values = json.loads(text)
+        tls, peer_tls, tracing = (values.pop(key) for key in ("tls", "peer_tls", "tracing"))
+        return cls(
+            **values,
+            tls=DoorTls(**tls) if tls else None,
+            peer_tls=PeerTls(**peer_tls) if peer_tls else None,
+            tracing=TracingConfig(**tracing),
+        )

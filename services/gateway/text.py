@@ -1,0 +1,108 @@
+"""Between text and tokens: the model's own tokenizer and chat template, and text that grows by whole characters."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cp_core.errors import InvalidRequest, ModelRefused
+from workers.protocol.steps import TokenIds
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+CONTEXT_TOKENS = 6
+"""Tokens decoded again before new ones: some tokenizers spell a token differently at the beginning of a text."""
+MAX_PENDING = 64
+"""Replacement characters at the end that may still become something else; an unfinished character shows as 1 to 3."""
+
+
+class TextCodec:
+    """Tokenizer of one model directory. Loads nothing from the network."""
+
+    def __init__(self, model_path: Path) -> None:
+        from transformers import AutoTokenizer  # here: it takes a second, and only gateways need it
+
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(str(model_path), local_files_only=True)
+        except (OSError, ValueError, KeyError) as error:
+            raise ModelRefused(f"the tokenizer of {model_path} cannot be loaded: {error}") from error
+
+    def encode(self, text: str) -> TokenIds:
+        """Token ids of a text, with the special tokens that the tokenizer adds by itself."""
+        return np.asarray(self._tokenizer(text)["input_ids"], dtype=np.int64)
+
+    def encode_chat(self, messages: Sequence[tuple[str, str]]) -> TokenIds:
+        """Token ids of (role, content) messages by the model's chat template, ready for the assistant's answer."""
+        if not self._tokenizer.chat_template:
+            raise InvalidRequest("input.chat: this model has no chat template; send text or token ids")
+        conversation = [{"role": role, "content": content} for role, content in messages]
+        try:
+            ids = self._tokenizer.apply_chat_template(conversation, add_generation_prompt=True, return_dict=False)
+        except Exception as error:  # a template is a program of the model's maker and raises what it likes
+            raise InvalidRequest(f"input.chat: the model's chat template refuses these messages: {error}") from error
+        return np.asarray(ids, dtype=np.int64)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Without the clean-up of spaces that some tokenizers ask for: it changes text that was sent already."""
+        return str(
+            self._tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        )
+
+
+class IncrementalText:
+    """Text of a growing answer. `push` returns what is new and certain; half a character waits.
+
+    Tokens are decoded in a window that begins between two characters: a byte-fallback tokenizer shows a whole run of
+    bytes as replacement characters if it begins or ends inside one.
+    """
+
+    def __init__(self, codec: TextCodec) -> None:
+        self._codec = codec
+        self._ids: list[int] = []
+        self._context = 0  # ids before here are not decoded any more
+        self._whole: deque[int] = deque()  # after so many ids the text was whole; places the window may begin at
+        self._emitted = ""  # of the text of ids[context:]
+        self.text = ""
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Add tokens; returns the whole characters that they complete."""
+        self._ids.extend(token_ids)
+        shown = self._codec.decode(self._ids[self._context :])
+        certain = shown.rstrip(REPLACEMENT)
+        if certain == shown:
+            new = self._emit(shown)
+            self._move_on()
+        elif len(shown) - len(certain) > MAX_PENDING:
+            new = self._emit(shown.removesuffix(REPLACEMENT))
+            self._give_up()
+        else:
+            new = self._emit(certain)
+        return new
+
+    def finish(self) -> str:
+        """The rest: what never became a whole character is shown as replacement characters."""
+        return self._emit(self._codec.decode(self._ids[self._context :]))
+
+    def _emit(self, certain: str) -> str:
+        new = certain[len(self._emitted) :] if certain.startswith(self._emitted) else ""
+        self._emitted += new
+        self.text += new
+        return new
+
+    def _move_on(self) -> None:
+        """Let the window begin at the last whole place that leaves enough context."""
+        self._whole.append(len(self._ids))
+        before = self._context
+        while self._whole[0] <= len(self._ids) - CONTEXT_TOKENS:
+            self._context = self._whole.popleft()
+        if self._context != before:
+            self._emitted = self._codec.decode(self._ids[self._context :])
+
+    def _give_up(self) -> None:
+        """So many bytes that are no text: begin anywhere, or every token would decode all of them again."""
+        self._whole.clear()
+        self._context = len(self._ids) - CONTEXT_TOKENS
+        self._emitted = self._codec.decode(self._ids[self._context :]).removesuffix(REPLACEMENT)

@@ -1,0 +1,156 @@
+"""One Generate call at the gateway: begins the turn, relays its tokens as text, measures what the client sees."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from cp_core.errors import Unavailable
+from orchestration.protocol.ports import DecodePort
+from orchestration.protocol.turns import (
+    BegunTurn,
+    EndingEvent,
+    FinishedEvent,
+    PrefillReport,
+    ScoredEvent,
+    TokensEvent,
+    TurnRequest,
+)
+from ringserve.v1 import inference_pb2
+from services.gateway.text_stops import AnswerText
+from services.rpc.wire.plans import note_chunks, note_lost, plan_to
+from services.rpc.wire.sampling import all_logprobs_to
+from workers.protocol.steps import FinishReason
+
+
+class TurnStream:
+    """Turns the events of a begun turn into responses."""
+
+    def __init__(
+        self, request: TurnRequest, begun: BegunTurn, text: AnswerText, started: float, index: int = 0
+    ) -> None:
+        self._request = request
+        self._begun = begun
+        self._text = text
+        self._started = started
+        self._index = index
+        self._logprobs: list[inference_pb2.TokenLogprobs] = []
+        self._prompt_logprobs: list[inference_pb2.TokenLogprobs] = []
+        self._tokens: list[int] = []
+        self._first_at = 0.0
+        self._last_at = 0.0
+        self._plan = plan_to(begun.plan)
+
+    @property
+    def ttft_seconds(self) -> float:
+        return self._first_at - self._started if self._tokens else 0.0
+
+    @property
+    def ttit_seconds(self) -> float:
+        """Mean over the tokens after the first; 0 with fewer than two."""
+        return (self._last_at - self._first_at) / (len(self._tokens) - 1) if len(self._tokens) > 1 else 0.0
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self._tokens)
+
+    def start(self) -> inference_pb2.GenerateResponse:
+        """The response that opens the stream: the plan as decided."""
+        return inference_pb2.GenerateResponse(
+            start=inference_pb2.GenerateStart(
+                request_id=self._request.request_id,
+                conversation_id=self._request.conversation_id,
+                prompt_tokens=self._begun.prompt_tokens,
+                cached_tokens=self._begun.plan.cached_tokens,
+                plan=self._plan,
+            )
+        )
+
+    async def responses(self, decode: DecodePort) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
+        """Chunks, then the completion. Raises what ended a failed turn."""
+        is_complete = False
+        async with aclosing(decode.stream_turn(self._begun.turn_id)) as events:
+            async for event in events:
+                if isinstance(event, PrefillReport):
+                    self._note_prefill(event)
+                elif isinstance(event, ScoredEvent):
+                    self._prompt_logprobs = all_logprobs_to(event.logprobs)
+                elif isinstance(event, TokensEvent):
+                    if is_complete:
+                        continue  # decoded before the ring heard that the answer was complete
+                    yield self._chunk(event)
+                    is_complete = self._text.matched is not None
+                    if is_complete:
+                        await decode.finish_turn(self._begun.turn_id, len(self._tokens))
+                elif isinstance(event, EndingEvent):
+                    await decode.finish_turn(self._begun.turn_id, len(self._tokens))
+                else:
+                    yield self._complete(event)
+                    return
+        raise Unavailable(f"the tokens of turn {self._begun.turn_id} ended before the turn did")
+
+    def _note_prefill(self, report: PrefillReport) -> None:
+        self._plan.prefill_seconds = report.prefill_seconds
+        self._plan.queue_seconds = report.queue_seconds
+        self._plan.pulled_bytes = report.pulled_bytes
+        self._plan.pull_seconds = report.pull_seconds
+        note_lost(self._plan, report.lost_tokens)
+        if report.chunks:
+            note_chunks(self._plan, report.chunks)
+
+    def _chunk(self, event: TokensEvent) -> inference_pb2.GenerateResponse:
+        self._last_at = time.monotonic()
+        if not self._tokens:
+            self._first_at = self._last_at
+        text, token_ids = "", []
+        for token_id in event.token_ids:
+            token_ids.append(token_id)
+            text += self._text.push(token_id)
+            if self._text.matched is not None:
+                break
+        logprobs = all_logprobs_to(event.logprobs[: len(token_ids)])
+        self._tokens.extend(token_ids)
+        self._logprobs.extend(logprobs)
+        return inference_pb2.GenerateResponse(
+            chunk=inference_pb2.GenerateStreamChunk(
+                token_ids=token_ids,
+                text=text,
+                prompt_tokens=self._begun.prompt_tokens,
+                completion_tokens=len(self._tokens),
+                cached_tokens=self._plan.cached_tokens,
+                index=self._index,
+                logprobs=logprobs,
+            )
+        )
+
+    def _complete(self, event: FinishedEvent) -> inference_pb2.GenerateResponse:
+        self._text.finish()
+        plan = self._plan
+        plan.migrated_bytes = event.migrated_bytes
+        plan.migration_seconds = event.migration_seconds
+        plan.handoff_seconds = event.handoff_seconds
+        matched = self._text.matched
+        reason = event.finish_reason if matched is None else FinishReason.STOP
+        is_stopped = reason is FinishReason.STOP and matched is None
+        return inference_pb2.GenerateResponse(
+            complete=inference_pb2.GenerateComplete(
+                output_ids=self._tokens,
+                text=self._text.text,
+                finish_reason=reason,
+                matched_stop=self._tokens[-1] if is_stopped else None,
+                matched_stop_str=matched,
+                usage=inference_pb2.Usage(
+                    prompt_tokens=self._begun.prompt_tokens,
+                    cached_tokens=self._plan.cached_tokens,
+                    completion_tokens=len(self._tokens),
+                ),
+                plan=plan,
+                ttft_seconds=self.ttft_seconds,
+                ttit_seconds=self.ttit_seconds,
+                seed=self._request.sampling.seed,
+                index=self._index,
+                output_logprobs=self._logprobs,
+                prompt_logprobs=self._prompt_logprobs,
+            )
+        )

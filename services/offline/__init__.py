@@ -1,0 +1,1 @@
+"""Benches, planning, calibration, simulation and the demo: nothing here serves a request."""

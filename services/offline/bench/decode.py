@@ -1,0 +1,140 @@
+"""`ringserve bench decode`: time between tokens by context, ring size and batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+
+import psutil
+
+from cp_core.cost.decode_variant import GATHER, VARIANT_POLICIES
+from cp_core.errors import ConfigError
+from services.offline.bench.decode_station import DecodeCase, DecodeStation, DecodeTask
+from services.offline.bench.figures import Target, paired_ratio
+from services.offline.bench.model_rank import with_layers
+from services.offline.bench.report import Report, Row
+from services.offline.bench.ring_processes import RingProcesses
+from services.offline.bench.rounds import Contender, Series, alternate
+from workers.model.info import read_model_info
+from workers.protocol.steps import ModelInfo
+
+# The KV of all rings stands in memory at once; a machine that begins to swap measures its disk.
+SHARE_OF_MEMORY = 0.8
+
+# Targets on 2 cores, fp32, one thread a rank, one sequence.
+LONG_CONTEXT = 65536
+LONG_OVER_ONE = 0.65
+SHORT_CONTEXT = 2048
+SHORT_OVER_ONE = 1.2
+SHORT_LAYERS = 16
+# The rule that chooses between variants may lose so much against the better one.
+AUTO = "auto"
+AUTO_OVER_BEST = 1.05
+
+Measured = Mapping[tuple[str, int], Series]
+
+
+def num_measurements(ranks: Sequence[int], cases: Sequence[DecodeCase], num_rounds: int) -> int:
+    return len(cases) * (num_rounds + 1) * sum(len(_policies(size)) for size in ranks)
+
+
+def _policies(num_ranks: int) -> Sequence[str]:
+    """One rank has no choice."""
+    return VARIANT_POLICIES if num_ranks > 1 else (GATHER,)
+
+
+def measure_decode(
+    model: str,
+    num_layers: int | None,
+    ranks: Sequence[int],
+    cases: Sequence[DecodeCase],
+    num_rounds: int,
+    transport: str = "auto",
+    tell: Callable[[str], None] = lambda name: None,
+) -> Report:
+    """All rings in turn for each case. A case whose KV does not fit in memory is left out, and named in the notes.
+
+    Raises ModelRefused, Unavailable, ConfigError where no case fits.
+    """
+    rows: list[Row] = []
+    targets: list[Target] = []
+    with with_layers(model, num_layers) as path, ExitStack() as stack:
+        info = read_model_info(path, "float32", model)
+        fitting = fitting_cases(info, ranks, cases, psutil.virtual_memory().available)
+        if not fitting:
+            raise ConfigError(f"--context: the KV of no case fits in {SHARE_OF_MEMORY:.0%} of the free memory")
+        made = partial(DecodeStation, str(path), tuple(fitting))
+        rings = {size: stack.enter_context(RingProcesses(size, made, transport)) for size in ranks}
+        for case in fitting:
+            contenders = [
+                Contender(policy, size, partial(ring.measure, DecodeTask(case, policy)))
+                for size, ring in rings.items()
+                for policy in _policies(size)
+            ]
+            alternate(contenders, 1, tell)
+            measured = alternate(contenders, num_rounds, tell)
+            rows += [_row(case, series, measured) for series in measured.values()]
+            targets += _targets(info, case, measured)
+    settings = f"{info.name}, {info.num_layers} layers, H{info.num_heads}/K{info.num_kv_heads}/D{info.head_dim}, "
+    settings += f"{info.dtype}, KV of random numbers, one thread a rank, transport {transport}"
+    notes = tuple(_left_out(info, ranks, case) for case in cases if case not in fitting)
+    return Report(bench="decode", settings=settings, rows=tuple(rows), targets=tuple(targets), notes=notes)
+
+
+def fitting_cases(
+    info: ModelInfo, ranks: Sequence[int], cases: Sequence[DecodeCase], free_bytes: int
+) -> list[DecodeCase]:
+    return [case for case in cases if _kv_bytes(info, ranks, case) <= SHARE_OF_MEMORY * free_bytes]
+
+
+def _kv_bytes(info: ModelInfo, ranks: Sequence[int], case: DecodeCase) -> int:
+    return len(ranks) * case.kv_tokens() * info.kv_bytes_per_token
+
+
+def _left_out(info: ModelInfo, ranks: Sequence[int], case: DecodeCase) -> str:
+    size = _kv_bytes(info, ranks, case) / 1e9
+    return f"left out: context {case.context}, batch {case.batch} takes {size:.1f} GB of KV over all rings"
+
+
+def _row(case: DecodeCase, series: Series, measured: Measured) -> Row:
+    ranks = series.contender.ranks
+    one = measured.get((GATHER, 1)) if ranks > 1 else None
+    return Row(
+        name=series.contender.name,
+        ranks=ranks,
+        tokens=case.context,
+        batch=case.batch,
+        seconds=series.figures,
+        speedup=None if one is None else paired_ratio(one.seconds, series.seconds),
+    )
+
+
+def _targets(info: ModelInfo, case: DecodeCase, measured: Measured) -> list[Target]:
+    return [*_rule_targets(case, measured), *_scaling_targets(info, case, measured)]
+
+
+def _rule_targets(case: DecodeCase, measured: Measured) -> list[Target]:
+    """How much the rule loses, in each ring that has a choice."""
+    targets = []
+    for ranks in (ranks for name, ranks in measured if name == AUTO):
+        best = min(
+            (series for (name, size), series in measured.items() if size == ranks and name != AUTO),
+            key=lambda series: series.figures.median,
+        )
+        loss = paired_ratio(measured[AUTO, ranks].seconds, best.seconds)
+        text = f"auto over {best.contender.name}, {ranks} ranks, {case.context} tokens, batch {case.batch}"
+        targets.append(Target(text, loss, AUTO_OVER_BEST, is_at_least=False))
+    return targets
+
+
+def _scaling_targets(info: ModelInfo, case: DecodeCase, measured: Measured) -> list[Target]:
+    if case.batch != 1 or not {(GATHER, 1), (AUTO, 2)} <= measured.keys():
+        return []
+    over_one = paired_ratio(measured[AUTO, 2].seconds, measured[GATHER, 1].seconds)
+    text = f"TTIT of 2 ranks over one, {case.context} tokens"
+    if case.context == LONG_CONTEXT:
+        return [Target(text, over_one, LONG_OVER_ONE, is_at_least=False)]
+    if case.context == SHORT_CONTEXT and info.num_layers == SHORT_LAYERS:
+        return [Target(text, over_one, SHORT_OVER_ONE, is_at_least=False)]
+    return []

@@ -1,0 +1,115 @@
+"""What a replayed trace comes to: percentiles by kind, throughput, and goodput under bounds."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from services.offline.bench.load.replay import OK, Outcome
+
+PERCENTILES = (50, 90, 99)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bounds:
+    """Seconds that a request may take to its first token, and on average for each further one."""
+
+    ttft: float
+    ttit: float
+
+    def are_kept(self, outcome: Outcome) -> bool:
+        return (
+            outcome.status == OK
+            and outcome.ttft is not None
+            and outcome.ttft <= self.ttft
+            and outcome.ttit <= self.ttit
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Percentiles:
+    """Seconds; 0 of nothing."""
+
+    p50: float
+    p90: float
+    p99: float
+    most: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Percentiles:
+        if not values:
+            return cls(p50=0.0, p90=0.0, p99=0.0, most=0.0)
+        p50, p90, p99 = (float(value) for value in np.percentile(values, PERCENTILES))
+        return cls(p50=p50, p90=p90, p99=p99, most=max(values))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KindSummary:
+    """Requests of one kind, or `all`. `ttit` is over every wait between two tokens, `lag` how late they were sent.
+
+    `statuses` counts how they ended; `good` is the share of those that were sent which kept both bounds.
+    """
+
+    kind: str
+    requests: int
+    statuses: dict[str, int]
+    ttft: Percentiles
+    ttit: Percentiles
+    queue: Percentiles
+    lag: Percentiles
+    good: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadReport:
+    """`seconds` from the first request sent to the last one ended; rates are over them."""
+
+    settings: str
+    seconds: float
+    requests_per_second: float
+    good_requests_per_second: float
+    prompt_tokens_per_second: float
+    completion_tokens_per_second: float
+    bounds: Bounds
+    kinds: tuple[KindSummary, ...]
+    notes: tuple[str, ...] = ()
+    load: tuple[float, float] = (0.0, 0.0)
+
+
+def summarize(
+    outcomes: Sequence[Outcome], bounds: Bounds, settings: str, load: tuple[float, float] = (0.0, 0.0)
+) -> LoadReport:
+    """Of at least one outcome."""
+    seconds = max(outcome.ended for outcome in outcomes) - min(outcome.sent for outcome in outcomes)
+    done = [outcome for outcome in outcomes if outcome.status == OK]
+    names = sorted({outcome.arrival.kind for outcome in outcomes})
+    rings = {name: [each for each in outcomes if each.arrival.kind == name] for name in names}
+    if len(rings) > 1:
+        rings["all"] = list(outcomes)
+    return LoadReport(
+        settings=settings,
+        seconds=seconds,
+        requests_per_second=len(done) / seconds,
+        good_requests_per_second=sum(map(bounds.are_kept, outcomes)) / seconds,
+        prompt_tokens_per_second=sum(outcome.arrival.prompt_tokens for outcome in done) / seconds,
+        completion_tokens_per_second=sum(outcome.num_tokens for outcome in outcomes) / seconds,
+        bounds=bounds,
+        kinds=tuple(_summary(name, ring, bounds) for name, ring in rings.items()),
+        load=load,
+    )
+
+
+def _summary(kind: str, outcomes: Sequence[Outcome], bounds: Bounds) -> KindSummary:
+    return KindSummary(
+        kind=kind,
+        requests=len(outcomes),
+        statuses=dict(Counter(outcome.status for outcome in outcomes)),
+        ttft=Percentiles.of([outcome.ttft for outcome in outcomes if outcome.ttft is not None]),
+        ttit=Percentiles.of([gap for outcome in outcomes for gap in outcome.gaps]),
+        queue=Percentiles.of([outcome.queue for outcome in outcomes if outcome.status == OK]),
+        lag=Percentiles.of([outcome.sent - outcome.arrival.at for outcome in outcomes]),
+        good=sum(map(bounds.are_kept, outcomes)) / len(outcomes),
+    )

@@ -1,0 +1,64 @@
+"""Starting a rank worker for a measurement, and the models that are measured."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
+
+from services.offline.bench.ring_processes import Seat
+from workers.model.builtin import resolve_model_path
+from workers.model.info import read_model_info
+from workers.protocol.steps import RankSpec
+from workers.rank.worker import RankWorker
+
+BLOCK_TOKENS = 16
+
+
+def blocks_for(num_tokens: int) -> int:
+    return -(-num_tokens // BLOCK_TOKENS)
+
+
+def start_worker(seat: Seat, role: str, model: str, num_blocks: int, max_batch: int = 1) -> RankWorker:
+    """A started worker at its place in the ring. Raises ModelRefused, Unavailable."""
+    worker = RankWorker()
+    worker.start(
+        RankSpec(
+            role=role,
+            ring=f"bench-{role}",
+            rank=seat.rank,
+            num_ranks=seat.num_ranks,
+            incarnation=f"bench-{role}@{seat.port}",
+            model_path=model,
+            num_blocks=num_blocks,
+            block_tokens=BLOCK_TOKENS,
+            max_batch=max_batch,
+        )
+    )
+    worker.attach(seat.transport)
+    return worker
+
+
+@contextmanager
+def with_layers(model: str, num_layers: int | None) -> Iterator[Path]:
+    """The directory of `model`, or while the context lasts one of its shape with so many layers of drawn weights.
+
+    What a step costs depends on the shape, not on the weights. Raises ModelRefused.
+    """
+    path = resolve_model_path(model)
+    if num_layers is None or read_model_info(path).num_layers == num_layers:
+        yield path
+        return
+    disable_progress_bar()
+    config = AutoConfig.from_pretrained(path, local_files_only=True)
+    config.num_hidden_layers = num_layers
+    if getattr(config, "layer_types", None):
+        config.layer_types = [config.layer_types[0]] * num_layers
+    with tempfile.TemporaryDirectory(prefix="ringserve-bench-") as folder:
+        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+        yield Path(folder)

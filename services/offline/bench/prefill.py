@@ -1,0 +1,122 @@
+"""`ringserve bench prefill`: time to first token of a whole model by ring size, beside transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from statistics import median
+
+from services.offline.bench.figures import GEMM, Target, paired_ratio
+from services.offline.bench.flops import gemm_flops, prefill_flops
+from services.offline.bench.prefill_station import PrefillTask, RingStation, StockStation, drawn_prompt
+from services.offline.bench.report import Report, Row
+from services.offline.bench.ring_processes import RingProcesses
+from services.offline.bench.rounds import Contender, Series, alternate
+from workers.model.builtin import resolve_model_path
+from workers.model.info import read_model_info
+from workers.protocol.steps import Algorithm, ModelInfo
+
+RING = "ring"
+STOCK = "transformers"
+# Practice need not be long: what is made on first use is made by any prompt.
+PRACTICE_TOKENS = 512
+
+# Targets on 2 cores, fp32, one thread a rank, a model of at least ten million parameters with D=64.
+SCALING_TOKENS = 16384
+SCALING = 1.95
+OVER_STOCK = 0.90
+SHARE_OF_GEMM_RATE = 0.60
+
+Measured = Mapping[tuple[str, int], Series]
+
+
+def num_measurements(ranks: Sequence[int], tokens: Sequence[int], num_rounds: int) -> int:
+    return len(tokens) * (num_rounds + 1) * 3 * len(ranks)
+
+
+def measure_prefill(
+    model: str,
+    ranks: Sequence[int],
+    tokens: Sequence[int],
+    num_rounds: int,
+    algorithm: Algorithm = Algorithm.PASS_KV,
+    transport: str = "auto",
+    tell: Callable[[str], None] = lambda name: None,
+) -> Report:
+    """All rings and transformers in turn for each number of tokens.
+
+    The processes are new for each, so that peak memory is that of this prompt. Raises ModelRefused, Unavailable.
+    """
+    info = read_model_info(resolve_model_path(model), "float32")
+    rows: list[Row] = []
+    targets: list[Target] = []
+    for count in tokens:
+        with ExitStack() as stack:
+            made = partial(RingStation, model, count, algorithm)
+            rings = {size: stack.enter_context(RingProcesses(size, made, transport)) for size in ranks}
+            # One for each number of threads: a pool that has grown stays.
+            stocks = {size: stack.enter_context(RingProcesses(1, partial(StockStation, model))) for size in ranks}
+            alternate(_contenders(rings, stocks, min(count, PRACTICE_TOKENS), info), 1, tell)
+            measured = alternate(_contenders(rings, stocks, count, info), num_rounds, tell)
+        rows += [_row(info, count, series, measured) for series in measured.values()]
+        targets += _targets(rows[-len(measured) :], count, measured)
+    settings = f"{info.name}, {info.num_parameters / 1e6:.1f} M parameters, {info.num_layers} layers, "
+    settings += f"D={info.head_dim}, {info.dtype}, {algorithm}, one thread a rank, transport {transport}"
+    return Report(bench="prefill", settings=settings, rows=tuple(rows), targets=tuple(targets))
+
+
+def _contenders(
+    rings: Mapping[int, RingProcesses], stocks: Mapping[int, RingProcesses], tokens: int, info: ModelInfo
+) -> list[Contender]:
+    prompt = drawn_prompt(tokens, info.vocab_size)
+    contenders = []
+    for size, ring in rings.items():
+        stock = PrefillTask(prompt, threads=size)
+        contenders.append(Contender(GEMM, size, partial(ring.measure, PrefillTask(None))))
+        contenders.append(Contender(RING, size, partial(ring.measure, PrefillTask(prompt))))
+        contenders.append(Contender(STOCK, size, partial(stocks[size].measure, stock)))
+    return contenders
+
+
+def _row(info: ModelInfo, tokens: int, series: Series, measured: Measured) -> Row:
+    name, ranks = series.contender.name, series.contender.ranks
+    if name != RING:
+        memory = series.peak_memory_bytes if name == STOCK else None
+        return Row(
+            name=name,
+            ranks=ranks,
+            tokens=tokens,
+            seconds=series.figures,
+            cpu_seconds=median(series.cpu_seconds),
+            peak_memory_bytes=memory,
+        )
+    one = measured.get((RING, 1)) if ranks > 1 else None
+    flops = prefill_flops(info, tokens) / ranks
+    return Row(
+        name=name,
+        ranks=ranks,
+        tokens=tokens,
+        seconds=series.figures,
+        cpu_seconds=median(series.cpu_seconds),
+        wait_seconds=max(series.wait_seconds),
+        speedup=None if one is None else paired_ratio(one.seconds, series.seconds),
+        cpu_speedup=None if one is None else paired_ratio(one.cpu_seconds, series.cpu_seconds),
+        share_of_gemm_rate=flops / gemm_flops() * paired_ratio(measured[GEMM, ranks].seconds, series.seconds),
+        peak_memory_bytes=series.peak_memory_bytes,
+    )
+
+
+def _targets(rows: Sequence[Row], tokens: int, measured: Measured) -> list[Target]:
+    targets = []
+    for row in (row for row in rows if row.name == RING):
+        where = f"{row.ranks} ranks, {tokens} tokens"
+        if row.ranks == 2:
+            over_stock = paired_ratio(measured[RING, 2].seconds, measured[STOCK, 2].seconds)
+            targets.append(Target(f"TTFT over transformers, {where}", over_stock, OVER_STOCK, is_at_least=False))
+            if row.speedup is not None and tokens == SCALING_TOKENS:
+                targets.append(Target(f"speed over one rank, {where}", row.speedup, SCALING, is_at_least=True))
+        assert row.share_of_gemm_rate is not None
+        share = row.share_of_gemm_rate
+        targets.append(Target(f"share of the GEMM rate, {where}", share, SHARE_OF_GEMM_RATE, is_at_least=True))
+    return targets

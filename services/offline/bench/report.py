@@ -1,0 +1,105 @@
+"""What a bench says in the end: a table for people, JSON for programs."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+
+from rich.box import SIMPLE
+from rich.table import Table
+
+from services.offline.bench.figures import Figures, Target
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One contender at one size. `tokens` are the new ones of a prefill, the context of a decode step.
+
+    `ranks` are ring ranks, or the threads of something that is no ring. `cpu_seconds` is the processor time
+    of the busiest rank, which other programs disturb less. `speedup` and `cpu_speedup` are against one rank.
+    """
+
+    name: str
+    ranks: int
+    tokens: int
+    seconds: Figures
+    batch: int = 1
+    cpu_seconds: float | None = None
+    wait_seconds: float | None = None
+    speedup: float | None = None
+    cpu_speedup: float | None = None
+    share_of_gemm_rate: float | None = None
+    peak_memory_bytes: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """Rows and targets; `notes` name what was left out; `load` is the machine's 1-minute load before and after."""
+
+    bench: str
+    settings: str
+    rows: tuple[Row, ...]
+    targets: tuple[Target, ...]
+    notes: tuple[str, ...] = ()
+    load: tuple[float, float] = (0.0, 0.0)
+
+
+def load_now() -> float:
+    return os.getloadavg()[0]
+
+
+def with_load(report: Report, before: float) -> Report:
+    return replace(report, load=(before, load_now()))
+
+
+def to_json(report: Report) -> str:
+    targets = [asdict(target) | {"is_met": target.is_met} for target in report.targets]
+    return json.dumps(asdict(report) | {"targets": targets, "cores": len(os.sched_getaffinity(0))})
+
+
+def to_table(report: Report) -> Table:
+    """One line a row; columns of which no row knows anything are left out."""
+    columns: dict[str, list[str]] = {
+        "tokens": [str(row.tokens) for row in report.rows],
+        "batch": [str(row.batch) if report.bench == "decode" else "" for row in report.rows],
+        "what": [row.name for row in report.rows],
+        "ranks": [str(row.ranks) for row in report.rows],
+        "median ms": [_milliseconds(row.seconds.median) for row in report.rows],
+        "least": [_milliseconds(row.seconds.least) for row in report.rows],
+        "most": [_milliseconds(row.seconds.most) for row in report.rows],
+        "CPU ms": [_optional(row.cpu_seconds, "{:.2f}", 1e3) for row in report.rows],
+        "over 1": [_optional(row.speedup, "{:.2f}x") for row in report.rows],
+        "in CPU": [_optional(row.cpu_speedup, "{:.2f}x") for row in report.rows],
+        "GEMM": [_optional(row.share_of_gemm_rate, "{:.2f}") for row in report.rows],
+        "peak MB": [_optional(row.peak_memory_bytes, "{:.0f}", 1e-6) for row in report.rows],
+    }
+    known = {header: cells for header, cells in columns.items() if any(cells)}
+    table = Table(title=f"{report.bench}: {report.settings}", box=SIMPLE)
+    for header in known:
+        table.add_column(header, justify="left" if header == "what" else "right", no_wrap=True)
+    for cells in zip(*known.values(), strict=True):
+        table.add_row(*cells)
+    return table
+
+
+def closing_lines(report: Report) -> Sequence[str]:
+    cores = len(os.sched_getaffinity(0))
+    before, after = report.load
+    return [
+        *(str(target) for target in report.targets),
+        *report.notes,
+        "ranks: of a ring, else threads; over 1: speed over one rank, in CPU: by processor time; "
+        "GEMM: share of the matrix-product rate of the same run",
+        f"medians of {report.rows[0].seconds.count if report.rows else 0} rounds; "
+        f"load {before:.1f} before and {after:.1f} after, {cores} cores",
+    ]
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f}"
+
+
+def _optional(value: float | None, form: str, scale: float = 1.0) -> str:
+    return "" if value is None else form.format(value * scale)

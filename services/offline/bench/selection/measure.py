@@ -1,0 +1,219 @@
+"""`ringserve bench selection`: rings on links of several rates, calibrated, then measured by both algorithms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from statistics import median
+
+from cp_core.cost.fit import PrefillSample
+from cp_core.cost.profile import HardwareProfile
+from services.offline.bench.ring_processes import RingProcesses
+from services.offline.bench.rounds import Contender, Series, alternate
+from services.offline.bench.selection.choices import JudgedCell, Way, judge, noise_loss, weigh
+from services.offline.bench.selection.links import LinkRate, Links
+from services.offline.bench.selection.station import (
+    Compare,
+    Difference,
+    Prefill,
+    Prefilled,
+    Probe,
+    SelectionStation,
+    Shape,
+)
+from services.offline.calibration.fitting import Calibration, Errors, calibrate
+from services.offline.calibration.grid import Cell
+from services.offline.calibration.measurement import Measurement
+from services.offline.calibration.own_rates import profile_of_rates
+from workers.model.builtin import resolve_model_path
+from workers.model.info import read_model_info
+from workers.protocol.steps import RING_ALGORITHMS, Algorithm, ModelInfo, RingRates
+
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SelectionSettings:
+    """`cells` are judged by what was fitted to `fit_cells`; each is measured `rounds` times by each algorithm."""
+
+    model: str
+    ranks: tuple[int, ...]
+    rates: tuple[LinkRate, ...]
+    cells: tuple[Cell, ...]
+    fit_cells: tuple[Cell, ...]
+    rounds: int
+
+    @property
+    def num_measurements(self) -> int:
+        prefills = len(RING_ALGORITHMS) * self.rounds * (len(self.cells) + len(self.fit_cells))
+        return len(self.ranks) * (len(self.all_cells) + len(self.rates) * prefills)
+
+    @property
+    def most_tokens(self) -> int:
+        """Of a sequence."""
+        return max(cell.cached_tokens + cell.new_tokens for cell in self.all_cells)
+
+    @property
+    def all_cells(self) -> tuple[Cell, ...]:
+        return self.cells + self.fit_cells
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RingResult:
+    """One ring at one rate. `measured` is what it found of itself, `profile` what was fitted to its prefills, `fitted`
+    and `held_out` how far that was off on them. `noise` is what even measuring each cell beforehand would lose.
+    """
+
+    ranks: int
+    rate: LinkRate
+    measured: RingRates
+    profile: HardwareProfile
+    fitted: Errors
+    held_out: Errors | None
+    cells: tuple[JudgedCell, ...]
+    ways: tuple[Way, ...]
+    noise: float | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SelectionReport:
+    """`disagreements` say where the algorithms gave different outputs; there must be none."""
+
+    settings: str
+    rings: tuple[RingResult, ...]
+    disagreements: tuple[str, ...]
+    load: tuple[float, float] = (0.0, 0.0)
+
+
+def measure_selection(
+    settings: SelectionSettings, links_of: Callable[[int], Links], tell: Tell = lambda what: None
+) -> SelectionReport:
+    """One ring after the other, each at every rate. `links_of` makes the links of a ring of so many ranks.
+
+    Raises ModelRefused, Unavailable, ConfigError for too few cells to fit a profile.
+    """
+    info = read_model_info(resolve_model_path(settings.model), "float32", settings.model)
+    rings: list[RingResult] = []
+    disagreements: list[str] = []
+    for size in settings.ranks:
+        links = links_of(size)
+        cached = tuple(sorted({cell.cached_tokens for cell in settings.all_cells}))
+        most_new = max(cell.new_tokens for cell in settings.all_cells)
+        made = partial(SelectionStation, settings.model, cached, most_new, links)
+        with RingProcesses(size, made, network=links) as ring:
+            # Before the links are shaped: outputs do not depend on them, and what is done first takes longer.
+            for cell in settings.all_cells:
+                disagreements += _compare(ring, size, cell)
+                tell(f"{size} ranks: comparing outputs")
+            for rate in settings.rates:
+                ring.ask(Shape(rate))
+                result, wrong = _measure_ring(settings, info, ring, size, rate, tell)
+                rings.append(result)
+                disagreements += wrong
+    about = f"{info.name}, {info.num_layers} layers, H{info.num_heads}/K{info.num_kv_heads}/D{info.head_dim}, "
+    about += f"{info.dtype}, one thread a rank, medians of {settings.rounds} rounds"
+    return SelectionReport(settings=about, rings=tuple(rings), disagreements=tuple(disagreements))
+
+
+def _compare(ring: RingProcesses, size: int, cell: Cell) -> list[str]:
+    answers: list[Difference] = ring.ask(Compare(cell))
+    return [
+        f"{_name(size, cell)}: on rank {rank} logits of pass-KV and pass-Q differ by {answer.most:.3g}, "
+        f"the largest is {answer.largest:.3g}"
+        for rank, answer in enumerate(answers)
+        if not answer.is_rounding
+    ]
+
+
+def _measure_ring(
+    settings: SelectionSettings, info: ModelInfo, ring: RingProcesses, size: int, rate: LinkRate, tell: Tell
+) -> tuple[RingResult, list[str]]:
+    """Probe, calibrate, judge; and where both algorithms sampled different tokens."""
+    where = f"{size} ranks, {rate}"
+    # The first rank's, as in a ring that serves.
+    measured: RingRates = ring.ask(Probe())[0]
+    before = profile_of_rates(
+        measured, name=where, element_bytes=info.element_bytes, processes_per_host=1, memory_bytes=1.0
+    )
+    tell_fit, tell_judged = (lambda _, what=what: tell(f"{where}: {what}") for what in ("calibrating", "measuring"))
+    fit_series = _alternate(ring, size, settings.fit_cells, settings.rounds, tell_fit)
+    calibration: Calibration = calibrate(info.shape, before, _measurements(where, size, fit_series), ())
+    series = _alternate(ring, size, settings.cells, settings.rounds, tell_judged)
+    cells = tuple(
+        judge(
+            info.shape,
+            before,
+            calibration.profile,
+            size,
+            cell,
+            series[cell, Algorithm.PASS_KV].seconds,
+            series[cell, Algorithm.PASS_Q].seconds,
+        )
+        for cell in settings.cells
+    )
+    result = RingResult(
+        ranks=size,
+        rate=rate,
+        measured=measured,
+        profile=calibration.profile,
+        fitted=calibration.fitted,
+        held_out=calibration.held_out,
+        cells=cells,
+        ways=weigh(cells, size),
+        noise=noise_loss(cells, size),
+    )
+    return result, [text for found in (fit_series, series) for text in _different_tokens(size, found)]
+
+
+MeasuredCells = dict[tuple[Cell, Algorithm], Series]
+
+
+def _alternate(ring: RingProcesses, size: int, cells: Sequence[Cell], num_rounds: int, tell: Tell) -> MeasuredCells:
+    """Both algorithms of a cell beside each other, all cells once a round."""
+    both = {
+        (cell, name): Contender(f"{name} of {_name(size, cell)}", size, partial(ring.measure, Prefill(cell, name)))
+        for cell, name in product(cells, (Algorithm.PASS_KV, Algorithm.PASS_Q))
+    }
+    found = alternate(list(both.values()), num_rounds, tell)
+    return {key: found[contender.name, size] for key, contender in both.items()}
+
+
+def _measurements(where: str, size: int, series: MeasuredCells) -> list[Measurement]:
+    return [
+        Measurement(
+            ring=where,
+            sample=PrefillSample(
+                cp=size,
+                tp=1,
+                algorithm=name.value,
+                new_tokens=cell.new_tokens,
+                cached_tokens=cell.cached_tokens,
+                seconds=median(found.seconds),
+            ),
+            seconds=tuple(found.seconds),
+        )
+        for (cell, name), found in series.items()
+    ]
+
+
+def _different_tokens(size: int, series: MeasuredCells) -> list[str]:
+    """Cells whose runs did not all sample the same token."""
+    tokens: dict[Cell, set[int]] = {}
+    for (cell, _), found in series.items():
+        tokens.setdefault(cell, set()).update(
+            sample.token
+            for samples in found.rounds
+            for sample in samples
+            if isinstance(sample, Prefilled) and sample.token is not None
+        )
+    return [
+        f"{_name(size, cell)}: tokens {sorted(sampled)} were sampled after the same prompt"
+        for cell, sampled in tokens.items()
+        if len(sampled) != 1
+    ]
+
+
+def _name(size: int, cell: Cell) -> str:
+    return f"{size} ranks, {cell.new_tokens} after {cell.cached_tokens}"

@@ -1,0 +1,163 @@
+"""One rank of the selection bench: prefixes in its cache, and prefills after them by either algorithm.
+
+T tokens here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from cp_core.layout.shards import balanced_layout
+from services.offline.bench.model_rank import blocks_for, start_worker
+from services.offline.bench.prefill_station import drawn_prompt
+from services.offline.bench.ring_processes import Seat
+from services.offline.bench.sample import Sample, timed
+from services.offline.bench.selection.links import LinkRate, Links
+from services.offline.calibration.grid import Cell
+from workers.model.builtin import resolve_model_path
+from workers.model.info import read_model_info
+from workers.protocol.steps import Algorithm, PrefillStep, RingRates, Sampling, SequencePrefill
+
+# Tokens of one step while a prefix is made: bounds its memory.
+PREFIX_STEP_TOKENS = 4096
+NAME = "bench"
+# Of the largest logit: both sum the same products in fp32, in another order.
+MOST_DIFFERENCE = 1e-4
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Give the links a rate; answered with None."""
+
+    rate: LinkRate
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Measure the rank and its link, as a ring does when it starts; answered with RingRates."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """One step; answered with Prefilled."""
+
+    cell: Cell
+    algorithm: Algorithm
+
+
+@dataclass(frozen=True, slots=True)
+class Compare:
+    """A cell by both algorithms; answered with Difference."""
+
+    cell: Cell
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prefilled(Sample):
+    """`token` is what was sampled, None on ranks that do not have the last token."""
+
+    token: int | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Difference:
+    """The largest between two algorithms' logits of the tokens here, and the largest logit; 0 without tokens."""
+
+    most: float
+    largest: float
+
+    @property
+    def is_rounding(self) -> bool:
+        """NaN is none."""
+        return self.most <= MOST_DIFFERENCE * self.largest
+
+
+@dataclass(frozen=True, slots=True)
+class _Prefix:
+    """P cached tokens, `held` by each rank, and the blocks here that they and what follows have to themselves."""
+
+    held: tuple[int, ...]
+    blocks: tuple[int, ...]
+
+
+class SelectionStation:
+    """Prefixes of all `cached` lengths lie beside each other: a prefill overwrites what the last one wrote after it."""
+
+    def __init__(self, model: str, cached: tuple[int, ...], most_new: int, links: Links, seat: Seat) -> None:
+        self._links = links
+        self._seat = seat
+        self._transport = seat.transport
+        self._vocabulary = read_model_info(resolve_model_path(model)).vocab_size
+        # No rank gets more than two tokens over its share of a prefix's step, and of a prefill.
+        each = [
+            blocks_for(sum(-(-tokens // seat.num_ranks) + 2 for tokens in (*_prefix_steps(prefix), most_new)))
+            for prefix in cached
+        ]
+        self._worker = start_worker(seat, "prefill", model, sum(each))
+        self._prefixes: dict[int, _Prefix] = {}
+        first = 0
+        for prefix, count in zip(cached, each, strict=True):
+            self._prefixes[prefix] = self._made(prefix, tuple(range(first, first + count)))
+            first += count
+
+    def measure(self, task: Any) -> Prefilled | Difference | RingRates | None:
+        match task:
+            case Shape(rate):
+                self._transport = self._links.shape(self._seat.transport, rate)
+                self._worker.attach(self._transport)
+                return None
+            case Probe():
+                return self._worker.probe()
+            case Prefill(cell, algorithm):
+                return self._prefill(cell, algorithm)
+            case Compare(cell):
+                return self._compare(cell)
+        raise TypeError(f"no task of this bench: {task!r}")
+
+    def close(self) -> None:
+        self._worker.stop()
+
+    def _prefill(self, cell: Cell, algorithm: Algorithm) -> Prefilled:
+        step, tokens = self._step(cell, algorithm), []
+        sample = timed(self._transport, lambda: tokens.append(self._worker.prefill(step).tokens.get(NAME)))
+        return Prefilled(
+            seconds=sample.seconds, cpu_seconds=sample.cpu_seconds, wait_seconds=sample.wait_seconds, token=tokens[0]
+        )
+
+    def _compare(self, cell: Cell) -> Difference:
+        """logits[T, vocab_size] of every new token here, not only of the last one."""
+        kv, q = (self._worker.prefill_logits(self._step(cell, name)) for name in (Algorithm.PASS_KV, Algorithm.PASS_Q))
+        if not kv.numel():
+            return Difference(most=0.0, largest=0.0)
+        return Difference(most=float((kv - q).abs().max()), largest=float(kv.abs().max()))
+
+    def _made(self, cached: int, blocks: tuple[int, ...]) -> _Prefix:
+        """Prefill a prefix; collective."""
+        held, tokens, start = (0,) * self._seat.num_ranks, drawn_prompt(cached, self._vocabulary), 0
+        for count in _prefix_steps(cached):
+            layout = balanced_layout(start, count, held)
+            piece = SequencePrefill(
+                sequence_id=NAME, token_ids=tokens[start : start + count], layout=layout, cached=held, blocks=blocks
+            )
+            self._worker.prefill(PrefillStep(algorithm=Algorithm.PASS_KV, sequences=(piece,)))
+            held = tuple(had + layout.tokens_on(rank) for rank, had in enumerate(held))
+            start += count
+        return _Prefix(held, blocks)
+
+    def _step(self, cell: Cell, algorithm: Algorithm) -> PrefillStep:
+        prefix = self._prefixes[cell.cached_tokens]
+        piece = SequencePrefill(
+            sequence_id=NAME,
+            token_ids=drawn_prompt(cell.new_tokens, self._vocabulary),
+            layout=balanced_layout(cell.cached_tokens, cell.new_tokens, prefix.held),
+            cached=prefix.held,
+            blocks=prefix.blocks,
+            sample=Sampling(),
+        )
+        return PrefillStep(algorithm=algorithm, sequences=(piece,))
+
+
+def _prefix_steps(cached: int) -> list[int]:
+    """Tokens of each step that makes a prefix."""
+    return [min(PREFIX_STEP_TOKENS, cached - start) for start in range(0, cached, PREFIX_STEP_TOKENS)]

@@ -1,0 +1,208 @@
+"""A hardware profile from what rings measured of themselves, its constants moved to what real prefills took."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+from cp_core.cost.fit import PrefillRatio, StepSample, fit_decode, fit_prefill, predicted_prefill, predicted_step
+from cp_core.cost.fit_selector import Comparison, best_seconds, beyond_best, fit_empirical
+from cp_core.cost.memory import WeightBytes, weight_bytes
+from cp_core.cost.model import PASS_KV, PASS_Q, ModelShape
+from cp_core.cost.profile import HardwareProfile
+from cp_core.cost.selector import EmpiricalFit, Turn, empirical, is_clearly_less
+from cp_core.errors import ConfigError
+from services.offline.bench.figures import paired_ratio
+from services.offline.calibration.grid import Cell
+from services.offline.calibration.measurement import Measurement
+
+TRUST = 0.05
+"""How wrong a sample may get before a constant leaves what the ring measured of itself by a factor of e."""
+OF_EVERY_RING = ("layer_overhead_seconds", "gemm_flops", "attention_flops")
+OF_RANKS = (
+    "link_latency_seconds",
+    "link_bytes_per_second",
+    "all_to_all_latency_seconds",
+    "all_to_all_bytes_per_second",
+    "overlap",
+)
+OF_CACHED = ("cached_overhead_seconds",)
+OF_SHARED_HEADS = ("host_sum_bytes_per_second",)
+DECODE_CONSTANTS = ("attention_seconds", "kv_bytes_per_second")
+LEAST_OVERLAP = 0.05
+"""Before it is fitted: a ring that found none would keep none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Errors:
+    """Relative ones of predictions, rms and worst."""
+
+    rms: float
+    worst: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """A measurement beside what is predicted for it: by the rings' own rates, by all measurements, by half of them
+    that it was not among (None where half are too few).
+    """
+
+    measurement: Measurement
+    by_rates: float
+    fitted: float
+    held_out: float | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Calibration:
+    """`losses` are what each way to choose takes beyond the faster algorithm of every cell, as a share; empty where
+    no ring has more than one rank. `steps` are (sample, predicted seconds) of decode.
+    """
+
+    profile: HardwareProfile
+    rows: tuple[Row, ...]
+    fitted: Errors
+    held_out: Errors | None
+    losses: tuple[tuple[str, float], ...]
+    steps: tuple[tuple[StepSample, float], ...]
+
+
+def calibrate(
+    model: ModelShape, before: HardwareProfile, measurements: Sequence[Measurement], steps: Sequence[StepSample]
+) -> Calibration:
+    """Fits `before` to the measurements, and judges the fit on those that it was not fitted to.
+
+    Raises ConfigError for fewer measurements than can tell anything.
+    """
+    if len(measurements) < len(OF_EVERY_RING):
+        raise ConfigError(
+            f"{len(measurements)} prefills cannot fit a profile; allowed are {len(OF_EVERY_RING)} or more: "
+            f"give more of --tokens and --cached"
+        )
+    fitted = _fitted(model, before, measurements)
+    held_out = _held_out(model, before, measurements)
+    rows = tuple(
+        Row(
+            measurement=each,
+            by_rates=predicted_prefill(model, before, each.sample),
+            fitted=predicted_prefill(model, fitted, each.sample),
+            held_out=None if held_out is None else held_out[place],
+        )
+        for place, each in enumerate(measurements)
+    )
+    pairs = _pairs(rows)
+    # One pair leaves nothing to choose between.
+    selector = fit_empirical([_comparison(kv, q) for kv, q in pairs]) if len(pairs) > 1 else None
+    weights = weight_bytes(model)
+    profile = _with_decode(model, weights, replace(fitted, empirical=selector), steps)
+    return Calibration(
+        profile=profile,
+        rows=rows,
+        fitted=_errors([(row.fitted, row.measurement) for row in rows]),
+        held_out=(
+            None
+            if held_out is None
+            else _errors([(seconds, each) for seconds, each in zip(held_out, measurements, strict=True)])
+        ),
+        losses=_losses(pairs, selector),
+        steps=tuple((each, predicted_step(model, weights, profile, each)) for each in steps),
+    )
+
+
+def _fitted(model: ModelShape, before: HardwareProfile, measurements: Sequence[Measurement]) -> HardwareProfile:
+    samples = [each.sample for each in measurements]
+    names: tuple[str, ...] = OF_EVERY_RING
+    if any(sample.cp > 1 for sample in samples):
+        names += OF_RANKS
+    if any(sample.cached_tokens or sample.cuts for sample in samples):
+        names += OF_CACHED
+    if any(sample.tp > 1 for sample in samples):
+        names += OF_SHARED_HEADS
+    # What the shortest prefill took is mostly overhead, and a start near it finds the way.
+    overhead = min(sample.seconds / (1 + len(sample.cuts)) for sample in samples) / model.num_layers / 2
+    overlap = max(LEAST_OVERLAP, before.prefill.overlap)
+    start = replace(before, prefill=replace(before.prefill, layer_overhead_seconds=overhead, overlap=overlap))
+    return fit_prefill(model, start, samples, names[: len(samples)], TRUST, _ratios(measurements), is_robust=True)
+
+
+def _ratios(measurements: Sequence[Measurement]) -> list[PrefillRatio]:
+    """pass-Q over pass-KV wherever both took turns in a cell, cut alike."""
+    places = {
+        (each.ring, each.sample.cuts, each.cell, each.sample.algorithm): at for at, each in enumerate(measurements)
+    }
+    found = []
+    for (ring, cuts, cell, algorithm), above in places.items():
+        below = places.get((ring, cuts, cell, PASS_KV))
+        if algorithm == PASS_Q and below is not None:
+            q, kv = measurements[above].seconds, measurements[below].seconds
+            # A round that one of them lacks leaves nothing side by side.
+            value = paired_ratio(q, kv) if len(q) == len(kv) else median(q) / median(kv)
+            found.append(PrefillRatio(above=above, below=below, value=value))
+    return found
+
+
+def _held_out(model: ModelShape, before: HardwareProfile, measurements: Sequence[Measurement]) -> list[float] | None:
+    """Seconds of each by what is fitted to every second cell, those that it is not among; None for too few cells."""
+    cells = sorted({each.cell for each in measurements})
+    half_of: dict[Cell, int] = {cell: place % 2 for place, cell in enumerate(cells)}
+    halves = [[each for each in measurements if half_of[each.cell] == half] for half in (0, 1)]
+    if min(map(len, halves)) < len(OF_EVERY_RING):
+        return None
+    profiles = [_fitted(model, before, half) for half in halves]
+    return [predicted_prefill(model, profiles[1 - half_of[each.cell]], each.sample) for each in measurements]
+
+
+def _with_decode(
+    model: ModelShape, weights: WeightBytes, profile: HardwareProfile, steps: Sequence[StepSample]
+) -> HardwareProfile:
+    """Unchanged where too few steps were measured."""
+    if len(steps) < len(DECODE_CONSTANTS):
+        return profile
+    quickest = min(step.seconds for step in steps) / model.num_layers
+    start = replace(profile, decode=replace(profile.decode, attention_seconds=quickest))
+    return fit_decode(model, weights, start, steps, DECODE_CONSTANTS)
+
+
+def _pairs(rows: Sequence[Row]) -> list[tuple[Row, Row]]:
+    """Both algorithms of a cell on one ring: pass-KV, pass-Q."""
+    by_place: dict[tuple[str, Cell], dict[str, Row]] = {}
+    for row in rows:
+        place = (row.measurement.ring, row.measurement.cell)
+        by_place.setdefault(place, {})[row.measurement.sample.algorithm] = row
+    return [(both[PASS_KV], both[PASS_Q]) for both in by_place.values() if len(both) > 1]
+
+
+def _losses(pairs: Sequence[tuple[Row, Row]], selector: EmpiricalFit | None) -> tuple[tuple[str, float], ...]:
+    if not pairs:
+        return ()
+    ways: dict[str, list[bool]] = {
+        "auto, calibrated": [not is_clearly_less(q.fitted, kv.fitted) for kv, q in pairs],
+        "auto, by the rings' own rates": [not is_clearly_less(q.by_rates, kv.by_rates) for kv, q in pairs],
+        "always pass_kv": [True] * len(pairs),
+        "always pass_q": [False] * len(pairs),
+    }
+    if all(row.held_out is not None for pair in pairs for row in pair):
+        ways["auto, calibrated on other cells"] = [
+            not is_clearly_less(q.held_out or 0.0, kv.held_out or 0.0) for kv, q in pairs
+        ]
+    comparisons = [_comparison(kv, q) for kv, q in pairs]
+    if selector is not None:
+        ways["empirical, fitted"] = [empirical(each.turn, selector).algorithm == PASS_KV for each in comparisons]
+    best = best_seconds(comparisons)
+    return tuple((name, beyond_best(comparisons, taken) / best) for name, taken in ways.items())
+
+
+def _comparison(kv: Row, q: Row) -> Comparison:
+    sample = kv.measurement.sample
+    return Comparison(
+        turn=Turn(new_tokens=sample.new_tokens, cached_tokens=sample.cached_tokens, num_ranks=sample.cp),
+        pass_kv_seconds=sample.seconds,
+        pass_q_seconds=q.measurement.sample.seconds,
+    )
+
+
+def _errors(predictions: Sequence[tuple[float, Measurement]]) -> Errors:
+    wrong = [abs(seconds / each.sample.seconds - 1.0) for seconds, each in predictions]
+    return Errors(rms=math.sqrt(sum(error**2 for error in wrong) / len(wrong)), worst=max(wrong))

@@ -1,0 +1,169 @@
+"""Real prefills on rings that serve, each by both algorithms, and some decode steps."""
+
+from __future__ import annotations
+
+import random
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from statistics import median
+
+from cp_core.cost.fit import PrefillSample, StepPart, StepSample
+from cp_core.errors import Busy, NotFound, Unavailable
+from ringserve.v1 import inference_pb2
+from services.client import Client
+from services.offline.calibration.grid import ANSWER_TOKENS, Cell
+from services.rpc.answer import collect
+from workers.protocol.steps import RING_ALGORITHMS, Algorithm
+
+MOST_TRIES = 3
+"""A run that was disturbed is tried again so often."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measurement:
+    """One cell by one algorithm on one ring. `sample` has the median of `seconds`, which are of each run."""
+
+    ring: str
+    sample: PrefillSample
+    seconds: tuple[float, ...]
+
+    @property
+    def cell(self) -> Cell:
+        return Cell(cached_tokens=self.sample.cached_tokens, new_tokens=self.sample.new_tokens)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Run:
+    ring: str
+    ranks: int
+    seconds: float
+    cuts: tuple[int, ...]
+
+
+class Calibrator:
+    """Asks a gateway. Prompts are random tokens, the same for the same `seed`; `timeout` bounds each turn, seconds."""
+
+    def __init__(self, client: Client, *, repeats: int, timeout: float, seed: int) -> None:
+        self._client = client
+        self._repeats = repeats
+        self._timeout = timeout
+        self._draw = random.Random(seed)
+        self._vocabulary = client.model_info().vocab_size
+        self._tp = {ring.name: ring.tp or 1 for ring in client.server_info().rings}
+
+    def prefills(self, cells: Sequence[Cell], tell: Callable[[str], None] = lambda name: None) -> list[Measurement]:
+        """Every cell, in rounds, so that what slows the machine for a while slows both algorithms. `tell` hears of
+        each run.
+
+        A ring of one rank has nothing to choose: it is measured by pass-KV alone. Raises Busy where other turns always
+        shared a cell's steps.
+        """
+        runs: dict[tuple[Cell, Algorithm], list[_Run]] = {
+            (cell, name): [] for cell in cells for name in RING_ALGORITHMS
+        }
+        for cached in sorted({cell.cached_tokens for cell in cells}):
+            with self._conversation(cached) as (conversation, prefix):
+                of_prefix = [cell for cell in cells if cell.cached_tokens == cached]
+                # What a process does for the first time takes longer.
+                self._run(conversation, prefix, of_prefix[0], Algorithm.PASS_KV)
+                for round_number in range(self._repeats):
+                    for cell in of_prefix:
+                        names = list(RING_ALGORITHMS) if round_number % 2 else list(reversed(RING_ALGORITHMS))
+                        for name in names:
+                            runs[cell, name].append(self._undisturbed(conversation, prefix, cell, name))
+                            tell(f"{name}, {cell.new_tokens} after {cell.cached_tokens}")
+        return [found for (cell, name), taken in runs.items() for found in self._by_ring(cell, name, taken)]
+
+    def steps(self, contexts: Sequence[int]) -> list[StepSample]:
+        """Time between the tokens of short answers after prompts of these lengths, alone in their batch."""
+        samples = []
+        for context in contexts:
+            complete = self._generate(self._tokens(context), "", ANSWER_TOKENS, "")
+            if complete.ttit_seconds > 0.0:
+                samples.append(
+                    StepSample(
+                        cp=complete.plan.decode_ranks,
+                        tp=self._tp.get(complete.plan.decode_ring, 1),
+                        batch=1,
+                        context_tokens=context + ANSWER_TOKENS // 2,
+                        part=StepPart.STEP,
+                        seconds=complete.ttit_seconds,
+                    )
+                )
+        return samples
+
+    @contextmanager
+    def _conversation(self, cached: int) -> Iterator[tuple[str, list[int]]]:
+        """A conversation of `cached` tokens that the prefill ring keeps, and is rid of afterwards."""
+        if not cached:
+            yield "", []
+            return
+        name, prefix = f"calibrate-{uuid.uuid4().hex[:12]}", self._tokens(cached)
+        try:
+            self._generate(prefix, name, 1, "")
+            yield name, prefix
+        finally:
+            # There is none yet, or what failed has ended it with its turn.
+            with suppress(NotFound, Busy, Unavailable):
+                self._client.delete_conversation(name)
+
+    def _undisturbed(self, conversation: str, prefix: list[int], cell: Cell, algorithm: Algorithm) -> _Run:
+        for _ in range(MOST_TRIES):
+            if (run := self._run(conversation, prefix, cell, algorithm)) is not None:
+                return run
+        raise Busy(
+            f"{MOST_TRIES} prefills of {cell.new_tokens} tokens after {cell.cached_tokens} cached ones shared their "
+            f"steps with other turns or lost their cache; calibrate while nothing else is served"
+        )
+
+    def _run(self, conversation: str, prefix: list[int], cell: Cell, algorithm: Algorithm) -> _Run | None:
+        """None where it measured something else than was asked for."""
+        prompt = prefix + self._tokens(cell.new_tokens)
+        plan = self._generate(prompt, conversation, 1, algorithm).plan
+        is_alone = all(chunk.num_turns == 1 and chunk.algorithm == algorithm for chunk in plan.chunks)
+        if not is_alone or (plan.new_tokens, plan.cached_tokens) != (cell.new_tokens, cell.cached_tokens):
+            return None
+        return _Run(
+            ring=plan.prefill_ring,
+            ranks=plan.prefill_ranks,
+            seconds=plan.prefill_seconds,
+            cuts=tuple(chunk.start for chunk in plan.chunks[1:]),
+        )
+
+    def _by_ring(self, cell: Cell, algorithm: Algorithm, runs: Sequence[_Run]) -> Iterator[Measurement]:
+        """Runs that were cut alike on one ring; those of the most usual cuts where they differ."""
+        for ring in sorted({run.ring for run in runs}):
+            of_ring = [run for run in runs if run.ring == ring]
+            ranks = of_ring[0].ranks
+            if ranks == 1 and algorithm is not Algorithm.PASS_KV:
+                continue
+            all_cuts = [run.cuts for run in of_ring]
+            cuts = max(all_cuts, key=all_cuts.count)
+            seconds = tuple(run.seconds for run in of_ring if run.cuts == cuts)
+            sample = PrefillSample(
+                cp=ranks,
+                tp=self._tp.get(ring, 1),
+                algorithm=algorithm.value,
+                new_tokens=cell.new_tokens,
+                cached_tokens=cell.cached_tokens,
+                seconds=median(seconds),
+                cuts=cuts,
+            )
+            yield Measurement(ring=ring, sample=sample, seconds=seconds)
+
+    def _generate(
+        self, prompt: list[int], conversation: str, max_tokens: int, algorithm: str
+    ) -> inference_pb2.GenerateComplete:
+        request = inference_pb2.GenerateRequest(
+            tokenized=inference_pb2.TokenizedInput(input_ids=prompt),
+            conversation_id=conversation,
+            prompt_mode=inference_pb2.PROMPT_MODE_WHOLE_HISTORY,
+            sampling_params=inference_pb2.SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True),
+            algorithm=algorithm,
+        )
+        return collect(self._client.generate(request, timeout=self._timeout))
+
+    def _tokens(self, count: int) -> list[int]:
+        return [self._draw.randrange(self._vocabulary) for _ in range(count)]

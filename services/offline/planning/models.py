@@ -1,0 +1,82 @@
+"""The model that is planned for: a shipped shape by its name, or any directory with a config.json."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any
+
+from cp_core.cost.memory import WeightBytes, weight_bytes
+from cp_core.cost.model import ModelShape
+from cp_core.errors import ConfigError, ModelRefused
+from workers.model.builtin import resolve_model_path
+from workers.model.info import read_json, read_model_info
+from workers.protocol.steps import ModelInfo
+
+BFLOAT16_BYTES = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedModel:
+    """`max_positions` is how long a context the model was made for; nothing is refused beyond it, a note says so."""
+
+    name: str
+    shape: ModelShape
+    weights: WeightBytes
+    max_positions: int
+
+
+def shipped_models() -> Mapping[str, Mapping[str, Any]]:
+    """Sizes by name."""
+    content = json.loads(files("services.offline.planning").joinpath("models.json").read_text(encoding="utf-8"))
+    models: Mapping[str, Mapping[str, Any]] = content["models"]
+    return models
+
+
+def planned_model(name: str) -> PlannedModel:
+    """By a shipped name, else of a model directory or `builtin:tiny`. Raises ConfigError or ModelRefused."""
+    if (sizes := shipped_models().get(name)) is not None:
+        return _from_sizes(name, sizes)
+    try:
+        path = resolve_model_path(name)
+    except ModelRefused as error:
+        known = ", ".join(shipped_models())
+        raise ConfigError(f"--model: {name!r} is unknown; allowed are {known}, or a model directory") from error
+    info = read_model_info(path)
+    is_tied = bool(read_json(path / "config.json").get("tie_word_embeddings", False))
+    return PlannedModel(
+        name=info.name,
+        shape=info.shape,
+        weights=weight_bytes(info.shape, has_tied_embedding=is_tied),
+        max_positions=info.max_positions,
+    )
+
+
+def to_model_info(model: PlannedModel) -> ModelInfo:
+    """As the planner of a router takes it."""
+    shape = model.shape
+    return ModelInfo(
+        name=model.name,
+        model_type="",
+        dtype="",
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        vocab_size=shape.vocab_size,
+        max_positions=model.max_positions,
+        num_parameters=0,
+        element_bytes=shape.element_bytes,
+        eos_token_ids=(),
+    )
+
+
+def _from_sizes(name: str, sizes: Mapping[str, Any]) -> PlannedModel:
+    shape_keys = ModelShape.__dataclass_fields__.keys() & sizes.keys()
+    shape = ModelShape(element_bytes=BFLOAT16_BYTES, **{key: sizes[key] for key in shape_keys})
+    weights = weight_bytes(shape, mlp_element_bytes=sizes.get("mlp_element_bytes"))
+    return PlannedModel(name=name, shape=shape, weights=weights, max_positions=sizes["max_positions"])

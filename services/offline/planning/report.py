@@ -1,0 +1,207 @@
+"""What planning says in the end: tables for people, JSON for programs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import partial
+
+from rich.table import Table
+
+from services.offline.planning.direct_way import DirectWay
+from services.offline.planning.explanation import Explanation, RingComparison
+from services.offline.planning.proposal import Proposal, Traffic
+from services.offline.planning.reproduction import ReproducedRow, Reproduction
+from services.offline.planning.sizing import GIGABYTE, RingForecast, Workload
+from services.offline.planning.units import format_seconds, format_tokens
+from services.offline.tables import simple_table
+
+CHOSEN = "chosen, from T = 1,280 to 128,000"
+LEFT = ("row", "what", "how", "", "pool", CHOSEN)
+_table = partial(simple_table, left=LEFT)
+
+
+def plan_json(forecasts: Sequence[RingForecast], proposal: Proposal | None) -> str:
+    """One object: `rings`, and `proposal`, which is null where no rate was given."""
+    proposed = None if proposal is None else asdict(proposal) | {"ratio": proposal.ratio}
+    return json.dumps({"rings": [asdict(forecast) for forecast in forecasts], "proposal": proposed})
+
+
+def plan_table(forecasts: Sequence[RingForecast]) -> Table:
+    """One line a ring and context, those that do not fit marked so."""
+    table = _table(
+        "", "cp", "tp", "context", "algorithm", "TTFT", "tokens/s", "TTIT", "KV GB a process", "contexts that fit"
+    )
+    for forecast in forecasts:
+        for context in forecast.contexts:
+            table.add_row(
+                "no" if forecast.refusal else "",
+                str(forecast.shape.cp),
+                str(forecast.shape.tp),
+                format_tokens(context.tokens),
+                context.algorithm,
+                format_seconds(context.ttft_seconds),
+                f"{context.prompt_tokens_per_second:.0f}",
+                format_seconds(context.ttit_seconds),
+                f"{context.kv_bytes / GIGABYTE:.2f}",
+                str(context.max_contexts),
+            )
+    return table
+
+
+def proposal_table(proposal: Proposal) -> Table:
+    """The two pools."""
+    table = _table("pool", "rings", "cp", "tp", "processes", "busy or batch", "seconds")
+    prefill, decode = proposal.prefill, proposal.decode
+    ttft = ", ".join(map(format_seconds, prefill.ttft_seconds))
+    shape = prefill.shape
+    table.add_row(
+        "prefill",
+        str(prefill.num_rings),
+        str(shape.cp),
+        str(shape.tp),
+        str(prefill.num_processes),
+        f"busy {prefill.busy:.0%}",
+        f"mean TTFT {ttft}, of it waiting {format_seconds(prefill.wait_seconds)}",
+    )
+    shape = decode.shape
+    table.add_row(
+        "decode",
+        str(decode.num_rings),
+        str(shape.cp),
+        str(shape.tp),
+        str(decode.num_processes),
+        f"batch {decode.batch}",
+        f"TTIT {format_seconds(decode.ttit_seconds)}, {decode.tokens_per_second:.0f} tokens/s a ring",
+    )
+    return table
+
+
+def proposal_lines(proposal: Proposal, workload: Workload, traffic: Traffic) -> list[str]:
+    """What the proposal comes to, in words."""
+    mix = ", ".join(f"{each.share:.0%} of {format_tokens(each.tokens)}" for each in workload.contexts)
+    return [
+        f"prefill:decode {proposal.ratio} by processes, {proposal.num_processes} in all, for "
+        f"{traffic.turns_per_second:.3g} turns/s ({mix}), {traffic.output_tokens} tokens out each",
+    ]
+
+
+def explanation_json(explanation: Explanation) -> str:
+    """One object, each alternative with its sum."""
+    return json.dumps(_explanation_dict(explanation))
+
+
+def comparison_json(comparison: RingComparison) -> str:
+    """One object: `rings`, each as an explanation of its own, the `chosen` one's shape, and why."""
+    rings = [_explanation_dict(each) for each in comparison.rings]
+    return json.dumps({"rings": rings, "chosen": asdict(comparison.chosen.shape), "reason": comparison.reason})
+
+
+def _explanation_dict(explanation: Explanation) -> dict[str, object]:
+    alternatives = [asdict(each) | {"total_seconds": each.cost.total_seconds} for each in explanation.alternatives]
+    step = asdict(explanation.step) | {"total_seconds": explanation.step.total_seconds}
+    return asdict(explanation) | {"alternatives": alternatives, "step": step}
+
+
+def comparison_table(comparison: RingComparison) -> Table:
+    """One line a ring; * marks the one that a router would take."""
+    table = _table(
+        "", "cp", "tp", "processes", "algorithm", "prefill", "linear", "attention", "exposed", "a token after"
+    )
+    for ring in comparison.rings:
+        (cost,) = (each.cost for each in ring.alternatives if each.is_chosen)
+        parts = (cost.total_seconds, cost.linear_seconds, cost.attention_seconds, cost.exposed_seconds)
+        table.add_row(
+            "*" if ring is comparison.chosen else "",
+            str(ring.shape.cp),
+            str(ring.shape.tp),
+            str(ring.shape.num_processes),
+            ring.chosen.algorithm,
+            *map(format_seconds, (*parts, ring.step.total_seconds)),
+        )
+    return table
+
+
+def comparison_line(comparison: RingComparison) -> str:
+    """The choice and its reason."""
+    chosen = comparison.chosen
+    return f"{chosen.shape} takes {format_seconds(chosen.seconds)}: {comparison.reason}"
+
+
+def explanation_table(explanation: Explanation) -> Table:
+    """One line a way to compute the turn."""
+    table = _table("", "how", "total", "linear", "sums", "attention", "exposed", "hidden", "all-to-all", "overhead")
+    for each in explanation.alternatives:
+        cost = each.cost
+        table.add_row(
+            "*" if each.is_chosen else "",
+            each.name,
+            *(
+                format_seconds(seconds)
+                for seconds in (
+                    cost.total_seconds,
+                    cost.linear_seconds,
+                    cost.sum_seconds,
+                    cost.attention_seconds,
+                    cost.exposed_seconds,
+                    cost.hidden_seconds,
+                    cost.all_to_all_seconds,
+                    cost.overhead_seconds,
+                )
+            ),
+        )
+    return table
+
+
+def explanation_lines(explanation: Explanation) -> list[str]:
+    """The choice and its reason, and what the other policies would take."""
+    step = explanation.step
+    return [
+        *([] if explanation.direct is None else [_direct_line(explanation.direct)]),
+        f"{explanation.policy} takes {explanation.chosen.algorithm}: {explanation.chosen.reason}",
+        *(f"{name} would take {selection.algorithm}: {selection.reason}" for name, selection in explanation.selections),
+        f"then {format_seconds(step.total_seconds)} a token on such a ring, by {step.variant}",
+    ]
+
+
+def _direct_line(direct: DirectWay) -> str:
+    told, over = format_seconds(direct.cost.total_seconds), format_seconds(direct.over_prefill_seconds)
+    parts = ((direct.move_seconds, "pull"), (direct.prefill_seconds, "prefill"), (direct.handoff_seconds, "hand-off"))
+    way = ", ".join(f"{name} {format_seconds(seconds)}" for seconds, name in parts)
+    verdict = "sooner" if direct.is_sooner else "no sooner"
+    ring = f"a decode ring of {direct.shape.cp} ranks"
+    return f"{ring} takes {told} itself, {verdict} than by a prefill ring: {over} ({way})"
+
+
+def reproduction_json(reproduction: Reproduction) -> str:
+    """One object with rows, selectors and targets."""
+    targets = [asdict(target) | {"is_met": target.is_met} for target in reproduction.targets]
+    return json.dumps(asdict(reproduction) | {"targets": targets})
+
+
+def reproduction_tables(reproduction: Reproduction) -> list[Table]:
+    """Row by row: published, predicted, error; then the selectors."""
+    selectors = _table("what", "right of 14", "worst loss", CHOSEN, title="Selection on table 4")
+    for score in reproduction.selectors:
+        marks = " ".join("KV" if name == "pass_kv" else "Q" for name in score.chosen)
+        selectors.add_row(score.name, str(score.num_right), f"{score.worst_loss:.1%}", marks)
+    return [
+        _rows("Prefill: TTFT", reproduction.prefills),
+        _rows("Prefill: one ring iteration of table 5", reproduction.iterations),
+        _rows("Decode: TTIT, and one layer's pass-Q", reproduction.steps),
+        _rows("Decode: the other columns of table 8, one layer's", reproduction.parts),
+        selectors,
+    ]
+
+
+def _rows(title: str, rows: Sequence[ReproducedRow]) -> Table:
+    is_held_out = any(row.held_out is not None for row in rows)
+    headers = ["table", "row", "published", "predicted", "error", *(["held out", "its error"] if is_held_out else [])]
+    table = _table(*headers, title=title)
+    for row in rows:
+        cells = [row.table, row.label, *map(format_seconds, (row.published, row.predicted)), f"{row.error:+.1%}"]
+        if row.held_out is not None:
+            cells += [format_seconds(row.held_out), f"{row.held_out_error:+.1%}"]
+        table.add_row(*cells)
+    return table

@@ -1,0 +1,190 @@
+"""What one ring of cp x tp processes would do: memory, TTFT, TTIT and throughput, per context."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cp_core.cost.decode import fastest_step
+from cp_core.cost.memory import ProcessMemory, process_memory
+from cp_core.cost.model import PASS_KV, PASS_Q, PrefillCost
+from cp_core.cost.prefill import predict_turn
+from cp_core.cost.profile import HardwareProfile
+from cp_core.cost.selector import TIE
+from cp_core.errors import ConfigError
+from services.offline.planning.models import PlannedModel
+from services.offline.planning.units import ContextShare, format_tokens
+
+GIGABYTE = 1e9
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RingShape:
+    """cp ranks of tp processes each."""
+
+    cp: int
+    tp: int
+
+    @property
+    def num_processes(self) -> int:
+        return self.cp * self.tp
+
+    def __str__(self) -> str:
+        return f"cp {self.cp} x tp {self.tp}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ContextForecast:
+    """One context on one ring that does nothing else. Seconds; bytes of one process.
+
+    `ttft_seconds` has neither waiting nor migration in it; `ttit_seconds` is that of a batch of one. `max_contexts`
+    of this length fit the ring's KV.
+    """
+
+    tokens: int
+    new_tokens: int
+    algorithm: str
+    ttft_seconds: float
+    prompt_tokens_per_second: float
+    ttit_seconds: float
+    decode_variant: str
+    kv_bytes: float
+    max_contexts: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RingForecast:
+    """`refusal` says what does not fit, and is empty where all does."""
+
+    shape: RingShape
+    memory: ProcessMemory
+    contexts: tuple[ContextForecast, ...]
+    refusal: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Workload:
+    """Turns of these contexts, `cached_share` of each (0 to below 1) kept from earlier turns, cut into chunks of
+    `chunk_tokens`; None computes each in one step.
+    """
+
+    contexts: tuple[ContextShare, ...]
+    cached_share: float = 0.0
+    chunk_tokens: int | None = None
+
+    @property
+    def longest(self) -> int:
+        return max(context.tokens for context in self.contexts)
+
+    def cached_tokens(self, tokens: int) -> int:
+        """Of a context of `tokens`; at least one token is new."""
+        return min(tokens - 1, int(tokens * self.cached_share))
+
+    @property
+    def step_tokens(self) -> int:
+        """The most tokens that are computed at once."""
+        most = max(context.tokens - self.cached_tokens(context.tokens) for context in self.contexts)
+        return min(most, self.chunk_tokens or most)
+
+
+def require_tp(model: PlannedModel, tp: int) -> None:
+    """Raises ConfigError unless every one of tp processes gets as many whole KV heads as the others."""
+    heads = model.shape.num_kv_heads
+    if heads % tp:
+        allowed = ", ".join(str(size) for size in range(1, heads + 1) if heads % size == 0)
+        raise ConfigError(f"--tp: {tp} does not divide the {heads} KV heads of {model.name}; allowed are {allowed}")
+
+
+def forecast_ring(model: PlannedModel, profile: HardwareProfile, shape: RingShape, workload: Workload) -> RingForecast:
+    """Everything one such ring would do. Times are there even where the memory does not suffice."""
+    memory = process_memory(
+        model.shape,
+        model.weights,
+        profile,
+        cp=shape.cp,
+        tp=shape.tp,
+        step_tokens=workload.step_tokens,
+        context_tokens=workload.longest,
+    )
+    contexts = tuple(_forecast(model, profile, shape, workload, memory, each.tokens) for each in workload.contexts)
+    return RingForecast(
+        shape=shape, memory=memory, contexts=contexts, refusal=_refusal(model, profile, shape, memory, workload.longest)
+    )
+
+
+def fastest_turn(
+    model: PlannedModel, profile: HardwareProfile, shape: RingShape, workload: Workload, tokens: int
+) -> tuple[str, PrefillCost]:
+    """The algorithm that `auto` would take for a whole turn, and its cost: ties within 2% go to pass-KV."""
+    cached = workload.cached_tokens(tokens)
+    kv, q = (
+        predict_turn(
+            model.shape,
+            profile,
+            cp=shape.cp,
+            tp=shape.tp,
+            algorithm=algorithm,
+            new_tokens=tokens - cached,
+            cached_tokens=cached,
+            chunk_tokens=workload.chunk_tokens,
+        )
+        for algorithm in (PASS_KV, PASS_Q)
+    )
+    return (PASS_Q, q) if q.total_seconds < (1.0 - TIE) * kv.total_seconds else (PASS_KV, kv)
+
+
+def first_that_fits(forecasts: Sequence[RingForecast]) -> RingForecast:
+    """The smallest ring that holds everything. Raises ConfigError with the largest one's sentence."""
+    fitting = [forecast for forecast in forecasts if not forecast.refusal]
+    if not fitting:
+        largest = max(forecasts, key=lambda forecast: forecast.shape.num_processes)
+        raise ConfigError(largest.refusal)
+    return min(fitting, key=lambda forecast: forecast.shape.num_processes)
+
+
+def _forecast(
+    model: PlannedModel,
+    profile: HardwareProfile,
+    shape: RingShape,
+    workload: Workload,
+    memory: ProcessMemory,
+    tokens: int,
+) -> ContextForecast:
+    algorithm, turn = fastest_turn(model, profile, shape, workload, tokens)
+    step = fastest_step(model.shape, model.weights, profile, cp=shape.cp, tp=shape.tp, batch=1, context_tokens=tokens)
+    new = tokens - workload.cached_tokens(tokens)
+    return ContextForecast(
+        tokens=tokens,
+        new_tokens=new,
+        algorithm=algorithm,
+        ttft_seconds=turn.total_seconds,
+        prompt_tokens_per_second=new / turn.total_seconds,
+        ttit_seconds=step.total_seconds,
+        decode_variant=step.variant,
+        kv_bytes=-(-tokens // shape.cp) * memory.kv_bytes_per_token,
+        max_contexts=memory.max_tokens(shape.cp) // tokens,
+    )
+
+
+def _refusal(
+    model: PlannedModel, profile: HardwareProfile, shape: RingShape, memory: ProcessMemory, longest: int
+) -> str:
+    where = f"{model.name} on cp {shape.cp} x tp {shape.tp}"
+    usable = profile.memory_bytes - memory.reserved_bytes
+    if memory.weights_bytes > usable:
+        return (
+            f"{where} does not fit: a process holds {_gigabytes(memory.weights_bytes)} of weights, and {profile.name} "
+            f"has {_gigabytes(usable)} for them; allowed are larger tp"
+        )
+    if memory.max_tokens(shape.cp) < longest:
+        needed = -(-longest // shape.cp) * memory.kv_bytes_per_token
+        return (
+            f"{where} does not fit: {format_tokens(longest)} tokens are {_gigabytes(needed)} of KV a process, and "
+            f"{_gigabytes(max(0.0, memory.kv_bytes))} remain beside {_gigabytes(memory.weights_bytes)} of weights and "
+            f"{_gigabytes(memory.step_bytes)} for a step; allowed are larger cp or tp, or shorter chunks"
+        )
+    return ""
+
+
+def _gigabytes(num_bytes: float) -> str:
+    return f"{num_bytes / GIGABYTE:.1f} GB"

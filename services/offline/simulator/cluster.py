@@ -1,0 +1,221 @@
+"""The rings of a simulated cluster, what they announce, and how long their work takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cache
+
+from cp_core.cost.decode import fastest_step
+from cp_core.cost.memory import WeightBytes, process_memory
+from cp_core.cost.migration import predict_migration
+from cp_core.cost.profile import HardwareProfile
+from cp_core.errors import ConfigError
+from cp_core.layout.shards import TokenRange
+from orchestration.placement.costs import RingCosts
+from orchestration.placement.prefill_work import StepLimits, WorkModel, cut
+from orchestration.placement.registry import RegisteredRing, RingRegistry
+from orchestration.prefill.scheduler import PrefillScheduler, ScheduledStep
+from orchestration.protocol.settings import PrefillScheduling
+from orchestration.protocol.turns import RingRegistration
+from services.offline.simulator.clock import Clock
+from services.offline.simulator.decode_ring import SimulatedDecodeRing
+from services.offline.simulator.prefill_ring import SimulatedPrefillRing
+from workers.protocol.steps import ModelInfo, RingRates
+
+# Mean contexts of a decode batch are rounded to this: a step of 1,000 tokens more takes no longer that one could see.
+CONTEXT_GRAIN = 1_000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PoolShape:
+    """`num_rings` rings of cp ranks of tp processes."""
+
+    num_rings: int
+    cp: int
+    tp: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClusterShape:
+    """What is simulated, but for who decides and what is asked of it."""
+
+    model: ModelInfo
+    weights: WeightBytes
+    profile: HardwareProfile
+    prefill: PoolShape
+    decode: PoolShape
+    chunk_tokens: int = 65_536
+    max_batch: int = 32
+    scheduling: PrefillScheduling = field(default_factory=PrefillScheduling)
+
+
+class StepTimes:
+    """Seconds of prefill steps on the rings of a cluster, by its hardware profile."""
+
+    def __init__(self, shape: ClusterShape) -> None:
+        scheduling = shape.scheduling
+        self.work = WorkModel.of_shape(shape.model.shape)
+        self.limits = StepLimits.of(
+            self.work,
+            step_budget=scheduling.step_budget,
+            chunk_tokens=shape.chunk_tokens,
+            min_chunk_tokens=scheduling.min_chunk_tokens,
+        )
+        self._costs = RingCosts(shape.model, profile=shape.profile)
+        self._ring = registration_of(shape, "prefill", capacity_tokens=0)
+        rates = shape.profile.prefill
+        # Of a step without cached tokens, and of one with them.
+        self._overheads = [
+            shape.model.num_layers * rates.rates(shape.prefill.cp, is_cached=is_cached).layer_overhead_seconds
+            for is_cached in (False, True)
+        ]
+
+    def of(self, step: ScheduledStep) -> float:
+        """Of all pieces, which share the step's overhead: the largest of theirs."""
+        seconds = largest = 0.0
+        for piece in step.pieces:
+            start = piece.tokens.start
+            overhead = self._overheads[start > 0]
+            seconds += self._costs.seconds(self._ring, len(piece.tokens), start).by(step.algorithm) - overhead
+            largest = max(largest, overhead)
+        return seconds + largest
+
+    def alone(self, tokens: TokenRange) -> float:
+        """Of a prompt that has a ring to itself, each step by the faster algorithm."""
+        steps = cut(self.work, self.limits, tokens)
+        costs = (self._costs.seconds(self._ring, len(step), step.start) for step in steps)
+        return sum(cost.by(cost.fastest) for cost in costs)
+
+
+class Cluster:
+    """`registry` is the router's own, which knows all rings; `longest` is the longest conversation that comes.
+
+    Raises ConfigError where a ring cannot hold that.
+    """
+
+    def __init__(self, shape: ClusterShape, clock: Clock, longest: int) -> None:
+        self.registry = RingRegistry(lambda: clock.now)
+        self._shape = shape
+        self._model = shape.model.shape
+        self._clock = clock
+        step_tokens = min(longest, shape.chunk_tokens)
+        self.prefill = {
+            ring.entry.name: ring
+            for ring in self._prefill_rings(self._registration("prefill", shape.prefill, step_tokens, longest))
+        }
+        self.decode = {
+            ring.entry.name: ring
+            for ring in self._decode_rings(self._registration("decode", shape.decode, shape.max_batch, 0))
+        }
+        for entry in (next(iter(self.prefill.values())).entry, next(iter(self.decode.values())).entry):
+            if longest > entry.registration.capacity_tokens:
+                ring = entry.registration
+                raise ConfigError(
+                    f"trace: a conversation comes to {longest} tokens, and a {ring.role} ring of cp {ring.num_ranks} "
+                    f"x tp {ring.tp} holds {ring.capacity_tokens}; allowed are larger rings"
+                )
+
+    def pull_seconds(self, tokens: int) -> float:
+        """To fetch KV from a decode ring, which computes nothing and is hidden by nothing."""
+        return self._moving(tokens, 0.0) if tokens else 0.0
+
+    def exposed_seconds(self, tokens: int, prefill_seconds: float) -> float:
+        """After a prefill, until all KV that the decode ring lacked is there."""
+        return self._moving(tokens, prefill_seconds)
+
+    def check_integrity(self) -> None:
+        """No token of KV is counted twice or lost."""
+        for kv in (*(ring.kv for ring in self.prefill.values()), *(ring.kv for ring in self.decode.values())):
+            kv.check_integrity()
+
+    def _moving(self, tokens: int, prefill_seconds: float) -> float:
+        pools = (self._shape.prefill, self._shape.decode)
+        sizes = [pool.cp * pool.tp for pool in pools]
+        return predict_migration(
+            self._model,
+            self._shape.profile,
+            from_processes=sizes[0],
+            to_processes=sizes[1],
+            tokens=tokens,
+            prefill_seconds=prefill_seconds,
+        ).exposed_seconds
+
+    def _prefill_rings(self, registration: RingRegistration) -> list[SimulatedPrefillRing]:
+        times, pool = StepTimes(self._shape), self._shape.prefill
+        # As the leader of a ring begins: as if steps were matrix products alone.
+        rate = pool.cp * pool.tp * registration.rates.gemm_flops / times.work.flops_per_unit
+        rings = []
+        for number in range(pool.num_rings):
+            ring = self._announced(registration, number)
+            scheduler = PrefillScheduler(ring.name, times.work, times.limits, self._shape.scheduling, rate=rate)
+            rings.append(SimulatedPrefillRing(ring, self._clock, scheduler, times.of))
+        return rings
+
+    def _decode_rings(self, registration: RingRegistration) -> list[SimulatedDecodeRing]:
+        step_seconds = self._decode_step_seconds()
+        rings = (self._announced(registration, number) for number in range(self._shape.decode.num_rings))
+        return [SimulatedDecodeRing(ring, self._clock, self._shape.max_batch, step_seconds) for ring in rings]
+
+    def _decode_step_seconds(self) -> Callable[[int, float], float]:
+        shape = self._shape
+
+        @cache
+        def rounded(batch: int, thousands: int) -> float:
+            return fastest_step(
+                shape.model.shape,
+                shape.weights,
+                shape.profile,
+                cp=shape.decode.cp,
+                tp=shape.decode.tp,
+                batch=batch,
+                context_tokens=thousands * CONTEXT_GRAIN,
+            ).total_seconds
+
+        return lambda batch, context: rounded(batch, round(context / CONTEXT_GRAIN))
+
+    def _announced(self, registration: RingRegistration, number: int) -> RegisteredRing:
+        """Ring `number` of a pool, as the router's registry knows it."""
+        name = f"{registration.role}-{number}"
+        self.registry.register(replace(registration, name=name, endpoint=f"{name}:1"))
+        ring = self.registry.named(registration.role, name)
+        assert ring is not None, "it was registered just now"
+        return ring
+
+    def _registration(self, role: str, pool: PoolShape, step_tokens: int, context_tokens: int) -> RingRegistration:
+        shape = self._shape
+        memory = process_memory(
+            shape.model.shape,
+            shape.weights,
+            shape.profile,
+            cp=pool.cp,
+            tp=pool.tp,
+            step_tokens=step_tokens,
+            context_tokens=context_tokens,
+        )
+        return registration_of(shape, role, capacity_tokens=memory.max_tokens(pool.cp))
+
+
+def registration_of(shape: ClusterShape, role: str, *, capacity_tokens: int) -> RingRegistration:
+    """What a ring of one of the pools would measure of itself and announce."""
+    pool, rates = shape.prefill if role == "prefill" else shape.decode, shape.profile.prefill
+    return RingRegistration(
+        role=role,
+        name=role,
+        endpoint="",
+        incarnation="1",
+        num_ranks=pool.cp,
+        tp=pool.tp,
+        rates=RingRates(
+            gemm_flops=rates.gemm_flops,
+            attention_flops=rates.attention_flops,
+            link_bytes_per_second=rates.link_bytes_per_second,
+            link_latency_seconds=rates.link_latency_seconds,
+            overlap=rates.overlap,
+        ),
+        capacity_tokens=capacity_tokens,
+        max_batch=shape.max_batch if role == "decode" else 0,
+        chunk_tokens=shape.chunk_tokens,
+        step_budget=shape.scheduling.step_budget,
+        min_chunk_tokens=shape.scheduling.min_chunk_tokens,
+    )

@@ -1,0 +1,114 @@
+"""Which rings a simulated turn goes to: as the router decides, by less than it knows, or by what no router knows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Protocol
+
+from cp_core.errors import Unavailable
+from orchestration.placement.cached_kv import KeptOn
+from orchestration.placement.placer import RingPlacer
+from orchestration.placement.planner import Planner
+from orchestration.placement.registry import RegisteredRing
+from orchestration.placement.wanted_turn import Choice, WantedTurn
+from services.offline.simulator.cluster import Cluster
+from services.offline.simulator.prefill_ring import SimulatedPrefillRing
+
+MAX_MORE_TURNS = 8
+"""Decode rings are compared by their turns alone: fewer more than this are no reason to leave a conversation's KV."""
+
+
+class PlacementPolicy(Protocol):
+    """The router's `RingPlacer` is one."""
+
+    def choose(self, turn: WantedTurn, refused: Collection[RegisteredRing] = ()) -> Choice:
+        """Raises Unavailable where all rings have refused."""
+        ...
+
+
+class RoundRobin:
+    """The next ring of each pool, whatever it holds."""
+
+    def __init__(self, cluster: Cluster, planner: Planner) -> None:
+        self._rings = {
+            "prefill": [ring.entry for ring in cluster.prefill.values()],
+            "decode": [ring.entry for ring in cluster.decode.values()],
+        }
+        self._next = {"prefill": 0, "decode": 0}
+        self._planner = planner
+
+    def choose(self, turn: WantedTurn, refused: Collection[RegisteredRing] = ()) -> Choice:
+        return _choice(self._planner, turn, self._following("prefill", refused), self._following("decode", refused))
+
+    def _following(self, role: str, refused: Collection[RegisteredRing]) -> RegisteredRing:
+        rings = self._rings[role]
+        for _ in rings:
+            ring = rings[self._next[role] % len(rings)]
+            self._next[role] += 1
+            if ring not in refused:
+                return ring
+        raise Unavailable(f"every {role} ring has refused the turn")
+
+
+class LeastLoaded:
+    """The rings of the shortest queue and of the fewest turns, as far as the router knows, whatever they hold."""
+
+    def __init__(self, cluster: Cluster, planner: Planner) -> None:
+        self._registry = cluster.registry
+        self._planner = planner
+
+    def choose(self, turn: WantedTurn, refused: Collection[RegisteredRing] = ()) -> Choice:
+        def accepts(ring: RegisteredRing) -> bool:
+            return ring not in refused and ring.free_tokens >= turn.num_tokens
+
+        def is_other(ring: RegisteredRing) -> bool:
+            return ring not in refused
+
+        prefills = self._registry.least_busy(accepts) or self._registry.least_busy(is_other)
+        decode = self._registry.least_loaded(accepts) or self._registry.least_loaded(is_other)
+        if not prefills or decode is None:
+            raise Unavailable("every ring of a pool has refused the turn")
+        return _choice(self._planner, turn, min(prefills, key=lambda ring: ring.busy_until), decode)
+
+
+class KvAware:
+    """Knows every queue as it is. The prefill ring where waiting and computing end first: the conversation's own, or
+    the idlest other. Its own decode ring, unless others have many turns fewer.
+    """
+
+    def __init__(self, cluster: Cluster, planner: Planner) -> None:
+        self._prefill: Mapping[str, SimulatedPrefillRing] = cluster.prefill
+        self._decode = [ring.entry for ring in cluster.decode.values()]
+        self._planner = planner
+
+    def choose(self, turn: WantedTurn, refused: Collection[RegisteredRing] = ()) -> Choice:
+        decodes = [ring for ring in self._decode if ring not in refused]
+        prefills = [ring for ring in self._prefill.values() if ring.entry not in refused]
+        if not decodes or not prefills:
+            raise Unavailable("every ring of a pool has refused the turn")
+        decode = min(decodes, key=lambda ring: ring.num_turns)
+        decode = next(
+            (own for own in _own(turn, decodes) if own.num_turns <= decode.num_turns + MAX_MORE_TURNS), decode
+        )
+        idlest = min(prefills, key=lambda ring: (ring.predicted_wait, ring.entry.num_turns))
+        options = [_choice(self._planner, turn, ring, decode) for ring in _own(turn, [r.entry for r in prefills])]
+        options.append(_choice(self._planner, turn, idlest.entry, decode))
+        return min(options, key=lambda each: self._prefill[each.prefill.name].predicted_wait + each.prefill_seconds)
+
+
+def _own(turn: WantedTurn, rings: Sequence[RegisteredRing]) -> list[RegisteredRing]:
+    return [ring for ring in rings if turn.is_at(ring)]
+
+
+def _choice(planner: Planner, turn: WantedTurn, prefill: RegisteredRing, decode: RegisteredRing) -> Choice:
+    on_decode = KeptOn(decode.registration, turn.kept_on(decode))
+    move, seconds = planner.predict_turn(turn.num_tokens, turn.kept_on(prefill), prefill.registration, on_decode)
+    return Choice(prefill=prefill, decode=decode, prefill_seconds=move + seconds)
+
+
+POLICIES: dict[str, Callable[[Cluster, Planner], PlacementPolicy]] = {
+    "router": lambda cluster, planner: RingPlacer(cluster.registry, planner),
+    "least_loaded": LeastLoaded,
+    "round_robin": RoundRobin,
+    "kv_aware": KvAware,
+}

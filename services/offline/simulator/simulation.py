@@ -1,0 +1,320 @@
+"""One simulated run: conversations arrive, turns are placed, planned, prefilled, migrated and decoded.
+
+What happens to a turn: placed -> reserved on both rings (else placed elsewhere, else asked again later) -> KV pulled
+from the decode ring where the plan says so -> queue -> steps -> what of the migration is exposed -> decode batch ->
+think -> next turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from cp_core.errors import CapacityExceeded, ConfigError, Unavailable
+from cp_core.layout.shards import ShardMap, TokenRange
+from orchestration.placement.cached_kv import KEPT, KeptOn
+from orchestration.placement.kv_locations import KvLocation
+from orchestration.placement.placer import RingPlacer
+from orchestration.placement.planner import Planner, PlannerSettings, PromptOnRings
+from orchestration.placement.registry import Placed, RegisteredRing
+from orchestration.placement.wanted_turn import Choice, WantedTurn
+from orchestration.protocol.turns import Plan, PrefillReport, PromptMode
+from orchestration.router.placements import MAX_REFUSALS
+from services.offline.simulator.clock import Clock
+from services.offline.simulator.cluster import Cluster, ClusterShape
+from services.offline.simulator.decode_ring import DecodingTurn, SimulatedDecodeRing
+from services.offline.simulator.placement import POLICIES
+from services.offline.simulator.prefill_ring import PrefillingTurn, SimulatedPrefillRing
+from services.offline.simulator.results import SimulationResult, Tally, TurnRecord, percentiles
+from services.offline.simulator.trace import TracedConversation, TracedTurn
+from workers.protocol.steps import Algorithm
+
+RETRY_SECONDS = 5.0
+"""After which a turn that found no room asks again, where no ring said when."""
+
+
+@dataclass(slots=True, eq=False)
+class _Conversation:
+    """`tokens` of all finished turns; `at` is the next turn's number. The places are those of the turn before."""
+
+    number: int
+    traced: TracedConversation
+    tokens: int = 0
+    at: int = 0
+    prefill: KvLocation | None = None
+    decode: KvLocation | None = None
+
+    @property
+    def turn(self) -> TracedTurn:
+        return self.traced.turns[self.at]
+
+
+@dataclass(slots=True, eq=False)
+class _Turn:
+    """A turn that rings have room for. Times are the clock's."""
+
+    conversation: _Conversation
+    asked: float
+    choice: Choice
+    plan: Plan
+    placed: Placed
+    lacking: int
+    """Tokens whose KV the decode ring is to get."""
+    started: float = 0.0
+    admitted: float = 0.0
+    first_at: float = 0.0
+
+    @property
+    def moved(self) -> int:
+        return sum(len(each.tokens) for each in self.plan.cached_sources if each.source != KEPT)
+
+
+class Simulation:
+    """Runs once. `trace` is iterated over twice, in the order in which its conversations begin.
+
+    Raises ConfigError for an unknown placement, or where a ring cannot hold the longest conversation.
+    """
+
+    def __init__(
+        self, shape: ClusterShape, trace: Iterable[TracedConversation], placement: str, selector: str = "auto"
+    ) -> None:
+        if placement not in POLICIES:
+            raise ConfigError(f"placement is {placement!r}; allowed are {', '.join(POLICIES)}")
+        self._placement = placement
+        self._planner = Planner(shape.model, PlannerSettings(selector=selector))
+        self._clock = Clock()
+        self._trace = trace
+        longest = max((each.num_tokens for each in trace), default=1)
+        self.cluster = Cluster(shape, self._clock, longest)
+        self._policy = POLICIES[placement](self.cluster, self._planner)
+        self._tally = Tally()
+        self._tell: Callable[[], None] = lambda: None
+
+    def run(self, tell: Callable[[], None] = lambda: None) -> SimulationResult:
+        """All turns of the trace, to the last token. `tell` hears of every conversation that begins."""
+        self._tell = tell
+        self._expect(enumerate(self._trace))
+        self._clock.run()
+        self.cluster.check_integrity()
+        return self._summary()
+
+    # --- a turn ------------------------------------------------------------------------------------------------------
+
+    def _expect(self, coming: Iterator[tuple[int, TracedConversation]]) -> None:
+        """The next conversation, and when it begins the one after it."""
+        number, traced = next(coming, (0, None))
+        if traced is None:
+            return
+        conversation = _Conversation(number, traced)
+
+        def begin() -> None:
+            self._tell()
+            self._next_turn(conversation)
+            self._expect(coming)
+
+        self._clock.after(traced.start_seconds - self._clock.now, begin)
+
+    def _next_turn(self, conversation: _Conversation) -> None:
+        if conversation.at < len(conversation.traced.turns):
+            self._clock.after(conversation.turn.think_seconds, lambda: self._arrive(conversation, self._clock.now))
+
+    def _arrive(self, conversation: _Conversation, asked: float) -> None:
+        """Place the turn, elsewhere where a ring has no room, as often as the router does; or let it ask again."""
+        prompt = conversation.tokens + conversation.turn.new_tokens
+        wanted = WantedTurn(
+            num_tokens=prompt,
+            answer_tokens=conversation.turn.output_tokens,
+            # The last prompt token is always computed.
+            match_tokens=min(conversation.tokens, prompt - 1),
+            prefill=conversation.prefill,
+            decode=conversation.decode,
+        )
+        refused: list[RegisteredRing] = []
+        seconds = RETRY_SECONDS
+        while len(refused) <= MAX_REFUSALS:
+            try:
+                choice = self._policy.choose(wanted, refused)
+            except Unavailable:
+                break
+            before = len(refused)
+            try:
+                turn = self._try_reserve(conversation, asked, wanted, choice, refused)
+            except CapacityExceeded as full:
+                refused.append(choice.prefill)
+                seconds = full.retry_after_seconds or seconds
+            else:
+                if turn is not None:
+                    self._prefill(turn)
+                    return
+            self._tally.num_refusals += len(refused) - before
+        self._tally.num_retries += 1
+        self._clock.after(seconds, lambda: self._arrive(conversation, asked))
+
+    def _try_reserve(
+        self,
+        conversation: _Conversation,
+        asked: float,
+        wanted: WantedTurn,
+        choice: Choice,
+        refused: list[RegisteredRing],
+    ) -> _Turn | None:
+        """None, and nothing changed, where a ring has no room for the KV: it is entered in `refused`.
+
+        Raises CapacityExceeded where the prefill ring's queue is full.
+        """
+        number, prompt = conversation.number, wanted.num_tokens
+        prefill, decode = self.cluster.prefill[choice.prefill.name], self.cluster.decode[choice.decode.name]
+        rings: tuple[SimulatedPrefillRing | SimulatedDecodeRing, ...] = (prefill, decode)
+        before = [ring.kv.held(number) for ring in rings]
+        has_room = [prefill.kv.try_pin(number, prompt), decode.kv.try_pin(number, prompt + wanted.answer_tokens)]
+
+        def give_back() -> None:
+            for ring, held, has in zip(rings, before, has_room, strict=True):
+                if has:
+                    ring.kv.settle(number, held)
+
+        if not all(has_room):
+            refused.extend(ring.entry for ring, has in zip(rings, has_room, strict=True) if not has)
+            give_back()
+            return None
+        on_prefill, on_decode = (
+            min(wanted.match_tokens, held) if wanted.is_at(ring.entry) else 0
+            for ring, held in zip(rings, before, strict=True)
+        )
+        plan = self._planner.plan(
+            PromptOnRings(
+                num_tokens=prompt,
+                kept_on_prefill=on_prefill,
+                kept_on_decode=on_decode,
+                prefill=choice.prefill.registration,
+                decode=choice.decode.registration,
+                left=self._left(number, wanted, choice),
+            ),
+            mode=PromptMode.APPEND if conversation.tokens else PromptMode.NEW,
+        )
+        try:
+            prefill.reserve(_turn_id(conversation), TokenRange(plan.cached_tokens, prompt))
+        except CapacityExceeded:
+            give_back()
+            raise
+        placed = self.cluster.registry.place(
+            choice.prefill, choice.decode, prefill_seconds=choice.prefill_seconds, num_tokens=prompt
+        )
+        choice.prefill.num_turns += 1
+        choice.decode.num_turns += 1
+        return _Turn(conversation, asked, choice, plan, placed, lacking=prompt - on_decode)
+
+    def _left(self, number: int, wanted: WantedTurn, choice: Choice) -> list[KeptOn]:
+        """What rings keep that the conversation leaves: turns take it along where the router places them."""
+        if not isinstance(self._policy, RingPlacer):
+            return []
+        rings: list[SimulatedPrefillRing | SimulatedDecodeRing] = []
+        if wanted.prefill is not None and wanted.prefill.ring != choice.prefill.name:
+            rings.append(self.cluster.prefill[wanted.prefill.ring])
+        if wanted.decode is not None and wanted.decode.ring != choice.decode.name:
+            rings.append(self.cluster.decode[wanted.decode.ring])
+        return [KeptOn(ring.entry.registration, min(wanted.match_tokens, ring.kv.held(number))) for ring in rings]
+
+    def _prefill(self, turn: _Turn) -> None:
+        ring = self.cluster.prefill[turn.choice.prefill.name]
+        prefilling = PrefillingTurn(
+            _turn_id(turn.conversation), turn.plan.chunks, lambda report, started: self._hand_off(turn, report, started)
+        )
+        self._clock.after(self.cluster.pull_seconds(turn.moved), lambda: ring.enter(prefilling))
+
+    def _hand_off(self, turn: _Turn, report: PrefillReport, started: float) -> None:
+        """The prompt stays on the prefill ring; the decode ring has the turn's place already."""
+        turn.started = started
+        ring = turn.choice.prefill
+        ring.num_turns -= 1
+        turn.placed.end_prefill()
+        self._planner.note_prefill(ring.registration, report)
+        conversation = turn.conversation
+        prompt = conversation.tokens + conversation.turn.new_tokens
+        self.cluster.prefill[ring.name].kv.settle(conversation.number, prompt)
+        exposed = self.cluster.exposed_seconds(turn.lacking, report.prefill_seconds)
+        self._clock.after(exposed, lambda: self._decode(turn, prompt))
+
+    def _decode(self, turn: _Turn, prompt: int) -> None:
+        turn.admitted = self._clock.now
+        output = turn.conversation.turn.output_tokens
+
+        def first() -> None:
+            turn.first_at = self._clock.now
+
+        ring = self.cluster.decode[turn.choice.decode.name]
+        ring.admit(DecodingTurn(prompt + output // 2, output, first, lambda: self._end(turn, prompt)))
+
+    def _end(self, turn: _Turn, prompt: int) -> None:
+        conversation, plan = turn.conversation, turn.plan
+        output = conversation.turn.output_tokens
+        turn.choice.decode.num_turns -= 1
+        self.cluster.decode[turn.choice.decode.name].kv.settle(conversation.number, prompt + output)
+        self._tally.note(
+            TurnRecord(
+                asked=turn.asked,
+                queue_seconds=turn.started - turn.asked,
+                ttft_seconds=turn.first_at - turn.asked,
+                decode_seconds=self._clock.now - turn.admitted,
+                prompt_tokens=prompt,
+                new_tokens=conversation.turn.new_tokens,
+                moved_tokens=turn.moved,
+                recomputed_tokens=plan.new_tokens - conversation.turn.new_tokens,
+                output_tokens=output,
+                is_pass_q=plan.algorithm is Algorithm.PASS_Q,
+            )
+        )
+        self._leave(conversation, turn.choice)
+        conversation.prefill = _placement(turn.choice.prefill, prompt)
+        conversation.decode = _placement(turn.choice.decode, prompt + output)
+        conversation.tokens = prompt + output
+        conversation.at += 1
+        self._next_turn(conversation)
+
+    def _leave(self, conversation: _Conversation, choice: Choice) -> None:
+        """Rings where the conversation was before are told to free its KV."""
+        if conversation.prefill is not None and conversation.prefill.ring != choice.prefill.name:
+            self.cluster.prefill[conversation.prefill.ring].kv.drop(conversation.number)
+        if conversation.decode is not None and conversation.decode.ring != choice.decode.name:
+            self.cluster.decode[conversation.decode.ring].kv.drop(conversation.number)
+
+    def _summary(self) -> SimulationResult:
+        tally, seconds = self._tally, self._clock.now
+        prefill, decode = self.cluster.prefill.values(), self.cluster.decode.values()
+        busy = [ring.busy_seconds for ring in prefill]
+        every = [value for values in tally.ttft.values() for value in values]
+        places = sum(ring.entry.registration.max_batch for ring in decode)
+        computed = sum(ring.computed_tokens for ring in prefill)
+        return SimulationResult(
+            placement=self._placement,
+            num_turns=len(every),
+            num_refusals=tally.num_refusals,
+            num_retries=tally.num_retries,
+            simulated_seconds=seconds,
+            prompt_tokens=tally.prompt_tokens,
+            new_tokens=tally.new_tokens,
+            computed_tokens=computed,
+            moved_tokens=tally.moved_tokens,
+            recomputed_tokens=tally.recomputed_tokens,
+            cached_share=1.0 - computed / max(1, tally.prompt_tokens),
+            pass_q_share=tally.num_pass_q / max(1, len(every)),
+            ttft=percentiles(every),
+            queue=percentiles(tally.queue),
+            ttft_of_size={name: percentiles(values) for name, values in tally.ttft.items()},
+            ttft_of_hour=tuple(percentiles(values) for values in tally.hours),
+            ttit_mean=tally.decode_seconds / max(1, tally.output_tokens),
+            busy_share=sum(busy) / len(busy) / seconds if seconds else 0.0,
+            busiest_share=max(busy) / seconds if seconds else 0.0,
+            batch_share=sum(ring.sequence_seconds for ring in decode) / places / seconds if seconds else 0.0,
+            largest_batch=max(ring.largest_batch for ring in decode),
+        )
+
+
+def _turn_id(conversation: _Conversation) -> str:
+    return f"{conversation.number}-{conversation.at}"
+
+
+def _placement(ring: RegisteredRing, num_tokens: int) -> KvLocation:
+    """On which of the ring's ranks they lie is of no concern here."""
+    shards = ShardMap(((TokenRange(0, num_tokens),),))
+    return KvLocation(ring=ring.name, incarnation=ring.registration.incarnation, shards=shards)

@@ -1,0 +1,1 @@
+"""gRPC between processes: servicers, peers, the error table, and the wire format."""

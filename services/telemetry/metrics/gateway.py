@@ -1,0 +1,126 @@
+"""What a gateway tells Prometheus: turns as their clients see them."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from ringserve.v1 import inference_pb2
+from services.telemetry.metrics import buckets
+from services.telemetry.metrics.process import new_registry
+from workers.protocol.steps import Algorithm, FinishReason
+
+REFUSALS = (
+    "invalid_argument",
+    "resource_exhausted",
+    "aborted",
+    "not_found",
+    "failed_precondition",
+    "unauthenticated",
+    "permission_denied",
+)
+"""Ends that are an answer to the client, by gRPC status."""
+FAILURES = ("cancelled", "deadline_exceeded", "unavailable", "internal")
+OUTCOMES = (FinishReason.STOP.value, FinishReason.LENGTH.value, *REFUSALS, *FAILURES)
+OTHER = "other"
+"""Of any value that is on no list: a label must not grow with what clients or later versions send."""
+SOURCES = ("kept_on_prefill", "pulled_from_decode", "pulled_from_other", "kept_on_decode")
+ALGORITHMS = tuple(algorithm.value for algorithm in Algorithm)
+
+
+class GatewayMetrics:
+    """All series of one gateway process, in a registry of its own."""
+
+    def __init__(self) -> None:
+        registry = self.registry = new_registry("gateway")
+        self._running = Gauge("ringserve_num_requests_running", "Turns being served.", ["role"], registry=registry)
+        self._running.labels("gateway")
+        self._requests = _counter(registry, "requests", "Ended requests by outcome.", "outcome", OUTCOMES)
+        self._refused = _counter(registry, "requests_refused", "Refused requests by reason.", "reason", REFUSALS)
+        self._plans = _counter(registry, "plans", "Turns by the algorithm of their prefill.", "algorithm", ALGORITHMS)
+        self._cached = _counter(
+            registry, "cached_prompt_tokens", "Prompt tokens not computed again.", "source", SOURCES
+        )
+        self._prompt_tokens = Counter("ringserve_prompt_tokens", "Prompt tokens.", registry=registry)
+        self._generated = Counter("ringserve_generation_tokens", "Generated tokens.", registry=registry)
+        self._migrated = _counter(
+            registry, "migrated_bytes", "KV moved between rings.", "direction", ("to_decode", "to_prefill")
+        )
+        self._prompt_length = Histogram(
+            "ringserve_request_prompt_tokens", "Prompt tokens of a turn.", buckets=buckets.TOKENS, registry=registry
+        )
+        self._ratio = Histogram(
+            "ringserve_prefill_predicted_ratio",
+            "Predicted over actual prefill seconds.",
+            ["algorithm"],
+            buckets=buckets.RATIO,
+            registry=registry,
+        )
+        for algorithm in ALGORITHMS:
+            self._ratio.labels(algorithm)
+        self._ttft = _seconds(
+            registry, "time_to_first_token", "Request received to first token sent.", buckets.TIME_TO_FIRST_TOKEN
+        )
+        self._ttit = _seconds(
+            registry, "inter_token_latency", "Mean time between a turn's tokens.", buckets.INTER_TOKEN
+        )
+        self._whole = _seconds(registry, "e2e_request_latency", "Request received to its end, whatever the end.")
+        self._queue = _seconds(registry, "request_queue_time", "Reserved to the start of its prefill.")
+        self._prefill = _seconds(registry, "request_prefill_time", "Prefill of the new tokens.")
+        self._migration = _seconds(registry, "request_migration_time", "First KV byte received to the seal.")
+        self._handoff = _seconds(registry, "request_handoff_time", "First token made to the first decode step.")
+        self._decode = _seconds(registry, "request_decode_time", "First token sent to the last.")
+
+    def began(self) -> None:
+        self._running.labels("gateway").inc()
+
+    def ended(self, outcome: str, seconds: float) -> None:
+        """`outcome`: a finish reason, or a gRPC status name in lower case."""
+        self._running.labels("gateway").dec()
+        self._requests.labels(_known(outcome, OUTCOMES)).inc()
+        if outcome in REFUSALS:
+            self._refused.labels(outcome).inc()
+        self._whole.observe(seconds)
+
+    def planned(self, algorithm: str, prompt_tokens: int, cached: dict[str, int]) -> None:
+        """A turn has its plan. `cached`: tokens that are not computed again, by where they come from."""
+        self._plans.labels(_known(algorithm, ALGORITHMS)).inc()
+        self._prompt_tokens.inc(prompt_tokens)
+        self._prompt_length.observe(prompt_tokens)
+        for source, tokens in cached.items():
+            self._cached.labels(_known(source, SOURCES)).inc(tokens)
+
+    def completed(self, complete: inference_pb2.GenerateComplete) -> None:
+        """A turn came to its end and says how long each part of it took."""
+        plan, tokens = complete.plan, complete.usage.completion_tokens
+        self._generated.inc(tokens)
+        self._ttft.observe(complete.ttft_seconds)
+        if tokens > 1:
+            self._ttit.observe(complete.ttit_seconds)
+        self._decode.observe(complete.ttit_seconds * max(0, tokens - 1))
+        self._queue.observe(plan.queue_seconds)
+        self._prefill.observe(plan.prefill_seconds)
+        self._migration.observe(plan.migration_seconds)
+        self._handoff.observe(plan.handoff_seconds)
+        self._migrated.labels("to_decode").inc(plan.migrated_bytes)
+        self._migrated.labels("to_prefill").inc(plan.pulled_bytes)
+        if plan.prefill_seconds > 0:
+            ratio = plan.predicted_prefill_seconds / plan.prefill_seconds
+            self._ratio.labels(_known(plan.algorithm, ALGORITHMS)).observe(ratio)
+
+
+def _known(value: str, allowed: tuple[str, ...]) -> str:
+    return value if value in allowed else OTHER
+
+
+def _counter(registry: CollectorRegistry, name: str, help_text: str, label: str, values: tuple[str, ...]) -> Counter:
+    """A counter by one label, every value of which is there from the start: rate() needs the zero before the one."""
+    counter = Counter(f"ringserve_{name}", help_text, [label], registry=registry)
+    for value in values:
+        counter.labels(value)
+    return counter
+
+
+def _seconds(
+    registry: CollectorRegistry, name: str, help_text: str, bounds: tuple[float, ...] = buckets.REQUEST
+) -> Histogram:
+    return Histogram(f"ringserve_{name}_seconds", help_text, buckets=bounds, registry=registry)

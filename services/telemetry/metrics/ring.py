@@ -1,0 +1,175 @@
+"""What the leader of a ring tells Prometheus, for itself and for its ranks, which serve nothing over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from cp_core.cost.decode_variant import VARIANT_POLICIES
+from orchestration.protocol.rings import RingState
+from orchestration.protocol.views import RingStatus
+from orchestration.ring.leader import RingLeader
+from workers.protocol.steps import STEP_BOUNDS, RankStatus
+
+log = logging.getLogger(__name__)
+
+SCRAPE_SECONDS = 5.0
+"""A leader whose event loop does not answer in this time is reported as not ready."""
+RING = ("role", "ring")
+RANK = (*RING, "rank")
+DECODE_VARIANTS = tuple(policy for policy in VARIANT_POLICIES if policy != "auto")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RingView:
+    """A ring just now: what operators may ask for anyway, and what only its leader knows of ranks and blocks."""
+
+    status: RingStatus
+    rank_statuses: tuple[RankStatus, ...]
+    kv_evictions: int
+
+
+async def view_of(leader: RingLeader) -> RingView:
+    """Statuses of ranks are those that the ring's watch saw last, about a second ago."""
+    statuses = leader.ring.rank_statuses
+    return RingView(
+        status=await leader.get_status(),
+        rank_statuses=tuple(statuses[number] for number in sorted(statuses)),
+        kv_evictions=leader.ring.pool.num_evictions,
+    )
+
+
+class RingCollector(Collector):
+    """Asks the leader how it is whenever Prometheus asks, in the leader's event loop: nothing is read half changed."""
+
+    def __init__(
+        self, role: str, ring: str, get_view: Callable[[], Awaitable[RingView]], loop: asyncio.AbstractEventLoop
+    ) -> None:
+        self._labels = (role, ring)
+        self._get_view = get_view
+        self._loop = loop
+
+    def collect(self) -> Iterator[Metric]:
+        """Series of the ring; of one that cannot tell, only that it is not ready."""
+        try:
+            asked = asyncio.run_coroutine_threadsafe(self._ask(), self._loop)
+            view = asked.result(SCRAPE_SECONDS)
+        except Exception as error:  # a scrape must be answered, and this answer raises an alert
+            log.warning("ring %s cannot tell its state: %s", self._labels[1], error or type(error).__name__)
+            yield _gauge("ring_ready", "1 while the ring serves.", RING, [(self._labels, 0.0)])
+            return
+        yield from self._of_ring(view)
+        yield from self._of_ranks(view)
+
+    async def _ask(self) -> RingView:
+        return await self._get_view()
+
+    def _of_ring(self, view: RingView) -> Iterator[Metric]:
+        own, status = self._labels, view.status
+        total = sum(rank.total_blocks for rank in status.kv_usage)
+        active = sum(rank.active_blocks for rank in status.kv_usage)
+        is_ready = float(status.state == RingState.READY)
+        yield _gauge("ring_ready", "1 while the ring serves.", RING, [(own, is_ready)])
+        yield _gauge("ring_ranks", "Ranks that share a prompt's tokens.", RING, [(own, status.num_ranks)])
+        yield _gauge("num_requests_running", "Turns being computed.", RING, [(own, status.num_requests_running)])
+        yield _gauge("num_requests_waiting", "Turns that wait.", RING, [(own, status.num_requests_waiting)])
+        yield _gauge(
+            "kv_cache_usage_perc",
+            "KV blocks of running turns, 1 is all.",
+            RING,
+            [(own, active / total if total else 0)],
+        )
+        yield _counter("ring_rebuilds", "Times the ring was lost and made again.", RING, [(own, status.rebuilds)])
+        yield _counter(
+            "kv_evictions",
+            "Kept sequences that gave way to others, since the last rebuild.",
+            RING,
+            [(own, view.kv_evictions)],
+        )
+
+        if status.role == "prefill":
+            yield _gauge("prefill_waiting_work", "Work units that wait.", RING, [(own, status.waiting_work)])
+            yield _gauge("prefill_max_waiting_work", "Work units at most.", RING, [(own, status.max_waiting_work)])
+        if status.role == "decode":
+            yield _counter(
+                "num_preemptions", "Turns that gave their KV to older ones.", RING, [(own, status.num_preemptions)]
+            )
+            served = [((*own, variant), float(variant == status.decode_variant)) for variant in DECODE_VARIANTS]
+            yield _gauge("ring_decode_variant", "1 for what served the latest decode step.", (*RING, "variant"), served)
+
+    def _of_ranks(self, view: RingView) -> Iterator[Metric]:
+        blocks = GaugeMetricFamily(
+            "ringserve_kv_blocks", "KV blocks by what they are used for.", labels=(*RANK, "state")
+        )
+        for number, usage in enumerate(view.status.kv_usage):
+            rank = (*self._labels, str(number))
+            blocks.add_metric((*rank, "free"), usage.free_blocks)
+            blocks.add_metric((*rank, "active"), usage.active_blocks)
+            blocks.add_metric((*rank, "kept"), usage.kept_blocks)
+        yield blocks
+        ranks = [((*self._labels, str(number)), each) for number, each in enumerate(view.rank_statuses)]
+        idle = "Since the rank's last step or sign of life."
+        yield _gauge("rank_idle_seconds", idle, RANK, [(rank, each.seconds_since_step) for rank, each in ranks])
+        yield _gauge(
+            "rank_open_transfers",
+            "KV transfers under way to the rank.",
+            RANK,
+            [(rank, each.open_transfers) for rank, each in ranks],
+        )
+        yield _counter("rank_steps", "Forward passes.", RANK, [(rank, each.steps) for rank, each in ranks])
+        yield _counter(
+            "rank_step_seconds", "Time in forward passes.", RANK, [(rank, each.step_seconds) for rank, each in ranks]
+        )
+        yield _counter(
+            "rank_exposed_communication_seconds",
+            "The part of rank_step_seconds in which the rank waited for its peers; the rest is computation.",
+            RANK,
+            [(rank, each.wait_seconds) for rank, each in ranks],
+        )
+        told = [(rank, each.communication_seconds) for rank, each in ranks if each.communication_seconds is not None]
+        yield _counter(
+            "rank_communication_seconds",
+            "The part of rank_step_seconds in which messages of the ring were under way, hidden by computation or not.",
+            RANK,
+            told,
+        )
+        yield self._step_times(view.rank_statuses)
+        yield _counter(
+            "rank_bytes_sent",
+            "Bytes sent to peers of the ring.",
+            RANK,
+            [(rank, each.bytes_sent) for rank, each in ranks],
+        )
+
+    def _step_times(self, ranks: Sequence[RankStatus]) -> HistogramMetricFamily:
+        """Of all ranks together: one has as many series as a hundred."""
+        family = HistogramMetricFamily("ringserve_step_time_seconds", "Forward passes of all ranks.", labels=RING)
+        counts = [sum(each) for each in zip(*(rank.step_counts for rank in ranks), strict=True)]
+        if counts:
+            bounds = (*map(str, STEP_BOUNDS), "+Inf")
+            buckets = list(zip(bounds, accumulate(counts), strict=True))
+            family.add_metric(self._labels, buckets, sum(rank.step_seconds for rank in ranks))
+        return family
+
+
+Samples = Sequence[tuple[tuple[str, ...], float]]
+
+
+def _gauge(name: str, help_text: str, labels: tuple[str, ...], samples: Samples) -> GaugeMetricFamily:
+    family = GaugeMetricFamily(f"ringserve_{name}", help_text, labels=labels)
+    for values, value in samples:
+        family.add_metric(values, value)
+    return family
+
+
+def _counter(name: str, help_text: str, labels: tuple[str, ...], samples: Samples) -> CounterMetricFamily:
+    family = CounterMetricFamily(f"ringserve_{name}", help_text, labels=labels)
+    for values, value in samples:
+        family.add_metric(values, value)
+    return family

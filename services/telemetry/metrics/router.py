@@ -1,0 +1,140 @@
+"""What the router tells Prometheus: plans, and the rings and conversations it knows."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from prometheus_client import Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from cp_core.cost.selector import POLICIES
+from cp_core.errors import RingserveError
+from orchestration.protocol.turns import BegunTurn
+from orchestration.protocol.views import MoveReason, MoveTotals
+from services.telemetry.metrics import buckets
+from services.telemetry.metrics.gateway import ALGORITHMS
+from services.telemetry.metrics.process import new_registry
+from services.telemetry.metrics.ring import SCRAPE_SECONDS
+
+log = logging.getLogger(__name__)
+
+ROLES = ("prefill", "decode")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterView:
+    """What the router holds just now. `rings` are (role, name, whether turns go there), `corrections` (ring, algorithm,
+    least work of such turns, factor of later predictions).
+    """
+
+    conversations: int
+    running_turns: int
+    turns_waiting_for_rings: int = 0
+    rings: tuple[tuple[str, str, bool], ...] = ()
+    corrections: tuple[tuple[str, str, int, float], ...] = ()
+    moves: tuple[MoveTotals, ...] = ()
+
+
+class RouterMetrics:
+    """All series of the router process. `view` is called in `loop`."""
+
+    def __init__(self, selector: str, view: Callable[[], RouterView], loop: asyncio.AbstractEventLoop) -> None:
+        registry = self.registry = new_registry("router")
+        self._selector = selector if selector in POLICIES else "other"
+        self._plans = Counter(
+            "ringserve_router_plans",
+            "Planned turns by algorithm and by the policy that chose it.",
+            ["algorithm", "selector"],
+            registry=registry,
+        )
+        for algorithm in ALGORITHMS:
+            self._plans.labels(algorithm, self._selector)
+        self._placements = Counter(
+            "ringserve_router_placements", "Planned turns by their rings.", ["role", "ring"], registry=registry
+        )
+        self._refusals = Counter("ringserve_router_refusals", "Turns that got no plan.", registry=registry)
+        self._planning = Histogram(
+            "ringserve_router_begin_turn_seconds",
+            "Request to plan, reservations on both rings included.",
+            buckets=buckets.CONTROL,
+            registry=registry,
+        )
+        registry.register(_RouterCollector(view, loop))
+
+    async def planned(self, planning: Awaitable[BegunTurn]) -> BegunTurn:
+        """Await a plan, counting and timing it."""
+        started = time.monotonic()
+        try:
+            begun = await planning
+        except RingserveError:
+            self._refusals.inc()
+            raise
+        self._planning.observe(time.monotonic() - started)
+        plan = begun.plan
+        self._plans.labels(plan.algorithm.value, self._selector).inc()
+        for role, ring in zip(ROLES, (plan.prefill_ring, plan.decode_ring), strict=True):
+            self._placements.labels(role, ring).inc()
+        return begun
+
+
+MOVE = ("role", "reason")
+
+
+def _moves(totals: Sequence[MoveTotals]) -> Iterator[Metric]:
+    """Every pair of labels from the start: a rate over what has never been is 0, and not missing."""
+    found = {(each.role, each.reason): each for each in totals}
+    kept = "Kept KV that went from ring to ring, by the role of the ring that was left and why"
+    moves = CounterMetricFamily("ringserve_router_kv_moves", f"{kept}.", labels=(*MOVE, "outcome"))
+    num_bytes = CounterMetricFamily("ringserve_router_kv_moved_bytes", f"{kept}: bytes.", labels=MOVE)
+    seconds = CounterMetricFamily("ringserve_router_kv_move_seconds", f"{kept}: seconds under way.", labels=MOVE)
+    for role, reason in product(ROLES, MoveReason):
+        each = found.get((role, reason))
+        moves.add_metric((role, reason, "moved"), each.num_moved if each else 0)
+        moves.add_metric((role, reason, "failed"), each.num_failed if each else 0)
+        num_bytes.add_metric((role, reason), each.payload_bytes if each else 0)
+        seconds.add_metric((role, reason), each.seconds if each else 0)
+    yield from (moves, num_bytes, seconds)
+
+
+class _RouterCollector(Collector):
+    def __init__(self, view: Callable[[], RouterView], loop: asyncio.AbstractEventLoop) -> None:
+        self._view = view
+        self._loop = loop
+
+    def collect(self) -> Iterator[Metric]:
+        try:
+            view = asyncio.run_coroutine_threadsafe(self._ask(), self._loop).result(SCRAPE_SECONDS)
+        except Exception as error:  # a scrape must be answered; the missing series raise an alert
+            log.warning("the router cannot tell its state: %s", error or type(error).__name__)
+            return
+        yield GaugeMetricFamily("ringserve_conversations", "Conversations remembered.", view.conversations)
+        yield GaugeMetricFamily("ringserve_router_running_turns", "Turns begun and not ended.", view.running_turns)
+        yield GaugeMetricFamily(
+            "ringserve_router_turns_waiting_for_rings",
+            "Turns that wait for a ring that restarts.",
+            view.turns_waiting_for_rings,
+        )
+        rings = GaugeMetricFamily(
+            "ringserve_router_ring_ready", "1 where turns go to the ring.", labels=("role", "ring")
+        )
+        for role, name, is_ready in view.rings:
+            rings.add_metric((role, name), float(is_ready))
+        yield rings
+        corrections = GaugeMetricFamily(
+            "ringserve_router_prediction_correction",
+            "Median of measured over predicted prefill seconds of a ring's latest turns of like work.",
+            labels=("ring", "algorithm", "min_work"),
+        )
+        for name, algorithm, min_work, factor in view.corrections:
+            corrections.add_metric((name, algorithm, str(min_work)), factor)
+        yield corrections
+        yield from _moves(view.moves)
+
+    async def _ask(self) -> RouterView:
+        return self._view()

@@ -1,0 +1,222 @@
+"""The GPU backends as far as a CPU can tell: what they hand to their kernels, what they make of the answer, and when
+they refuse. The kernels are replaced by the reference; none of this has been run on a GPU.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from cp_core.attention.flash_attn import FlashAttention
+from cp_core.attention.interface import AttentionBackend, select_backend
+from cp_core.attention.paged import PagedBackend, PagedShards, attend_pages, takes_pages
+from cp_core.attention.reference import ReferenceAttention
+from cp_core.attention.torch_cuda import TorchCudaFlash
+from cp_core.errors import ConfigError
+from tests.oracles import largest, oracle_partial, random_tokens
+
+
+def torch_kernel(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float, causal: bool, debug: bool, *, scale: float
+) -> tuple[Any, ...]:
+    """The operator's shapes and dtypes, as torch itself works them out, filled by the reference."""
+    shaped = torch.ops.aten._scaled_dot_product_flash_attention(
+        *(each.to("meta") for each in (q, k, v)), dropout, causal, debug, scale=scale
+    )
+    assert (dropout, debug) == (0.0, False)
+    part = ReferenceAttention().partial_attention(
+        *(each[0].transpose(0, 1) for each in (q, k, v)), causal=causal, scale=scale
+    )
+    out = part.out.transpose(0, 1).unsqueeze(0).to(q.dtype)
+    lse = part.lse.transpose(0, 1).unsqueeze(0)
+    assert (out.shape, out.dtype) == (shaped[0].shape, shaped[0].dtype)
+    assert (lse.shape, lse.dtype) == (shaped[1].shape, shaped[1].dtype)
+    return out, lse, *shaped[2:]
+
+
+def varlen_kernel(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, None]:
+    """The signature of flash-attn 2.7 and 2.8; lse comes as [H, T]."""
+    assert return_attn_probs
+    assert dropout_p == 0.0
+    assert softmax_scale is not None
+    if block_table is not None:
+        assert not causal
+        assert max_seqlen_q == 1
+        stored = _lengths(cu_seqlens_k)
+        assert max(stored) == max_seqlen_k
+        return *_paged_answer(q, k, v, cu_seqlens_q, stored, block_table, softmax_scale), None
+    for lengths, longest, tensor in ((cu_seqlens_q, max_seqlen_q, q), (cu_seqlens_k, max_seqlen_k, k)):
+        assert lengths.dtype == torch.int32
+        assert lengths.tolist() == [0, tensor.shape[0]] == [0, longest]
+    part = ReferenceAttention().partial_attention(q, k, v, causal=causal, scale=softmax_scale)
+    return part.out.to(q.dtype), part.lse.transpose(0, 1).contiguous(), None
+
+
+def torch_paged_kernel(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cum_seq_q: torch.Tensor,
+    cum_seq_k: torch.Tensor,
+    max_q: int,
+    max_k: int,
+    dropout: float,
+    causal: bool,
+    *,
+    return_debug_mask: bool,
+    scale: float,
+    window_size_left: int,
+    window_size_right: int,
+    seqused_k: torch.Tensor,
+    block_table: torch.Tensor,
+) -> tuple[Any, ...]:
+    """`aten::_flash_attention_forward` as `torch.nn.attention.varlen` calls it for a paged cache."""
+    names = [each.name for each in torch.ops.aten._flash_attention_forward.default._schema.arguments]
+    assert {"scale", "window_size_left", "window_size_right", "seqused_k", "block_table"} <= set(names)
+    assert (dropout, causal, return_debug_mask, window_size_left, window_size_right) == (0.0, False, False, -1, -1)
+    assert (max_q, max_k, seqused_k.dtype) == (1, int(seqused_k.max()), torch.int32)
+    assert _lengths(cum_seq_k) == seqused_k.tolist()
+    out, lse = _paged_answer(q, k, v, cum_seq_q, seqused_k.tolist(), block_table, scale)
+    return out, lse, None, None, None
+
+
+def _lengths(cumulative: torch.Tensor) -> list[int]:
+    assert cumulative.dtype == torch.int32
+    assert int(cumulative[0]) == 0
+    return [int(each) for each in cumulative.diff()]
+
+
+def _paged_answer(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    stored: list[int],
+    table: torch.Tensor,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    assert _lengths(cu_seqlens_q) == [1] * q.shape[0]
+    assert table.dtype == torch.int32
+    assert table.stride(-1) == 1
+    assert k.shape[1] % 256 == 0
+    part = ReferenceAttention().paged_attention(q, PagedShards(k, v, table, tuple(stored)), scale=scale)
+    return part.out.to(q.dtype), part.lse.transpose(0, 1).contiguous()
+
+
+BACKENDS: list[AttentionBackend] = [TorchCudaFlash(torch_kernel), FlashAttention(varlen_kernel)]
+PAGED: list[PagedBackend] = [TorchCudaFlash(torch_kernel, torch_paged_kernel), FlashAttention(varlen_kernel)]
+
+
+def _name(backend: AttentionBackend) -> str:
+    return backend.name
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=_name)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize(("num_tokens", "num_stored", "causal"), [(1, 130, False), (33, 65, False), (65, 65, True)])
+def test_queries_reach_the_kernel_and_answers_come_back_in_our_layout(
+    backend: AttentionBackend, dtype: torch.dtype, head_dim: int, num_tokens: int, num_stored: int, causal: bool
+) -> None:
+    """fp32 partials within the rounding of the kernel's 16-bit out."""
+    tokens = random_tokens(num_stored, num_heads=8, num_kv_heads=2, head_dim=head_dim, dtype=dtype)
+    q, scale = tokens.q[:num_tokens], head_dim**-0.5
+    part = backend.partial_attention(q, tokens.k, tokens.v, causal=causal, scale=scale)
+    right = oracle_partial(q, tokens.k, tokens.v, causal=causal, scale=scale)
+    assert part.out.dtype == part.lse.dtype == torch.float32
+    assert (part.out.shape, part.lse.shape) == (q.shape, q.shape[:2])
+    assert largest(part.out.double() - right.out) <= 1.05 * largest(right.out.to(dtype).double() - right.out)
+    assert largest(part.lse.double() - right.lse) <= 2e-6 * max(1.0, largest(right.lse))
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=_name)
+@pytest.mark.parametrize(("num_tokens", "num_stored"), [(0, 5), (3, 0), (0, 0)])
+def test_zero_lengths_never_reach_the_kernel(backend: AttentionBackend, num_tokens: int, num_stored: int) -> None:
+    tokens = random_tokens(5, dtype=torch.float16)
+    part = backend.partial_attention(
+        tokens.q[:num_tokens], tokens.k[:num_stored], tokens.v[:num_stored], causal=False, scale=0.125
+    )
+    assert torch.equal(part.out, torch.zeros(num_tokens, 4, 64))
+    assert torch.equal(part.lse, torch.full((num_tokens, 4), -torch.inf))
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=_name)
+def test_what_the_kernels_are_not_made_for_is_refused(backend: AttentionBackend) -> None:
+    for head_dim in (60, 264):
+        tokens = random_tokens(3, head_dim=head_dim, dtype=torch.float16)
+        with pytest.raises(AssertionError, match=f"multiples of 8 up to 256, not {head_dim}"):
+            backend.partial_attention(tokens.q, tokens.k, tokens.v, causal=False, scale=0.125)
+    tokens = random_tokens(5, dtype=torch.float16)
+    with pytest.raises(AssertionError, match="causal needs T == S, not 3 and 5"):
+        backend.partial_attention(tokens.q[:3], tokens.k, tokens.v, causal=True, scale=0.125)
+
+
+@pytest.mark.parametrize("backend", PAGED, ids=_name)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_block_tables_reach_the_kernel(backend: PagedBackend, dtype: torch.dtype) -> None:
+    """Three sequences over scattered pages of 256 tokens, one of them not on this rank."""
+    assert takes_pages(backend, 256)
+    assert takes_pages(backend, 512)
+    assert not takes_pages(backend, 16)
+    sequences = [random_tokens(length, dtype=dtype, seed=length) for length in (300, 0, 256)]
+    k_pages, v_pages = (torch.full((5, 256, 2, 64), torch.nan, dtype=dtype) for _ in range(2))
+    for page, (sequence, start) in {4: (0, 0), 1: (0, 256), 2: (2, 0)}.items():
+        for pages, stored in ((k_pages, sequences[sequence].k), (v_pages, sequences[sequence].v)):
+            piece = stored[start : start + 256]
+            pages[page, : piece.shape[0]] = piece
+    shards = PagedShards(k_pages, v_pages, torch.tensor([[4, 1], [0, 0], [2, 0]], dtype=torch.int32), (300, 0, 256))
+    q = random_tokens(3, dtype=dtype, seed=1).q
+    part = attend_pages(backend, q, shards, 0.125)
+    assert torch.isneginf(part.lse[1]).all()
+    for row in (0, 2):
+        right = oracle_partial(q[row : row + 1], sequences[row].k, sequences[row].v, causal=False, scale=0.125)
+        assert largest(part.out[row] - right.out[0]) <= 1.05 * largest(right.out.to(dtype).double() - right.out)
+        assert largest(part.lse[row] - right.lse[0]) <= 2e-6 * max(1.0, largest(right.lse))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_auto_takes_what_torch_brings_on_a_gpu(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where flash-attn is installed: it is taken by name alone."""
+    installed: Any = ModuleType("flash_attn")
+    installed.flash_attn_varlen_func = varlen_kernel
+    monkeypatch.setitem(sys.modules, "flash_attn", installed)
+    assert select_backend("auto", "cuda:0", dtype).name == "torch_cuda_flash"
+    assert select_backend("flash_attn", "cuda:0", dtype).name == "flash_attn"
+    assert select_backend("reference", "cuda:0", dtype).name == "reference"
+
+
+@pytest.mark.parametrize("name", ["torch_cuda_flash", "flash_attn"])
+def test_gpu_kernels_refuse_cpus_and_fp32(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"'{name}' does not serve torch\.float16 on cpu"):
+        select_backend(name, "cpu", torch.float16)
+    with pytest.raises(ConfigError, match=rf"'{name}' does not serve torch\.float32 on cuda"):
+        select_backend(name, "cuda", torch.float32)
+
+
+def test_a_missing_package_is_said_and_nothing_takes_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    with pytest.raises(
+        ConfigError, match=r"cannot be imported .*; install ringserve\[gpu\], or use 'torch_cuda_flash'"
+    ):
+        select_backend("flash_attn", "cuda:0", torch.bfloat16)

@@ -1,0 +1,133 @@
+"""The predicted prefill time: by hand, against published times, and its general rules."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cp_core.cost.model import ModelShape, Rates, predict_prefill
+from cp_core.errors import ConfigError
+from tests.cp_core.cost.test_selector import fitted_rates, llama_405b, table_4
+
+TINY = ModelShape(
+    num_layers=2,
+    hidden_size=8,
+    intermediate_size=16,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=2,
+    vocab_size=100,
+    element_bytes=4,
+)
+RATES = Rates(gemm_flops=1e6, attention_flops=1e5, link_bytes_per_second=1e5, link_latency_seconds=1e-3)
+
+
+def test_pass_kv_by_hand() -> None:
+    """T=8, P=8, N=2: 4 local tokens, 8 stored ones a message."""
+    cost = predict_prefill(TINY, RATES, 2, "pass_kv", 8, 8)
+    linear = 2 * 2 * (2 * 8 * 8 + 2 * 8 * 4 + 3 * 8 * 16)
+    assert cost.linear_seconds == pytest.approx((4 * linear + 2 * 8 * 100) / 1e6)
+    pairs = 8 * 8 + 8 * 9 / 2
+    iteration = 4 * 4 * 2 * pairs / 4 / 1e5
+    assert cost.attention_seconds == pytest.approx(2 * 2 * iteration)
+    message = 1e-3 + 2 * 8 * 2 * 2 * 4 / 1e5
+    assert cost.exposed_seconds == pytest.approx(2 * max(0.0, message - iteration))
+    assert cost.hidden_seconds + cost.exposed_seconds == pytest.approx(2 * message)
+    assert cost.all_to_all_seconds == 0.0
+
+
+def test_pass_q_by_hand() -> None:
+    """T=8, P=800, N=4: 2 local queries a message, and fp32 (out, lse) of 2 queries from each of 3 peers."""
+    cost = predict_prefill(TINY, RATES, 4, "pass_q", 8, 800)
+    message = 1e-3 + 2 * 4 * 2 * 4 / 1e5
+    assert cost.hidden_seconds + cost.exposed_seconds == pytest.approx(2 * 3 * message)
+    assert cost.all_to_all_seconds == pytest.approx(2 * (1e-3 + 3 * 2 * 4 * 3 * 4 / 1e5))
+
+
+def test_the_total_counts_everything_but_what_is_hidden() -> None:
+    cost = predict_prefill(TINY, RATES, 4, "pass_q", 8, 800)
+    assert cost.total_seconds == pytest.approx(
+        cost.linear_seconds
+        + cost.attention_seconds
+        + cost.exposed_seconds
+        + cost.all_to_all_seconds
+        + cost.overhead_seconds
+    )
+
+
+def test_published_pass_kv_times_are_met_within_8_percent() -> None:
+    """Table 4 of arXiv 2411.01783 with the rates fitted to tables 4 and 5; rms 4%."""
+    errors = []
+    for row in table_4():
+        cost = predict_prefill(llama_405b(8), fitted_rates(), 4, "pass_kv", row.turn.new_tokens, row.turn.cached_tokens)
+        errors.append(cost.total_seconds * 1e3 / row.milliseconds["pass_kv"] - 1.0)
+    assert max(abs(error) for error in errors) <= 0.08
+    assert (sum(error**2 for error in errors) / len(errors)) ** 0.5 <= 0.04
+
+
+@given(
+    new_tokens=st.integers(1, 100_000),
+    cached_tokens=st.integers(0, 100_000),
+    num_ranks=st.integers(1, 16),
+    algorithm=st.sampled_from(["pass_kv", "pass_q"]),
+)
+def test_more_work_or_a_slower_link_never_takes_less_time(
+    new_tokens: int, cached_tokens: int, num_ranks: int, algorithm: str
+) -> None:
+    model = llama_405b(8)
+    fast = fitted_rates()
+    slow = Rates(
+        gemm_flops=fast.gemm_flops,
+        attention_flops=fast.attention_flops,
+        link_bytes_per_second=fast.link_bytes_per_second / 10,
+        link_latency_seconds=fast.link_latency_seconds * 2,
+        layer_overhead_seconds=fast.layer_overhead_seconds,
+    )
+
+    def seconds(rates: Rates, new: int, cached: int) -> float:
+        return predict_prefill(model, rates, num_ranks, algorithm, new, cached).total_seconds
+
+    base = seconds(fast, new_tokens, cached_tokens)
+    assert seconds(fast, new_tokens + 1000, cached_tokens) > base
+    assert seconds(fast, new_tokens, cached_tokens + 1000) > base
+    assert seconds(slow, new_tokens, cached_tokens) >= base
+
+
+def test_a_ring_of_one_communicates_nothing() -> None:
+    for algorithm in ("pass_kv", "pass_q"):
+        cost = predict_prefill(TINY, RATES, 1, algorithm, 100, 100)
+        assert cost.exposed_seconds == cost.hidden_seconds == cost.all_to_all_seconds == 0.0
+
+
+@given(overlap=st.floats(0.0, 1.0), algorithm=st.sampled_from(["pass_kv", "pass_q"]))
+def test_what_does_not_pass_behind_attention_is_exposed(overlap: float, algorithm: str) -> None:
+    """TINY's message and iteration are of like length, so that the share that hides is the share that is missing."""
+    cost, none, full = (
+        predict_prefill(TINY, replace(RATES, overlap=share), 4, algorithm, 32, 32) for share in (overlap, 0.0, 1.0)
+    )
+    assert none.hidden_seconds == pytest.approx(0.0, abs=1e-12)
+    assert cost.hidden_seconds == pytest.approx(overlap * full.hidden_seconds, abs=1e-12)
+    assert cost.hidden_seconds + cost.exposed_seconds == pytest.approx(none.exposed_seconds)
+
+
+def test_rates_that_cannot_be_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"overlap is 1\.5; allowed are 0 to 1"):
+        replace(RATES, overlap=1.5)
+    with pytest.raises(ConfigError, match=r"link_bytes_per_second is 0\.0; allowed is any rate above 0"):
+        Rates(gemm_flops=1.0, attention_flops=1.0, link_bytes_per_second=0.0, link_latency_seconds=0.0)
+    with pytest.raises(ConfigError, match="link_latency_seconds is nan"):
+        Rates(gemm_flops=1.0, attention_flops=1.0, link_bytes_per_second=1.0, link_latency_seconds=float("nan"))
+    with pytest.raises(ConfigError, match="algorithm is 'ring'"):
+        predict_prefill(TINY, RATES, 2, "ring", 1, 0)
+
+
+def test_the_modules_that_decide_load_without_torch() -> None:
+    code = (
+        "import sys, cp_core.cost.selector, cp_core.cost.model, cp_core.layout.shards; sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=30, check=False).returncode == 0

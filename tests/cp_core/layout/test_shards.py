@@ -1,0 +1,237 @@
+"""Layouts: every token on exactly one rank, and no rank with much more than another."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cp_core.errors import ReshardError
+from cp_core.layout.shards import (
+    PrefillLayout,
+    ShardMap,
+    TokenRange,
+    append_owner,
+    appended,
+    balanced_layout,
+    coalesce,
+    level_counts,
+    spread,
+)
+
+Tokens = list[int]
+
+rings = st.integers(1, 8)
+edge_sizes = st.sampled_from([0, 1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 63, 64, 65, 127, 257])
+helds = st.lists(st.integers(0, 40), min_size=1, max_size=8)
+
+
+def positions(shards: ShardMap) -> list[Tokens]:
+    """What each rank stores, token by token."""
+    return [[token for item in ranges for token in range(item.start, item.stop)] for ranges in shards.ranks]
+
+
+@st.composite
+def conversations(draw: st.DrawFn) -> ShardMap:
+    """Where a conversation lies after some turns, each prefilled in 2N chunks and then decoded."""
+    shards = ShardMap.empty(draw(rings))
+    for _ in range(draw(st.integers(0, 4))):
+        new = balanced_layout(shards.num_tokens, draw(st.integers(0, 60)), shards.held)
+        shards = shards.extend(new.shard_map())
+        shards = shards.extend(appended(shards.num_tokens, draw(st.integers(0, 12)), shards.held))
+    return shards
+
+
+# --- the 2N chunks of a step -----------------------------------------------------------------------------------------
+
+
+@given(rings, st.integers(0, 1000), st.integers(0, 500) | edge_sizes)
+def test_2n_chunks_cut_the_new_tokens_in_order_and_differ_by_at_most_one(ring: int, start: int, count: int) -> None:
+    layout = PrefillLayout(start, count, tuple(range(ring)))
+    chunks = [layout.chunk(index) for index in range(2 * ring)]
+    assert [token for chunk in chunks for token in range(chunk.start, chunk.stop)] == [*range(start, start + count)]
+    sizes = [len(chunk) for chunk in chunks]
+    assert max(sizes) - min(sizes) <= 1
+    assert sizes == sorted(sizes, reverse=True), "the remainder goes to the first chunks"
+
+
+@given(helds, st.integers(0, 1000), edge_sizes)
+def test_a_prefill_layout_holds_every_new_token_once_with_rank_totals_within_two(
+    held: list[int], start: int, count: int
+) -> None:
+    layout = balanced_layout(start, count, held)
+    layout.shard_map().check(layout.tokens)
+    totals = [layout.tokens_on(rank) for rank in range(layout.num_ranks)]
+    assert tuple(totals) == layout.shard_map().held
+    assert max(totals) - min(totals) <= 2
+    assert sorted(layout.slots) == [*range(len(held))]
+
+
+@given(helds, st.integers(0, 50), st.integers(1, 60))
+def test_owner_of_finds_each_new_token_where_the_shard_map_stores_it(held: list[int], start: int, count: int) -> None:
+    layout = balanced_layout(start, count, held)
+    stored = positions(layout.shard_map())
+    for position in range(start, start + count):
+        rank, index = layout.owner_of(position)
+        assert stored[rank][index] == position
+
+
+def test_a_rank_computes_one_early_and_one_late_chunk() -> None:
+    layout = PrefillLayout(100, 10, (0, 1))
+    # Sizes 3, 3, 2, 2.
+    assert layout.chunks(0) == (TokenRange(100, 103), TokenRange(108, 110))
+    assert layout.chunks(1) == (TokenRange(103, 106), TokenRange(106, 108))
+    assert layout.chunk_ids(0) == (0, 3)
+    assert layout.owner_of(108) == (0, 3)
+
+
+def test_asking_for_the_owner_of_a_token_that_is_not_new_is_a_bug() -> None:
+    with pytest.raises(AssertionError, match="position 9 is not among the new tokens"):
+        PrefillLayout(10, 4, (0, 1)).owner_of(9)
+
+
+@given(rings, st.lists(st.integers(1, 9) | edge_sizes, max_size=30))
+def test_many_turns_stay_within_two_tokens_of_each_other(ring: int, turns: list[int]) -> None:
+    held = [0] * ring
+    for count in turns:
+        layout = balanced_layout(sum(held), count, held)
+        held = [own + layout.tokens_on(rank) for rank, own in enumerate(held)]
+        assert max(held) - min(held) <= 2
+
+
+# --- levelling -------------------------------------------------------------------------------------------------------
+
+
+def owners_one_by_one(held: list[int], count: int) -> list[int]:
+    held, owners = list(held), []
+    for _ in range(count):
+        owners.append(append_owner(held))
+        held[owners[-1]] += 1
+    return owners
+
+
+@given(helds, st.integers(0, 150))
+def test_level_counts_are_those_of_appending_one_by_one(held: list[int], count: int) -> None:
+    owners = owners_one_by_one(held, count)
+    assert level_counts(held, count) == tuple(owners.count(rank) for rank in range(len(held)))
+
+
+@given(helds, st.integers(0, 500), st.integers(0, 150))
+def test_decoded_tokens_lie_where_they_were_appended_one_by_one(held: list[int], start: int, count: int) -> None:
+    shards = appended(start, count, held)
+    shards.check(TokenRange(start, start + count))
+    for place, owner in enumerate(owners_one_by_one(held, count)):
+        assert start + place in positions(shards)[owner]
+
+
+@given(helds, st.integers(0, 500), st.integers(0, 150))
+def test_spread_gives_each_rank_one_run_and_levels_what_they_hold(held: list[int], start: int, count: int) -> None:
+    shards = spread(start, count, held)
+    shards.check(TokenRange(start, start + count))
+    assert all(len(ranges) <= 1 for ranges in shards.ranks)
+    assert shards.held == level_counts(held, count)
+    after = [own + more for own, more in zip(held, shards.held, strict=True)]
+    grown = [total for total, more in zip(after, shards.held, strict=True) if more]
+    # Whoever got a token has no more than one above the emptiest.
+    assert not grown or max(grown) - min(after) <= 1
+
+
+@given(st.integers(1, 8), st.integers(0, 200))
+def test_appending_to_an_even_ring_is_round_robin(ring: int, count: int) -> None:
+    assert owners_one_by_one([7] * ring, count) == [place % ring for place in range(count)]
+
+
+# --- shard maps ------------------------------------------------------------------------------------------------------
+
+
+@given(conversations())
+def test_a_conversation_of_many_turns_lies_on_each_rank_once_and_ascending(shards: ShardMap) -> None:
+    shards.check(TokenRange(0, shards.num_tokens))
+    assert all(tokens == sorted(tokens) for tokens in positions(shards))
+
+
+@given(conversations(), st.integers(0, 300))
+def test_truncating_keeps_a_prefix_of_every_ranks_stored_order(shards: ShardMap, keep: int) -> None:
+    cut = shards.truncate(keep)
+    cut.check(TokenRange(0, min(keep, shards.num_tokens)))
+    for before, after in zip(positions(shards), positions(cut), strict=True):
+        assert after == before[: len(after)]
+    assert cut.truncate(keep) == cut
+
+
+@given(conversations(), st.integers(0, 150), st.integers(0, 150))
+def test_within_keeps_exactly_the_positions_asked_for(shards: ShardMap, start: int, count: int) -> None:
+    asked = TokenRange(start, start + count)
+    expected = [[token for token in tokens if start <= token < start + count] for tokens in positions(shards)]
+    assert positions(shards.within(asked)) == expected
+
+
+@given(conversations(), st.integers(0, 300))
+def test_a_map_cut_in_two_and_joined_is_itself(shards: ShardMap, cut: int) -> None:
+    later = shards.within(TokenRange(cut, max(cut, shards.num_tokens)))
+    assert shards.truncate(cut).extend(later) == shards
+
+
+def test_maps_of_rings_of_different_size_are_not_joined() -> None:
+    with pytest.raises(AssertionError, match="different size"):
+        ShardMap.empty(2).extend(ShardMap.empty(3))
+
+
+@given(st.lists(st.integers(0, 5), max_size=10))
+def test_coalesce_leaves_no_neighbours_and_no_empties(sizes: list[int]) -> None:
+    ranges, position = [], 0
+    for number, size in enumerate(sizes):
+        position += number % 2
+        ranges.append(TokenRange(position, position + size))
+        position += size
+    joined = coalesce(ranges)
+    assert positions(ShardMap((joined,))) == positions(ShardMap((tuple(ranges),)))
+    assert all(len(item) for item in joined)
+    assert all(before.stop < after.start for before, after in pairwise(joined))
+
+
+def test_ranges_that_do_not_meet_share_nothing() -> None:
+    assert len(TokenRange(0, 4).intersect(TokenRange(6, 9))) == 0
+    assert TokenRange(0, 7).intersect(TokenRange(6, 9)) == TokenRange(6, 7)
+    with pytest.raises(AssertionError, match="no range"):
+        TokenRange(3, 2)
+
+
+# --- refusals --------------------------------------------------------------------------------------------------------
+
+
+def shard_map(*ranks: list[tuple[int, int]]) -> ShardMap:
+    return ShardMap(tuple(tuple(TokenRange(*item) for item in ranges) for ranges in ranks))
+
+
+@pytest.mark.parametrize(
+    ("shards", "says"),
+    [
+        (shard_map([(0, 4)], [(5, 10)]), "position 4 is missing"),
+        (shard_map([(0, 4)], [(4, 9)]), "position 9 is missing"),
+        (shard_map([(1, 4)], [(4, 10)]), "position 0 is missing"),
+        (shard_map([], []), "position 0 is missing"),
+        (shard_map([(0, 6)], [(5, 10)]), "position 5 is held twice"),
+        (shard_map([(0, 4)], [(4, 12)]), "position 10 is missing or outside"),
+        (shard_map([(4, 10), (0, 4)], []), "rank 0 stores position 0 after position 9"),
+    ],
+)
+def test_a_map_that_is_not_whole_is_refused_by_its_first_wrong_position(shards: ShardMap, says: str) -> None:
+    with pytest.raises(ReshardError, match=says):
+        shards.check(TokenRange(0, 10))
+
+
+@given(conversations(), st.data())
+def test_a_map_that_lost_a_token_or_holds_one_twice_is_refused(shards: ShardMap, data: st.DataObject) -> None:
+    total = shards.num_tokens
+    if not total:
+        return
+    position = data.draw(st.integers(0, total - 1))
+    before, after = shards.truncate(position), shards.within(TokenRange(position + 1, total))
+    with pytest.raises(ReshardError, match=f"position {position} is missing"):
+        before.extend(after).check(TokenRange(0, total))
+    doubled = ShardMap((*shards.ranks, (TokenRange(position, position + 1),)))
+    with pytest.raises(ReshardError, match="is held twice"):
+        doubled.check(TokenRange(0, total))

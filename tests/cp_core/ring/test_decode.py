@@ -1,0 +1,198 @@
+"""Both variants of decode over sharded KV against the fp64 oracle."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cp_core.attention.torch_cpu import TorchCpuFlash
+from cp_core.cost.decode_variant import GATHER, VARIANTS
+from cp_core.cost.model import PASS_Q
+from cp_core.layout.decode_plan import DecodePlan, PassQRoute
+from cp_core.layout.shards import append_owner
+from cp_core.ring.decode import ring_decode, sharded_decode
+from cp_core.ring.prefill import KvRun
+from cp_core.transport.inprocess import InProcessRing
+from cp_core.transport.interface import RingTransport, TransportStats
+from tests.cp_core.rings import PoisoningTransport, on_every_rank
+from tests.oracles import Tokens, largest, oracle_causal, random_tokens, relative_difference
+
+SCALE = 0.125
+
+
+def decode_on_threads(
+    variant: str, batch: list[Tokens], owners: list[list[int]], size: int, run: int = 1 << 30
+) -> tuple[torch.Tensor, list[TransportStats]]:
+    """The last token of each sequence over all its tokens, token p on rank owners[i][p]: [B, H, D].
+
+    Gathered it is proven the same on every rank; in pass-Q the rank that stores a sequence's last token computes it.
+    Shards are cut from memory full of NaN.
+    """
+    q_bhd = torch.stack([tokens.q[-1] for tokens in batch]) if batch else torch.zeros(0, 4, 64)
+    transports = [PoisoningTransport(each) for each in InProcessRing(size).transports]
+    held = tuple(tuple(owner.count(rank) for rank in range(size)) for owner in owners)
+    plan = DecodePlan(size, tuple(owner[-1] for owner in owners), held)
+
+    def act(transport: RingTransport) -> torch.Tensor:
+        shards = []
+        for tokens, owner in zip(batch, owners, strict=True):
+            mine = [position for position, rank in enumerate(owner) if rank == transport.rank]
+            k, v = poisoned_around(tokens.k[mine]), poisoned_around(tokens.v[mine])
+            shards.append([KvRun(k[at : at + run], v[at : at + run]) for at in range(0, len(mine), run)])
+        if variant == GATHER:
+            return sharded_decode(q_bhd, shards, transport, TorchCpuFlash(), SCALE, plan)
+        route = PassQRoute(plan, transport.rank)
+        return ring_decode(q_bhd[route.own], shards, route, transport, TorchCpuFlash(), SCALE)
+
+    outs = on_every_rank(transports, act)
+    stats = [transport.stats for transport in transports]
+    if variant == GATHER:
+        assert all(torch.equal(out, outs[0]) for out in outs)
+        return outs[0], stats
+    whole = torch.full_like(q_bhd, torch.nan)
+    for rank, out in enumerate(outs):
+        assert out.shape[0] == len(plan.rows_of(rank)), "a rank computes its own rows and no padding"
+        whole[plan.rows_of(rank)] = out
+    return whole, stats
+
+
+def poisoned_around(stored: torch.Tensor) -> torch.Tensor:
+    """The same values as a view into memory that is NaN before and behind them."""
+    memory = torch.full((stored.shape[0] + 4, *stored.shape[1:]), torch.nan, dtype=stored.dtype)
+    memory[2:-2] = stored
+    return memory[2:-2]
+
+
+def check(batch: list[Tokens], owners: list[list[int]], size: int, run: int = 1 << 30) -> None:
+    """Within 2e-6 of max |v| in fp32, or 1.05 of the rounding floor of a narrow dtype, in both variants.
+
+    The two are within 4e-7 relative of each other, or one rounding of a narrow dtype.
+    """
+    gathered, passed = (decode_on_threads(variant, batch, owners, size, run)[0] for variant in (GATHER, PASS_Q))
+    for out in (gathered, passed):
+        for row, tokens in zip(out, batch, strict=True):
+            right = oracle_causal(tokens, SCALE)[-1]
+            floor = 1.05 * largest(right.to(row.dtype).double() - right)
+            assert largest(row.double() - right) <= max(floor, 2e-6 * largest(tokens.v))
+    relative = 4e-7 if gathered.dtype == torch.float32 else torch.finfo(gathered.dtype).eps
+    assert relative_difference(gathered, passed) <= relative
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("batch", [0, 1, 2, 5, 9])
+def test_batches_smaller_and_larger_than_the_ring(size: int, batch: int) -> None:
+    sequences = [random_tokens(length, seed=length) for length in (1, 2, 63, 64, 65, 7, 130, 3, 16)[:batch]]
+    owners = [[position % size for position in range(tokens.q.shape[0])] for tokens in sequences]
+    check(sequences, owners, size)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_sequence_that_lies_on_one_rank_beside_one_that_is_spread(size: int) -> None:
+    alone, spread = random_tokens(40, seed=1), random_tokens(41, seed=2)
+    check([alone, spread], [[size - 1] * 40, [position % size for position in range(41)]], size)
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (4, 1), (8, 1), (16, 2)])
+def test_every_head_shape_matches_the_oracle(head_dim: int, num_heads: int, num_kv_heads: int) -> None:
+    sequences = [
+        random_tokens(length, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, seed=length)
+        for length in (65, 256, 3)
+    ]
+    owners = [[position % 3 for position in range(tokens.q.shape[0])] for tokens in sequences]
+    check(sequences, owners, 3)
+
+
+def test_a_shard_in_many_short_runs() -> None:
+    tokens = random_tokens(500)
+    check([tokens], [[position // 50 % 2 for position in range(500)]], 2, run=16)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_dtypes_lose_no_more_than_the_rounding_of_the_output(dtype: torch.dtype) -> None:
+    tokens = random_tokens(130, dtype=dtype)
+    check([tokens], [[position % 3 for position in range(130)]], 3)
+
+
+def test_round_robin_appends_stay_exact_over_many_steps() -> None:
+    whole = random_tokens(60)
+    held = [12, 11, 12]
+    owner = [position % 3 for position in range(35)]
+    for length in range(36, 61):
+        rank = append_owner(held)
+        held[rank] += 1
+        owner.append(rank)
+        check([Tokens(whole.q[:length], whole.k[:length], whole.v[:length])], [owner], 3)
+    assert held == [20, 20, 20]
+
+
+@given(
+    size=st.sampled_from([1, 2, 3, 4, 8]),
+    lengths=st.lists(st.integers(1, 70), max_size=9),
+    run=st.sampled_from([1, 16, 1 << 30]),
+    data=st.data(),
+)
+@settings(max_examples=60, deadline=None)
+def test_any_spread_of_any_batch_matches_the_oracle(
+    size: int, lengths: list[int], run: int, data: st.DataObject
+) -> None:
+    """Each sequence lies on any of the ranks: on all, on some, on one."""
+    batch = [random_tokens(length, seed=index) for index, length in enumerate(lengths)]
+    owners = []
+    for length in lengths:
+        holders = data.draw(st.lists(st.integers(0, size - 1), min_size=1, max_size=size))
+        owners.append(data.draw(st.lists(st.sampled_from(holders), min_size=length, max_size=length)))
+    check(batch, owners, size, run)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_sequence_of_which_nobody_holds_anything_gives_zeros(variant: str) -> None:
+    plan = DecodePlan(2, (1,), ((0, 0),))
+    nothing = KvRun(torch.empty(0, 2, 64), torch.empty(0, 2, 64))
+
+    def act(transport: RingTransport) -> torch.Tensor:
+        q_bhd, shards = torch.ones(1, 4, 64), [[nothing]]
+        if variant == GATHER:
+            return sharded_decode(q_bhd, shards, transport, TorchCpuFlash(), SCALE, plan)
+        route = PassQRoute(plan, transport.rank)
+        return ring_decode(q_bhd[route.own], shards, route, transport, TorchCpuFlash(), SCALE)
+
+    assert torch.equal(on_every_rank(InProcessRing(2).transports, act)[1], torch.zeros(1, 4, 64))
+
+
+def test_one_gather_a_call_and_none_where_there_is_nothing_to_gather() -> None:
+    tokens = random_tokens(10)
+    owner = [position % 2 for position in range(10)]
+    for batch, size, num_gathers in (([tokens, tokens], 2, 1), ([], 2, 0), ([tokens], 1, 0)):
+        owners = [[rank % size for rank in owner]] * len(batch)
+        out, stats = decode_on_threads(GATHER, batch, owners, size)
+        assert out.shape == (len(batch), 4, 64)
+        for each in stats:
+            assert each.gathers == num_gathers
+            assert (each.exchanges, each.all_to_alls, each.broadcasts) == (0, 0, 0)
+            assert each.bytes_sent == num_gathers * len(batch) * 4 * (64 + 1) * 4
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+def test_pass_q_takes_one_exchange_less_than_ranks_and_one_all_to_all(size: int) -> None:
+    for batch in (0, 1, 5):
+        sequences = [random_tokens(10, seed=index) for index in range(batch)]
+        owners = [[(position + index) % size for position in range(10)] for index in range(batch)]
+        _, stats = decode_on_threads(PASS_Q, sequences, owners, size)
+        counts = (size - 1, 1, 0, 0) if batch and size > 1 else (0, 0, 0, 0)
+        for each in stats:
+            assert (each.exchanges, each.all_to_alls, each.gathers, each.broadcasts) == counts
+
+
+def test_messages_are_as_long_as_what_is_held_and_no_longer() -> None:
+    """Three ranks; one sequence on rank 2 alone, one on ranks 0 and 1 and computed by rank 1."""
+    batch = [random_tokens(6, seed=1), random_tokens(6, seed=2)]
+    owners = [[2] * 6, [0, 1] * 3]
+    part, query = 4 * (64 + 1) * 4, 4 * 64 * 4
+    _, gathered = decode_on_threads(GATHER, batch, owners, 3)
+    assert [each.bytes_sent for each in gathered] == [2 * part, 2 * part, 2 * part]
+    _, passed = decode_on_threads(PASS_Q, batch, owners, 3)
+    # Rank 1's query reaches rank 0 by way of rank 2; rank 0 answers. The other sequence never leaves its rank.
+    assert [each.bytes_sent for each in passed] == [part, query, query]

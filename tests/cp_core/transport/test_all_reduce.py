@@ -1,0 +1,71 @@
+"""Sums over ranks: right, the same bits everywhere, and no more on the wire than they need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import Tensor
+
+from cp_core.transport.all_reduce import ONE_ROUND_BYTES, all_reduce, join_last_dim
+from cp_core.transport.inprocess import InProcessRing
+from cp_core.transport.interface import RingTransport
+
+LARGE = ONE_ROUND_BYTES // 4 + 7
+"""Elements of fp32: more than one round's bytes, and a number that no size of group divides."""
+
+
+def on_all(size: int, call: Callable[[RingTransport], Tensor]) -> tuple[list[Tensor], list[RingTransport]]:
+    """Call on every rank at the same time; the results, and the transports for their counts."""
+    transports = InProcessRing(size).transports
+    with ThreadPoolExecutor(size) as threads:
+        return list(threads.map(call, transports)), list(transports)
+
+
+def partials(size: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(size)
+    return [torch.randn(shape, generator=generator).to(dtype) for _ in range(size)]
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 8), (3, 5), (0, 4), (1, LARGE)], ids=str)
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2.0**-7), (torch.float16, 2.0**-10)]
+)
+def test_every_rank_gets_the_same_sum(shape: tuple[int, ...], size: int, dtype: torch.dtype, tolerance: float) -> None:
+    parts = partials(size, shape, dtype)
+    sums, _ = on_all(size, lambda transport: all_reduce(parts[transport.rank], transport))
+    exact = torch.stack(parts).double().sum(0)
+    for total in sums:
+        assert total.dtype == dtype
+        assert total.shape == shape
+        assert torch.equal(total, sums[0])
+        assert ((total.double() - exact).abs() <= tolerance * exact.abs().clamp(min=1.0)).all()
+
+
+def test_strided_partials_are_summed_as_they_read() -> None:
+    parts = partials(2, (6, 4))
+    sums, _ = on_all(2, lambda transport: all_reduce(parts[transport.rank].T, transport))
+    assert torch.equal(sums[0], (parts[0] + parts[1]).T)
+
+
+@pytest.mark.parametrize(
+    ("size", "elements", "gathers", "all_to_alls"), [(2, LARGE, 1, 0), (4, 64, 1, 0), (4, LARGE, 1, 1)]
+)
+def test_large_sums_of_many_ranks_go_in_parts(size: int, elements: int, gathers: int, all_to_alls: int) -> None:
+    parts = partials(size, (elements,))
+    _, transports = on_all(size, lambda transport: all_reduce(parts[transport.rank], transport))
+    for transport in transports:
+        assert (transport.stats.gathers, transport.stats.all_to_alls) == (gathers, all_to_alls)
+        most = 2 * (size - 1) / size if all_to_alls else size - 1
+        assert transport.stats.bytes_sent <= most * 4 * (elements + size)
+
+
+@pytest.mark.parametrize("widths", [(3,), (2, 2), (3, 2, 2)], ids=str)
+def test_parts_are_joined_in_rank_order(widths: tuple[int, ...]) -> None:
+    whole = torch.arange(5.0 * sum(widths)).view(5, -1)
+    parts = whole.split(list(widths), dim=-1)
+    joined, _ = on_all(len(widths), lambda transport: join_last_dim(parts[transport.rank], widths, transport))
+    assert all(torch.equal(each, whole) for each in joined)

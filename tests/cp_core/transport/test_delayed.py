@@ -1,0 +1,168 @@
+"""Messages take the time they are given, and ring attention hides it behind what it computes meanwhile."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import ClassVar
+
+import pytest
+import torch
+
+from cp_core.attention.interface import Partial
+from cp_core.attention.reference import ReferenceAttention
+from cp_core.errors import Unavailable
+from cp_core.layout.shards import balanced_layout
+from cp_core.ring.prefill import PrefillPlan, SequencePlan, ring_prefill
+from cp_core.transport.delayed import Clock, DelayedTransport, WallClock
+from cp_core.transport.inprocess import InProcessRing
+from cp_core.transport.interface import RingTransport
+from tests.cp_core.rings import on_every_rank
+from tests.oracles import random_tokens
+
+UNLIMITED = 1e30
+NUM_TOKENS = 64
+
+
+class RankClock:
+    """A rank's own time: it passes where the rank computes, and where it waits. No scheduler can disturb it."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+
+    def now(self) -> float:
+        return self._seconds
+
+    def wait_until(self, moment: float) -> None:
+        self._seconds = max(self._seconds, moment)
+
+    def stop(self) -> None:
+        pass
+
+
+class TimedAttention:
+    """Attention of which every call takes `seconds` of the rank's time: one call is one iteration of the ring."""
+
+    name: ClassVar[str] = "timed"
+
+    def __init__(self, clock: Clock, seconds: float) -> None:
+        self._clock = clock
+        self._seconds = seconds
+        self._inner = ReferenceAttention()
+
+    def supports(self, device: torch.device, dtype: torch.dtype) -> bool:
+        return self._inner.supports(device, dtype)
+
+    def partial_attention(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float
+    ) -> Partial:
+        started = self._clock.now()
+        partial = self._inner.partial_attention(q, k, v, causal=causal, scale=scale)
+        self._clock.wait_until(started + self._seconds)
+        return partial
+
+
+def prefill_seconds(
+    size: int,
+    algorithm: str,
+    make_clock: Callable[[], Clock],
+    iteration_seconds: float,
+    latency_seconds: float,
+    bytes_per_second: float = UNLIMITED,
+) -> float:
+    """Of the slowest rank's clock, for a layer's attention of NUM_TOKENS new tokens."""
+    tokens = random_tokens(NUM_TOKENS)
+    held = (0,) * size
+    plan = PrefillPlan((SequencePlan(balanced_layout(0, NUM_TOKENS, held), held),))
+    transports = InProcessRing(size).transports
+    start_together = threading.Barrier(size)
+
+    def act(inner: RingTransport) -> float:
+        clock = make_clock()
+        transport = DelayedTransport(inner, latency_seconds, bytes_per_second, clock=clock)
+        backend = TimedAttention(clock, iteration_seconds)
+        layout = plan.sequences[0].layout
+        mine = torch.cat([torch.arange(chunk.start, chunk.stop) for chunk in layout.chunks(inner.rank)])
+        start_together.wait(timeout=10)
+        started = clock.now()
+        ring_prefill(tokens.q[mine], tokens.k[mine], tokens.v[mine], [[]], plan, transport, backend, 0.125, algorithm)
+        return clock.now() - started
+
+    return max(on_every_rank(transports, act))
+
+
+@pytest.mark.parametrize("algorithm", ["pass_kv", "pass_q"])
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+def test_a_message_that_takes_less_than_an_iteration_costs_nothing(size: int, algorithm: str) -> None:
+    alone = prefill_seconds(size, algorithm, RankClock, 1.0, 0.0)
+    delayed = prefill_seconds(size, algorithm, RankClock, 1.0, 0.9)
+    assert alone == pytest.approx(size)
+    # Pass-Q ends with an all-to-all, behind which there is nothing to compute: it shows, once.
+    exposed = 0.9 if algorithm == "pass_q" else 0.0
+    assert delayed == pytest.approx(alone + exposed)
+    if algorithm == "pass_kv":
+        assert delayed <= 1.10 * alone
+
+
+def test_of_a_message_that_takes_longer_than_an_iteration_the_rest_shows() -> None:
+    assert prefill_seconds(4, "pass_kv", RankClock, 1.0, 1.5) == pytest.approx(4 * 1.0 + 3 * 0.5)
+
+
+def test_a_slow_link_shows_what_computing_does_not_hide() -> None:
+    tokens = random_tokens(NUM_TOKENS)
+    num_bytes = 2 * tokens.k[: NUM_TOKENS // 2].nbytes
+    assert prefill_seconds(2, "pass_kv", RankClock, 1.0, 0.0, num_bytes / 0.9) == pytest.approx(2.0)
+    assert prefill_seconds(2, "pass_kv", RankClock, 1.0, 0.0, num_bytes / 1.75) == pytest.approx(2.75)
+
+
+def test_communication_hides_under_compute_by_the_clock_on_the_wall() -> None:
+    """The least of several runs: whatever else the machine does only ever adds time."""
+    alone = min(prefill_seconds(3, "pass_kv", WallClock, 0.08, 0.0) for _ in range(4))
+    hidden = min(prefill_seconds(3, "pass_kv", WallClock, 0.08, 0.05) for _ in range(4))
+    exposed = prefill_seconds(3, "pass_kv", WallClock, 0.08, 0.13)
+    assert hidden <= 1.10 * alone
+    assert exposed >= 3 * 0.08 + 2 * 0.05
+
+
+def pair(latency_seconds: float, bytes_per_second: float = UNLIMITED) -> Sequence[DelayedTransport]:
+    return [DelayedTransport(each, latency_seconds, bytes_per_second) for each in InProcessRing(2).transports]
+
+
+def test_a_message_arrives_after_latency_and_bytes_over_rate() -> None:
+    left, right = pair(0.05, bytes_per_second=4000.0)
+    received = [torch.empty(100) for _ in range(2)]
+    works = [right.exchange(torch.empty(0), 0, each, 0) for each in received]
+    started = time.monotonic()
+    for value in (1.0, 2.0):
+        left.exchange(torch.full((100,), value), 1, torch.empty(0), 1).wait()
+    assert time.monotonic() - started < 0.1, "who sends does not wait"
+    works[0].wait()
+    assert time.monotonic() - started >= 0.05 + 0.1
+    works[1].wait()
+    # The second message had to wait for the link.
+    assert time.monotonic() - started >= 0.05 + 0.2
+    assert [float(each.sum()) for each in received] == [100.0, 200.0]
+    assert (left.stats.exchanges, left.stats.bytes_sent) == (2, 800)
+
+
+def test_a_wait_ends_at_its_deadline_though_the_message_is_under_way() -> None:
+    left, right = pair(30.0)
+    left.broadcast(torch.zeros(1), 0).wait()
+    started = time.monotonic()
+    with pytest.raises(Unavailable, match="rank 1 waited too long for a message that is still under way"):
+        right.broadcast(torch.empty(1), 0).wait(timeout_seconds=0.1)
+    assert 0.1 <= time.monotonic() - started < 5.0
+    with pytest.raises(Unavailable, match="rank 1 left the ring of 2"):
+        left.broadcast(torch.zeros(1), 0)
+
+
+def test_closing_ends_a_wait_for_a_message_under_way() -> None:
+    left, right = pair(30.0)
+    left.broadcast(torch.zeros(1), 0).wait()
+    work = right.broadcast(torch.empty(1), 0)
+    closing = threading.Timer(0.1, right.close)
+    closing.start()
+    with pytest.raises(Unavailable, match="rank 1 left the ring of 2"):
+        work.wait()
+    closing.join(5)

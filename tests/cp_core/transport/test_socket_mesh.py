@@ -1,0 +1,272 @@
+"""How the ranks of a ring of sockets meet, and that nobody else comes in, or holds them up."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+
+from cp_core.errors import ConfigError, Unavailable
+from cp_core.transport.distributed import connect_ring
+from cp_core.transport.peer_tls import PeerTls
+from cp_core.transport.rendezvous import RingStore
+from cp_core.transport.socket_mesh import MAX_STRANGERS, Meeting, RingDoor, connect_mesh, split_endpoint
+from cp_core.transport.socket_ring import SocketRing
+from tests.services.auth.certificates import Authority
+
+HOST = "127.0.0.1"
+SECONDS = 20.0
+
+
+@pytest.fixture(params=["plain", "tls"])
+def tls(request: pytest.FixtureRequest, authority: Authority) -> PeerTls | None:
+    return authority.peer() if request.param == "tls" else None
+
+
+class Ranks:
+    """Threads that meet. `doors` stand open from the start; every rank may be told something else of the meeting."""
+
+    def __init__(self, size: int, tls: PeerTls | None = None, seconds: float = SECONDS) -> None:
+        self.doors = [RingDoor(HOST) for _ in range(size)]
+        endpoints = tuple(door.endpoint for door in self.doors)
+        self.meetings = [
+            Meeting(name="ring", rank=rank, endpoints=endpoints, secret="s", timeout_seconds=seconds, tls=tls)
+            for rank in range(size)
+        ]
+        self._pool = ThreadPoolExecutor(size)
+        self._joining: dict[int, Future[SocketRing]] = {}
+
+    def start(self, *ranks: int) -> None:
+        for rank in ranks:
+            self._joining[rank] = self._pool.submit(self._join, rank)
+
+    def _join(self, rank: int) -> SocketRing:
+        return SocketRing(rank, SECONDS, connect_mesh(self.doors[rank], self.meetings[rank]))
+
+    def ring(self, rank: int) -> SocketRing:
+        return self._joining[rank].result(SECONDS + 5)
+
+    def error(self, rank: int) -> str:
+        with pytest.raises(Unavailable) as caught:
+            self.ring(rank)
+        return str(caught.value)
+
+    def check_they_talk(self) -> None:
+        """Every rank's number reaches every other."""
+        rings = [self.ring(rank) for rank in sorted(self._joining)]
+        received = [[torch.full((1,), torch.nan) for _ in rings] for _ in rings]
+        works = [
+            ring.gather_all(torch.full((1,), float(ring.rank)), own) for ring, own in zip(rings, received, strict=True)
+        ]
+        for work in works:
+            work.wait()
+        assert [[float(each) for each in own] for own in received] == [[float(ring.rank) for ring in rings]] * len(
+            rings
+        )
+
+    def close(self) -> None:
+        for joining in self._joining.values():
+            if joining.exception(SECONDS + 5) is None:
+                joining.result().close()
+        for door in self.doors:
+            door.close()
+        self._pool.shutdown()
+
+
+@contextmanager
+def ranks(size: int, tls: PeerTls | None = None, seconds: float = SECONDS) -> Iterator[Ranks]:
+    made = Ranks(size, tls, seconds)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+@contextmanager
+def guest(door: RingDoor, saying: bytes = b"") -> Iterator[socket.socket]:
+    with socket.create_connection(split_endpoint(door.endpoint), timeout=10.0) as connection:
+        connection.sendall(saying)
+        yield connection
+
+
+def is_sent_away(connection: socket.socket) -> bool:
+    """Whether the other end closes the connection; waits for it. TLS says why before."""
+    try:
+        while connection.recv(4096):
+            pass
+    except ConnectionResetError:
+        return True
+    return True
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_ranks_that_know_the_secret_meet_in_any_order(size: int, tls: PeerTls | None) -> None:
+    with ranks(size, tls) as met:
+        for rank in reversed(range(size)):
+            met.start(rank)
+        met.check_they_talk()
+
+
+def test_strangers_are_refused_and_hold_up_nobody(tls: PeerTls | None) -> None:
+    with ranks(2, tls) as met:
+        met.start(0)
+        door = met.doors[0]
+        # A rank that is right with a proof that is not, half a greeting, none at all, and one who goes at once.
+        with (
+            guest(door, (1).to_bytes(4, "big") + bytes(32)) as liar,
+            guest(door, b"GET / HTTP/1.1\r\n\r\n" + bytes(80)) as lost,
+            guest(door, b"\x16\x03\x01"),
+            guest(door),
+        ):
+            with guest(door):
+                pass
+            assert is_sent_away(liar)
+            assert is_sent_away(lost)
+            met.start(1)
+            met.check_they_talk()
+
+
+def test_strangers_that_stay_silent_make_room_for_each_other_and_for_ranks(tls: PeerTls | None) -> None:
+    with ranks(2, tls) as met, ExitStack() as guests:
+        met.start(0)
+        first = guests.enter_context(guest(met.doors[0]))
+        for _ in range(MAX_STRANGERS + 2):
+            guests.enter_context(guest(met.doors[0]))
+        assert is_sent_away(first)
+        met.start(1)
+        met.check_they_talk()
+
+
+def test_a_rank_of_another_ring_is_refused(tls: PeerTls | None) -> None:
+    """As if a port had been taken again: the right rank, even with the right secret, of a ring of another name."""
+    with ranks(2, tls, seconds=1.0) as met:
+        met.meetings[1] = replace(met.meetings[1], name="older")
+        met.start(0, 1)
+        assert "rank 0 of ring 'older' at 127.0.0.1:" in met.error(1)
+        assert "waits for ranks [1] of ring 'ring' in vain" in met.error(0)
+
+
+def test_a_rank_with_another_secret_is_refused(tls: PeerTls | None) -> None:
+    with ranks(2, tls, seconds=1.0) as met:
+        met.meetings[1] = replace(met.meetings[1], secret="another")
+        met.start(0, 1)
+        assert met.error(1).endswith("refused rank 1")
+        assert "in vain" in met.error(0)
+
+
+def test_who_answers_without_the_secret_is_no_rank() -> None:
+    with ranks(2) as met, socket.create_server((HOST, 0)) as impostor, ThreadPoolExecutor(1) as pool:
+        endpoint = f"{HOST}:{impostor.getsockname()[1]}"
+        met.meetings[1] = replace(met.meetings[1], endpoints=(endpoint, met.doors[1].endpoint))
+
+        def pretend() -> None:
+            connection, _ = impostor.accept()
+            with connection:
+                connection.sendall(connection.recv(36)[4:])
+
+        pretending = pool.submit(pretend)
+        met.start(1)
+        assert met.error(1) == f"who answers at {endpoint} is not rank 0 of ring 'ring'"
+        pretending.result(SECONDS)
+
+
+def test_a_rank_that_calls_nobody_gives_up_at_its_deadline(tls: PeerTls | None) -> None:
+    with ranks(2, tls, seconds=0.3) as met:
+        met.start(1)  # rank 0's door stands open, and nobody looks after it
+        assert "rank 1 cannot reach rank 0" in met.error(1) or "in vain" in met.error(1)
+
+
+def test_no_certificate_an_expired_one_and_one_of_another_authority_are_refused(
+    authority: Authority, stranger: Authority
+) -> None:
+    wrong: Sequence[PeerTls | None] = (
+        None,
+        authority.peer(authority.sign_expired("late")),
+        stranger.peer(trusts=authority),
+        authority.peer(trusts=stranger),
+    )
+    for theirs in wrong:
+        with ranks(2, authority.peer(), seconds=1.0) as met:
+            met.meetings[1] = replace(met.meetings[1], tls=theirs)
+            met.start(0, 1)
+            assert "cannot reach rank 0" in met.error(1) or "refused rank 1" in met.error(1)
+            assert "in vain" in met.error(0)
+
+
+def test_a_server_whose_certificate_has_expired_is_named_as_such(authority: Authority) -> None:
+    with ranks(2, authority.peer(), seconds=1.0) as met:
+        met.meetings[0] = replace(met.meetings[0], tls=authority.peer(authority.sign_expired("old")))
+        met.start(0, 1)
+        assert met.error(1).endswith("its certificate is refused: certificate has expired")
+
+
+def test_the_name_in_the_certificate_is_the_host_or_the_one_that_is_told(authority: Authority) -> None:
+    elsewhere = authority.sign("elsewhere", "DNS:ringserve.internal")
+    with ranks(2, authority.peer(elsewhere, server_name="ringserve.internal")) as met:
+        met.start(0, 1)
+        met.check_they_talk()
+    with ranks(2, authority.peer(elsewhere), seconds=1.0) as met:
+        met.start(0, 1)
+        assert "its certificate is refused: IP address mismatch" in met.error(1)
+
+
+def test_what_goes_between_ranks_with_tls_cannot_be_read_on_the_way(authority: Authority) -> None:
+    words = b"what nobody else is to read" * 100
+    with ranks(2, authority.peer()) as met, socket.create_server((HOST, 0)) as tap, ThreadPoolExecutor(2) as pool:
+        seen = bytearray()
+
+        def pass_on(source: socket.socket, destination: socket.socket) -> None:
+            while part := source.recv(1 << 16):
+                seen.extend(part)
+                destination.sendall(part)
+
+        met.meetings[1] = replace(met.meetings[1], endpoints=(f"{HOST}:{tap.getsockname()[1]}", met.doors[1].endpoint))
+        met.start(0, 1)
+        caller, _ = tap.accept()
+        with caller, socket.create_connection(split_endpoint(met.doors[0].endpoint)) as onward:
+            passing = [pool.submit(pass_on, caller, onward), pool.submit(pass_on, onward, caller)]
+            received = torch.zeros(len(words), dtype=torch.uint8)
+            sending = met.ring(1).exchange(torch.frombuffer(bytearray(words), dtype=torch.uint8), 0, torch.empty(0), 0)
+            met.ring(0).exchange(torch.empty(0), 1, received, 1).wait()
+            sending.wait()
+            assert received.numpy().tobytes() == words
+            assert len(seen) > len(words)
+            assert words[:20] not in seen
+            for ring in (met.ring(0), met.ring(1)):
+                ring.close()
+            for each in (caller, onward):
+                each.shutdown(socket.SHUT_RDWR)
+            for end in passing:
+                end.exception(SECONDS)
+
+
+def test_a_closed_connection_never_goes_on_in_the_clear(authority: Authority) -> None:
+    with ranks(2, authority.peer()) as met, ThreadPoolExecutor(2) as pool:
+        sides = [pool.submit(connect_mesh, door, each) for door, each in zip(met.doors, met.meetings, strict=True)]
+        first, second = (side.result(SECONDS) for side in sides)
+        assert isinstance(first[1], ssl.SSLSocket)
+        assert first[1].version() == "TLSv1.3"
+        first[1].shutdown(socket.SHUT_WR)
+        with pytest.raises(OSError, match=r".+"):
+            first[1].send(b"plain")
+        first[1].close()
+        with pytest.raises(ConnectionError, match="no TLS on this connection"):
+            first[1].send(b"plain")
+        second[0].close()
+
+
+def test_a_ring_that_cannot_encrypt_is_refused_where_it_should(authority: Authority) -> None:
+    store = RingStore(HOST)
+    with pytest.raises(ConfigError, match="'gloo' cannot encrypt; only 'sockets' can"):
+        connect_ring(HOST, store.port, "plain", 0, 2, 5.0, "gloo", store=store, tls=authority.peer())
+
+
+def test_a_meeting_is_shown_without_its_secret() -> None:
+    meeting = Meeting(name="ring", rank=0, endpoints=("a:1",), secret="of the ring", timeout_seconds=1.0)
+    assert "of the ring" not in repr(meeting)

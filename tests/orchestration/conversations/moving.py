@@ -1,0 +1,45 @@
+"""Kept KV that is moved between rings, as tests ask for it and look at it."""
+
+from __future__ import annotations
+
+import uuid
+
+import torch
+from torch import Tensor
+
+from orchestration.decode.leader import DecodeLeader
+from orchestration.prefill.leader import PrefillLeader
+from orchestration.protocol.kv import TakeKv
+from workers.kv.cache import slots_of
+
+Leader = PrefillLeader | DecodeLeader
+
+
+def take(source: Leader, sequence_id: str, *, transfer_id: str = "", deadline: float = 30.0) -> TakeKv:
+    """All that a ring keeps of a sequence."""
+    return TakeKv(
+        transfer_id=transfer_id or f"move-{uuid.uuid4().hex}",
+        attempt=1,
+        sequence_id=sequence_id,
+        num_tokens=source.ring.pool.num_kept(sequence_id),
+        source_role=source.settings.role,
+        source_endpoint=source.endpoint,
+        source_incarnation=source.ring.incarnation,
+        deadline_seconds=deadline,
+    )
+
+
+def kv_of(leader: Leader, sequence_id: str) -> Tensor:
+    """[T, 2 * layers, K, D] of all tokens that a ring keeps of a sequence, by position."""
+    sequence = leader.ring.pool.get(sequence_id)
+    assert sequence is not None
+    tp, size = leader.settings.tp, leader.settings.block_tokens
+    by_position: dict[int, Tensor] = {}
+    for rank, ranges in enumerate(sequence.shards.ranks):
+        positions = [position for part in ranges for position in range(part.start, part.stop)]
+        caches = [port.worker._cache for port in leader.ring.ranks[rank * tp : (rank + 1) * tp]]  # type: ignore[attr-defined]
+        slots = torch.from_numpy(slots_of(sequence.table(rank), torch.arange(len(positions)).numpy(), size))
+        shares = [torch.stack([layer[slots] for layer in (*cache.k_layers, *cache.v_layers)], 1) for cache in caches]
+        by_position |= dict(zip(positions, torch.cat(shares, dim=2), strict=True))
+    assert sorted(by_position) == list(range(len(by_position))), "each position once"
+    return torch.stack([by_position[position] for position in sorted(by_position)])

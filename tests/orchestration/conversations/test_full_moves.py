@@ -1,0 +1,88 @@
+"""A decode ring that is about to evict gives what is unused longest to one with room, where computing it costs more."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from orchestration.protocol.views import MoveReason, MoveTotals
+from tests.orchestration.conversations.moving import Leader
+from tests.orchestration.conversations.test_drain_moves import ANSWER, Draining
+from tests.waiting import eventually
+from tests.workers.models import Oracle
+
+KIND = "llama_gqa"
+NUM_BLOCKS = 32
+NAMES = "abcdef"
+
+
+@pytest.fixture
+def service(model_paths: Mapping[str, Path], oracles: Mapping[str, Oracle]) -> Draining:
+    """A decode ring of 3 ranks with 32 blocks each, and another with four times as many."""
+    made = Draining(model_paths[KIND], oracles[KIND], num_blocks=NUM_BLOCKS, other_prefill=[], other_decode=[3])
+    for name, leader in made.peers.leaders.items():
+        blocks = NUM_BLOCKS * (1 if name == "decode-0" else 4)
+        leader.ring.settings = replace(leader.ring.settings, num_blocks=blocks, announce_interval=3600.0)
+        leader.settings = replace(leader.settings, announce_interval=3600.0)
+    return made
+
+
+async def fill(service: Draining) -> Leader:
+    """Six conversations of 49 tokens on a ring that holds 384: the router has heard nothing of it yet."""
+    other = service.peers.leaders["decode-1"]
+    other.is_draining = True
+    await other.announce()
+    for number, name in enumerate(NAMES):
+        await service.turn(name, [*range(number, number + 45)])
+    other.is_draining = False
+    await other.announce()
+    assert service.kept("decode-0", NAMES) == NAMES
+    return service.decode
+
+
+async def totals(service: Draining) -> list[MoveTotals]:
+    return [each for each in (await service.router.get_server_info()).moves if each.reason is MoveReason.FULL]
+
+
+async def test_the_least_recently_used_go_before_they_are_evicted_and_are_not_computed_again(
+    service: Draining, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("orchestration.conversations.full_moves.WORTH", 0.0)
+    async with service:
+        ring = await fill(service)
+        await service.turn("a", [7])
+        assert service.kept("decode-1", NAMES) == ""
+        await ring.announce()
+        await eventually(lambda: service.kept("decode-1", NAMES) == "bcde")
+        await eventually(lambda: not service.router._full_moves._work)
+        assert service.kept("decode-0", NAMES) == "af"
+        (told,) = await totals(service)
+        assert (told.role, told.num_moved, told.num_failed) == ("decode", 4, 0)
+        assert told.payload_bytes == 4 * (45 + ANSWER - 1) * service.model.kv_bytes_per_token
+        await ring.announce()  # there is room now
+        assert service.kept("decode-1", NAMES) == "bcde"
+        answer = await service.turn("b", [7])
+        assert (answer.begun.plan.decode_ring, answer.begun.plan.cached_tokens) == ("decode-1", 45 + ANSWER - 1)
+        assert ring.ring.pool.num_evictions == 0
+        service.check_integrity()
+
+
+@pytest.mark.parametrize("reason", ["cheap to compute", "the other is full too", "it drains"])
+async def test_nothing_moves_where_it_is_not_worth_it_or_nobody_has_room(
+    reason: str, service: Draining, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("orchestration.conversations.full_moves.WORTH", 1e9 if reason == "cheap to compute" else 0.0)
+    async with service:
+        ring, other = await fill(service), service.peers.leaders["decode-1"]
+        if reason == "the other is full too":
+            pool = other.ring.pool
+            pool.make_room(pool.pin("of others", "turn", 0), [pool.block_tokens * NUM_BLOCKS * 3] * pool.num_ranks)
+        other.is_draining = reason == "it drains"
+        await other.announce()
+        await ring.announce()
+        await eventually(lambda: not service.router._full_moves._work)
+        assert service.kept("decode-1", NAMES) == ""
+        assert await totals(service) == []

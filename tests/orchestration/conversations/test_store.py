@@ -1,0 +1,296 @@
+"""The router's book of conversations: one turn at a time, a limit, an age, and nothing left of what never finished."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from cp_core.errors import Busy, CapacityExceeded, NotFound, TurnCancelled
+from cp_core.layout.shards import TokenRange, spread
+from orchestration.conversations.store import Conversation, ConversationStore
+from orchestration.placement.kv_locations import KvLocation
+
+
+def finish(store: ConversationStore, name: str) -> Conversation:
+    """Run a turn of a conversation to its end."""
+    conversation, _ = store.open(name, f"request of {name}")
+    conversation.tokens = np.arange(10)
+    store.close(conversation)
+    return conversation
+
+
+def test_a_conversation_takes_one_turn_at_a_time() -> None:
+    store = ConversationStore(10)
+    conversation, _ = store.open("c", "first")
+    with pytest.raises(Busy, match="'c' is busy with request 'first'"):
+        store.open("c", "second")
+    with pytest.raises(Busy, match="'c' is busy with request 'first' and cannot be deleted"):
+        store.remove("c")
+    conversation.tokens = np.arange(3)
+    store.close(conversation)
+    assert store.open("c", "second")[0] is conversation
+
+
+def test_a_conversation_that_never_finished_a_turn_is_forgotten() -> None:
+    store = ConversationStore(10)
+    conversation, _ = store.open("c", "first")
+    assert store.get("c").view().running_request_id == "first"
+    store.close(conversation)
+    assert len(store) == 0
+    with pytest.raises(NotFound, match="there is no conversation 'c'"):
+        store.get("c")
+
+
+def test_removing_takes_it_out_once() -> None:
+    store = ConversationStore(10)
+    conversation = finish(store, "c")
+    assert store.remove("c") is conversation
+    with pytest.raises(NotFound, match="'c'"):
+        store.remove("c")
+
+
+def test_the_least_recently_used_idle_conversation_makes_place() -> None:
+    store = ConversationStore(3)
+    for name in "abc":
+        finish(store, name)
+    finish(store, "a")
+    busy, _ = store.open("b", "running")
+    _, dropped = store.open("d", "new")
+    assert [item.conversation_id for item in dropped] == ["c"]
+    assert len(store) == 3
+    assert busy.running_request == "running"
+
+
+def test_busy_conversations_are_never_dropped() -> None:
+    store = ConversationStore(1)
+    first, _ = store.open("a", "one")
+    _, dropped = store.open("b", "two")
+    assert dropped == []
+    first.tokens = np.arange(2)
+    store.close(first)
+    _, dropped = store.open("c", "three")
+    assert dropped == [first]
+
+
+def test_a_view_shows_each_ring_that_holds_kv() -> None:
+    store = ConversationStore(1)
+    conversation = finish(store, "c")
+    assert conversation.view().placements == ()
+    shards = spread(0, 10, (0, 0))
+    there = KvLocation(ring="decode-0", incarnation="x", shards=shards)
+    conversation.places = conversation.places.put("decode", there)
+    (place,) = conversation.view().placements
+    assert (place.role, place.ring, place.incarnation, place.num_tokens) == ("decode", "decode-0", "x", 10)
+    assert place.shards == shards
+    assert conversation.view().num_tokens == 10
+
+
+def test_a_placement_is_cut_like_its_shards() -> None:
+    place = KvLocation(ring="g", incarnation="x", shards=spread(0, 10, (0, 0))).cut(6)
+    assert place.num_tokens == 6
+    assert place.shards.ranks == ((TokenRange(0, 5),), (TokenRange(5, 6),))
+
+
+# --- waiting ---------------------------------------------------------------------------------------------------------
+
+
+Opened = tuple[Conversation, list[Conversation]]
+
+
+async def in_line(store: ConversationStore, *names: str) -> dict[str, asyncio.Task[Opened]]:
+    """Requests that stand in line for "c" when this returns, in this order."""
+    waits = {}
+    for name in names:
+        came = asyncio.Event()
+
+        async def stand(name: str = name, came: asyncio.Event = came) -> Opened:
+            came.set()  # whoever waits for it goes on when this task waits in turn
+            return await store.open_in_turn("c", name)
+
+        waits[name] = asyncio.create_task(stand())
+        await came.wait()
+        assert store.is_waiting(name)
+    return waits
+
+
+async def test_turns_that_wait_get_the_conversation_in_the_order_in_which_they_came() -> None:
+    store = ConversationStore(10)
+    running, _ = store.open("c", "first")
+    waits = await in_line(store, "second", "third", "fourth")
+    assert store.get("c").view().num_waiting == 3
+    store.close(running)
+    with pytest.raises(Busy, match="'second'"):  # handed on at once: nobody comes between
+        store.open("c", "pusher")
+    for name, wait in waits.items():
+        conversation, _ = await wait
+        assert conversation.running_request == name
+        assert [other for other in waits if waits[other].done()] == list(waits)[: list(waits).index(name) + 1]
+        conversation.tokens = np.arange(3)
+        store.close(conversation)
+    assert store.get("c").is_idle
+
+
+async def test_one_that_stops_waiting_is_passed_over() -> None:
+    store = ConversationStore(10)
+    running, _ = store.open("c", "first")
+    waits = await in_line(store, "a", "b", "c", "d")
+    waits["a"].cancel()
+    assert store.end_wait("b", TurnCancelled("the request was aborted"))
+    assert not store.end_wait("nobody", TurnCancelled("x"))
+    await asyncio.gather(waits["a"], waits["b"], return_exceptions=True)
+    running.tokens = np.arange(3)
+    store.close(running)
+    assert (await waits["c"])[0].running_request == "c"
+    with pytest.raises(TurnCancelled, match="aborted"):
+        await waits["b"]
+    assert waits["a"].cancelled()
+    assert not waits["d"].done()
+    waits["d"].cancel()
+    await asyncio.gather(waits["d"], return_exceptions=True)
+    assert not store.is_waiting("d")
+
+
+@pytest.mark.parametrize("how", ["cancelled", "aborted"])
+async def test_one_that_ends_just_when_it_gets_its_turn_passes_it_on(how: str) -> None:
+    store = ConversationStore(10)
+    running, _ = store.open("c", "first")
+    running.tokens = np.arange(3)
+    waits = await in_line(store, "a", "b")
+    store.close(running)
+    if how == "cancelled":
+        waits["a"].cancel()
+    else:
+        assert store.end_wait("a", TurnCancelled("the request was aborted"))
+    assert (await waits["b"])[0].running_request == "b"
+    (ended,) = await asyncio.gather(waits["a"], return_exceptions=True)
+    assert isinstance(ended, asyncio.CancelledError if how == "cancelled" else TurnCancelled)
+
+
+async def test_only_so_many_may_wait() -> None:
+    store = ConversationStore(10, max_waiting=1)
+    store.open("c", "first")
+    waiting = (await in_line(store, "second"))["second"]
+    with pytest.raises(CapacityExceeded, match="1 turns wait for 'c' and at most 1 are allowed"):
+        await store.open_in_turn("c", "third")
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    assert store.get("c").view().num_waiting == 0
+
+
+async def test_those_that_wait_for_a_first_turn_that_fails_begin_the_conversation_anew() -> None:
+    store = ConversationStore(10)
+    running, _ = store.open("c", "first")
+    waiting = (await in_line(store, "second"))["second"]
+    store.close(running)
+    assert (await waiting)[0].tokens is None
+    assert store.get("c").running_request == "second"
+    store.close(running)
+    assert len(store) == 0
+
+
+# --- age -------------------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def names(conversations: list[Conversation]) -> list[str]:
+    return [item.conversation_id for item in conversations]
+
+
+def test_a_conversation_is_forgotten_when_it_was_not_used_for_its_time_to_live() -> None:
+    clock = Clock()
+    store = ConversationStore(10, ttl_seconds=10.0, clock=clock)
+    for name in ("a", "b"):
+        finish(store, name)
+    clock.now += 6
+    finish(store, "a")
+    clock.now += 6
+    assert store.get("a").view(clock.now).idle_seconds == 6
+    assert names(store.expire()) == ["b"]
+    clock.now += 4
+    assert names(store.expire()) == ["a"]
+    assert store.next_expiry is None
+    assert len(store) == 0
+
+
+def test_one_that_is_busy_does_not_age() -> None:
+    clock = Clock()
+    store = ConversationStore(10, ttl_seconds=10.0, clock=clock)
+    finish(store, "a")
+    conversation, _ = store.open("a", "long")
+    clock.now += 50
+    assert store.expire() == []
+    assert conversation.view(clock.now).idle_seconds == 0
+    store.close(conversation)
+    clock.now += 9
+    assert store.expire() == []
+    clock.now += 1
+    assert names(store.expire()) == ["a"]
+
+
+def test_a_turn_may_set_the_time_to_live_anew() -> None:
+    clock = Clock()
+    store = ConversationStore(10, clock=clock)
+    for ttl, named in ((100.0, None), (5.0, 5.0), (None, 5.0)):
+        conversation, _ = store.open("a", "turn", ttl)
+        conversation.tokens = np.arange(3)
+        store.close(conversation)
+        assert named is None or conversation.ttl_seconds == named
+    clock.now += 5
+    assert names(store.expire()) == ["a"]
+    conversation, _ = store.open("b", "turn", 5.0)
+    conversation.tokens = np.arange(3)
+    store.close(conversation)
+    store.close(store.open("b", "turn", 0.0)[0])  # for ever
+    clock.now += 1e6
+    assert store.expire() == []
+
+
+def test_one_made_again_under_an_old_name_has_an_age_of_its_own() -> None:
+    clock = Clock()
+    store = ConversationStore(10, ttl_seconds=10.0, clock=clock)
+    finish(store, "a")
+    clock.now += 9
+    store.remove("a")
+    finish(store, "a")
+    clock.now += 9
+    assert store.expire() == []
+    clock.now += 1
+    assert names(store.expire()) == ["a"]
+
+
+# --- lists -----------------------------------------------------------------------------------------------------------
+
+
+def test_pages_go_through_all_of_a_prefix_by_name_each_once() -> None:
+    store = ConversationStore(100)
+    expected = sorted(f"u{number}" for number in range(25))
+    for name in (*reversed(expected), "other", "v1"):
+        finish(store, name)
+    seen: list[str] = []
+    after = ""
+    while True:
+        page, after = store.page("u", after, 10)
+        seen += names(page)
+        if not after:
+            break
+        if len(seen) == 10:
+            store.remove(seen[3])  # what goes meanwhile moves nothing
+    assert seen == expected
+
+
+def test_a_page_that_is_just_full_is_the_last() -> None:
+    store = ConversationStore(100)
+    for name in "abc":
+        finish(store, name)
+    assert store.page("", "", 3)[1] == ""
+    assert store.page("", "", 2)[1] == "b"
+    assert store.page("x", "", 2) == ([], "")

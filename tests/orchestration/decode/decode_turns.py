@@ -1,0 +1,60 @@
+"""Turns on a decode ring as its leader makes them, with no leader."""
+
+from __future__ import annotations
+
+import itertools
+
+from cp_core.layout.shards import ShardMap, level_counts, spread
+from orchestration.decode.turn import DecodeTurn
+from orchestration.protocol.handoff import HandoffState
+from orchestration.protocol.turns import Reservation, Reserve
+from orchestration.ring.kv_pool import KvPool
+from workers.protocol.steps import Sampling, TransferKey
+
+BLOCK_TOKENS = 4
+PROMPT_TOKENS = 10
+ARRIVALS = itertools.count()
+
+
+def decode_turn(
+    name: str = "turn",
+    *,
+    num_ranks: int = 2,
+    max_tokens: int = 8,
+    stop_token_ids: tuple[int, ...] = (),
+    first_token: int | None = 50,
+) -> DecodeTurn:
+    """A turn whose prompt is whole on the ring; with `first_token` it is ready to join the batch."""
+    pool = KvPool(num_ranks, 64, BLOCK_TOKENS)
+    sequence = pool.pin(name, name, 0)
+    coming = spread(0, PROMPT_TOKENS, (0,) * num_ranks)
+    growth = level_counts(coming.held, max_tokens)
+    pool.make_room(sequence, [own + more for own, more in zip(coming.held, growth, strict=True)])
+    sequence.shards = sequence.shards.extend(coming)
+    request = Reserve(
+        turn_id=name,
+        attempt=1,
+        sequence_id=name,
+        match_tokens=0,
+        num_tokens=PROMPT_TOKENS,
+        deadline_seconds=60.0,
+        source_incarnation="prefill",
+        sampling=Sampling(max_tokens=max_tokens, stop_token_ids=stop_token_ids),
+    )
+    reservation = Reservation(
+        incarnation="decode", kept_tokens=0, shards=ShardMap.empty(num_ranks), kv_endpoints=("kv:0",) * num_ranks
+    )
+    turn = DecodeTurn(
+        request,
+        TransferKey(name, 1, "prefill", "decode"),
+        pool,
+        sequence,
+        reservation,
+        arrival=next(ARRIVALS),
+        prompt_tokens=PROMPT_TOKENS,
+        room=PROMPT_TOKENS + max_tokens,
+        state=HandoffState.ADMITTED,
+    )
+    if first_token is not None:
+        turn.tokens.append(first_token)
+    return turn

@@ -1,0 +1,274 @@
+"""A turn on a decode ring ends once, is told once, and gives its blocks back only when nobody writes to them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import pytest
+
+from cp_core.errors import Busy, DeadlineExceeded, NotFound, RingserveError, TurnCancelled, Unavailable
+from orchestration.decode.engine import DecodeEngine
+from orchestration.decode.registry import DecodeEnds
+from orchestration.decode.turn import DecodeTurn
+from orchestration.protocol.handoff import HandoffState
+from orchestration.protocol.settings import RingSettings
+from orchestration.protocol.turns import FinishedEvent, TurnEvent, TurnOutcome
+from orchestration.ring.life import Ring
+from tests.orchestration.decode.decode_turns import PROMPT_TOKENS, decode_turn
+from tests.orchestration.fake_ranks import FakeRanks
+from tests.waiting import eventually
+from workers.protocol.decode_commands import DecodeEvent
+from workers.protocol.steps import FinishReason
+
+WAIT_SECONDS = 10.0
+
+
+class Router:
+    """Hears the ends of turns and has all of their KV kept, or cannot be told."""
+
+    def __init__(self) -> None:
+        self.heard: list[TurnOutcome] = []
+        self.error: RingserveError | None = None
+
+    async def end_turn(self, outcome: TurnOutcome) -> int:
+        self.heard.append(outcome)
+        if self.error is not None:
+            raise self.error
+        return outcome.kv_tokens
+
+
+class RegisteredRing:
+    """A ring of fake ranks, what decodes on it, and the ends of its turns."""
+
+    def __init__(self, control_timeout: float, attach_timeout: float) -> None:
+        self.ranks, self.router = FakeRanks(), Router()
+        settings = RingSettings(
+            role="decode",
+            name="ring",
+            num_ranks=2,
+            model_path="model",
+            num_blocks=64,
+            block_tokens=4,
+            control_timeout=control_timeout,
+            attach_timeout=attach_timeout,
+            watch_interval=3600.0,
+        )
+        self.tasks: set[asyncio.Task[None]] = set()
+        self.settled: list[DecodeTurn] = []
+        self.ring = Ring(settings, self.ranks, on_ready=self._on_ready, on_lost=self._on_lost)
+        self.engine = DecodeEngine(self.ring, self.router, self.spawn, lambda turn, how: self.ends.end_soon(turn, how))  # type: ignore[arg-type]
+        self.ends = DecodeEnds(self.ring, self.engine, self.router, self.spawn, self.settled.append)  # type: ignore[arg-type]
+
+    def spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self.tasks.add(task)
+        return task
+
+    async def _on_ready(self) -> None:
+        self.engine.start()
+
+    async def _on_lost(self, error: RingserveError) -> None:
+        self.engine.stop(error)
+        self.ends.end_all(error)
+
+    def turn(self, name: str = "turn", deadline_seconds: float = 60.0) -> DecodeTurn:
+        """A turn under way on this ring."""
+        turn = decode_turn(name)
+        turn.request = replace(turn.request, deadline_seconds=deadline_seconds)
+        turn.reservation = replace(turn.reservation, incarnation=self.ring.incarnation)
+        self.ends.add(turn)
+        return turn
+
+    async def decoding(self, name: str = "turn") -> DecodeTurn:
+        turn = self.turn(name)
+        await self.engine.enter(turn)
+        return turn
+
+    def post(self, token_id: int | None, reason: FinishReason | None = None, name: str = "turn") -> None:
+        self.ranks.latest[0].post(DecodeEvent(sequence_id=name, token_id=token_id, finish_reason=reason, kv_tokens=1))
+
+
+@asynccontextmanager
+async def ring(*, control_timeout: float = 20.0, attach_timeout: float = 30.0) -> AsyncIterator[RegisteredRing]:
+    made = RegisteredRing(control_timeout, attach_timeout)
+    await made.ring.start()
+    try:
+        yield made
+    finally:
+        made.engine.stop(Unavailable("the test is over"))
+        for task in made.tasks:
+            task.cancel()
+        await asyncio.gather(*made.tasks, return_exceptions=True)
+        await made.ring.close()
+
+
+async def over(turn: DecodeTurn) -> TurnEvent | RingserveError:
+    """What the turn's stream is told last."""
+    await eventually(lambda: turn.ending is not None and turn.ending.done(), WAIT_SECONDS)
+    last = None
+    while not turn.events.empty():
+        last = turn.events.get_nowait()
+    assert last is not None
+    return last
+
+
+async def test_the_first_to_end_a_turn_decides_how_and_the_router_hears_it_once() -> None:
+    async with ring() as made:
+        turn = made.turn()
+        made.ends.end_soon(turn, FinishReason.LENGTH)
+        await made.ends.end("turn", TurnCancelled("too late"))
+        await made.ends.end("turn", TurnCancelled("and later"))
+        last = await over(turn)
+        assert isinstance(last, FinishedEvent)
+        assert last.finish_reason is FinishReason.LENGTH
+        assert [(told.ok, told.kv_tokens) for told in made.router.heard] == [(True, PROMPT_TOKENS)]
+        assert turn.state is HandoffState.DONE
+        assert turn.pool.num_kept("turn") == PROMPT_TOKENS
+        assert len(made.ends) == 0
+        assert made.settled == [turn]
+
+
+async def test_of_turns_that_fail_it_is_told_too_and_each_once() -> None:
+    async with ring() as made:
+        turns = [made.turn("one"), await made.decoding("two")]
+        await made.ends.end("one", TurnCancelled("aborted"))
+        ending = asyncio.create_task(made.ends.end("two", TurnCancelled("aborted")))
+        await eventually(lambda: made.ranks.latest[0].removed == ["two"])
+        made.post(None, FinishReason.ABORT, "two")
+        await ending
+        made.ends.end_all(TurnCancelled("again"))
+        assert made.settled == turns
+        assert [(told.turn_id, told.ok) for told in made.router.heard] == [("one", False), ("two", False)]
+
+
+async def test_a_token_goes_to_the_stream_and_the_last_one_ends_the_turn() -> None:
+    async with ring() as made:
+        turn = await made.decoding()
+        made.post(51)
+        made.post(52, FinishReason.STOP)
+        last = await over(turn)
+        assert isinstance(last, FinishedEvent)
+        assert made.router.heard[0].token_ids == (50, 51, 52)
+        assert made.engine.num_running == 0
+
+
+async def test_a_router_that_cannot_be_told_keeps_nothing() -> None:
+    async with ring() as made:
+        made.router.error = Unavailable("no router")
+        turn = made.turn()
+        made.ends.end_soon(turn, FinishReason.STOP)
+        assert isinstance(await over(turn), FinishedEvent)
+        assert turn.pool.num_kept("turn") == 0
+
+
+async def test_a_turn_that_fails_leaves_the_batch_before_its_blocks_are_settled() -> None:
+    async with ring() as made:
+        turn = await made.decoding()
+        ending = asyncio.create_task(made.ends.end("turn", TurnCancelled("gone")))
+        await eventually(lambda: made.ranks.latest[0].removed == ["turn"])
+        assert turn.pool.usage()[0].active_blocks > 0
+        assert made.router.heard == []
+        made.post(None, FinishReason.ABORT)
+        await ending
+        assert turn.state is HandoffState.ABORTED
+        assert turn.pool.usage()[0].active_blocks == 0
+        assert [told.ok for told in made.router.heard] == [False]
+
+
+@pytest.mark.parametrize("is_finished", [True, False])
+async def test_a_decode_loop_that_does_not_let_go_in_time_loses_its_ring(is_finished: bool) -> None:
+    async with ring(control_timeout=0.05) as made:
+        turn, incarnation = await made.decoding(), made.ring.incarnation
+        if is_finished:
+            turn.finish(1)
+        made.ends.end_soon(turn, FinishReason.STOP if is_finished else TurnCancelled("gone"))
+        last = await over(turn)
+        if is_finished:
+            assert isinstance(last, Unavailable)
+            assert "did not let go of turn turn within" in str(last)
+        else:
+            assert isinstance(last, TurnCancelled)
+        await eventually(lambda: made.ring.rebuilds == 1)
+        assert made.ring.incarnation != incarnation
+
+
+@pytest.mark.parametrize("is_aborted", [False, True])
+async def test_a_refused_turn_is_there_until_its_ranks_have_let_go(is_aborted: bool) -> None:
+    async with ring() as made:
+        turn, gate = made.turn(), made.ranks.latest[0].gate
+        gate.clear()
+        if is_aborted:
+            made.ends.end_soon(turn, TurnCancelled("gone"))
+        refusal = asyncio.create_task(made.ends.refuse(turn))
+        await eventually(lambda: turn.is_ending)
+        waits = [refusal, *(asyncio.create_task(wait) for wait in _who_wait_for_the_end(made))]
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        assert turn.pool.usage()[0].active_blocks > 0
+        gate.set()
+        async with asyncio.timeout(WAIT_SECONDS):
+            await asyncio.gather(*waits)
+        assert turn.state is HandoffState.ABORTED
+        assert [usage.total_blocks - usage.free_blocks for usage in turn.pool.usage()] == [0, 0]
+        assert [told.ok for told in made.router.heard] == [False] * is_aborted
+        assert len(made.ends) == 0
+
+
+def _who_wait_for_the_end(made: RegisteredRing) -> list[Coroutine[None, None, None]]:
+    return [made.ends.end("turn", TurnCancelled("gone")), made.ends.until_settled("turn")]
+
+
+async def test_a_lost_ring_ends_every_turn_without_asking_its_ranks() -> None:
+    async with ring() as made:
+        turns = [await made.decoding(), made.turn("waiting")]
+        first = made.ranks.latest[0]
+        made.ring.report_lost(Unavailable("a rank died"), made.ring.incarnation)
+        assert [type(await over(turn)) for turn in turns] == [Unavailable, Unavailable]
+        assert first.removed == []
+        await eventually(lambda: made.ring.rebuilds == 1)
+        made.engine.require_started()
+
+
+async def test_a_stopped_engine_takes_no_turns() -> None:
+    async with ring() as made:
+        made.engine.stop(Unavailable("over"))
+        made.engine.stop(Unavailable("over"))
+        with pytest.raises(Unavailable, match="ring ring is shutting down"):
+            made.engine.require_started()
+
+
+async def test_one_stream_reads_a_turn_and_may_come_after_its_end() -> None:
+    async with ring() as made:
+        turn = made.turn()
+        await made.ends.end("turn", TurnCancelled("gone"))
+        assert made.ends.under_way("turn") is None
+        assert made.ends.claim("turn") is turn
+        with pytest.raises(NotFound, match="turn is not known"):
+            made.ends.claim("turn")
+        made.ends.claim(made.turn("other").turn_id)
+        with pytest.raises(Busy, match="read by another stream"):
+            made.ends.claim("other")
+
+
+async def test_what_nobody_came_to_read_is_forgotten() -> None:
+    async with ring(attach_timeout=0.01) as made:
+        turn = made.turn()
+        made.ends.watch(turn)
+        last = await over(turn)
+        assert isinstance(last, TurnCancelled)
+        assert "nobody read the turn's tokens" in str(last)
+        await eventually(lambda: not made.ends._unread)
+        with pytest.raises(NotFound):
+            made.ends.claim("turn")
+
+
+async def test_a_turn_that_is_read_ends_at_its_deadline() -> None:
+    async with ring(attach_timeout=0.001) as made:
+        turn = made.turn(deadline_seconds=0.05)
+        made.ends.watch(turn)
+        made.ends.claim("turn")
+        assert isinstance(await over(turn), DeadlineExceeded)

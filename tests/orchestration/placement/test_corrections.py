@@ -1,0 +1,173 @@
+"""What is learned from measured times: a median that a few turns which are off do not move."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cp_core.layout.shards import TokenRange
+from orchestration.placement.corrections import LEAST, LIKE, WINDOW, RingCorrections
+from orchestration.placement.planner import Planner, PlannerSettings, PromptOnRings
+from orchestration.protocol.turns import Chunk, Plan, PrefillReport, PromptMode, RingRegistration
+from orchestration.protocol.views import Correction
+from tests.orchestration.fake_ranks import MODEL
+from workers.protocol.steps import RING_ALGORITHMS, Algorithm, RingRates
+
+KV, Q = Algorithm.PASS_KV, Algorithm.PASS_Q
+RING = RingRegistration(
+    role="prefill",
+    name="ring",
+    endpoint="host:1",
+    incarnation="first",
+    num_ranks=2,
+    rates=RingRates(gemm_flops=1e9, attention_flops=1e9, link_bytes_per_second=1e8, link_latency_seconds=1e-3),
+    capacity_tokens=1 << 20,
+    chunk_tokens=512,
+)
+OTHER = replace(RING, name="other")
+WORK = 100.0
+"""Like that of turns of 64 to 256 work units."""
+
+
+def noted(ratios: list[float], algorithm: Algorithm = KV) -> RingCorrections:
+    corrections = RingCorrections()
+    for ratio in ratios:
+        corrections.note(RING, algorithm, WORK, predicted=1.0, measured=ratio)
+    return corrections
+
+
+@given(
+    st.lists(st.floats(0.8, 1.25), min_size=LEAST, max_size=2 * WINDOW // 3),
+    st.lists(st.sampled_from([1e-9, 1e-3, 50.0, 1e12]), max_size=WINDOW),
+    st.randoms(),
+)
+def test_turns_that_are_off_do_not_spoil_it_while_they_are_fewer_than_half(
+    honest: list[float], wild: list[float], order: random.Random
+) -> None:
+    turns = honest + wild[: (len(honest) - 1) // 2]
+    order.shuffle(turns)
+    assert len(turns) <= WINDOW
+    assert 0.8 <= noted(turns).factor(RING, KV, WORK) <= 1.25
+
+
+@given(st.lists(st.floats(1e-6, 1e6), max_size=LEAST - 1))
+def test_too_few_turns_say_nothing(ratios: list[float]) -> None:
+    assert noted(ratios).factor(RING, KV, WORK) == 1.0
+
+
+@given(st.lists(st.floats(1e-6, 1e6), max_size=3 * WINDOW))
+def test_a_factor_is_that_of_the_latest_turns(ratios: list[float]) -> None:
+    assert noted([*ratios, *[1.5] * WINDOW]).factor(RING, KV, WORK) == 1.5
+
+
+def test_each_algorithm_of_each_ring_has_its_own() -> None:
+    corrections = noted([2.0] * LEAST)
+    for _ in range(LEAST):
+        corrections.note(OTHER, KV, WORK, predicted=1.0, measured=5.0)
+    assert corrections.factor(RING, Q, WORK) == 1.0
+    assert (corrections.factor(RING, KV, WORK), corrections.factor(OTHER, KV, WORK)) == (2.0, 5.0)
+    assert corrections.of_ring(RING) == (Correction(algorithm=KV, min_work=64, factor=2.0, num_turns=LEAST),)
+
+
+def test_a_ring_that_has_had_too_few_turns_of_a_kind_is_taken_to_be_as_all_are() -> None:
+    corrections = noted([2.0] * LEAST)
+    assert corrections.factor(OTHER, KV, WORK) == 2.0
+    corrections.note(OTHER, KV, WORK, predicted=1.0, measured=9.0)
+    assert corrections.factor(OTHER, KV, WORK) == 2.0
+    assert corrections.of_ring(OTHER) == (Correction(algorithm=KV, min_work=64, factor=2.0, num_turns=1),)
+
+
+@given(st.floats(1.0, 1e15), st.floats(1.0, 1e15))
+def test_what_turns_take_says_something_of_like_work_alone(work: float, other: float) -> None:
+    corrections = RingCorrections()
+    for _ in range(LEAST):
+        corrections.note(RING, KV, work, predicted=1.0, measured=3.0)
+    (correction,) = corrections.of_ring(RING)
+    assert correction.min_work <= work < LIKE * correction.min_work
+    is_like = correction.min_work <= other < LIKE * correction.min_work
+    assert corrections.factor(RING, KV, other) == (3.0 if is_like else 1.0)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"incarnation": "second"}, {"rates": replace(RING.rates, gemm_flops=2e9)}],
+    ids=["rebuilt", "measured again"],
+)
+def test_what_a_ring_was_before_is_forgotten(changed: dict[str, object]) -> None:
+    corrections = noted([2.0] * LEAST)
+    now = replace(RING, **changed)  # type: ignore[arg-type]
+    assert corrections.of_ring(now) == ()
+    for _ in range(LEAST):
+        corrections.note(now, KV, WORK, predicted=1.0, measured=3.0)
+    assert corrections.of_ring(now) == (Correction(algorithm=KV, min_work=64, factor=3.0, num_turns=LEAST),)
+    assert corrections.of_ring(RING) == ()
+
+
+@pytest.mark.parametrize(("predicted", "measured"), [(0.0, 1.0), (1.0, 0.0), (1.0, float("inf")), (float("nan"), 1.0)])
+def test_a_time_that_is_none_is_left_out(predicted: float, measured: float) -> None:
+    corrections = RingCorrections()
+    corrections.note(RING, KV, WORK, predicted=predicted, measured=measured)
+    assert corrections.of_ring(RING) == ()
+
+
+# --- in plans --------------------------------------------------------------------------------------------------------
+
+
+def planned(planner: Planner, num_tokens: int = 2000, algorithm: Algorithm | None = None) -> Plan:
+    return planner.plan(
+        PromptOnRings(num_tokens=num_tokens, kept_on_prefill=0, kept_on_decode=0, prefill=RING, decode=RING),
+        mode=PromptMode.NEW,
+        algorithm=algorithm,
+    )
+
+
+def report(plan: Plan, factor: float, num_turns: int = 1) -> PrefillReport:
+    """The plan as it was computed, in `factor` times the seconds that were predicted."""
+    chunks = tuple(replace(chunk, num_turns=num_turns) for chunk in plan.chunks)
+    return PrefillReport(prefill_seconds=factor * plan.predicted_prefill_seconds, chunks=chunks)
+
+
+def test_later_predictions_are_those_of_the_model_times_what_turns_took() -> None:
+    planner = Planner(MODEL, PlannerSettings())
+    before = planned(planner)
+    for _ in range(LEAST):
+        planner.note_prefill(RING, report(before, 1.5))
+    after = planned(planner)
+    assert after.predicted_prefill_seconds == pytest.approx(1.5 * before.predicted_prefill_seconds)
+    assert "latest turns like it took 1.50 of what was predicted" in after.reason
+    # Ratios are to the model, not to what it was corrected to: the same time again changes nothing.
+    planner.note_prefill(RING, report(before, 1.5))
+    assert planned(planner) == after
+
+
+def test_what_is_learned_moves_predictions_and_no_choice() -> None:
+    planner = Planner(MODEL, PlannerSettings())
+    before = planned(planner)
+    for name, factor in (
+        (before.algorithm, 100.0),
+        *((other, 0.01) for other in RING_ALGORITHMS if other != before.algorithm),
+    ):
+        plan = planned(planner, algorithm=name)
+        for _ in range(LEAST):
+            planner.note_prefill(RING, report(plan, factor))
+    after = planned(planner)
+    assert [chunk.algorithm for chunk in after.chunks] == [chunk.algorithm for chunk in before.chunks]
+    ways = dict(after.alternatives)
+    assert ways[KV] / ways[Q] == pytest.approx(dict(before.alternatives)[KV] / dict(before.alternatives)[Q])
+
+
+def test_a_turn_that_shared_its_steps_or_took_both_algorithms_measures_neither() -> None:
+    planner = Planner(MODEL, PlannerSettings())
+    plan = planned(planner)
+    planner.note_prefill(RING, report(plan, 9.0, num_turns=2))
+    mixed = (
+        Chunk(tokens=TokenRange(0, 9), algorithm=KV, num_turns=1),
+        Chunk(tokens=TokenRange(9, 18), algorithm=Q, num_turns=1),
+    )
+    planner.note_prefill(RING, PrefillReport(prefill_seconds=1.0, chunks=mixed))
+    planner.note_prefill(RING, PrefillReport())
+    assert planner.corrections.of_ring(RING) == ()

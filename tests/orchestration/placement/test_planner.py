@@ -1,0 +1,129 @@
+"""What the planner makes of a ring's shape: each of a rank's tensor parallel processes computes its share."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from cp_core.cost.fit import PrefillSample, predicted_prefill
+from cp_core.cost.profile import read_profile
+from cp_core.errors import ConfigError
+from orchestration.placement.planner import Planner, PlannerSettings, PromptOnRings
+from orchestration.protocol.turns import Plan, PromptMode, RingRegistration
+from tests.orchestration.fake_ranks import MODEL
+from workers.protocol.steps import RING_ALGORITHMS, RingRates
+
+# Links so fast that what is left is computing.
+RATES = RingRates(gemm_flops=1e9, attention_flops=1e9, link_bytes_per_second=1e15, link_latency_seconds=0.0)
+
+
+def planned(tp: int, rates: RingRates = RATES) -> Plan:
+    """A plan of 4096 new tokens for a ring of two ranks of `tp` processes."""
+    ring = RingRegistration(
+        role="prefill",
+        name="ring",
+        endpoint="host:1",
+        incarnation="ring-1",
+        num_ranks=2,
+        tp=tp,
+        rates=rates,
+        capacity_tokens=1 << 20,
+        chunk_tokens=1 << 20,
+    )
+    planner = Planner(replace(MODEL, num_heads=8, num_kv_heads=4), PlannerSettings())
+    return planner.plan(
+        PromptOnRings(num_tokens=4096, kept_on_prefill=0, kept_on_decode=0, prefill=ring, decode=ring),
+        mode=PromptMode.NEW,
+    )
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_processes_that_share_the_heads_share_the_work(tp: int) -> None:
+    whole, shared = planned(1).predicted_prefill_seconds, planned(tp).predicted_prefill_seconds
+    assert shared == pytest.approx(whole / tp, rel=1e-3)
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_their_sums_cost_every_algorithm_the_same(tp: int) -> None:
+    latency = 1e-3
+    slow = replace(RATES, link_latency_seconds=latency)
+    # The embedding and two sums in each of the model's two layers, beside the ring's own message.
+    for (name, seconds), (_, alone) in zip(planned(tp, slow).alternatives, planned(1, slow).alternatives, strict=True):
+        computing = dict(planned(tp).alternatives)[name]
+        of_ring = alone - dict(planned(1).alternatives)[name]
+        assert seconds - computing == pytest.approx(of_ring + (1 + 2 * MODEL.num_layers) * latency, rel=1e-3)
+
+
+def test_a_share_of_heads_that_cannot_be_is_refused() -> None:
+    with pytest.raises(ConfigError, match="tp: 3 does not divide the 4 KV heads of fake; allowed are 1, 2, 4"):
+        planned(3)
+
+
+def test_a_long_prompt_is_planned_in_chunks_that_get_shorter_but_not_too_short() -> None:
+    ring = RingRegistration(
+        role="prefill",
+        name="ring",
+        endpoint="host:1",
+        incarnation="ring-1",
+        num_ranks=2,
+        rates=RATES,
+        capacity_tokens=1 << 20,
+        chunk_tokens=512,
+        min_chunk_tokens=100,
+    )
+    plan = Planner(MODEL, PlannerSettings()).plan(
+        PromptOnRings(num_tokens=4096, kept_on_prefill=100, kept_on_decode=40, prefill=ring, decode=ring),
+        mode=PromptMode.NEW,
+    )
+    lengths = [len(chunk.tokens) for chunk in plan.chunks]
+    assert (plan.chunks[0].tokens.start, plan.chunks[-1].tokens.stop) == (100, 4096)
+    assert all(chunk.num_turns == 0 for chunk in plan.chunks)
+    assert lengths[:-1] == sorted(lengths[:-1], reverse=True)
+    assert lengths[0] < 512, "a hundred cached tokens cost something too"
+    assert min(lengths[:-1]) == 100
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_profile_predicts_in_place_of_what_the_ring_measured(tp: int) -> None:
+    profile = read_profile("gtt")
+    model = replace(MODEL, num_heads=8, num_kv_heads=4)
+    ring = RingRegistration(
+        role="prefill",
+        name="ring",
+        endpoint="host:1",
+        incarnation="ring-1",
+        num_ranks=2,
+        tp=tp,
+        rates=RATES,
+        capacity_tokens=1 << 20,
+        chunk_tokens=1 << 20,
+    )
+    plan = Planner(model, PlannerSettings(profile=profile)).plan(
+        PromptOnRings(num_tokens=4096, kept_on_prefill=96, kept_on_decode=96, prefill=ring, decode=ring),
+        mode=PromptMode.NEW,
+    )
+    for name, seconds in plan.alternatives:
+        sample = PrefillSample(cp=2, tp=tp, algorithm=name, new_tokens=4000, cached_tokens=96, seconds=1.0)
+        assert seconds == pytest.approx(predicted_prefill(model.shape, profile, sample), rel=1e-6)
+
+
+def test_a_turn_that_asks_for_an_algorithm_gets_it_in_every_chunk() -> None:
+    ring = RingRegistration(
+        role="prefill",
+        name="ring",
+        endpoint="host:1",
+        incarnation="ring-1",
+        num_ranks=2,
+        rates=RATES,
+        capacity_tokens=1 << 20,
+        chunk_tokens=512,
+    )
+    for name in RING_ALGORITHMS:
+        plan = Planner(MODEL, PlannerSettings(selector="pass_kv")).plan(
+            PromptOnRings(num_tokens=4096, kept_on_prefill=0, kept_on_decode=0, prefill=ring, decode=ring),
+            mode=PromptMode.NEW,
+            algorithm=name,
+        )
+        assert {chunk.algorithm for chunk in plan.chunks} == {plan.algorithm} == {name}
+        assert f"Forced: {name} was asked for" in plan.reason

@@ -1,0 +1,113 @@
+"""What the router knows of rings: who serves, and how busy it takes each to be between two announcements."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from orchestration.placement.registry import RegisteredRing, RingRegistry
+from orchestration.protocol.turns import RingRegistration
+from workers.protocol.steps import RingRates
+
+
+def registration(name: str, incarnation: str = "first", role: str = "prefill") -> RingRegistration:
+    return RingRegistration(
+        role=role,
+        name=name,
+        endpoint=f"{name}:1",
+        incarnation=incarnation,
+        num_ranks=2,
+        rates=RingRates(gemm_flops=1, attention_flops=1, link_bytes_per_second=1, link_latency_seconds=1),
+        capacity_tokens=100,
+        chunk_tokens=10,
+    )
+
+
+class Time:
+    """A clock that is set by hand."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def registered(rings: RingRegistry, name: str, role: str = "prefill") -> RegisteredRing:
+    rings.register(registration(name, role=role))
+    ring = rings.named(role, name)
+    assert ring is not None
+    return ring
+
+
+def test_a_ring_found_gone_is_left_out_until_it_announces_itself() -> None:
+    rings = RingRegistry()
+    for name in ("a", "b"):
+        registered(rings, name)
+    assert [ring.name for ring in rings.ready("prefill")] == ["a", "b"]
+    rings.ready("prefill")[1].is_ready = False
+    assert [ring.name for ring in rings.ready("prefill")] == ["a"]
+    assert rings.register(registration("b")), "that it serves again is news"
+    assert [ring.name for ring in rings.ready("prefill")] == ["a", "b"]
+
+
+def test_a_repeated_announcement_is_no_news_and_a_new_incarnation_is() -> None:
+    rings = RingRegistry()
+    ring = registered(rings, "a")
+    ring.num_turns = 3
+    assert not rings.register(registration("a"))
+    assert rings.register(registration("a", "second"))
+    assert (ring.registration.incarnation, ring.num_turns) == ("second", 3)
+    assert len(rings.all()) == 1
+
+
+def test_rings_of_both_roles_are_listed_and_found_by_role_and_name() -> None:
+    rings = RingRegistry()
+    registered(rings, "a")
+    registered(rings, "a", "decode")
+    assert [ring.registration.role for ring in rings.all()] == ["prefill", "decode"]
+    assert rings.named("decode", "b") is None
+
+
+def test_what_a_ring_says_of_its_queue_counts_and_gets_less_with_time() -> None:
+    time = Time()
+    rings = RingRegistry(time)
+    ring = registered(rings, "a")
+    rings.register(replace(registration("a"), waiting_work=600.0, work_rate=200.0, free_tokens=70))
+    assert (ring.queue_seconds(0.0), ring.queue_seconds(1.0), ring.queue_seconds(9.0)) == (3.0, 2.0, 0.0)
+    assert ring.free_tokens == 70
+
+
+def test_turns_placed_since_a_ring_announced_itself_count_until_it_does_so_again() -> None:
+    time = Time()
+    rings = RingRegistry(time)
+    prefill, decode = registered(rings, "a"), registered(rings, "b", "decode")
+    for _ in range(2):
+        rings.place(prefill, decode, prefill_seconds=2.0, num_tokens=30)
+    assert prefill.queue_seconds(1.0) == 3.0
+    assert (prefill.free_tokens, decode.free_tokens) == (40, 40)
+    time.now = 1.0
+    rings.register(replace(registration("a"), waiting_work=1.0, work_rate=1.0, free_tokens=90))
+    assert (prefill.queue_seconds(1.0), prefill.free_tokens) == (1.0, 90)
+
+
+def test_a_ring_whose_last_turn_is_prefilled_has_no_queue_whatever_was_predicted() -> None:
+    time = Time()
+    rings = RingRegistry(time)
+    prefill, decode = registered(rings, "a"), registered(rings, "b", "decode")
+    first, second = (rings.place(prefill, decode, prefill_seconds=5.0, num_tokens=1) for _ in range(2))
+    time.now = 1.0
+    first.end_prefill()
+    first.end_prefill()
+    assert prefill.queue_seconds(1.0) == 9.0, "the other one is still there, and only one end was told"
+    second.end_prefill()
+    assert prefill.queue_seconds(1.0) == 0.0
+
+
+@pytest.mark.parametrize("rate", [0.0, 1.0])
+def test_a_ring_that_tells_no_rate_keeps_the_routers_estimate(rate: float) -> None:
+    rings = RingRegistry(Time())
+    prefill, decode = registered(rings, "a"), registered(rings, "b", "decode")
+    rings.place(prefill, decode, prefill_seconds=2.0, num_tokens=1)
+    rings.register(replace(registration("a"), work_rate=rate))
+    assert prefill.queue_seconds(0.0) == (0.0 if rate else 2.0)

@@ -1,0 +1,224 @@
+"""Which sequence keeps which KV: pinned ones always, others as long as there is room for them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from cp_core.errors import Busy, CapacityExceeded, NotFound
+from cp_core.layout.shards import ShardMap, TokenRange, spread
+from orchestration.ring.kv_pool import KvPool, SequenceKv
+
+BLOCK_TOKENS = 4
+
+
+def fill(pool: KvPool, sequence: SequenceKv, num_tokens: int) -> None:
+    """Make room for `num_tokens` tokens in all and enter the missing ones, levelled."""
+    kept = sequence.shards.num_tokens
+    filled = sequence.shards.extend(spread(kept, num_tokens - kept, sequence.shards.held))
+    pool.make_room(sequence, filled.held)
+    sequence.shards = filled
+
+
+def keep(pool: KvPool, name: str, num_tokens: int) -> None:
+    """Run a turn that leaves `num_tokens` tokens of a sequence."""
+    fill(pool, pool.pin(name, f"turn of {name}", 0), num_tokens)
+    pool.settle(name, f"turn of {name}", num_tokens)
+
+
+def known(pool: KvPool, names: str) -> str:
+    return "".join(name for name in names if pool.get(name) is not None)
+
+
+class Turns(RuleBasedStateMachine):
+    """Turns pin, fill and settle sequences; `last_use` orders the kept ones."""
+
+    @initialize(num_ranks=st.integers(1, 3), num_blocks=st.integers(1, 12))
+    def begin(self, num_ranks: int, num_blocks: int) -> None:
+        self.pool = KvPool(num_ranks, num_blocks, BLOCK_TOKENS)
+        self.pinned: dict[str, SequenceKv] = {}
+        self.kept: dict[str, int] = {}  # tokens, least recently used first
+
+    @rule(name=st.sampled_from("abcdef"), match=st.integers(0, 60))
+    def pin(self, name: str, match: int) -> None:
+        if name in self.pinned:
+            with pytest.raises(Busy, match=f"{name!r} is busy until turn '{name}' has settled"):
+                self.pool.pin(name, "another", match)
+            return
+        sequence = self.pool.pin(name, name, match)
+        assert sequence.shards.num_tokens == min(match, self.kept.pop(name, 0))
+        self.pinned[name] = sequence
+
+    @rule(data=st.data(), more=st.integers(0, 60))
+    def fill(self, data: st.DataObject, more: int) -> None:
+        if not self.pinned:
+            return
+        sequence = self.pinned[data.draw(st.sampled_from(sorted(self.pinned)))]
+        before = self._tables()
+        try:
+            fill(self.pool, sequence, sequence.shards.num_tokens + more)
+        except CapacityExceeded:
+            assert self._tables() == before, "a refusal changes nothing"
+            return
+        gone = [name for name in self.kept if self.pool.get(name) is None]
+        assert gone == list(self.kept)[: len(gone)], "the least recently used go first"
+        for name in gone:
+            del self.kept[name]
+
+    @rule(data=st.data(), keep_tokens=st.integers(0, 60))
+    def settle(self, data: st.DataObject, keep_tokens: int) -> None:
+        if not self.pinned:
+            return
+        name = data.draw(st.sampled_from(sorted(self.pinned)))
+        left = min(keep_tokens, self.pinned.pop(name).shards.num_tokens)
+        self.pool.settle(name, "someone else", 0)  # not theirs: nothing happens
+        for _ in range(2):  # telling it twice is harmless
+            self.pool.settle(name, name, keep_tokens)
+        if left:
+            self.kept[name] = left
+        else:
+            assert self.pool.get(name) is None
+
+    def _tables(self) -> dict[str, list[list[int]]]:
+        sequences = {name: self.pool.get(name) for name in (*self.pinned, *self.kept)}
+        return {name: [list(table) for table in found.blocks] for name, found in sequences.items() if found}
+
+    @invariant()
+    def holds_what_it_should(self) -> None:
+        if not hasattr(self, "pool"):
+            return
+        self.pool.check_integrity()
+        assert {name: len(self._held(name)) for name in self.kept} == self.kept
+        for name, sequence in self.pinned.items():
+            assert self.pool.get(name) is sequence, "a pinned sequence is never evicted"
+        for rank, usage in enumerate(self.pool.usage()):
+            assert usage.free_blocks + usage.active_blocks + usage.kept_blocks == usage.total_blocks
+            assert usage.active_blocks == sum(len(sequence.blocks[rank]) for sequence in self.pinned.values())
+
+    def _held(self, name: str) -> TokenRange:
+        found = self.pool.get(name)
+        assert found is not None
+        found.shards.check(TokenRange(0, found.shards.num_tokens))
+        return TokenRange(0, found.shards.num_tokens)
+
+
+TestTurns = Turns.TestCase
+TestTurns.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+
+
+def test_the_least_recently_used_sequence_makes_room() -> None:
+    pool = KvPool(1, 4, BLOCK_TOKENS)
+    for name in "abcd":
+        keep(pool, name, 4)
+    pool.pin("a", "again", 4)
+    pool.settle("a", "again", 4)
+    fill(pool, pool.pin("e", "turn", 0), 8)
+    assert known(pool, "abcd") == "ad"
+
+
+def test_a_sequence_counts_as_used_until_its_turn_settles() -> None:
+    pool = KvPool(1, 3, BLOCK_TOKENS)
+    fill(pool, pool.pin("long", "turn", 0), 4)
+    keep(pool, "short", 4)
+    pool.settle("long", "turn", 4)
+    fill(pool, pool.pin("new", "other", 0), 8)
+    assert pool.get("long") is not None
+    assert pool.get("short") is None
+
+
+def test_more_than_can_be_freed_is_refused_with_the_numbers() -> None:
+    pool = KvPool(2, 8, BLOCK_TOKENS)
+    fill(pool, pool.pin("pinned", "turn", 0), 24)
+    keep(pool, "kept", 8)
+    with pytest.raises(CapacityExceeded, match=r"6 blocks of 4 tokens .* on rank 0 and 5 of 8 can be freed"):
+        fill(pool, pool.pin("new", "other", 0), 48)
+    assert pool.get("kept") is not None
+
+
+def test_room_beyond_what_is_held_goes_back_when_the_turn_settles() -> None:
+    pool = KvPool(2, 8, BLOCK_TOKENS)
+    sequence = pool.pin("a", "turn", 0)
+    pool.make_room(sequence, [32, 32])
+    sequence.shards = spread(0, 9, (0, 0))
+    assert [usage.free_blocks for usage in pool.usage()] == [0, 0]
+    pool.settle("a", "turn", 9)
+    assert [usage.kept_blocks for usage in pool.usage()] == [2, 1]
+    pool.check_integrity()
+
+
+def test_a_pin_cuts_to_what_still_matches() -> None:
+    pool = KvPool(2, 8, BLOCK_TOKENS)
+    keep(pool, "a", 24)
+    sequence = pool.pin("a", "turn", 5)
+    assert sequence.shards == ShardMap(((TokenRange(0, 5),), ()))
+    assert [len(table) for table in sequence.blocks] == [2, 0]
+    pool.check_integrity()
+
+
+def test_pinning_again_for_the_same_turn_is_harmless() -> None:
+    pool = KvPool(1, 8, BLOCK_TOKENS)
+    keep(pool, "a", 8)
+    assert pool.pin("a", "turn", 8) is pool.pin("a", "turn", 8)
+
+
+def test_a_table_without_room_for_its_tokens_breaks_integrity() -> None:
+    pool = KvPool(1, 8, BLOCK_TOKENS)
+    sequence = pool.pin("a", "turn", 0)
+    sequence.shards = spread(0, 5, (0,))
+    with pytest.raises(AssertionError, match="a lacks room"):
+        pool.check_integrity()
+
+
+def test_capacity_counts_every_rank() -> None:
+    assert KvPool(3, 8, BLOCK_TOKENS).capacity_tokens == 96
+
+
+def test_a_guest_takes_spare_room_only_and_is_the_first_to_go_until_a_turn_uses_it() -> None:
+    pool = KvPool(1, 8, BLOCK_TOKENS)
+    for name in "ab":
+        keep(pool, name, 2 * BLOCK_TOKENS)
+    assert pool.spare_tokens == 4 * BLOCK_TOKENS
+    with pytest.raises(CapacityExceeded, match="5 blocks of 4 tokens are needed on rank 0 and 4 are to spare"):
+        pool.take_in("g", "move", [5 * BLOCK_TOKENS])
+    assert known(pool, "abg") == "ab"
+    for name in "gh":
+        guest = pool.take_in(name, "move", [BLOCK_TOKENS])
+        guest.shards = spread(0, BLOCK_TOKENS, (0,))
+        pool.settle(name, "move", BLOCK_TOKENS, is_guest=True)
+    pool.pin("h", "turn", BLOCK_TOKENS)
+    pool.settle("h", "turn", BLOCK_TOKENS)
+    fill(pool, pool.pin("c", "turn", 0), 3 * BLOCK_TOKENS)
+    assert known(pool, "abghc") == "abhc"
+    pool.check_integrity()
+
+
+def test_a_guest_stays_within_the_bound_of_what_is_kept() -> None:
+    pool = KvPool(1, 8, BLOCK_TOKENS, kept_fraction=0.5)
+    keep(pool, "a", 3 * BLOCK_TOKENS)
+    assert pool.spare_tokens == BLOCK_TOKENS
+    with pytest.raises(CapacityExceeded, match="1 are to spare"):
+        pool.take_in("g", "move", [2 * BLOCK_TOKENS])
+    pool.take_in("g", "move", [BLOCK_TOKENS])
+    pool.check_integrity()
+
+
+def test_who_holds_a_kept_sequence_keeps_it_from_being_cut_evicted_or_held_twice() -> None:
+    pool = KvPool(1, 4, BLOCK_TOKENS)
+    keep(pool, "a", 3 * BLOCK_TOKENS)
+    with pytest.raises(NotFound, match="13 tokens are asked for, 12 are kept"):
+        pool.hold("a", "move", 13)
+    assert pool.hold("a", "move", 12).shards.num_tokens == 12
+    with pytest.raises(Busy, match="in use by 'move'"):
+        pool.hold("a", "another", 1)
+    with pytest.raises(Busy, match="in use by 'move'"):
+        pool.take_in("a", "another", [1])
+    with pytest.raises(CapacityExceeded):
+        fill(pool, pool.pin("b", "turn", 0), 2 * BLOCK_TOKENS)
+    pool.settle("a", "", 0)
+    assert pool.num_kept("a") == 12, "what is held is freed by its holder"
+    pool.settle("a", "move", 12)
+    fill(pool, pool.pin("b", "turn", 0), 2 * BLOCK_TOKENS)
+    assert known(pool, "ab") == "b"
+    pool.check_integrity()

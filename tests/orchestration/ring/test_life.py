@@ -1,0 +1,360 @@
+"""A ring lives and dies whole: one lost rank, one rebuild, a new incarnation."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from cp_core.errors import ModelRefused, RingserveError, Unavailable
+from orchestration.protocol.rings import RingState
+from orchestration.protocol.settings import RingSettings
+from orchestration.ring.life import Ring, gather_all, gather_first_error
+from tests.orchestration.fake_ranks import RATES, FakeRanks
+from tests.waiting import eventually
+
+WAIT_SECONDS = 10.0
+DEAD = Unavailable("rank 1 died")
+
+
+class Rings:
+    """A ring of fakes and what it told its leader."""
+
+    def __init__(self, role: str = "prefill", num_ranks: int = 3, tp: int = 1) -> None:
+        self.ranks = FakeRanks()
+        self.told: list[str] = []
+        self.ready_error: RingserveError | None = None
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self._changed = asyncio.Event()
+        settings = RingSettings(
+            role=role,
+            name="ring",
+            num_ranks=num_ranks,
+            tp=tp,
+            model_path="model",
+            num_blocks=5,
+            block_tokens=4,
+            watch_interval=0.001,
+            retry_pause=0.001,
+        )
+        self.ring = Ring(settings, self.ranks, on_ready=self._on_ready, on_lost=self._on_lost)
+
+    async def _on_ready(self) -> None:
+        self._tell("ready")
+        await self.gate.wait()
+        if self.ready_error is not None:
+            raise self.ready_error
+
+    async def _on_lost(self, error: RingserveError) -> None:
+        assert self.ring.state is RingState.REBUILDING
+        assert not any(rank.is_killed for rank in self.ranks.latest), "turns end before ranks are remade"
+        self._tell(f"lost: {error}")
+
+    def _tell(self, what: str) -> None:
+        self.told.append(what)
+        self._changed.set()
+
+    async def until_told(self, *told: str) -> None:
+        """Wait until exactly this has been told, by beginnings."""
+        async with asyncio.timeout(WAIT_SECONDS):
+            while len(self.told) < len(told):
+                self._changed.clear()
+                await self._changed.wait()
+        assert [have.startswith(want) for have, want in zip(self.told, told, strict=True)] == [True] * len(told)
+
+
+@asynccontextmanager
+async def started(role: str = "prefill", num_ranks: int = 3, tp: int = 1) -> AsyncIterator[Rings]:
+    rings = Rings(role, num_ranks, tp)
+    await rings.ring.start()
+    try:
+        yield rings
+    finally:
+        rings.gate.set()
+        await rings.ring.close()
+
+
+# --- start -----------------------------------------------------------------------------------------------------------
+
+
+async def test_a_started_ring_serves_with_every_rank_in_its_place() -> None:
+    async with started() as rings:
+        ring = rings.ring
+        assert ring.state is RingState.READY
+        assert rings.told == ["ready"]
+        specs = [spec for rank in rings.ranks.latest for spec in rank.specs]
+        assert [spec.rank for spec in specs] == [0, 1, 2]
+        assert {spec.incarnation for spec in specs} == {ring.incarnation}
+        meetings = {rank.meeting for rank in rings.ranks.latest}
+        assert [meeting.name for meeting in meetings if meeting] == [ring.incarnation]
+        assert [[door.tokens for door in meeting.doors] for meeting in meetings if meeting] == [
+            [f"door:{rank.number}" for rank in rings.ranks.latest]
+        ]
+        assert ring.kv_endpoints == ("kv:0", "kv:1", "kv:2")
+        assert ring.rates == RATES
+        assert ring.pool.capacity_tokens == 3 * 5 * 4
+        ring.require_ready(ring.incarnation)
+
+
+async def test_each_rank_of_a_tensor_parallel_ring_is_several_processes_with_one_block_table() -> None:
+    async with started(num_ranks=3, tp=2) as rings:
+        ring = rings.ring
+        specs = [spec for rank in rings.ranks.latest for spec in rank.specs]
+        assert [(spec.rank, spec.cp_rank, spec.tp_rank) for spec in specs] == [
+            (0, 0, 0),
+            (1, 0, 1),
+            (2, 1, 0),
+            (3, 1, 1),
+            (4, 2, 0),
+            (5, 2, 1),
+        ]
+        assert {(spec.num_ranks, spec.cp, spec.tp) for spec in specs} == {(6, 3, 2)}
+        assert ring.cp_ranks == [0, 0, 1, 1, 2, 2]
+        assert len(ring.kv_endpoints) == 6
+        assert ring.pool.num_ranks == 3
+        assert ring.pool.capacity_tokens == 3 * 5 * 4
+
+
+async def test_a_ring_that_is_starting_refuses_turns_with_its_state() -> None:
+    with pytest.raises(Unavailable, match="ring ring is starting; retry in a few seconds"):
+        Rings().ring.require_ready()
+
+
+@pytest.mark.parametrize("error", [ModelRefused("no such model"), RuntimeError("unforeseen")])
+async def test_a_rank_that_does_not_start_frees_all_ranks_and_says_why(error: Exception) -> None:
+    rings = Rings()
+    rings.ranks.start_errors = [error]
+    with pytest.raises(type(error), match=str(error)):
+        await rings.ring.start()
+    assert rings.ranks.num_open == 0
+    assert rings.ring.state is RingState.CLOSED
+    assert rings.told == []
+
+
+async def test_ranks_that_cannot_be_made_are_an_error_at_once() -> None:
+    rings = Rings()
+    rings.ranks.create_errors = [Unavailable("no room")]
+    with pytest.raises(Unavailable, match="no room"):
+        await rings.ring.start()
+    assert rings.ring.state is RingState.CLOSED
+
+
+async def test_a_ring_that_cannot_announce_itself_does_not_start_and_stays_closed() -> None:
+    rings = Rings(role="decode")
+    rings.ready_error = Unavailable("no router")
+    with pytest.raises(Unavailable, match="no router"):
+        await rings.ring.start()
+    assert rings.ranks.num_open == 0
+    assert all(rank.is_killed for rank in rings.ranks.latest)
+    assert asyncio.all_tasks() == {asyncio.current_task()}, "nobody watches any more"
+    assert rings.ring.state is RingState.CLOSED
+    assert len(rings.ranks.rings) == 1
+
+
+async def test_a_ring_closed_while_it_starts_does_not_come_up() -> None:
+    rings = Rings()
+
+    def close() -> None:
+        closing.append(asyncio.create_task(rings.ring.close()))
+
+    closing: list[asyncio.Task[None]] = []
+    rings.ranks.on_create = close
+    with pytest.raises(Unavailable, match="closed while it started"):
+        await rings.ring.start()
+    await asyncio.gather(*closing)
+    assert rings.ring.state is RingState.CLOSED
+    assert rings.ranks.num_open == 0
+
+
+# --- loss ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_lost_rank_ends_the_turns_and_then_the_ring_is_rebuilt(role: str) -> None:
+    async with started(role) as rings:
+        first, pool = rings.ring.incarnation, rings.ring.pool
+        rings.ranks.latest[1].fail(DEAD)
+        await rings.until_told("ready", "lost: ring ring lost a rank and is being rebuilt: rank 1 died", "ready")
+        ring = rings.ring
+        assert ring.state is RingState.READY
+        assert ring.rebuilds == 1
+        assert ring.incarnation != first
+        assert ring.pool is not pool
+        assert ring.kv_endpoints == ("kv:100", "kv:101", "kv:102")
+        assert all(rank.is_killed for rank in rings.ranks.rings[0])
+        assert not any(rank.is_killed for rank in rings.ranks.rings[1])
+        with pytest.raises(Unavailable, match="rebuilt during the turn"):
+            ring.require_ready(first)
+        assert not ring.is_serving(first)
+
+
+async def test_a_rank_stuck_in_a_step_is_lost() -> None:
+    async with started() as rings:
+        rank = rings.ranks.latest[2]
+        rank.seconds_since_step = rings.ring.settings.step_timeout + 1
+        rank.running = 1
+        await rings.until_told("ready", "lost: ring ring lost a rank and is being rebuilt: a rank of ring made no step")
+        await eventually(lambda: rings.ring.rebuilds == 1)
+
+
+async def test_an_idle_rank_may_be_idle_for_as_long_as_it_likes() -> None:
+    async with started() as rings:
+        asked = asyncio.Event()
+        rank = rings.ranks.latest[0]
+        rank.seconds_since_step = 1e9
+        status = rank.status
+        calls = 0
+
+        async def counted(timeout: float) -> object:
+            nonlocal calls
+            calls += 1
+            if calls == 3:
+                asked.set()
+            return await status(timeout)
+
+        rank.status = counted  # type: ignore[assignment, method-assign]
+        async with asyncio.timeout(WAIT_SECONDS):
+            await asked.wait()
+        assert rings.told == ["ready"]
+
+
+async def test_a_decode_loop_that_ends_by_itself_is_a_lost_ring() -> None:
+    async with started("decode") as rings:
+        rings.ranks.latest[0]._failed.set()
+        await rings.until_told("ready", "lost: ring ring lost a rank and is being rebuilt: a decode loop of ring ended")
+        await eventually(lambda: rings.ring.rebuilds == 1)
+
+
+async def test_the_second_report_of_a_loss_is_echo() -> None:
+    async with started() as rings:
+        ring, first = rings.ring, rings.ring.incarnation
+        ring.report_lost(DEAD, first)
+        ring.report_lost(DEAD, first)
+        with pytest.raises(Unavailable, match="is rebuilding; retry"):
+            ring.require_ready()
+        await rings.until_told("ready", "lost", "ready")
+        ring.report_lost(DEAD, first)  # of an incarnation that is gone
+        assert ring.state is RingState.READY
+        assert len(rings.ranks.rings) == 2
+
+
+async def test_a_rebuild_is_tried_until_it_succeeds() -> None:
+    async with started() as rings:
+        rings.ranks.create_errors = [Unavailable("no room"), RuntimeError("unforeseen")]
+        rings.ranks.start_errors = [Unavailable("slow")]
+        rings.ring.report_lost(DEAD, rings.ring.incarnation)
+        await rings.until_told("ready", "lost", "ready")
+        assert rings.ring.state is RingState.READY
+        assert rings.ring.rebuilds == 1
+        assert len(rings.ranks.rings) == 3, "the first, the one that did not start, the one that did"
+
+
+async def test_a_rank_lost_while_the_rebuilt_ring_announces_itself_means_one_more_rebuild() -> None:
+    async with started() as rings:
+        rings.gate.clear()
+        rings.ring.report_lost(DEAD, rings.ring.incarnation)
+        await rings.until_told("ready", "lost", "ready")
+        rings.ring.report_lost(DEAD, rings.ring.incarnation)
+        await eventually(lambda: rings.ring.rebuilds == 2)
+        rings.gate.set()
+        await rings.until_told("ready", "lost", "ready", "lost", "ready")
+        assert rings.ring.state is RingState.READY
+        assert len(rings.ranks.rings) == 3
+
+
+async def test_a_rebuilt_ring_serves_though_it_could_not_say_so() -> None:
+    async with started() as rings:
+        rings.ready_error = Unavailable("no router")
+        rings.ring.report_lost(DEAD, rings.ring.incarnation)
+        await rings.until_told("ready", "lost", "ready")
+        assert rings.ring.state is RingState.READY
+        assert len(rings.ranks.rings) == 2
+
+
+# --- close -----------------------------------------------------------------------------------------------------------
+
+
+async def test_closing_kills_the_ranks_and_may_be_repeated() -> None:
+    async with started("decode") as rings:
+        await rings.ring.close()
+        await rings.ring.close()
+        assert all(rank.is_killed for rank in rings.ranks.latest)
+        assert rings.ranks.num_open == 0
+        with pytest.raises(Unavailable, match="is closed"):
+            rings.ring.require_ready()
+        rings.ring.report_lost(DEAD, rings.ring.incarnation)
+        assert rings.ring.state is RingState.CLOSED
+
+
+async def test_closing_during_a_rebuild_ends_the_rebuild() -> None:
+    async with started() as rings:
+        rings.ranks.create_errors = [Unavailable("no room")] * 1000
+        attempts = asyncio.Event()
+        rings.ranks.on_create = attempts.set
+        rings.ring.report_lost(DEAD, rings.ring.incarnation)
+        async with asyncio.timeout(WAIT_SECONDS):
+            await attempts.wait()
+            await rings.ring.close()
+        assert rings.ring.state is RingState.CLOSED
+        assert asyncio.all_tasks() == {asyncio.current_task()}, "nobody is left to try again"
+        assert rings.told[-1].startswith("lost")
+
+
+# --- calls together --------------------------------------------------------------------------------------------------
+
+
+async def test_gather_all_waits_for_every_call_before_it_raises() -> None:
+    failed, may_end, ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def fail() -> None:
+        failed.set()
+        raise DEAD
+
+    async def slow() -> None:
+        await may_end.wait()
+        ended.set()
+
+    together = asyncio.create_task(gather_all([fail(), slow()]))
+    await failed.wait()
+    over, _ = await asyncio.wait([together], timeout=0.01)
+    assert not over
+    may_end.set()
+    with pytest.raises(Unavailable, match="rank 1 died"):
+        await together
+    assert ended.is_set()
+
+
+async def test_gather_first_error_cancels_the_others_and_raises_the_error_itself() -> None:
+    ended: list[str] = []
+
+    async def fail() -> None:
+        raise DEAD
+
+    async def forever() -> None:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            ended.append("cancelled")
+            raise
+
+    with pytest.raises(Unavailable, match="rank 1 died"):
+        await gather_first_error([forever(), fail()])
+    assert ended == ["cancelled"]
+
+
+async def test_calls_together_answer_in_order() -> None:
+    ended = [asyncio.Event() for _ in range(5)]
+
+    async def number(value: int) -> int:
+        if value < 4:
+            await ended[value + 1].wait()  # the last one ends first
+        ended[value].set()
+        return value
+
+    for gather in (gather_first_error, gather_all):
+        for event in ended:
+            event.clear()
+        assert await gather(number(value) for value in range(5)) == [*range(5)]

@@ -1,0 +1,149 @@
+"""The main promise: the tokens of every turn are those of stock transformers, whatever the rings and the algorithm."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from orchestration.protocol.turns import PromptMode
+from tests.orchestration.conftest import KINDS
+from tests.orchestration.service import BLOCK_TOKENS, Service
+from tests.workers.models import Oracle, random_tokens
+
+RING_SIZES = (1, 2, 3)
+LENGTHS = (1, 2, 5, 63, 64, 65, 257, 2049)
+SELECTORS = ("pass_kv", "pass_q", "auto")
+# Turn 2 begins after length + 5 tokens and turn 3 after 12 more: for most lengths not divisible by 2N.
+FOLLOW_UPS = (7, 1)
+MAX_TOKENS = 5
+
+Script = list[tuple[list[int], list[int]]]
+"""(new prompt tokens, the answer transformers gives) of each turn."""
+
+
+@pytest.fixture(scope="module")
+def script(oracles: Mapping[str, Oracle]):  # type: ignore[no-untyped-def]
+    @cache
+    def write(kind: str, length: int) -> Script:
+        history: list[int] = []
+        turns: Script = []
+        for number, size in enumerate((length, *FOLLOW_UPS)):
+            new = random_tokens(size, seed=100 * length + number)
+            answer = oracles[kind].greedy([*history, *new], MAX_TOKENS)
+            turns.append((new, answer))
+            history += [*new, *answer]
+        return turns
+
+    return write
+
+
+def _cases() -> Iterator[tuple[str, int, int]]:
+    """All pairs of sizes for one model; for each other every size of either ring, and every pair by one of them."""
+    first, *others = KINDS
+    yield from itertools.product([first], RING_SIZES, RING_SIZES)
+    for shift, kind in enumerate(others):
+        for number, num_prefill in enumerate(RING_SIZES):
+            yield kind, num_prefill, RING_SIZES[(number + shift) % len(RING_SIZES)]
+
+
+@pytest.mark.parametrize(("kind", "num_prefill", "num_decode"), list(_cases()))
+async def test_three_turns_give_the_tokens_of_transformers(  # type: ignore[no-untyped-def]
+    kind: str, num_prefill: int, num_decode: int, model_paths: Mapping[str, Path], script
+) -> None:
+    # Before any ring starts: on a busy machine that takes longer than rings wait for each other.
+    scripts = {length: script(kind, length) for length in LENGTHS}
+    async with Service(model_paths[kind], num_prefill, num_decode) as service:
+        before = service.free_blocks()
+        for selector in SELECTORS:
+            service.select(selector)
+            for length in LENGTHS:
+                await _converse(service, f"{selector}-{length}", scripts[length])
+        service.check_integrity()
+        for length in LENGTHS:
+            for selector in SELECTORS:
+                await service.router.delete_conversation(f"{selector}-{length}")
+        assert service.free_blocks() == before
+
+
+async def _converse(service: Service, name: str, script: Script) -> None:
+    history = 0
+    for number, (new, expected) in enumerate(script):
+        mode = PromptMode.APPEND if history else PromptMode.WHOLE_HISTORY
+        answer = await service.answer(service.request(new, conversation=name, mode=mode, max_tokens=MAX_TOKENS))
+        assert answer.token_ids == expected, f"turn {number + 1} of {name}"
+        plan = answer.begun.plan
+        # All but the last sampled token, whose KV nobody has computed, comes from KV of earlier turns.
+        assert plan.cached_tokens == max(0, history - 1), f"turn {number + 1} of {name}"
+        if name.startswith("pass_q") and plan.prefill_ranks > 1:
+            assert plan.algorithm == "pass_q"
+        history += len(new) + len(expected)
+    for placement in (await service.router.get_conversation(name)).placements:
+        held = placement.shards.held
+        assert max(held) - min(held) <= BLOCK_TOKENS, f"{placement.role} ring holds {held} tokens of {name}"
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.5])
+async def test_a_seed_gives_the_same_tokens_for_every_ring_size(
+    temperature: float, model_paths: Mapping[str, Path]
+) -> None:
+    answers = []
+    for num_prefill in RING_SIZES:
+        for num_decode in RING_SIZES:
+            async with Service(model_paths["llama_gqa"], num_prefill, num_decode) as service:
+                request = service.request(random_tokens(65), max_tokens=24, temperature=temperature, seed=1234)
+                answers.append((await service.answer(request)).token_ids)
+    assert all(answer == answers[0] for answer in answers)
+    assert len(set(answers[0])) > 4, "a hot model that repeats itself has not been sampled"
+
+
+async def test_chunks_change_nothing(model_paths: Mapping[str, Path], oracles: Mapping[str, Oracle]) -> None:
+    prompt = random_tokens(257)
+    expected = oracles["llama_gqa"].greedy(prompt, MAX_TOKENS)
+    for chunk_tokens in (1, 7, 64, 256, 257):
+        async with Service(model_paths["llama_gqa"], 2, 3, chunk_tokens=chunk_tokens) as service:
+            answer = await service.answer(service.request(prompt, max_tokens=MAX_TOKENS))
+            assert answer.token_ids == expected, f"chunks of {chunk_tokens}"
+
+
+async def test_an_edited_history_reuses_only_what_agrees(
+    model_paths: Mapping[str, Path], oracles: Mapping[str, Oracle]
+) -> None:
+    oracle = oracles["llama_gqa"]
+    async with Service(model_paths["llama_gqa"], 2, 3) as service:
+        prompt = random_tokens(101)
+        first = await service.answer(service.request(prompt, conversation="c"))
+        history = [*prompt, *first.token_ids]
+        for edited_at in (60, 3, 0):
+            edited = [*history, 5, 6, 7]
+            edited[edited_at] = (edited[edited_at] + 1) % 300
+            answer = await service.answer(service.request(edited, conversation="c"))
+            assert answer.begun.plan.cached_tokens == edited_at
+            assert answer.token_ids == oracle.greedy(edited, MAX_TOKENS)
+            history = [*edited, *answer.token_ids]
+        again = await service.answer(service.request(history, conversation="c"))
+        assert again.begun.plan.cached_tokens == len(history) - 1
+        assert again.token_ids == oracle.greedy(history, MAX_TOKENS)
+        service.check_integrity()
+
+
+async def test_the_chunks_of_a_long_prompt_choose_their_own_algorithm(
+    model_paths: Mapping[str, Path], oracles: Mapping[str, Oracle]
+) -> None:
+    prompt = random_tokens(800)
+    async with Service(model_paths["llama_gqa"], 2, 2, chunk_tokens=32) as service:
+        service.select("alg1")
+        answer = await service.answer(service.request(prompt, max_tokens=MAX_TOKENS))
+        planned = answer.begun.plan.chunks
+        # A first chunk caches nothing before it; for the last, nearly 800 cached tokens make Q the smaller message.
+        assert (planned[0].algorithm, planned[-1].algorithm) == ("pass_kv", "pass_q")
+        # Alone on its ring, the prompt is computed as it was planned; the further in, the shorter the chunks.
+        assert answer.report.chunks == tuple(replace(chunk, num_turns=1) for chunk in planned)
+        lengths = [len(chunk.tokens) for chunk in planned]
+        assert (lengths[0], sum(lengths)) == (32, 800)
+        assert lengths[:-1] == sorted(lengths[:-1], reverse=True)
+        assert answer.token_ids == oracles["llama_gqa"].greedy(prompt, MAX_TOKENS)

@@ -1,0 +1,202 @@
+"""`ringserve plan` and `ringserve explain`, as they are typed."""
+
+from __future__ import annotations
+
+import json
+from importlib import util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.cli.main import main
+
+MODEL = ("--model", "llama3-405b-fp8", "--hardware", "gtt")
+CONFIG = {
+    "model_type": "llama",
+    "dtype": "bfloat16",
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 32000,
+    "max_position_embeddings": 8192,
+}
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert main([*arguments, "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_plan_predicts_every_ring_for_every_context(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = printed(capsys, "plan", *MODEL, "--context", "128k,1m", "--cp", "1,16")
+    assert plan["proposal"] is None
+    assert [(ring["shape"]["cp"], ring["shape"]["tp"], bool(ring["refusal"])) for ring in plan["rings"]] == [
+        (1, 8, True),
+        (16, 8, False),
+    ]
+    million = plan["rings"][1]["contexts"][1]
+    assert million["tokens"] == 1_000_000
+    assert million["ttft_seconds"] == pytest.approx(77.0, rel=0.1)
+    assert million["kv_bytes"] == pytest.approx(4.03e9, rel=0.01)
+
+
+def test_plan_proposes_a_ratio_for_traffic(capsys: pytest.CaptureFixture[str]) -> None:
+    rate = ("--rate", "0.1/s", "--ttft", "60s", "--ttit", "100ms")
+    plan = printed(capsys, "plan", *MODEL, "--context", "128k:9,1m:1", *rate)
+    prefill, decode = plan["proposal"]["prefill"], plan["proposal"]["decode"]
+    assert max(prefill["ttft_seconds"]) <= 60.0
+    assert decode["ttit_seconds"] <= 0.1
+    left, right = map(int, plan["proposal"]["ratio"].split(":"))
+    shapes = [pool["num_rings"] * pool["shape"]["cp"] * pool["shape"]["tp"] for pool in (prefill, decode)]
+    assert left * shapes[1] == right * shapes[0]
+
+
+def test_plan_for_people_says_what_fits_and_what_is_proposed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *MODEL, "--context", "1m", "--rate", "1/min"]) == 0
+    shown = capsys.readouterr().out
+    assert "no: llama3-405b-fp8 on cp 1 x tp 8 does not fit" in shown
+    assert "the smallest ring that holds it is cp 8 x tp 8" in shown
+    assert "was made for 131072 tokens: longer contexts are timed, not vouched for" in shown
+    assert "prefill:decode" in shown
+
+
+def test_plan_reads_a_model_directory_and_a_measured_profile(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    from cp_core.cost.profile import format_profile, read_profile
+
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "measured.json").write_text(format_profile(read_profile("gti")))
+    arguments = ("--model", str(tmp_path), "--hardware", str(tmp_path / "measured.json"))
+    plan = printed(capsys, "plan", *arguments, "--context", "8k", "--cp", "2", "--tp", "1,2,4")
+    assert [ring["shape"]["tp"] for ring in plan["rings"]] == [1, 2, 4]
+    assert plan["rings"][0]["memory"]["kv_bytes_per_token"] == 2 * 8 * 4 * 128 * 2
+
+
+def test_explain_shows_the_choice_its_reason_and_every_cost(capsys: pytest.CaptureFixture[str]) -> None:
+    turn = ("--tokens", "1280", "--cached", "126720", "--ranks", "4", "--tp", "8")
+    explained = printed(capsys, "explain", *MODEL, *turn)
+    assert explained["chosen"]["algorithm"] == "pass_q"
+    assert [each["name"] for each in explained["alternatives"] if each["is_chosen"]] == ["pass_q"]
+    assert main(["explain", *MODEL, *turn, "--selector", "empirical", "--fit=-1.059,1.145,12.68"]) == 0
+    assert "empirical takes pass_q: Empirical: T=1280 P=126720 N=4" in capsys.readouterr().out
+
+
+def test_explain_compares_the_decode_ring_that_keeps_the_kv(capsys: pytest.CaptureFixture[str]) -> None:
+    rings = ("--ranks", "4", "--tp", "8", "--decode-tp", "8", "--decode-ranks", "4")
+    turn = ("--tokens", "20", "--cached", "126720", *rings)
+    explained = printed(capsys, "explain", *MODEL, *turn, "--missing", "300")
+    direct, ways = explained["direct"], {each["name"]: each for each in explained["alternatives"]}
+    # Rings of one shape compute alike, and only one of them needs KV.
+    assert ways["decode_ring"]["total_seconds"] == ways["pass_q"]["total_seconds"] == direct["prefill_seconds"]
+    assert direct["move_seconds"] == pytest.approx(15 * direct["handoff_seconds"])
+    assert [name for name, each in ways.items() if each["is_chosen"]] == ["decode_ring"]
+    forced = printed(capsys, "explain", *MODEL, *turn, "--selector", "pass_kv")
+    assert [each["name"] for each in forced["alternatives"] if each["is_chosen"]] == ["pass_kv"]
+    # A ring of one rank has all the attention to itself.
+    assert main(["explain", *MODEL, "--tokens", "4000", *turn[2:-1], "1"]) == 0
+    assert "a decode ring of 1 ranks takes " in (shown := capsys.readouterr().out)
+    assert "no sooner than by a prefill ring" in shown
+    assert main(["explain", *MODEL, *turn, "--missing", "126721"]) != 0
+    assert "--missing: 126721 is out of range; allowed are 0 to the 126720 cached" in capsys.readouterr().err
+
+
+def test_explain_sets_rings_of_several_sizes_beside_each_other(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ("--ranks", "1,2,4,8", "--tp", "4,8")
+    chosen = []
+    for tokens in ("16", "128k"):
+        compared = printed(capsys, "explain", *MODEL, "--tokens", tokens, *sizes)
+        rings = compared["rings"]
+        shapes = [(ring["shape"]["cp"], ring["shape"]["tp"]) for ring in rings]
+        assert shapes == [(cp, tp) for tp in (4, 8) for cp in (1, 2, 4, 8)]
+        seconds = {
+            shape: next(each["total_seconds"] for each in ring["alternatives"] if each["is_chosen"])
+            for shape, ring in zip(shapes, rings, strict=True)
+        }
+        taken = compared["chosen"]["cp"], compared["chosen"]["tp"]
+        assert seconds[taken] <= 1.1 * min(seconds.values())
+        smaller = [shape for shape in shapes if shape[0] * shape[1] < taken[0] * taken[1]]
+        assert all(seconds[shape] > 1.1 * min(seconds.values()) for shape in smaller)
+        chosen.append(taken)
+    assert chosen[0][0] == 1, "a short prompt does not pay for context parallelism"
+    assert chosen[1] == (8, 8)
+    assert main(["explain", *MODEL, "--tokens", "128k", *sizes]) == 0
+    shown = capsys.readouterr().out
+    assert "cp 8 x tp 8 takes" in shown
+    assert ": the quickest" in shown
+    assert "auto takes pass_kv" in shown
+    assert [line.split()[1:3] for line in shown.splitlines() if line.strip().startswith("*")] == [["8", "8"]]
+
+
+def test_reproduction_prints_row_by_row_and_says_which_targets_are_missed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--reproduce"]) == 0
+    shown = capsys.readouterr().out
+    assert "CP16+TP8 T=1000000" in shown
+    assert "TTFT, first half by the second, rms: 0.034, at most 0.05: met" in shown
+    assert "Table 8, its other columns, rms: 0.136, at most 0.05: MISSED" in shown
+    found = printed(capsys, "plan", "--reproduce")
+    assert len(found["prefills"]) == 40
+
+
+def test_figures_like_the_papers_are_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["plan", "--reproduce", "--plot", str(tmp_path / "figures")]) == 0
+    written = sorted(path.name for path in (tmp_path / "figures").iterdir())
+    assert [name[:8] for name in written] == ["figure-6", "figure-7", "figure-8", "figure-9"]
+    assert all((tmp_path / "figures" / name).read_bytes().startswith(b"\x89PNG") for name in written)
+
+
+def test_a_plan_is_drawn_even_with_a_single_context(tmp_path: Path) -> None:
+    path = tmp_path / "plan.png"
+    assert main(["plan", *MODEL, "--context", "128k", "--plot", str(path)]) == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("plan",), "--model: nothing is given"),
+        (("plan", *MODEL), "--context: nothing is given"),
+        (("plan", "--model", "gpt", "--context", "8k"), "--model: 'gpt' is unknown; allowed are llama3-8b"),
+        (("plan", *MODEL, "--context", "8k", "--hardware", "none"), "hardware profile 'none' is unknown"),
+        (("plan", *MODEL, "--context", "8k", "--tp", "3"), "--tp: 3 does not divide the 8 KV heads"),
+        (("plan", *MODEL, "--context", "8k", "--cp", "0"), "--cp: '0' is no list of sizes"),
+        (("plan", *MODEL, "--context", "8k", "--cp", "two"), "--cp: 'two' is no list of sizes"),
+        (("plan", *MODEL, "--context", "8k", "--cached", "1"), "--cached: 1.0 is no share"),
+        (("plan", *MODEL, "--context", "8k", "--cached", "nan"), "--cached: nan is no share"),
+        (("plan", *MODEL, "--context", "8k", "--ttft", "1s"), "--ttft: a limit needs traffic; give --rate too"),
+        (("plan", *MODEL, "--context", "8k", "--rate", "1/s", "--max-batch", "0"), "--max-batch: 0 is no batch"),
+        (("plan", *MODEL, "--context", "10m", "--cp", "1"), "llama3-405b-fp8 on cp 1 x tp 8 does not fit"),
+        (("plan", "--model", "llama3-405b", "--context", "8k"), "llama3-405b on cp 64 x tp 8 does not fit: a process"),
+        (("explain", *MODEL, "--tokens", "0", "--ranks", "2"), "--tokens: '0' is no number of tokens"),
+        (("explain", *MODEL, "--tokens", "1", "--ranks", "0"), "--ranks: '0' is no list of sizes"),
+        (("explain", *MODEL, "--tokens", "1", "--ranks", "2", "--fit", "1,2"), "--fit: '1,2' are no three numbers"),
+        (("explain", *MODEL, "--tokens", "1", "--ranks", "2", "--tp", "3"), "--tp: 3 does not divide the 8 KV heads"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_in_one_sentence(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], sentence: str
+) -> None:
+    assert main(list(arguments)) == 1
+    error = capsys.readouterr().err.strip()
+    assert error.startswith(f"ringserve: {sentence}")
+    assert len(error.splitlines()) == 1
+
+
+def test_plots_need_matplotlib_and_a_place_to_write_to(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    assert main(["plan", "--reproduce", "--plot", str(file / "figures")]) == 1
+    assert "--plot: cannot make the directory" in capsys.readouterr().err
+    assert main(["plan", *MODEL, "--context", "8k", "--plot", str(tmp_path / "none" / "plan.png")]) == 1
+    assert "--plot: cannot write" in capsys.readouterr().err
+    monkeypatch.setattr(
+        "services.offline.bench.plot.find_spec", lambda name: None if name == "matplotlib" else util.find_spec(name)
+    )
+    assert main(["plan", "--reproduce", "--plot", str(tmp_path)]) == 1
+    assert "--plot needs matplotlib" in capsys.readouterr().err

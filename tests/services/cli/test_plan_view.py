@@ -1,0 +1,61 @@
+"""What commands show of plans and of pools."""
+
+from __future__ import annotations
+
+import pytest
+
+from ringserve.v1 import inference_pb2
+from services.cli.plan_view import show_plan
+from services.cli.status import pool_sizes
+from services.client import Plan
+
+
+def complete(*rings: tuple[str, int, int, float]) -> inference_pb2.GenerateComplete:
+    """(name, ranks, processes a rank, queue seconds) of rings that prefill in 5 ms."""
+    alternatives = [
+        inference_pb2.RingAlternative(
+            ring=name,
+            num_ranks=cp,
+            tp=tp,
+            queue_seconds=queue,
+            move_seconds=0.002,
+            prefill_seconds=0.005,
+            total_seconds=queue + 0.007,
+        )
+        for name, cp, tp, queue in rings
+    ]
+    plan = inference_pb2.Plan(algorithm="pass_q", prefill_ring="prefill-0", ring_alternatives=alternatives)
+    return inference_pb2.GenerateComplete(plan=plan)
+
+
+def test_rings_that_were_compared_are_shown_with_their_sizes_the_quickest_first(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    show_plan(complete(("prefill-wide-0", 4, 2, 1.5), ("prefill-0", 1, 1, 0.25)))
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    lines = [line.split() for line in shown.err.splitlines()[1:]]
+    own, other = (next(line for line in lines if name in line) for name in ("prefill-0", "prefill-wide-0"))
+    assert own == ["*", "prefill-0", "1", "1", "257", "ms", "250", "ms", "2", "ms", "5", "ms"]
+    assert other == ["prefill-wide-0", "4", "2", "1.51", "s", "1.5", "s", "2", "ms", "5", "ms"]
+    assert lines.index(own) < lines.index(other)
+
+
+def test_a_client_in_python_gets_them_typed() -> None:
+    plan = Plan.from_message(complete(("prefill-wide-0", 4, 2, 1.5)).plan)
+    (ring,) = plan.ring_alternatives
+    assert (ring.ring, ring.num_ranks, ring.tp) == ("prefill-wide-0", 4, 2)
+    assert (ring.queue_seconds, ring.total_seconds) == (1.5, 1.507)
+
+
+def test_where_no_rings_were_compared_the_plan_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    show_plan(complete())
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_pools_are_counted_by_role_and_size() -> None:
+    shapes = [("prefill", 2, 1), ("prefill", 1, 1), ("prefill", 1, 1), ("prefill", 2, 2), ("decode", 3, 1)]
+    rings = [inference_pb2.RingInfo(role=role, num_ranks=cp, tp=tp) for role, cp, tp in shapes]
+    info = inference_pb2.GetServerInfoResponse(rings=rings)
+    assert pool_sizes(info) == ("prefill rings: 1 of cp 2 x tp 2, 1 of cp 2, 2 of cp 1; decode rings: 1 of cp 3")
+    assert pool_sizes(inference_pb2.GetServerInfoResponse()) == ""

@@ -1,0 +1,103 @@
+"""`ringserve drain` tells what is left to do, and what became of the conversations that the ring kept."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from orchestration.protocol.views import DrainView, RingStatus, ServerView
+from services.cli.main import main
+
+RING = RingStatus(
+    role="decode",
+    name="decode-0",
+    endpoint="",
+    incarnation="first",
+    state="ready",
+    num_ranks=1,
+    num_requests_running=2,
+    is_draining=True,
+)
+DRAIN = DrainView(
+    role="decode",
+    ring="decode-0",
+    has_left=False,
+    running_turns=2,
+    num_moved=0,
+    num_left=9,
+    num_no_room=0,
+    num_failed=0,
+    moved_bytes=0,
+)
+EMPTY = ServerView(selector="auto", rings=(), conversations=9, running_turns=2)
+
+
+class Door:
+    """A router, and the way to it, that is seen as `views` say, one after the other."""
+
+    def __init__(self, *views: ServerView) -> None:
+        self._views = list(views)
+        self.asked: list[tuple[str, float, bool]] = []
+
+    def __call__(self, tls: object) -> Door:
+        return self
+
+    def router(self, endpoint: str) -> Door:
+        assert endpoint == "here:1"
+        return self
+
+    async def close(self) -> None:
+        return
+
+    async def drain_ring(self, name: str, seconds: float, *, force: bool) -> None:
+        self.asked.append((name, seconds, force))
+
+    async def get_server_info(self) -> ServerView:
+        return self._views.pop(0)
+
+
+def drain(door: Door, monkeypatch: pytest.MonkeyPatch, *options: str) -> None:
+    monkeypatch.setattr("services.cluster.operator.GrpcPeers", door)
+    monkeypatch.setattr("services.cluster.operator.POLL_SECONDS", 0.0)
+    assert main(["drain", "decode-0", "--target", "here:1", *options]) == 0
+
+
+def test_progress_and_outcome_are_told_in_words(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    some = replace(DRAIN, num_moved=3, num_left=5, num_no_room=1)
+    end = replace(DRAIN, has_left=True, num_moved=6, num_left=0, num_no_room=1, num_failed=2)
+    door = Door(
+        replace(EMPTY, rings=(RING,), drains=(DRAIN,)),
+        replace(EMPTY, rings=(RING,), drains=(DRAIN,)),
+        replace(EMPTY, rings=(replace(RING, num_requests_running=0),), drains=(some,)),
+        replace(EMPTY, drains=(end,)),
+    )
+    drain(door, monkeypatch, "--seconds", "60", "--force")
+    assert door.asked == [("decode-0", 60.0, True)]
+    told = capsys.readouterr()
+    assert told.err.splitlines() == [
+        "ringserve: ring decode-0 drains, 2 turns are under way, 0 conversations are moved and 9 left",
+        "ringserve: ring decode-0 drains, 0 turns are under way, 3 conversations are moved and 5 left",
+    ]
+    assert told.out == (
+        "ringserve: decode-0 has left; 6 conversations were moved, 1 found no room elsewhere, 2 could not be moved\n"
+    )
+
+
+def test_a_script_reads_the_outcome_as_json(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    end = replace(DRAIN, has_left=True, num_moved=8, num_left=1, moved_bytes=4096)
+    drain(Door(replace(EMPTY, rings=(RING,)), replace(EMPTY, drains=(end,))), monkeypatch, "--json")
+    outcome = {"moved": 8, "left": 1, "no_room": 0, "failed": 0, "moved_bytes": 4096}
+    assert json.loads(capsys.readouterr().out) == {"ring": "decode-0", "drained": True, **outcome}
+
+
+def test_a_router_that_knows_nothing_of_the_drain_any_more_is_believed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    drain(Door(EMPTY), monkeypatch)
+    assert capsys.readouterr().out == "ringserve: decode-0 has left\n"

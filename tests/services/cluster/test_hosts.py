@@ -1,0 +1,54 @@
+"""What a leader is given of the cluster it runs in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from services.cluster.hosts import LeaderHost, reachable
+from services.config import config_from
+
+
+def host(role: str, index: int = 0, pool: str = "", **sections: dict[str, Any]) -> LeaderHost:
+    config = config_from(sections)
+    (found,) = (each for each in config.pools_of(role) if each.name == pool)
+    return LeaderHost(config=config, model_path="", pool=found, number=index, router_endpoint="")
+
+
+@pytest.mark.parametrize(("index", "address"), [(0, "0.0.0.0:9500"), (3, "0.0.0.0:9503")])
+def test_rings_of_a_pool_take_metrics_ports_in_a_row(index: int, address: str) -> None:
+    metrics = {"prefill": "0.0.0.0:9500", "decode": "127.0.0.1:0"}
+    assert host("prefill", index, metrics=metrics).metrics_address() == address
+    assert host("decode", index, metrics=metrics).metrics_address() == "127.0.0.1:0", "0 is any port for each"
+
+
+def test_rings_of_further_pools_take_the_ports_behind_those_of_the_first_and_have_its_settings() -> None:
+    prefill = {"rings": 2, "cp": 4, "chunk_tokens": 99, "pools": {"b": {"tp": 2}, "a": {"rings": 2, "cp": 3}}}
+    sections: dict[str, dict[str, Any]] = {"prefill": prefill, "metrics": {"prefill": "127.0.0.1:9500"}}
+    rings = [("", 0), ("", 1), ("a", 0), ("a", 1), ("b", 0)]
+    hosts = [host("prefill", number, pool, **sections) for pool, number in rings]
+    assert [each.metrics_address().rpartition(":")[2] for each in hosts] == ["9500", "9501", "9502", "9503", "9504"]
+    settings = [each.settings() for each in hosts]
+    assert [each.name for each in settings] == ["prefill-0", "prefill-1", "prefill-a-0", "prefill-a-1", "prefill-b-0"]
+    assert [(each.num_ranks, each.tp) for each in settings] == [(4, 1), (4, 1), (3, 1), (3, 1), (1, 2)]
+    assert {(each.role, each.chunk_tokens, each.max_waiting) for each in settings} == {("prefill", 99, 256)}
+
+
+def test_a_pool_without_metrics_serves_none() -> None:
+    assert host("decode", metrics={"decode": ""}).metrics_address() == ""
+
+
+def test_a_rank_takes_its_processors_its_gpu_and_a_place_of_its_pool() -> None:
+    ray = {"prefill_resource": "ringserve-prefill"}
+    model = {"device": "cuda"}
+    taken = host("prefill", ray=ray, model=model, prefill={"threads_per_rank": 3}).resources()
+    assert taken == {"CPU": 3.0, "GPU": 1.0, "ringserve-prefill": 1.0}
+    assert host("decode", ray=ray).resources() == {"CPU": 1.0}
+    small = {"pools": {"small": {"threads_per_rank": 2, "resource": "little"}}}
+    assert host("decode", pool="small", decode=small).resources() == {"CPU": 2.0, "little": 1.0}
+
+
+def test_an_address_on_one_interface_is_told_as_it_is() -> None:
+    assert reachable("127.0.0.1:50050") == "127.0.0.1:50050"
+    assert reachable("10.1.2.3:1") == "10.1.2.3:1"

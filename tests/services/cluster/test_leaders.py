@@ -1,0 +1,130 @@
+"""Who starts leaders again, and when; decided without Ray."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from orchestration.protocol.rings import RingEvent
+from services.cluster.hosts import LeaderHost
+from services.cluster.leaders import NODE_SECONDS, RESTART_SECONDS, RingKeeper
+from services.config import config_from
+
+
+@dataclass
+class FakeLeader:
+    host: LeaderHost
+    name: str
+    started_at: float
+    left: bool = False
+    reason: str = ""
+    ends: list[str] = field(default_factory=list)
+
+    def has_left(self) -> bool:
+        return self.left
+
+    def failure(self) -> str:
+        return self.reason
+
+    def end(self) -> None:
+        self.ends.append("end")
+
+    def kill(self) -> None:
+        self.ends.append("kill")
+
+
+class Machine:
+    """A clock, the nodes that live, and every leader that was ever started."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.nodes: set[str] = set()
+        self.made: list[FakeLeader] = []
+        self.keeper = RingKeeper(self._start, self.nodes.__contains__, lambda: self.now)
+        config = config_from({})
+        (pool,) = config.pools_of("decode")
+        host = LeaderHost(config=config, model_path="", pool=pool, number=0, router_endpoint="")
+        self.keeper.make(host)
+
+    def _start(self, host: LeaderHost, name: str) -> FakeLeader:
+        self.made.append(FakeLeader(host, name, self.now))
+        return self.made[-1]
+
+    def look(self, *, after: float = 2 * RESTART_SECONDS) -> int:
+        """How many leaders have been started when the keeper has looked."""
+        self.now += after
+        self.keeper.look()
+        return len(self.made)
+
+
+@pytest.fixture
+def machine() -> Machine:
+    return Machine()
+
+
+WANTED = RingEvent(ring="decode-0")
+
+
+def test_a_leader_that_failed_is_started_again_by_another_name(machine: Machine) -> None:
+    machine.made[0].reason = "died"
+    assert machine.look() == 2
+    assert [leader.name for leader in machine.made] == ["decode-0-1", "decode-0-2"]
+    assert machine.made[0].ends == ["kill"]
+    assert machine.look() == 2
+
+
+def test_one_that_fails_at_once_does_not_keep_the_machine_busy(machine: Machine) -> None:
+    machine.made[0].reason = "could not start"
+    assert machine.look(after=RESTART_SECONDS / 2) == 1
+    assert machine.look(after=RESTART_SECONDS) == 2
+
+
+def test_a_ring_that_has_drained_stays_away_until_it_is_wanted(machine: Machine) -> None:
+    machine.made[0].left = True
+    assert machine.look() == 1
+    assert machine.made[0].ends == ["end"]
+    assert machine.keeper.leaders == []
+    machine.keeper.want(WANTED)
+    assert machine.look() == 2
+    assert machine.look() == 2
+
+
+def test_a_ring_that_is_wanted_before_it_was_seen_to_leave_is_not_forgotten(machine: Machine) -> None:
+    machine.keeper.want(WANTED)
+    assert machine.look() == 1, "it serves still"
+    machine.made[0].left = True
+    assert machine.look() == 2
+
+
+def test_a_ring_that_died_instead_of_leaving_is_not_started_twice(machine: Machine) -> None:
+    machine.keeper.want(WANTED)
+    machine.made[0].reason = "died"
+    assert machine.look() == 2
+    machine.made[1].left = True
+    assert machine.look() == 2, "it drains for another reason, and stays away"
+
+
+def test_a_ring_that_nobody_knows_is_not_started(machine: Machine) -> None:
+    machine.keeper.want(RingEvent(ring="decode-7"))
+    assert machine.look() == 1
+
+
+def test_a_ring_does_not_return_to_the_node_it_left_for(machine: Machine) -> None:
+    machine.nodes.update({"10.0.0.1", "10.0.0.2"})
+    machine.keeper.want(RingEvent(ring="decode-0", leaving_nodes=("10.0.0.1", "10.0.0.2")))
+    machine.made[0].left = True
+    assert machine.look() == 1
+    machine.nodes.remove("10.0.0.1")
+    assert machine.look() == 1
+    machine.nodes.remove("10.0.0.2")
+    assert machine.look() == 2
+
+
+def test_a_node_that_stays_is_not_waited_for_for_ever(machine: Machine) -> None:
+    machine.nodes.add("10.0.0.1")
+    machine.keeper.want(RingEvent(ring="decode-0", leaving_nodes=("10.0.0.1",)))
+    machine.made[0].left = True
+    assert machine.look() == 1
+    assert machine.look(after=NODE_SECONDS - 1) == 1
+    assert machine.look(after=1) == 2

@@ -1,0 +1,113 @@
+"""The files that say which clusters run here: true for living ones, gone with dead ones."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from cp_core.errors import ConfigError, NotFound
+from services.cluster.state import (
+    ClusterState,
+    find_process,
+    read_state,
+    remove_state,
+    require_state,
+    started_after_boot,
+    state_directory,
+    write_state,
+)
+
+
+@pytest.fixture(autouse=True)
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("RINGSERVE_STATE", str(tmp_path / "state"))
+    return tmp_path / "state"
+
+
+def state_of(process: psutil.Process, name: str = "default") -> ClusterState:
+    started = started_after_boot(process.pid)
+    return ClusterState(name=name, pid=process.pid, started=started, gateway="g:1", metrics="", router="r:1", log="log")
+
+
+def test_a_running_cluster_is_found_again() -> None:
+    state = state_of(psutil.Process())
+    write_state(state)
+    assert read_state("default") == require_state("default") == state
+    assert state.is_running
+
+
+def test_a_number_that_belongs_to_another_process_now_is_not_the_cluster(directory: Path) -> None:
+    state = state_of(psutil.Process())
+    write_state(dataclasses.replace(state, started=state.started - 3600))
+    assert read_state("default") is None
+    assert list(directory.iterdir()) == []
+
+
+def test_a_cluster_is_found_after_somebody_has_set_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    write_state(state_of(psutil.Process()))
+    boot = psutil.boot_time()
+    began = psutil.Process().create_time()
+    monkeypatch.setattr("psutil._psplatform.boot_time", lambda: boot + 3600)  # which is how the kernel shows it
+    assert psutil.Process().create_time() == pytest.approx(began + 3600)
+    assert require_state("default").is_running
+
+
+def test_a_process_that_ended_is_not_the_cluster() -> None:
+    ended = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    process = psutil.Process(ended.pid)
+    started = started_after_boot(ended.pid)
+    assert find_process(ended.pid, started) == process
+    ended.communicate(b"\n", timeout=30)
+    assert find_process(ended.pid, started) is None
+
+
+def test_a_process_nobody_has_waited_for_yet_has_ended() -> None:
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    try:
+        process = psutil.Process(child)
+        os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+        assert process.status() == psutil.STATUS_ZOMBIE
+        assert find_process(child, started_after_boot(child)) is None
+    finally:
+        os.waitpid(child, 0)
+
+
+def test_no_cluster_is_an_error_that_says_what_to_do() -> None:
+    assert read_state("default") is None
+    with pytest.raises(NotFound, match="no cluster named 'default' runs here; start one with 'ringserve up'"):
+        require_state("default")
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"name": "x"}', "\x00", '{"pid": "one"}'])
+def test_a_file_that_was_cut_off_counts_for_nothing(directory: Path, content: str) -> None:
+    directory.mkdir()
+    (directory / "default.json").write_text(content)
+    assert read_state("default") is None
+
+
+def test_removing_is_idempotent_and_clusters_are_apart(directory: Path) -> None:
+    for name in ("one", "two"):
+        write_state(state_of(psutil.Process(), name))
+    for _ in range(2):
+        remove_state("one")
+    assert [path.name for path in directory.iterdir()] == ["two.json"]
+
+
+@pytest.mark.parametrize("name", ["", "..", "a/b", "a.b", "-", "a b"])
+def test_a_name_that_is_no_file_name_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="letters, digits"):
+        read_state(name)
+
+
+def test_the_directory_follows_the_environment() -> None:
+    assert state_directory({"RINGSERVE_STATE": "/s", "XDG_STATE_HOME": "/x"}) == Path("/s")
+    assert state_directory({"XDG_STATE_HOME": "/x"}) == Path("/x/ringserve")
+    assert state_directory({}) == Path.home() / ".local/state/ringserve"

@@ -1,0 +1,216 @@
+"""The HTTP door to whoever speaks HTTP: what is malformed is refused in OpenAI's shape, and the door stays open."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any
+
+import httpx2
+import pytest
+from starlette.types import Message
+
+from cp_core.errors import ConfigError, Unavailable
+from services.gateway.openai import app
+from services.gateway.openai.hang_up import KEEP_ALIVE, EventStream
+from services.gateway.openai.header_limit import MAX_HEADER_BYTES
+from services.gateway.openai.server import HttpServer
+from tests.services.doors import CALL_SECONDS, MODEL, Doors
+
+
+@pytest.fixture
+async def http(doors: Doors) -> AsyncIterator[httpx2.AsyncClient]:
+    async with httpx2.AsyncClient(base_url=doors.url, timeout=CALL_SECONDS) as client:
+        yield client
+
+
+async def is_served(http: httpx2.AsyncClient) -> bool:
+    answer = await http.post("/v1/completions", json={"model": MODEL, "prompt": "x", "max_tokens": 1})
+    return answer.status_code == 200
+
+
+def refusal(answer: httpx2.Response, status: int) -> str:
+    """The sentence of a refusal that has OpenAI's shape."""
+    assert answer.status_code == status, answer.text
+    error: dict[str, Any] = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    message: str = error["message"]
+    assert "\n" not in message
+    assert "Traceback" not in message
+    return message
+
+
+MALFORMED = {
+    "nothing": (b"", "the body is not valid JSON"),
+    "half an object": (b'{"model": ', "the body is not valid JSON"),
+    "no UTF-8": (b"\xff\xfe\xfd", "the body is not valid JSON"),
+    "too deep": (b"[" * 200_000, "the body is not valid JSON"),
+    "a number too long": (b'{"model": ' + b"9" * 10_000 + b"}", "the body is not valid JSON"),
+    "a list": (b"[]", "the body must be a JSON object"),
+    "no model": (b"{}", "model: none given; served is 'tiny-model'"),
+    "a model that is no name": (b'{"model": 7}', "model: 7 is not allowed; give a string"),
+    "no prompt": (b'{"model": "tiny-model"}', "prompt: None is not allowed"),
+    "a prompt of the wrong type": (b'{"model": "tiny-model", "prompt": {}}', "prompt: {} is not allowed"),
+    "an empty prompt": (b'{"model": "tiny-model", "prompt": ""}', "prompt: the prompt has 0 tokens"),
+    "no token": (b'{"model": "tiny-model", "prompt": []}', "prompt: the prompt has 0 tokens"),
+    "several prompts": (b'{"model": "tiny-model", "prompt": ["a", "b"]}', "prompt: 2 prompts are given"),
+    "a token that is none": (b'{"model": "tiny-model", "prompt": [1, -1]}', "prompt[1]: -1 is not allowed"),
+    "an unknown token": (b'{"model": "tiny-model", "prompt": [1, 300]}', "prompt[1]: token 300 is outside"),
+    "half a character": (b'{"model": "tiny-model", "prompt": "\\ud800"}', "prompt: holds half a surrogate pair"),
+    "no finite number": (b'{"model": "tiny-model", "prompt": "a", "temperature": NaN}', "temperature: nan is out of"),
+    "a number beyond all": (
+        b'{"model": "tiny-model", "prompt": "a", "temperature": 1' + b"0" * 400 + b"}",
+        "temperature: the number is too large",
+    ),
+    "a stream of another kind": (b'{"model": "tiny-model", "prompt": "a", "stream": "yes"}', "stream: 'yes' is not"),
+    "options of another kind": (b'{"model": "tiny-model", "prompt": "a", "stream_options": 1}', "stream_options: 1"),
+    "an unknown mode": (b'{"model": "tiny-model", "prompt": "a", "prompt_mode": "x"}', "prompt_mode: 'x' is not"),
+    "a mode that is no name": (
+        b'{"model": "tiny-model", "prompt": "a", "prompt_mode": []}',
+        "prompt_mode: [] is not allowed; give a string",
+    ),
+    "a line in an id": (
+        b'{"model": "tiny-model", "prompt": "a", "conversation_id": "a\\nb"}',
+        "conversation_id: 'a\\nb' holds characters that cannot be printed",
+    ),
+}
+
+
+@pytest.mark.parametrize(("body", "said"), MALFORMED.values(), ids=MALFORMED.keys())
+async def test_a_malformed_body_is_refused_with_a_sentence(http: httpx2.AsyncClient, body: bytes, said: str) -> None:
+    assert said in refusal(await http.post("/v1/completions", content=body), 400)
+    assert await is_served(http)
+
+
+async def test_a_body_that_is_too_large_is_refused_declared_or_not(
+    http: httpx2.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app, "MAX_MESSAGE_BYTES", 1000)
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for _ in range(20):
+            yield b" " * 100
+
+    for content in (b" " * 1001, pieces()):
+        assert "larger than 1000 bytes" in refusal(await http.post("/v1/completions", content=content), 413)
+    assert await is_served(http)
+
+
+async def test_headers_that_are_too_large_are_refused_and_harm_nothing(http: httpx2.AsyncClient) -> None:
+    long = "x" * MAX_HEADER_BYTES
+    for refused in (http.get("/v1/models", headers={"x-long": long}), http.get(f"/v1/models/{long}")):
+        assert "larger than 32768 bytes" in refusal(await refused, 431)
+    assert (await http.get("/v1/models", headers={"x-long": long[::2]})).status_code == 200
+    huge = {f"x-{number}": long for number in range(40)}  # more than the server reads at a time
+    with contextlib.suppress(httpx2.TransportError):  # it may hang up while we still send
+        assert (await http.get("/v1/models", headers=huge)).status_code in (400, 431)
+    assert await is_served(http)
+
+
+async def test_a_chat_of_too_many_messages_is_refused(http: httpx2.AsyncClient) -> None:
+    body = {"model": MODEL, "messages": [{"role": "user", "content": ""}] * 4097}
+    said = refusal(await http.post("/v1/chat/completions", json=body), 400)
+    assert said == "messages: 4097 are too many; at most 4096 are allowed"
+
+
+async def test_a_body_that_does_not_come_is_given_up(doors: Doors, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "BODY_SECONDS", 0.2)
+    host, _, port = doors.url.removeprefix("http://").rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n{")
+    async with asyncio.timeout(10):
+        assert b" 408 " in await reader.readline()
+    writer.close()
+    await writer.wait_closed()
+
+
+async def test_a_path_or_method_that_is_not_there_is_refused_in_the_same_shape(http: httpx2.AsyncClient) -> None:
+    assert refusal(await http.get("/v1/nothing"), 404) == "there is no /v1/nothing"
+    wrong = await http.get("/v1/completions")
+    assert refusal(wrong, 405) == "/v1/completions does not know the method GET"
+    assert wrong.headers["allow"] == "POST"
+
+
+async def test_an_error_of_our_own_shows_nothing_of_its_inside(
+    http: httpx2.AsyncClient, doors: Doors, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def broken(request: object) -> None:
+        raise ZeroDivisionError("a secret of ours")
+
+    monkeypatch.setattr(doors.service.router, "begin_turn", broken)
+    answer = await http.post("/v1/completions", json={"model": MODEL, "prompt": "x"})
+    assert refusal(answer, 500) == "internal error; the server's log has the details"
+    assert "a secret of ours" in caplog.text
+
+
+async def test_health_says_whether_a_turn_could_be_served(
+    http: httpx2.AsyncClient, doors: Doors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert (await http.get("/health")).json() == {"status": "ok"}
+
+    async def lost() -> None:
+        raise Unavailable("the ring is gone")
+
+    monkeypatch.setattr(doors.service.decode, "get_status", lost)
+    assert refusal(await http.get("/health"), 503) == "no decode ring takes turns"
+    monkeypatch.setattr(doors.service.router, "get_server_info", lost)
+    assert refusal(await http.get("/health"), 503) == "the ring is gone"
+
+
+async def test_events_are_lines_of_json_and_end_with_done(http: httpx2.AsyncClient) -> None:
+    body = {"model": MODEL, "prompt": "Once", "max_tokens": 3, "stream": True}
+    answer = await http.post("/v1/completions", json=body)
+    assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+    *events, done, end = answer.text.split("\n\n")
+    assert (done, end) == ("data: [DONE]", "")
+    assert all(json.loads(event.removeprefix("data: "))["object"] == "text_completion" for event in events)
+
+
+async def test_a_silent_stream_is_kept_open_by_comments() -> None:
+    """A prompt of a million tokens takes longer than proxies wait for the first byte."""
+    is_pinged, sent = asyncio.Event(), []
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        yield b"data: first\n\n"
+        await is_pinged.wait()
+        yield b"data: second\n\n"
+
+    async def send(message: Message) -> None:
+        sent.append(message.get("body"))
+        if message.get("body") == KEEP_ALIVE:
+            is_pinged.set()
+
+    async def receive() -> Message:
+        await asyncio.Event().wait()
+        raise AssertionError("never")
+
+    async with asyncio.timeout(10):
+        await EventStream(events(), keep_alive_seconds=0.05)({}, receive, send)
+    assert [body for body in sent if body != KEEP_ALIVE] == [None, b"data: first\n\n", b"data: second\n\n", b""]
+    assert KEEP_ALIVE in sent
+    assert sent[-1] == b""
+
+
+async def test_a_port_in_use_is_an_error_that_names_it() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(ConfigError, match=f"gateway.http: cannot listen on {address}"):
+            await HttpServer(app.HttpDoor(None, MODEL, 1).app).start(address)  # type: ignore[arg-type]
+
+
+async def test_a_stopped_door_is_closed_and_its_port_free(doors: Doors) -> None:
+    server = HttpServer(app.HttpDoor(doors.servicer, MODEL, 100).app)
+    address = await server.start("127.0.0.1:0")
+    async with httpx2.AsyncClient(base_url=f"http://{address}") as http:
+        assert (await http.get("/v1/models")).status_code == 200
+        await server.stop(1.0)
+        with pytest.raises(httpx2.ConnectError):
+            await http.get("/v1/models")
+    again = HttpServer(app.HttpDoor(doors.servicer, MODEL, 100).app)
+    assert await again.start(address) == address
+    await again.stop(1.0)

@@ -1,0 +1,193 @@
+"""Text that grows by whole characters, and is in the end the text of all tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from cp_core.errors import InvalidRequest, ModelRefused
+from services.gateway.text import REPLACEMENT, IncrementalText, TextCodec
+from workers.model.builtin_tokenizer import BOS_TOKEN_ID, END_TOKEN_ID, EOS_TOKEN_ID, VOCAB_SIZE, write_tokenizer
+
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=60).filter(lambda text: "<|" not in text)
+"""Any Unicode text, characters of one to four bytes; but no special token spelt out, which is that token."""
+
+
+@st.composite
+def splits(draw: st.DrawFn, length: int) -> list[slice]:
+    """Cut `length` tokens anywhere, with empty parts too."""
+    cuts = sorted(draw(st.lists(st.integers(0, length), max_size=2 * length)))
+    bounds = [0, *cuts, length]
+    return [slice(begin, end) for begin, end in pairwise(bounds)]
+
+
+def read(codec: TextCodec, ids: Sequence[int], parts: Sequence[slice]) -> tuple[list[str], str, IncrementalText]:
+    """(what each push returned, what finishing returned, the whole)."""
+    text = IncrementalText(codec)
+    pushed = [text.push(ids[part]) for part in parts]
+    return pushed, text.finish(), text
+
+
+# --- growing ---------------------------------------------------------------------------------------------------------
+
+
+@given(texts, st.data())
+def test_a_text_cut_anywhere_grows_by_whole_characters(byte_codec: TextCodec, text: str, data: st.DataObject) -> None:
+    raw = text.encode()
+    parts = data.draw(splits(len(raw)))
+    pushed, rest, whole = read(byte_codec, list(raw), parts)
+    assert "".join(pushed) + rest == text == whole.text
+    done = 0
+    for part, new in zip(parts, pushed, strict=True):
+        done += len(new.encode())
+        complete = raw[: part.stop].decode(errors="ignore")
+        assert raw[:done].decode() == text[: len(raw[:done].decode())], "never half a character"
+        if not complete.endswith(REPLACEMENT):
+            assert done == len(complete.encode()), "a whole character does not wait"
+
+
+@given(st.binary(max_size=80) | st.binary(max_size=4).map(lambda raw: 60 * raw), st.data())
+def test_bytes_that_are_no_text_end_as_the_replacements_of_a_whole_decode(
+    byte_codec: TextCodec, raw: bytes, data: st.DataObject
+) -> None:
+    pushed, rest, whole = read(byte_codec, list(raw), data.draw(splits(len(raw))))
+    assert "".join(pushed) + rest == whole.text == raw.decode(errors="replace")
+
+
+@given(st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=80), st.data())
+def test_any_tokens_in_any_parts_give_the_text_of_all_of_them(
+    byte_codec: TextCodec, ids: list[int], data: st.DataObject
+) -> None:
+    pushed, rest, whole = read(byte_codec, ids, data.draw(splits(len(ids))))
+    assert "".join(pushed) + rest == whole.text == byte_codec.decode(ids)
+
+
+def test_half_a_character_waits_for_its_other_half(byte_codec: TextCodec) -> None:
+    text = IncrementalText(byte_codec)
+    smile = "😀".encode()
+    assert [text.push([byte]) for byte in smile] == ["", "", "", "😀"]
+    assert text.push(smile[:2]) == ""
+    assert text.finish() == REPLACEMENT
+    assert text.finish() == ""
+    assert text.text == "😀" + REPLACEMENT
+
+
+def test_special_tokens_have_no_text_even_inside_a_character(byte_codec: TextCodec) -> None:
+    text = IncrementalText(byte_codec)
+    first, second = "é".encode()
+    assert text.push([BOS_TOKEN_ID]) == ""
+    assert text.push([first, END_TOKEN_ID]) == ""
+    assert text.push([second, EOS_TOKEN_ID]) == "é"
+    assert text.finish() == ""
+
+
+def test_a_long_answer_decodes_a_few_tokens_at_a_time(byte_codec: TextCodec) -> None:
+    decoded: list[int] = []
+
+    class Counting(TextCodec):
+        def __init__(self) -> None:
+            pass
+
+        def decode(self, token_ids: Sequence[int]) -> str:
+            decoded.append(len(token_ids))
+            return byte_codec.decode(token_ids)
+
+    text = IncrementalText(Counting())
+    answer = ("naïve café 😀 " * 50).encode() + b"\x80" * 1000
+    for byte in answer:
+        text.push([byte])
+    text.finish()
+    assert text.text == answer.decode(errors="replace")
+    assert max(decoded) < 100
+
+
+def test_a_tokenizer_that_drops_the_first_space_loses_none_later(tmp_path: Path) -> None:
+    """As SentencePiece does: the same token has another text at the beginning."""
+    words = ["▁a", "▁b", "c", "▁"]
+    tokenizer = Tokenizer(models.BPE(vocab={word: number for number, word in enumerate(words)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(
+        '{"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": true}'
+    )
+    codec = TextCodec(tmp_path)
+    ids = [0, 1, 2, 0, 3, 1, 0, 2, 2, 1, 1, 0, 1, 2, 0, 1]
+    text = IncrementalText(codec)
+    pieces = [text.push([number]) for number in ids]
+    assert "".join(pieces) == codec.decode(ids)
+    assert pieces[:3] == ["a", " b", "c"]
+
+
+@given(st.text("abcé 😀€\n", max_size=40) | texts)
+def test_a_tokenizer_that_falls_back_to_bytes_shows_whole_characters_too(fallback_codec: TextCodec, text: str) -> None:
+    ids = fallback_codec.encode(text).tolist()
+    pushed, rest, whole = read(fallback_codec, ids, [slice(place, place + 1) for place in range(len(ids))])
+    assert "".join(pushed) + rest == whole.text == fallback_codec.decode(ids)
+    if REPLACEMENT not in text:
+        assert REPLACEMENT not in whole.text
+        assert rest == "", "every character was complete"
+
+
+def test_spaces_before_punctuation_stay_as_they_were_sent(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    settings = tmp_path / "tokenizer_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"clean_up_tokenization_spaces": True}))
+    said = "it is n't , or is it ? yes ."
+    pushed, _, whole = read(TextCodec(tmp_path), list(said.encode()), [slice(n, n + 1) for n in range(len(said))])
+    assert "".join(pushed) == whole.text == said
+
+
+# --- the codec -------------------------------------------------------------------------------------------------------
+
+
+@given(texts)
+def test_a_text_is_its_bytes(byte_codec: TextCodec, text: str) -> None:
+    ids = byte_codec.encode(text)
+    assert ids.tolist() == list(text.encode())
+    assert byte_codec.decode(ids.tolist()) == text
+
+
+def test_threads_may_encode_at_the_same_time(byte_codec: TextCodec) -> None:
+    prompts = [chr(97 + number) * 2000 for number in range(16)]
+    with ThreadPoolExecutor(8) as pool:
+        encoded = list(pool.map(byte_codec.encode, prompts))
+    assert [bytes(ids.tolist()).decode() for ids in encoded] == prompts
+
+
+def test_a_chat_is_rendered_ready_for_the_answer(byte_codec: TextCodec) -> None:
+    ids = byte_codec.encode_chat([("user", "hi"), ("assistant", "yo"), ("user", "!")]).tolist()
+    user, assistant = VOCAB_SIZE - 3, VOCAB_SIZE - 2
+    assert ids == [user, *b"hi", END_TOKEN_ID, assistant, *b"yo", END_TOKEN_ID, user, *b"!", END_TOKEN_ID, assistant]
+
+
+def with_template(tmp_path: Path, template: str) -> TextCodec:
+    tokenizer = Tokenizer(models.BPE(vocab={"a": 0}, merges=[]))
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    config = '{"tokenizer_class": "PreTrainedTokenizerFast"' + (f', "chat_template": "{template}"' if template else "")
+    (tmp_path / "tokenizer_config.json").write_text(config + "}")
+    return TextCodec(tmp_path)
+
+
+def test_a_model_without_a_chat_template_refuses_chats(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match="no chat template; send text or token ids"):
+        with_template(tmp_path, "").encode_chat([("user", "a")])
+
+
+def test_a_template_that_refuses_the_messages_is_quoted(tmp_path: Path) -> None:
+    codec = with_template(tmp_path, "{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(InvalidRequest, match="template refuses these messages: roles must alternate"):
+        codec.encode_chat([("user", "a")])
+
+
+def test_a_directory_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelRefused, match=r"the tokenizer of .* cannot be loaded"):
+        TextCodec(tmp_path)

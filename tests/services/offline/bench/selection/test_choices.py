@@ -1,0 +1,84 @@
+"""What ways to choose lose: the arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from cp_core.cost.model import PASS_KV, PASS_Q, ModelShape, predict_prefill
+from cp_core.cost.profile import read_profile
+from cp_core.cost.selector import POLICIES, EmpiricalFit
+from cp_core.errors import ConfigError
+from services.offline.bench.selection.choices import OWN_RATES, JudgedCell, judge, judged_cells, noise_loss, weigh
+from services.offline.calibration.grid import Cell
+
+SHAPE = ModelShape(
+    num_layers=4,
+    hidden_size=512,
+    intermediate_size=1408,
+    num_heads=8,
+    num_kv_heads=2,
+    head_dim=64,
+    vocab_size=259,
+    element_bytes=4,
+)
+
+
+def cell(tokens: int, pass_kv: list[float], pass_q: list[float], auto: str) -> JudgedCell:
+    return JudgedCell(
+        cell=Cell(cached_tokens=0, new_tokens=tokens),
+        pass_kv=tuple(pass_kv),
+        pass_q=tuple(pass_q),
+        predicted_pass_kv=1.0,
+        predicted_pass_q=1.0,
+        chosen={"auto": auto, PASS_KV: PASS_KV, PASS_Q: PASS_Q},
+    )
+
+
+CELLS = [
+    cell(1, [1.0, 9.0, 1.0], [2.0, 2.0, 2.0], PASS_KV),
+    cell(2, [5.0, 5.0, 5.0], [4.0, 4.0, 4.0], PASS_KV),
+    cell(3, [3.0, 3.0, 3.0], [1.0, 1.0, 1.0], PASS_Q),
+]
+
+
+def test_a_way_loses_what_its_choices_take_beyond_the_better_one_of_each_cell_by_medians() -> None:
+    ways = {way.name: way for way in weigh(CELLS, 2)}
+    assert list(ways) == ["best of each cell", "auto", PASS_KV, PASS_Q]
+    assert [way.seconds for way in ways.values()] == pytest.approx([6.0, 7.0, 9.0, 7.0])
+    assert [way.loss for way in ways.values()] == pytest.approx([0.0, 1 / 6, 0.5, 1 / 6])
+    assert [[wrong.new_tokens for wrong in way.wrong] for way in ways.values()] == [[], [2], [2, 3], [1]]
+
+
+def test_noise_is_what_even_measuring_beforehand_would_lose() -> None:
+    steady = [cell(1, [1.0, 1.0], [2.0, 2.0], PASS_KV)]
+    assert noise_loss(steady, 2) == 0.0
+    # Of two rounds each says the opposite of the other: the choice is wrong in both.
+    torn = [cell(1, [1.0, 3.0], [2.0, 2.0], PASS_KV)]
+    assert noise_loss(torn, 2) == pytest.approx(((2.0 - 1.0) + (3.0 - 2.0)) / 3.0)
+    assert noise_loss([cell(1, [1.0], [2.0], PASS_KV)], 2) is None
+
+
+def test_what_is_judged_is_not_what_was_fitted() -> None:
+    fitted = [Cell(cached_tokens=10, new_tokens=2)]
+    assert len(judged_cells([1, 2], [0, 20], fitted)) == 4
+    with pytest.raises(ConfigError, match="2 tokens after 10 are also of --fit-new and --fit-cached"):
+        judged_cells([1, 2], [0, 10], fitted)
+
+
+def test_each_policy_chooses_by_the_fitted_profile_and_auto_also_by_the_rates_before() -> None:
+    """Links that are fast before and slow after: `auto` turns from pass-KV to pass-Q."""
+    gtt = read_profile("gtt")
+    gtt = replace(gtt, empirical=EmpiricalFit(alpha=0.0, beta=0.0, gamma=1.0))
+    rates = replace(gtt.prefill, gemm_flops=1e9, attention_flops=1e9, link_latency_seconds=1e-6)
+    fast, slow = (replace(gtt, prefill=replace(rates, link_bytes_per_second=link)) for link in (1e10, 1e3))
+    judged = judge(SHAPE, fast, slow, 2, Cell(cached_tokens=4096, new_tokens=16), [1.0], [2.0])
+    assert judged.chosen.keys() == {*POLICIES, OWN_RATES}
+    assert (judged.chosen["auto"], judged.chosen[OWN_RATES]) == (PASS_Q, PASS_KV)
+    assert judged.chosen["empirical"] == PASS_KV, "its h is always above 0"
+    assert (judged.chosen[PASS_KV], judged.chosen[PASS_Q]) == (PASS_KV, PASS_Q)
+    expected = predict_prefill(SHAPE, slow.prefill.rates(2, is_cached=True), 2, PASS_Q, 16, 4096)
+    assert judged.predicted_pass_q == expected.total_seconds
+    assert judged.predicted_pass_q < judged.predicted_pass_kv
+    assert judged.best == PASS_KV

@@ -1,0 +1,216 @@
+"""Rings on slow links, measured and judged: with delayed messages everywhere, in namespaces where they may be made."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from cp_core.errors import ConfigError, Unavailable
+from cp_core.transport.delayed import DelayedTransport
+from cp_core.transport.interface import RingTransport, Work
+from services.cli.main import main
+from services.offline.bench.model_rank import with_layers
+from services.offline.bench.network import Loopback
+from services.offline.bench.selection.hub import measured_in_namespaces
+from services.offline.bench.selection.links import LinkRate, isolation, parse_rate
+from services.offline.bench.selection.measure import SelectionReport, SelectionSettings, measure_selection
+from services.offline.bench.selection.report import (
+    closing_lines,
+    losses_table,
+    selection_json,
+    write_selection_plot,
+    wrong_table,
+)
+from services.offline.bench.selection.station import Difference
+from services.offline.calibration.grid import Cell
+
+# A ring of processes starts, and prefills over slow links.
+pytestmark = pytest.mark.timeout(240)
+
+LONG, SHORT = Cell(cached_tokens=1500, new_tokens=24), Cell(cached_tokens=0, new_tokens=96)
+FIT_CELLS = tuple(Cell(cached_tokens=cached, new_tokens=new) for cached in (0, 700) for new in (16, 80))
+SLOW = parse_rate("8mbit")
+
+
+@dataclass(frozen=True, slots=True)
+class DelayedLinks(Loopback):
+    """Messages of processes on loopback take as long as on links of the rate."""
+
+    def shape(self, transport: RingTransport, rate: LinkRate) -> RingTransport:
+        return DelayedTransport(transport, 1e-4, rate.bytes_per_second)
+
+
+class Garbling(DelayedTransport):
+    """The partial results of pass-Q never arrive."""
+
+    def all_to_all(self, send: Sequence[torch.Tensor], recv: Sequence[torch.Tensor]) -> Work:
+        work = super().all_to_all(send, [torch.empty_like(each) for each in recv])
+        for each in recv:
+            each.zero_()
+        return work
+
+
+@dataclass(frozen=True, slots=True)
+class GarblingLinks(Loopback):
+    def shape(self, transport: RingTransport, rate: LinkRate) -> RingTransport:
+        return Garbling(transport, 1e-4, rate.bytes_per_second)
+
+
+@pytest.fixture(scope="module")
+def settings() -> Iterator[SelectionSettings]:
+    """Of one layer: links rule, whatever else the machine does."""
+    torch.manual_seed(0)
+    with with_layers("builtin:tiny", 1) as model:
+        yield SelectionSettings(
+            model=str(model), ranks=(2,), rates=(SLOW,), cells=(SHORT, LONG), fit_cells=FIT_CELLS, rounds=1
+        )
+
+
+@pytest.fixture(scope="module")
+def report(settings: SelectionSettings) -> SelectionReport:
+    told: list[str] = []
+    report = measure_selection(settings, lambda num_ranks: DelayedLinks(), told.append)
+    assert len(told) == settings.num_measurements
+    return report
+
+
+def test_on_slow_links_auto_takes_the_algorithm_that_sends_less(report: SelectionReport) -> None:
+    (ring,) = report.rings
+    assert (ring.ranks, ring.rate) == (2, SLOW)
+    assert {cell.cell: (cell.best, cell.chosen["auto"]) for cell in ring.cells} == {
+        SHORT: ("pass_kv", "pass_kv"),
+        LONG: ("pass_q", "pass_q"),
+    }
+    losses = {way.name: way.loss for way in ring.ways}
+    assert losses["auto"] == losses["best of each cell"] == 0.0
+    assert losses["pass_kv"] > 1.0, "a prefix of 1500 tokens went through the link"
+    assert losses["pass_q"] > 0.0
+    # A load on the machine makes a link slower, never faster.
+    assert 0 < ring.measured.link_bytes_per_second < 1.05 * SLOW.bytes_per_second
+
+
+def test_both_algorithms_gave_the_same_outputs(report: SelectionReport) -> None:
+    assert report.disagreements == ()
+    assert any("the same logits and tokens" in line for line in closing_lines(report))
+
+
+def test_a_ring_whose_algorithms_disagree_is_told(settings: SelectionSettings) -> None:
+    garbled = measure_selection(replace(settings, rates=(parse_rate("1gbit"),)), lambda num_ranks: GarblingLinks())
+    assert garbled.disagreements
+    assert all("were sampled after the same prompt" in text for text in garbled.disagreements)
+    assert any("the algorithms DISAGREE: 2 ranks, " in line for line in closing_lines(garbled))
+
+
+@pytest.mark.parametrize(
+    ("most", "largest", "is_same"), [(1e-6, 1.0, True), (1e-2, 1.0, False), (float("nan"), 1.0, False), (0, 0, True)]
+)
+def test_logits_may_differ_by_rounding_and_never_be_nan(most: float, largest: float, is_same: bool) -> None:
+    assert Difference(most=most, largest=largest).is_rounding is is_same
+
+
+def test_the_report_is_a_table_json_and_a_picture(report: SelectionReport, tmp_path: Path) -> None:
+    assert losses_table(report).row_count == len(report.rings[0].ways)
+    assert wrong_table(report) is None
+    (ring,) = report.rings
+    wrong = replace(ring, cells=tuple(replace(cell, chosen={"auto": "pass_kv"}) for cell in ring.cells))
+    table = wrong_table(replace(report, rings=(wrong,)))
+    assert table is not None
+    assert table.row_count == 1, "the long one"
+    found = json.loads(selection_json(report))["rings"][0]
+    assert (found["rate"], len(found["cells"]), found["cells"][0]["cell"]["new_tokens"]) == ("8mbit", 2, 96)
+    write_selection_plot(report, tmp_path / "selection.png")
+    assert (tmp_path / "selection.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ConfigError, match="--plot: cannot write"):
+        write_selection_plot(report, tmp_path / "nowhere" / "selection.png")
+
+
+# --- in namespaces ---------------------------------------------------------------------------------------------------
+
+
+def why_no_namespaces() -> str:
+    """Empty where this machine lets us make them."""
+    try:
+        isolation()
+    except Unavailable as refusal:
+        return str(refusal)
+    return ""
+
+
+def is_refused(settings: SelectionSettings) -> bool:
+    """Where nobody may make namespaces: by the sentence that says why, before anything is measured."""
+    why, told = why_no_namespaces(), list[str]()
+    if not why:
+        return False
+    assert re.search("run it as root|is not installed; on Debian", why)
+    with pytest.raises(Unavailable, match=re.escape(why)):
+        measured_in_namespaces(settings, told.append)
+    assert told == []
+    return True
+
+
+def test_ranks_in_namespaces_meet_on_links_of_the_rate_or_who_may_make_them_is_told(
+    settings: SelectionSettings,
+) -> None:
+    own_devices, own_children = sorted(os.listdir("/sys/class/net")), psutil.Process().children(recursive=True)
+    told: list[str] = []
+    if is_refused(settings):
+        return
+    report = measured_in_namespaces(settings, told.append)
+    assert len(told) == settings.num_measurements
+    assert report.disagreements == ()
+    (ring,) = report.rings
+    assert 0 < ring.measured.link_bytes_per_second < 1.05 * SLOW.bytes_per_second
+    by_cell = {cell.cell: cell for cell in ring.cells}
+    assert by_cell[LONG].best == "pass_q"
+    # What cannot be faster than the link: keys and values of half of all tokens, in one layer.
+    sent = (LONG.cached_tokens + LONG.new_tokens) // 2 * 2 * 2 * 64 * 4
+    assert min(by_cell[LONG].pass_kv) > 0.9 * sent / SLOW.bytes_per_second
+    assert sorted(os.listdir("/sys/class/net")) == own_devices
+    assert psutil.Process().children(recursive=True) == own_children
+
+
+def test_who_interrupts_or_is_refused_leaves_nothing_running(settings: SelectionSettings) -> None:
+    own_children = psutil.Process().children(recursive=True)
+    running: list[psutil.Process] = []
+
+    def interrupt(what: str) -> None:
+        running.extend(each for each in psutil.Process().children(recursive=True) if each not in own_children)
+        raise KeyboardInterrupt
+
+    if is_refused(settings):
+        assert psutil.Process().children(recursive=True) == own_children
+        return
+    with pytest.raises(KeyboardInterrupt):
+        measured_in_namespaces(settings, interrupt)
+    assert len(running) >= 3, "the hub and two ranks"
+    # They are the hub's children: nobody but the kernel tells when they are gone.
+    _, alive = psutil.wait_procs(running, timeout=20)
+    assert alive == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--ranks", "1"), "--ranks: '1' is no ring that sends; allowed are 2 to 16"),
+        (("--rates", "fast"), "--rates: 'fast' is no rate"),
+        (("--new", "0"), "--new: '0' is no number of tokens"),
+        (("--new", "32", "--cached", "0"), "--new, --cached: 32 tokens after 0 are also of --fit-new"),
+        (("--rounds", "0"), "--rounds: 0 are none; allowed are 1 or more"),
+        (("--cached", "9m"), "--new, --cached: 9000768 tokens are too long for builtin:tiny; it takes 131072"),
+        (("--model", "builtin:none"), "there is no builtin model 'none'"),
+        (("--plot", "/nowhere/at/all.png"), "--plot: /nowhere/at/all.png cannot be written, its directory"),
+    ],
+)
+def test_wrong_option_is_refused_in_one_sentence_before_anything_is_measured(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], sentence: str
+) -> None:
+    assert main(["bench", "selection", *arguments]) == 1
+    assert capsys.readouterr().err.strip().splitlines()[-1].startswith(f"ringserve: {sentence}")

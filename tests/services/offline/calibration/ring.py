@@ -1,0 +1,143 @@
+"""A client of rings that take exactly what a profile predicts, and noise."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+from cp_core.cost.fit import PrefillSample, StepPart, StepSample, predicted_prefill, predicted_step
+from cp_core.cost.memory import weight_bytes
+from cp_core.cost.profile import HardwareProfile, read_profile
+from ringserve.v1 import inference_pb2
+from services.offline.calibration.own_rates import shape_of
+
+INFO = inference_pb2.GetModelInfoResponse(
+    model_path="model",
+    dtype="bfloat16",
+    num_layers=16,
+    hidden_size=2048,
+    intermediate_size=8192,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=64,
+    vocab_size=32000,
+    max_context_length=1 << 17,
+    kv_bytes_per_token=2 * 16 * 8 * 64 * 2,
+    num_parameters=1_200_000_000,
+)
+
+
+def truth() -> HardwareProfile:
+    """What the rings are: slower than they measured of themselves in every respect."""
+    gtt = read_profile("gtt")
+    prefill = replace(
+        gtt.prefill,
+        gemm_flops=3e14,
+        attention_flops=2e14,
+        link_bytes_per_second=5e9,
+        link_latency_seconds=2e-4,
+        all_to_all_bytes_per_second=4e9,
+        all_to_all_latency_seconds=3e-4,
+        layer_overhead_seconds=1e-4,
+        rank_overhead_seconds=0.0,
+        cached_overhead_seconds=5e-5,
+    )
+    return replace(gtt, prefill=prefill)
+
+
+def server(num_ranks: int) -> inference_pb2.GetServerInfoResponse:
+    rates = inference_pb2.RingRates(
+        gemm_flops=5e14, attention_flops=4e14, link_bytes_per_second=1e10, link_latency_seconds=5e-5, overlap=1.0
+    )
+    rings = [
+        inference_pb2.RingInfo(role=role, name=f"{role}-0", num_ranks=num_ranks, tp=1, capacity_tokens=100_000)
+        for role in ("prefill", "decode")
+    ]
+    rings[0].rates.CopyFrom(rates)
+    return inference_pb2.GetServerInfoResponse(rings=rings)
+
+
+@dataclass
+class FakeClient:
+    """Answers as a gateway does. `shared` prefills are reported as computed together with another turn. While both
+    algorithms of a cell are measured the rings are slower by the same share, up to `drift`. Prefills of `disturbed`
+    (new tokens, cached tokens, algorithm) take four times as long, each time.
+    """
+
+    num_ranks: int = 4
+    noise: float = 0.0
+    drift: float = 0.0
+    shared: int = 0
+    disturbed: tuple[int, int, str] | None = None
+    chunk_tokens: int = 8192
+    conversations: dict[str, list[int]] = field(default_factory=dict)
+    deleted: list[str] = field(default_factory=list)
+    asked: list[str] = field(default_factory=list)
+    _draw: random.Random = field(default_factory=lambda: random.Random(1))
+    _slower: float = 1.0
+    _measured: tuple[int, int] = (0, 0)
+
+    def model_info(self) -> inference_pb2.GetModelInfoResponse:
+        return INFO
+
+    def server_info(self) -> inference_pb2.GetServerInfoResponse:
+        return server(self.num_ranks)
+
+    def delete_conversation(self, conversation_id: str) -> None:
+        del self.conversations[conversation_id]
+        self.deleted.append(conversation_id)
+
+    def generate(
+        self, request: inference_pb2.GenerateRequest, timeout: float | None = None
+    ) -> Iterator[inference_pb2.GenerateResponse]:
+        prompt = list(request.tokenized.input_ids)
+        self.asked.append(request.algorithm)
+        known = self.conversations.get(request.conversation_id, [])
+        cached = next(
+            (at for at, pair in enumerate(zip(known, prompt, strict=False)) if pair[0] != pair[1]), len(known)
+        )
+        cached = min(cached, len(prompt) - 1)
+        if request.conversation_id:
+            self.conversations[request.conversation_id] = prompt
+        bounds = [*range(cached, len(prompt), self.chunk_tokens), len(prompt)]
+        sample = PrefillSample(
+            cp=self.num_ranks,
+            tp=1,
+            algorithm=request.algorithm or "pass_kv",
+            new_tokens=len(prompt) - cached,
+            cached_tokens=cached,
+            seconds=1.0,
+            cuts=tuple(bounds[1:-1]),
+        )
+        num_turns, self.shared = (2, self.shared - 1) if self.shared and request.algorithm else (1, self.shared)
+        seconds = predicted_prefill(shape_of(INFO), truth(), sample) * self._draw.uniform(
+            1 - self.noise, 1 + self.noise
+        )
+        if self._measured != (sample.new_tokens, cached):
+            self._slower = 1.0 + self._draw.uniform(0.0, self.drift)
+            self._measured = (sample.new_tokens, cached)
+        seconds *= self._slower
+        if (sample.new_tokens, cached, sample.algorithm) == self.disturbed:
+            seconds *= 4.0
+        plan = inference_pb2.Plan(
+            algorithm=sample.algorithm,
+            new_tokens=sample.new_tokens,
+            cached_tokens=cached,
+            prefill_ring="prefill-0",
+            decode_ring="decode-0",
+            prefill_ranks=self.num_ranks,
+            decode_ranks=self.num_ranks,
+            prefill_seconds=seconds,
+            chunks=[
+                inference_pb2.Chunk(start=start, stop=stop, algorithm=sample.algorithm, num_turns=num_turns)
+                for start, stop in pairwise(bounds)
+            ],
+        )
+        step = StepSample(cp=self.num_ranks, tp=1, batch=1, context_tokens=len(prompt), part=StepPart.STEP, seconds=1.0)
+        ttit = predicted_step(shape_of(INFO), weight_bytes(shape_of(INFO)), truth(), step)
+        complete = inference_pb2.GenerateComplete(
+            plan=plan, ttit_seconds=ttit if request.sampling_params.max_tokens > 1 else 0.0
+        )
+        yield inference_pb2.GenerateResponse(complete=complete)

@@ -1,0 +1,260 @@
+"""Whole simulated clusters: against what can be computed by hand, and placements against each other."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from dataclasses import replace
+
+import pytest
+
+from cp_core.cost.decode import fastest_step
+from cp_core.cost.memory import weight_bytes
+from cp_core.cost.migration import predict_migration
+from cp_core.cost.prefill import predict_turn
+from cp_core.cost.profile import read_profile
+from cp_core.errors import ConfigError
+from cp_core.layout.shards import TokenRange
+from orchestration.placement.prefill_work import StepLimits, WorkModel, cut
+from orchestration.protocol.settings import PrefillScheduling
+from services.offline.simulator.cluster import ClusterShape, PoolShape, StepTimes
+from services.offline.simulator.load import conversations_for, prefill_seconds
+from services.offline.simulator.placement import POLICIES
+from services.offline.simulator.results import SimulationResult
+from services.offline.simulator.simulation import Simulation
+from services.offline.simulator.trace import FirstPrompts, MadeTrace, TracedConversation, TracedTurn, TraceShape, around
+from workers.protocol.steps import ModelInfo
+
+MODEL = ModelInfo(
+    name="llama",
+    model_type="llama",
+    dtype="bfloat16",
+    num_layers=32,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    vocab_size=128256,
+    max_positions=131072,
+    num_parameters=0,
+    element_bytes=2,
+    eos_token_ids=(),
+)
+CLUSTER = ClusterShape(
+    model=MODEL,
+    weights=weight_bytes(MODEL.shape),
+    profile=read_profile("gtt"),
+    prefill=PoolShape(num_rings=1, cp=2, tp=2),
+    decode=PoolShape(num_rings=1, cp=1, tp=2),
+)
+
+
+def conversation(start: float, *turns: tuple[int, int, float]) -> TracedConversation:
+    traced = tuple(TracedTurn(new_tokens=new, output_tokens=out, think_seconds=think) for new, out, think in turns)
+    return TracedConversation(start_seconds=start, turns=traced)
+
+
+def simulate(trace: Iterable[TracedConversation], *, placement: str = "router", **changes: object) -> SimulationResult:
+    return Simulation(replace(CLUSTER, **changes), trace, placement).run()  # type: ignore[arg-type]
+
+
+def seconds_of(new: int, cached: int = 0, algorithm: str = "pass_kv") -> float:
+    """What the cost model says of one prefill step on the prefill ring."""
+    return predict_turn(
+        MODEL.shape, CLUSTER.profile, cp=2, tp=2, algorithm=algorithm, new_tokens=new, cached_tokens=cached
+    ).total_seconds
+
+
+def exposed_of(tokens: int, seconds: float) -> float:
+    return predict_migration(
+        MODEL.shape, CLUSTER.profile, from_processes=4, to_processes=2, tokens=tokens, prefill_seconds=seconds
+    ).exposed_seconds
+
+
+def step_of(context: int) -> float:
+    return fastest_step(
+        MODEL.shape, CLUSTER.weights, CLUSTER.profile, cp=1, tp=2, batch=1, context_tokens=context
+    ).total_seconds
+
+
+@pytest.mark.parametrize("placement", sorted(POLICIES))
+def test_a_turn_alone_takes_what_the_cost_model_says(placement: str) -> None:
+    result = simulate([conversation(5.0, (20_000, 11, 0.0))], placement=placement)
+    prefill = seconds_of(20_000)
+    assert result.ttft.mean == pytest.approx(prefill + exposed_of(20_000, prefill) + step_of(20_000))
+    assert result.ttit_mean == pytest.approx(step_of(20_000))
+    assert result.cached_share == 0.0
+
+
+def test_a_follow_up_computes_what_is_new_and_pulls_the_answer_from_the_decode_ring() -> None:
+    result = simulate([conversation(0.0, (20_000, 1000, 0.0), (100, 10, 30.0))])
+    assert result.num_turns == 2
+    # 20,000 kept on the prefill ring and the answer of 1,000 pulled; all but the 100 new ones of 41,100.
+    assert result.cached_share == pytest.approx(21_000 / 41_100)
+    slowest = result.ttft.p99
+    follow_up = 2 * result.ttft.mean - slowest
+    # The planner knows less than the profile: its choice is its own. Contexts are rounded to thousands.
+    prefill = seconds_of(100, 21_000, "pass_q" if result.pass_q_share else "pass_kv")
+    pull, after = exposed_of(1000, 0.0), exposed_of(100, prefill) + step_of(21_000)
+    assert follow_up == pytest.approx(pull + prefill + after, rel=1e-6)
+
+
+def test_long_prompts_are_cut_and_every_step_takes_its_time() -> None:
+    work = WorkModel.of_shape(MODEL.shape)
+    limits = StepLimits.of(work, step_budget=0.0, chunk_tokens=20_000, min_chunk_tokens=1024)
+    steps = cut(work, limits, TokenRange(0, 60_000))
+    assert len(steps) > 3, "later steps are shorter"
+    result = simulate([conversation(0.0, (60_000, 1, 0.0))], chunk_tokens=20_000)
+    assert busy_seconds(result) == pytest.approx(sum(seconds_of(len(step), step.start) for step in steps))
+
+
+def test_short_prompts_that_wait_share_steps_and_their_overhead() -> None:
+    """The first computes alone; the nine that came meanwhile fit one step, whose overhead counts once."""
+    trace = [conversation(0.0, (200, 1, 0.0)) for _ in range(10)]
+    shared = simulate(trace)
+    alone = simulate(trace, scheduling=PrefillScheduling(fuse=False, interleave=False))
+    overhead = MODEL.num_layers * CLUSTER.profile.prefill.rates(2, is_cached=False).layer_overhead_seconds
+    assert busy_seconds(alone) == pytest.approx(10 * seconds_of(200))
+    assert busy_seconds(alone) - busy_seconds(shared) == pytest.approx(8 * overhead)
+
+
+def busy_seconds(result: SimulationResult) -> float:
+    return result.busy_share * result.simulated_seconds
+
+
+def test_random_arrivals_wait_as_the_theory_of_queues_says() -> None:
+    """Equal turns on one ring, 60% busy: the mean wait is rho S / (2 (1 - rho)) (Pollaczek and Khinchine)."""
+    draw, start, service = random.Random(1), 0.0, seconds_of(8_000)
+    trace = []
+    for _ in range(20_000):
+        start += draw.expovariate(0.6 / service)
+        trace.append(conversation(start, (8_000, 1, 0.0)))
+    one_by_one = PrefillScheduling(fuse=False, interleave=False)
+    result = simulate(trace, max_batch=1000, scheduling=one_by_one)
+    alone = simulate(trace[:1])
+    assert result.busy_share == pytest.approx(0.6, rel=0.02)
+    assert result.ttft.mean - alone.ttft.mean == pytest.approx(0.6 * service / (2 * 0.4), rel=0.06)
+
+
+def test_a_wait_is_told_apart_from_the_prefill_itself() -> None:
+    """Two at once on one ring: the second begins when the first has ended."""
+    trace = [conversation(0.0, (20_000, 1, 0.0)), conversation(0.0, (20_000, 1, 0.0))]
+    result = simulate(trace, scheduling=PrefillScheduling(fuse=False, interleave=False))
+    assert (result.queue.p50, result.queue.p99) == pytest.approx((0.0, seconds_of(20_000)))
+
+
+BUSY = {
+    "prefill": PoolShape(num_rings=3, cp=2, tp=2),
+    "decode": PoolShape(num_rings=3, cp=1, tp=2),
+    "profile": replace(CLUSTER.profile, memory_bytes=14e9),
+    "max_batch": 4,
+    "scheduling": PrefillScheduling(max_queue_work=40_000.0),
+}
+"""Small rings, small batches and short queues, so that turns are refused, moved, and computed again."""
+
+
+@pytest.mark.parametrize("placement", sorted(POLICIES))
+def test_no_token_is_lost_or_computed_that_nobody_asked_for(placement: str) -> None:
+    """Every turn ends; what rings computed is what was new and what was lost; what is cached was not computed."""
+    trace = list(MadeTrace(TraceShape(num_conversations=80, seconds=10.0, first=(around(2000), around(20_000))), 5))
+    result = simulate(trace, placement=placement, **BUSY)
+    turns = [turn for each in trace for turn in each.turns]
+    assert result.num_turns == len(turns) == result.queue.count == sum(each.count for each in result.ttft_of_hour)
+    assert result.new_tokens == sum(turn.new_tokens for turn in turns)
+    assert result.computed_tokens == result.new_tokens + result.recomputed_tokens
+    history = sum(
+        (len(each.turns) - place) * (turn.new_tokens + turn.output_tokens)
+        for each in trace
+        for place, turn in enumerate(each.turns, start=1)
+    )
+    assert result.prompt_tokens == result.new_tokens + history
+    assert result.recomputed_tokens + result.moved_tokens <= history
+    assert result.cached_share == pytest.approx((history - result.recomputed_tokens) / result.prompt_tokens)
+    assert result.num_refusals > 0, "this load is more than fits"
+    assert result.recomputed_tokens > 0
+    assert 0 < result.largest_batch <= BUSY["max_batch"]  # type: ignore[operator]
+    assert 0.0 < result.batch_share <= 1.0
+    assert 0.0 <= result.queue.p50 <= result.ttft.p50
+    assert sum(each.count for each in result.ttft_of_size.values()) == result.num_turns
+
+
+def test_every_turn_of_every_conversation_is_answered_by_every_placement() -> None:
+    trace = MadeTrace(TraceShape(num_conversations=200, seconds=600.0, first=(around(2000), around(20_000))), 5)
+    for placement in POLICIES:
+        result = simulate(
+            trace,
+            placement=placement,
+            prefill=PoolShape(num_rings=5, cp=2, tp=2),
+            decode=PoolShape(num_rings=3, cp=1, tp=2),
+        )
+        assert result.num_turns == sum(len(one.turns) for one in trace)
+        assert 0.0 < result.ttft.p50 <= result.ttft.p90 <= result.ttft.p99
+        assert 0.0 < result.busy_share <= result.busiest_share <= 1.0
+        assert result.num_retries == 0
+
+
+@pytest.mark.parametrize("placement", sorted(POLICIES))
+def test_the_same_trace_gives_the_same_result(placement: str) -> None:
+    shape = TraceShape(num_conversations=40, seconds=10.0, first=(around(2000), around(20_000)))
+    once, again, other = (simulate(MadeTrace(shape, seed), placement=placement, **BUSY) for seed in (5, 5, 6))
+    assert once == again != other
+
+
+def test_rings_are_as_busy_as_the_load_was_made_for() -> None:
+    """A queue with no shared steps and nothing computed twice: busy for the asked share of the time."""
+    shape = TraceShape(
+        num_conversations=1, seconds=300.0, first=(FirstPrompts(least=5000, most=40_000),), mean_turns=2.0, swing=0.0
+    )
+    pools = {"prefill": PoolShape(num_rings=4, cp=2, tp=2), "decode": PoolShape(num_rings=8, cp=1, tp=2)}
+    alone = PrefillScheduling(fuse=False)
+    cluster = replace(CLUSTER, scheduling=alone, **pools)  # type: ignore[arg-type]
+    shape = replace(shape, num_conversations=conversations_for(0.5, cluster, shape, 3))
+    result = Simulation(cluster, MadeTrace(shape, 4), "router").run()
+    assert result.busy_share * result.simulated_seconds / shape.seconds == pytest.approx(0.5, rel=0.05)
+
+
+def test_the_load_of_a_conversation_is_what_its_turns_take_alone() -> None:
+    one = conversation(0.0, (20_000, 1000, 0.0), (100, 10, 30.0))
+    quickest = min(seconds_of(100, 21_000, name) for name in ("pass_kv", "pass_q"))
+    assert prefill_seconds(StepTimes(CLUSTER), one) == pytest.approx(seconds_of(20_000) + quickest)
+
+
+def test_a_conversation_that_moves_is_sent_whole_and_leaves_nothing_behind() -> None:
+    """Round robin over two decode rings: the second turn's KV, kept on the one prefill ring, goes to the other ring."""
+    trace = [conversation(0.0, (20_000, 10, 0.0), (100, 10, 30.0))]
+    pools = {"prefill": PoolShape(num_rings=1, cp=2, tp=2), "decode": PoolShape(num_rings=2, cp=1, tp=2)}
+    simulation = Simulation(replace(CLUSTER, **pools), trace, "round_robin")  # type: ignore[arg-type]
+    result = simulation.run()
+    assert [ring.kv.held(0) for ring in simulation.cluster.decode.values()] == [0, 20_120]
+    assert (result.moved_tokens, result.recomputed_tokens) == (0, 10), "only the first decode ring had the answer"
+    assert sorted((result.ttft.most, 2 * result.ttft.mean - result.ttft.most))[0] > exposed_of(20_110, 0.0)
+
+
+def test_looking_at_kept_kv_beats_taking_rings_in_turn() -> None:
+    trace = MadeTrace(TraceShape(num_conversations=600, seconds=900.0), 11)
+    pools = {"prefill": PoolShape(num_rings=30, cp=2, tp=2), "decode": PoolShape(num_rings=20, cp=1, tp=2)}
+    turns = simulate(trace, placement="round_robin", **pools)
+    assert turns.cached_share < 0.2
+    for name in ("router", "kv_aware"):
+        aware = simulate(trace, placement=name, **pools)
+        assert aware.cached_share > 0.6
+        assert aware.ttft.p90 < turns.ttft.p90 / 2
+        assert aware.ttft.mean < turns.ttft.mean / 2
+
+
+def test_turns_that_find_no_room_ask_again_until_they_do() -> None:
+    """One small ring, thirty conversations at once: not all of them fit its KV at a time, and all are answered."""
+    small = replace(CLUSTER.profile, memory_bytes=14e9)
+    trace = [conversation(0.0, (20_000, 50, 0.0)) for _ in range(30)]
+    result = simulate(trace, profile=small)
+    assert result.num_turns == 30
+    assert result.num_retries > 0
+    assert simulate(trace).num_retries == 0
+
+
+def test_a_conversation_that_can_never_fit_is_refused_before_anything_runs() -> None:
+    with pytest.raises(ConfigError, match="a conversation comes to 9000010 tokens, and a prefill ring of cp 2"):
+        Simulation(CLUSTER, [conversation(0.0, (9_000_000, 10, 0.0))], "router")
+    with pytest.raises(ConfigError, match="placement is 'best'; allowed are router, least_loaded, round_robin, kv_awa"):
+        Simulation(CLUSTER, [], "best")

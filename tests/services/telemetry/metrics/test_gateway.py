@@ -1,0 +1,87 @@
+"""What a gateway counts and measures."""
+
+from __future__ import annotations
+
+import pytest
+
+from ringserve.v1 import inference_pb2
+from services.telemetry.metrics.gateway import GatewayMetrics
+
+
+def value(metrics: GatewayMetrics, name: str, **labels: str) -> float | None:
+    return metrics.registry.get_sample_value(name, labels)
+
+
+def complete(tokens: int, **plan: float) -> inference_pb2.GenerateComplete:
+    return inference_pb2.GenerateComplete(
+        usage=inference_pb2.Usage(completion_tokens=tokens),
+        ttft_seconds=0.03,
+        ttit_seconds=0.012 if tokens > 1 else 0.0,
+        plan=inference_pb2.Plan(algorithm="pass_q", **plan),  # type: ignore[arg-type]
+    )
+
+
+def test_requests_are_counted_by_outcome_and_refusals_by_reason() -> None:
+    metrics = GatewayMetrics()
+    for _ in range(3):
+        metrics.began()
+    metrics.ended("stop", 1.0)
+    metrics.ended("resource_exhausted", 0.001)
+    assert value(metrics, "ringserve_num_requests_running", role="gateway") == 1
+    assert value(metrics, "ringserve_requests_total", outcome="stop") == 1
+    assert value(metrics, "ringserve_requests_total", outcome="resource_exhausted") == 1
+    assert value(metrics, "ringserve_requests_refused_total", reason="resource_exhausted") == 1
+    assert value(metrics, "ringserve_requests_refused_total", reason="invalid_argument") == 0
+    assert value(metrics, "ringserve_e2e_request_latency_seconds_sum") == pytest.approx(1.001)
+
+
+def test_plans_and_cached_tokens_are_counted_by_kind() -> None:
+    metrics = GatewayMetrics()
+    metrics.planned("pass_q", 100, {"kept_on_prefill": 60, "pulled_from_decode": 30})
+    metrics.planned("pass_kv", 10, {})
+    assert value(metrics, "ringserve_plans_total", algorithm="pass_q") == 1
+    assert value(metrics, "ringserve_prompt_tokens_total") == 110
+    assert value(metrics, "ringserve_cached_prompt_tokens_total", source="kept_on_prefill") == 60
+    assert value(metrics, "ringserve_cached_prompt_tokens_total", source="pulled_from_decode") == 30
+    assert value(metrics, "ringserve_request_prompt_tokens_bucket", le="10.0") == 1
+
+
+def test_a_label_never_takes_a_value_that_is_on_no_list() -> None:
+    metrics = GatewayMetrics()
+    for number in range(100):
+        metrics.planned(f"invented-{number}", 1, {f"nowhere-{number}": 1})
+        metrics.began()
+        metrics.ended(f"strange-{number}", 0.1)
+    assert value(metrics, "ringserve_plans_total", algorithm="other") == 100
+    assert value(metrics, "ringserve_cached_prompt_tokens_total", source="other") == 100
+    assert value(metrics, "ringserve_requests_total", outcome="other") == 100
+
+
+def test_a_finished_turn_is_measured_from_queue_to_last_token() -> None:
+    metrics = GatewayMetrics()
+    times = {"queue_seconds": 0.5, "prefill_seconds": 2.0, "predicted_prefill_seconds": 3.0, "migration_seconds": 0.25}
+    moved = {"migrated_bytes": 1000, "pulled_bytes": 10}
+    metrics.completed(complete(5, **times, **moved, handoff_seconds=0.125))
+    for part, seconds in (("queue", 0.5), ("prefill", 2.0), ("migration", 0.25), ("handoff", 0.125), ("decode", 0.048)):
+        assert value(metrics, f"ringserve_request_{part}_time_seconds_sum") == pytest.approx(seconds), part
+    assert value(metrics, "ringserve_prefill_predicted_ratio_sum", algorithm="pass_q") == 1.5
+    assert value(metrics, "ringserve_migrated_bytes_total", direction="to_decode") == 1000
+    assert value(metrics, "ringserve_migrated_bytes_total", direction="to_prefill") == 10
+
+
+def test_latencies_fall_into_the_buckets_of_vllm() -> None:
+    metrics = GatewayMetrics()
+    metrics.completed(complete(5))
+    metrics.completed(complete(1))
+    ttft, ttit = "ringserve_time_to_first_token_seconds", "ringserve_inter_token_latency_seconds"
+    assert [value(metrics, f"{ttft}_bucket", le=le) for le in ("0.02", "0.04", "640.0", "+Inf")] == [0, 2, 2, 2]
+    assert value(metrics, f"{ttit}_count") == 1, "a single token has no time between tokens"
+    assert value(metrics, f"{ttit}_sum") == pytest.approx(0.012)
+    assert value(metrics, "ringserve_generation_tokens_total") == 6
+
+
+def test_nothing_is_told_twice_and_no_series_says_when_it_was_made() -> None:
+    names = {sample.name for metric in GatewayMetrics().registry.collect() for sample in metric.samples}
+    assert not [name for name in names if name.endswith("_created")]
+    assert "ringserve_build_info" in names
+    assert "process_resident_memory_bytes" in names

@@ -1,0 +1,155 @@
+"""What a ring's leader shows of itself and its ranks, read when it is asked for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+import pytest
+
+from cp_core.errors import Unavailable
+from orchestration.protocol.views import RankKvUsage, RingStatus
+from services.telemetry.metrics.ring import RingCollector, RingView
+from services.telemetry.metrics.vllm_names import RING_NAMES, WithVllmNames
+from workers.protocol.steps import STEP_BOUNDS, RankStatus
+
+
+def status(state: str = "ready", role: str = "decode") -> RingStatus:
+    return RingStatus(
+        role=role,
+        name=f"{role}-1",
+        endpoint="",
+        incarnation="",
+        state=state,
+        num_ranks=2,
+        num_requests_running=3,
+        num_requests_waiting=4,
+        kv_usage=(
+            RankKvUsage(total_blocks=10, free_blocks=1, active_blocks=6, kept_blocks=3),
+            RankKvUsage(total_blocks=10, free_blocks=10, active_blocks=0, kept_blocks=0),
+        ),
+        rebuilds=5,
+        decode_variant="pass_q",
+        num_preemptions=11,
+        waiting_work=12.5,
+        max_waiting_work=100.0,
+    )
+
+
+def view(state: str = "ready", role: str = "decode") -> RingView:
+    counts = [0] * (len(STEP_BOUNDS) + 1)
+    counts[0], counts[3], counts[-1] = 5, 2, 1
+    busy = RankStatus(
+        steps=8,
+        seconds_since_step=0.5,
+        running=1,
+        open_transfers=2,
+        step_seconds=4.0,
+        wait_seconds=1.0,
+        communication_seconds=2.5,
+        step_counts=tuple(counts),
+    )
+    other = RankStatus(
+        steps=8, seconds_since_step=0.25, running=1, open_transfers=0, bytes_sent=99, step_counts=tuple(counts)
+    )
+    return RingView(status=status(state, role), rank_statuses=(busy, other), kv_evictions=7)
+
+
+async def samples(collector: RingCollector | WithVllmNames) -> Mapping[str, float]:
+    """As Prometheus asks: from another thread, while the leader's event loop goes on."""
+    families = await asyncio.to_thread(lambda: list(collector.collect()))
+    return {
+        f"{sample.name}{{{','.join(f'{key}={sample.labels[key]}' for key in sorted(sample.labels))}}}": sample.value
+        for family in families
+        for sample in family.samples
+    }
+
+
+async def test_a_ring_tells_of_itself_and_of_every_rank() -> None:
+    async def get_view() -> RingView:
+        return view()
+
+    found = await samples(RingCollector("decode", "decode-1", get_view, asyncio.get_running_loop()))
+    ring, rank = "{ring=decode-1,role=decode}", "{rank=0,ring=decode-1,role=decode}"
+    assert found[f"ringserve_ring_ready{ring}"] == 1
+    assert found[f"ringserve_num_requests_running{ring}"] == 3
+    assert found[f"ringserve_num_requests_waiting{ring}"] == 4
+    assert found[f"ringserve_kv_cache_usage_perc{ring}"] == 0.3, "kept blocks give way and do not count"
+    assert found[f"ringserve_ring_rebuilds_total{ring}"] == 5
+    assert found[f"ringserve_kv_evictions_total{ring}"] == 7
+    assert found[f"ringserve_num_preemptions_total{ring}"] == 11
+    variants = {
+        name: found[f"ringserve_ring_decode_variant{{ring=decode-1,role=decode,variant={name}}}"]
+        for name in ("gather", "pass_q")
+    }
+    assert variants == {"gather": 0, "pass_q": 1}
+    assert found["ringserve_kv_blocks{rank=0,ring=decode-1,role=decode,state=kept}"] == 3
+    assert found["ringserve_kv_blocks{rank=1,ring=decode-1,role=decode,state=free}"] == 10
+    assert found[f"ringserve_rank_steps_total{rank}"] == 8
+    assert found[f"ringserve_rank_step_seconds_total{rank}"] == 4
+    assert found[f"ringserve_rank_exposed_communication_seconds_total{rank}"] == 1
+    assert found["ringserve_rank_bytes_sent_total{rank=1,ring=decode-1,role=decode}"] == 99
+
+
+async def test_steps_of_all_ranks_are_one_histogram_and_only_those_that_can_tell_count_communication() -> None:
+    async def get_view() -> RingView:
+        return view()
+
+    found = await samples(RingCollector("decode", "decode-1", get_view, asyncio.get_running_loop()))
+    name = "ringserve_step_time_seconds"
+    buckets = {
+        bound: found[f"{name}_bucket{{le={bound},ring=decode-1,role=decode}}"] for bound in (*STEP_BOUNDS, "+Inf")
+    }
+    assert list(buckets.values()) == [10.0] * 3 + [14.0] * (len(STEP_BOUNDS) - 3) + [16.0]
+    assert found[f"{name}_count{{ring=decode-1,role=decode}}"] == 16
+    assert found[f"{name}_sum{{ring=decode-1,role=decode}}"] == 4
+    told = {key: value for key, value in found.items() if "communication_seconds" in key and "exposed" not in key}
+    assert told == {"ringserve_rank_communication_seconds_total{rank=0,ring=decode-1,role=decode}": 2.5}
+
+
+async def test_a_ring_whose_ranks_have_said_nothing_yet_has_no_steps() -> None:
+    async def get_view() -> RingView:
+        return RingView(status=status(), rank_statuses=(), kv_evictions=0)
+
+    found = await samples(RingCollector("decode", "decode-1", get_view, asyncio.get_running_loop()))
+    assert not [key for key in found if "step_time" in key]
+    assert found["ringserve_ring_ready{ring=decode-1,role=decode}"] == 1
+
+
+async def test_a_prefill_ring_tells_how_much_work_waits_and_how_much_may() -> None:
+    async def get_view() -> RingView:
+        return view(role="prefill")
+
+    found = await samples(RingCollector("prefill", "prefill-1", get_view, asyncio.get_running_loop()))
+    ring = "{ring=prefill-1,role=prefill}"
+    assert found[f"ringserve_prefill_waiting_work{ring}"] == 12.5
+    assert found[f"ringserve_prefill_max_waiting_work{ring}"] == 100
+    assert not [name for name in found if "preemptions" in name or "decode_variant" in name]
+
+
+@pytest.mark.parametrize("state", ["starting", "rebuilding", "closed"])
+async def test_a_ring_that_does_not_serve_is_not_ready(state: str) -> None:
+    async def get_view() -> RingView:
+        return view(state)
+
+    found = await samples(RingCollector("decode", "decode-1", get_view, asyncio.get_running_loop()))
+    assert found["ringserve_ring_ready{ring=decode-1,role=decode}"] == 0
+
+
+async def test_a_leader_that_cannot_tell_is_not_ready_and_the_scrape_is_answered() -> None:
+    async def get_view() -> RingView:
+        raise Unavailable("lost")
+
+    found = await samples(RingCollector("decode", "decode-1", get_view, asyncio.get_running_loop()))
+    assert found == {"ringserve_ring_ready{ring=decode-1,role=decode}": 0}
+
+
+async def test_the_names_of_vllm_stand_beside_ours_with_the_same_values() -> None:
+    async def get_view() -> RingView:
+        return view()
+
+    collector = RingCollector("decode", "decode-1", get_view, asyncio.get_running_loop())
+    found = await samples(WithVllmNames(collector.collect, RING_NAMES, "llama"))
+    assert found["vllm:num_requests_waiting{model_name=llama,ring=decode-1,role=decode}"] == 4
+    assert found["ringserve_num_requests_waiting{ring=decode-1,role=decode}"] == 4
+    assert len([name for name in found if name.startswith("vllm:")]) == len(RING_NAMES)

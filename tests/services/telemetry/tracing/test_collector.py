@@ -1,0 +1,127 @@
+"""Spans on their way: by OTLP to a collector, to one that is away, and to none."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from queue import Queue
+
+import grpc
+import pytest
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+
+from cp_core.errors import ConfigError
+from orchestration.protocol.tracing import Stretch
+from services.config import config_from
+from services.gateway.settings import GatewaySettings
+from services.telemetry.tracing import section
+from services.telemetry.tracing.section import TracingConfig, check_installed
+from services.telemetry.tracing.tracer import CLOSE_SECONDS, NoServiceTracer, tracer_for
+
+Request = trace_service_pb2.ExportTraceServiceRequest
+WAIT_SECONDS = 20.0
+
+
+class Collector(trace_service_pb2_grpc.TraceServiceServicer):
+    """Takes OTLP on loopback."""
+
+    def __init__(self) -> None:
+        self.requests: Queue[Request] = Queue()
+        self._server = grpc.server(ThreadPoolExecutor(1))
+        trace_service_pb2_grpc.add_TraceServiceServicer_to_server(self, self._server)  # type: ignore[no-untyped-call]
+        self.endpoint = f"http://127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        self._server.start()
+
+    def Export(self, request: Request, context: grpc.ServicerContext) -> trace_service_pb2.ExportTraceServiceResponse:
+        self.requests.put(request)
+        return trace_service_pb2.ExportTraceServiceResponse()
+
+    def close(self) -> None:
+        self._server.stop(0).wait(WAIT_SECONDS)
+
+
+@pytest.fixture
+def collector() -> Iterator[Collector]:
+    collector = Collector()
+    yield collector
+    collector.close()
+
+
+def test_spans_reach_a_collector_by_otlp_with_who_sent_them(collector: Collector) -> None:
+    tracer = tracer_for(TracingConfig(endpoint=collector.endpoint), "prefill-3")
+    now = time.monotonic()
+    turn = tracer.begin("turn", "", now - 2.0, {"ringserve.request_id": "r"})
+    chunk = Stretch(name="chunk", began=now - 1.0, ended=now - 0.5, attributes={"ringserve.tokens.stop": 7})
+    tracer.record(turn.trace_parent, [Stretch(name="prefill", began=now - 1.0, ended=now, parts=(chunk,))])
+    turn.end("unavailable")
+    tracer.close()
+    (sent,) = collector.requests.get(timeout=WAIT_SECONDS).resource_spans
+    resource = {each.key: each.value.string_value for each in sent.resource.attributes}
+    assert (resource["service.name"], resource["service.instance.id"]) == ("ringserve", "prefill-3")
+    spans = {span.name: span for span in sent.scope_spans[0].spans}
+    assert spans.keys() == {"turn", "prefill", "chunk"}
+    assert len({span.trace_id for span in spans.values()}) == 1
+    assert spans["prefill"].parent_span_id == spans["turn"].span_id
+    assert spans["chunk"].parent_span_id == spans["prefill"].span_id
+    assert spans["chunk"].end_time_unix_nano - spans["chunk"].start_time_unix_nano == pytest.approx(5e8, abs=1e3)
+    assert abs(spans["prefill"].end_time_unix_nano - time.time_ns()) < 60e9
+    assert spans["turn"].status.message == "unavailable"
+
+
+def test_a_collector_that_is_away_holds_up_neither_turns_nor_the_end(collector: Collector) -> None:
+    collector.close()
+    tracer = tracer_for(TracingConfig(endpoint=collector.endpoint), "gateway")
+    began = time.monotonic()
+    for _ in range(5_000):  # more than the queue holds
+        tracer.begin("turn", "", began, {}).end()
+    assert time.monotonic() - began < WAIT_SECONDS
+    closing = time.monotonic()
+    tracer.close()
+    assert time.monotonic() - closing < CLOSE_SECONDS + 2.0
+
+
+def test_nothing_is_told_and_nothing_loaded_without_an_endpoint() -> None:
+    tracer = tracer_for(TracingConfig(), "gateway")
+    assert isinstance(tracer, NoServiceTracer)
+    span = tracer.begin("turn", "", 0.0, {})
+    assert span.trace_parent == ""
+    span.note({"x": 1})
+    span.end("unavailable")
+    tracer.record("", [Stretch(name="x", began=0.0, ended=1.0)])
+    tracer.close()
+
+
+def test_an_endpoint_without_the_extra_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    for missing in ("opentelemetry.nothing_here", "nothing_at_all.here"):
+        monkeypatch.setattr(section, "LIBRARIES", ("opentelemetry.sdk", missing))
+        check_installed(TracingConfig())
+        for refuse in (check_installed, lambda config: tracer_for(config, "gateway")):
+            with pytest.raises(
+                ConfigError, match=r"tracing.endpoint: traces need OpenTelemetry; install 'ringserve\[otel\]'"
+            ):
+                refuse(TracingConfig(endpoint="http://127.0.0.1:4317"))
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    ["127.0.0.1:4317", "grpc://h:1", "http://h", "http://:1", "http://h:x", "http://h:70000", "http://h:1/v1"],
+)
+def test_an_endpoint_that_is_none_is_refused(endpoint: str) -> None:
+    with pytest.raises(ConfigError, match=r"tracing.endpoint: .* is no collector; write http://HOST:PORT"):
+        config_from({"tracing": {"endpoint": endpoint}})
+
+
+def test_a_gateway_process_is_told_where_its_traces_go() -> None:
+    settings = GatewaySettings(
+        listen="a:1",
+        http="",
+        metrics="",
+        router="a:2",
+        model="m",
+        model_name="",
+        dtype="float32",
+        max_seconds=1.0,
+        tracing=TracingConfig(endpoint="https://collector:4317", sample_ratio=0.5),
+    )
+    assert GatewaySettings.from_json(settings.to_json()) == settings

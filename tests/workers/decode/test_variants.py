@@ -1,0 +1,253 @@
+"""Both decode variants, and changes between them, against transformers' greedy tokens; caches are poisoned."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cp_core.cost.decode_variant import GATHER, VARIANTS, DecodeRates
+from cp_core.cost.model import PASS_Q, Rates
+from cp_core.errors import ConfigError
+from cp_core.transport.inprocess import InProcessRing
+from tests.workers.models import KINDS, Oracle, random_tokens
+from tests.workers.rings import LocalRing, Turn
+from workers.decode.choice import DecodeChoice
+from workers.decode.header import Header, HeaderChannel, HeaderKind
+from workers.protocol.steps import Algorithm, Sampling
+
+Models = Mapping[str, Path]
+Oracles = Mapping[str, Oracle]
+
+ENDS = {"a": 24, "b": 3, "c": 12, "d": 19, "e": 2}
+PROMPTS = {name: random_tokens(count, seed=count) for name, count in zip(ENDS, (5, 40, 1, 17, 64), strict=True)}
+
+
+def serve_all(ring: LocalRing, samplings: Mapping[str, Sampling]) -> dict[str, list[int]]:
+    """Five sequences; three start together, two join one by one as others leave: all tokens of each."""
+    conversations = {name: ring.open(name, 128) for name in ENDS}
+    turns = [Turn(conversations[name], PROMPTS[name], samplings[name]) for name in ENDS]
+    answers = {name: [first] for name, first in ring.prefill(turns).items()}
+    ring.start_decode()
+    waiting, left = ["d", "e"], set(ENDS)
+
+    def admit(name: str) -> None:
+        ring.admit(conversations[name], answers[name][0], samplings[name])
+
+    for name in "abc":
+        admit(name)
+    while left:
+        for event in ring.next_events():
+            assert event.token_id is not None
+            answers[event.sequence_id].append(event.token_id)
+            if event.finish_reason is not None:
+                left.remove(event.sequence_id)
+                if waiting:
+                    admit(waiting.pop())
+    return answers
+
+
+def greedy() -> dict[str, Sampling]:
+    return {name: Sampling(max_tokens=end) for name, end in ENDS.items()}
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_sequences_that_join_and_leave_get_the_tokens_of_one_process(
+    variant: str, num_ranks: int, model_paths: Models, oracles: Oracles
+) -> None:
+    """The batch is at times smaller than the ring: ranks without a row of their own take part."""
+    with LocalRing(model_paths["llama_gqa"], num_ranks, decode_variant=variant) as ring:
+        answers = serve_all(ring, greedy())
+        assert [worker.status().decode_variant for worker in ring.workers] == [variant] * num_ranks
+    assert answers == {name: oracles["llama_gqa"].greedy(PROMPTS[name], end) for name, end in ENDS.items()}
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_kernel_that_follows_block_tables_gives_the_same_tokens(
+    variant: str, num_ranks: int, model_paths: Models, oracles: Oracles
+) -> None:
+    """The reference is such a kernel; blocks are scattered, and what was never written is NaN."""
+    with LocalRing(model_paths["llama_gqa"], num_ranks, decode_variant=variant, attention_backend="reference") as ring:
+        answers = serve_all(ring, greedy())
+    assert answers == {name: oracles["llama_gqa"].greedy(PROMPTS[name], end) for name, end in ENDS.items()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_model_decodes_the_same_in_pass_q(kind: str, model_paths: Models, oracles: Oracles) -> None:
+    prompt, sampling = random_tokens(33), Sampling(max_tokens=16)
+    with LocalRing(model_paths[kind], 2, decode_variant=PASS_Q) as ring:
+        conversation = ring.open("a", 64)
+        first = ring.prefill([Turn(conversation, prompt, sampling)])["a"]
+        ring.start_decode()
+        following = ring.decode(conversation, first, sampling)
+    assert [first, *following] == oracles[kind].greedy(prompt, 16)
+
+
+@pytest.mark.parametrize("ring_transport", ["sockets", "gloo"])
+def test_pass_q_decodes_over_real_transports(ring_transport: str, model_paths: Models, oracles: Oracles) -> None:
+    """Two sequences on three ranks: messages without elements, of every length, in both directions."""
+    prompts = {"a": random_tokens(9, seed=1), "b": random_tokens(26, seed=2)}
+    sampling = Sampling(max_tokens=10)
+    with LocalRing(model_paths["llama_gqa"], 3, ring_transport=ring_transport, decode_variant=PASS_Q) as ring:
+        conversations = {name: ring.open(name, 64) for name in prompts}
+        firsts = ring.prefill([Turn(conversations[name], prompts[name], sampling) for name in prompts])
+        ring.start_decode()
+        for name in prompts:
+            ring.admit(conversations[name], firsts[name], sampling)
+        events = ring.events_until_finished(list(prompts))
+    for name, prompt in prompts.items():
+        tokens = [firsts[name], *(event.token_id for event in events[name])]
+        assert tokens == oracles["llama_gqa"].greedy(prompt, 10), name
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_the_variant_may_change_at_every_step(
+    num_ranks: int, model_paths: Models, oracles: Oracles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns = itertools.cycle([GATHER, PASS_Q, PASS_Q])
+    used: list[str] = []
+
+    def alternate(_: DecodeChoice, num_sequences: int, stored_tokens: int) -> str:
+        assert num_sequences <= stored_tokens
+        used.append(next(turns))
+        return used[-1]
+
+    monkeypatch.setattr(DecodeChoice, "__call__", alternate)
+    with LocalRing(model_paths["llama_gqa"], num_ranks) as ring:
+        answers = serve_all(ring, greedy())
+    assert {GATHER, PASS_Q} == set(used)
+    assert answers == {name: oracles["llama_gqa"].greedy(PROMPTS[name], end) for name, end in ENDS.items()}
+
+
+def test_tokens_are_drawn_alike_whichever_rank_draws_them(model_paths: Models) -> None:
+    samplings = {
+        name: Sampling(temperature=0.8, seed=(1 << 63) + place, max_tokens=end)
+        for place, (name, end) in enumerate(ENDS.items())
+    }
+    answers = []
+    for variant, num_ranks in ((GATHER, 1), (GATHER, 2), (PASS_Q, 2), (PASS_Q, 3)):
+        with LocalRing(model_paths["llama_gqa"], num_ranks, decode_variant=variant) as ring:
+            answers.append(serve_all(ring, samplings))
+    assert all(each == answers[0] for each in answers)
+    assert len(set(answers[0]["a"])) > 5
+
+
+def test_the_next_turn_prefills_upon_what_pass_q_stored(model_paths: Models, oracles: Oracles) -> None:
+    prompt, question, sampling = random_tokens(21), random_tokens(9, seed=2), Sampling(max_tokens=14)
+    with LocalRing(model_paths["qwen3"], 3, decode_variant=PASS_Q) as ring:
+        conversation = ring.open("a", 128)
+        first = ring.prefill([Turn(conversation, prompt, sampling)])["a"]
+        ring.start_decode()
+        answer = [first, *ring.decode(conversation, first, sampling)]
+        ring.stop_decode()
+        assert max(conversation.held) - min(conversation.held) <= 1
+        second = ring.prefill([Turn(conversation, [answer[-1], *question], sampling)], Algorithm.PASS_KV)["a"]
+    assert second == oracles["qwen3"].greedy([*prompt, *answer, *question], 1)[0]
+
+
+def test_a_short_prompt_on_one_rank_decodes_beside_a_spread_one(model_paths: Models, oracles: Oracles) -> None:
+    """A prompt of one token leaves two of three ranks empty of it; the other is spread over all."""
+    prompts = {"short": random_tokens(1, seed=3), "long": random_tokens(50, seed=4)}
+    sampling = Sampling(max_tokens=8)
+    for variant in VARIANTS:
+        with LocalRing(model_paths["llama_gqa"], 3, decode_variant=variant) as ring:
+            conversations = {name: ring.open(name, 64) for name in prompts}
+            firsts = ring.prefill([Turn(conversations[name], prompts[name], sampling) for name in prompts])
+            assert sorted(conversations["short"].held) == [0, 0, 1]
+            ring.start_decode()
+            for name in prompts:
+                ring.admit(conversations[name], firsts[name], sampling)
+            events = ring.events_until_finished(list(prompts))
+        for name, prompt in prompts.items():
+            tokens = [firsts[name], *(event.token_id for event in events[name])]
+            assert tokens == oracles["llama_gqa"].greedy(prompt, 8), (variant, name)
+
+
+def test_a_pass_q_step_takes_its_ring_once_a_layer_and_brings_its_tokens_once(model_paths: Models) -> None:
+    sampling = Sampling(max_tokens=11)
+    with LocalRing(model_paths["llama_gqa"], 3, decode_variant=PASS_Q) as ring:
+        conversation = ring.open("a", 64)
+        first = ring.prefill([Turn(conversation, random_tokens(9), sampling)])["a"]
+        before = [(each.stats.exchanges, each.stats.all_to_alls) for each in ring.transports]
+        ring.start_decode()
+        assert len(ring.decode(conversation, first, sampling)) == 10
+        ring.stop_decode()
+        num_layers = ring.infos[0].model.num_layers
+        for (exchanges, all_to_alls), transport in zip(before, ring.transports, strict=True):
+            assert transport.stats.exchanges - exchanges == 10 * num_layers * 2
+            assert transport.stats.all_to_alls - all_to_alls == 10 * (num_layers + 1)
+            assert transport.stats.gathers == 0
+
+
+def test_a_rank_that_draws_from_nan_breaks_the_ring_and_no_token_leaves_it(model_paths: Models) -> None:
+    """The first row belongs to a follower; its model is spoilt after the prefill."""
+    with LocalRing(model_paths["llama_gqa"], 2, decode_variant=PASS_Q) as ring:
+        conversation = ring.open("a", 64)
+        first = ring.prefill([Turn(conversation, random_tokens(9), Sampling())])["a"]
+        owner = min(range(2), key=lambda rank: (conversation.held[rank], rank))
+        assert owner == 1, "nine tokens lie as five and four"
+        head = ring.workers[1]._model.head.weight
+        assert isinstance(head, torch.Tensor)
+        head.fill_(torch.nan)
+        ring.start_decode()
+        ring.admit(conversation, first, Sampling(max_tokens=5))
+        errors = ring.decode_ended()
+        assert isinstance(errors[1], FloatingPointError)
+        assert errors[0] is not None
+        assert ring.workers[0]._mailbox._events == []
+
+
+@given(
+    kind=st.sampled_from(list(HeaderKind)),
+    variant=st.sampled_from(VARIANTS),
+    tokens=st.lists(st.integers(0, 1 << 20), max_size=8).map(tuple),
+)
+@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+def test_a_header_arrives_with_its_variant(kind: HeaderKind, variant: str, tokens: tuple[int, ...]) -> None:
+    leader, follower = (HeaderChannel([each], 8, torch.device("cpu")) for each in InProcessRing(2).transports)
+    header = Header(kind, tokens, variant=variant)
+    leader.send(header)
+    assert follower.receive() == header
+
+
+def test_an_unknown_variant_keeps_a_rank_from_starting(model_paths: Models) -> None:
+    with pytest.raises(
+        ConfigError, match=r"decode\.variant: 'pass_kv' is not allowed; use one of auto, gather, pass_q"
+    ):
+        LocalRing(model_paths["llama_gqa"], 1, decode_variant="pass_kv")
+
+
+def test_auto_gathers_until_the_ring_has_measured_itself(model_paths: Models) -> None:
+    with LocalRing(model_paths["llama_gqa"], 2) as ring:
+        shape = ring.infos[0].model.shape
+    choice = DecodeChoice("auto", shape, 2)
+    assert choice(8, 1000) == GATHER
+    link = Rates(gemm_flops=1e9, attention_flops=1e9, link_bytes_per_second=1e15, link_latency_seconds=0.0)
+    free_messages = DecodeRates(
+        ring=link,
+        weight_bytes_per_second=1e12,
+        lone_weight_bytes_per_second=1e12,
+        kv_bytes_per_second=1e12,
+        busy_message_seconds=0.0,
+    )
+    assert choice.predicted(8, 1000) == []
+    choice.measured(free_messages)
+    assert [variant for variant, _ in choice.predicted(8, 1000)] == [GATHER, PASS_Q]
+    assert choice(8, 1000) == PASS_Q
+
+
+def test_probing_lets_auto_choose_by_what_was_measured(model_paths: Models) -> None:
+    with LocalRing(model_paths["llama_gqa"], 2) as ring:
+        ring.together(lambda worker, _: worker.probe())
+        assert all(worker._choose_variant._rates is not None for worker in ring.workers)
+        choice = ring.workers[0]._choose_variant
+        for batch in (1, 64):
+            seconds = dict(choice.predicted(batch, 100 * batch))
+            assert choice(batch, 100 * batch) == (PASS_Q if seconds[PASS_Q] < 0.95 * seconds[GATHER] else GATHER)

@@ -1,0 +1,160 @@
+"""Whoever reaches a KV port and is no rank: sent away in time, and no harm to those who are."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+
+import pytest
+
+from cp_core.transport.peer_tls import PeerTls
+from tests.services.auth.certificates import Authority
+from tests.workers.kv.kv_peers import (
+    DESTINATION,
+    WAIT_SECONDS,
+    HandSource,
+    Truth,
+    cache_of,
+    expect_of,
+    hand_source,
+    key_of,
+    layer_frame,
+    receiving,
+    send_of,
+    sending,
+)
+from workers.kv import KvReceiver
+from workers.kv.cache import KvCache
+from workers.kv.frames import MAGIC, MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES, PREFIX, VERSION, SettleFrame, encode
+
+TOKENS = 10
+BLOCKS = (7, 3, 30)
+TRUTH = Truth.random(TOKENS)
+GREETING_SECONDS = 0.5
+
+
+@pytest.fixture(params=["plain", "tls"])
+def tls(request: pytest.FixtureRequest, authority: Authority) -> PeerTls | None:
+    return authority.peer() if request.param == "tls" else None
+
+
+def check_serves(receiver: KvReceiver, cache: KvCache, tls: PeerTls | None) -> None:
+    """A whole transfer of a true source arrives."""
+    source, key = cache_of(), key_of("afterwards")
+    TRUTH.store(source, BLOCKS, range(TOKENS))
+    with sending(source, tls=tls) as sender:
+        receiver.expect(expect_of(key, TOKENS, BLOCKS))
+        sender.send_all(send_of(key, receiver.endpoint, TOKENS, BLOCKS), WAIT_SECONDS)
+    receiver.wait_sealed(key, WAIT_SECONDS)
+    TRUTH.check(cache, BLOCKS, range(TOKENS))
+
+
+SILENT = {
+    "nothing at all": b"",
+    "half a prefix": PREFIX.pack(MAGIC, VERSION, 50, 0)[:7],
+    "a header that never comes": PREFIX.pack(MAGIC, VERSION, MAX_HEADER_BYTES, 0),
+    "half a handshake": b"\x16\x03\x01\x02\x00\x01\x00",
+}
+
+
+@pytest.mark.parametrize("said", SILENT)
+def test_who_stays_silent_is_sent_away_in_time(said: str, tls: PeerTls | None) -> None:
+    cache = cache_of()
+    with (
+        receiving(cache, tls=tls, greeting_seconds=GREETING_SECONDS) as receiver,
+        hand_source(receiver.endpoint) as silent,
+    ):
+        began = time.monotonic()
+        silent.connection.sendall(SILENT[said])
+        assert silent.is_cut_off()
+        assert time.monotonic() - began < 10 * GREETING_SECONDS
+        check_serves(receiver, cache, tls)
+
+
+def talk_until(talker: HandSource, deadline: float) -> None:
+    while time.monotonic() < deadline:
+        talker.connection.sendall(b"x")
+
+
+def test_who_talks_without_end_and_says_nothing_is_sent_away_in_time() -> None:
+    """Each byte comes soon after the one before, and a frame is well formed as far as it goes."""
+    cache, foreign = cache_of(), replace(key_of(), destination="decode-0/0")
+    frame = encode(layer_frame(foreign, 0, [(0, 3)]), MAX_PAYLOAD_BYTES)
+    with (
+        receiving(cache, greeting_seconds=GREETING_SECONDS) as receiver,
+        hand_source(receiver.endpoint) as talker,
+    ):
+        talker.connection.sendall(frame)
+        deadline = time.monotonic() + 10 * GREETING_SECONDS
+        with pytest.raises(OSError, match=r"reset|Broken pipe"):
+            talk_until(talker, deadline)
+        check_serves(receiver, cache, None)
+
+
+@pytest.mark.parametrize("garbage", [b"GET / HTTP/1.1\r\nHost: ring\r\n\r\n", bytes(4096), b"\xff" * 70_000])
+def test_garbage_ends_its_own_connection_only(garbage: bytes, tls: PeerTls | None) -> None:
+    cache = cache_of()
+    with receiving(cache, tls=tls) as receiver:
+        for _ in range(3):
+            with hand_source(receiver.endpoint) as stranger:
+                stranger.connection.sendall(garbage)
+                assert stranger.is_cut_off()
+        check_serves(receiver, cache, tls)
+
+
+def test_a_stranger_learns_nothing_by_which_it_would_be_taken_for_a_rank() -> None:
+    with receiving(cache_of()) as receiver, hand_source(receiver.endpoint) as stranger:
+        stranger.send(SettleFrame(replace(key_of(), destination="guessed")))
+        assert "nothing of transfer" in stranger.refusal().reason
+        stranger.send(layer_frame(replace(key_of(), destination="guessed"), 0, [(0, 3)]))
+        told = stranger.refusal()
+        assert told.is_stale
+        assert DESTINATION not in told.reason
+
+
+@contextmanager
+def crowd(endpoint: str, count: int) -> Iterator[list[HandSource]]:
+    with ExitStack() as stack:
+        yield [stack.enter_context(hand_source(endpoint)) for _ in range(count)]
+
+
+def test_a_crowd_of_silent_strangers_keeps_no_rank_out(tls: PeerTls | None) -> None:
+    cache = cache_of()
+    receiver = KvReceiver(cache, DESTINATION, max_connections=4, greeting_seconds=60.0, tls=tls)
+    try:
+        with crowd(receiver.endpoint, 6) as strangers:
+            # The oldest make room for the younger ones.
+            assert [stranger.is_cut_off() for stranger in strangers[:2]] == [True, True]
+            check_serves(receiver, cache, tls)
+            assert strangers[2].is_cut_off()
+    finally:
+        receiver.close()
+
+
+def test_a_rank_that_is_known_never_makes_room_and_may_stay_silent() -> None:
+    cache = cache_of()
+    receiver = KvReceiver(cache, DESTINATION, max_connections=2, greeting_seconds=GREETING_SECONDS)
+    try:
+        with hand_source(receiver.endpoint) as rank:
+            rank.send(SettleFrame(key_of()))
+            rank.refusal()
+            with crowd(receiver.endpoint, 4) as strangers:
+                assert all(stranger.is_cut_off() for stranger in strangers)
+            receiver.expect(expect_of(key_of(), TOKENS, BLOCKS))
+            rank.send_whole(TRUTH)
+            receiver.wait_sealed(key_of(), WAIT_SECONDS)
+    finally:
+        receiver.close()
+
+
+def test_a_receiver_that_closes_waits_for_no_handshake(authority: Authority) -> None:
+    receiver = KvReceiver(cache_of(), DESTINATION, greeting_seconds=60.0, tls=authority.peer())
+    host, _, port = receiver.endpoint.rpartition(":")
+    with socket.create_connection((host, int(port))) as silent:
+        silent.sendall(b"\x16\x03\x01")
+        began = time.monotonic()
+        receiver.close()
+        assert time.monotonic() - began < 5.0

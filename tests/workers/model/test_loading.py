@@ -1,0 +1,177 @@
+"""What is loaded, and what is refused by which name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+
+from cp_core.errors import ModelRefused
+from tests.workers.models import KINDS
+from workers.model.info import read_model_info
+from workers.model.loading import load_model
+from workers.model.support import FAMILIES, check_supported
+
+PLAIN = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_supported_family_loads_with_our_attention(kind: str, model_paths: Mapping[str, Path]) -> None:
+    loaded = load_model(model_paths[kind], "float32", "cpu")
+    assert loaded.model.config._attn_implementation == "ringserve"
+    assert loaded.info.model_type in FAMILIES
+    assert loaded.info.num_parameters == pytest.approx(loaded.model.num_parameters(), rel=0.01)
+    assert not loaded.model.training
+
+
+@pytest.mark.parametrize(("dtype", "element_bytes"), [("bfloat16", 2), ("float16", 2), ("float32", 4)])
+def test_the_asked_dtype_is_what_is_loaded(dtype: str, element_bytes: int, model_paths: Mapping[str, Path]) -> None:
+    loaded = load_model(model_paths["llama_gqa"], dtype, "cpu")
+    assert {str(weights.dtype) for weights in loaded.model.parameters()} == {f"torch.{dtype}"}
+    assert loaded.info.kv_bytes_per_token == 2 * 2 * 2 * 16 * element_bytes
+
+
+@pytest.mark.parametrize(
+    ("changes", "feature"),
+    [
+        ({"model_type": "mistral", "sliding_window": 4096}, "a sliding window of 4096 tokens"),
+        ({"model_type": "mistral"}, "a sliding window of 4096 tokens"),
+        ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 512}, "a sliding window of 512 tokens"),
+        ({"model_type": "qwen3", "layer_types": ["full_attention", "sliding_attention"]}, "a sliding window"),
+        ({"model_type": "gemma2", "attn_logit_softcapping": 50.0}, "a soft cap on attention logits"),
+        ({"final_logit_softcapping": 30.0}, "a soft cap on output logits"),
+        ({"model_type": "gpt_oss", "num_local_experts": 8, "sliding_window": 128}, "mixture of experts"),
+        ({"model_type": "gpt_oss"}, "attention sinks"),
+        ({"model_type": "deepseek_v3", "kv_lora_rank": 512}, r"multi-head latent attention \(MLA\)"),
+        ({"model_type": "t5", "is_encoder_decoder": True}, "an encoder beside the decoder"),
+        ({"model_type": "qwen2_vl", "vision_config": {"depth": 32}}, "vision input"),
+        ({"model_type": "mixtral", "num_local_experts": 8}, "mixture of experts"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantized weights"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rotary position embedding of type 'dynamic'"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "rotary position embedding of type 'longrope'"),
+        ({"is_causal": False}, "bidirectional attention"),
+    ],
+)
+def test_what_the_core_lacks_is_refused_by_its_name(changes: dict[str, object], feature: str) -> None:
+    with pytest.raises(ModelRefused, match=feature):
+        check_supported(PLAIN | changes)
+
+
+def test_families_nobody_has_compared_are_refused_with_those_that_are() -> None:
+    with pytest.raises(ModelRefused, match="'bloom' cannot be served; supported are llama, mistral, qwen2, qwen3"):
+        check_supported({"model_type": "bloom"})
+
+
+def test_a_model_without_a_language_head_is_refused() -> None:
+    with pytest.raises(ModelRefused, match="LlamaForSequenceClassification"):
+        check_supported(PLAIN | {"architectures": ["LlamaForSequenceClassification"]})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model_type": "mistral", "sliding_window": None},
+        {"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 4096},
+        {"model_type": "qwen3", "layer_types": ["full_attention"] * 2},
+        {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+        {"rope_scaling": None},
+    ],
+)
+def test_a_feature_that_is_switched_off_is_no_reason_to_refuse(changes: dict[str, object]) -> None:
+    check_supported(PLAIN | changes)
+
+
+def test_a_directory_that_is_not_whole_is_refused(tmp_path: Path, model_paths: Mapping[str, Path]) -> None:
+    with pytest.raises(ModelRefused, match=r"has no config\.json"):
+        read_model_info(tmp_path)
+    config = (model_paths["llama_gqa"] / "config.json").read_text()
+    (tmp_path / "config.json").write_text(config)
+    with pytest.raises(ModelRefused, match=r"has no \*\.safetensors weights"):
+        load_model(tmp_path, "float32", "cpu")
+    (tmp_path / "config.json").write_text(config[:40])
+    with pytest.raises(ModelRefused, match=r"config\.json cannot be read"):
+        read_model_info(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ModelRefused, match="does not hold a JSON object"):
+        read_model_info(tmp_path)
+
+
+def test_missing_weights_are_refused_and_not_drawn_at_random(edited_config: Callable[..., Path]) -> None:
+    path = edited_config("llama_gqa")
+    weights = load_file(path / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelRefused, match=r"lacks weights for 1 tensors, the first is model\.layers\.1\.mlp\.up_proj"):
+        load_model(path, "float32", "cpu")
+
+
+def test_damaged_weights_are_refused(edited_config: Callable[..., Path]) -> None:
+    path = edited_config("llama_gqa")
+    (path / "model.safetensors").write_bytes(b"not weights at all")
+    with pytest.raises(ModelRefused, match="cannot be loaded"):
+        load_model(path, "float32", "cpu")
+
+
+def test_weights_of_another_shape_are_refused(edited_config: Callable[..., Path]) -> None:
+    path = edited_config("llama_gqa", intermediate_size=100)
+    with pytest.raises(
+        ModelRefused, match=r"mlp\.down_proj\.weight of shape \(64, 96\) where config\.json asks for \(64, 100\)"
+    ):
+        load_model(path, "float32", "cpu")
+
+
+@pytest.mark.parametrize(("key", "value"), [("num_hidden_layers", 0), ("hidden_size", "64"), ("vocab_size", None)])
+def test_a_shape_that_makes_no_sense_is_refused_by_its_key(
+    edited_config: Callable[..., Path], key: str, value: object
+) -> None:
+    with pytest.raises(ModelRefused, match=f"{key}={value!r}; a positive integer is needed"):
+        read_model_info(edited_config("llama_gqa", **{key: value}))
+
+
+def test_heads_that_do_not_divide_are_refused(edited_config: Callable[..., Path]) -> None:
+    with pytest.raises(ModelRefused, match="4 query heads are not a multiple of 3 key/value heads"):
+        read_model_info(edited_config("llama_gqa", num_key_value_heads=3))
+
+
+def test_other_dtypes_are_refused_with_the_allowed_ones(model_paths: Mapping[str, Path]) -> None:
+    with pytest.raises(ModelRefused, match="'int8' is not supported; use one of float32, bfloat16, float16"):
+        load_model(model_paths["llama_gqa"], "int8", "cpu")
+
+
+def test_end_of_sequence_ids_of_the_generation_config_win(edited_config: Callable[..., Path]) -> None:
+    path = edited_config("llama_gqa", eos_token_id=2)
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 6]}))
+    assert read_model_info(path).eos_token_ids == (5, 6)
+    (path / "generation_config.json").unlink()
+    assert read_model_info(path).eos_token_ids == (2,)
+
+
+def test_one_layer_asks_for_attention_once_and_gets_no_mask(model_paths: Mapping[str, Path]) -> None:
+    """Shapes that the hook hands on: q[T,H,D], k and v[T,K,D], without a copy; positions that jump are no matter."""
+    seen = []
+
+    class Recorder:
+        def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+            seen.append((layer, tuple(q.shape), tuple(k.shape), q.is_contiguous() and k.is_contiguous(), scale))
+            return q
+
+    loaded = load_model(model_paths["llama_gqa"], "float32", "cpu")
+    with torch.inference_mode():
+        states = loaded.hidden_states(torch.tensor([1, 2, 3]), torch.tensor([0, 7, 3]), Recorder())
+    assert states.shape == (3, 64)
+    assert seen == [(layer, (3, 4, 16), (3, 2, 16), True, 0.25) for layer in range(2)]
+
+
+def test_ranks_that_load_at_the_same_time_leave_transformers_as_it_was(model_paths: Mapping[str, Path]) -> None:
+    tie_weights = PreTrainedModel.tie_weights
+    with ThreadPoolExecutor(8) as threads:
+        loads = [threads.submit(load_model, path, "float32", "cpu") for path in model_paths.values() for _ in range(6)]
+        for load in loads:
+            load.result()
+    assert PreTrainedModel.tie_weights is tie_weights

@@ -1,0 +1,161 @@
+"""Prefill on a ring of ranks against transformers on one process: whole-model logits within 2e-5, in fp32.
+
+Caches are poisoned with NaN, so that a slot read before it was written cannot go unseen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+
+from cp_core.attention.interface import Partial
+from cp_core.errors import Unavailable
+from tests.workers.models import KINDS, Oracle, random_tokens
+from tests.workers.rings import LocalRing, Turn, run_in_thread
+from workers.protocol.steps import RING_ALGORITHMS, Algorithm, Sampling
+
+TOLERANCE = 2e-5
+ALGORITHMS = list(RING_ALGORITHMS)
+RING_SIZES = (1, 2, 3)
+
+Models = Mapping[str, Path]
+Oracles = Mapping[str, Oracle]
+
+
+def assert_same(logits: torch.Tensor, wanted: torch.Tensor) -> None:
+    torch.testing.assert_close(logits, wanted, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("num_ranks", RING_SIZES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_three_turns_have_the_logits_of_one_process(
+    kind: str, num_ranks: int, algorithm: Algorithm, model_paths: Models, oracles: Oracles
+) -> None:
+    """Full prefill of 65 tokens, then partial ones of 7 and 31: no cached count is divisible by 2N for N > 1."""
+    tokens = random_tokens(103)
+    with LocalRing(model_paths[kind], num_ranks) as ring:
+        conversation = ring.open("a", 103)
+        parts = [
+            ring.prefill_logits([Turn(conversation, tokens[start:stop])], algorithm)[0]
+            for start, stop in ((0, 65), (65, 72), (72, 103))
+        ]
+    assert_same(torch.cat(parts), oracles[kind].logits(tokens))
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 5, 63, 64])
+def test_short_prompts_leave_ranks_without_tokens(
+    num_tokens: int, algorithm: Algorithm, model_paths: Models, oracles: Oracles
+) -> None:
+    """On 3 ranks prompts of 1 and 2 tokens reach one or two of them; the others take part with nothing."""
+    tokens = random_tokens(num_tokens, seed=num_tokens)
+    with LocalRing(model_paths["llama_gqa"], 3) as ring:
+        logits = ring.prefill_logits([Turn(ring.open("a", num_tokens), tokens)], algorithm)[0]
+    assert_same(logits, oracles["llama_gqa"].logits(tokens))
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("num_ranks", RING_SIZES)
+def test_sequences_of_any_length_share_a_step(
+    num_ranks: int, algorithm: Algorithm, model_paths: Models, oracles: Oracles
+) -> None:
+    """A new prompt, a continued one, one of a single token, and one with cached but no new tokens."""
+    first, second, third, idle = (random_tokens(count, seed=count) for count in (40, 29, 1, 12))
+    with LocalRing(model_paths["qwen3"], num_ranks) as ring:
+        a, b, c, d = (ring.open(name, 64) for name in "abcd")
+        ring.prefill([Turn(b, second[:18]), Turn(d, idle)], algorithm)
+        fused = ring.prefill_logits([Turn(a, first), Turn(b, second[18:]), Turn(d, []), Turn(c, third)], algorithm)
+    oracle = oracles["qwen3"]
+    assert_same(fused[0], oracle.logits(first))
+    assert_same(fused[1], oracle.logits(second)[18:])
+    assert fused[2].shape[0] == 0
+    assert_same(fused[3], oracle.logits(third))
+
+
+@pytest.mark.parametrize("num_ranks", RING_SIZES)
+def test_many_small_chunks_equal_one_large_one(num_ranks: int, model_paths: Models, oracles: Oracles) -> None:
+    """Chunks of 1 to 9 tokens with the algorithms in turn, over stored orders that are no longer those of positions."""
+    tokens = random_tokens(45)
+    with LocalRing(model_paths["mistral"], num_ranks) as ring:
+        conversation = ring.open("a", 64)
+        parts, start = [], 0
+        for size in range(1, 10):
+            turn = Turn(conversation, tokens[start : start + size])
+            parts.append(ring.prefill_logits([turn], ALGORITHMS[size % 2])[0])
+            start += size
+    assert_same(torch.cat(parts), oracles["mistral"].logits(tokens))
+
+
+@pytest.mark.parametrize("num_ranks", RING_SIZES)
+def test_the_rank_of_the_last_position_samples_and_no_other(
+    num_ranks: int, model_paths: Models, oracles: Oracles
+) -> None:
+    tokens = random_tokens(50)
+    with LocalRing(model_paths["llama_mha"], num_ranks) as ring:
+        a, b = ring.open("a", 64), ring.open("b", 64)
+        sampled = ring.prefill([Turn(a, tokens, Sampling()), Turn(b, tokens[:33])])
+    assert sampled == {"a": oracles["llama_mha"].greedy(tokens, 1)[0]}
+
+
+def test_sampled_first_tokens_are_the_same_on_rings_of_any_size(model_paths: Models) -> None:
+    tokens = random_tokens(50)
+    sampled = []
+    for num_ranks in RING_SIZES:
+        with LocalRing(model_paths["llama_gqa"], num_ranks) as ring:
+            turns = [Turn(ring.open(str(seed), 64), tokens, Sampling(temperature=1.0, seed=seed)) for seed in range(8)]
+            sampled.append(ring.prefill(turns))
+    assert sampled[0] == sampled[1] == sampled[2]
+    assert len(set(sampled[0].values())) > 2, "eight seeds drew the same token"
+
+
+class FailingBackend:
+    """An attention kernel that runs out of memory."""
+
+    name: ClassVar[str] = "failing"
+
+    def partial_attention(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float
+    ) -> Partial:
+        raise MemoryError("no memory")
+
+
+def test_a_rank_that_fails_takes_its_peers_out_of_the_step_at_once(model_paths: Models) -> None:
+    with LocalRing(model_paths["llama_gqa"], 3) as ring:
+        ring.workers[1]._backend = FailingBackend()
+        steps = ring.steps([Turn(ring.open("a", 64), random_tokens(20))], Algorithm.PASS_KV)
+        runs = [run_in_thread(partial(worker.prefill, step)) for worker, step in zip(ring.workers, steps, strict=True)]
+        errors = [run.exception(20.0) for run in runs]
+    assert [type(error) for error in errors] == [Unavailable, MemoryError, Unavailable]
+
+
+def test_progress_is_seen_from_outside(model_paths: Models) -> None:
+    with LocalRing(model_paths["llama_gqa"], 1) as ring:
+        assert ring.workers[0].status().steps == 0
+        ring.prefill([Turn(ring.open("a", 8), [1, 2, 3])])
+        status = ring.workers[0].status()
+    assert (status.steps, status.running, status.open_transfers) == (1, 0, 0)
+    assert status.seconds_since_step < 30
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_ring_measures_finite_rates(num_ranks: int, model_paths: Models) -> None:
+    with LocalRing(model_paths["llama_gqa"], num_ranks) as ring:
+        for rates in ring.together(lambda worker, _: worker.probe()):
+            assert 1e6 < rates.gemm_flops < 1e15
+            assert 1e6 < rates.attention_flops < 1e15
+            assert 1e3 < rates.link_bytes_per_second <= 1e15
+            assert 0 <= rates.link_latency_seconds < 1
+
+
+def test_stopping_is_possible_at_any_time_and_again(model_paths: Models) -> None:
+    ring = LocalRing(model_paths["llama_gqa"], 1)
+    ring.workers[0].stop()
+    ring.workers[0].stop()
+    with pytest.raises(Unavailable):
+        ring.workers[0].submit([])

@@ -1,0 +1,48 @@
+"""Which variant serves the next decode step: the configured one, or by what this ring measured of itself."""
+
+from __future__ import annotations
+
+from cp_core.cost.decode_variant import (
+    VARIANT_POLICIES,
+    VARIANTS,
+    DecodeLoad,
+    DecodeRates,
+    choose_variant,
+    predict_step,
+)
+from cp_core.cost.model import ModelShape
+from cp_core.errors import ConfigError
+
+
+class DecodeChoice:
+    """`policy` is one of VARIANT_POLICIES. Called with (sequences, stored tokens of all) before every step."""
+
+    def __init__(self, policy: str, shape: ModelShape, num_ranks: int) -> None:
+        """Raises ConfigError for an unknown policy."""
+        self.follow(policy)
+        self._shape = shape
+        self._num_ranks = num_ranks
+        self._rates: DecodeRates | None = None
+
+    def follow(self, policy: str) -> None:
+        """Choose by this policy from the next step on. Raises ConfigError for an unknown one."""
+        if policy not in VARIANT_POLICIES:
+            raise ConfigError(f"decode.variant: {policy!r} is not allowed; use one of {', '.join(VARIANT_POLICIES)}")
+        self._policy = policy
+
+    def measured(self, rates: DecodeRates) -> None:
+        """Decide by these from now on; before, "auto" gathers."""
+        self._rates = rates
+
+    def __call__(self, num_sequences: int, stored_tokens: int) -> str:
+        return choose_variant(self._policy, self._load(num_sequences, stored_tokens), self._shape, self._rates)
+
+    def predicted(self, num_sequences: int, stored_tokens: int) -> list[tuple[str, float]]:
+        """(variant, seconds of a step) of all, by what was measured; nothing before."""
+        if self._rates is None:
+            return []
+        load = self._load(num_sequences, stored_tokens)
+        return [(variant, predict_step(variant, load, self._shape, self._rates)) for variant in VARIANTS]
+
+    def _load(self, num_sequences: int, stored_tokens: int) -> DecodeLoad:
+        return DecodeLoad(batch=num_sequences, stored_tokens=stored_tokens, num_ranks=self._num_ranks)

@@ -1,0 +1,254 @@
+"""The decode loop of a ring: rank 0 leads, the others follow its headers.
+
+A step: rank 0 sends a header, the ranks compute the batch and sample its tokens, rank 0 reports them. A header may also
+carry one prompt, which is computed before the batch: so a sequence waits for at most one prompt between two of its
+tokens, however many there are. With an empty batch rank 0 sends a sign of life about once a second, so that a follower
+that hears nothing knows that its leader is gone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from cp_core.layout.shards import append_owner
+from workers.decode.batch import Admission, BatchChange, DecodeBatch, Growth, Prompt
+from workers.decode.header import HEARTBEAT_SECONDS, Header, HeaderChannel, HeaderKind
+from workers.decode.mailbox import DecodeMailbox
+from workers.decode.prompt import DecodePrompts
+from workers.decode.step import DecodePass
+from workers.progress import Progress
+from workers.protocol.decode_commands import AdmitSequence, ComputePrompt, DecodeCommand, DecodeEvent, GrowSequence
+from workers.protocol.steps import FinishReason, RingRates, Sampling
+from workers.sampling.parameters import Sampled
+
+# (sequences, stored tokens of all) of the next step -> which variant serves it.
+VariantChoice = Callable[[int, int], str]
+
+
+@dataclass(frozen=True, slots=True)
+class LoopWork:
+    """What every rank of a loop does in the same order: steps of the batch, prompts, and measurements of the ring."""
+
+    batch: DecodeBatch
+    step: DecodePass
+    prompts: DecodePrompts
+    probe: Callable[[], RingRates]
+
+
+@dataclass(slots=True)
+class Generation:
+    """What rank 0 alone knows of a running sequence. `room[r]` tokens fit into rank r's table."""
+
+    sampling: Sampling
+    num_generated: int
+    room: list[int]
+
+    def is_full(self, held: Sequence[int]) -> bool:
+        """Whether the next token would not fit where it is to be stored."""
+        owner = append_owner(held)
+        return held[owner] >= self.room[owner]
+
+
+class DecodeFollower:
+    """The loop of every rank but the first."""
+
+    def __init__(self, channel: HeaderChannel, work: LoopWork, progress: Progress) -> None:
+        self._channel = channel
+        self._work = work
+        self._batch = work.batch
+        self._progress = progress
+
+    def run(self) -> None:
+        """Until rank 0 says stop. Raises Unavailable if the ring breaks."""
+        while (header := self._channel.receive()).kind is not HeaderKind.STOP:
+            if header.kind is HeaderKind.PROBE:
+                self._work.probe()
+                self._progress.alive(len(self._batch))
+                continue
+            if header.kind is HeaderKind.STEP:
+                self._batch.advance(header.token_ids, header.change)
+            if header.change.prompt is not None:
+                self._work.prompts.run(header.change.prompt)
+                self._progress.stepped(len(self._batch))
+            if len(self._batch):
+                self._work.step.run(header.variant)
+                self._progress.decoded(len(self._batch), header.variant)
+            else:
+                self._progress.alive(running=0)
+
+
+class DecodeLeader:
+    """The loop of the first rank: commands come from `mailbox`, events go there."""
+
+    def __init__(
+        self,
+        channel: HeaderChannel,
+        work: LoopWork,
+        progress: Progress,
+        choose_variant: VariantChoice,
+        mailbox: DecodeMailbox,
+    ) -> None:
+        self._channel = channel
+        self._work = work
+        self._batch = work.batch
+        self._progress = progress
+        self._choose_variant = choose_variant
+        self._mailbox = mailbox
+        self._waiting: deque[ComputePrompt] = deque()
+        self._generations: dict[str, Generation] = {}
+        self._sampled: tuple[int, ...] = ()
+        self._finished: list[str] = []
+
+    def run(self) -> None:
+        """Until the mailbox is closed. Raises Unavailable if the ring breaks."""
+        while (header := self._next_header()).kind is not HeaderKind.STOP:
+            self._channel.send(header)
+            if header.kind is HeaderKind.PROBE:
+                self._mailbox.answer_rates(self._work.probe())
+                self._progress.alive(len(self._batch))
+                continue
+            if header.kind is HeaderKind.STEP:
+                self._batch.advance(header.token_ids, header.change)
+                self._sampled = ()
+            if header.change.prompt is not None:
+                self._compute(header.change.prompt)
+                self._progress.stepped(len(self._batch))
+            if len(self._batch):
+                self._commit(self._work.step.run(header.variant))
+                self._progress.decoded(len(self._batch), header.variant)
+            else:
+                self._progress.alive(running=0)
+        self._channel.send(header)
+
+    def _next_header(self) -> Header:
+        """Take commands; wait for them only while there is nothing to compute and nobody has to be told of an end."""
+        if self._mailbox.take_question():
+            return Header(HeaderKind.PROBE)
+        is_idle = not len(self._batch)
+        commands = self._mailbox.take(HEARTBEAT_SECONDS if is_idle and not self._waiting else 0.0)
+        if self._mailbox.is_closed:
+            return Header(HeaderKind.STOP)
+        change = self._change(commands)
+        if is_idle and not change:
+            return Header(HeaderKind.IDLE)
+        return Header(HeaderKind.STEP, self._sampled, change, self._choose_variant(*self._load(change)))
+
+    def _load(self, change: BatchChange) -> tuple[int, int]:
+        """(sequences, stored tokens) of the next step: what is left of the batch with a token more, and who joins."""
+        stored = [row.position + 1 for row in self._batch.rows if row.sequence_id not in change.removed]
+        stored += [admission.position for admission in change.admitted]
+        return len(stored), sum(stored)
+
+    def _change(self, commands: Sequence[DecodeCommand]) -> BatchChange:
+        """The finished leave, commands are followed in their order, then whoever has no room for its token pauses."""
+        removed, self._finished = self._finished, []
+        joining: dict[str, AdmitSequence] = {}
+        growing: list[Growth] = []
+        left: list[DecodeEvent] = []
+        for command in commands:
+            name = command.sequence_id
+            if isinstance(command, AdmitSequence):
+                joining[name] = command
+                room = [self._batch.block_tokens * len(blocks) for blocks in command.blocks]
+                self._generations[name] = Generation(command.sampling, command.num_generated, room)
+            elif isinstance(command, ComputePrompt):
+                self._waiting.append(command)
+            elif name not in self._generations:
+                # It has just left, or it is a prompt whose turn has not come.
+                left += self._drop_prompt(name)
+            elif isinstance(command, GrowSequence):
+                growing.append(Growth(name, command.blocks))
+                room = self._generations[name].room
+                for rank, blocks in enumerate(command.blocks):
+                    room[rank] += self._batch.block_tokens * len(blocks)
+            else:
+                left.append(self._leaves(name, FinishReason.ABORT, joining, removed))
+        for name in self._full(joining):
+            left.append(self._leaves(name, None, joining, removed))
+        if left:
+            self._mailbox.post(left)
+        return BatchChange(
+            tuple(removed),
+            tuple(Admission.of(command) for command in joining.values()),
+            tuple(growth for growth in growing if growth.sequence_id in self._generations),
+            Prompt.of(self._waiting.popleft()) if self._waiting else None,
+        )
+
+    def _drop_prompt(self, name: str) -> list[DecodeEvent]:
+        """Forget a prompt that waits; nothing where it has been computed."""
+        dropped = [prompt for prompt in self._waiting if prompt.sequence_id == name]
+        for prompt in dropped:
+            self._waiting.remove(prompt)
+        return [_left(name, FinishReason.ABORT, sum(prompt.held)) for prompt in dropped]
+
+    def _full(self, joining: dict[str, AdmitSequence]) -> list[str]:
+        """Who would not find a slot for its newest token in the next step."""
+        held: list[tuple[str, Sequence[int]]] = [(row.sequence_id, row.held) for row in self._batch.rows]
+        held += [(name, command.held) for name, command in joining.items()]
+        generations = self._generations
+        return [name for name, tokens in held if name in generations and generations[name].is_full(tokens)]
+
+    def _leaves(
+        self, name: str, reason: FinishReason | None, joining: dict[str, AdmitSequence], removed: list[str]
+    ) -> DecodeEvent:
+        """Take a sequence out, for a reason or to pause."""
+        del self._generations[name]
+        if name in joining:
+            return _left(name, reason, joining.pop(name).position)
+        removed.append(name)
+        # The row's newest token was sampled but not computed: the batch itself learns of it with the next header.
+        position = next(row.position for row in self._batch.rows if row.sequence_id == name)
+        return _left(name, reason, position + 1)
+
+    def _compute(self, prompt: Prompt) -> None:
+        """Compute a prompt, and report the token after it."""
+        began = time.perf_counter()
+        drawn = self._work.prompts.run(prompt)
+        assert drawn is not None, "drawn tokens come to the first rank"
+        event = DecodeEvent(
+            sequence_id=prompt.sequence_id,
+            token_id=drawn.token_id,
+            finish_reason=None,
+            kv_tokens=sum(prompt.held) + len(prompt.token_ids),
+            logprobs=drawn.logprobs,
+            prompt_seconds=time.perf_counter() - began,
+        )
+        self._mailbox.post([event])
+
+    def _commit(self, sampled: Sequence[Sampled]) -> None:
+        """Report the tokens of all rows and the ends."""
+        events = []
+        for row, drawn in zip(self._batch.rows, sampled, strict=True):
+            token_id = drawn.token_id
+            generation = self._generations[row.sequence_id]
+            generation.num_generated += 1
+            reason = _finish_reason(token_id, generation)
+            if reason is not None:
+                self._finished.append(row.sequence_id)
+                del self._generations[row.sequence_id]
+            events.append(
+                DecodeEvent(
+                    sequence_id=row.sequence_id,
+                    token_id=token_id,
+                    finish_reason=reason,
+                    kv_tokens=row.position + 1,
+                    logprobs=drawn.logprobs,
+                )
+            )
+        self._sampled = tuple(drawn.token_id for drawn in sampled)
+        self._mailbox.post(events)
+
+
+def _finish_reason(token_id: int, generation: Generation) -> FinishReason | None:
+    if token_id in generation.sampling.stop_token_ids:
+        return FinishReason.STOP
+    return FinishReason.LENGTH if generation.num_generated >= generation.sampling.max_tokens else None
+
+
+def _left(name: str, reason: FinishReason | None, kv_tokens: int) -> DecodeEvent:
+    return DecodeEvent(
+        sequence_id=name, token_id=None, finish_reason=reason, kv_tokens=kv_tokens, is_paused=reason is None
+    )

@@ -1,0 +1,208 @@
+"""The KV tensors of one rank: per layer, K and V of fixed blocks, flat over slots.
+
+Shapes: S stored tokens (slots), T tokens written or read, K KV heads of this rank, D head dimension.
+
+The leader owns the block tables; this cache never allocates. A sequence's token with stored index j lies in slot
+blocks[j // block_tokens] * block_tokens + j % block_tokens of every layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from cp_core.ring.prefill import KvRun
+
+Slots = npt.NDArray[np.int64]
+
+ALL_HEADS = slice(None)
+
+# Up to so many runs one copy each is cheaper than building and following an index of every token.
+MAX_COPIES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class SlotRun:
+    """Slots [start, stop): stored tokens that lie side by side in memory."""
+
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+def runs(blocks: Sequence[int], num_tokens: int, block_tokens: int, *, first: int = 0) -> tuple[SlotRun, ...]:
+    """Where stored tokens [first, first + num_tokens) lie, as maximal runs over adjacent blocks, in stored order."""
+    if not num_tokens:
+        return ()
+    last = first + num_tokens - 1
+    low, high = first // block_tokens, last // block_tokens
+    assert first >= 0, f"stored index {first} is negative"
+    assert high < len(blocks), f"{len(blocks)} blocks of {block_tokens} do not hold {last + 1} tokens"
+    joined: list[SlotRun] = []
+    start = stop = -1
+    for index in range(low, high + 1):
+        slot = blocks[index] * block_tokens
+        begin = slot + first % block_tokens if index == low else slot
+        end = slot + last % block_tokens + 1 if index == high else slot + block_tokens
+        if begin != stop:
+            if start >= 0:
+                joined.append(SlotRun(start, stop))
+            start = begin
+        stop = end
+    joined.append(SlotRun(start, stop))
+    return tuple(joined)
+
+
+def slots_of(blocks: Sequence[int], stored: Slots, block_tokens: int) -> Slots:
+    """The slot of each stored index."""
+    table = np.asarray(blocks, dtype=np.int64)
+    return table[stored // block_tokens] * block_tokens + stored % block_tokens
+
+
+def runs_of(slots: Slots) -> tuple[SlotRun, ...]:
+    """Any slots, in their order, as maximal runs."""
+    if not len(slots):
+        return ()
+    first = np.append(0, np.flatnonzero(np.diff(slots) != 1) + 1)
+    last = np.append(first[1:], len(slots)) - 1
+    return tuple(map(SlotRun, slots[first].tolist(), (slots[last] + 1).tolist()))
+
+
+class KvCache:
+    """K and V of `num_blocks` blocks for every layer, in `dtype` on `device`.
+
+    `head_start` is the model's number of this rank's first KV head (not 0 under tensor parallelism). Memory is not
+    touched before it is written, so a large cache costs only what is used; `poisoned` fills it with NaN instead, so
+    that tests catch a read of a slot that was never written.
+
+    Threads: callers see to it that nobody reads a slot while another writes it; the leader's block tables do that.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_blocks: int,
+        block_tokens: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        head_start: int = 0,
+        poisoned: bool = False,
+    ) -> None:
+        self.num_layers = num_layers
+        self.num_blocks = num_blocks
+        self.block_tokens = block_tokens
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.head_start = head_start
+        self.dtype = dtype
+        self.device = torch.device(device)
+        shape = (num_blocks * block_tokens, num_kv_heads, head_dim)
+
+        def allocate() -> Tensor:
+            if poisoned:
+                return torch.full(shape, torch.nan, dtype=dtype, device=self.device)
+            return torch.empty(shape, dtype=dtype, device=self.device)
+
+        self.k_layers = tuple(allocate() for _ in range(num_layers))
+        self.v_layers = tuple(allocate() for _ in range(num_layers))
+
+    @property
+    def dtype_name(self) -> str:
+        """`float32`, `bfloat16`, `float16`: as model configurations spell it."""
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def heads(self) -> range:
+        """The model's numbers of the KV heads held here."""
+        return range(self.head_start, self.head_start + self.num_kv_heads)
+
+    def runs(self, blocks: Sequence[int], num_tokens: int, *, first: int = 0) -> tuple[SlotRun, ...]:
+        """`runs` with this cache's block size."""
+        return runs(blocks, num_tokens, self.block_tokens, first=first)
+
+    def views(self, layer: int, where: Sequence[SlotRun]) -> list[KvRun]:
+        """(k[S,K,D], v[S,K,D]) of each run of a layer: views, no copies."""
+        k, v = self.k_layers[layer], self.v_layers[layer]
+        return [KvRun(k[run.start : run.stop], v[run.start : run.stop]) for run in where]
+
+    def pages(self, layer: int) -> tuple[Tensor, Tensor]:
+        """(k[P,G,K,D], v[P,G,K,D]) of a layer: P blocks of G tokens, views."""
+        shape = (self.num_blocks, self.block_tokens, self.num_kv_heads, self.head_dim)
+        return self.k_layers[layer].view(shape), self.v_layers[layer].view(shape)
+
+    def table(self, blocks: Sequence[Sequence[int]], stored: Sequence[int]) -> Tensor:
+        """int32[B, M] on the device: the blocks that hold `stored` tokens of each of B sequences, M of the longest."""
+        used = [each[: -(-count // self.block_tokens)] for each, count in zip(blocks, stored, strict=True)]
+        table = np.zeros((len(used), max(map(len, used), default=0)), dtype=np.int32)
+        for row, each in zip(table, used, strict=True):
+            row[: len(each)] = each
+        return torch.from_numpy(table).to(self.device)
+
+    def write(self, layer: int, blocks: Sequence[int], stored_start: int, k: Tensor, v: Tensor) -> None:
+        """Store k[T,K,D] and v[T,K,D] as stored tokens [stored_start, stored_start + T)."""
+        self.write_runs(layer, self.runs(blocks, k.shape[0], first=stored_start), k, v)
+
+    def write_runs(
+        self, layer: int, where: Sequence[SlotRun], k: Tensor, v: Tensor, *, heads: slice = ALL_HEADS
+    ) -> None:
+        """Store k[T,K,D] and v[T,K,D] in runs of T slots in all; `heads` are this rank's, from 0. Layers share runs."""
+        if len(where) > MAX_COPIES:
+            self.write_slots(layer, self.index(where), k, v, heads=heads)
+            return
+        begin = 0
+        for run in where:
+            end = begin + len(run)
+            self.k_layers[layer][run.start : run.stop, heads] = k[begin:end]
+            self.v_layers[layer][run.start : run.stop, heads] = v[begin:end]
+            begin = end
+
+    def write_slots(self, layer: int, slots: Tensor, k: Tensor, v: Tensor, *, heads: slice = ALL_HEADS) -> None:
+        """Store k[T,K,D] and v[T,K,D] in slots[T] (int64, on this device, no two alike): a decode step's new tokens."""
+        self.k_layers[layer][:, heads].index_copy_(0, slots, k)
+        self.v_layers[layer][:, heads].index_copy_(0, slots, v)
+
+    def read(self, layer: int, blocks: Sequence[int], stored_start: int, count: int) -> KvRun:
+        """Copies k[T,K,D], v[T,K,D] of stored tokens [stored_start, stored_start + count)."""
+        return self.read_runs(layer, self.runs(blocks, count, first=stored_start))
+
+    def read_runs(self, layer: int, where: Sequence[SlotRun], *, heads: slice = ALL_HEADS) -> KvRun:
+        """Copies k[T,K,D], v[T,K,D] of runs of T slots in all; `heads` are this rank's, from 0."""
+        k, v = self.k_layers[layer][:, heads], self.v_layers[layer][:, heads]
+        if len(where) > MAX_COPIES:
+            slots = self.index(where)
+            return KvRun(k.index_select(0, slots), v.index_select(0, slots))
+        cuts = [(run.start, run.stop) for run in where] or [(0, 0)]
+        return KvRun(torch.cat([k[a:b] for a, b in cuts]), torch.cat([v[a:b] for a, b in cuts]))
+
+    def index(self, where: Sequence[SlotRun]) -> Tensor:
+        """Every slot of the runs, in order: int64[T] on this device."""
+        return torch.cat([torch.arange(run.start, run.stop, device=self.device) for run in where])
+
+    def copy_block(self, source: int, destination: int) -> None:
+        """Give a block what another holds, in every layer. Slots that were never written are copied as they are."""
+        size = self.block_tokens
+        for tensor in (*self.k_layers, *self.v_layers):
+            tensor[destination * size : (destination + 1) * size] = tensor[source * size : (source + 1) * size]
+
+    def fill_random(self, seed: int) -> None:
+        """Numbers of [-1, 1) in every slot, the same for the same seed and device."""
+        generator = torch.Generator(self.device).manual_seed(seed)
+        for tensor in (*self.k_layers, *self.v_layers):
+            tensor.uniform_(-1.0, 1.0, generator=generator)
+
+    def fence(self) -> torch.Event | None:
+        """A mark behind all work this thread has queued on the device. None on CPU, where calls return when done."""
+        if self.device.type != "cuda":
+            return None
+        event: torch.Event = torch.cuda.current_stream(self.device).record_event()
+        return event

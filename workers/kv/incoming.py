@@ -1,0 +1,246 @@
+"""One transfer as its destination rank sees it: what is expected, what has arrived, whether anything may still land.
+
+Shapes: T tokens of a frame, K its KV heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+from enum import Enum, auto
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from cp_core.errors import RingserveError, TransferError
+from cp_core.layout.shards import coalesce
+from workers.kv.cache import KvCache, SlotRun, runs_of, slots_of
+from workers.kv.frames import LayerFrame, checksum_of
+from workers.protocol.steps import KvExpect, TransferReport
+
+
+class TransferState(Enum):
+    """See `IncomingTransfer`."""
+
+    RESERVED = auto()
+    STREAMING = auto()
+    SEALED = auto()
+    ABORTED = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where the tokens of a frame belong: their numbers among the expected ones, and their slots."""
+
+    tokens: npt.NDArray[np.int64] | slice
+    runs: tuple[SlotRun, ...]
+
+
+class IncomingTransfer:
+    """Takes the frames of one transfer into the cache, each (layer, head, token) exactly once.
+
+        RESERVED ──first frame──> STREAMING ──all arrived──> SEALED
+            │                         │
+            └───────── abort ─────────┴──────────────────> ABORTED
+
+    A transfer that expects nothing begins SEALED. Bytes land in RESERVED and STREAMING only, and only under the lock
+    that every transition takes: once `abort` has returned, or `wait_sealed` has, nothing of this transfer is written.
+    The leader owns the blocks throughout; in RESERVED and STREAMING this object alone writes to their slots.
+    """
+
+    def __init__(self, expect: KvExpect, cache: KvCache) -> None:
+        self.key = expect.key
+        self._cache = cache
+        self._ranges = coalesce(expect.ranges)
+        self._starts = np.array([item.start for item in self._ranges], dtype=np.int64)
+        self._stops = np.array([item.stop for item in self._ranges], dtype=np.int64)
+        sizes = self._stops - self._starts
+        self._offsets = np.cumsum(sizes) - sizes
+        num_tokens = int(sizes.sum())
+        self._slots = self._reserved_slots(expect, num_tokens)
+        self._left = num_tokens * cache.num_layers * cache.num_kv_heads
+        self._state = TransferState.RESERVED if self._left else TransferState.SEALED
+        # One byte for each (layer, head, token): a 256th of the KV it guards, and untouched until it arrives.
+        self._arrived: npt.NDArray[np.bool_] = np.zeros((cache.num_layers, cache.num_kv_heads, num_tokens), np.bool_)
+        self._places: dict[tuple[bytes, bytes], _Place] = {}
+        self._error: RingserveError | None = None
+        self._payload_bytes = 0
+        self._began = self._ended = self._fed = 0.0
+        self._changed = threading.Condition()
+
+    @property
+    def state(self) -> TransferState:
+        with self._changed:
+            return self._state
+
+    @property
+    def is_open(self) -> bool:
+        return self.state in (TransferState.RESERVED, TransferState.STREAMING)
+
+    @property
+    def stalled_seconds(self) -> float:
+        """Since bytes came last, of a transfer that is STREAMING; else 0."""
+        with self._changed:
+            return time.monotonic() - self._fed if self._state is TransferState.STREAMING else 0.0
+
+    def admit(self, frame: LayerFrame, payload_bytes: int) -> None:
+        """Look at a frame before its payload is read; the first one makes the transfer STREAMING.
+
+        Raises what ended the transfer, or TransferError where the frame is not of this cache's shape.
+        """
+        with self._changed:
+            self._check_open()
+            try:
+                self._check_shape(frame, payload_bytes)
+            except TransferError as error:
+                self._abort(error)
+                raise
+            if self._state is TransferState.RESERVED:
+                self._state = TransferState.STREAMING
+                self._began = self._fed = time.monotonic()
+
+    def store(self, frame: LayerFrame, payload: torch.Tensor) -> None:
+        """Copy a frame's payload (2*T*K*D elements: K, then V) to its slots; the last one seals.
+
+        Raises what ended the transfer, or TransferError where the payload is not what its checksum says, or where
+        tokens are not expected or are here already: then nothing is written and the transfer is aborted, for its
+        sender is wrong about what it sends.
+        """
+        cache = self._cache
+        is_whole = frame.checksum is None or frame.checksum == checksum_of([payload.view(torch.uint8).numpy().data])
+        k, v = payload.view(2, -1, frame.num_heads, cache.head_dim).to(cache.device).unbind(0)
+        heads = slice(frame.head_start - cache.head_start, frame.head_stop - cache.head_start)
+        with self._changed:
+            self._check_open()
+            try:
+                if not is_whole:
+                    raise TransferError(
+                        f"KV of layer {frame.layer} from position {frame.starts[0]} on is damaged in {self}: "
+                        f"its checksum is wrong"
+                    )
+                place = self._place_of(frame)
+                arrived = self._arrived[frame.layer, heads]
+                if arrived[:, place.tokens].any():
+                    raise TransferError(
+                        f"KV of layer {frame.layer} from position {frame.starts[0]} on arrived twice in {self}"
+                    )
+            except TransferError as error:
+                self._abort(error)
+                raise
+            cache.write_runs(frame.layer, place.runs, k, v, heads=heads)
+            arrived[:, place.tokens] = True
+            self._payload_bytes += payload.nbytes
+            self._fed = time.monotonic()
+            self._left -= frame.num_tokens * frame.num_heads
+            if not self._left:
+                self._seal()
+
+    def abort(self, error: RingserveError) -> None:
+        """End the transfer unless it is over already. After this returns nothing of it is written to the cache."""
+        with self._changed:
+            if self._state in (TransferState.RESERVED, TransferState.STREAMING):
+                self._abort(error)
+
+    def check_alive(self) -> None:
+        """Raise what aborted the transfer, if anything did."""
+        with self._changed:
+            self._check_alive()
+
+    def wait_sealed(self, timeout: float) -> TransferReport:
+        """Wait until every layer, head and token is in the cache.
+
+        Raises what aborted the transfer as soon as it is, or TransferError after `timeout` seconds; a transfer that
+        timed out is still open.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._state in (TransferState.SEALED, TransferState.ABORTED), timeout)
+            self._check_alive()
+            if self._state is not TransferState.SEALED:
+                total = self._arrived.size
+                arrived = total - self._left
+                raise TransferError(f"{self} has {arrived} of {total} (layer, head, token) after {timeout:g} s")
+            return TransferReport(payload_bytes=self._payload_bytes, seconds=self._ended - self._began)
+
+    def __str__(self) -> str:
+        return f"transfer {self.key.transfer_id!r} attempt {self.key.attempt}"
+
+    def _reserved_slots(self, expect: KvExpect, num_tokens: int) -> npt.NDArray[np.int64]:
+        """The slot of each expected token. Raises TransferError where the blocks cannot be this transfer's."""
+        cache = self._cache
+        if any(before.stop > after.start for before, after in zip(expect.ranges, expect.ranges[1:], strict=False)):
+            raise TransferError(f"{self} expects ranges that are not ascending")
+        if len(set(expect.blocks)) != len(expect.blocks):
+            raise TransferError(f"{self} names a block twice")
+        if any(not 0 <= block < cache.num_blocks for block in expect.blocks):
+            raise TransferError(f"{self} names a block outside 0 to {cache.num_blocks - 1}")
+        stop = expect.stored_start + num_tokens
+        if expect.stored_start < 0 or stop > len(expect.blocks) * cache.block_tokens:
+            held = f"{len(expect.blocks)} blocks of {cache.block_tokens}"
+            raise TransferError(f"{self} expects stored indices {expect.stored_start} to {stop} in {held}")
+        return slots_of(expect.blocks, np.arange(expect.stored_start, stop, dtype=np.int64), cache.block_tokens)
+
+    def _check_alive(self) -> None:
+        if self._error is not None:
+            # A new object each time: several threads may raise it, and each adds its own traceback.
+            raise type(self._error)(str(self._error))
+
+    def _check_open(self) -> None:
+        self._check_alive()
+        if self._state is TransferState.SEALED:
+            raise TransferError(f"{self} is sealed already")
+
+    def _check_shape(self, frame: LayerFrame, payload_bytes: int) -> None:
+        cache = self._cache
+        if frame.layer >= cache.num_layers:
+            raise TransferError(f"layer {frame.layer} of {self} is not among {cache.num_layers}")
+        if frame.dtype != cache.dtype_name:
+            raise TransferError(f"KV of {self} is {frame.dtype}, this cache is {cache.dtype_name}")
+        if frame.head_start < cache.heads.start or frame.head_stop > cache.heads.stop:
+            heads = f"[{frame.head_start}, {frame.head_stop})"
+            raise TransferError(f"KV heads {heads} of {self} are not in [{cache.heads.start}, {cache.heads.stop})")
+        needed = 2 * frame.num_tokens * frame.num_heads * cache.head_dim * cache.dtype.itemsize
+        if payload_bytes != needed:
+            raise TransferError(f"a frame of {self} has {payload_bytes} bytes where its pieces need {needed}")
+
+    def _place_of(self, frame: LayerFrame) -> _Place:
+        """Where a frame's tokens belong. Every layer brings the same pieces, so they are looked up once."""
+        pieces = (frame.starts.tobytes(), frame.counts.tobytes())
+        if pieces not in self._places:
+            tokens = self._tokens_of(frame)
+            self._places[pieces] = _Place(tokens, runs_of(self._slots[tokens]))
+        return self._places[pieces]
+
+    def _tokens_of(self, frame: LayerFrame) -> npt.NDArray[np.int64] | slice:
+        """Which of the expected tokens a frame holds, by their number among them. Raises TransferError."""
+        stops = frame.starts + frame.counts
+        home = np.searchsorted(self._starts, frame.starts, side="right") - 1
+        if (home < 0).any() or (stops > self._stops[home]).any():
+            raise TransferError(
+                f"positions from {frame.starts[0]} to {stops[-1]} hold some that {self} does not expect"
+            )
+        first = self._offsets[home] + frame.starts - self._starts[home]
+        if len(first) == 1:
+            return slice(int(first[0]), int(first[0] + frame.counts[0]))
+        within = np.arange(frame.num_tokens) - np.repeat(np.cumsum(frame.counts) - frame.counts, frame.counts)
+        return np.repeat(first, frame.counts) + within
+
+    def _seal(self) -> None:
+        fence = self._cache.fence()
+        if fence is not None:
+            fence.synchronize()
+        self._ended = time.monotonic()
+        self._state = TransferState.SEALED
+        self._forget()
+
+    def _abort(self, error: RingserveError) -> None:
+        self._error = error
+        self._state = TransferState.ABORTED
+        self._forget()
+
+    def _forget(self) -> None:
+        self._slots = self._slots[:0].copy()
+        self._arrived = self._arrived[:, :, :0].copy()
+        self._places.clear()
+        self._changed.notify_all()

@@ -1,0 +1,191 @@
+"""Sends KV of this rank's cache to ranks of other rings, layer by layer, behind the computation."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from cp_core.errors import RingserveError, StaleIncarnation, TransferError, Unavailable
+from cp_core.transport.peer_tls import PeerTls
+from workers.kv.cache import KvCache
+from workers.kv.lane import Lane
+from workers.kv.outgoing import OutgoingPart, OutgoingTransfer
+from workers.protocol.steps import KvSend, TransferKey, TransferReport
+
+
+class Carrier(Protocol):
+    """Takes a rank's KV to one destination rank: `Lane` over TCP, or `InProcessLane`. See `Lane` for each call."""
+
+    def send_layer(
+        self, transfer: OutgoingTransfer, part: OutgoingPart, layer: int, ready: torch.Event | None
+    ) -> None: ...
+    def settle(self, transfer: OutgoingTransfer) -> None: ...
+    def release(self, transfer: OutgoingTransfer) -> None: ...
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """One `begin` of a transfer: a prefill chunk's, say. `waiting` are the layers that are not written yet."""
+
+    parts: tuple[tuple[Carrier, OutgoingPart], ...]
+    waiting: set[int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Sending:
+    """A transfer and its shares, oldest first."""
+
+    transfer: OutgoingTransfer
+    shares: list[_Share]
+
+
+class KvSender:
+    """One lane for each destination rank. Any thread may call anything.
+
+    For each step: `begin` with what the step adds to a transfer, `layer_ready` after each layer; when all steps are
+    done, `finish`. Blocks are read between `begin` and the return of `finish` or `abandon`, never after it.
+    `stall_seconds`: a destination that takes no byte for so long is gone. `open_lane` makes the way to an endpoint;
+    by default a TCP connection, with `tls` an encrypted one.
+    """
+
+    def __init__(
+        self,
+        cache: KvCache,
+        incarnation: str,
+        *,
+        connect_seconds: float = 5.0,
+        stall_seconds: float = 30.0,
+        checksums: bool = True,
+        tls: PeerTls | None = None,
+        open_lane: Callable[[str], Carrier] | None = None,
+    ) -> None:
+        def open_tcp(endpoint: str) -> Carrier:
+            return Lane(
+                endpoint,
+                cache,
+                connect_seconds=connect_seconds,
+                stall_seconds=stall_seconds,
+                checksums=checksums,
+                tls=tls,
+            )
+
+        self._cache = cache
+        self._incarnation = incarnation
+        self._open_lane = open_lane or open_tcp
+        self._lock = threading.Lock()
+        self._sending: dict[TransferKey, _Sending] = {}
+        self._lanes: dict[str, Carrier] = {}
+        self._is_closed = False
+
+    @property
+    def num_open(self) -> int:
+        """Transfers begun and neither finished nor abandoned."""
+        with self._lock:
+            return len(self._sending)
+
+    def begin(self, send: KvSend) -> None:
+        """Take on a share of a transfer; none of its layers is ready yet. A share without parts is allowed.
+
+        Raises StaleIncarnation where it is meant for another life of this ring, Unavailable after `close`.
+        """
+        if send.key.source != self._incarnation:
+            raise StaleIncarnation(
+                f"transfer {send.key.transfer_id!r} is to leave {send.key.source!r}, this is {self._incarnation!r}"
+            )
+        with self._lock:
+            if self._is_closed:
+                raise Unavailable("the KV sender is closed")
+            parts = tuple(
+                (self._lane(part.endpoint), OutgoingPart(part.pieces, send.blocks, self._cache))
+                for part in send.parts
+                if part.pieces
+            )
+            sending = self._sending.setdefault(send.key, _Sending(OutgoingTransfer(send.key), []))
+            sending.shares.append(_Share(parts, set(range(self._cache.num_layers))))
+            sending.transfer.add(len(parts) * self._cache.num_layers)
+
+    def layer_ready(self, key: TransferKey, layer: int) -> None:
+        """A layer's KV of the oldest share that still waits for it is written: send it. Returns at once.
+
+        Of a transfer that has failed or was abandoned meanwhile nothing is sent, and nothing is raised: the step goes
+        on for the other sequences.
+        """
+        ready = self._cache.fence()
+        with self._lock:
+            sending = self._sending.get(key)
+            if sending is None:
+                return
+            share = next((share for share in sending.shares if layer in share.waiting), None)
+            if share is None:
+                raise TransferError(f"{sending.transfer} does not wait for layer {layer}")
+            share.waiting.discard(layer)
+            # Inside the lock, so that the layers of all shares enter a lane in the order of these calls.
+            for lane, part in share.parts:
+                lane.send_layer(sending.transfer, part, layer, ready)
+
+    def finish(self, key: TransferKey, timeout: float) -> TransferReport:
+        """Wait until all layers of all shares are sent and every destination confirmed them; forget the transfer.
+
+        Raises TransferError with the destination's reason, or when `timeout` seconds are over; StaleIncarnation where
+        the destination was rebuilt; Unavailable where it cannot be reached or went away. Whatever comes, no block of
+        the transfer is read after the return, and it is over: on an error its destinations are told.
+        """
+        deadline = time.monotonic() + timeout
+        with self._lock:
+            sending = self._sending.get(key)
+        if sending is None:
+            raise TransferError(f"transfer {key.transfer_id!r} attempt {key.attempt} was not begun here, or is over")
+        transfer = sending.transfer
+        try:
+            endpoints = transfer.wait_sent(deadline)
+            with self._lock:
+                lanes = [self._lane(endpoint) for endpoint in sorted(endpoints)]
+            for lane in lanes:
+                lane.settle(transfer)
+            report = transfer.wait_confirmed(deadline)
+        except RingserveError:
+            self.abandon(key)
+            raise
+        with self._lock:
+            self._sending.pop(key, None)
+        return report
+
+    def abandon(self, key: TransferKey) -> None:
+        """Give a transfer up, whatever its state; idempotent. No block of it is read after this returns."""
+        with self._lock:
+            sending = self._sending.pop(key, None)
+        if sending is None:
+            return
+        sending.transfer.abandon()
+        for lane in {lane for share in sending.shares for lane, _ in share.parts}:
+            lane.release(sending.transfer)
+
+    def send_all(self, send: KvSend, timeout: float) -> TransferReport:
+        """`begin`, every layer, `finish`: for KV that is in the cache already."""
+        self.begin(send)
+        for layer in range(self._cache.num_layers):
+            self.layer_ready(send.key, layer)
+        return self.finish(send.key, timeout)
+
+    def close(self) -> None:
+        """Abandon everything and end the threads; idempotent."""
+        with self._lock:
+            self._is_closed = True
+            keys = list(self._sending)
+            lanes = list(self._lanes.values())
+        for key in keys:
+            self.abandon(key)
+        for lane in lanes:
+            lane.close()
+
+    def _lane(self, endpoint: str) -> Carrier:
+        """The lane to a destination rank; the lock is held."""
+        if endpoint not in self._lanes:
+            self._lanes[endpoint] = self._open_lane(endpoint)
+        return self._lanes[endpoint]

@@ -1,0 +1,195 @@
+"""TCP, plain or with TLS, as both ends of a KV connection use it. Every wait is bounded.
+
+Why plain sockets and not gRPC or ZeroMQ: docs/decisions/0003-kv-carrier.md; how they are guarded: 0023.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Sequence
+
+from cp_core.errors import TransferError
+from cp_core.transport.peer_tls import PeerTls
+from workers.kv.frames import PREFIX, Frame, decode_header, decode_prefix
+
+# One sendmsg takes no more buffers than this (IOV_MAX on Linux is 1024).
+MAX_BUFFERS = 512
+
+
+class KvStream:
+    """One connection. One thread may send while another receives; `shut` may be called from any.
+
+    No wait for the peer takes longer than `stall_seconds`, nor beyond `deadline` (monotonic clock) while that is set;
+    then TimeoutError is raised. That, and whatever else breaks the connection, is an OSError; the stream is of no use
+    after it.
+    """
+
+    def __init__(self, connection: socket.socket, stall_seconds: float) -> None:
+        """Takes the connection over. Raises OSError where it is gone already."""
+        self.deadline: float | None = None
+        self._connection = connection
+        self._stall_seconds = stall_seconds
+        # OpenSSL's state is that of both directions; nobody waits under this lock.
+        self._moving = threading.Lock()
+        self._num_waiting = 0
+        self._is_closed = False
+        tune(connection)
+
+    def shake_hands(self) -> None:
+        """Do the handshake of a TLS connection as the one who was called. Raises OSError."""
+        assert isinstance(self._connection, ssl.SSLSocket), "a handshake of a plain connection"
+        while True:
+            try:
+                with self._moving:
+                    self._connection.do_handshake()
+                return
+            except ssl.SSLWantReadError:
+                self._await(select.POLLIN)
+            except ssl.SSLWantWriteError:
+                self._await(select.POLLOUT)
+
+    def send(self, buffers: Sequence[memoryview]) -> None:
+        """Send all of the buffers in order; over plain TCP with no copy of our own. Raises OSError."""
+        left = [buffer for buffer in buffers if buffer.nbytes]
+        while left:
+            sent = self._send_some(left[:MAX_BUFFERS])
+            whole = 0
+            while whole < len(left) and sent >= left[whole].nbytes:
+                sent -= left[whole].nbytes
+                whole += 1
+            left = left[whole:]
+            if sent:
+                left[0] = left[0][sent:]
+
+    def _send_some(self, buffers: Sequence[memoryview]) -> int:
+        while True:
+            try:
+                with self._moving:
+                    if isinstance(self._connection, ssl.SSLSocket):
+                        return self._connection.send(buffers[0])
+                    return self._connection.sendmsg(buffers)
+            except BlockingIOError:
+                self._await(select.POLLOUT)
+
+    def receive_into(self, buffer: memoryview) -> None:
+        """Fill the buffer. Raises OSError when the connection breaks, ends or stalls."""
+        while buffer.nbytes:
+            try:
+                with self._moving:
+                    count = self._connection.recv_into(buffer)
+            except BlockingIOError:
+                self._await(select.POLLIN)
+                continue
+            if not count:
+                raise ConnectionError("the peer closed the connection")
+            buffer = buffer[count:]
+
+    def receive_frame(self) -> tuple[Frame, int]:
+        """The next frame, and how many bytes of payload follow it. Raises OSError, or TransferError if malformed."""
+        prefix = bytearray(PREFIX.size)
+        self.receive_into(memoryview(prefix))
+        header_bytes, payload_bytes = decode_prefix(prefix)
+        header = bytearray(header_bytes)
+        self.receive_into(memoryview(header))
+        return decode_header(header, payload_bytes), payload_bytes
+
+    def discard(self, count: int) -> None:
+        """Read `count` bytes and forget them. Raises OSError."""
+        scratch = memoryview(bytearray(min(count, 1 << 16)))
+        while count:
+            step = min(count, len(scratch))
+            self.receive_into(scratch[:step])
+            count -= step
+
+    def wait_readable(self, seconds: float) -> bool:
+        """Whether bytes, or the end of the stream, are there within `seconds`. Raises TimeoutError at the deadline."""
+        with self._moving:
+            # A poll does not see what OpenSSL has decrypted already.
+            if isinstance(self._connection, ssl.SSLSocket) and self._connection.pending():
+                return True
+        return self._wait(select.POLLIN, seconds)
+
+    def shut(self) -> None:
+        """End the connection from any thread: whoever waits on it wakes with an error or an end of stream."""
+        shut(self._connection)
+
+    def close(self) -> None:
+        """Free the descriptor, or leave that to who still waits on it: it could be another's by then. Idempotent."""
+        with self._moving:
+            self._is_closed = True
+            self._dispose()
+
+    def _dispose(self) -> None:
+        if self._is_closed and not self._num_waiting:
+            self._connection.close()
+
+    def _await(self, events: int) -> None:
+        if not self._wait(events, self._stall_seconds):
+            raise TimeoutError("timed out")
+
+    def _wait(self, events: int, seconds: float) -> bool:
+        seconds = min(seconds, self._seconds_left())
+        with self._moving:
+            if self._is_closed:
+                raise ConnectionError("the connection is closed")
+            self._num_waiting += 1
+        try:
+            return wait_for(self._connection, events, seconds)
+        finally:
+            with self._moving:
+                self._num_waiting -= 1
+                self._dispose()
+
+    def _seconds_left(self) -> float:
+        """Until the deadline. Raises TimeoutError once it is over."""
+        if self.deadline is None:
+            return float("inf")
+        left = self.deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("timed out")
+        return left
+
+
+def call(endpoint: str, connect_seconds: float, stall_seconds: float, tls: PeerTls | None = None) -> KvStream:
+    """A stream to who listens at HOST:PORT. Raises TransferError for a malformed endpoint, ConfigError, OSError."""
+    host, port = parse_endpoint(endpoint)
+    connection = socket.create_connection((host, port), timeout=connect_seconds)
+    return KvStream(connection if tls is None else tls.call(connection, host), stall_seconds)
+
+
+def tune(connection: socket.socket) -> None:
+    """Never block, send small frames at once, and notice a dead host in about ten seconds."""
+    connection.setblocking(False)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, seconds in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3)):
+        if hasattr(socket, option):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), seconds)
+
+
+def parse_endpoint(endpoint: str) -> tuple[str, int]:
+    """(host, port) of HOST:PORT; an IPv6 host may stand in brackets. Raises TransferError."""
+    host, colon, port = endpoint.rpartition(":")
+    if not colon or not host or not port.isdecimal():
+        raise TransferError(f"KV endpoint {endpoint!r} is not HOST:PORT")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def shut(connection: socket.socket) -> None:
+    """End a connection, or listening, from any thread."""
+    try:
+        connection.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        # Not connected any more: what we wanted.
+        return
+
+
+def wait_for(connection: socket.socket, events: int, seconds: float) -> bool:
+    """Whether any of these events of poll, or an error, is there within `seconds`."""
+    poll = select.poll()
+    poll.register(connection, events)
+    return bool(poll.poll(seconds * 1000))

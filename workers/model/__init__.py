@@ -1,0 +1,1 @@
+"""Model directories: reading, loading, tensor parallel cutting, and the attention hook."""

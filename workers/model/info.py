@@ -1,0 +1,120 @@
+"""The shape of a model directory, read from its JSON files alone: leaders and gateway size things without torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from cp_core.errors import ConfigError, ModelRefused
+from workers.model.support import check_supported
+from workers.protocol.steps import ModelInfo
+
+ELEMENT_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def read_model_info(path: Path, dtype: str | None = None, name: str | None = None) -> ModelInfo:
+    """Shape of the model in `path`; `dtype` overrides the directory's own, `name` the directory's name.
+
+    Raises ModelRefused if a file is missing or unreadable, or if the model needs a feature that is not supported.
+    """
+    config = read_json(path / "config.json")
+    check_supported(config)
+    chosen = dtype or config.get("dtype") or config.get("torch_dtype") or "float32"
+    if chosen not in ELEMENT_BYTES:
+        raise ModelRefused(f"dtype {chosen!r} is not supported; use one of {', '.join(ELEMENT_BYTES)}")
+    reader = _Reader(path, config)
+    num_heads = reader.count("num_attention_heads")
+    head_dim = reader.count("head_dim", reader.count("hidden_size") // num_heads)
+    info = ModelInfo(
+        name=name or path.resolve().name,
+        model_type=str(config["model_type"]),
+        dtype=str(chosen),
+        num_layers=reader.count("num_hidden_layers"),
+        hidden_size=reader.count("hidden_size"),
+        intermediate_size=reader.count("intermediate_size"),
+        num_heads=num_heads,
+        num_kv_heads=reader.count("num_key_value_heads", num_heads),
+        head_dim=head_dim,
+        vocab_size=reader.count("vocab_size"),
+        max_positions=reader.count("max_position_embeddings"),
+        num_parameters=0,
+        element_bytes=ELEMENT_BYTES[str(chosen)],
+        eos_token_ids=_eos_token_ids(path, config),
+    )
+    if info.num_heads % info.num_kv_heads:
+        raise ModelRefused(f"{info.num_heads} query heads are not a multiple of {info.num_kv_heads} key/value heads")
+    return _with_parameters(info, tied=bool(config.get("tie_word_embeddings", False)))
+
+
+def tensor_share(info: ModelInfo, tp: int, key: str = "tp") -> ModelInfo:
+    """The shape of what one of `tp` tensor parallel ranks computes; `info` itself for tp 1.
+
+    Raises ConfigError, naming `key`, unless every rank gets as many whole KV heads as the others.
+    """
+    if tp == 1:
+        return info
+    heads = info.num_kv_heads
+    if tp < 1 or heads % tp:
+        allowed = ", ".join(str(size) for size in range(1, heads + 1) if heads % size == 0)
+        raise ConfigError(f"{key}: {tp} does not divide the {heads} KV heads of {info.name}; allowed are {allowed}")
+    return replace(
+        info,
+        num_heads=info.num_heads // tp,
+        num_kv_heads=heads // tp,
+        intermediate_size=-(-info.intermediate_size // tp),
+        vocab_size=-(-info.vocab_size // tp),
+        num_parameters=-(-info.num_parameters // tp),
+    )
+
+
+def read_json(path: Path) -> Mapping[str, object]:
+    """The object in a JSON file of a model directory. Raises ModelRefused."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ModelRefused(f"{path.parent} has no {path.name}") from error
+    except (OSError, ValueError) as error:
+        raise ModelRefused(f"{path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelRefused(f"{path} does not hold a JSON object")
+    return content
+
+
+class _Reader:
+    """Positive integers of config.json, or a refusal that names the key."""
+
+    def __init__(self, path: Path, config: Mapping[str, object]) -> None:
+        self._path = path
+        self._config = config
+
+    def count(self, key: str, default: int | None = None) -> int:
+        value = self._config.get(key)
+        if value is None:
+            value = default
+        if not isinstance(value, int) or value < 1:
+            raise ModelRefused(f"{self._path / 'config.json'} has {key}={value!r}; a positive integer is needed")
+        return value
+
+
+def _eos_token_ids(path: Path, config: Mapping[str, object]) -> tuple[int, ...]:
+    """Of generation_config.json, which chat models extend, else of config.json."""
+    generation_path = path / "generation_config.json"
+    generation = read_json(generation_path) if generation_path.exists() else {}
+    ids = generation.get("eos_token_id", config.get("eos_token_id"))
+    if ids is None:
+        return ()
+    if isinstance(ids, int):
+        return (ids,)
+    if isinstance(ids, list) and all(isinstance(item, int) for item in ids):
+        return tuple(ids)
+    raise ModelRefused(f"{path} has eos_token_id={ids!r}; a token id or a list of them is needed")
+
+
+def _with_parameters(info: ModelInfo, *, tied: bool) -> ModelInfo:
+    """Count the weight matrices; biases and norms are left out (under 0.1%)."""
+    attention = 2 * info.hidden_size * info.head_dim * (info.num_heads + info.num_kv_heads)
+    per_layer = attention + 3 * info.hidden_size * info.intermediate_size
+    embeddings = info.vocab_size * info.hidden_size * (1 if tied else 2)
+    return replace(info, num_parameters=info.num_layers * per_layer + embeddings)

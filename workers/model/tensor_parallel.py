@@ -1,0 +1,152 @@
+"""Tensor parallelism inside a rank's model: transformers' plan says which matrix is cut how, a ring carries the sums.
+
+transformers carries its plan out itself only where the tensor parallel ranks are the whole of torch's default process
+group. Beside a context parallel axis it refuses, or, given one axis of a device mesh, leaves every weight whole without
+a word. So the plan is the model's own, and cutting and summing are done here: no default group is needed, and a broken
+tensor parallel group ends like any other broken ring.
+
+T tokens.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Embedding, Linear, Module, Parameter
+from transformers import PreTrainedModel
+
+from cp_core.errors import ModelRefused
+from cp_core.transport.all_reduce import all_reduce, join_last_dim
+from cp_core.transport.interface import RingTransport
+
+
+class TensorParallel:
+    """Rank `rank` of the `size` ranks that hold one model together. `connect` comes before the first forward pass."""
+
+    def __init__(self, rank: int = 0, size: int = 1) -> None:
+        assert 0 <= rank < size, f"rank {rank} of {size}"
+        self.rank = rank
+        self.size = size
+        self._transport: RingTransport | None = None
+
+    def connect(self, transport: RingTransport) -> None:
+        """Use this ring of the group's ranks from now on."""
+        assert (transport.rank, transport.size) == (self.rank, self.size), "a place in another tensor parallel group"
+        self._transport = transport
+
+    @property
+    def transport(self) -> RingTransport:
+        assert self._transport is not None, "the tensor parallel group has not met"
+        return self._transport
+
+    def bounds(self, total: int, rank: int) -> tuple[int, int]:
+        """What rank `rank` holds of `total` rows, columns or heads; shares differ by at most one."""
+        return total * rank // self.size, total * (rank + 1) // self.size
+
+    def share(self, total: int) -> tuple[int, int]:
+        """What this rank holds of `total`."""
+        return self.bounds(total, self.rank)
+
+    def widths(self, total: int) -> tuple[int, ...]:
+        """How much each rank holds of `total`."""
+        return tuple(stop - start for start, stop in (self.bounds(total, rank) for rank in range(self.size)))
+
+    def cut(self, model: PreTrainedModel) -> None:
+        """Leave in `model` only this rank's share, by the model's own plan. With one rank nothing is touched.
+
+        The shares of heads come out whole where `size` divides the KV heads; the caller has checked that. Raises
+        ModelRefused for a plan that asks for what is not known here.
+        """
+        if self.size == 1:
+            return
+        plan = model.tp_plan or {}
+        rules = [(re.compile(re.escape(name).replace(r"\*", r"\d+")), style) for name, style in plan.items()]
+        head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+        assert isinstance(head, Linear) and isinstance(embedding, Embedding)
+        are_tied = head.weight is embedding.weight
+        num_cut = 0
+        for name, module in model.named_modules():
+            style = next((style for rule, style in rules if rule.fullmatch(name)), None)
+            if style is None:
+                continue
+            cut = STYLES.get(style)
+            if cut is None:
+                raise ModelRefused(f"the tensor parallel plan of {model.config.model_type!r} cuts {name} by {style!r}")
+            cut(self, module)
+            num_cut += 1
+        if not num_cut:
+            raise ModelRefused(f"a {model.config.model_type!r} model has no tensor parallel plan; allowed is tp 1")
+        if are_tied and head.weight.shape == embedding.weight.shape:
+            head.weight = embedding.weight
+
+
+def _cut_columns(group: TensorParallel, module: Module) -> None:
+    """Output features are cut; the input is whole. y_r = x W_r^T + b_r"""
+    assert isinstance(module, Linear)
+    start, stop = group.share(module.out_features)
+    module.weight = _piece(module.weight[start:stop])
+    if module.bias is not None:
+        module.bias = _piece(module.bias[start:stop])
+    module.out_features = stop - start
+
+
+def _cut_columns_and_join(group: TensorParallel, module: Module) -> None:
+    """As `_cut_columns`, and the ranks' outputs are put together again: y = [y_0, y_1, ...]"""
+    assert isinstance(module, Linear)
+    widths = group.widths(module.out_features)
+    _cut_columns(group, module)
+    module.register_forward_hook(lambda _module, _inputs, output: join_last_dim(output, widths, group.transport))
+
+
+def _cut_rows(group: TensorParallel, module: Module) -> None:
+    """Input features are cut, as the layer before left them; the outputs are summed. y = sum_r x_r W_r^T + b"""
+    assert isinstance(module, Linear)
+    start, stop = group.share(module.in_features)
+    module.weight = _piece(module.weight[:, start:stop])
+    module.in_features = stop - start
+    # Added once, to the sum. It stays a parameter, under another name: the model still has to move it to its device.
+    module.register_parameter("whole_bias", module.bias)
+    module.register_parameter("bias", None)
+
+    def summed(module: Module, _inputs: tuple[Any, ...], output: Tensor) -> Tensor:
+        total, bias = all_reduce(output, group.transport), module._parameters["whole_bias"]
+        return total if bias is None else total + bias
+
+    module.register_forward_hook(summed)
+
+
+def _cut_vocabulary(group: TensorParallel, module: Module) -> None:
+    """Rows of the embedding are cut; a token's row comes from the one rank that has it, and zeros from the others."""
+    assert isinstance(module, Embedding)
+    start, stop = group.share(module.num_embeddings)
+    module.weight = _piece(module.weight[start:stop])
+    module.num_embeddings, module.padding_idx = stop - start, None
+
+    def looked_up(input: Tensor) -> Tensor:
+        outside = (input < start) | (input >= stop)
+        rows = torch.nn.functional.embedding((input - start).masked_fill(outside, 0), module.weight)
+        return all_reduce(rows.masked_fill(outside.unsqueeze(-1), 0.0), group.transport)
+
+    module.forward = looked_up  # type: ignore[method-assign]
+
+
+def _leave_whole(group: TensorParallel, module: Module) -> None:
+    """Norms of single heads: every rank needs them whole."""
+
+
+def _piece(part: Tensor) -> Parameter:
+    """A copy, so that the rest can be freed."""
+    return Parameter(part.detach().clone(), requires_grad=False)
+
+
+STYLES: dict[str, Callable[[TensorParallel, Module], None]] = {
+    "colwise": _cut_columns,
+    "colwise_gather_output": _cut_columns_and_join,
+    "rowwise": _cut_rows,
+    "embedding_rowwise": _cut_vocabulary,
+    "replicated_with_grad_allreduce": _leave_whole,
+}

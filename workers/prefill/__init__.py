@@ -1,0 +1,1 @@
+"""Prefill step of one rank."""

@@ -1,0 +1,176 @@
+"""One prefill step as one rank runs it: its own tokens of every sequence, and what attention does in each layer.
+
+T this rank's new tokens over all sequences, H query heads, K KV heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cp_core.attention.interface import AttentionBackend
+from cp_core.layout.prefill_plan import PrefillPlan, SequencePlan
+from cp_core.ring.prefill import ring_prefill
+from cp_core.transport.interface import RingTransport
+from workers.kv.cache import KvCache, SlotRun
+from workers.model.loading import LoadedModel
+from workers.protocol.steps import PrefillStep, SequencePrefill, TransferKey
+from workers.sampling.processors import RowSampler
+
+
+@dataclass(frozen=True, slots=True)
+class LastRow:
+    """A row of this rank's hidden states from which a sequence's next token, at `next_position`, is sampled."""
+
+    sequence_id: str
+    row: int
+    next_position: int
+    sampler: RowSampler
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredRows:
+    """Rows of this rank's hidden states that tell how likely the prompt's tokens at `positions` were."""
+
+    sequence_id: str
+    rows: tuple[int, ...]
+    positions: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    num_top: int
+
+
+@dataclass(frozen=True, slots=True)
+class LocalShare:
+    """Rows [begin, end) of the packed step are this rank's share of one sequence; where its KV lies and will lie."""
+
+    begin: int
+    end: int
+    cached: tuple[SlotRun, ...]
+    written: tuple[SlotRun, ...]
+    keys: tuple[TransferKey, ...]
+
+
+def run_prefill(
+    step: PrefillStep,
+    model: LoadedModel,
+    transport: RingTransport,
+    cache: KvCache,
+    backend: AttentionBackend,
+    layer_ready: Callable[[TransferKey, int], None],
+) -> tuple[PrefillPass, Tensor]:
+    """(the pass, hidden states [T, hidden_size]) of this rank's tokens; collective. Raises Unavailable."""
+    forward = PrefillPass(step, transport, cache, backend, layer_ready)
+    if forward.num_tokens:
+        return forward, model.hidden_states(forward.token_ids, forward.positions, forward)
+    return forward, model.attend_without_tokens(forward)
+
+
+class PrefillPass:
+    """The attention of one forward pass. `layer_ready` is told of each layer whose new KV is in the cache."""
+
+    def __init__(
+        self,
+        step: PrefillStep,
+        transport: RingTransport,
+        cache: KvCache,
+        backend: AttentionBackend,
+        layer_ready: Callable[[TransferKey, int], None],
+    ) -> None:
+        self._transport = transport
+        self._cache = cache
+        self._backend = backend
+        self._layer_ready = layer_ready
+        self._algorithm = step.algorithm.value
+        self._plan = PrefillPlan(tuple(SequencePlan(each.layout, each.cached) for each in step.sequences))
+        self._shares = self._place(step.sequences)
+        self.token_ids, self.positions = self._tokens(step.sequences)
+        self.last_rows = self._last_rows(step.sequences)
+        self.scored_rows = self._scored_rows(step.sequences)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.token_ids.shape[0]
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """Store this layer's k[T,K,D] and v[T,K,D], start sending them, attend q[T,H,D] over the ring -> [T,H,D]."""
+        for share in self._shares:
+            self._cache.write_runs(layer, share.written, k[share.begin : share.end], v[share.begin : share.end])
+            for key in share.keys:
+                self._layer_ready(key, layer)
+        cached = [self._cache.views(layer, share.cached) for share in self._shares]
+        return ring_prefill(q, k, v, cached, self._plan, self._transport, self._backend, scale, self._algorithm)
+
+    def _place(self, sequences: Sequence[SequencePrefill]) -> tuple[LocalShare, ...]:
+        rank, shares, begin = self._transport.rank, [], 0
+        for sequence in sequences:
+            held, new = sequence.cached[rank], sequence.layout.tokens_on(rank)
+            shares.append(
+                LocalShare(
+                    begin,
+                    begin + new,
+                    cached=self._cache.runs(sequence.blocks, held),
+                    written=self._cache.runs(sequence.blocks, new, first=held),
+                    keys=tuple(send.key for send in sequence.sends),
+                )
+            )
+            begin += new
+        return tuple(shares)
+
+    def _tokens(self, sequences: Sequence[SequencePrefill]) -> tuple[Tensor, Tensor]:
+        """(token ids, positions) int64[T] on the device: per sequence the low chunk, then the high chunk."""
+        empty = np.empty(0, np.int64)
+        token_ids, positions = [empty], [empty]
+        for sequence in sequences:
+            start = sequence.layout.start
+            assert len(sequence.token_ids) == sequence.layout.num_tokens, "token ids do not match the layout"
+            for chunk in sequence.layout.chunks(self._transport.rank):
+                token_ids.append(sequence.token_ids[chunk.start - start : chunk.stop - start])
+                positions.append(np.arange(chunk.start, chunk.stop))
+        device = self._cache.device
+        return (
+            torch.from_numpy(np.concatenate(token_ids)).to(device),
+            torch.from_numpy(np.concatenate(positions)).to(device),
+        )
+
+    def _last_rows(self, sequences: Sequence[SequencePrefill]) -> tuple[LastRow, ...]:
+        """Of the sequences that are sampled after this step and whose last token is here."""
+        rows = []
+        for sequence, share in zip(sequences, self._shares, strict=True):
+            if sequence.sample is None:
+                continue
+            stop = sequence.layout.tokens.stop
+            owner, index = sequence.layout.owner_of(stop - 1)
+            if owner == self._transport.rank:
+                sampler = RowSampler(sequence.sample, sequence.history)
+                rows.append(LastRow(sequence.sequence_id, share.begin + index, stop, sampler))
+        return tuple(rows)
+
+    def _scored_rows(self, sequences: Sequence[SequencePrefill]) -> tuple[ScoredRows, ...]:
+        """A token here tells how likely the one after it was, which may lie on another rank or in the next step."""
+        scored = []
+        for sequence, share in zip(sequences, self._shares, strict=True):
+            if sequence.score is None:
+                continue
+            start = sequence.layout.start
+            end = [] if sequence.score.following is None else [sequence.score.following]
+            following = [*sequence.token_ids[1:].tolist(), *end]
+            here = [
+                position
+                for chunk in sequence.layout.chunks(self._transport.rank)
+                for position in range(chunk.start, chunk.stop)
+            ]
+            rows = [row for row, position in enumerate(here) if position - start < len(following)]
+            scored.append(
+                ScoredRows(
+                    sequence.sequence_id,
+                    rows=tuple(share.begin + row for row in rows),
+                    positions=tuple(here[row] + 1 for row in rows),
+                    token_ids=tuple(following[here[row] - start] for row in rows),
+                    num_top=sequence.score.num_top,
+                )
+            )
+        return tuple(scored)

@@ -1,0 +1,163 @@
+"""Ranks as threads of one process, behind the port that Ray actors have: for tests, and to debug the control plane.
+
+Rings are `cp_core.transport.inprocess` rings; KV still crosses real sockets on loopback.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from cp_core.errors import RingserveError, Unavailable
+from cp_core.transport.inprocess import InProcessRing
+from workers.protocol.decode_commands import DecodeCommand, DecodeEvents
+from workers.protocol.steps import (
+    BlockPair,
+    KvExpect,
+    KvSend,
+    PrefillOutput,
+    PrefillStep,
+    RankDoors,
+    RankInfo,
+    RankSpec,
+    RankStatus,
+    RingRates,
+    RingSpec,
+    TransferKey,
+    TransferReport,
+)
+from workers.rank.worker import RankWorker
+
+T = TypeVar("T")
+
+RATES = RingRates(gemm_flops=5e10, attention_flops=3e10, link_bytes_per_second=1e9, link_latency_seconds=2e-4)
+"""What threads report as measured: timing them would say nothing and differ from run to run."""
+
+
+class Meeting:
+    """The in-process rings of one ring of ranks, made when the first rank joins and says how many are tensor parallel.
+
+    Rank r of `num_ranks` is cp_rank * tp + tp_rank.
+    """
+
+    def __init__(self, num_ranks: int, timeout_seconds: float) -> None:
+        self._num_ranks = num_ranks
+        self._timeout_seconds = timeout_seconds
+        self._rings: list[InProcessRing] = []
+        self._groups: list[InProcessRing] = []
+
+    def join(self, worker: RankWorker, rank: int, tp: int) -> None:
+        """Attach a started worker to its ring and, with tensor parallelism, to its group."""
+        cp = self._num_ranks // tp
+        if not self._rings:
+            self._rings = [InProcessRing(cp, self._timeout_seconds) for _ in range(tp)]
+            self._groups = [InProcessRing(tp, self._timeout_seconds) for _ in range(cp)]
+        cp_rank, tp_rank = divmod(rank, tp)
+        group = self._groups[cp_rank].transports[tp_rank] if tp > 1 else None
+        worker.attach(self._rings[tp_rank].transports[cp_rank], group)
+
+
+class ThreadRank:
+    """`RankPort` on a RankWorker in this process: one thread computes, others answer. `poisoned`: NaN in unused KV."""
+
+    def __init__(self, meeting: Meeting, rank: int, poisoned: bool) -> None:
+        self.worker = RankWorker()
+        self._meeting = meeting
+        self._tp = 1
+        self._rank = rank
+        self._poisoned = poisoned
+        self._compute = ThreadPoolExecutor(1, f"rank-{rank}")
+        self._others = ThreadPoolExecutor(32, f"rank-{rank}-calls")
+        self._is_dead = False
+
+    async def _run(self, pool: ThreadPoolExecutor, timeout: float | None, call: Callable[[], T]) -> T:
+        if self._is_dead:
+            raise Unavailable(f"rank {self._rank} died")
+        try:
+            async with asyncio.timeout(timeout):  # wait_for of Python 3.11 can swallow a cancellation
+                return await asyncio.get_running_loop().run_in_executor(pool, call)
+        except TimeoutError:
+            raise Unavailable(f"rank {self._rank} did not answer within {timeout} s") from None
+        except RingserveError:
+            raise
+        except Exception as error:  # as over Ray: whatever a rank raises, its ring is lost
+            raise Unavailable(f"rank {self._rank} failed: {type(error).__name__}: {error}") from error
+
+    async def start(self, spec: RankSpec, timeout: float) -> RankInfo:
+        self._tp = spec.tp
+        return await self._run(self._others, timeout, lambda: self.worker.start(spec, poisoned=self._poisoned))
+
+    async def open_doors(self, timeout: float) -> RankDoors:
+        return RankDoors()
+
+    async def join(self, ring: RingSpec, timeout: float) -> None:
+        self._meeting.join(self.worker, self._rank, self._tp)
+
+    async def probe(self, timeout: float) -> RingRates:
+        return RATES
+
+    async def probe_between_steps(self, timeout: float) -> RingRates:
+        await self._run(self._others, timeout + 5, lambda: self.worker.probe_between_steps(timeout))
+        return RATES
+
+    async def prefill(self, step: PrefillStep, timeout: float) -> PrefillOutput:
+        return await self._run(self._compute, timeout, lambda: self.worker.prefill(step))
+
+    async def run_decode(self) -> None:
+        await self._run(self._compute, None, self.worker.run_decode)
+
+    async def finish_sends(self, key: TransferKey, timeout: float) -> TransferReport:
+        return await self._run(self._others, timeout + 5, lambda: self.worker.finish_sends(key, timeout))
+
+    async def abandon_send(self, key: TransferKey, timeout: float) -> None:
+        await self._run(self._others, timeout, lambda: self.worker.abandon_send(key))
+
+    async def send_kv(self, send: KvSend, timeout: float) -> TransferReport:
+        return await self._run(self._others, timeout + 5, lambda: self.worker.send_kv(send, timeout))
+
+    async def expect_kv(self, expect: KvExpect, timeout: float) -> None:
+        await self._run(self._others, timeout, lambda: self.worker.expect_kv(expect))
+
+    async def await_kv(self, key: TransferKey, timeout: float) -> TransferReport:
+        return await self._run(self._others, timeout + 5, lambda: self.worker.await_kv(key, timeout))
+
+    async def drop_kv(self, key: TransferKey, timeout: float) -> None:
+        await self._run(self._others, timeout, lambda: self.worker.drop_kv(key))
+
+    async def copy_blocks(self, pairs: Sequence[BlockPair], timeout: float) -> None:
+        await self._run(self._others, timeout, lambda: self.worker.copy_blocks(pairs))
+
+    async def submit(self, commands: Sequence[DecodeCommand], timeout: float) -> None:
+        await self._run(self._others, timeout, lambda: self.worker.submit(commands))
+
+    async def poll(self, after: int, wait_seconds: float, timeout: float) -> DecodeEvents:
+        return await self._run(self._others, timeout, lambda: self.worker.poll(after, wait_seconds))
+
+    async def status(self, timeout: float) -> RankStatus:
+        return await self._run(self._others, timeout, self.worker.status)
+
+    async def kill(self) -> None:
+        if not self._is_dead:
+            self._is_dead = True
+            await asyncio.get_running_loop().run_in_executor(self._others, self.worker.stop)
+            self._compute.shutdown(wait=False)
+            self._others.shutdown(wait=False)
+
+
+class ThreadRanks:
+    """`RankFactory` of thread ranks. `made` holds those of the latest ring."""
+
+    def __init__(self, *, poisoned: bool = False, ring_timeout: float = 30.0) -> None:
+        self.made: list[ThreadRank] = []
+        self._poisoned = poisoned
+        self._ring_timeout = ring_timeout
+
+    async def create(self, num_ranks: int, timeout: float) -> Sequence[ThreadRank]:
+        meeting = Meeting(num_ranks, self._ring_timeout)
+        self.made = [ThreadRank(meeting, rank, self._poisoned) for rank in range(num_ranks)]
+        return self.made
+
+    async def close(self) -> None:
+        await asyncio.gather(*(rank.kill() for rank in self.made))
