@@ -34,7 +34,7 @@ def test_every_alert_fires_when_it_should_and_only_then(tmp_path: Path) -> None:
     assert finished.returncode == 0, finished.stdout + finished.stderr
     alerts = {
         rule["alert"]
-        for ring in yaml.safe_load(RULES.read_text())["rings"]
+        for group in yaml.safe_load(RULES.read_text())["groups"]
         for rule in group["rules"]
         if "alert" in rule
     }
