@@ -11,13 +11,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from cp_core.errors import Busy, InvalidRequest, NotFound, RingserveError
+from orchestration.conversations.quotas import RunningTurns
 from orchestration.conversations.store import Conversation, ConversationStore
 from orchestration.placement.kv_locations import KvLocation
 from orchestration.placement.registry import RingRegistry
 from orchestration.protocol.kv import ForkKv, KeptKv
 from orchestration.protocol.ports import DecodePort, Peers, PrefillPort
 from orchestration.protocol.views import ConversationList, ConversationSummary, ConversationView, PlacementView
-from orchestration.router.registry import TurnEnds
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ RingName = tuple[str, str]
 class ConversationDesk:
     """Answers for the store's conversations. `turns` knows the running ones and frees KV."""
 
-    def __init__(self, store: ConversationStore, peers: Peers, rings: RingRegistry, turns: TurnEnds) -> None:
+    def __init__(self, store: ConversationStore, peers: Peers, rings: RingRegistry, turns: RunningTurns) -> None:
         self._store = store
         self._peers = peers
         self._rings = rings

@@ -2,13 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Protocol
+
 from cp_core.errors import CapacityExceeded, InvalidRequest
 from orchestration.conversations.store import Conversation, ConversationStore
 from orchestration.protocol.turns import KvQuota
-from orchestration.router.registry import TurnEnds
 
 BUSY_RETRY_SECONDS = 1.0
 """How soon one of a tenant's turns may have ended; nobody knows."""
+
+
+class RunningTurn(Protocol):
+    """Turn that runs, as far as conversations look at it.
+
+    `max_kv_tokens` is the KV that it may come to. `match_tokens` is how many tokens of its prompt begin the
+    conversation so far.
+    """
+
+    @property
+    def max_kv_tokens(self) -> int: ...
+    @property
+    def match_tokens(self) -> int: ...
+
+
+class RunningTurns(Protocol):
+    """Registry of the running turns, as far as conversations ask it."""
+
+    def of_tenant(self, tenant: str) -> Iterable[RunningTurn]: ...
+    def of_request(self, request_id: str) -> RunningTurn | None: ...
+    async def free(self, conversation: Conversation) -> None: ...
 
 
 class KvQuotas:
@@ -19,7 +42,7 @@ class KvQuotas:
     fork shares it. What rings have evicted meanwhile is not known here: it counts until it is let go or used again.
     """
 
-    def __init__(self, conversations: ConversationStore, turns: TurnEnds) -> None:
+    def __init__(self, conversations: ConversationStore, turns: RunningTurns) -> None:
         self._conversations = conversations
         self._turns = turns
 
@@ -38,7 +61,7 @@ class KvQuotas:
             )
         others = [each for each in self._conversations.of_tenant(quota.tenant) if each is not conversation]
         idle = [each for each in others if each.is_idle and each.kv_tokens]
-        held = sum(turn.most_tokens for turn in self._turns.of_tenant(quota.tenant))
+        held = sum(turn.max_kv_tokens for turn in self._turns.of_tenant(quota.tenant))
         held += sum(each.kv_tokens for each in others if each.num_forks and not each.running_request)
         if held + needed > limit:
             raise CapacityExceeded(

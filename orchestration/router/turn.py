@@ -94,7 +94,7 @@ class RunningTurn:
         return np.concatenate([self.prompt, self.decoded]) if len(self.decoded) else self.prompt
 
     @property
-    def most_tokens(self) -> int:
+    def max_kv_tokens(self) -> int:
         """What its KV may come to."""
         return len(self.prompt) + self.request.sampling.max_tokens
 
