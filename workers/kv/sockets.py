@@ -1,6 +1,6 @@
 """TCP, plain or with TLS, as both ends of a KV connection use it. Every wait is bounded.
 
-Why plain sockets and not gRPC or ZeroMQ: docs/decisions/0003-kv-carrier.md; how they are guarded: 0023.
+Why plain sockets and not gRPC or ZeroMQ: docs/decisions/0003-kv-carrier.md; how they are guarded: 0022.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The choice of rings as decision 0016 says it, looking at every ring: what the quick placer is held to."""
+"""The choice of rings as decision 0015 says it, looking at every ring: what the quick placer is held to."""
 
 from __future__ import annotations
 
