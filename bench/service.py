@@ -24,7 +24,7 @@ from ringserve.v1 import inference_pb2
 from services.client import Client
 from services.cluster.local import LocalCluster
 from services.config import Config, PrefillConfig
-from services.offline.bench.prefill_station import PrefillTask, StockStation
+from services.offline.bench.prefill import PrefillTask, StockStation
 from services.offline.bench.ring_processes import RingProcesses
 from services.offline.demo import demo_config
 from services.rpc.answer import collect

@@ -13,7 +13,7 @@ from tests.test_repository import ROOT
 PACKAGES = ("cp_core", "workers", "orchestration", "services")
 CODE_IN_DATA = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "jsonpickle"}
 """Modules whose data may run code when it is read."""
-OWN_CHILDREN = {"services/offline/bench/ring_processes.py", "services/offline/bench/selection/hub.py"}
+OWN_CHILDREN = {"services/offline/bench/ring_processes.py", "services/offline/bench/selection/measure.py"}
 """Processes that a command has started itself and talks to by their pipes."""
 CALLS = {
     "torch.load": "use safetensors",

@@ -13,9 +13,17 @@ from cp_core.errors import ConfigError
 from cp_core.transport.ring_backend import SERVING
 from services.cli import bench_load, bench_router, bench_selection
 from services.cli.options import Subcommands
-from services.cli.progress import Tell, progress_bar
-from services.offline.bench.plot import require_matplotlib, write_plot
-from services.offline.bench.report import Report, closing_lines, load_now, to_json, to_table, with_load
+from services.offline.bench.report import (
+    Report,
+    closing_lines,
+    load_now,
+    require_matplotlib,
+    to_json,
+    to_table,
+    with_load,
+    write_plot,
+)
+from services.offline.terminal import Tell, progress_bar
 from workers.protocol.steps import RING_ALGORITHMS, Algorithm
 
 EXAMPLE = """example:
@@ -75,8 +83,7 @@ def add(commands: Subcommands) -> None:
 
 
 def run_attention(options: argparse.Namespace) -> int:
-    from services.offline.bench.attention import measure_attention, num_measurements
-    from services.offline.bench.attention_station import AttentionShape
+    from services.offline.bench.attention import AttentionShape, measure_attention, num_measurements
 
     heads, kv_heads = options.heads, options.kv_heads
     if heads % kv_heads:
@@ -107,8 +114,7 @@ def run_prefill(options: argparse.Namespace) -> int:
 
 
 def run_decode(options: argparse.Namespace) -> int:
-    from services.offline.bench.decode import measure_decode, num_measurements
-    from services.offline.bench.decode_station import DecodeCase
+    from services.offline.bench.decode import DecodeCase, measure_decode, num_measurements
 
     if options.steps < LEAST_STEPS:
         raise ConfigError(f"--steps: {options.steps} is too few; allowed are {LEAST_STEPS} or more")

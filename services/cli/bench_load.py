@@ -16,15 +16,11 @@ from rich.console import Console
 from rich.table import Table
 
 from cp_core.errors import ConfigError, Unavailable
-from services.cli.options import Subcommands
-from services.cli.progress import progress_bar
-from services.cli.started import add_serving_options, serving
-from services.offline.bench.load.plot import write_load_plot
-from services.offline.bench.load.replay import replay
-from services.offline.bench.load.summary import Bounds, LoadReport, Percentiles, summarize
-from services.offline.bench.load.trace import KINDS, Arrival, RequestKind, draw_trace, read_trace, write_trace
-from services.offline.bench.plot import require_matplotlib
-from services.offline.bench.report import load_now
+from services.cli.options import Subcommands, add_serving_options, serving
+from services.offline.bench.load.replay import KINDS, Arrival, RequestKind, draw_trace, read_trace, replay, write_trace
+from services.offline.bench.load.summary import Bounds, LoadReport, Percentiles, summarize, write_load_plot
+from services.offline.bench.report import load_now, require_matplotlib
+from services.offline.terminal import progress_bar
 
 EXAMPLE = """example:
   ringserve bench load --rate 2 --duration 60 --mix short:0.8,long:0.2

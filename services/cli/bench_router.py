@@ -13,10 +13,10 @@ from rich.table import Table
 
 from cp_core.errors import ConfigError
 from services.cli.options import Subcommands
-from services.cli.progress import progress_bar
 from services.offline.bench.report import load_now
 from services.offline.bench.router import RouterLoad, RouterReport, measure_router
 from services.offline.planning.models import planned_model, to_model_info
+from services.offline.terminal import progress_bar
 
 EXAMPLE = """example:
   ringserve bench router

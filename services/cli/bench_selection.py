@@ -11,11 +11,10 @@ from rich.console import Console
 
 from cp_core.errors import ConfigError
 from services.cli.options import Subcommands
-from services.cli.progress import progress_bar
-from services.offline.bench.plot import require_matplotlib
-from services.offline.bench.report import load_now
-from services.offline.calibration.grid import Cell
-from services.offline.planning.units import parse_token_counts
+from services.offline.bench.report import load_now, require_matplotlib
+from services.offline.calibration.measurement import Cell
+from services.offline.terminal import progress_bar
+from services.offline.units import parse_token_counts
 from workers.model.builtin import resolve_model_path
 from workers.model.info import read_model_info
 
@@ -68,12 +67,11 @@ def add(kinds: Subcommands) -> None:
 
 def run(options: argparse.Namespace) -> int:
     # These load torch, which other commands do not wait for.
-    from services.offline.bench.selection.choices import judged_cells
-    from services.offline.bench.selection.hub import measured_in_namespaces
     from services.offline.bench.selection.links import parse_rate
-    from services.offline.bench.selection.measure import SelectionSettings
-    from services.offline.bench.selection.report import (
+    from services.offline.bench.selection.measure import SelectionSettings, measured_in_namespaces
+    from services.offline.bench.selection.results import (
         closing_lines,
+        judged_cells,
         losses_table,
         selection_json,
         write_selection_plot,

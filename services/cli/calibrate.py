@@ -11,22 +11,19 @@ from rich.console import Console
 
 from cp_core.cost.profile import format_profile
 from cp_core.errors import ConfigError
-from services.cli.options import Subcommands, client_of
-from services.cli.progress import progress_bar
-from services.cli.started import add_serving_options, serving
+from services.cli.options import Subcommands, add_serving_options, client_of, serving
 from services.client import Client
-from services.offline.bench.plot import require_matplotlib
-from services.offline.calibration.fitting import Calibration, calibrate
-from services.offline.calibration.grid import grid, room_of
-from services.offline.calibration.measurement import Calibrator
-from services.offline.calibration.own_rates import profile_before, shape_of
+from services.offline.bench.report import require_matplotlib
+from services.offline.calibration.fitting import Calibration, calibrate, profile_before, shape_of
+from services.offline.calibration.measurement import Calibrator, grid, room_of
 from services.offline.calibration.report import (
     calibration_json,
     calibration_table,
     closing_lines,
     write_calibration_plot,
 )
-from services.offline.planning.units import parse_token_counts
+from services.offline.terminal import progress_bar
+from services.offline.units import parse_token_counts
 from workers.protocol.steps import RING_ALGORITHMS
 
 EXAMPLE = """example:

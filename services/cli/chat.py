@@ -9,8 +9,7 @@ import uuid
 from cp_core.errors import NotFound, RingserveError
 from ringserve.v1 import inference_pb2
 from services.cli.options import Subcommands, add_target_options, client_of
-from services.cli.plan_view import show_plan
-from services.cli.sampling import add_sampling_options, sampling_of
+from services.cli.turns import add_sampling_options, sampling_of, show_plan
 from services.rpc.answer import collect
 
 EXAMPLE = """example:

@@ -19,8 +19,8 @@ from services.offline.planning.report import (
     explanation_table,
 )
 from services.offline.planning.sizing import RingShape, require_tp
-from services.offline.planning.units import parse_sizes, parse_tokens
-from services.offline.tables import console
+from services.offline.terminal import console
+from services.offline.units import parse_sizes, parse_tokens
 
 EXAMPLE = """example:
   ringserve explain --model llama3-405b-fp8 --hardware gtt --tokens 3200 --cached 124800 --ranks 4 --tp 8

@@ -11,8 +11,7 @@ from cp_core.errors import InvalidRequest
 from orchestration.protocol.turns import MAX_PRIORITY
 from ringserve.v1 import inference_pb2
 from services.cli.options import Subcommands, add_target_options, client_of
-from services.cli.plan_view import show_plan
-from services.cli.sampling import add_answer_options, add_sampling_options, check_ids, sampling_of
+from services.cli.turns import add_answer_options, add_sampling_options, check_ids, sampling_of, show_plan
 from services.rpc.answer import answer_dict, answers_dict, collect_all
 from workers.protocol.steps import Algorithm
 

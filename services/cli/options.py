@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cp_core.errors import ConfigError, NotFound
 from services.client import Client, TlsFiles
 from services.client.retries import NO_RETRIES
+from services.cluster.local import LocalCluster
 from services.cluster.state import require_state
-from services.config import Config, load_config
+from services.config import Config, LogConfig, load_config
 
 if TYPE_CHECKING:
     Subcommands = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -87,3 +91,30 @@ def add_router_options(parser: argparse.ArgumentParser) -> None:
 def router_of(options: argparse.Namespace) -> str:
     """Raises NotFound when neither a target nor a local cluster is there."""
     return str(options.target or require_state(options.name).router)
+
+
+def add_serving_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--start", action="store_true", help="start a cluster for the measurement, and stop it")
+    add_target_options(parser)
+    add_config_options(parser)
+
+
+@contextmanager
+def serving(options: argparse.Namespace) -> Iterator[str]:
+    """Its gateway, HOST:PORT. Raises ConfigError for options that do not go together."""
+    if not options.start:
+        if options.config is not None or options.set:
+            raise ConfigError("--config and --set: only for a cluster that --start starts")
+        yield target_of(options)
+        return
+    if options.target is not None:
+        raise ConfigError("--target: a cluster that --start starts has its own")
+    config = config_of(options)
+    # On ports of the system's choice, so that it stands beside any other; its log lines would tear the bar.
+    gateway = replace(config.gateway, listen="127.0.0.1:0", metrics="", http="")
+    cluster = LocalCluster(replace(config, gateway=gateway, logs=LogConfig(level="warning")))
+    try:
+        cluster.start()
+        yield cluster.gateway_address
+    finally:
+        cluster.stop()

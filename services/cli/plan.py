@@ -8,7 +8,7 @@ from pathlib import Path
 from cp_core.cost.profile import HardwareProfile, read_profile
 from cp_core.errors import ConfigError
 from services.cli.options import Subcommands
-from services.offline.bench.plot import require_matplotlib
+from services.offline.bench.report import require_matplotlib
 from services.offline.planning.models import PlannedModel, planned_model
 from services.offline.planning.proposal import Proposal, Traffic, propose
 from services.offline.planning.report import (
@@ -28,7 +28,8 @@ from services.offline.planning.sizing import (
     forecast_ring,
     require_tp,
 )
-from services.offline.planning.units import (
+from services.offline.terminal import console
+from services.offline.units import (
     format_tokens,
     parse_contexts,
     parse_rate,
@@ -36,7 +37,6 @@ from services.offline.planning.units import (
     parse_sizes,
     parse_tokens,
 )
-from services.offline.tables import console
 
 EXAMPLE = """example:
   ringserve plan --model llama3-405b-fp8 --hardware gtt --context 128k,1m

@@ -20,15 +20,12 @@ from rich.table import Table
 from cp_core.cost.profile import read_profile
 from cp_core.errors import ConfigError
 from services.cli.options import Subcommands
-from services.offline.bench.plot import require_matplotlib
+from services.offline.bench.report import require_matplotlib
 from services.offline.planning.models import planned_model, to_model_info
-from services.offline.planning.simulation_plot import write_simulation_plot
 from services.offline.planning.sizing import require_tp
-from services.offline.planning.units import format_seconds, parse_seconds, parse_tokens
-from services.offline.simulator.cluster import ClusterShape, PoolShape
-from services.offline.simulator.load import conversations_for
+from services.offline.simulator.cluster import ClusterShape, PoolShape, conversations_for
 from services.offline.simulator.placement import POLICIES
-from services.offline.simulator.results import SimulationResult
+from services.offline.simulator.results import SimulationResult, write_simulation_plot
 from services.offline.simulator.simulation import Simulation
 from services.offline.simulator.trace import (
     FirstPrompts,
@@ -39,6 +36,7 @@ from services.offline.simulator.trace import (
     format_trace,
     read_trace,
 )
+from services.offline.units import format_seconds, parse_seconds, parse_tokens
 
 EXAMPLE = """example:
   ringserve simulate --model llama3-70b --prefill 20x2x8 --decode 20x1x8 --conversations 2000 --time 1h

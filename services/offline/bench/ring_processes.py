@@ -1,4 +1,4 @@
-"""A ring of processes that waits for tasks, so that several rings can stand at once and be measured in turn."""
+"""Where the processes of a ring meet."""
 
 from __future__ import annotations
 
@@ -15,8 +15,48 @@ from cp_core.errors import Unavailable
 from cp_core.transport.distributed import connect_ring
 from cp_core.transport.interface import RingTransport
 from cp_core.transport.rendezvous import RingStore
-from services.offline.bench.network import Loopback, Network
-from services.offline.bench.sample import Sample
+from services.offline.bench.rounds import Sample
+
+
+class Network(Protocol):
+    """What a rank's process and the one that measures do before the rank opens anything: enter, connect, settle.
+
+    It is pickled into every rank's process.
+    """
+
+    @property
+    def host(self) -> str:
+        """The address of rank 0, as the ranks see it."""
+        ...
+
+    def enter(self) -> None:
+        """In the rank's process, first of all. Raises Unavailable."""
+        ...
+
+    def connect(self, rank: int, pid: int) -> None:
+        """In the measuring process, when the rank's has entered. Raises Unavailable."""
+        ...
+
+    def settle(self, rank: int) -> None:
+        """In the rank's process, when it is connected. Raises Unavailable."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Loopback:
+    """This machine's own: there is nothing to do."""
+
+    host: str = "127.0.0.1"
+
+    def enter(self) -> None:
+        """See Network."""
+
+    def connect(self, rank: int, pid: int) -> None:
+        """See Network."""
+
+    def settle(self, rank: int) -> None:
+        """See Network."""
+
 
 RING_TIMEOUT_SECONDS = 600.0
 # For one task, and for a rank to be ready: imports, weights and the filling of a large cache.

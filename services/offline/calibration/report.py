@@ -11,7 +11,7 @@ from rich.box import SIMPLE
 from rich.table import Table
 
 from cp_core.cost.model import PASS_KV, PASS_Q
-from services.offline.bench.plot import save_figure
+from services.offline.bench.report import save_figure
 from services.offline.calibration.fitting import Calibration, Errors, Row
 
 if TYPE_CHECKING:

@@ -10,12 +10,12 @@ from cp_core.cost.model import PASS_KV
 from cp_core.cost.prefill import predict_turn
 from cp_core.cost.profile import HardwareProfile, read_profile
 from cp_core.errors import ConfigError
-from services.offline.bench.plot import save_figure
+from services.offline.bench.report import save_figure
 from services.offline.planning.published import TP, published_model, table_4
 from services.offline.planning.published import full_prefills as published_prefills
 from services.offline.planning.reproduction import reproduce
 from services.offline.planning.sizing import RingForecast
-from services.offline.planning.units import format_tokens
+from services.offline.units import format_tokens
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -18,7 +18,7 @@ from cp_core.cost.profile import HardwareProfile
 from cp_core.errors import ConfigError
 from services.offline.planning.models import PlannedModel
 from services.offline.planning.sizing import RingForecast, RingShape, Workload
-from services.offline.planning.units import format_seconds, format_tokens
+from services.offline.units import format_seconds, format_tokens
 
 # A queue that is busier waits for long, and longer with every burst.
 MAX_BUSY = 0.8

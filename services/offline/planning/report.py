@@ -9,13 +9,12 @@ from functools import partial
 
 from rich.table import Table
 
-from services.offline.planning.direct_way import DirectWay
-from services.offline.planning.explanation import Explanation, RingComparison
+from services.offline.planning.explanation import DirectWay, Explanation, RingComparison
 from services.offline.planning.proposal import Proposal, Traffic
 from services.offline.planning.reproduction import ReproducedRow, Reproduction
 from services.offline.planning.sizing import GIGABYTE, RingForecast, Workload
-from services.offline.planning.units import format_seconds, format_tokens
-from services.offline.tables import simple_table
+from services.offline.terminal import simple_table
+from services.offline.units import format_seconds, format_tokens
 
 CHOSEN = "chosen, from T = 1,280 to 128,000"
 LEFT = ("row", "what", "how", "", "pool", CHOSEN)

@@ -13,7 +13,7 @@ from cp_core.cost.profile import HardwareProfile
 from cp_core.cost.selector import TIE
 from cp_core.errors import ConfigError
 from services.offline.planning.models import PlannedModel
-from services.offline.planning.units import ContextShare, format_tokens
+from services.offline.units import ContextShare, format_tokens
 
 GIGABYTE = 1e9
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import accumulate
 
 from cp_core.cost.decode import fastest_step
 from cp_core.cost.memory import WeightBytes, process_memory
@@ -18,9 +19,8 @@ from orchestration.placement.registry import RegisteredRing, RingRegistry
 from orchestration.prefill.scheduler import PrefillScheduler, ScheduledStep
 from orchestration.protocol.settings import PrefillScheduling
 from orchestration.protocol.turns import RingRegistration
-from services.offline.simulator.clock import Clock
-from services.offline.simulator.decode_ring import SimulatedDecodeRing
-from services.offline.simulator.prefill_ring import SimulatedPrefillRing
+from services.offline.simulator.rings import Clock, SimulatedDecodeRing, SimulatedPrefillRing
+from services.offline.simulator.trace import MadeTrace, TracedConversation, TraceShape
 from workers.protocol.steps import ModelInfo, RingRates
 
 # Mean contexts of a decode batch are rounded to this: a step of 1,000 tokens more takes no longer that one could see.
@@ -218,4 +218,25 @@ def registration_of(shape: ClusterShape, role: str, *, capacity_tokens: int) -> 
         chunk_tokens=shape.chunk_tokens,
         step_budget=shape.scheduling.step_budget,
         min_chunk_tokens=shape.scheduling.min_chunk_tokens,
+    )
+
+
+SAMPLE = 10_000
+"""Conversations whose mean is taken: of a long tail, the mean of fewer differs by more than 5% from run to run."""
+
+
+def conversations_for(busy_share: float, cluster: ClusterShape, shape: TraceShape, seed: int) -> int:
+    """Of `shape`, whatever number that has, if nothing that was computed once is computed again. One at least."""
+    times = StepTimes(cluster)
+    sample = MadeTrace(replace(shape, num_conversations=SAMPLE), seed)
+    mean = sum(prefill_seconds(times, conversation) for conversation in sample) / SAMPLE
+    return max(1, round(busy_share * cluster.prefill.num_rings * shape.seconds / mean))
+
+
+def prefill_seconds(times: StepTimes, conversation: TracedConversation) -> float:
+    """Of all its turns, each after all before it, alone on a ring."""
+    turns = conversation.turns
+    starts = accumulate((turn.new_tokens + turn.output_tokens for turn in turns), initial=0)
+    return sum(
+        times.alone(TokenRange(start, start + turn.new_tokens)) for start, turn in zip(starts, turns, strict=False)
     )

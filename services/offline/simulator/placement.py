@@ -12,7 +12,7 @@ from orchestration.placement.planner import Planner
 from orchestration.placement.registry import RegisteredRing
 from orchestration.placement.wanted_turn import Choice, WantedTurn
 from services.offline.simulator.cluster import Cluster
-from services.offline.simulator.prefill_ring import SimulatedPrefillRing
+from services.offline.simulator.rings import SimulatedPrefillRing
 
 MAX_MORE_TURNS = 8
 """Decode rings are compared by their turns alone: fewer more than this are no reason to leave a conversation's KV."""

@@ -20,12 +20,16 @@ from orchestration.placement.registry import Placed, RegisteredRing
 from orchestration.placement.wanted_turn import Choice, WantedTurn
 from orchestration.protocol.turns import Plan, PrefillReport, PromptMode
 from orchestration.router.placements import MAX_REFUSALS
-from services.offline.simulator.clock import Clock
 from services.offline.simulator.cluster import Cluster, ClusterShape
-from services.offline.simulator.decode_ring import DecodingTurn, SimulatedDecodeRing
 from services.offline.simulator.placement import POLICIES
-from services.offline.simulator.prefill_ring import PrefillingTurn, SimulatedPrefillRing
 from services.offline.simulator.results import SimulationResult, Tally, TurnRecord, percentiles
+from services.offline.simulator.rings import (
+    Clock,
+    DecodingTurn,
+    PrefillingTurn,
+    SimulatedDecodeRing,
+    SimulatedPrefillRing,
+)
 from services.offline.simulator.trace import TracedConversation, TracedTurn
 from workers.protocol.steps import Algorithm
 

@@ -196,7 +196,7 @@ def test_plots_need_matplotlib_and_a_place_to_write_to(
     assert main(["plan", *MODEL, "--context", "8k", "--plot", str(tmp_path / "none" / "plan.png")]) == 1
     assert "--plot: cannot write" in capsys.readouterr().err
     monkeypatch.setattr(
-        "services.offline.bench.plot.find_spec", lambda name: None if name == "matplotlib" else util.find_spec(name)
+        "services.offline.bench.report.find_spec", lambda name: None if name == "matplotlib" else util.find_spec(name)
     )
     assert main(["plan", "--reproduce", "--plot", str(tmp_path)]) == 1
     assert "--plot needs matplotlib" in capsys.readouterr().err

@@ -19,7 +19,7 @@ from typing import Protocol
 
 from cp_core.errors import ConfigError, Unavailable
 from cp_core.transport.interface import RingTransport
-from services.offline.bench.network import Network
+from services.offline.bench.ring_processes import Network
 
 Command = tuple[str, ...]
 

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from statistics import median
+from typing import IO
 
 from cp_core.cost.fit import PrefillSample
-from cp_core.cost.profile import HardwareProfile
+from cp_core.errors import RingserveError, Unavailable
 from services.offline.bench.ring_processes import RingProcesses
 from services.offline.bench.rounds import Contender, Series, alternate
-from services.offline.bench.selection.choices import JudgedCell, Way, judge, noise_loss, weigh
-from services.offline.bench.selection.links import LinkRate, Links
+from services.offline.bench.selection.links import LinkRate, Links, ShapedLinks, isolation
+from services.offline.bench.selection.results import RingResult, SelectionReport, judge, noise_loss, weigh
 from services.offline.bench.selection.station import (
     Compare,
     Difference,
@@ -23,10 +30,8 @@ from services.offline.bench.selection.station import (
     SelectionStation,
     Shape,
 )
-from services.offline.calibration.fitting import Calibration, Errors, calibrate
-from services.offline.calibration.grid import Cell
-from services.offline.calibration.measurement import Measurement
-from services.offline.calibration.own_rates import profile_of_rates
+from services.offline.calibration.fitting import Calibration, calibrate, profile_of_rates
+from services.offline.calibration.measurement import Cell, Measurement
 from workers.model.builtin import resolve_model_path
 from workers.model.info import read_model_info
 from workers.protocol.steps import RING_ALGORITHMS, Algorithm, ModelInfo, RingRates
@@ -58,33 +63,6 @@ class SelectionSettings:
     @property
     def all_cells(self) -> tuple[Cell, ...]:
         return self.cells + self.fit_cells
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RingResult:
-    """One ring at one rate. `measured` is what it found of itself, `profile` what was fitted to its prefills, `fitted`
-    and `held_out` how far that was off on them. `noise` is what even measuring each cell beforehand would lose.
-    """
-
-    ranks: int
-    rate: LinkRate
-    measured: RingRates
-    profile: HardwareProfile
-    fitted: Errors
-    held_out: Errors | None
-    cells: tuple[JudgedCell, ...]
-    ways: tuple[Way, ...]
-    noise: float | None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SelectionReport:
-    """`disagreements` say where the algorithms gave different outputs; there must be none."""
-
-    settings: str
-    rings: tuple[RingResult, ...]
-    disagreements: tuple[str, ...]
-    load: tuple[float, float] = (0.0, 0.0)
 
 
 def measure_selection(
@@ -217,3 +195,97 @@ def _different_tokens(size: int, series: MeasuredCells) -> list[str]:
 
 def _name(size: int, cell: Cell) -> str:
     return f"{size} ranks, {cell.new_tokens} after {cell.cached_tokens}"
+
+
+# Ranks that are told to end need no longer.
+END_SECONDS = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """One more is measured."""
+
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The error that ended the measurement, in words."""
+
+    why: str
+
+
+def measured_in_namespaces(settings: SelectionSettings, tell: Tell) -> SelectionReport:
+    """Measure in a process that has a network of its own. Raises Unavailable for whatever ends it without a report."""
+    command = [*isolation(), sys.executable, "-m", "services.offline.bench.selection.measure"]
+    # torch warns that addresses have no names there.
+    environment = os.environ | {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+    started = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+    with _ended(started) as hub:
+        assert hub.stdin is not None and hub.stdout is not None
+        try:
+            pickle.dump(settings, hub.stdin)
+            hub.stdin.close()
+            while not isinstance(news := pickle.load(hub.stdout), SelectionReport):
+                if isinstance(news, Failed):
+                    raise Unavailable(news.why)
+                tell(news.what)
+        except (EOFError, BrokenPipeError, pickle.UnpicklingError) as error:
+            raise Unavailable("the process that measures ended without a word") from error
+    return news
+
+
+@contextmanager
+def _ended(hub: subprocess.Popen[bytes]) -> Iterator[subprocess.Popen[bytes]]:
+    """Whatever happens, it and its ranks are gone in the end. Where it is to end early it is told, and ends them."""
+    try:
+        yield hub
+    except BaseException:
+        hub.terminate()
+        raise
+    finally:
+        try:
+            hub.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            hub.kill()
+            hub.wait()
+        for pipe in (hub.stdin, hub.stdout):
+            if pipe is not None:
+                pipe.close()
+
+
+def _shaped(num_ranks: int) -> ShapedLinks:
+    links = ShapedLinks(num_ranks)
+    links.make_bridge()
+    return links
+
+
+def main() -> int:
+    # Not SIGINT, which whoever started us may have left ignored.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # What libraries print must not come between.
+    out: IO[bytes] = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+
+    def send(news: object) -> None:
+        pickle.dump(news, out)
+        out.flush()
+
+    try:
+        settings = pickle.load(sys.stdin.buffer)
+        report = measure_selection(settings, _shaped, lambda what: send(Told(what)))
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        send(report)
+    except RingserveError as error:
+        send(Failed(str(error)))
+    except (KeyboardInterrupt, EOFError, BrokenPipeError):
+        # Whoever started us does not want it any more, or is gone.
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    # By its own name: the parent could not unpickle what is of `__main__`.
+    from services.offline.bench.selection.measure import main as named_main
+
+    raise SystemExit(named_main())

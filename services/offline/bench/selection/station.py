@@ -10,11 +10,11 @@ from typing import Any
 
 from cp_core.layout.shards import balanced_layout
 from services.offline.bench.model_rank import blocks_for, start_worker
-from services.offline.bench.prefill_station import drawn_prompt
+from services.offline.bench.prefill import drawn_prompt
 from services.offline.bench.ring_processes import Seat
-from services.offline.bench.sample import Sample, timed
+from services.offline.bench.rounds import Sample, timed
 from services.offline.bench.selection.links import LinkRate, Links
-from services.offline.calibration.grid import Cell
+from services.offline.calibration.measurement import Cell
 from workers.model.builtin import resolve_model_path
 from workers.model.info import read_model_info
 from workers.protocol.steps import Algorithm, PrefillStep, RingRates, Sampling, SequencePrefill

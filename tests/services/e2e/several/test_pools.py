@@ -11,7 +11,7 @@ from cp_core.cost.fit import PrefillSample, predicted_prefill
 from cp_core.cost.profile import HardwareProfile
 from ringserve.v1 import inference_pb2
 from services.client import Client
-from services.offline.calibration.own_rates import shape_of
+from services.offline.calibration.fitting import shape_of
 from services.offline.reference import StockModel
 from tests.services.e2e.cluster import REBUILD_SECONDS, Cluster, Inference, ids, kill, wait_until
 from tests.workers.models import random_tokens

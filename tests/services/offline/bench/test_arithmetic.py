@@ -3,12 +3,9 @@
 import pytest
 
 from services.offline.bench.attention import num_repeats
-from services.offline.bench.decode import fitting_cases
-from services.offline.bench.decode_station import DecodeCase
-from services.offline.bench.figures import Figures, Target, paired_ratio
-from services.offline.bench.flops import attention_flops, prefill_flops
-from services.offline.bench.rounds import Contender, Series, alternate
-from services.offline.bench.sample import Sample
+from services.offline.bench.decode import DecodeCase, fitting_cases
+from services.offline.bench.figures import Figures, Target, attention_flops, paired_ratio, prefill_flops
+from services.offline.bench.rounds import Contender, Sample, Series, alternate
 from workers.model.builtin import resolve_model_path
 from workers.model.info import read_model_info
 

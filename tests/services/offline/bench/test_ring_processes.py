@@ -7,7 +7,7 @@ import pytest
 
 from cp_core.errors import Unavailable
 from services.offline.bench.ring_processes import RingProcesses, Seat
-from services.offline.bench.sample import Sample, timed
+from services.offline.bench.rounds import Sample, timed
 
 
 class Breakable:

@@ -11,7 +11,7 @@ from cp_core.cost.fit import PrefillSample, StepPart, StepSample, predicted_pref
 from cp_core.cost.memory import weight_bytes
 from cp_core.cost.profile import HardwareProfile, read_profile
 from ringserve.v1 import inference_pb2
-from services.offline.calibration.own_rates import shape_of
+from services.offline.calibration.fitting import shape_of
 
 INFO = inference_pb2.GetModelInfoResponse(
     model_path="model",

@@ -13,10 +13,8 @@ from cp_core.cost.profile import format_profile, read_profile
 from cp_core.errors import Busy, ConfigError, Unavailable
 from ringserve.v1 import inference_pb2
 from services.client import Client
-from services.offline.calibration.fitting import Calibration, calibrate
-from services.offline.calibration.grid import ANSWER_TOKENS, Cell, grid, room_of
-from services.offline.calibration.measurement import Calibrator
-from services.offline.calibration.own_rates import profile_before, shape_of
+from services.offline.calibration.fitting import Calibration, calibrate, profile_before, shape_of
+from services.offline.calibration.measurement import ANSWER_TOKENS, Calibrator, Cell, grid, room_of
 from services.offline.calibration.report import calibration_json, closing_lines, write_calibration_plot
 from tests.services.offline.calibration.ring import INFO, FakeClient, server
 

@@ -19,8 +19,13 @@ from services.offline.planning.published import (
     table_8,
     token_times,
 )
-from services.offline.planning.reproduction import Reproduction, reproduce, root_mean_square
-from services.offline.planning.selection import comparisons, score_selectors
+from services.offline.planning.reproduction import (
+    Reproduction,
+    comparisons,
+    reproduce,
+    root_mean_square,
+    score_selectors,
+)
 
 DATA = Path(__file__).parents[3] / "data"
 TABLES = (

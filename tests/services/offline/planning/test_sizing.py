@@ -24,7 +24,7 @@ from services.offline.planning.sizing import (
     forecast_ring,
     require_tp,
 )
-from services.offline.planning.units import parse_contexts
+from services.offline.units import parse_contexts
 
 MODEL, PROFILE = planned_model("llama3-405b-fp8"), read_profile("gtt")
 

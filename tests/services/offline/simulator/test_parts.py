@@ -18,11 +18,15 @@ from orchestration.placement.registry import RegisteredRing
 from orchestration.prefill.scheduler import PrefillScheduler, ScheduledStep
 from orchestration.protocol.settings import PrefillScheduling
 from orchestration.protocol.turns import Chunk, RingRegistration
-from services.offline.simulator.clock import Clock
-from services.offline.simulator.decode_ring import DecodingTurn, SimulatedDecodeRing
-from services.offline.simulator.kept_kv import KeptKv
-from services.offline.simulator.prefill_ring import PrefillingTurn, SimulatedPrefillRing
 from services.offline.simulator.results import percentile
+from services.offline.simulator.rings import (
+    Clock,
+    DecodingTurn,
+    KeptKv,
+    PrefillingTurn,
+    SimulatedDecodeRing,
+    SimulatedPrefillRing,
+)
 from services.offline.simulator.trace import (
     DAY,
     FirstPrompts,

@@ -14,9 +14,8 @@ import pytest
 
 from ringserve.v1 import inference_pb2
 from services.cli.main import main
-from services.offline.bench.load.replay import Outcome, replay
+from services.offline.bench.load.replay import Arrival, Outcome, replay
 from services.offline.bench.load.summary import Bounds, Percentiles, summarize
-from services.offline.bench.load.trace import Arrival
 
 END = 5
 VOCABULARY = 40

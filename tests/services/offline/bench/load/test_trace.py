@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cp_core.errors import ConfigError
-from services.offline.bench.load.trace import KINDS, Arrival, draw_trace, read_trace, write_trace
+from services.offline.bench.load.replay import KINDS, Arrival, draw_trace, read_trace, write_trace
 
 BY_NAME = {kind.name: kind for kind in KINDS}
 

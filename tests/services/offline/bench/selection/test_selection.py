@@ -18,11 +18,15 @@ from cp_core.transport.delayed import DelayedTransport
 from cp_core.transport.interface import RingTransport, Work
 from services.cli.main import main
 from services.offline.bench.model_rank import with_layers
-from services.offline.bench.network import Loopback
-from services.offline.bench.selection.hub import measured_in_namespaces
+from services.offline.bench.ring_processes import Loopback
 from services.offline.bench.selection.links import LinkRate, isolation, parse_rate
-from services.offline.bench.selection.measure import SelectionReport, SelectionSettings, measure_selection
-from services.offline.bench.selection.report import (
+from services.offline.bench.selection.measure import (
+    SelectionSettings,
+    measure_selection,
+    measured_in_namespaces,
+)
+from services.offline.bench.selection.results import (
+    SelectionReport,
     closing_lines,
     losses_table,
     selection_json,
@@ -30,7 +34,7 @@ from services.offline.bench.selection.report import (
     wrong_table,
 )
 from services.offline.bench.selection.station import Difference
-from services.offline.calibration.grid import Cell
+from services.offline.calibration.measurement import Cell
 
 # A ring of processes starts, and prefills over slow links.
 pytestmark = pytest.mark.timeout(240)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cp_core.errors import ConfigError
-from services.offline.planning.units import (
+from services.offline.units import (
     ContextShare,
     format_seconds,
     format_tokens,

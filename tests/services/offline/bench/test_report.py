@@ -7,8 +7,7 @@ import pytest
 
 from cp_core.errors import ConfigError
 from services.offline.bench.figures import Figures
-from services.offline.bench.plot import require_matplotlib, write_plot
-from services.offline.bench.report import Report, Row
+from services.offline.bench.report import Report, Row, require_matplotlib, write_plot
 
 ROWS = tuple(
     Row(name="ring", ranks=ranks, tokens=tokens, seconds=Figures(tokens / ranks, tokens / ranks, tokens / ranks, 1))
@@ -32,7 +31,7 @@ def test_plot_that_cannot_be_written_is_refused_by_its_path(tmp_path: Path) -> N
 
 def test_missing_matplotlib_is_one_sentence_that_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "services.offline.bench.plot.find_spec", lambda name: None if name == "matplotlib" else util.find_spec(name)
+        "services.offline.bench.report.find_spec", lambda name: None if name == "matplotlib" else util.find_spec(name)
     )
     with pytest.raises(ConfigError, match=r"--plot needs matplotlib; install it with: pip install 'ringserve\[plot\]'"):
         require_matplotlib()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from ringserve.v1 import inference_pb2
-from services.cli.plan_view import show_plan
 from services.cli.status import pool_sizes
+from services.cli.turns import show_plan
 from services.client import Plan
 
 

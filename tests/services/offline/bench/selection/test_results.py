@@ -10,8 +10,8 @@ from cp_core.cost.model import PASS_KV, PASS_Q, ModelShape, predict_prefill
 from cp_core.cost.profile import read_profile
 from cp_core.cost.selector import POLICIES, EmpiricalFit
 from cp_core.errors import ConfigError
-from services.offline.bench.selection.choices import OWN_RATES, JudgedCell, judge, judged_cells, noise_loss, weigh
-from services.offline.calibration.grid import Cell
+from services.offline.bench.selection.results import OWN_RATES, JudgedCell, judge, judged_cells, noise_loss, weigh
+from services.offline.calibration.measurement import Cell
 
 SHAPE = ModelShape(
     num_layers=4,
