@@ -1,4 +1,4 @@
-"""What the README shows, done."""
+"""Examples of README and documents, run or loaded as they stand."""
 
 import asyncio
 import io
@@ -19,14 +19,19 @@ from tests.services.doors import MODEL, Doors
 
 __all__ = ["codec", "doors", "model_path"]
 
-README = (Path(__file__).resolve().parent.parent / "README.md").read_text()
-EXAMPLES = re.findall(r"^```(\w+)\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+EXAMPLES = [
+    example
+    for page in PAGES
+    for example in re.findall(r"^```(\w+)\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+]
 
 
 def answer(
     request: inference_pb2.GenerateRequest, context: grpc.ServicerContext
 ) -> Iterator[inference_pb2.GenerateResponse]:
-    """The same short turn for every Generate."""
+    """Answer every Generate with the same short turn."""
     plan = inference_pb2.Plan(algorithm="pass_q", reason="it is the follow-up of " + request.conversation_id)
     yield inference_pb2.GenerateResponse(start=inference_pb2.GenerateStart(plan=plan))
     yield inference_pb2.GenerateResponse(chunk=inference_pb2.GenerateStreamChunk(text="there was"))
@@ -51,7 +56,7 @@ def target() -> Iterator[str]:
 
 
 def example_with(language: str, word: str) -> str:
-    """The one example of the README in a language that holds a word."""
+    """Return the one example in a language that contains a word."""
     example: str
     (example,) = (text for kind, text in EXAMPLES if kind == language and word in text)
     return example
@@ -70,19 +75,26 @@ async def test_both_clients_of_the_readme_are_answered(doors: Doors) -> None:
             example = example_with("python", word).replace("127.0.0.1:50051", doors.target)
             example = example.replace("http://127.0.0.1:8000", doors.url).replace("builtin:tiny", MODEL)
             await asyncio.to_thread(exec, example, {})
-    # Each of them prints the reason of a plan; the second one of a turn whose first is cached.
+    # Each prints the reason of a plan; the second example's plan is of a turn whose predecessor is cached.
     assert printed.getvalue().count("predicted pass-KV") == 2
     assert "P=0" in printed.getvalue()
     assert "P=47" in printed.getvalue()
 
 
-def test_configuration_shown_in_the_readme_is_the_default(tmp_path: Path) -> None:
+def test_configuration_shown_in_the_documents_is_the_default(tmp_path: Path) -> None:
     path = tmp_path / "cluster.yaml"
     path.write_text(example_with("yaml", "kv_cache:"))
     assert load_config(path, environment={}) == Config()
 
 
-def test_secure_configuration_of_the_readme_may_listen_anywhere(tmp_path: Path) -> None:
+def test_pools_of_the_documents_can_be_read(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(example_with("yaml", "pools:"))
+    config = load_config(path, environment={})
+    assert config.prefill.pools["short"].rings == 4
+
+
+def test_secure_configuration_of_the_documents_may_listen_anywhere(tmp_path: Path) -> None:
     path = tmp_path / "cluster.yaml"
     path.write_text(example_with("yaml", "internal_tls:"))
     config = load_config(path, environment={})
@@ -91,7 +103,7 @@ def test_secure_configuration_of_the_readme_may_listen_anywhere(tmp_path: Path) 
     assert config.internal_tls.files is not None
 
 
-def test_tokens_of_the_readme_can_be_read(tmp_path: Path) -> None:
+def test_tokens_of_the_documents_can_be_read(tmp_path: Path) -> None:
     path = tmp_path / "tokens.yaml"
     hashes = iter([hash_of("a"), hash_of("b")])
     path.write_text(re.sub(r"sha256: \.\.\.", lambda _: f"sha256: {next(hashes)}", example_with("yaml", "tenants:")))
