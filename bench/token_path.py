@@ -40,7 +40,7 @@ PROMPT_TOKENS = 4
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
-class PacedLeader(rings_pb2_grpc.DecodeServiceServicer):
+class PacedLeader(rings_pb2_grpc.RingServiceServicer):
     """Hands out tokens at fixed times, and reports to `stamps` when each was handed out (time.monotonic)."""
 
     def __init__(self, stamps: Connection, interval: float, tokens: int) -> None:
@@ -87,9 +87,7 @@ def serve_ring(pipe: Connection, interval: float, tokens: int) -> None:
     async def serve() -> None:
         server, router = GrpcServer(), OnlyRing()  # type: ignore[abstract]  # no gateway asks for more
         leader = PacedLeader(pipe, interval, tokens)  # type: ignore[abstract]
-        server.add(
-            "ringserve.v1.DecodeService", lambda to: rings_pb2_grpc.add_DecodeServiceServicer_to_server(leader, to)
-        )
+        server.add("ringserve.v1.RingService", lambda to: rings_pb2_grpc.add_RingServiceServicer_to_server(leader, to))
         server.add(
             "ringserve.v1.RouterService", lambda to: router_pb2_grpc.add_RouterServiceServicer_to_server(router, to)
         )
@@ -133,7 +131,7 @@ def _p99(seconds: list[float]) -> float:
     return statistics.quantiles(seconds, n=100)[98]
 
 
-async def read_direct(ring: rings_pb2_grpc.DecodeServiceAsyncStub, name: str) -> list[float]:
+async def read_direct(ring: rings_pb2_grpc.RingServiceAsyncStub, name: str) -> list[float]:
     times = []
     async for event in ring.StreamTurn(rings_pb2.StreamTurnRequest(turn_id=name)):
         if event.HasField("tokens"):
@@ -187,7 +185,7 @@ async def measure(
 ) -> Seen:
     seen = Seen()
     async with grpc.aio.insecure_channel(ring) as to_ring, grpc.aio.insecure_channel(gateway) as to_gateway:
-        leader = rings_pb2_grpc.DecodeServiceStub(to_ring)
+        leader = rings_pb2_grpc.RingServiceStub(to_ring)
         door = inference_pb2_grpc.InferenceStub(to_gateway)
         for number in range(options.rounds + 1):  # the first warms up
             names = [f"{streams}-{number}-{stream}" for stream in range(streams)]

@@ -16,7 +16,7 @@ from orchestration.conversations.store import Conversation, ConversationStore
 from orchestration.placement.kv_locations import KvLocation
 from orchestration.placement.registry import RingRegistry
 from orchestration.protocol.kv import ForkKv, KeptKv
-from orchestration.protocol.ports import DecodePort, Peers, PrefillPort
+from orchestration.protocol.ports import Peers
 from orchestration.protocol.views import ConversationList, ConversationSummary, ConversationView, PlacementView
 
 log = logging.getLogger(__name__)
@@ -98,7 +98,7 @@ class ConversationDesk:
             return None
         request = ForkKv(source_id=source_id, sequence_id=new_id, num_tokens=min(num_tokens, placement.num_tokens))
         try:
-            forked = await self._port(role, ring.registration.endpoint).fork_kv(request)
+            forked = await self._peers.leader(role, ring.registration.endpoint).fork_kv(request)
         except RingserveError as error:
             log.info("%s ring %s keeps nothing of fork %s: %s", role, ring.name, new_id, error)
             return None
@@ -132,7 +132,7 @@ class ConversationDesk:
         if ring is None or not ring.is_ready:
             return None
         try:
-            return await self._port(role, ring.registration.endpoint).get_kept(conversation_ids)
+            return await self._peers.leader(role, ring.registration.endpoint).get_kept(conversation_ids)
         except RingserveError as error:
             log.info("%s ring %s cannot say what it keeps: %s", role, name, error)
             return None
@@ -153,9 +153,6 @@ class ConversationDesk:
                     yield replace(place, num_tokens=shards.num_tokens, shards=shards)
 
         return replace(view, placements=tuple(still_there(view.placements)))
-
-    def _port(self, role: str, endpoint: str) -> PrefillPort | DecodePort:
-        return self._peers.prefill(endpoint) if role == "prefill" else self._peers.decode(endpoint)
 
 
 def _summary(view: ConversationView) -> ConversationSummary:

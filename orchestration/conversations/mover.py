@@ -16,7 +16,7 @@ from orchestration.conversations.store import Conversation, ConversationStore
 from orchestration.placement.kv_locations import KvLocation
 from orchestration.placement.registry import RegisteredRing
 from orchestration.protocol.kv import TakeKv, TakenKv
-from orchestration.protocol.ports import DecodePort, Peers, PrefillPort
+from orchestration.protocol.ports import Peers, RingPort
 from orchestration.protocol.views import MoveReason
 
 log = logging.getLogger(__name__)
@@ -113,6 +113,5 @@ class ConversationMover:
         except (RingserveError, TimeoutError) as error:
             log.warning("ring %s could not free %s, which has moved: %s", source.name, sequence_id, error)
 
-    def _port(self, ring: RegisteredRing) -> PrefillPort | DecodePort:
-        find = self._peers.prefill if ring.role == "prefill" else self._peers.decode
-        return find(ring.registration.endpoint)
+    def _port(self, ring: RegisteredRing) -> RingPort:
+        return self._peers.leader(ring.role, ring.registration.endpoint)

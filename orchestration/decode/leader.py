@@ -62,7 +62,7 @@ class DecodeLeader(RingLeader):
         self._engine.start()
         await super().on_ready()
 
-    # --- the verbs of DecodeService ----------------------------------------------------------------------------------
+    # --- the verbs of RingService ------------------------------------------------------------------------------------
 
     async def reserve(self, request: Reserve) -> Reservation:
         """Pin the sequence, set blocks aside, and make the ranks expect the KV. Idempotent per attempt."""

@@ -13,10 +13,8 @@ from orchestration.protocol.views import RingStatus
 async def status_of(ring: RegisteredRing, peers: Peers) -> RingStatus:
     """Never raises for a ring that cannot be reached."""
     registration = ring.registration
-    endpoint = registration.endpoint
-    port = peers.prefill(endpoint) if registration.role == "prefill" else peers.decode(endpoint)
     try:
-        return await port.get_status()
+        return await peers.leader(registration.role, registration.endpoint).get_status()
     except RingserveError:
         return status_without(registration, "lost")
 

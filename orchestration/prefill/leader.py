@@ -195,7 +195,7 @@ class PrefillLeader(RingLeader):
                 report.prefill_seconds,
                 extra=turn.request.log_fields,
             )
-            await self._peers.decode(request.decode_endpoint).admit(admit)
+            await self._peers.leader("decode", request.decode_endpoint).admit(admit)
             await run.hand_over()
             return PrefillDone(report=report, shards=turn.sequence.shards)
         except asyncio.CancelledError:

@@ -126,11 +126,11 @@ class PrefillRun:
         transfer_id = f"{turn.turn_id}/pull"
         if other is None:
             key = TransferKey(transfer_id, turn.attempt, turn.destination.incarnation, self._incarnation)
-            decode = self._peers.decode(turn.decode_endpoint)
+            decode = self._peers.leader("decode", turn.decode_endpoint)
             return await fetch(self._ring, self._sequence, decode, key, tokens, shards, timeout, turn_id=turn.turn_id)
         key = TransferKey(transfer_id, turn.attempt, other.incarnation, self._incarnation)
-        find = self._peers.prefill if other.role == "prefill" else self._peers.decode
-        return await fetch(self._ring, self._sequence, find(other.endpoint), key, tokens, shards, timeout)
+        source = self._peers.leader(other.role, other.endpoint)
+        return await fetch(self._ring, self._sequence, source, key, tokens, shards, timeout)
 
     def prepare(self, piece: TokenRange) -> PreparedPiece:
         """What each process is told of the turn's new tokens `piece`, whose KV leaves layer by layer.

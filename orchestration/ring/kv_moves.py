@@ -78,11 +78,10 @@ class KvMoves:
 
     async def _take(self, key: TransferKey, request: TakeKv) -> TakenKv:
         ring, pool, sequence_id = self._ring, self._ring.pool, request.sequence_id
-        find = self._peers.prefill if request.source_role == "prefill" else self._peers.decode
         tokens, shards = TokenRange(0, request.num_tokens), spread(0, request.num_tokens, (0,) * pool.num_ranks)
         sequence, keep = pool.take_in(sequence_id, key.transfer_id, shards.held), 0
         try:
-            source = find(request.source_endpoint)
+            source = self._peers.leader(request.source_role, request.source_endpoint)
             sent = await fetch(ring, sequence, source, key, tokens, shards, request.deadline_seconds)
             sequence.shards, keep = shards, request.num_tokens
         finally:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 
-from cp_core.errors import RingserveError, Unavailable
+from cp_core.errors import InvalidRequest, RingserveError, Unavailable
 from orchestration.protocol.kv import ForkedKv, ForkKv, KeptKv, SendKv, SentKv, TakeKv, TakenKv
 from orchestration.protocol.ports import Peers, RankFactory
 from orchestration.protocol.settings import RingSettings
 from orchestration.protocol.tracing import NoTracer, Tracer
-from orchestration.protocol.turns import RingRegistration
+from orchestration.protocol.turns import Admit, RingRegistration, TurnEvent
 from orchestration.protocol.views import RingStatus
 from orchestration.ring.block_copies import copy_blocks
 from orchestration.ring.kv_moves import KvMoves
@@ -221,6 +221,21 @@ class RingLeader(ABC):
     async def take_kv(self, request: TakeKv) -> TakenKv:
         """See `KvMoves.take`. Raises CapacityExceeded, Busy, NotFound, TransferError, Unavailable."""
         return await self.kv_moves.take(request)
+
+    async def admit(self, admit: Admit) -> None:
+        """Raise InvalidRequest: only a decode leader admits, streams and finishes turns, and overrides this."""
+        raise self._no_decode_ring()
+
+    def stream_turn(self, turn_id: str) -> AsyncGenerator[TurnEvent, None]:
+        """Raise InvalidRequest, as `admit`."""
+        raise self._no_decode_ring()
+
+    async def finish_turn(self, turn_id: str, num_tokens: int) -> None:
+        """Raise InvalidRequest, as `admit`."""
+        raise self._no_decode_ring()
+
+    def _no_decode_ring(self) -> InvalidRequest:
+        return InvalidRequest(f"ring {self.settings.name} is no decode ring: it admits, streams and finishes no turns")
 
     async def get_kept(self, sequence_ids: Sequence[str]) -> KeptKv:
         """What is still here of these sequences. Raises Unavailable."""

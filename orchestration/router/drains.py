@@ -6,7 +6,7 @@ import math
 
 from cp_core.errors import Busy, InvalidRequest, NotFound
 from orchestration.placement.registry import RegisteredRing, RingRegistry
-from orchestration.protocol.ports import DecodePort, Peers, PrefillPort
+from orchestration.protocol.ports import Peers, RingPort
 from orchestration.protocol.turns import RingRegistration
 from orchestration.router.returns import RingReturns
 
@@ -77,10 +77,8 @@ class Drains:
             raise NotFound(f"ring: {name!r} is not known; there are {known}")
         return ring
 
-    def _port(self, ring: RegisteredRing) -> PrefillPort | DecodePort:
-        registration = ring.registration
-        find = self._peers.prefill if registration.role == "prefill" else self._peers.decode
-        return find(registration.endpoint)
+    def _port(self, ring: RegisteredRing) -> RingPort:
+        return self._peers.leader(ring.role, ring.registration.endpoint)
 
 
 def _check_seconds(seconds: float) -> None:

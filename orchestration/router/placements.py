@@ -81,14 +81,15 @@ class TurnPlacements:
 
     async def _leave_prefill(self, turn: RunningTurn, turn_id: str, ring: RegisteredRing, keep: int) -> None:
         try:
-            await self._peers.prefill(ring.registration.endpoint).settle(turn.sequence_id, turn_id, keep)
+            port = self._peers.leader("prefill", ring.registration.endpoint)
+            await port.settle(turn.sequence_id, turn_id, keep)
         except RingserveError as error:
             log.info("prefill ring %s could not be told to drop %s: %s", ring.name, turn_id, error)
 
     async def _leave_decode(self, turn_id: str, ring: RegisteredRing) -> None:
         try:
             moved = TurnCancelled("the turn went to another ring")
-            await self._peers.decode(ring.registration.endpoint).abort_turn(turn_id, moved)
+            await self._peers.leader("decode", ring.registration.endpoint).abort_turn(turn_id, moved)
         except RingserveError as error:
             log.info("decode ring %s could not be told to drop %s: %s", ring.name, turn_id, error)
 
@@ -103,10 +104,10 @@ class TurnPlacements:
 
     async def _ask_left(self, turn: RunningTurn, ring: RegisteredRing) -> KeptOn | None:
         registration, wanted = ring.registration, turn.wanted
-        find = self._peers.prefill if ring.role == "prefill" else self._peers.decode
+        port = self._peers.leader(ring.role, registration.endpoint)
         try:
             async with asyncio.timeout(ASK_SECONDS):
-                kept = await find(registration.endpoint).get_kept([turn.sequence_id])
+                kept = await port.get_kept([turn.sequence_id])
         except (RingserveError, TimeoutError) as error:
             log.info("ring %s cannot say what it keeps of %s: %s", ring.name, turn.sequence_id, error)
             return None

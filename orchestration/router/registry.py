@@ -14,7 +14,7 @@ from orchestration.conversations.store import Conversation, ConversationStore, t
 from orchestration.placement.kv_locations import KvLocation, KvLocations
 from orchestration.placement.registry import Placed, RingRegistry
 from orchestration.placement.wanted_turn import Choice
-from orchestration.protocol.ports import DecodePort, Peers
+from orchestration.protocol.ports import Peers, RingPort
 from orchestration.protocol.turns import PrefillDone, TurnOutcome
 from orchestration.router.turn import RunningTurn, new_turn_id
 
@@ -164,7 +164,7 @@ class TurnEnds:
     async def _settle_prefill(self, turn: RunningTurn, keep_tokens: int) -> None:
         """Without a prefill ring there is only the decode ring's word to wait for no longer."""
         if turn.prefill is not None:
-            port = self._peers.prefill(turn.prefill.registration.endpoint)
+            port = self._peers.leader("prefill", turn.prefill.registration.endpoint)
             try:
                 if turn.prefilling is not None and not turn.prefilling.done():
                     await port.abort_turn(turn.turn_id, TurnCancelled("the turn ended"))
@@ -175,8 +175,8 @@ class TurnEnds:
             turn.prefilling.cancel()
             await asyncio.gather(turn.prefilling, return_exceptions=True)
 
-    def _decode_port(self, turn: RunningTurn) -> DecodePort:
-        return self._peers.decode(turn.decode.registration.endpoint)
+    def _decode_port(self, turn: RunningTurn) -> RingPort:
+        return self._peers.leader("decode", turn.decode.registration.endpoint)
 
     def _close(self, turn: RunningTurn, keep: int) -> None:
         if turn.lease is not None:
@@ -208,8 +208,7 @@ class TurnEnds:
             ring = self._rings.named(role, placement.ring)
             if ring is None:
                 continue
-            endpoint = ring.registration.endpoint
-            port = self._peers.prefill(endpoint) if role == "prefill" else self._peers.decode(endpoint)
+            port = self._peers.leader(role, ring.registration.endpoint)
             try:
                 await port.settle(conversation.conversation_id, "", 0)
             except RingserveError as error:

@@ -15,7 +15,7 @@ from orchestration.placement.cached_kv import PULLED_FROM_OTHER
 from orchestration.placement.planner import Planner, PromptOnRings
 from orchestration.placement.registry import RegisteredRing
 from orchestration.placement.ring_status import withdraw_if_lost
-from orchestration.protocol.ports import DecodePort, Peers, PrefillPort
+from orchestration.protocol.ports import Peers, RingPort
 from orchestration.protocol.turns import KeepingRing, Plan, PrefillDone, PrefillReport, PrefillTurn, Reserve, ResumeTurn
 from orchestration.protocol.views import MoveReason
 from orchestration.router.placements import TurnPlacements
@@ -101,7 +101,7 @@ class TurnStarts:
         if turn.prefill is None:
             self._placements.take_prefill_ring(turn)
         else:
-            port = self._peers.prefill(turn.prefill.registration.endpoint)
+            port = self._peers.leader("prefill", turn.prefill.registration.endpoint)
             await port.settle(turn.sequence_id, turn.turn_id, len(turn.token_ids) - 1)
         await self._reserve(turn)
         if turn.ending is not None:
@@ -232,9 +232,8 @@ class TurnStarts:
         else:
             self._moves.moved(turn.pulled_from.role, MoveReason.TURN, report.pulled_bytes, report.pull_seconds)
 
-    def _port(self, ring: RegisteredRing) -> PrefillPort | DecodePort:
-        endpoint = ring.registration.endpoint
-        return self._peers.prefill(endpoint) if ring.role == "prefill" else self._peers.decode(endpoint)
+    def _port(self, ring: RegisteredRing) -> RingPort:
+        return self._peers.leader(ring.role, ring.registration.endpoint)
 
 
 def _keeping_ring(turn: RunningTurn, plan: Plan) -> KeepingRing | None:

@@ -22,17 +22,14 @@ from orchestration.protocol.settings import RingSettings
 from orchestration.ring.actors import RayRanks
 from orchestration.ring.leader import RingLeader
 from orchestration.router.router import Router, RouterSettings
-from ringserve.v1 import rings_pb2_grpc, router_pb2_grpc
 from services.auth.tls import peer_server
 from services.cluster.router_profile import empirical_fit
 from services.config import Config
 from services.config.pools import Pool
-from services.rpc.decode_server import DecodeServicer
 from services.rpc.health import HealthWatch
 from services.rpc.peers import GrpcPeers
-from services.rpc.prefill_server import PrefillServicer
-from services.rpc.router_server import RouterServicer
 from services.rpc.server import GrpcServer
+from services.rpc.servicers import RingServicer, RouterServicer
 from services.telemetry.logs import set_up_logs
 from services.telemetry.metrics.endpoint import MetricsEndpoint, metrics_page
 from services.telemetry.metrics.probes import probe_pages
@@ -111,10 +108,7 @@ class RunningRouter:
             pages = {"/metrics": metrics_page(metrics.registry), **probe_pages(str, asyncio.get_running_loop())}
             self._metrics = MetricsEndpoint("metrics.router", self._config.metrics.router, pages)
             servicer.metrics_endpoint = reachable(self._metrics.address)
-        self._server.add(
-            "ringserve.v1.RouterService",
-            lambda server: router_pb2_grpc.add_RouterServiceServicer_to_server(servicer, server),
-        )
+        servicer.register(self._server)
         return reachable(await self._server.start(self._config.router.listen))
 
     def _view(self) -> RouterView:
@@ -252,19 +246,10 @@ class RunningLeader:
         ranks = RayRanks(host.name, host.resources())
         leader: RingLeader
         if host.role == "prefill":
-            leader = prefill = PrefillLeader(host.settings(), ranks, self._peers, router.register_ring)
-            servicer = PrefillServicer(prefill)
-            server.add(
-                "ringserve.v1.PrefillService",
-                lambda target: rings_pb2_grpc.add_PrefillServiceServicer_to_server(servicer, target),
-            )
+            leader = PrefillLeader(host.settings(), ranks, self._peers, router.register_ring)
         else:
-            leader = decode = DecodeLeader(host.settings(), ranks, self._peers, router, router.register_ring)
-            decode_servicer = DecodeServicer(decode)
-            server.add(
-                "ringserve.v1.DecodeService",
-                lambda target: rings_pb2_grpc.add_DecodeServiceServicer_to_server(decode_servicer, target),
-            )
+            leader = DecodeLeader(host.settings(), ranks, self._peers, router, router.register_ring)
+        RingServicer(leader).register(server)
         leader.tracer = self._tracer
         leader.has_left = self._drained  # which is waited for already
         self._leader = leader

@@ -148,7 +148,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             text = AnswerText(IncrementalText(self._codec), rule)
             stream = TurnStream(turn_request, begun, text, started, index)
             yield stream.start()
-            async with aclosing(stream.responses(self._peers.decode(begun.decode_endpoint))) as responses:
+            async with aclosing(stream.responses(self._peers.leader("decode", begun.decode_endpoint))) as responses:
                 while (response := await _next(turn, responses)) is not None:
                     if response.HasField("complete"):
                         outcome = response.complete.finish_reason

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from cp_core.errors import Unavailable
-from orchestration.protocol.ports import DecodePort
+from orchestration.protocol.ports import RingPort
 from orchestration.protocol.turns import (
     BegunTurn,
     EndingEvent,
@@ -67,7 +67,7 @@ class TurnStream:
             )
         )
 
-    async def responses(self, decode: DecodePort) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
+    async def responses(self, decode: RingPort) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         """Chunks, then the completion. Raises what ended a failed turn."""
         is_complete = False
         async with aclosing(decode.stream_turn(self._begun.turn_id)) as events:

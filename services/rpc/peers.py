@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import grpc
 
@@ -34,9 +34,6 @@ from services.rpc.wire import plans
 from services.rpc.wire import rings as wire_rings
 from services.rpc.wire import turns as wire
 
-if TYPE_CHECKING:  # these two are names of the stubs' types alone
-    LeaderStub = rings_pb2_grpc.PrefillServiceAsyncStub | rings_pb2_grpc.DecodeServiceAsyncStub
-
 T = TypeVar("T")
 
 CONTROL_SECONDS = 30.0
@@ -52,77 +49,21 @@ async def _reach(peer: str, call: Awaitable[T]) -> T:
         raise error_from(failure, peer) from None
 
 
-async def _send_kv(peer: str, stub: LeaderStub, request: SendKv) -> SentKv:
-    call = stub.SendKv(wire_kv.send_kv_to(request), timeout=request.deadline_seconds + CONTROL_SECONDS)
-    return wire_kv.sent_from(await _reach(peer, call))
+class GrpcRing:
+    """`RingPort` over a channel."""
 
-
-async def _take_kv(peer: str, stub: LeaderStub, request: TakeKv) -> TakenKv:
-    # The leader gives the other ring's as much, and is to tell what came of it.
-    call = stub.TakeKv(wire_kv.take_kv_to(request), timeout=request.deadline_seconds + 2 * CONTROL_SECONDS)
-    return wire_kv.taken_from(await _reach(peer, call))
-
-
-class GrpcPrefill:
-    """`PrefillPort` over a channel."""
-
-    def __init__(self, endpoint: str, channel: grpc.aio.Channel) -> None:
-        self._peer = f"the prefill leader at {endpoint}"
-        self._stub = rings_pb2_grpc.PrefillServiceStub(channel)
+    def __init__(self, role: str, endpoint: str, channel: grpc.aio.Channel) -> None:
+        self._peer = f"the {role} leader at {endpoint}"
+        self._stub = rings_pb2_grpc.RingServiceStub(channel)
+        # A prefill ring finishes the step under way before it unpins a sequence.
+        self._settle_seconds = ABORT_SECONDS if role == "prefill" else CONTROL_SECONDS
 
     async def reserve(self, request: Reserve) -> Reservation:
         call = self._stub.Reserve(wire.reserve_to(request), timeout=CONTROL_SECONDS)
         return wire.reservation_from(await _reach(self._peer, call))
 
     async def prefill(self, turn: PrefillTurn) -> PrefillDone:
-        # The decode leader keeps the turn's deadline: a ring that works up to it is not gone.
-        call = self._stub.Prefill(wire.prefill_turn_to(turn), timeout=turn.deadline_seconds + CONTROL_SECONDS)
-        return wire.prefill_done_from(await _reach(self._peer, call))
-
-    async def send_kv(self, request: SendKv) -> SentKv:
-        return await _send_kv(self._peer, self._stub, request)
-
-    async def take_kv(self, request: TakeKv) -> TakenKv:
-        return await _take_kv(self._peer, self._stub, request)
-
-    async def abort_turn(self, turn_id: str, error: RingserveError) -> None:
-        await _reach(self._peer, self._stub.AbortTurn(_abort_request(turn_id, error), timeout=ABORT_SECONDS))
-
-    async def settle(self, sequence_id: str, turn_id: str, keep_tokens: int) -> None:
-        request = rings_pb2.SettleRequest(sequence_id=sequence_id, turn_id=turn_id, keep_tokens=keep_tokens)
-        await _reach(self._peer, self._stub.Settle(request, timeout=ABORT_SECONDS))
-
-    async def fork_kv(self, request: ForkKv) -> ForkedKv:
-        call = self._stub.ForkKv(wire_conversations.fork_to(request), timeout=CONTROL_SECONDS)
-        return wire_conversations.forked_from(await _reach(self._peer, call))
-
-    async def get_kept(self, sequence_ids: Sequence[str]) -> KeptKv:
-        call = self._stub.GetKept(rings_pb2.GetKeptRequest(sequence_ids=sequence_ids), timeout=CONTROL_SECONDS)
-        return wire_conversations.kept_from(await _reach(self._peer, call))
-
-    async def drain(self, seconds: float) -> None:
-        await _reach(self._peer, self._stub.Drain(rings_pb2.DrainRequest(seconds=seconds), timeout=CONTROL_SECONDS))
-
-    async def undrain(self) -> None:
-        await _reach(self._peer, self._stub.Drain(rings_pb2.DrainRequest(undo=True), timeout=CONTROL_SECONDS))
-
-    async def get_status(self) -> RingStatus:
-        call = self._stub.GetStatus(rings_pb2.GetStatusRequest(), timeout=CONTROL_SECONDS)
-        return wire_rings.status_from((await _reach(self._peer, call)).info)
-
-
-class GrpcDecode:
-    """`DecodePort` over a channel."""
-
-    def __init__(self, endpoint: str, channel: grpc.aio.Channel) -> None:
-        self._peer = f"the decode leader at {endpoint}"
-        self._stub = rings_pb2_grpc.DecodeServiceStub(channel)
-
-    async def reserve(self, request: Reserve) -> Reservation:
-        call = self._stub.Reserve(wire.reserve_to(request), timeout=CONTROL_SECONDS)
-        return wire.reservation_from(await _reach(self._peer, call))
-
-    async def prefill(self, turn: PrefillTurn) -> PrefillDone:
+        # The decode leader keeps the turn's deadline: a ring that works up to it still answers.
         call = self._stub.Prefill(wire.prefill_turn_to(turn), timeout=turn.deadline_seconds + CONTROL_SECONDS)
         return wire.prefill_done_from(await _reach(self._peer, call))
 
@@ -145,17 +86,24 @@ class GrpcDecode:
         await _reach(self._peer, self._stub.FinishTurn(request, timeout=CONTROL_SECONDS))
 
     async def send_kv(self, request: SendKv) -> SentKv:
-        return await _send_kv(self._peer, self._stub, request)
+        timeout = request.deadline_seconds + CONTROL_SECONDS
+        return wire_kv.sent_from(
+            await _reach(self._peer, self._stub.SendKv(wire_kv.send_kv_to(request), timeout=timeout))
+        )
 
     async def take_kv(self, request: TakeKv) -> TakenKv:
-        return await _take_kv(self._peer, self._stub, request)
+        # The leader gives the source ring as long as `send_kv` does, and then reports the outcome.
+        timeout = request.deadline_seconds + 2 * CONTROL_SECONDS
+        return wire_kv.taken_from(
+            await _reach(self._peer, self._stub.TakeKv(wire_kv.take_kv_to(request), timeout=timeout))
+        )
 
     async def abort_turn(self, turn_id: str, error: RingserveError) -> None:
         await _reach(self._peer, self._stub.AbortTurn(_abort_request(turn_id, error), timeout=ABORT_SECONDS))
 
     async def settle(self, sequence_id: str, turn_id: str, keep_tokens: int) -> None:
         request = rings_pb2.SettleRequest(sequence_id=sequence_id, turn_id=turn_id, keep_tokens=keep_tokens)
-        await _reach(self._peer, self._stub.Settle(request, timeout=CONTROL_SECONDS))
+        await _reach(self._peer, self._stub.Settle(request, timeout=self._settle_seconds))
 
     async def fork_kv(self, request: ForkKv) -> ForkedKv:
         call = self._stub.ForkKv(wire_conversations.fork_to(request), timeout=CONTROL_SECONDS)
@@ -270,11 +218,8 @@ class GrpcPeers:
             return grpc.aio.insecure_channel(endpoint, options=self._options)
         return grpc.aio.secure_channel(endpoint, self._credentials, options=self._options)
 
-    def prefill(self, endpoint: str) -> GrpcPrefill:
-        return GrpcPrefill(endpoint, self._channel(endpoint))
-
-    def decode(self, endpoint: str) -> GrpcDecode:
-        return GrpcDecode(endpoint, self._channel(endpoint))
+    def leader(self, role: str, endpoint: str) -> GrpcRing:
+        return GrpcRing(role, endpoint, self._channel(endpoint))
 
     def router(self, endpoint: str) -> GrpcRouter:
         return GrpcRouter(endpoint, self._channel(endpoint))

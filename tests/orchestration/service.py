@@ -17,6 +17,7 @@ from cp_core.cost.profile import HardwareProfile
 from orchestration.decode.leader import DecodeLeader
 from orchestration.placement.planner import Planner, PlannerSettings
 from orchestration.prefill.leader import PrefillLeader
+from orchestration.protocol.ports import RingPort
 from orchestration.protocol.settings import PrefillScheduling, RingSettings
 from orchestration.protocol.turns import (
     BegunTurn,
@@ -57,12 +58,13 @@ class DirectPeers:
     def __init__(self) -> None:
         self.leaders: dict[str, PrefillLeader | DecodeLeader] = {}
 
-    def prefill(self, endpoint: str) -> PrefillLeader:
+    def leader(self, role: str, endpoint: str) -> RingPort:
         leader = self.leaders[endpoint]
-        assert isinstance(leader, PrefillLeader)
+        assert leader.settings.role == role
         return leader
 
     def decode(self, endpoint: str) -> DecodeLeader:
+        """Return a decode ring's leader as it is, not only as its port."""
         leader = self.leaders[endpoint]
         assert isinstance(leader, DecodeLeader)
         return leader

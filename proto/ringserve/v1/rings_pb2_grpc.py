@@ -25,8 +25,9 @@ if _version_not_supported:
     )
 
 
-class PrefillServiceStub:
-    """The leader of one prefill ring.
+class RingServiceStub:
+    """Leader of one ring, of either role. A prefill leader answers INVALID_ARGUMENT to what only decode rings do: Admit,
+    StreamTurn and FinishTurn.
     """
 
     def __init__(self, channel):
@@ -36,84 +37,113 @@ class PrefillServiceStub:
             channel: A grpc.Channel.
         """
         self.Reserve = channel.unary_unary(
-                '/ringserve.v1.PrefillService/Reserve',
+                '/ringserve.v1.RingService/Reserve',
                 request_serializer=ringserve_dot_v1_dot_rings__pb2.ReserveRequest.SerializeToString,
                 response_deserializer=ringserve_dot_v1_dot_rings__pb2.ReserveResponse.FromString,
                 _registered_method=True)
         self.Prefill = channel.unary_unary(
-                '/ringserve.v1.PrefillService/Prefill',
+                '/ringserve.v1.RingService/Prefill',
                 request_serializer=ringserve_dot_v1_dot_rings__pb2.PrefillRequest.SerializeToString,
                 response_deserializer=ringserve_dot_v1_dot_rings__pb2.PrefillResponse.FromString,
                 _registered_method=True)
-        self.SendKv = channel.unary_unary(
-                '/ringserve.v1.PrefillService/SendKv',
-                request_serializer=ringserve_dot_v1_dot_rings__pb2.SendKvRequest.SerializeToString,
-                response_deserializer=ringserve_dot_v1_dot_rings__pb2.SendKvResponse.FromString,
+        self.Admit = channel.unary_unary(
+                '/ringserve.v1.RingService/Admit',
+                request_serializer=ringserve_dot_v1_dot_rings__pb2.AdmitRequest.SerializeToString,
+                response_deserializer=ringserve_dot_v1_dot_rings__pb2.AdmitResponse.FromString,
                 _registered_method=True)
-        self.TakeKv = channel.unary_unary(
-                '/ringserve.v1.PrefillService/TakeKv',
-                request_serializer=ringserve_dot_v1_dot_rings__pb2.TakeKvRequest.SerializeToString,
-                response_deserializer=ringserve_dot_v1_dot_rings__pb2.TakeKvResponse.FromString,
+        self.StreamTurn = channel.unary_stream(
+                '/ringserve.v1.RingService/StreamTurn',
+                request_serializer=ringserve_dot_v1_dot_rings__pb2.StreamTurnRequest.SerializeToString,
+                response_deserializer=ringserve_dot_v1_dot_rings__pb2.TurnEvent.FromString,
+                _registered_method=True)
+        self.FinishTurn = channel.unary_unary(
+                '/ringserve.v1.RingService/FinishTurn',
+                request_serializer=ringserve_dot_v1_dot_rings__pb2.FinishTurnRequest.SerializeToString,
+                response_deserializer=ringserve_dot_v1_dot_rings__pb2.FinishTurnResponse.FromString,
                 _registered_method=True)
         self.AbortTurn = channel.unary_unary(
-                '/ringserve.v1.PrefillService/AbortTurn',
+                '/ringserve.v1.RingService/AbortTurn',
                 request_serializer=ringserve_dot_v1_dot_rings__pb2.AbortTurnRequest.SerializeToString,
                 response_deserializer=ringserve_dot_v1_dot_rings__pb2.AbortTurnResponse.FromString,
                 _registered_method=True)
         self.Settle = channel.unary_unary(
-                '/ringserve.v1.PrefillService/Settle',
+                '/ringserve.v1.RingService/Settle',
                 request_serializer=ringserve_dot_v1_dot_rings__pb2.SettleRequest.SerializeToString,
                 response_deserializer=ringserve_dot_v1_dot_rings__pb2.SettleResponse.FromString,
                 _registered_method=True)
+        self.SendKv = channel.unary_unary(
+                '/ringserve.v1.RingService/SendKv',
+                request_serializer=ringserve_dot_v1_dot_rings__pb2.SendKvRequest.SerializeToString,
+                response_deserializer=ringserve_dot_v1_dot_rings__pb2.SendKvResponse.FromString,
+                _registered_method=True)
+        self.TakeKv = channel.unary_unary(
+                '/ringserve.v1.RingService/TakeKv',
+                request_serializer=ringserve_dot_v1_dot_rings__pb2.TakeKvRequest.SerializeToString,
+                response_deserializer=ringserve_dot_v1_dot_rings__pb2.TakeKvResponse.FromString,
+                _registered_method=True)
         self.ForkKv = channel.unary_unary(
-                '/ringserve.v1.PrefillService/ForkKv',
+                '/ringserve.v1.RingService/ForkKv',
                 request_serializer=ringserve_dot_v1_dot_rings__pb2.ForkKvRequest.SerializeToString,
                 response_deserializer=ringserve_dot_v1_dot_rings__pb2.ForkKvResponse.FromString,
                 _registered_method=True)
         self.GetKept = channel.unary_unary(
-                '/ringserve.v1.PrefillService/GetKept',
+                '/ringserve.v1.RingService/GetKept',
                 request_serializer=ringserve_dot_v1_dot_rings__pb2.GetKeptRequest.SerializeToString,
                 response_deserializer=ringserve_dot_v1_dot_rings__pb2.GetKeptResponse.FromString,
                 _registered_method=True)
         self.Drain = channel.unary_unary(
-                '/ringserve.v1.PrefillService/Drain',
+                '/ringserve.v1.RingService/Drain',
                 request_serializer=ringserve_dot_v1_dot_rings__pb2.DrainRequest.SerializeToString,
                 response_deserializer=ringserve_dot_v1_dot_rings__pb2.DrainResponse.FromString,
                 _registered_method=True)
         self.GetStatus = channel.unary_unary(
-                '/ringserve.v1.PrefillService/GetStatus',
+                '/ringserve.v1.RingService/GetStatus',
                 request_serializer=ringserve_dot_v1_dot_rings__pb2.GetStatusRequest.SerializeToString,
                 response_deserializer=ringserve_dot_v1_dot_rings__pb2.RingStatus.FromString,
                 _registered_method=True)
 
 
-class PrefillServiceServicer:
-    """The leader of one prefill ring.
+class RingServiceServicer:
+    """Leader of one ring, of either role. A prefill leader answers INVALID_ARGUMENT to what only decode rings do: Admit,
+    StreamTurn and FinishTurn.
     """
 
     def Reserve(self, request, context):
-        """Pins a sequence for a turn: cuts its kept KV to `match_tokens` and holds room for `num_tokens`. Idempotent per turn.
+        """Pins a sequence for a turn: cuts its retained KV to `match_tokens` and holds room for `num_tokens`. Idempotent per
+        turn on a prefill ring, per attempt on a decode ring.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Prefill(self, request, context):
-        """Queues and runs the turn; answers when its KV has been handed over. The first token goes to the decode leader.
+        """Prefill ring: queues and runs the turn, and answers when its KV has been handed over. The first token goes to the
+        decode leader. Decode ring: computes the prompt of a turn that was reserved as `direct`, and answers when the turn
+        decodes. Idempotent per attempt.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def SendKv(self, request, context):
-        """Sends kept KV of a sequence to another ring; answers when it has been acknowledged.
+    def Admit(self, request, context):
+        """Decode ring only, from the prefill leader: the first token exists. Decoding begins when the KV is sealed.
+        Idempotent per attempt.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def TakeKv(self, request, context):
-        """Fetches kept KV of a sequence from another ring, and keeps it too. Idempotent per attempt.
+    def StreamTurn(self, request, context):
+        """Decode ring only: streams the tokens of a turn to the gateway. A turn has one stream; its cancellation aborts the
+        turn.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def FinishTurn(self, request, context):
+        """Decode ring only: ends a turn without error after its first `num_tokens` tokens; later ones are discarded. The
+        stream reports the end. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -127,528 +157,43 @@ class PrefillServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Settle(self, request, context):
-        """Unpins a sequence, keeping its first `keep_tokens` tokens for later turns; 0 frees it. Idempotent.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def ForkKv(self, request, context):
-        """Begins a sequence with KV that another keeps here; both share it. Idempotent while nobody has used the new one.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def GetKept(self, request, context):
-        """How much is still here of each sequence.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Drain(self, request, context):
-        """Takes no new turns, and leaves when those that run have ended; or, undone, takes turns again. Idempotent.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def GetStatus(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-
-def add_PrefillServiceServicer_to_server(servicer, server):
-    rpc_method_handlers = {
-            'Reserve': grpc.unary_unary_rpc_method_handler(
-                    servicer.Reserve,
-                    request_deserializer=ringserve_dot_v1_dot_rings__pb2.ReserveRequest.FromString,
-                    response_serializer=ringserve_dot_v1_dot_rings__pb2.ReserveResponse.SerializeToString,
-            ),
-            'Prefill': grpc.unary_unary_rpc_method_handler(
-                    servicer.Prefill,
-                    request_deserializer=ringserve_dot_v1_dot_rings__pb2.PrefillRequest.FromString,
-                    response_serializer=ringserve_dot_v1_dot_rings__pb2.PrefillResponse.SerializeToString,
-            ),
-            'SendKv': grpc.unary_unary_rpc_method_handler(
-                    servicer.SendKv,
-                    request_deserializer=ringserve_dot_v1_dot_rings__pb2.SendKvRequest.FromString,
-                    response_serializer=ringserve_dot_v1_dot_rings__pb2.SendKvResponse.SerializeToString,
-            ),
-            'TakeKv': grpc.unary_unary_rpc_method_handler(
-                    servicer.TakeKv,
-                    request_deserializer=ringserve_dot_v1_dot_rings__pb2.TakeKvRequest.FromString,
-                    response_serializer=ringserve_dot_v1_dot_rings__pb2.TakeKvResponse.SerializeToString,
-            ),
-            'AbortTurn': grpc.unary_unary_rpc_method_handler(
-                    servicer.AbortTurn,
-                    request_deserializer=ringserve_dot_v1_dot_rings__pb2.AbortTurnRequest.FromString,
-                    response_serializer=ringserve_dot_v1_dot_rings__pb2.AbortTurnResponse.SerializeToString,
-            ),
-            'Settle': grpc.unary_unary_rpc_method_handler(
-                    servicer.Settle,
-                    request_deserializer=ringserve_dot_v1_dot_rings__pb2.SettleRequest.FromString,
-                    response_serializer=ringserve_dot_v1_dot_rings__pb2.SettleResponse.SerializeToString,
-            ),
-            'ForkKv': grpc.unary_unary_rpc_method_handler(
-                    servicer.ForkKv,
-                    request_deserializer=ringserve_dot_v1_dot_rings__pb2.ForkKvRequest.FromString,
-                    response_serializer=ringserve_dot_v1_dot_rings__pb2.ForkKvResponse.SerializeToString,
-            ),
-            'GetKept': grpc.unary_unary_rpc_method_handler(
-                    servicer.GetKept,
-                    request_deserializer=ringserve_dot_v1_dot_rings__pb2.GetKeptRequest.FromString,
-                    response_serializer=ringserve_dot_v1_dot_rings__pb2.GetKeptResponse.SerializeToString,
-            ),
-            'Drain': grpc.unary_unary_rpc_method_handler(
-                    servicer.Drain,
-                    request_deserializer=ringserve_dot_v1_dot_rings__pb2.DrainRequest.FromString,
-                    response_serializer=ringserve_dot_v1_dot_rings__pb2.DrainResponse.SerializeToString,
-            ),
-            'GetStatus': grpc.unary_unary_rpc_method_handler(
-                    servicer.GetStatus,
-                    request_deserializer=ringserve_dot_v1_dot_rings__pb2.GetStatusRequest.FromString,
-                    response_serializer=ringserve_dot_v1_dot_rings__pb2.RingStatus.SerializeToString,
-            ),
-    }
-    generic_handler = grpc.method_handlers_generic_handler(
-            'ringserve.v1.PrefillService', rpc_method_handlers)
-    server.add_generic_rpc_handlers((generic_handler,))
-    server.add_registered_method_handlers('ringserve.v1.PrefillService', rpc_method_handlers)
-
-
- # This class is part of an EXPERIMENTAL API.
-class PrefillService:
-    """The leader of one prefill ring.
-    """
-
-    @staticmethod
-    def Reserve(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/ringserve.v1.PrefillService/Reserve',
-            ringserve_dot_v1_dot_rings__pb2.ReserveRequest.SerializeToString,
-            ringserve_dot_v1_dot_rings__pb2.ReserveResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Prefill(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/ringserve.v1.PrefillService/Prefill',
-            ringserve_dot_v1_dot_rings__pb2.PrefillRequest.SerializeToString,
-            ringserve_dot_v1_dot_rings__pb2.PrefillResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def SendKv(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/ringserve.v1.PrefillService/SendKv',
-            ringserve_dot_v1_dot_rings__pb2.SendKvRequest.SerializeToString,
-            ringserve_dot_v1_dot_rings__pb2.SendKvResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def TakeKv(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/ringserve.v1.PrefillService/TakeKv',
-            ringserve_dot_v1_dot_rings__pb2.TakeKvRequest.SerializeToString,
-            ringserve_dot_v1_dot_rings__pb2.TakeKvResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def AbortTurn(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/ringserve.v1.PrefillService/AbortTurn',
-            ringserve_dot_v1_dot_rings__pb2.AbortTurnRequest.SerializeToString,
-            ringserve_dot_v1_dot_rings__pb2.AbortTurnResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Settle(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/ringserve.v1.PrefillService/Settle',
-            ringserve_dot_v1_dot_rings__pb2.SettleRequest.SerializeToString,
-            ringserve_dot_v1_dot_rings__pb2.SettleResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def ForkKv(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/ringserve.v1.PrefillService/ForkKv',
-            ringserve_dot_v1_dot_rings__pb2.ForkKvRequest.SerializeToString,
-            ringserve_dot_v1_dot_rings__pb2.ForkKvResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def GetKept(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/ringserve.v1.PrefillService/GetKept',
-            ringserve_dot_v1_dot_rings__pb2.GetKeptRequest.SerializeToString,
-            ringserve_dot_v1_dot_rings__pb2.GetKeptResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Drain(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/ringserve.v1.PrefillService/Drain',
-            ringserve_dot_v1_dot_rings__pb2.DrainRequest.SerializeToString,
-            ringserve_dot_v1_dot_rings__pb2.DrainResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def GetStatus(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/ringserve.v1.PrefillService/GetStatus',
-            ringserve_dot_v1_dot_rings__pb2.GetStatusRequest.SerializeToString,
-            ringserve_dot_v1_dot_rings__pb2.RingStatus.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-
-class DecodeServiceStub:
-    """The leader of one decode ring. The same verbs, and the token stream.
-    """
-
-    def __init__(self, channel):
-        """Constructor.
-
-        Args:
-            channel: A grpc.Channel.
-        """
-        self.Reserve = channel.unary_unary(
-                '/ringserve.v1.DecodeService/Reserve',
-                request_serializer=ringserve_dot_v1_dot_rings__pb2.ReserveRequest.SerializeToString,
-                response_deserializer=ringserve_dot_v1_dot_rings__pb2.ReserveResponse.FromString,
-                _registered_method=True)
-        self.Prefill = channel.unary_unary(
-                '/ringserve.v1.DecodeService/Prefill',
-                request_serializer=ringserve_dot_v1_dot_rings__pb2.PrefillRequest.SerializeToString,
-                response_deserializer=ringserve_dot_v1_dot_rings__pb2.PrefillResponse.FromString,
-                _registered_method=True)
-        self.Admit = channel.unary_unary(
-                '/ringserve.v1.DecodeService/Admit',
-                request_serializer=ringserve_dot_v1_dot_rings__pb2.AdmitRequest.SerializeToString,
-                response_deserializer=ringserve_dot_v1_dot_rings__pb2.AdmitResponse.FromString,
-                _registered_method=True)
-        self.StreamTurn = channel.unary_stream(
-                '/ringserve.v1.DecodeService/StreamTurn',
-                request_serializer=ringserve_dot_v1_dot_rings__pb2.StreamTurnRequest.SerializeToString,
-                response_deserializer=ringserve_dot_v1_dot_rings__pb2.TurnEvent.FromString,
-                _registered_method=True)
-        self.FinishTurn = channel.unary_unary(
-                '/ringserve.v1.DecodeService/FinishTurn',
-                request_serializer=ringserve_dot_v1_dot_rings__pb2.FinishTurnRequest.SerializeToString,
-                response_deserializer=ringserve_dot_v1_dot_rings__pb2.FinishTurnResponse.FromString,
-                _registered_method=True)
-        self.SendKv = channel.unary_unary(
-                '/ringserve.v1.DecodeService/SendKv',
-                request_serializer=ringserve_dot_v1_dot_rings__pb2.SendKvRequest.SerializeToString,
-                response_deserializer=ringserve_dot_v1_dot_rings__pb2.SendKvResponse.FromString,
-                _registered_method=True)
-        self.TakeKv = channel.unary_unary(
-                '/ringserve.v1.DecodeService/TakeKv',
-                request_serializer=ringserve_dot_v1_dot_rings__pb2.TakeKvRequest.SerializeToString,
-                response_deserializer=ringserve_dot_v1_dot_rings__pb2.TakeKvResponse.FromString,
-                _registered_method=True)
-        self.AbortTurn = channel.unary_unary(
-                '/ringserve.v1.DecodeService/AbortTurn',
-                request_serializer=ringserve_dot_v1_dot_rings__pb2.AbortTurnRequest.SerializeToString,
-                response_deserializer=ringserve_dot_v1_dot_rings__pb2.AbortTurnResponse.FromString,
-                _registered_method=True)
-        self.Settle = channel.unary_unary(
-                '/ringserve.v1.DecodeService/Settle',
-                request_serializer=ringserve_dot_v1_dot_rings__pb2.SettleRequest.SerializeToString,
-                response_deserializer=ringserve_dot_v1_dot_rings__pb2.SettleResponse.FromString,
-                _registered_method=True)
-        self.ForkKv = channel.unary_unary(
-                '/ringserve.v1.DecodeService/ForkKv',
-                request_serializer=ringserve_dot_v1_dot_rings__pb2.ForkKvRequest.SerializeToString,
-                response_deserializer=ringserve_dot_v1_dot_rings__pb2.ForkKvResponse.FromString,
-                _registered_method=True)
-        self.GetKept = channel.unary_unary(
-                '/ringserve.v1.DecodeService/GetKept',
-                request_serializer=ringserve_dot_v1_dot_rings__pb2.GetKeptRequest.SerializeToString,
-                response_deserializer=ringserve_dot_v1_dot_rings__pb2.GetKeptResponse.FromString,
-                _registered_method=True)
-        self.Drain = channel.unary_unary(
-                '/ringserve.v1.DecodeService/Drain',
-                request_serializer=ringserve_dot_v1_dot_rings__pb2.DrainRequest.SerializeToString,
-                response_deserializer=ringserve_dot_v1_dot_rings__pb2.DrainResponse.FromString,
-                _registered_method=True)
-        self.GetStatus = channel.unary_unary(
-                '/ringserve.v1.DecodeService/GetStatus',
-                request_serializer=ringserve_dot_v1_dot_rings__pb2.GetStatusRequest.SerializeToString,
-                response_deserializer=ringserve_dot_v1_dot_rings__pb2.RingStatus.FromString,
-                _registered_method=True)
-
-
-class DecodeServiceServicer:
-    """The leader of one decode ring. The same verbs, and the token stream.
-    """
-
-    def Reserve(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Prefill(self, request, context):
-        """Computes the prompt of a turn that was reserved as `direct`, here; answers when it decodes. Idempotent per attempt.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Admit(self, request, context):
-        """From the prefill leader: the first token exists. Decoding begins when the KV is sealed. Idempotent per attempt.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def StreamTurn(self, request, context):
-        """Tokens of a turn to the gateway. One stream a turn; its cancellation aborts the turn.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def FinishTurn(self, request, context):
-        """Ends a turn well after its first `num_tokens` tokens; later ones are discarded. The stream tells the end. Idempotent.
+        """Unpins a sequence, retaining its first `keep_tokens` tokens for later turns; 0 frees it. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SendKv(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Sends retained KV of a sequence to another ring; answers when that ring has acknowledged it.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def TakeKv(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def AbortTurn(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Settle(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Fetches retained KV of a sequence from another ring, and retains it too. Idempotent per attempt.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ForkKv(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Begins a sequence with KV that another sequence retains here; both share it. Idempotent until the new one is used.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetKept(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Tells how many tokens of each sequence the ring retains.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Takes no new turns, and leaves when the running turns have ended; or, with `undo`, takes turns again. Idempotent.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -660,7 +205,7 @@ class DecodeServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
 
-def add_DecodeServiceServicer_to_server(servicer, server):
+def add_RingServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Reserve': grpc.unary_unary_rpc_method_handler(
                     servicer.Reserve,
@@ -687,16 +232,6 @@ def add_DecodeServiceServicer_to_server(servicer, server):
                     request_deserializer=ringserve_dot_v1_dot_rings__pb2.FinishTurnRequest.FromString,
                     response_serializer=ringserve_dot_v1_dot_rings__pb2.FinishTurnResponse.SerializeToString,
             ),
-            'SendKv': grpc.unary_unary_rpc_method_handler(
-                    servicer.SendKv,
-                    request_deserializer=ringserve_dot_v1_dot_rings__pb2.SendKvRequest.FromString,
-                    response_serializer=ringserve_dot_v1_dot_rings__pb2.SendKvResponse.SerializeToString,
-            ),
-            'TakeKv': grpc.unary_unary_rpc_method_handler(
-                    servicer.TakeKv,
-                    request_deserializer=ringserve_dot_v1_dot_rings__pb2.TakeKvRequest.FromString,
-                    response_serializer=ringserve_dot_v1_dot_rings__pb2.TakeKvResponse.SerializeToString,
-            ),
             'AbortTurn': grpc.unary_unary_rpc_method_handler(
                     servicer.AbortTurn,
                     request_deserializer=ringserve_dot_v1_dot_rings__pb2.AbortTurnRequest.FromString,
@@ -706,6 +241,16 @@ def add_DecodeServiceServicer_to_server(servicer, server):
                     servicer.Settle,
                     request_deserializer=ringserve_dot_v1_dot_rings__pb2.SettleRequest.FromString,
                     response_serializer=ringserve_dot_v1_dot_rings__pb2.SettleResponse.SerializeToString,
+            ),
+            'SendKv': grpc.unary_unary_rpc_method_handler(
+                    servicer.SendKv,
+                    request_deserializer=ringserve_dot_v1_dot_rings__pb2.SendKvRequest.FromString,
+                    response_serializer=ringserve_dot_v1_dot_rings__pb2.SendKvResponse.SerializeToString,
+            ),
+            'TakeKv': grpc.unary_unary_rpc_method_handler(
+                    servicer.TakeKv,
+                    request_deserializer=ringserve_dot_v1_dot_rings__pb2.TakeKvRequest.FromString,
+                    response_serializer=ringserve_dot_v1_dot_rings__pb2.TakeKvResponse.SerializeToString,
             ),
             'ForkKv': grpc.unary_unary_rpc_method_handler(
                     servicer.ForkKv,
@@ -729,14 +274,15 @@ def add_DecodeServiceServicer_to_server(servicer, server):
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
-            'ringserve.v1.DecodeService', rpc_method_handlers)
+            'ringserve.v1.RingService', rpc_method_handlers)
     server.add_generic_rpc_handlers((generic_handler,))
-    server.add_registered_method_handlers('ringserve.v1.DecodeService', rpc_method_handlers)
+    server.add_registered_method_handlers('ringserve.v1.RingService', rpc_method_handlers)
 
 
  # This class is part of an EXPERIMENTAL API.
-class DecodeService:
-    """The leader of one decode ring. The same verbs, and the token stream.
+class RingService:
+    """Leader of one ring, of either role. A prefill leader answers INVALID_ARGUMENT to what only decode rings do: Admit,
+    StreamTurn and FinishTurn.
     """
 
     @staticmethod
@@ -753,7 +299,7 @@ class DecodeService:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/ringserve.v1.DecodeService/Reserve',
+            '/ringserve.v1.RingService/Reserve',
             ringserve_dot_v1_dot_rings__pb2.ReserveRequest.SerializeToString,
             ringserve_dot_v1_dot_rings__pb2.ReserveResponse.FromString,
             options,
@@ -780,7 +326,7 @@ class DecodeService:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/ringserve.v1.DecodeService/Prefill',
+            '/ringserve.v1.RingService/Prefill',
             ringserve_dot_v1_dot_rings__pb2.PrefillRequest.SerializeToString,
             ringserve_dot_v1_dot_rings__pb2.PrefillResponse.FromString,
             options,
@@ -807,7 +353,7 @@ class DecodeService:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/ringserve.v1.DecodeService/Admit',
+            '/ringserve.v1.RingService/Admit',
             ringserve_dot_v1_dot_rings__pb2.AdmitRequest.SerializeToString,
             ringserve_dot_v1_dot_rings__pb2.AdmitResponse.FromString,
             options,
@@ -834,7 +380,7 @@ class DecodeService:
         return grpc.experimental.unary_stream(
             request,
             target,
-            '/ringserve.v1.DecodeService/StreamTurn',
+            '/ringserve.v1.RingService/StreamTurn',
             ringserve_dot_v1_dot_rings__pb2.StreamTurnRequest.SerializeToString,
             ringserve_dot_v1_dot_rings__pb2.TurnEvent.FromString,
             options,
@@ -861,63 +407,9 @@ class DecodeService:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/ringserve.v1.DecodeService/FinishTurn',
+            '/ringserve.v1.RingService/FinishTurn',
             ringserve_dot_v1_dot_rings__pb2.FinishTurnRequest.SerializeToString,
             ringserve_dot_v1_dot_rings__pb2.FinishTurnResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def SendKv(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/ringserve.v1.DecodeService/SendKv',
-            ringserve_dot_v1_dot_rings__pb2.SendKvRequest.SerializeToString,
-            ringserve_dot_v1_dot_rings__pb2.SendKvResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def TakeKv(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/ringserve.v1.DecodeService/TakeKv',
-            ringserve_dot_v1_dot_rings__pb2.TakeKvRequest.SerializeToString,
-            ringserve_dot_v1_dot_rings__pb2.TakeKvResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -942,7 +434,7 @@ class DecodeService:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/ringserve.v1.DecodeService/AbortTurn',
+            '/ringserve.v1.RingService/AbortTurn',
             ringserve_dot_v1_dot_rings__pb2.AbortTurnRequest.SerializeToString,
             ringserve_dot_v1_dot_rings__pb2.AbortTurnResponse.FromString,
             options,
@@ -969,9 +461,63 @@ class DecodeService:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/ringserve.v1.DecodeService/Settle',
+            '/ringserve.v1.RingService/Settle',
             ringserve_dot_v1_dot_rings__pb2.SettleRequest.SerializeToString,
             ringserve_dot_v1_dot_rings__pb2.SettleResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SendKv(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ringserve.v1.RingService/SendKv',
+            ringserve_dot_v1_dot_rings__pb2.SendKvRequest.SerializeToString,
+            ringserve_dot_v1_dot_rings__pb2.SendKvResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def TakeKv(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ringserve.v1.RingService/TakeKv',
+            ringserve_dot_v1_dot_rings__pb2.TakeKvRequest.SerializeToString,
+            ringserve_dot_v1_dot_rings__pb2.TakeKvResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -996,7 +542,7 @@ class DecodeService:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/ringserve.v1.DecodeService/ForkKv',
+            '/ringserve.v1.RingService/ForkKv',
             ringserve_dot_v1_dot_rings__pb2.ForkKvRequest.SerializeToString,
             ringserve_dot_v1_dot_rings__pb2.ForkKvResponse.FromString,
             options,
@@ -1023,7 +569,7 @@ class DecodeService:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/ringserve.v1.DecodeService/GetKept',
+            '/ringserve.v1.RingService/GetKept',
             ringserve_dot_v1_dot_rings__pb2.GetKeptRequest.SerializeToString,
             ringserve_dot_v1_dot_rings__pb2.GetKeptResponse.FromString,
             options,
@@ -1050,7 +596,7 @@ class DecodeService:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/ringserve.v1.DecodeService/Drain',
+            '/ringserve.v1.RingService/Drain',
             ringserve_dot_v1_dot_rings__pb2.DrainRequest.SerializeToString,
             ringserve_dot_v1_dot_rings__pb2.DrainResponse.FromString,
             options,
@@ -1077,7 +623,7 @@ class DecodeService:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/ringserve.v1.DecodeService/GetStatus',
+            '/ringserve.v1.RingService/GetStatus',
             ringserve_dot_v1_dot_rings__pb2.GetStatusRequest.SerializeToString,
             ringserve_dot_v1_dot_rings__pb2.RingStatus.FromString,
             options,

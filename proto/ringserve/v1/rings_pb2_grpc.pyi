@@ -26,60 +26,100 @@ class _ServicerContext(_grpc.ServicerContext, _aio.ServicerContext):  # type: ig
 GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
-class PrefillServiceStub:
-    """The leader of one prefill ring."""
+class RingServiceStub:
+    """Leader of one ring, of either role. A prefill leader answers INVALID_ARGUMENT to what only decode rings do: Admit,
+    StreamTurn and FinishTurn.
+    """
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
-    def __new__(cls, channel: _aio.Channel) -> PrefillServiceAsyncStub: ...
+    def __new__(cls, channel: _aio.Channel) -> RingServiceAsyncStub: ...
     Reserve: _grpc.UnaryUnaryMultiCallable[_rings_pb2.ReserveRequest, _rings_pb2.ReserveResponse]
-    """Pins a sequence for a turn: cuts its kept KV to `match_tokens` and holds room for `num_tokens`. Idempotent per turn."""
+    """Pins a sequence for a turn: cuts its retained KV to `match_tokens` and holds room for `num_tokens`. Idempotent per
+    turn on a prefill ring, per attempt on a decode ring.
+    """
     Prefill: _grpc.UnaryUnaryMultiCallable[_rings_pb2.PrefillRequest, _rings_pb2.PrefillResponse]
-    """Queues and runs the turn; answers when its KV has been handed over. The first token goes to the decode leader."""
-    SendKv: _grpc.UnaryUnaryMultiCallable[_rings_pb2.SendKvRequest, _rings_pb2.SendKvResponse]
-    """Sends kept KV of a sequence to another ring; answers when it has been acknowledged."""
-    TakeKv: _grpc.UnaryUnaryMultiCallable[_rings_pb2.TakeKvRequest, _rings_pb2.TakeKvResponse]
-    """Fetches kept KV of a sequence from another ring, and keeps it too. Idempotent per attempt."""
+    """Prefill ring: queues and runs the turn, and answers when its KV has been handed over. The first token goes to the
+    decode leader. Decode ring: computes the prompt of a turn that was reserved as `direct`, and answers when the turn
+    decodes. Idempotent per attempt.
+    """
+    Admit: _grpc.UnaryUnaryMultiCallable[_rings_pb2.AdmitRequest, _rings_pb2.AdmitResponse]
+    """Decode ring only, from the prefill leader: the first token exists. Decoding begins when the KV is sealed.
+    Idempotent per attempt.
+    """
+    StreamTurn: _grpc.UnaryStreamMultiCallable[_rings_pb2.StreamTurnRequest, _rings_pb2.TurnEvent]
+    """Decode ring only: streams the tokens of a turn to the gateway. A turn has one stream; its cancellation aborts the
+    turn.
+    """
+    FinishTurn: _grpc.UnaryUnaryMultiCallable[_rings_pb2.FinishTurnRequest, _rings_pb2.FinishTurnResponse]
+    """Decode ring only: ends a turn without error after its first `num_tokens` tokens; later ones are discarded. The
+    stream reports the end. Idempotent.
+    """
     AbortTurn: _grpc.UnaryUnaryMultiCallable[_rings_pb2.AbortTurnRequest, _rings_pb2.AbortTurnResponse]
     """Ends a turn in any state; answers when the ring no longer touches it. Idempotent."""
     Settle: _grpc.UnaryUnaryMultiCallable[_rings_pb2.SettleRequest, _rings_pb2.SettleResponse]
-    """Unpins a sequence, keeping its first `keep_tokens` tokens for later turns; 0 frees it. Idempotent."""
+    """Unpins a sequence, retaining its first `keep_tokens` tokens for later turns; 0 frees it. Idempotent."""
+    SendKv: _grpc.UnaryUnaryMultiCallable[_rings_pb2.SendKvRequest, _rings_pb2.SendKvResponse]
+    """Sends retained KV of a sequence to another ring; answers when that ring has acknowledged it."""
+    TakeKv: _grpc.UnaryUnaryMultiCallable[_rings_pb2.TakeKvRequest, _rings_pb2.TakeKvResponse]
+    """Fetches retained KV of a sequence from another ring, and retains it too. Idempotent per attempt."""
     ForkKv: _grpc.UnaryUnaryMultiCallable[_rings_pb2.ForkKvRequest, _rings_pb2.ForkKvResponse]
-    """Begins a sequence with KV that another keeps here; both share it. Idempotent while nobody has used the new one."""
+    """Begins a sequence with KV that another sequence retains here; both share it. Idempotent until the new one is used."""
     GetKept: _grpc.UnaryUnaryMultiCallable[_rings_pb2.GetKeptRequest, _rings_pb2.GetKeptResponse]
-    """How much is still here of each sequence."""
+    """Tells how many tokens of each sequence the ring retains."""
     Drain: _grpc.UnaryUnaryMultiCallable[_rings_pb2.DrainRequest, _rings_pb2.DrainResponse]
-    """Takes no new turns, and leaves when those that run have ended; or, undone, takes turns again. Idempotent."""
+    """Takes no new turns, and leaves when the running turns have ended; or, with `undo`, takes turns again. Idempotent."""
     GetStatus: _grpc.UnaryUnaryMultiCallable[_rings_pb2.GetStatusRequest, _rings_pb2.RingStatus]
 
 @_typing.type_check_only
-class PrefillServiceAsyncStub(PrefillServiceStub):
-    """The leader of one prefill ring."""
+class RingServiceAsyncStub(RingServiceStub):
+    """Leader of one ring, of either role. A prefill leader answers INVALID_ARGUMENT to what only decode rings do: Admit,
+    StreamTurn and FinishTurn.
+    """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Reserve: _aio.UnaryUnaryMultiCallable[_rings_pb2.ReserveRequest, _rings_pb2.ReserveResponse]  # type: ignore[assignment]
-    """Pins a sequence for a turn: cuts its kept KV to `match_tokens` and holds room for `num_tokens`. Idempotent per turn."""
+    """Pins a sequence for a turn: cuts its retained KV to `match_tokens` and holds room for `num_tokens`. Idempotent per
+    turn on a prefill ring, per attempt on a decode ring.
+    """
     Prefill: _aio.UnaryUnaryMultiCallable[_rings_pb2.PrefillRequest, _rings_pb2.PrefillResponse]  # type: ignore[assignment]
-    """Queues and runs the turn; answers when its KV has been handed over. The first token goes to the decode leader."""
-    SendKv: _aio.UnaryUnaryMultiCallable[_rings_pb2.SendKvRequest, _rings_pb2.SendKvResponse]  # type: ignore[assignment]
-    """Sends kept KV of a sequence to another ring; answers when it has been acknowledged."""
-    TakeKv: _aio.UnaryUnaryMultiCallable[_rings_pb2.TakeKvRequest, _rings_pb2.TakeKvResponse]  # type: ignore[assignment]
-    """Fetches kept KV of a sequence from another ring, and keeps it too. Idempotent per attempt."""
+    """Prefill ring: queues and runs the turn, and answers when its KV has been handed over. The first token goes to the
+    decode leader. Decode ring: computes the prompt of a turn that was reserved as `direct`, and answers when the turn
+    decodes. Idempotent per attempt.
+    """
+    Admit: _aio.UnaryUnaryMultiCallable[_rings_pb2.AdmitRequest, _rings_pb2.AdmitResponse]  # type: ignore[assignment]
+    """Decode ring only, from the prefill leader: the first token exists. Decoding begins when the KV is sealed.
+    Idempotent per attempt.
+    """
+    StreamTurn: _aio.UnaryStreamMultiCallable[_rings_pb2.StreamTurnRequest, _rings_pb2.TurnEvent]  # type: ignore[assignment]
+    """Decode ring only: streams the tokens of a turn to the gateway. A turn has one stream; its cancellation aborts the
+    turn.
+    """
+    FinishTurn: _aio.UnaryUnaryMultiCallable[_rings_pb2.FinishTurnRequest, _rings_pb2.FinishTurnResponse]  # type: ignore[assignment]
+    """Decode ring only: ends a turn without error after its first `num_tokens` tokens; later ones are discarded. The
+    stream reports the end. Idempotent.
+    """
     AbortTurn: _aio.UnaryUnaryMultiCallable[_rings_pb2.AbortTurnRequest, _rings_pb2.AbortTurnResponse]  # type: ignore[assignment]
     """Ends a turn in any state; answers when the ring no longer touches it. Idempotent."""
     Settle: _aio.UnaryUnaryMultiCallable[_rings_pb2.SettleRequest, _rings_pb2.SettleResponse]  # type: ignore[assignment]
-    """Unpins a sequence, keeping its first `keep_tokens` tokens for later turns; 0 frees it. Idempotent."""
+    """Unpins a sequence, retaining its first `keep_tokens` tokens for later turns; 0 frees it. Idempotent."""
+    SendKv: _aio.UnaryUnaryMultiCallable[_rings_pb2.SendKvRequest, _rings_pb2.SendKvResponse]  # type: ignore[assignment]
+    """Sends retained KV of a sequence to another ring; answers when that ring has acknowledged it."""
+    TakeKv: _aio.UnaryUnaryMultiCallable[_rings_pb2.TakeKvRequest, _rings_pb2.TakeKvResponse]  # type: ignore[assignment]
+    """Fetches retained KV of a sequence from another ring, and retains it too. Idempotent per attempt."""
     ForkKv: _aio.UnaryUnaryMultiCallable[_rings_pb2.ForkKvRequest, _rings_pb2.ForkKvResponse]  # type: ignore[assignment]
-    """Begins a sequence with KV that another keeps here; both share it. Idempotent while nobody has used the new one."""
+    """Begins a sequence with KV that another sequence retains here; both share it. Idempotent until the new one is used."""
     GetKept: _aio.UnaryUnaryMultiCallable[_rings_pb2.GetKeptRequest, _rings_pb2.GetKeptResponse]  # type: ignore[assignment]
-    """How much is still here of each sequence."""
+    """Tells how many tokens of each sequence the ring retains."""
     Drain: _aio.UnaryUnaryMultiCallable[_rings_pb2.DrainRequest, _rings_pb2.DrainResponse]  # type: ignore[assignment]
-    """Takes no new turns, and leaves when those that run have ended; or, undone, takes turns again. Idempotent."""
+    """Takes no new turns, and leaves when the running turns have ended; or, with `undo`, takes turns again. Idempotent."""
     GetStatus: _aio.UnaryUnaryMultiCallable[_rings_pb2.GetStatusRequest, _rings_pb2.RingStatus]  # type: ignore[assignment]
 
-class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
-    """The leader of one prefill ring."""
+class RingServiceServicer(metaclass=_abc_1.ABCMeta):
+    """Leader of one ring, of either role. A prefill leader answers INVALID_ARGUMENT to what only decode rings do: Admit,
+    StreamTurn and FinishTurn.
+    """
 
     @_abc_1.abstractmethod
     def Reserve(
@@ -87,7 +127,9 @@ class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rings_pb2.ReserveRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rings_pb2.ReserveResponse, _abc.Awaitable[_rings_pb2.ReserveResponse]]:
-        """Pins a sequence for a turn: cuts its kept KV to `match_tokens` and holds room for `num_tokens`. Idempotent per turn."""
+        """Pins a sequence for a turn: cuts its retained KV to `match_tokens` and holds room for `num_tokens`. Idempotent per
+        turn on a prefill ring, per attempt on a decode ring.
+        """
 
     @_abc_1.abstractmethod
     def Prefill(
@@ -95,23 +137,40 @@ class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rings_pb2.PrefillRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rings_pb2.PrefillResponse, _abc.Awaitable[_rings_pb2.PrefillResponse]]:
-        """Queues and runs the turn; answers when its KV has been handed over. The first token goes to the decode leader."""
+        """Prefill ring: queues and runs the turn, and answers when its KV has been handed over. The first token goes to the
+        decode leader. Decode ring: computes the prompt of a turn that was reserved as `direct`, and answers when the turn
+        decodes. Idempotent per attempt.
+        """
 
     @_abc_1.abstractmethod
-    def SendKv(
+    def Admit(
         self,
-        request: _rings_pb2.SendKvRequest,
+        request: _rings_pb2.AdmitRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_rings_pb2.SendKvResponse, _abc.Awaitable[_rings_pb2.SendKvResponse]]:
-        """Sends kept KV of a sequence to another ring; answers when it has been acknowledged."""
+    ) -> _typing.Union[_rings_pb2.AdmitResponse, _abc.Awaitable[_rings_pb2.AdmitResponse]]:
+        """Decode ring only, from the prefill leader: the first token exists. Decoding begins when the KV is sealed.
+        Idempotent per attempt.
+        """
 
     @_abc_1.abstractmethod
-    def TakeKv(
+    def StreamTurn(
         self,
-        request: _rings_pb2.TakeKvRequest,
+        request: _rings_pb2.StreamTurnRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_rings_pb2.TakeKvResponse, _abc.Awaitable[_rings_pb2.TakeKvResponse]]:
-        """Fetches kept KV of a sequence from another ring, and keeps it too. Idempotent per attempt."""
+    ) -> _typing.Union[_abc.Iterator[_rings_pb2.TurnEvent], _abc.AsyncIterator[_rings_pb2.TurnEvent]]:
+        """Decode ring only: streams the tokens of a turn to the gateway. A turn has one stream; its cancellation aborts the
+        turn.
+        """
+
+    @_abc_1.abstractmethod
+    def FinishTurn(
+        self,
+        request: _rings_pb2.FinishTurnRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_rings_pb2.FinishTurnResponse, _abc.Awaitable[_rings_pb2.FinishTurnResponse]]:
+        """Decode ring only: ends a turn without error after its first `num_tokens` tokens; later ones are discarded. The
+        stream reports the end. Idempotent.
+        """
 
     @_abc_1.abstractmethod
     def AbortTurn(
@@ -127,7 +186,23 @@ class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rings_pb2.SettleRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rings_pb2.SettleResponse, _abc.Awaitable[_rings_pb2.SettleResponse]]:
-        """Unpins a sequence, keeping its first `keep_tokens` tokens for later turns; 0 frees it. Idempotent."""
+        """Unpins a sequence, retaining its first `keep_tokens` tokens for later turns; 0 frees it. Idempotent."""
+
+    @_abc_1.abstractmethod
+    def SendKv(
+        self,
+        request: _rings_pb2.SendKvRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_rings_pb2.SendKvResponse, _abc.Awaitable[_rings_pb2.SendKvResponse]]:
+        """Sends retained KV of a sequence to another ring; answers when that ring has acknowledged it."""
+
+    @_abc_1.abstractmethod
+    def TakeKv(
+        self,
+        request: _rings_pb2.TakeKvRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_rings_pb2.TakeKvResponse, _abc.Awaitable[_rings_pb2.TakeKvResponse]]:
+        """Fetches retained KV of a sequence from another ring, and retains it too. Idempotent per attempt."""
 
     @_abc_1.abstractmethod
     def ForkKv(
@@ -135,7 +210,7 @@ class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rings_pb2.ForkKvRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rings_pb2.ForkKvResponse, _abc.Awaitable[_rings_pb2.ForkKvResponse]]:
-        """Begins a sequence with KV that another keeps here; both share it. Idempotent while nobody has used the new one."""
+        """Begins a sequence with KV that another sequence retains here; both share it. Idempotent until the new one is used."""
 
     @_abc_1.abstractmethod
     def GetKept(
@@ -143,7 +218,7 @@ class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rings_pb2.GetKeptRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rings_pb2.GetKeptResponse, _abc.Awaitable[_rings_pb2.GetKeptResponse]]:
-        """How much is still here of each sequence."""
+        """Tells how many tokens of each sequence the ring retains."""
 
     @_abc_1.abstractmethod
     def Drain(
@@ -151,7 +226,7 @@ class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rings_pb2.DrainRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rings_pb2.DrainResponse, _abc.Awaitable[_rings_pb2.DrainResponse]]:
-        """Takes no new turns, and leaves when those that run have ended; or, undone, takes turns again. Idempotent."""
+        """Takes no new turns, and leaves when the running turns have ended; or, with `undo`, takes turns again. Idempotent."""
 
     @_abc_1.abstractmethod
     def GetStatus(
@@ -160,152 +235,4 @@ class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_rings_pb2.RingStatus, _abc.Awaitable[_rings_pb2.RingStatus]]: ...
 
-def add_PrefillServiceServicer_to_server(servicer: PrefillServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
-
-class DecodeServiceStub:
-    """The leader of one decode ring. The same verbs, and the token stream."""
-
-    @_typing.overload
-    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
-    @_typing.overload
-    def __new__(cls, channel: _aio.Channel) -> DecodeServiceAsyncStub: ...
-    Reserve: _grpc.UnaryUnaryMultiCallable[_rings_pb2.ReserveRequest, _rings_pb2.ReserveResponse]
-    Prefill: _grpc.UnaryUnaryMultiCallable[_rings_pb2.PrefillRequest, _rings_pb2.PrefillResponse]
-    """Computes the prompt of a turn that was reserved as `direct`, here; answers when it decodes. Idempotent per attempt."""
-    Admit: _grpc.UnaryUnaryMultiCallable[_rings_pb2.AdmitRequest, _rings_pb2.AdmitResponse]
-    """From the prefill leader: the first token exists. Decoding begins when the KV is sealed. Idempotent per attempt."""
-    StreamTurn: _grpc.UnaryStreamMultiCallable[_rings_pb2.StreamTurnRequest, _rings_pb2.TurnEvent]
-    """Tokens of a turn to the gateway. One stream a turn; its cancellation aborts the turn."""
-    FinishTurn: _grpc.UnaryUnaryMultiCallable[_rings_pb2.FinishTurnRequest, _rings_pb2.FinishTurnResponse]
-    """Ends a turn well after its first `num_tokens` tokens; later ones are discarded. The stream tells the end. Idempotent."""
-    SendKv: _grpc.UnaryUnaryMultiCallable[_rings_pb2.SendKvRequest, _rings_pb2.SendKvResponse]
-    TakeKv: _grpc.UnaryUnaryMultiCallable[_rings_pb2.TakeKvRequest, _rings_pb2.TakeKvResponse]
-    AbortTurn: _grpc.UnaryUnaryMultiCallable[_rings_pb2.AbortTurnRequest, _rings_pb2.AbortTurnResponse]
-    Settle: _grpc.UnaryUnaryMultiCallable[_rings_pb2.SettleRequest, _rings_pb2.SettleResponse]
-    ForkKv: _grpc.UnaryUnaryMultiCallable[_rings_pb2.ForkKvRequest, _rings_pb2.ForkKvResponse]
-    GetKept: _grpc.UnaryUnaryMultiCallable[_rings_pb2.GetKeptRequest, _rings_pb2.GetKeptResponse]
-    Drain: _grpc.UnaryUnaryMultiCallable[_rings_pb2.DrainRequest, _rings_pb2.DrainResponse]
-    GetStatus: _grpc.UnaryUnaryMultiCallable[_rings_pb2.GetStatusRequest, _rings_pb2.RingStatus]
-
-@_typing.type_check_only
-class DecodeServiceAsyncStub(DecodeServiceStub):
-    """The leader of one decode ring. The same verbs, and the token stream."""
-
-    def __init__(self, channel: _aio.Channel) -> None: ...
-    Reserve: _aio.UnaryUnaryMultiCallable[_rings_pb2.ReserveRequest, _rings_pb2.ReserveResponse]  # type: ignore[assignment]
-    Prefill: _aio.UnaryUnaryMultiCallable[_rings_pb2.PrefillRequest, _rings_pb2.PrefillResponse]  # type: ignore[assignment]
-    """Computes the prompt of a turn that was reserved as `direct`, here; answers when it decodes. Idempotent per attempt."""
-    Admit: _aio.UnaryUnaryMultiCallable[_rings_pb2.AdmitRequest, _rings_pb2.AdmitResponse]  # type: ignore[assignment]
-    """From the prefill leader: the first token exists. Decoding begins when the KV is sealed. Idempotent per attempt."""
-    StreamTurn: _aio.UnaryStreamMultiCallable[_rings_pb2.StreamTurnRequest, _rings_pb2.TurnEvent]  # type: ignore[assignment]
-    """Tokens of a turn to the gateway. One stream a turn; its cancellation aborts the turn."""
-    FinishTurn: _aio.UnaryUnaryMultiCallable[_rings_pb2.FinishTurnRequest, _rings_pb2.FinishTurnResponse]  # type: ignore[assignment]
-    """Ends a turn well after its first `num_tokens` tokens; later ones are discarded. The stream tells the end. Idempotent."""
-    SendKv: _aio.UnaryUnaryMultiCallable[_rings_pb2.SendKvRequest, _rings_pb2.SendKvResponse]  # type: ignore[assignment]
-    TakeKv: _aio.UnaryUnaryMultiCallable[_rings_pb2.TakeKvRequest, _rings_pb2.TakeKvResponse]  # type: ignore[assignment]
-    AbortTurn: _aio.UnaryUnaryMultiCallable[_rings_pb2.AbortTurnRequest, _rings_pb2.AbortTurnResponse]  # type: ignore[assignment]
-    Settle: _aio.UnaryUnaryMultiCallable[_rings_pb2.SettleRequest, _rings_pb2.SettleResponse]  # type: ignore[assignment]
-    ForkKv: _aio.UnaryUnaryMultiCallable[_rings_pb2.ForkKvRequest, _rings_pb2.ForkKvResponse]  # type: ignore[assignment]
-    GetKept: _aio.UnaryUnaryMultiCallable[_rings_pb2.GetKeptRequest, _rings_pb2.GetKeptResponse]  # type: ignore[assignment]
-    Drain: _aio.UnaryUnaryMultiCallable[_rings_pb2.DrainRequest, _rings_pb2.DrainResponse]  # type: ignore[assignment]
-    GetStatus: _aio.UnaryUnaryMultiCallable[_rings_pb2.GetStatusRequest, _rings_pb2.RingStatus]  # type: ignore[assignment]
-
-class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
-    """The leader of one decode ring. The same verbs, and the token stream."""
-
-    @_abc_1.abstractmethod
-    def Reserve(
-        self,
-        request: _rings_pb2.ReserveRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_rings_pb2.ReserveResponse, _abc.Awaitable[_rings_pb2.ReserveResponse]]: ...
-
-    @_abc_1.abstractmethod
-    def Prefill(
-        self,
-        request: _rings_pb2.PrefillRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_rings_pb2.PrefillResponse, _abc.Awaitable[_rings_pb2.PrefillResponse]]:
-        """Computes the prompt of a turn that was reserved as `direct`, here; answers when it decodes. Idempotent per attempt."""
-
-    @_abc_1.abstractmethod
-    def Admit(
-        self,
-        request: _rings_pb2.AdmitRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_rings_pb2.AdmitResponse, _abc.Awaitable[_rings_pb2.AdmitResponse]]:
-        """From the prefill leader: the first token exists. Decoding begins when the KV is sealed. Idempotent per attempt."""
-
-    @_abc_1.abstractmethod
-    def StreamTurn(
-        self,
-        request: _rings_pb2.StreamTurnRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_rings_pb2.TurnEvent], _abc.AsyncIterator[_rings_pb2.TurnEvent]]:
-        """Tokens of a turn to the gateway. One stream a turn; its cancellation aborts the turn."""
-
-    @_abc_1.abstractmethod
-    def FinishTurn(
-        self,
-        request: _rings_pb2.FinishTurnRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_rings_pb2.FinishTurnResponse, _abc.Awaitable[_rings_pb2.FinishTurnResponse]]:
-        """Ends a turn well after its first `num_tokens` tokens; later ones are discarded. The stream tells the end. Idempotent."""
-
-    @_abc_1.abstractmethod
-    def SendKv(
-        self,
-        request: _rings_pb2.SendKvRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_rings_pb2.SendKvResponse, _abc.Awaitable[_rings_pb2.SendKvResponse]]: ...
-
-    @_abc_1.abstractmethod
-    def TakeKv(
-        self,
-        request: _rings_pb2.TakeKvRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_rings_pb2.TakeKvResponse, _abc.Awaitable[_rings_pb2.TakeKvResponse]]: ...
-
-    @_abc_1.abstractmethod
-    def AbortTurn(
-        self,
-        request: _rings_pb2.AbortTurnRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_rings_pb2.AbortTurnResponse, _abc.Awaitable[_rings_pb2.AbortTurnResponse]]: ...
-
-    @_abc_1.abstractmethod
-    def Settle(
-        self,
-        request: _rings_pb2.SettleRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_rings_pb2.SettleResponse, _abc.Awaitable[_rings_pb2.SettleResponse]]: ...
-
-    @_abc_1.abstractmethod
-    def ForkKv(
-        self,
-        request: _rings_pb2.ForkKvRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_rings_pb2.ForkKvResponse, _abc.Awaitable[_rings_pb2.ForkKvResponse]]: ...
-
-    @_abc_1.abstractmethod
-    def GetKept(
-        self,
-        request: _rings_pb2.GetKeptRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_rings_pb2.GetKeptResponse, _abc.Awaitable[_rings_pb2.GetKeptResponse]]: ...
-
-    @_abc_1.abstractmethod
-    def Drain(
-        self,
-        request: _rings_pb2.DrainRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_rings_pb2.DrainResponse, _abc.Awaitable[_rings_pb2.DrainResponse]]: ...
-
-    @_abc_1.abstractmethod
-    def GetStatus(
-        self,
-        request: _rings_pb2.GetStatusRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_rings_pb2.RingStatus, _abc.Awaitable[_rings_pb2.RingStatus]]: ...
-
-def add_DecodeServiceServicer_to_server(servicer: DecodeServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+def add_RingServiceServicer_to_server(servicer: RingServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

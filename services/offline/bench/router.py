@@ -171,10 +171,7 @@ class YesRings:
     def __init__(self, registrations: Sequence[RingRegistration]) -> None:
         self.rings = {each.endpoint: YesRing(each) for each in registrations}
 
-    def prefill(self, endpoint: str) -> YesRing:
-        return self.rings[endpoint]
-
-    def decode(self, endpoint: str) -> YesRing:
+    def leader(self, role: str, endpoint: str) -> YesRing:
         return self.rings[endpoint]
 
 
@@ -337,7 +334,7 @@ class _Bench:
             self.num_kept += where == before
             self.num_direct += is_direct
         self._where[name] = where
-        ring = self._peers.decode(begun.decode_endpoint)
+        ring = self._peers.leader("decode", begun.decode_endpoint)
         kv_tokens = begun.prompt_tokens + load.answer - 1
         outcome = TurnOutcome(
             turn_id=begun.turn_id,

@@ -15,14 +15,13 @@ import pytest
 from cp_core.errors import ConfigError, RingserveError, Unavailable
 from cp_core.transport.peer_tls import PeerTls
 from orchestration.protocol.views import ServerView
-from ringserve.v1 import router_pb2_grpc
 from services.auth.tls import DoorTls, peer_server
 from services.client import AsyncClient, Client, Sampling, TlsFiles
 from services.client.retries import NO_RETRIES
 from services.gateway.text import TextCodec
 from services.rpc.peers import GrpcPeers
-from services.rpc.router_server import RouterServicer
 from services.rpc.server import GrpcServer
+from services.rpc.servicers import RouterServicer
 from services.telemetry.metrics.router import RouterMetrics, RouterView
 from tests.services.auth.certificates import Authority
 from tests.services.doors import CALL_SECONDS, MODEL, Doors
@@ -138,10 +137,7 @@ async def test_our_own_processes_take_only_each_other(authority: Authority, stra
     known = RouterView(conversations=7, running_turns=0, rings=())
     metrics = RouterMetrics("auto", lambda: known, asyncio.get_running_loop())
     servicer = RouterServicer(View(), metrics)  # type: ignore[arg-type]
-    server.add(
-        "ringserve.v1.RouterService",
-        lambda target: router_pb2_grpc.add_RouterServiceServicer_to_server(servicer, target),
-    )
+    servicer.register(server)
     address = await server.start("127.0.0.1:0")
     try:
         for tls, is_let_in in (

@@ -9,12 +9,11 @@ import pytest
 from prometheus_client import generate_latest
 
 from orchestration.placement.registry import RegisteredRing
-from ringserve.v1 import rings_pb2_grpc
 from services.client import AsyncClient, Sampling
 from services.gateway.text import TextCodec
-from services.rpc.decode_server import DecodeServicer
 from services.rpc.peers import GrpcPeers
 from services.rpc.server import GrpcServer
+from services.rpc.servicers import RingServicer
 from tests.orchestration.service import Service
 from tests.services.doors import Doors
 from tests.workers.models import Oracle, random_tokens
@@ -29,12 +28,14 @@ async def doors(model_path: Path, codec: TextCodec, monkeypatch: pytest.MonkeyPa
     service = Service(model_path, 2, 3, max_direct_tokens=32)
     async with Doors(model_path, codec, service=service) as doors:
         server, peers, leader = GrpcServer(), GrpcPeers(), doors.service.decode
-        server.add(
-            "ringserve.v1.DecodeService",
-            lambda target: rings_pb2_grpc.add_DecodeServiceServicer_to_server(DecodeServicer(leader), target),
-        )
+        RingServicer(leader).register(server)
         address = await server.start("127.0.0.1:0")
-        monkeypatch.setattr(doors.service.peers, "decode", lambda _: peers.decode(address))
+        direct = doors.service.peers.leader
+        monkeypatch.setattr(
+            doors.service.peers,
+            "leader",
+            lambda role, name: peers.leader(role, address) if role == "decode" else direct(role, name),
+        )
         yield doors
         await doors.wait_idle()
         doors.service.check_integrity()

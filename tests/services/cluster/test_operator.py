@@ -11,11 +11,10 @@ import pytest
 from cp_core.errors import DeadlineExceeded, InvalidRequest, NotFound, Unavailable
 from orchestration.protocol.rings import AWAY
 from orchestration.protocol.views import RingStatus, ServerView
-from ringserve.v1 import router_pb2_grpc
 from services.cluster import operator as rings
 from services.cluster.operator import OperatorsDoor, drain_all, drain_node, drain_ring, restart_ring, undrain_ring
-from services.rpc.router_server import RouterServicer
 from services.rpc.server import GrpcServer
+from services.rpc.servicers import RouterServicer
 from services.telemetry.metrics.router import RouterMetrics, RouterView
 
 
@@ -108,10 +107,7 @@ async def door(router: FakeRouter, told: list[str]) -> AsyncIterator[OperatorsDo
     metrics = RouterMetrics("auto", lambda: view, asyncio.get_running_loop())
     servicer = RouterServicer(router, metrics)  # type: ignore[arg-type]
     server = GrpcServer()
-    server.add(
-        "ringserve.v1.RouterService",
-        lambda target: router_pb2_grpc.add_RouterServiceServicer_to_server(servicer, target),
-    )
+    servicer.register(server)
     endpoint = await server.start("127.0.0.1:0")
     yield OperatorsDoor(endpoint=endpoint, tls=None, progress=told.append)
     await server.stop(0)

@@ -23,8 +23,8 @@ from tests.workers.models import random_tokens
 SERVICES = {
     "gateway": "ringserve.v1.Inference",
     "router": "ringserve.v1.RouterService",
-    "prefill": "ringserve.v1.PrefillService",
-    "decode": "ringserve.v1.DecodeService",
+    "prefill": "ringserve.v1.RingService",
+    "decode": "ringserve.v1.RingService",
 }
 
 

@@ -9,13 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from cp_core.errors import NotFound
-from orchestration.prefill.leader import PrefillLeader
-from ringserve.v1 import rings_pb2_grpc
-from services.rpc.decode_server import DecodeServicer
+from cp_core.errors import InvalidRequest, NotFound
+from orchestration.protocol.turns import Admit, PrefillReport
 from services.rpc.peers import GrpcPeers
-from services.rpc.prefill_server import PrefillServicer
 from services.rpc.server import GrpcServer
+from services.rpc.servicers import RingServicer
 from tests.orchestration.conversations.moving import Leader, kv_of, take
 from tests.orchestration.service import Service
 from tests.workers.models import random_tokens, save_model
@@ -24,18 +22,7 @@ from tests.workers.models import random_tokens, save_model
 async def serve(leader: Leader, peers: GrpcPeers) -> GrpcServer:
     """Put a leader behind a door of its own, and let it reach others through theirs."""
     server = GrpcServer(None)
-    if isinstance(leader, PrefillLeader):
-        prefill = PrefillServicer(leader)
-        server.add(
-            "ringserve.v1.PrefillService",
-            lambda target: rings_pb2_grpc.add_PrefillServiceServicer_to_server(prefill, target),
-        )
-    else:
-        decode = DecodeServicer(leader)
-        server.add(
-            "ringserve.v1.DecodeService",
-            lambda target: rings_pb2_grpc.add_DecodeServiceServicer_to_server(decode, target),
-        )
+    RingServicer(leader).register(server)
     leader.endpoint = await server.start("127.0.0.1:0")
     leader.kv_moves._peers = peers
     return server
@@ -60,12 +47,21 @@ async def behind_doors(tmp_path: Path) -> AsyncIterator[tuple[Service, GrpcPeers
 async def test_a_ring_takes_over_what_another_keeps(behind_doors: tuple[Service, GrpcPeers], role: str) -> None:
     service, peers = behind_doors
     giver, taker = service.peers.leaders[f"{role}-0"], service.peers.leaders[f"{role}-1"]
-    port = peers.prefill(taker.endpoint) if role == "prefill" else peers.decode(taker.endpoint)
+    port = peers.leader(role, taker.endpoint)
     taken = await port.take_kv(take(giver, "c"))
     assert torch.equal(kv_of(taker, "c"), kv_of(giver, "c"))
     assert taken.incarnation == taker.ring.incarnation
     assert taken.shards.num_tokens == giver.ring.pool.num_kept("c")
     assert taken.payload_bytes == taken.shards.num_tokens * service.model.kv_bytes_per_token
+
+
+async def test_a_prefill_ring_refuses_what_only_decode_rings_do(behind_doors: tuple[Service, GrpcPeers]) -> None:
+    service, peers = behind_doors
+    port = peers.leader("prefill", service.prefill.endpoint)
+    admit = Admit(turn_id="t", attempt=1, first_token=1, report=PrefillReport())
+    for call in (port.admit(admit), anext(port.stream_turn("t")), port.finish_turn("t", 1)):
+        with pytest.raises(InvalidRequest, match="ring prefill-0 is no decode ring"):
+            await call
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
@@ -76,7 +72,7 @@ async def test_what_the_other_ring_says_comes_back_as_it_was_said(
     giver, taker = service.peers.leaders[f"{role}-0"], service.peers.leaders[f"{role}-1"]
     request = take(giver, "c")
     await giver.settle("c", "", 0)
-    port = peers.prefill(taker.endpoint) if role == "prefill" else peers.decode(taker.endpoint)
+    port = peers.leader(role, taker.endpoint)
     with pytest.raises(NotFound, match=f"{request.num_tokens} tokens are asked for, 0 are kept"):
         await port.take_kv(request)
     service.check_integrity()

@@ -1,0 +1,186 @@
+"""gRPC services between our own processes: RingService of a ring's leader, RouterService of the router."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
+
+import grpc
+
+from orchestration.protocol.ports import RingPort, RouterPort
+from orchestration.protocol.turns import TurnEvent
+from ringserve.v1 import inference_pb2, rings_pb2, rings_pb2_grpc, router_pb2, router_pb2_grpc
+from services.rpc.errors import answer, answer_stream, error_named
+from services.rpc.server import GrpcServer
+from services.rpc.wire import conversations as wire_conversations
+from services.rpc.wire import kv as wire_kv
+from services.rpc.wire import plans
+from services.rpc.wire import rings as wire_rings
+from services.rpc.wire import turns as wire
+from services.telemetry.metrics.router import RouterMetrics
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class RingServicer(rings_pb2_grpc.RingServiceServicer):
+    """Endpoint of a ring's leader: each method is one verb of `RingPort`."""
+
+    def __init__(self, leader: RingPort) -> None:
+        self._leader = leader
+
+    def register(self, server: GrpcServer) -> None:
+        """Add the service to a server that has not started."""
+        server.add("ringserve.v1.RingService", lambda to: rings_pb2_grpc.add_RingServiceServicer_to_server(self, to))
+
+    async def Reserve(self, request: rings_pb2.ReserveRequest, context: Context) -> rings_pb2.ReserveResponse:
+        return wire.reservation_to(await answer(context, self._leader.reserve(wire.reserve_from(request))))
+
+    async def Prefill(self, request: rings_pb2.PrefillRequest, context: Context) -> rings_pb2.PrefillResponse:
+        return wire.prefill_done_to(await answer(context, self._leader.prefill(wire.prefill_turn_from(request))))
+
+    async def Admit(self, request: rings_pb2.AdmitRequest, context: Context) -> rings_pb2.AdmitResponse:
+        await answer(context, self._leader.admit(wire.admit_from(request)))
+        return rings_pb2.AdmitResponse()
+
+    async def StreamTurn(
+        self, request: rings_pb2.StreamTurnRequest, context: Context
+    ) -> AsyncIterator[rings_pb2.TurnEvent]:
+        # A caller that hangs up cancels this coroutine: `aclosing` tells the leader at once, not at garbage collection.
+        async with aclosing(await answer(context, self._open_stream(request.turn_id))) as events:
+            async for event in answer_stream(context, events):
+                yield wire.event_to(event)
+
+    async def _open_stream(self, turn_id: str) -> AsyncGenerator[TurnEvent, None]:
+        return self._leader.stream_turn(turn_id)  # raises at once on a prefill ring
+
+    async def FinishTurn(self, request: rings_pb2.FinishTurnRequest, context: Context) -> rings_pb2.FinishTurnResponse:
+        await answer(context, self._leader.finish_turn(request.turn_id, request.num_tokens))
+        return rings_pb2.FinishTurnResponse()
+
+    async def SendKv(self, request: rings_pb2.SendKvRequest, context: Context) -> rings_pb2.SendKvResponse:
+        return wire_kv.sent_to(await answer(context, self._leader.send_kv(wire_kv.send_kv_from(request))))
+
+    async def TakeKv(self, request: rings_pb2.TakeKvRequest, context: Context) -> rings_pb2.TakeKvResponse:
+        return wire_kv.taken_to(await answer(context, self._leader.take_kv(wire_kv.take_kv_from(request))))
+
+    async def AbortTurn(self, request: rings_pb2.AbortTurnRequest, context: Context) -> rings_pb2.AbortTurnResponse:
+        error = error_named(request.error, request.message)
+        await answer(context, self._leader.abort_turn(request.turn_id, error))
+        return rings_pb2.AbortTurnResponse()
+
+    async def Settle(self, request: rings_pb2.SettleRequest, context: Context) -> rings_pb2.SettleResponse:
+        await answer(context, self._leader.settle(request.sequence_id, request.turn_id, request.keep_tokens))
+        return rings_pb2.SettleResponse()
+
+    async def ForkKv(self, request: rings_pb2.ForkKvRequest, context: Context) -> rings_pb2.ForkKvResponse:
+        return wire_conversations.forked_to(
+            await answer(context, self._leader.fork_kv(wire_conversations.fork_from(request)))
+        )
+
+    async def GetKept(self, request: rings_pb2.GetKeptRequest, context: Context) -> rings_pb2.GetKeptResponse:
+        return wire_conversations.kept_to(await answer(context, self._leader.get_kept(list(request.sequence_ids))))
+
+    async def Drain(self, request: rings_pb2.DrainRequest, context: Context) -> rings_pb2.DrainResponse:
+        await answer(context, self._leader.undrain() if request.undo else self._leader.drain(request.seconds))
+        return rings_pb2.DrainResponse()
+
+    async def GetStatus(self, request: rings_pb2.GetStatusRequest, context: Context) -> rings_pb2.RingStatus:
+        status = await answer(context, self._leader.get_status())
+        return rings_pb2.RingStatus(info=wire_rings.status_to(status))
+
+
+class RouterServicer(router_pb2_grpc.RouterServiceServicer):
+    """Endpoint of the router: each method is one verb of `RouterPort`.
+
+    `metrics_endpoint` (HOST:PORT, empty where there is none) is part of the answer to GetServerInfo.
+    """
+
+    def __init__(self, router: RouterPort, metrics: RouterMetrics) -> None:
+        self._router = router
+        self._metrics = metrics
+        self.metrics_endpoint = ""
+
+    def register(self, server: GrpcServer) -> None:
+        """Add the service to a server that has not started."""
+        server.add(
+            "ringserve.v1.RouterService", lambda to: router_pb2_grpc.add_RouterServiceServicer_to_server(self, to)
+        )
+
+    async def BeginTurn(self, request: router_pb2.BeginTurnRequest, context: Context) -> router_pb2.BeginTurnResponse:
+        turn = await answer(context, self._metrics.planned(self._router.begin_turn(wire.turn_request_from(request))))
+        return router_pb2.BeginTurnResponse(
+            turn_id=turn.turn_id,
+            decode_endpoint=turn.decode_endpoint,
+            prompt_tokens=turn.prompt_tokens,
+            plan=plans.plan_to(turn.plan),
+        )
+
+    async def EndTurn(self, request: router_pb2.EndTurnRequest, context: Context) -> router_pb2.EndTurnResponse:
+        keep = await answer(context, self._router.end_turn(wire.outcome_from(request)))
+        return router_pb2.EndTurnResponse(keep_tokens=keep)
+
+    async def ResumeTurn(
+        self, request: router_pb2.ResumeTurnRequest, context: Context
+    ) -> router_pb2.ResumeTurnResponse:
+        await answer(context, self._router.resume_turn(wire.resume_from(request)))
+        return router_pb2.ResumeTurnResponse()
+
+    async def AbortTurns(self, request: inference_pb2.AbortRequest, context: Context) -> inference_pb2.AbortResponse:
+        aborted, unknown = await answer(context, self._router.abort_requests(list(request.request_ids)))
+        return inference_pb2.AbortResponse(aborted=aborted, unknown=unknown)
+
+    async def GetConversation(
+        self, request: inference_pb2.GetConversationRequest, context: Context
+    ) -> inference_pb2.GetConversationResponse:
+        view = await answer(context, self._router.get_conversation(request.conversation_id))
+        return wire_conversations.conversation_to(view)
+
+    async def ListConversations(
+        self, request: inference_pb2.ListConversationsRequest, context: Context
+    ) -> inference_pb2.ListConversationsResponse:
+        listing = self._router.list_conversations(request.prefix, request.page_token, request.page_size)
+        return wire_conversations.list_to(await answer(context, listing))
+
+    async def ForkConversation(
+        self, request: inference_pb2.ForkConversationRequest, context: Context
+    ) -> inference_pb2.GetConversationResponse:
+        at_token = request.at_token if request.HasField("at_token") else None
+        view = await answer(context, self._router.fork_conversation(request.source_id, request.new_id, at_token))
+        return wire_conversations.conversation_to(view)
+
+    async def DeleteConversation(
+        self, request: inference_pb2.DeleteConversationRequest, context: Context
+    ) -> inference_pb2.DeleteConversationResponse:
+        await answer(context, self._router.delete_conversation(request.conversation_id))
+        return inference_pb2.DeleteConversationResponse()
+
+    async def RegisterRing(
+        self, request: router_pb2.RegisterRingRequest, context: Context
+    ) -> router_pb2.RegisterRingResponse:
+        turns = await answer(context, self._router.register_ring(wire_rings.registration_from(request)))
+        return router_pb2.RegisterRingResponse(running_turns=turns)
+
+    async def DrainRing(self, request: router_pb2.DrainRingRequest, context: Context) -> router_pb2.DrainRingResponse:
+        await answer(context, self._router.drain_ring(request.ring, request.seconds, force=request.force))
+        return router_pb2.DrainRingResponse()
+
+    async def RestartRing(
+        self, request: router_pb2.RestartRingRequest, context: Context
+    ) -> router_pb2.RestartRingResponse:
+        restart = self._router.restart_ring(request.ring, request.seconds, leaving_node=request.leaving_node)
+        await answer(context, restart)
+        return router_pb2.RestartRingResponse()
+
+    async def UndrainRing(
+        self, request: router_pb2.UndrainRingRequest, context: Context
+    ) -> router_pb2.UndrainRingResponse:
+        await answer(context, self._router.undrain_ring(request.ring))
+        return router_pb2.UndrainRingResponse()
+
+    async def GetServerInfo(
+        self, request: inference_pb2.GetServerInfoRequest, context: Context
+    ) -> inference_pb2.GetServerInfoResponse:
+        view = await answer(context, self._router.get_server_info())
+        return wire_rings.server_to(replace(view, metrics_endpoint=self.metrics_endpoint))
