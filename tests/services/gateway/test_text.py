@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -15,6 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from cp_core.errors import InvalidRequest, ModelRefused
 from services.gateway.text import REPLACEMENT, IncrementalText, TextCodec
+from tests.workers.models import save_model
 from workers.model.builtin_tokenizer import BOS_TOKEN_ID, END_TOKEN_ID, EOS_TOKEN_ID, VOCAB_SIZE, write_tokenizer
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=60).filter(lambda text: "<|" not in text)
@@ -191,3 +194,27 @@ def test_a_template_that_refuses_the_messages_is_quoted(tmp_path: Path) -> None:
 def test_a_directory_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelRefused, match=r"the tokenizer of .* cannot be loaded"):
         TextCodec(tmp_path)
+
+
+# --- loading ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_codec_of_a_llama_directory_needs_no_torch_and_is_that_of_auto_tokenizer(tmp_path: Path) -> None:
+    """A gateway holds 250 MB less, and serves two seconds earlier."""
+    from transformers import AutoTokenizer
+
+    path = save_model("llama_gqa", tmp_path)
+    write_tokenizer(path)
+    code = (
+        "import sys; from pathlib import Path; from services.gateway.text import TextCodec; "
+        "codec = TextCodec(Path(sys.argv[1])); "
+        "print(codec.encode(sys.argv[2]).tolist(), codec.encode_chat([('user', sys.argv[2])]).tolist(), "
+        "'torch' in sys.modules, 'ray' in sys.modules)"
+    )
+    text = "Hällo <|end|> ring"
+    shown = subprocess.run(
+        [sys.executable, "-c", code, str(path), text], capture_output=True, text=True, timeout=60, check=True
+    ).stdout
+    auto = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+    chat = auto.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False)
+    assert shown.strip() == f"{auto(text)['input_ids']} {chat} False False"
