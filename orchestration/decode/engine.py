@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 
 from cp_core.errors import RingserveError, Unavailable
-from orchestration.decode.batch import DecodeBatch
+from orchestration.decode.feed import DecodeFeed
 from orchestration.decode.preemption import Preemption
 from orchestration.decode.room import DecodeRoom
 from orchestration.decode.turn import DecodeTurn
@@ -35,7 +35,7 @@ class DecodeEngine:
         self._router = router
         self._spawn = spawn
         self._on_last_token = on_last_token
-        self._batch: DecodeBatch | None = None
+        self._batch: DecodeFeed | None = None
         self._room: DecodeRoom | None = None
         self._earlier_preemptions = 0  # of incarnations that are gone
 
@@ -52,7 +52,7 @@ class DecodeEngine:
     def start(self) -> None:
         """The ring serves, in a new incarnation."""
         settings = self._ring.settings
-        self._batch = DecodeBatch(
+        self._batch = DecodeFeed(
             self._ring.ranks[0],
             settings.max_batch,
             settings.control_timeout,
@@ -80,7 +80,7 @@ class DecodeEngine:
         return self._room.reserve(sequence, filled, max_tokens)
 
     async def compute(self, turn: DecodeTurn, prompt: ComputePrompt) -> DecodeEvent:
-        """See `DecodeBatch.compute`. Raises Unavailable."""
+        """See `DecodeFeed.compute`. Raises Unavailable."""
         self.require_started()
         assert self._batch is not None, "started"
         return await self._batch.compute(turn, prompt)
@@ -115,7 +115,7 @@ class DecodeEngine:
         if self._room is not None and self._ring.is_serving(turn.reservation.incarnation):
             self._room.freed(turn)
 
-    async def _read(self, batch: DecodeBatch, incarnation: str) -> None:
+    async def _read(self, batch: DecodeFeed, incarnation: str) -> None:
         try:
             await batch.read()
         except RingserveError as error:

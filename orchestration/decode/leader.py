@@ -12,9 +12,8 @@ from cp_core.errors import CapacityExceeded, NotFound, RingserveError, TurnCance
 from cp_core.layout.shards import ShardMap, spread
 from orchestration.decode.direct_prefill import check_direct, compute_prompt, direct_shards
 from orchestration.decode.engine import DecodeEngine
-from orchestration.decode.registry import DecodeEnds
-from orchestration.decode.times import decode_stretches
-from orchestration.decode.turn import DecodeTurn
+from orchestration.decode.registry import DecodeTurns
+from orchestration.decode.turn import DecodeTurn, decode_stretches
 from orchestration.protocol.handoff import HandoffState
 from orchestration.protocol.kv import SendKv, SentKv
 from orchestration.protocol.ports import Peers, RankFactory, RouterPort
@@ -32,18 +31,17 @@ from orchestration.protocol.turns import (
     TurnEvent,
 )
 from orchestration.protocol.views import RingStatus
-from orchestration.ring.block_copies import copy_blocks
-from orchestration.ring.kv_transfers import send
+from orchestration.ring.kv_transfers import copy_blocks, expect, send
 from orchestration.ring.leader import RingLeader
-from orchestration.ring.life import gather_all, gather_first_error
-from workers.protocol.steps import FinishReason, KvExpect, TokenIds, TransferKey
+from orchestration.tasks import gather_first_error
+from workers.protocol.steps import FinishReason, TokenIds, TransferKey
 
 CAUSE_SECONDS = 1.0
 """How long a failed hand-off waits to be told why it failed."""
 
 
 class DecodeLeader(RingLeader):
-    """Owns one decode ring, and takes its turns from their reservation to the batch. `DecodeEnds` ends them."""
+    """Owns one decode ring, and takes its turns from their reservation to the batch. `DecodeTurns` ends them."""
 
     def __init__(
         self,
@@ -55,7 +53,7 @@ class DecodeLeader(RingLeader):
     ) -> None:
         super().__init__(settings, factory, peers, announce)
         self._engine = DecodeEngine(self.ring, router, self.spawn, self._no_more_tokens)
-        self._turns = DecodeEnds(self.ring, self._engine, router, self.spawn, self._trace)
+        self._turns = DecodeTurns(self.ring, self._engine, router, self.spawn, self._trace)
         self._arrivals = itertools.count()
 
     async def on_ready(self) -> None:
@@ -88,7 +86,7 @@ class DecodeLeader(RingLeader):
         try:
             await asyncio.shield(turn.copying)
             if not request.is_direct:
-                await self._expect(turn)
+                await expect(self.ring, turn.sequence, turn.key, turn.reservation.shards)
         except RingserveError:
             await self._turns.refuse(turn)
             raise
@@ -148,17 +146,8 @@ class DecodeLeader(RingLeader):
         turn.request, turn.key = request, self._key(request)
         turn.reservation = self._reservation(0, spread(0, request.num_tokens, turn.sequence.shards.held))
         turn.state = turn.state.to(HandoffState.RESERVED)
-        await self._expect(turn)
+        await expect(self.ring, turn.sequence, turn.key, turn.reservation.shards)
         turn.sealing = self.spawn(self._seal(turn))
-
-    async def _expect(self, turn: DecodeTurn) -> None:
-        held, coming = turn.sequence.shards.held, turn.reservation.shards.ranks
-        expects = [
-            KvExpect(turn.key, coming[rank], held[rank], turn.sequence.table(rank)) for rank in self.ring.cp_ranks
-        ]
-        timeout = self.settings.control_timeout
-        calls = zip(self.ring.ranks, expects, strict=True)
-        await gather_all(port.expect_kv(expect, timeout) for port, expect in calls)
 
     async def _seal(self, turn: DecodeTurn) -> None:
         """Wait until every rank has its share whole; the deadline is the turn's own."""

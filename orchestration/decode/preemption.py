@@ -7,13 +7,14 @@ import logging
 from collections.abc import Callable, Coroutine
 
 from cp_core.errors import RingserveError
-from orchestration.decode.batch import DecodeBatch
+from orchestration.decode.feed import DecodeFeed
 from orchestration.decode.room import DecodeRoom
 from orchestration.decode.turn import DecodeTurn
 from orchestration.protocol.handoff import HandoffState
 from orchestration.protocol.ports import RouterPort
 from orchestration.protocol.turns import ResumeTurn
-from orchestration.ring.life import Ring, gather_all
+from orchestration.ring.kv_transfers import drop
+from orchestration.ring.life import Ring
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +28,7 @@ class Preemption:
     def __init__(
         self,
         ring: Ring,
-        batch: DecodeBatch,
+        batch: DecodeFeed,
         router: RouterPort,
         spawn: Callable[[Coroutine[None, None, None]], object],
     ) -> None:
@@ -98,8 +99,4 @@ class Preemption:
         turn.state = turn.state.to(HandoffState.PREEMPTED)
         if turn.sealing is not None:
             turn.sealing.cancel()
-        timeout = self._ring.settings.control_timeout
-        try:
-            await gather_all(port.drop_kv(turn.key, timeout) for port in self._ring.ranks)
-        except RingserveError as error:
-            self._ring.report_lost(error, turn.reservation.incarnation)
+        await drop(self._ring, turn.key)

@@ -12,13 +12,14 @@ from orchestration.decode.turn import DecodeTurn
 from orchestration.protocol.handoff import HandoffState
 from orchestration.protocol.ports import RouterPort
 from orchestration.protocol.turns import FinishedEvent, TurnOutcome
-from orchestration.ring.life import Ring, gather_all
+from orchestration.ring.kv_transfers import drop
+from orchestration.ring.life import Ring
 from workers.protocol.steps import FinishReason
 
 log = logging.getLogger(__name__)
 
 
-class DecodeEnds:
+class DecodeTurns:
     """The ring's turns by id, and the way out for each of them: finished, failed, cancelled or expired.
 
     A turn is here from `add` until its blocks are settled. One that ends before its stream has come stays readable
@@ -188,10 +189,11 @@ class DecodeEnds:
             return  # those ranks are dead
         try:
             await self._engine.leave(turn)
-            await gather_all(port.drop_kv(turn.key, self._settings.control_timeout) for port in self._ring.ranks)
         except RingserveError as error:
-            # Ranks that do not let go would write into blocks of others: the ring must not go on.
+            # A decode loop that may still write to the turn's blocks would write into blocks of others.
             self._ring.report_lost(error, turn.reservation.incarnation)
+            return
+        await drop(self._ring, turn.key)
 
     async def _tell_router(self, turn: DecodeTurn, failed: bool) -> int:
         """How many tokens to keep. A router that cannot be told keeps nothing."""

@@ -6,14 +6,13 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from cp_core.errors import CapacityExceeded, DeadlineExceeded, NotFound, RingserveError, TurnCancelled, Unavailable
-from cp_core.layout.shards import TokenRange
+from cp_core.layout.shards import TokenRange, level_counts
 from orchestration.placement.prefill_work import StepLimits, WorkModel
 from orchestration.prefill.loop import PrefillLoop
-from orchestration.prefill.room import most_held
 from orchestration.prefill.run import PrefillRun
 from orchestration.prefill.scheduler import PrefillScheduler
 from orchestration.protocol.ports import Peers, RankFactory
@@ -35,6 +34,8 @@ log = logging.getLogger(__name__)
 
 LEASE_SECONDS = 30.0
 """How long past its deadline a turn is left to the router before this ring frees it by itself."""
+ROUNDING = 1
+"""Tokens by which ranks that level out may differ from the common level."""
 
 
 @dataclass(slots=True)
@@ -134,7 +135,7 @@ class PrefillLeader(RingLeader):
         try:
             new = TokenRange(kept, request.num_tokens)  # at most: what the decode ring has of them is pulled
             loop.scheduler.reserve(request.turn_id, tokens=new, priority=request.priority, now=time.monotonic())
-            pool.make_room(sequence, most_held(sequence.shards.held, len(new)))
+            pool.make_room(sequence, worst_case_held(sequence.shards.held, len(new)))
         except CapacityExceeded:
             loop.scheduler.remove(request.turn_id)
             pool.settle(request.sequence_id, request.turn_id, kept)
@@ -296,3 +297,19 @@ class PrefillLeader(RingLeader):
         """End every turn and the ring."""
         await self.fail_all(Unavailable(f"ring {self.settings.name} is shutting down"))
         await super().close()
+
+
+def worst_case_held(held: Sequence[int], num_tokens: int) -> list[int]:
+    """The most tokens that each rank may hold after `num_tokens` more, pulled or computed in chunks of any sizes.
+
+    Every chunk gives each rank the same number of tokens, and one more to its emptiest ranks. So a rank gains no more
+    than any emptier one does: at worst it rises as if all emptier ranks held as much as itself.
+    """
+    if not num_tokens:
+        return list(held)
+    most = []
+    for own in held:
+        raised = [max(own, other) for other in held]
+        gains = level_counts(raised, num_tokens)
+        most.append(max(own + gain for gain, other in zip(gains, raised, strict=True) if other == own) + ROUNDING)
+    return most

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from cp_core.errors import RingserveError, Unavailable
 from orchestration.prefill.run import PrefillRun, PreparedPiece
 from orchestration.prefill.scheduler import PrefillScheduler, ScheduledStep
-from orchestration.ring.life import Ring, gather_first_error
+from orchestration.ring.life import Ring
+from orchestration.tasks import gather_first_error
 from workers.protocol.steps import PrefillStep
 
 

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from cp_core.errors import RingserveError
 from cp_core.layout.shards import ShardMap, TokenRange, balanced_layout, spread
-from orchestration.prefill.times import PrefillTimes
 from orchestration.protocol.kv import SentKv
 from orchestration.protocol.ports import Peers
+from orchestration.protocol.tracing import Attributes, Stretch, just_ended
 from orchestration.protocol.turns import Chunk, PrefillTurn
-from orchestration.ring.block_copies import copy_blocks
 from orchestration.ring.kv_pool import KvPool, SequenceKv
-from orchestration.ring.kv_transfers import fetch
-from orchestration.ring.life import Ring, gather_all, gather_first_error
-from orchestration.ring.reshard_sends import sends_for
+from orchestration.ring.kv_transfers import copy_blocks, fetch, sends_for
+from orchestration.ring.life import Ring
+from orchestration.tasks import gather_all, gather_first_error
 from workers.protocol.steps import (
     NO_HISTORY,
     Algorithm,
@@ -235,3 +234,45 @@ def _score(turn: PrefillTurn, stop: int) -> PromptScore | None:
     if num_top is None or turn.attempt > 1:
         return None  # or told already
     return PromptScore(num_top=num_top, following=int(turn.token_ids[stop]) if stop < len(turn.token_ids) else None)
+
+
+class PrefillTimes:
+    """Of one attempt of one turn. Noted as it goes, told at the end.
+
+    The stretches are `pull` (KV from the decode ring), `queue` (from being ready until its first step), `prefill` with
+    a part for each chunk, and `hand-over` (what is left of the KV to be sent when all is computed).
+    """
+
+    def __init__(self) -> None:
+        self._pull: Stretch | None = None
+        self._chunks: list[Stretch] = []
+
+    def note_pull(self, payload_bytes: int, seconds: float) -> None:
+        """A pull has just ended."""
+        self._pull = just_ended("pull", seconds, {"ringserve.bytes": payload_bytes})
+
+    def note_chunk(self, chunk: Chunk, seconds: float) -> None:
+        """A step that took so long has just ended."""
+        attributes: Attributes = {
+            "ringserve.tokens.start": chunk.tokens.start,
+            "ringserve.tokens.stop": chunk.tokens.stop,
+            "ringserve.algorithm": chunk.algorithm.value,
+            "ringserve.turns_in_step": chunk.num_turns,
+        }
+        self._chunks.append(just_ended("chunk", seconds, attributes))
+
+    def stretches(self, ring: str, attempt: int, reserved_at: float, ended: float) -> Sequence[Stretch]:
+        """Of a turn that reserved on `ring` and has left it, however far it came."""
+        where: Attributes = {"ringserve.ring": ring, "ringserve.attempt": attempt}
+        pulled, ready = [], reserved_at
+        if self._pull is not None:
+            pulled, ready = [replace(self._pull, attributes={**where, **self._pull.attributes})], self._pull.ended
+        if not self._chunks:
+            return [*pulled, Stretch(name="queue", began=ready, ended=ended, attributes=where)]
+        first, last = self._chunks[0].began, self._chunks[-1].ended
+        return [
+            *pulled,
+            Stretch(name="queue", began=ready, ended=first, attributes=where),
+            Stretch(name="prefill", began=first, ended=last, attributes=where, parts=tuple(self._chunks)),
+            Stretch(name="hand-over", began=last, ended=ended, attributes=where),
+        ]

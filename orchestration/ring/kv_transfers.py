@@ -1,34 +1,107 @@
-"""KV of one sequence that goes from ring to ring: what the leader on either side has its ranks do.
+"""KV of sequences that ranks copy, send and receive: block copies on one ring, and transfers between two rings.
 
-The ring that wants it reserves blocks, lets its ranks expect the bytes, asks the other's leader to send, and has the
-tokens when every rank is sealed. The other holds the sequence until its ranks have let go of it, whatever comes.
+In a transfer the target ring reserves blocks, makes its ranks expect the bytes, asks the source's leader to send, and
+has the tokens when every rank is sealed. The source holds the sequence until its ranks have stopped reading it.
+
+A *move* is a transfer between rings of one role, which the router asks for between turns (`KvMoves`). A move that fails
+leaves the source as it was and the target without a block of the sequence. The router releases the source's KV once its
+registry names the target.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from typing import Protocol
+from collections import OrderedDict
+from collections.abc import Coroutine, Sequence
+from typing import TypeVar
 
 from cp_core.errors import RingserveError
-from cp_core.layout.shards import ShardMap, TokenRange
-from orchestration.protocol.kv import SendKv, SentKv
-from orchestration.ring.kv_pool import SequenceKv
-from orchestration.ring.life import Ring, gather_all, gather_first_error
-from orchestration.ring.reshard_sends import sends_for
-from workers.protocol.steps import KvExpect, TransferKey
+from cp_core.layout.reshard import plan_reshard
+from cp_core.layout.shards import ShardMap, TokenRange, spread
+from orchestration.protocol.kv import SendKv, SentKv, TakeKv, TakenKv
+from orchestration.protocol.ports import Peers, RingPort
+from orchestration.ring.kv_pool import KvPool, SequenceKv
+from orchestration.ring.life import Ring
+from orchestration.tasks import finish_despite_cancellation, gather_all, gather_first_error
+from workers.protocol.steps import BlockPair, KvExpect, KvPart, KvSend, TransferKey
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+MAX_REMEMBERED = 1024
+"""Finished moves whose outcome is still returned to a caller that asks again."""
 
 
-class KvSource(Protocol):
-    """A leader whose ring keeps KV."""
+# --- copies within a ring --------------------------------------------------------------------------------------------
 
-    async def send_kv(self, request: SendKv) -> SentKv: ...
+
+async def copy_blocks(ring: Ring, pool: KvPool, sequence: SequenceKv, incarnation: str) -> None:
+    """Have the ranks make the block copies that a sequence needs before it is written.
+
+    A cancelled caller still waits for the copies: they must not outlive the hold on their blocks. Every rank has the
+    control timeout; a rank that fails loses its ring. Raises Unavailable.
+    """
+    if not sequence.copies:
+        return
+    ring.require_ready(incarnation)
+    pairs: dict[int, list[BlockPair]] = {}
+    for copy in sequence.copies:
+        pairs.setdefault(copy.rank, []).append(BlockPair(source=copy.source, destination=copy.destination))
+    timeout = ring.settings.control_timeout
+    ranks = [(port, pairs[rank]) for port, rank in zip(ring.ranks, ring.cp_ranks, strict=True) if rank in pairs]
+
+    async def copy_on_ranks() -> None:
+        try:
+            await gather_all(port.copy_blocks(own, timeout) for port, own in ranks)
+        except RingserveError as error:
+            ring.report_lost(error, incarnation)
+            raise
+        pool.copied(sequence)
+
+    await finish_despite_cancellation(copy_on_ranks())
+
+
+# --- transfers between rings -----------------------------------------------------------------------------------------
+
+
+def sends_for(
+    key: TransferKey,
+    source: ShardMap,
+    destination: ShardMap,
+    tokens: TokenRange,
+    *,
+    blocks: Sequence[tuple[int, ...]],
+    kv_endpoints: Sequence[str],
+    num_kv_heads: int,
+    source_tp: int = 1,
+    destination_tp: int = 1,
+) -> list[KvSend]:
+    """Return one `KvSend` per source process, which moves `tokens` from `source` to their place in `destination`.
+
+    `source`, `destination` and `blocks` are by cp rank; the `tp` processes of one rank share them. `kv_endpoints` and
+    the result are by process (cp_rank * tp + tp_rank). Raises ReshardError when either map does not hold every token
+    of `tokens` exactly once, or when a tp does not divide the KV heads.
+    """
+    plan = plan_reshard(
+        source,
+        destination.within(tokens),
+        tokens,
+        num_kv_heads=num_kv_heads,
+        source_tp=source_tp,
+        destination_tp=destination_tp,
+    )
+    parts: list[list[KvPart]] = [[] for _ in range(source.num_ranks * source_tp)]
+    for (source_rank, destination_rank), pieces in sorted(plan.pieces.items()):
+        parts[source_rank].append(KvPart(kv_endpoints[destination_rank], tuple(pieces)))
+    return [KvSend(key, blocks[rank // source_tp], tuple(own)) for rank, own in enumerate(parts)]
 
 
 async def send(ring: Ring, sequence: SequenceKv, request: SendKv) -> SentKv:
-    """Send what `request` names of a sequence that the caller holds until this has ended: it is not to be cancelled.
+    """Send the tokens of `request` from a sequence that the caller holds until this call has ended.
 
-    The request's deadline bounds it. Raises TransferError, Unavailable.
+    The caller must not cancel it; the request's deadline bounds it. Raises TransferError, Unavailable.
     """
     started = time.monotonic()
     settings = ring.settings
@@ -48,10 +121,17 @@ async def send(ring: Ring, sequence: SequenceKv, request: SendKv) -> SentKv:
     return SentKv(payload_bytes=sum(report.payload_bytes for report in reports), seconds=time.monotonic() - started)
 
 
+async def expect(ring: Ring, sequence: SequenceKv, key: TransferKey, shards: ShardMap) -> None:
+    """Make every rank expect the tokens of `shards` behind those it holds. Raises Unavailable."""
+    held, timeout = sequence.shards.held, ring.settings.control_timeout
+    expects = [KvExpect(key, shards.ranks[rank], held[rank], sequence.table(rank)) for rank in ring.cp_ranks]
+    await gather_all(port.expect_kv(each, timeout) for port, each in zip(ring.ranks, expects, strict=True))
+
+
 async def fetch(
     ring: Ring,
     sequence: SequenceKv,
-    source: KvSource,
+    source: RingPort,
     key: TransferKey,
     tokens: TokenRange,
     shards: ShardMap,
@@ -59,14 +139,12 @@ async def fetch(
     *,
     turn_id: str = "",
 ) -> SentKv:
-    """Have `tokens` sent to where `shards` lay them behind what the ranks hold; the sequence has the room.
+    """Have `source` send `tokens` to their places in `shards`; the sequence has blocks for them.
 
-    `turn_id` is of the turn that holds the sequence on the source, where one does. When this ends, however it does,
-    none of the ring's ranks writes for the transfer any more. Raises what either side raised.
+    `turn_id` names the turn that holds the sequence on the source, if any. However this call ends, no rank of the ring
+    writes for the transfer afterwards. Raises the error of either side.
     """
     started = time.monotonic()
-    held, control = sequence.shards.held, ring.settings.control_timeout
-    expects = [KvExpect(key, shards.ranks[rank], held[rank], sequence.table(rank)) for rank in ring.cp_ranks]
     request = SendKv(
         transfer_id=key.transfer_id,
         attempt=key.attempt,
@@ -81,30 +159,117 @@ async def fetch(
         deadline_seconds=deadline_seconds,
     )
     try:
-        await gather_all(port.expect_kv(expect, control) for port, expect in zip(ring.ranks, expects, strict=True))
+        await expect(ring, sequence, key, shards)
         sent = await source.send_kv(request)
         await gather_first_error(port.await_kv(key, deadline_seconds) for port in ring.ranks)
     except BaseException:
-        await _drop(ring, key)  # also when cancelled: no late byte may land in blocks that are about to be freed
+        # Also when cancelled: no late byte may land in blocks that are about to be free.
+        await finish_despite_cancellation(drop(ring, key))
         raise
     return SentKv(payload_bytes=sent.payload_bytes, seconds=time.monotonic() - started)
 
 
-async def _drop(ring: Ring, key: TransferKey) -> None:
-    """Return when no rank writes for the transfer, also where the caller is cancelled once more."""
+async def drop(ring: Ring, key: TransferKey) -> None:
+    """Return when no rank writes for the transfer. A rank that does not answer could still write: its ring is lost."""
     timeout = ring.settings.control_timeout
-    dropping = asyncio.ensure_future(gather_all(port.drop_kv(key, timeout) for port in ring.ranks))
-    is_cancelled = False
-    while not dropping.done():
-        try:
-            await asyncio.wait([dropping])
-        except asyncio.CancelledError:
-            is_cancelled = True
-    error = dropping.exception()
-    if isinstance(error, RingserveError):
-        # A rank that does not let go would write into blocks of others: the ring must not go on.
+    try:
+        await gather_all(port.drop_kv(key, timeout) for port in ring.ranks)
+    except RingserveError as error:
         ring.report_lost(error, key.destination)
+
+
+class KvMoves:
+    """Sends and takes of one leader. A lost caller ends neither; their deadlines and `close` do."""
+
+    def __init__(self, ring: Ring, peers: Peers) -> None:
+        self._ring = ring
+        self._peers = peers
+        self._sends: dict[TransferKey, tuple[str, asyncio.Task[SentKv]]] = {}
+        self._takes: OrderedDict[TransferKey, tuple[str, asyncio.Task[TakenKv]]] = OrderedDict()
+
+    async def send(self, request: SendKv) -> SentKv:
+        """Send retained tokens of a sequence that no turn uses. A second call during the first joins it.
+
+        Raises NotFound where the tokens are not here, Busy while a turn has them, TransferError, Unavailable.
+        """
+        incarnation = request.source_incarnation
+        key = TransferKey(request.transfer_id, request.attempt, incarnation, request.destination_incarnation)
+        if key not in self._sends:
+            self._ring.require_ready(incarnation)
+            pool = self._ring.pool
+            sequence = pool.hold(request.sequence_id, key.transfer_id, request.tokens.stop)
+            retained = sequence.shards.num_tokens
+
+            async def work() -> SentKv:
+                try:
+                    return await send(self._ring, sequence, request)
+                finally:
+                    pool.settle(request.sequence_id, key.transfer_id, retained)
+                    del self._sends[key]
+
+            self._sends[key] = request.sequence_id, _logged(work())
+        return await asyncio.shield(self._sends[key][1])
+
+    async def take(self, request: TakeKv) -> TakenKv:
+        """Fetch a sequence that another ring retains, at most once per attempt.
+
+        A second call joins the first, or returns its outcome. Raises CapacityExceeded where there is no spare room,
+        Busy while a turn has the sequence here, and the error that kept the other ring from sending it.
+        """
+        ring = self._ring
+        ring.require_ready()
+        key = TransferKey(request.transfer_id, request.attempt, request.source_incarnation, ring.incarnation)
+        if key not in self._takes:
+            self._takes[key] = request.sequence_id, _logged(self._take(key, request))
+            while len(self._takes) > MAX_REMEMBERED and next(iter(self._takes.values()))[1].done():
+                self._takes.popitem(last=False)
+        return await asyncio.shield(self._takes[key][1])
+
+    async def _take(self, key: TransferKey, request: TakeKv) -> TakenKv:
+        ring, pool, sequence_id = self._ring, self._ring.pool, request.sequence_id
+        tokens, shards = TokenRange(0, request.num_tokens), spread(0, request.num_tokens, (0,) * pool.num_ranks)
+        sequence, retained = pool.take_in(sequence_id, key.transfer_id, shards.held), 0
+        try:
+            source = self._peers.leader(request.source_role, request.source_endpoint)
+            sent = await fetch(ring, sequence, source, key, tokens, shards, request.deadline_seconds)
+            sequence.shards, retained = shards, request.num_tokens
+        finally:
+            pool.settle(sequence_id, key.transfer_id, retained, is_guest=True)
+        log.info("ring %s took %d tokens of %s in %.3f s", ring.settings.name, retained, sequence_id, sent.seconds)
+        return TakenKv(
+            incarnation=key.destination, shards=shards, payload_bytes=sent.payload_bytes, seconds=sent.seconds
+        )
+
+    async def until_free(self, sequence_id: str) -> None:
+        """Wait for moves of the sequence whose callers are gone: the sequence's next turn may have come already.
+
+        The wait ends after the control timeout; the pool then refuses the turn and names the holder.
+        """
+        tasks: list[asyncio.Task[SentKv] | asyncio.Task[TakenKv]] = [
+            task for moves in (self._sends, self._takes) for name, task in moves.values() if name == sequence_id
+        ]
+        moving = [task for task in tasks if not task.done()]
+        if moving:
+            await asyncio.wait(moving, timeout=self._ring.settings.control_timeout)
+
+    async def close(self) -> None:
+        """End moves under way; the ring is being closed. Idempotent."""
+        tasks = [task for moves in (self._sends, self._takes) for _, task in moves.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _logged(work: Coroutine[None, None, T]) -> asyncio.Task[T]:
+    """Return a task whose error is logged even where no caller waits for it any more."""
+    task = asyncio.create_task(work)
+    task.add_done_callback(_log_error)
+    return task
+
+
+def _log_error(task: asyncio.Task[T]) -> None:
+    error = None if task.cancelled() else task.exception()
+    if isinstance(error, RingserveError):
+        log.info("a move of KV failed: %s", error)
     elif error is not None:
-        raise error
-    if is_cancelled:
-        raise asyncio.CancelledError
+        log.error("a move of KV failed", exc_info=error)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 
 from cp_core.errors import InvalidRequest, RingserveError, Unavailable
 from orchestration.protocol.kv import ForkedKv, ForkKv, KeptKv, SendKv, SentKv, TakeKv, TakenKv
@@ -14,9 +14,9 @@ from orchestration.protocol.settings import RingSettings
 from orchestration.protocol.tracing import NoTracer, Tracer
 from orchestration.protocol.turns import Admit, RingRegistration, TurnEvent
 from orchestration.protocol.views import RingStatus
-from orchestration.ring.block_copies import copy_blocks
-from orchestration.ring.kv_moves import KvMoves
+from orchestration.ring.kv_transfers import KvMoves, copy_blocks
 from orchestration.ring.life import Ring
+from orchestration.tasks import TaskSet
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,8 @@ class RingLeader(ABC):
         self.is_leaving = False
         self.has_left = asyncio.Event()
         self._leave_task: asyncio.Task[None] | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskSet(f"ring {settings.name}")
+        self.spawn = self._tasks.spawn
 
     async def start(self, endpoint: str) -> None:
         """Bring the ring up and announce it as reachable at `endpoint` (HOST:PORT)."""
@@ -74,9 +75,7 @@ class RingLeader(ABC):
 
     async def close(self) -> None:
         """End background work, kill the ranks. Idempotent."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.close()
         await self.kv_moves.close()
         await self.ring.close()
 
@@ -188,18 +187,6 @@ class RingLeader(ABC):
     @abstractmethod
     async def fail_all(self, error: RingserveError) -> None:
         """The ring is lost: end every turn with `error`, without waiting for its ranks."""
-
-    def spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
-        """Run in the background; the leader keeps the task and logs what it raises."""
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-        return task
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            log.error("background work of %s failed", self.settings.name, exc_info=task.exception())
 
     async def fork_kv(self, request: ForkKv) -> ForkedKv:
         """Begin a sequence with KV that another keeps here. Raises Busy, CapacityExceeded, Unavailable."""

@@ -14,44 +14,20 @@ import logging
 import secrets
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import TypeVar
+from collections.abc import Awaitable, Callable, Sequence
 
 from cp_core.errors import RingserveError, Unavailable
 from orchestration.protocol.ports import RankFactory, RankPort
 from orchestration.protocol.rings import RingState
 from orchestration.protocol.settings import RingSettings
 from orchestration.ring.kv_pool import KvPool
+from orchestration.tasks import TaskSet, gather_all, gather_first_error
 from workers.protocol.steps import ModelInfo, RankInfo, RankSpec, RankStatus, RingRates, RingSpec
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 MAX_RETRY_PAUSE = 30.0
 """Seconds; pauses between attempts to rebuild double up to here."""
-
-
-async def gather_all(calls: Iterable[Awaitable[T]]) -> list[T]:
-    """Run calls together and wait for every one; then raise the first error, if any. Nothing is left running."""
-    results = await asyncio.gather(*calls, return_exceptions=True)
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-    return [result for result in results if not isinstance(result, BaseException)]
-
-
-async def gather_first_error(calls: Iterable[Awaitable[T]]) -> list[T]:
-    """Run calls together; the first error cancels the others and is raised itself, not inside an exception group."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(_as_coroutine(call)) for call in calls]
-    except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None
-    return [task.result() for task in tasks]
-
-
-async def _as_coroutine(call: Awaitable[T]) -> T:
-    return await call
 
 
 class Ring:
@@ -81,7 +57,7 @@ class Ring:
         self._factory = factory
         self._on_ready = on_ready
         self._on_lost = on_lost
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._rebuilds = TaskSet(f"ring {settings.name}")
         self._watch: list[asyncio.Task[None]] = []
 
     @property
@@ -221,9 +197,7 @@ class Ring:
             return
         self.state = RingState.REBUILDING
         log.warning("ring %s is lost and will be rebuilt: %s", self.settings.name, error)
-        task = asyncio.create_task(self._rebuild(error))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._rebuilds.spawn(self._rebuild(error))
 
     async def _rebuild(self, error: Exception) -> None:
         started = time.monotonic()
@@ -273,8 +247,6 @@ class Ring:
         """Kill the ranks and free what they held. Idempotent."""
         self.state = RingState.CLOSED
         await self._end_watch()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._rebuilds.close()
         await gather_all(rank.kill() for rank in self.ranks)
         await self._factory.close()

@@ -11,7 +11,7 @@ import pytest
 
 from cp_core.errors import Busy, DeadlineExceeded, NotFound, RingserveError, TurnCancelled, Unavailable
 from orchestration.decode.engine import DecodeEngine
-from orchestration.decode.registry import DecodeEnds
+from orchestration.decode.registry import DecodeTurns
 from orchestration.decode.turn import DecodeTurn
 from orchestration.protocol.handoff import HandoffState
 from orchestration.protocol.settings import RingSettings
@@ -60,7 +60,7 @@ class RegisteredRing:
         self.settled: list[DecodeTurn] = []
         self.ring = Ring(settings, self.ranks, on_ready=self._on_ready, on_lost=self._on_lost)
         self.engine = DecodeEngine(self.ring, self.router, self.spawn, lambda turn, how: self.ends.end_soon(turn, how))  # type: ignore[arg-type]
-        self.ends = DecodeEnds(self.ring, self.engine, self.router, self.spawn, self.settled.append)  # type: ignore[arg-type]
+        self.ends = DecodeTurns(self.ring, self.engine, self.router, self.spawn, self.settled.append)  # type: ignore[arg-type]
 
     def spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)

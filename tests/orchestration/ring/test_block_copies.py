@@ -11,8 +11,8 @@ from cp_core.errors import RingserveError, Unavailable
 from cp_core.layout.shards import spread
 from orchestration.protocol.kv import ForkKv
 from orchestration.protocol.settings import RingSettings
-from orchestration.ring.block_copies import copy_blocks
 from orchestration.ring.kv_pool import KvPool, SequenceKv
+from orchestration.ring.kv_transfers import copy_blocks
 from tests.orchestration.fake_ranks import FakeRank, FakeRanks
 from tests.orchestration.ring.test_leader import Leader
 from tests.orchestration.service import DirectPeers

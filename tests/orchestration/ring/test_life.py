@@ -11,7 +11,7 @@ import pytest
 from cp_core.errors import ModelRefused, RingserveError, Unavailable
 from orchestration.protocol.rings import RingState
 from orchestration.protocol.settings import RingSettings
-from orchestration.ring.life import Ring, gather_all, gather_first_error
+from orchestration.ring.life import Ring
 from tests.orchestration.fake_ranks import RATES, FakeRanks
 from tests.waiting import eventually
 
@@ -301,60 +301,3 @@ async def test_closing_during_a_rebuild_ends_the_rebuild() -> None:
         assert rings.ring.state is RingState.CLOSED
         assert asyncio.all_tasks() == {asyncio.current_task()}, "nobody is left to try again"
         assert rings.told[-1].startswith("lost")
-
-
-# --- calls together --------------------------------------------------------------------------------------------------
-
-
-async def test_gather_all_waits_for_every_call_before_it_raises() -> None:
-    failed, may_end, ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
-
-    async def fail() -> None:
-        failed.set()
-        raise DEAD
-
-    async def slow() -> None:
-        await may_end.wait()
-        ended.set()
-
-    together = asyncio.create_task(gather_all([fail(), slow()]))
-    await failed.wait()
-    over, _ = await asyncio.wait([together], timeout=0.01)
-    assert not over
-    may_end.set()
-    with pytest.raises(Unavailable, match="rank 1 died"):
-        await together
-    assert ended.is_set()
-
-
-async def test_gather_first_error_cancels_the_others_and_raises_the_error_itself() -> None:
-    ended: list[str] = []
-
-    async def fail() -> None:
-        raise DEAD
-
-    async def forever() -> None:
-        try:
-            await asyncio.Event().wait()
-        except asyncio.CancelledError:
-            ended.append("cancelled")
-            raise
-
-    with pytest.raises(Unavailable, match="rank 1 died"):
-        await gather_first_error([forever(), fail()])
-    assert ended == ["cancelled"]
-
-
-async def test_calls_together_answer_in_order() -> None:
-    ended = [asyncio.Event() for _ in range(5)]
-
-    async def number(value: int) -> int:
-        if value < 4:
-            await ended[value + 1].wait()  # the last one ends first
-        ended[value].set()
-        return value
-
-    for gather in (gather_first_error, gather_all):
-        for event in ended:
-            event.clear()
-        assert await gather(number(value) for value in range(5)) == [*range(5)]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 
 from cp_core.layout.shards import TokenRange
-from orchestration.decode.times import decode_stretches
-from orchestration.prefill.times import PrefillTimes
+from orchestration.decode.turn import decode_stretches
+from orchestration.prefill.run import PrefillTimes
 from orchestration.protocol.turns import Chunk, PrefillReport
 from tests.orchestration.decode.decode_turns import decode_turn
 from workers.protocol.steps import Algorithm

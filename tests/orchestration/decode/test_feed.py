@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from cp_core.errors import Unavailable
-from orchestration.decode.batch import DecodeBatch
+from orchestration.decode.feed import DecodeFeed
 from orchestration.decode.turn import DecodeTurn
 from tests.orchestration.decode.decode_turns import decode_turn
 from tests.orchestration.fake_ranks import FakeRank
@@ -25,7 +25,7 @@ class Batch:
     def __init__(self) -> None:
         self.rank = FakeRank(0)
         self.seen: list[tuple[str, int | None]] = []
-        self.batch = DecodeBatch(self.rank, 2, 5.0, self._on_event)
+        self.batch = DecodeFeed(self.rank, 2, 5.0, self._on_event)
         self.reading = asyncio.create_task(self.batch.read())
 
     def _on_event(self, turn: DecodeTurn, event: DecodeEvent) -> None:

@@ -27,7 +27,7 @@ class _Prompt:
     told: asyncio.Future[DecodeEvent]
 
 
-class DecodeBatch:
+class DecodeFeed:
     """The turns that decode, at most `max_batch`, and those that wait for a place, in order of arrival.
 
     One object a ring incarnation. `on_event` gets every event of a turn that is still in the batch. Turns join and

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cp_core.layout.shards import balanced_layout, spread
-from orchestration.prefill.room import most_held
+from orchestration.prefill.leader import worst_case_held
 
 
 def held_after(held: Sequence[int], pulled: int, chunks: Sequence[int]) -> list[int]:
@@ -22,7 +22,7 @@ def held_after(held: Sequence[int], pulled: int, chunks: Sequence[int]) -> list[
 
 
 def is_enough(held: Sequence[int], pulled: int, chunks: Sequence[int]) -> bool:
-    most = most_held(held, pulled + sum(chunks))
+    most = worst_case_held(held, pulled + sum(chunks))
     return all(own <= limit for own, limit in zip(held_after(held, pulled, chunks), most, strict=True))
 
 
@@ -63,5 +63,5 @@ def test_many_equal_chunks_find_room(held: list[int], size: int, count: int) -> 
 
 
 def test_a_ring_that_is_even_holds_no_more_than_its_share() -> None:
-    assert most_held((10, 10), 7) == [15, 15]
-    assert most_held((10, 4), 0) == [10, 4]
+    assert worst_case_held((10, 10), 7) == [15, 15]
+    assert worst_case_held((10, 4), 0) == [10, 4]

@@ -1,0 +1,82 @@
+"""Background tasks and concurrent calls, as every room of orchestration runs them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Coroutine, Iterable
+from typing import TypeVar
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class TaskSet:
+    """Background tasks of one `owner`, which a log line names when a task fails."""
+
+    def __init__(self, owner: str) -> None:
+        self._owner = owner
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        """Run `work` in the background, hold its task until it ends, and log an error that it raises."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._on_done)
+        return task
+
+    def _on_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.error("background work of %s failed", self._owner, exc_info=task.exception())
+
+    async def close(self) -> None:
+        """Cancel every task and wait until all have ended. Idempotent."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def gather_all(calls: Iterable[Awaitable[T]]) -> list[T]:
+    """Run calls concurrently and wait for every one, then raise the first error, if any. No call is left running."""
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return [result for result in results if not isinstance(result, BaseException)]
+
+
+async def gather_first_error(calls: Iterable[Awaitable[T]]) -> list[T]:
+    """Run calls concurrently. The first error cancels the others and is raised bare, not in an exception group."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(_as_coroutine(call)) for call in calls]
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+async def _as_coroutine(call: Awaitable[T]) -> T:
+    return await call
+
+
+async def finish_despite_cancellation(work: Awaitable[T]) -> T:
+    """Wait until `work` has ended, even where the caller is cancelled meanwhile, which is raised after it.
+
+    Raises what `work` raises, before a cancellation.
+    """
+    task = asyncio.ensure_future(work)
+    is_cancelled = False
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError:
+            is_cancelled = True
+    result = task.result()
+    if is_cancelled:
+        raise asyncio.CancelledError
+    return result
