@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.services.door_fixtures import codec, doors, model_path, oracle
-from tests.services.doors import Doors
+from tests.services.local_gateway import LocalGateway, codec, gateway, model_path, oracle
 
-__all__ = ["codec", "doors", "model_path", "oracle"]
+__all__ = ["codec", "gateway", "model_path", "oracle"]
 ROOT = Path(__file__).resolve().parents[1]
 
 EXAMPLES = {
@@ -24,8 +23,8 @@ EXAMPLES = {
 
 
 @pytest.mark.parametrize(("command", "said"), EXAMPLES.values(), ids=EXAMPLES.keys())
-async def test_an_example_runs_as_it_is(doors: Doors, command: list[str], said: str) -> None:
-    words = [word.format(python=sys.executable, target=doors.target, url=doors.url) for word in command]
+async def test_an_example_runs_as_it_is(gateway: LocalGateway, command: list[str], said: str) -> None:
+    words = [word.format(python=sys.executable, target=gateway.target, url=gateway.url) for word in command]
     process = await asyncio.create_subprocess_exec(
         *words,
         cwd=ROOT / "examples",

@@ -14,10 +14,9 @@ import pytest
 from ringserve.v1 import inference_pb2
 from services.auth.tenants import hash_of, read_tenants
 from services.config import Config, load_config
-from tests.services.door_fixtures import codec, doors, model_path
-from tests.services.doors import MODEL, Doors
+from tests.services.local_gateway import MODEL, LocalGateway, codec, gateway, model_path
 
-__all__ = ["codec", "doors", "model_path"]
+__all__ = ["codec", "gateway", "model_path"]
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -69,11 +68,11 @@ def test_python_example_of_the_readme_runs_and_prints_plan_text_and_usage(target
     assert "completion_tokens: 32" in printed.getvalue()
 
 
-async def test_both_clients_of_the_readme_are_answered(doors: Doors) -> None:
+async def test_both_clients_of_the_readme_are_answered(gateway: LocalGateway) -> None:
     with redirect_stdout(io.StringIO()) as printed:
         for word in ("from openai import", "from services.client import"):
-            example = example_with("python", word).replace("127.0.0.1:50051", doors.target)
-            example = example.replace("http://127.0.0.1:8000", doors.url).replace("builtin:tiny", MODEL)
+            example = example_with("python", word).replace("127.0.0.1:50051", gateway.target)
+            example = example.replace("http://127.0.0.1:8000", gateway.url).replace("builtin:tiny", MODEL)
             await asyncio.to_thread(exec, example, {})
     # Each prints the reason of a plan; the second example's plan is of a turn whose predecessor is cached.
     assert printed.getvalue().count("predicted pass-KV") == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,9 +10,8 @@ from typing import Any
 
 from cp_core.errors import ConfigError
 from cp_core.transport.peer_tls import PeerTls
-from services.auth.exposure import check_exposure, check_inside
 from services.auth.tenants import read_tenants
-from services.auth.tls import DoorTls
+from services.auth.tls import ServerTls
 
 SECRET_FILES = {"tls": ("cert", "key", "client_ca"), "internal_tls": ("cert", "key", "ca"), "auth": ("tokens",)}
 
@@ -25,9 +25,9 @@ class TlsConfig:
     client_ca: str = ""
 
     @property
-    def files(self) -> DoorTls | None:
+    def files(self) -> ServerTls | None:
         """None where the doors are plain."""
-        return DoorTls(cert=self.cert, key=self.key, client_ca=self.client_ca) if self.cert else None
+        return ServerTls(cert=self.cert, key=self.key, client_ca=self.client_ca) if self.cert else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +98,50 @@ def check_files(tls: TlsConfig, internal: InternalTlsConfig, auth: AuthConfig) -
         read_tenants(Path(auth.tokens), takes_certificates=bool(tls.client_ca))
 
 
-def check_doors(doors: Mapping[str, str], tls: TlsConfig, auth: AuthConfig, *, is_insecure: bool) -> None:
+def check_public_endpoints(
+    endpoints: Mapping[str, str], tls: TlsConfig, auth: AuthConfig, *, is_insecure: bool
+) -> None:
     """Doors by key are HOST:PORT. Raises ConfigError for one that strangers would reach."""
-    for key, address in doors.items():
+    for key, address in endpoints.items():
         check_exposure(key, address, has_tls=bool(tls.cert), has_tokens=bool(auth.tokens), is_insecure=is_insecure)
+
+
+def is_loopback(address: str) -> bool:
+    """Whether HOST:PORT is reached from this machine only. A name is not looked up: it may change."""
+    host = address.rpartition(":")[0].strip("[]")
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def check_exposure(key: str, address: str, *, has_tls: bool, has_tokens: bool, is_insecure: bool) -> None:
+    """Raises ConfigError for a door that strangers would reach."""
+    if is_insecure or not address or is_loopback(address) or (has_tls and has_tokens):
+        return
+    lacking = " and ".join(
+        name for name, is_there in (("TLS (tls.cert)", has_tls), ("tokens (auth.tokens)", has_tokens)) if not is_there
+    )
+    raise ConfigError(
+        f"{key}: {address} is reached from other machines and lacks {lacking}; "
+        f"give them, listen on 127.0.0.1, or say gateway.insecure: true"
+    )
+
+
+def check_inside(router: str, ray_address: str, *, has_tls: bool, is_insecure: bool) -> None:
+    """The doors between our own processes: the router's, and on a Ray cluster those of leaders and ranks.
+
+    Raises ConfigError where strangers would reach them.
+    """
+    if has_tls or is_insecure:
+        return
+    remedy = "give it, or say internal_tls.insecure: true"
+    if not is_loopback(router):
+        raise ConfigError(
+            f"router.listen: {router} is reached from other machines and lacks TLS (internal_tls.cert); {remedy}"
+        )
+    if ray_address:
+        raise ConfigError(
+            f"ray.address: on the Ray cluster at {ray_address} leaders and ranks listen at the addresses of their "
+            f"nodes, and lack TLS (internal_tls.cert); {remedy}"
+        )

@@ -30,7 +30,7 @@ from typing import Any
 import yaml
 
 from cp_core.errors import ConfigError
-from services.auth.certificates import KINDS, CertificateName, certificate_name
+from services.auth.tls import KINDS, CertificateName, certificate_name
 
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 """A tenant's name ends before the first slash of an id that the router knows."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ssl
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 
@@ -13,7 +15,7 @@ CIPHERS_SINCE = ssl.TLSVersion.TLSv1_2
 
 
 @dataclass(frozen=True, kw_only=True)
-class DoorTls:
+class ServerTls:
     """A public door's: its certificate and key, and the authority of clients' certificates where they must have one."""
 
     cert: str
@@ -65,3 +67,52 @@ def _files(tls: PeerTls) -> tuple[bytes, bytes, bytes]:
     names = (("key", tls.key), ("cert", tls.cert), ("ca", tls.ca))
     key, cert, authority = (read(f"internal_tls.{name}", path) for name, path in names)
     return key, cert, authority
+
+
+KINDS = ("common_name", "dns", "uri")
+"""Names that may stand for a tenant: the subject's common name, and subject alternative names of two types."""
+
+CertificateName = tuple[str, str]
+"""(one of KINDS, the name); DNS names in lower case."""
+
+_GRPC_KEYS = {"x509_common_name": "common_name", "peer_dns": "dns", "peer_uri": "uri"}
+_ALTERNATIVE_TYPES = {"DNS": "dns", "URI": "uri"}
+
+
+@dataclass(frozen=True, slots=True)
+class Certificate:
+    """The names that a certificate proves. Types are kept apart: a DNS name is never taken for a common name."""
+
+    names: frozenset[CertificateName]
+
+    @classmethod
+    def of(cls, names: Iterable[CertificateName]) -> Certificate:
+        return cls(frozenset(certificate_name(kind, name) for kind, name in names))
+
+
+def certificate_name(kind: str, name: str) -> CertificateName:
+    return kind, name.lower() if kind == "dns" else name
+
+
+def of_grpc(auth_context: Mapping[str, Iterable[bytes]]) -> Certificate | None:
+    """Of a call's `auth_context`; None where the client showed no certificate."""
+    if "x509_pem_cert" not in auth_context:
+        return None
+    return Certificate.of(
+        (kind, value.decode(errors="replace"))
+        for key, kind in _GRPC_KEYS.items()
+        for value in auth_context.get(key, ())
+    )
+
+
+def of_ssl(connection: ssl.SSLObject | None) -> Certificate | None:
+    """Of a TLS connection; None where there is none, or the client showed no certificate."""
+    shown = connection.getpeercert() if connection is not None else None
+    if not shown:
+        return None
+    subject: Any = shown.get("subject", ())  # typed as if each of its parts might be a text
+    alternatives: Any = shown.get("subjectAltName", ())
+    common = [value for part in subject for key, value in part if key == "commonName"]
+    found = [(_ALTERNATIVE_TYPES[kind], value) for kind, value in alternatives if kind in _ALTERNATIVE_TYPES]
+    # gRPC tells the first common name only: a certificate must not say more at one door than at the other.
+    return Certificate.of([*(("common_name", value) for value in common[:1]), *found])

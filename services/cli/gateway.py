@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from services.auth.sections import check_doors
+from services.auth.sections import check_public_endpoints
 from services.cli.options import Subcommands, add_config_options, check_drain_seconds, config_of
 from services.config import LOG_LEVELS, METRIC_NAMES
 from services.gateway.settings import GatewaySettings
@@ -45,8 +45,8 @@ def run(options: argparse.Namespace) -> int:
     from services.gateway.process import run_gateway
 
     config = config_of(options)  # tls, internal_tls, auth, tracing, gateway.insecure: the rest are options
-    doors = {"--listen": options.listen, "--http": options.http}
-    check_doors(doors, config.tls, config.auth, is_insecure=config.gateway.insecure)
+    endpoints = {"--listen": options.listen, "--http": options.http}
+    check_public_endpoints(endpoints, config.tls, config.auth, is_insecure=config.gateway.insecure)
     check_drain_seconds(options.drain_seconds)
     return run_gateway(
         GatewaySettings(

@@ -12,7 +12,7 @@ from typing import Any
 from cp_core.errors import ConfigError
 from orchestration.protocol.views import DrainView
 from services.cli.options import Subcommands, add_router_options, config_of, router_of
-from services.cluster.operator import OperatorsDoor, drain_node, drain_ring, restart_ring, undrain_ring
+from services.cluster.operator import RouterAccess, drain_node, drain_ring, restart_ring, undrain_ring
 
 DRAIN = """example:
   ringserve drain decode-0
@@ -71,7 +71,7 @@ def run_drain(options: argparse.Namespace) -> int:
         raise ConfigError("ring: name one ring, or with --node the node whose rings are to leave")
     if options.node:
         return _run_drain_node(options)
-    drain = asyncio.run(drain_ring(_door(options), options.ring, seconds=options.seconds, force=options.force))
+    drain = asyncio.run(drain_ring(_access(options), options.ring, seconds=options.seconds, force=options.force))
     outcome = {"ring": options.ring, "drained": True, **_moves(drain)}
     return _tell(options, outcome, f"{options.ring} has left{_moves_told(drain)}")
 
@@ -102,13 +102,13 @@ def _moves_told(drain: DrainView | None) -> str:
 
 
 def _run_drain_node(options: argparse.Namespace) -> int:
-    rings = asyncio.run(drain_node(_door(options), options.node, seconds=options.seconds))
+    rings = asyncio.run(drain_node(_access(options), options.node, seconds=options.seconds))
     outcome = {"node": options.node, "rings": rings, "drained": True}
     return _tell(options, outcome, f"{', '.join(rings)} have left" if rings else f"no ring is on {options.node}")
 
 
 def run_undrain(options: argparse.Namespace) -> int:
-    asyncio.run(undrain_ring(_door(options), options.ring, seconds=options.seconds))
+    asyncio.run(undrain_ring(_access(options), options.ring, seconds=options.seconds))
     return _tell(options, {"ring": options.ring, "serves": True}, f"{options.ring} serves")
 
 
@@ -122,12 +122,12 @@ def run_restart(options: argparse.Namespace) -> int:
 
 
 def _restart(options: argparse.Namespace, ring: str) -> Awaitable[None]:
-    return restart_ring(_door(options), ring, seconds=options.seconds, start_seconds=options.start_seconds)
+    return restart_ring(_access(options), ring, seconds=options.seconds, start_seconds=options.start_seconds)
 
 
-def _door(options: argparse.Namespace) -> OperatorsDoor:
+def _access(options: argparse.Namespace) -> RouterAccess:
     """Raises NotFound, ConfigError."""
-    return OperatorsDoor(
+    return RouterAccess(
         endpoint=router_of(options),
         tls=config_of(options).internal_tls.files,
         progress=lambda line: print("ringserve:", line, file=sys.stderr, flush=True),

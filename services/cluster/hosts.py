@@ -12,7 +12,9 @@ from pathlib import Path
 import ray
 from prometheus_client.registry import Collector
 
-from cp_core.cost.profile import HardwareProfile
+from cp_core.cost.profile import HardwareProfile, read_profile
+from cp_core.cost.selector import EmpiricalFit
+from cp_core.errors import ConfigError
 from orchestration.decode.leader import DecodeLeader
 from orchestration.placement.planner import Planner, PlannerSettings
 from orchestration.prefill.leader import PrefillLeader
@@ -23,20 +25,17 @@ from orchestration.ring.actors import RayRanks
 from orchestration.ring.leader import RingLeader
 from orchestration.router.router import Router, RouterSettings
 from services.auth.tls import peer_server
-from services.cluster.router_profile import empirical_fit
-from services.config import Config
-from services.config.pools import Pool
+from services.config import Config, RouterConfig
+from services.config.rings import Pool
 from services.rpc.health import HealthWatch
 from services.rpc.peers import GrpcPeers
 from services.rpc.server import GrpcServer
 from services.rpc.servicers import RingServicer, RouterServicer
 from services.telemetry.logs import set_up_logs
-from services.telemetry.metrics.endpoint import MetricsEndpoint, metrics_page
-from services.telemetry.metrics.probes import probe_pages
-from services.telemetry.metrics.process import new_registry
+from services.telemetry.metrics.endpoint import MetricsEndpoint, metrics_page, probe_pages
+from services.telemetry.metrics.registry import RING_NAMES, WithVllmNames, new_registry
 from services.telemetry.metrics.ring import RingCollector, view_of
 from services.telemetry.metrics.router import RouterMetrics, RouterView
-from services.telemetry.metrics.vllm_names import RING_NAMES, WithVllmNames
 from services.telemetry.tracing.tracer import tracer_for
 from workers.protocol.steps import ModelInfo
 
@@ -307,3 +306,29 @@ class RunningLeader:
         await asyncio.to_thread(self._tracer.close)
         with contextlib.suppress(asyncio.CancelledError):
             await self._peers.close()
+
+
+def router_profile(router: RouterConfig) -> HardwareProfile | None:
+    """Of `router.profile`, read where the configuration is: the router may run elsewhere.
+
+    None where none is configured. Raises ConfigError, also where the selector needs constants that it does not hold.
+    """
+    try:
+        profile = read_profile(router.profile) if router.profile else None
+    except ConfigError as error:
+        raise ConfigError(f"router.profile: {error}") from error
+    empirical_fit(router, profile)
+    return profile
+
+
+def empirical_fit(router: RouterConfig, profile: HardwareProfile | None) -> EmpiricalFit | None:
+    """The configured constants, else the profile's. Raises ConfigError where the selector needs what neither has."""
+    if router.alpha or router.beta or router.gamma:
+        return EmpiricalFit(alpha=router.alpha, beta=router.beta, gamma=router.gamma)
+    fit = None if profile is None else profile.empirical
+    if fit is None and router.selector == "empirical":
+        raise ConfigError(
+            f"router.selector: 'empirical' needs alpha, beta and gamma, and router.profile {router.profile!r} has "
+            f"none; allowed is one that was fitted to rings of 2 ranks or more"
+        )
+    return fit

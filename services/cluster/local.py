@@ -28,9 +28,9 @@ from ray.exceptions import RayError, RayTaskError
 from cp_core.errors import ConfigError, RingserveError, Unavailable
 from orchestration.ring.actors import host as host_actor
 from services.auth.sections import check_files
-from services.cluster.hosts import LeaderHost, RouterHost
+from services.cluster.hosts import LeaderHost, RouterHost, router_profile
 from services.cluster.leaders import RayLeader, RingKeeper, is_done, is_node_alive
-from services.cluster.operator import OperatorsDoor, drain_all
+from services.cluster.operator import RouterAccess, drain_all
 from services.cluster.ray_guard import (
     check_guarded,
     end_left_behind,
@@ -39,11 +39,10 @@ from services.cluster.ray_guard import (
     start_own_ray,
     without_ray_token,
 )
-from services.cluster.router_profile import router_profile
 from services.cluster.stopping import check_stop, keeping_handlers, until_set
 from services.config import Config
 from services.gateway.settings import GatewaySettings
-from services.telemetry.tracing.section import check_installed
+from services.telemetry.tracing.tracer import check_installed
 from workers.model.builtin import PREFIX as BUILTIN_PREFIX
 from workers.model.builtin import resolve_model_path
 from workers.model.info import read_model_info, tensor_share
@@ -252,11 +251,11 @@ class LocalCluster:
         self._progress(f"draining, for {self._drain_seconds:g} s at most")
         if self._gateway is not None:
             self._gateway.terminate()  # it ends when its turns have
-        door = OperatorsDoor(
+        access = RouterAccess(
             endpoint=self.router_endpoint, tls=self._config.internal_tls.files, progress=self._progress
         )
         try:
-            asyncio.run(until_set(insisted, drain_all(door, seconds=self._drain_seconds)))
+            asyncio.run(until_set(insisted, drain_all(access, seconds=self._drain_seconds)))
         except RingserveError as error:
             log.warning("turns may be cut off: %s", error)
 

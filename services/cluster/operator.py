@@ -1,4 +1,4 @@
-"""What an operator asks of the rings through the router's own door: to drain, to come back, and how they are."""
+"""What an operator asks of the rings through the router's own access: to drain, to come back, and how they are."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LEAVE_SECONDS = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class OperatorsDoor:
+class RouterAccess:
     """The router's address. `progress` gets a line whenever there is something to tell."""
 
     endpoint: str
@@ -36,36 +36,36 @@ class OperatorsDoor:
             await peers.close()
 
 
-async def drain_ring(door: OperatorsDoor, ring: str, *, seconds: float, force: bool) -> DrainView | None:
+async def drain_ring(access: RouterAccess, ring: str, *, seconds: float, force: bool) -> DrainView | None:
     """Let a ring drain, and wait until it has left. Tells whenever there is less left to do.
 
     Returns how it went; None where the router was started anew meanwhile. Raises NotFound, Busy, InvalidRequest,
     Unavailable, DeadlineExceeded.
     """
-    async with door.router() as router:
+    async with access.router() as router:
         await router.drain_ring(ring, seconds, force=force)
-        return await _until_left(router, ring, seconds, door.progress)
+        return await _until_left(router, ring, seconds, access.progress)
 
 
-async def drain_node(door: OperatorsDoor, node: str, *, seconds: float) -> list[str]:
+async def drain_node(access: RouterAccess, node: str, *, seconds: float) -> list[str]:
     """Let every ring with a rank on a node drain, and wait until they have left; they start again when it is gone.
 
     Returns their names, without those whose leaders cannot be told. Raises Unavailable, DeadlineExceeded.
     """
-    async with door.router() as router:
+    async with access.router() as router:
         rings = [ring.name for ring in (await router.get_server_info()).rings if node in ring.nodes]
-        told = await _told(rings, lambda ring: router.restart_ring(ring, seconds, leaving_node=node), door.progress)
+        told = await _told(rings, lambda ring: router.restart_ring(ring, seconds, leaving_node=node), access.progress)
         for ring in told:
-            await _until_left(router, ring, seconds, door.progress)
+            await _until_left(router, ring, seconds, access.progress)
         return told
 
 
-async def drain_all(door: OperatorsDoor, *, seconds: float) -> None:
+async def drain_all(access: RouterAccess, *, seconds: float) -> None:
     """Let all rings drain at once, and wait until they have left: the service ends. Raises as `drain_node`."""
-    async with door.router() as router:
+    async with access.router() as router:
         rings = [ring.name for ring in (await router.get_server_info()).rings if ring.state != AWAY]
-        for ring in await _told(rings, lambda ring: router.drain_ring(ring, seconds, force=True), door.progress):
-            await _until_left(router, ring, seconds, door.progress)
+        for ring in await _told(rings, lambda ring: router.drain_ring(ring, seconds, force=True), access.progress):
+            await _until_left(router, ring, seconds, access.progress)
 
 
 async def _told(
@@ -83,16 +83,16 @@ async def _told(
     return told
 
 
-async def restart_ring(door: OperatorsDoor, ring: str, *, seconds: float, start_seconds: float) -> None:
+async def restart_ring(access: RouterAccess, ring: str, *, seconds: float, start_seconds: float) -> None:
     """Let a ring drain and start again, and wait until it serves.
 
     Raises NotFound, InvalidRequest, Unavailable, DeadlineExceeded.
     """
-    async with door.router() as router:
+    async with access.router() as router:
         before = _status_of(await router.get_server_info(), ring)
         was = before.incarnation if before is not None and before.state != AWAY else ""
         await router.restart_ring(ring, seconds)
-        door.progress(f"ring {ring} restarts")
+        access.progress(f"ring {ring} restarts")
 
         def is_back(view: ServerView) -> bool:
             status = _status_of(view, ring)
@@ -101,9 +101,9 @@ async def restart_ring(door: OperatorsDoor, ring: str, *, seconds: float, start_
         await _until(router, ring, is_back, seconds + LEAVE_SECONDS + start_seconds, "serve again")
 
 
-async def undrain_ring(door: OperatorsDoor, ring: str, *, seconds: float) -> None:
+async def undrain_ring(access: RouterAccess, ring: str, *, seconds: float) -> None:
     """Let a ring take turns again, and wait until it does. Raises NotFound, Unavailable, DeadlineExceeded."""
-    async with door.router() as router:
+    async with access.router() as router:
         await router.undrain_ring(ring)
         await _until(router, ring, lambda view: _serves(_status_of(view, ring)), seconds, "serve again")
 

@@ -1,5 +1,6 @@
 """One YAML file, one frozen tree, every default here: `load_config` makes a `Config`."""
 
+from services.config.checks import LOG_LEVELS, METRIC_NAMES
 from services.config.reading import config_from, load_config
 from services.config.rings import DecodeConfig, KvCacheConfig, PrefillConfig
 from services.config.service import (
@@ -12,7 +13,6 @@ from services.config.service import (
     TimeoutConfig,
 )
 from services.config.tree import Config
-from services.config.words import LOG_LEVELS, METRIC_NAMES
 
 __all__ = [
     "LOG_LEVELS",

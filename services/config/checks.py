@@ -10,16 +10,19 @@ from cp_core.cost.selector import POLICIES
 from cp_core.errors import ConfigError
 from cp_core.transport.ring_backend import select_ring_backend
 from orchestration.placement.cached_kv import MISSING_KV
-from services.auth.sections import check_doors, check_ring, check_sections
-from services.config.pools import check_names
-from services.config.words import DEVICES, DTYPES, LOG_LEVELS, METRIC_NAMES
+from services.auth.sections import check_public_endpoints, check_ring, check_sections
+from services.config.rings import check_names
 from services.telemetry.logs import LOG_FORMATS
-from services.telemetry.tracing.section import check_tracing
+from services.telemetry.tracing.tracer import check_tracing
 
 if TYPE_CHECKING:
     from services.config.tree import Config
 
 MAX_PORT = 65_535
+DTYPES = ("float32", "bfloat16", "float16")
+DEVICES = ("cpu", "cuda")
+LOG_LEVELS = ("debug", "info", "warning", "error")
+METRIC_NAMES = ("", "vllm")
 
 
 def check(config: Config) -> None:
@@ -82,8 +85,8 @@ def check(config: Config) -> None:
     _metrics_ports(config)
     check_sections(config.tls, config.internal_tls, config.router.listen, config.ray.address)
     check_tracing(config.tracing)
-    doors = {f"gateway.{key}": getattr(config.gateway, key) for key in ("listen", "http")}
-    check_doors(doors, config.tls, config.auth, is_insecure=config.gateway.insecure)
+    endpoints = {f"gateway.{key}": getattr(config.gateway, key) for key in ("listen", "http")}
+    check_public_endpoints(endpoints, config.tls, config.auth, is_insecure=config.gateway.insecure)
 
 
 def _metrics_ports(config: Config) -> None:

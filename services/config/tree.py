@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 
 from services.auth.sections import AuthConfig, InternalTlsConfig, TlsConfig
 from services.config.checks import check
-from services.config.pools import Pool, PoolConfig, pools_of
-from services.config.rings import DecodeConfig, KvCacheConfig, PrefillConfig
+from services.config.rings import DecodeConfig, KvCacheConfig, Pool, PoolConfig, PrefillConfig, pools_of
 from services.config.service import (
     GatewayConfig,
     LogConfig,
@@ -17,7 +16,7 @@ from services.config.service import (
     RouterConfig,
     TimeoutConfig,
 )
-from services.telemetry.tracing.section import TracingConfig
+from services.telemetry.tracing.tracer import TracingConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,9 +19,8 @@ from prometheus_client.registry import Collector
 from cp_core.errors import RingserveError
 from orchestration.protocol.readiness import service_fault
 from ringserve.v1 import inference_pb2_grpc
-from services.auth.doorkeeper import Doorkeeper
-from services.auth.token_file import TokenFile
-from services.gateway.openai.app import HttpDoor
+from services.auth.authenticator import Authenticator, TokenFile
+from services.gateway.openai.app import HttpApi
 from services.gateway.openai.server import HttpServer
 from services.gateway.requests import RequestReader
 from services.gateway.servicer import InferenceServicer
@@ -31,11 +30,9 @@ from services.rpc.health import HealthWatch
 from services.rpc.peers import GrpcPeers
 from services.rpc.server import GrpcServer
 from services.telemetry.logs import set_up_logs
-from services.telemetry.metrics.endpoint import MetricsEndpoint, metrics_page
+from services.telemetry.metrics.endpoint import MetricsEndpoint, metrics_page, probe_pages, targets_page
 from services.telemetry.metrics.gateway import GatewayMetrics
-from services.telemetry.metrics.probes import probe_pages
-from services.telemetry.metrics.targets import targets_page
-from services.telemetry.metrics.vllm_names import GATEWAY_NAMES, WithVllmNames
+from services.telemetry.metrics.registry import GATEWAY_NAMES, WithVllmNames
 from services.telemetry.tracing.tracer import tracer_for
 from workers.model.builtin import resolve_model_path
 from workers.model.info import read_model_info
@@ -51,12 +48,12 @@ async def serve(settings: GatewaySettings) -> None:
     path = resolve_model_path(settings.model)
     model = read_model_info(path, dtype=settings.dtype, name=Path(settings.model).name)
     codec = TextCodec(path)
-    doorkeeper = Doorkeeper(_tenants(settings))
+    authenticator = Authenticator(_tenants(settings))
     peers, metrics = GrpcPeers(settings.peer_tls), GatewayMetrics()
     reader = RequestReader(model, codec, settings.max_seconds)
     router = peers.router(settings.router)
     tracer = tracer_for(settings.tracing, "gateway")
-    servicer = InferenceServicer(model, str(path), codec, reader, router, peers, metrics, doorkeeper, tracer)
+    servicer = InferenceServicer(model, str(path), codec, reader, router, peers, metrics, authenticator, tracer)
     server = GrpcServer(settings.tls.grpc_credentials() if settings.tls else None)
     server.add(
         "ringserve.v1.Inference", lambda target: inference_pb2_grpc.add_InferenceServicer_to_server(servicer, target)
@@ -75,7 +72,7 @@ async def serve(settings: GatewaySettings) -> None:
     watch = HealthWatch("the gateway", server, find_fault)
     endpoint = _serve_metrics(settings, metrics, peers, watch)
     metrics_address = endpoint.address if endpoint else ""
-    door = HttpDoor(servicer, _model_name(settings), model.max_positions, doorkeeper)
+    door = HttpApi(servicer, _model_name(settings), model.max_positions, authenticator)
     http_server = HttpServer(door.app, settings.tls.http_context() if settings.tls else None)
     http_address = await http_server.start(settings.http) if settings.http else ""
     address = await server.start(settings.listen, is_serving=False)
@@ -83,7 +80,7 @@ async def serve(settings: GatewaySettings) -> None:
     print(json.dumps({"gateway": address, "http": http_address, "metrics": metrics_address}), flush=True)
     await stopped.wait()
     await watch.close()
-    await _close_doors(server, http_server, servicer.end_turns(settings.drain_seconds, hurry), settings.drain_seconds)
+    await _close_servers(server, http_server, servicer.end_turns(settings.drain_seconds, hurry), settings.drain_seconds)
     await peers.close()
     await asyncio.to_thread(tracer.close)
     if endpoint:
@@ -96,7 +93,7 @@ def _tenants(settings: GatewaySettings) -> TokenFile | None:
     return TokenFile(Path(settings.tokens), takes_certificates=takes_certificates) if settings.tokens else None
 
 
-async def _close_doors(
+async def _close_servers(
     server: GrpcServer, http_server: HttpServer, end_turns: Awaitable[None], drain_seconds: float
 ) -> None:
     """Take no new calls from now on, and close when `end_turns` says that no turn is under way.

@@ -17,24 +17,20 @@ from orchestration.protocol.ports import Peers, RouterPort
 from orchestration.protocol.turns import Plan, TurnRequest
 from orchestration.protocol.views import ConversationView, ServerView
 from ringserve.v1 import inference_pb2, inference_pb2_grpc
-from services.auth.certificates import of_grpc
-from services.auth.doorkeeper import Doorkeeper
+from services.auth.authenticator import Authenticator
 from services.auth.scoped_router import ScopedRouter
 from services.auth.tenants import Tenant
+from services.auth.tls import of_grpc
 from services.gateway.completions import Responses, merged, turns_of
-from services.gateway.requests import RequestReader, identifier, named, requests_to_abort
-from services.gateway.sampling_params import num_completions, stop_rule
-from services.gateway.text import IncrementalText, TextCodec
-from services.gateway.text_stops import AnswerText, StopRule
-from services.gateway.turn_stream import TurnStream
-from services.gateway.turns_under_way import STOPPING, CallsUnderWay, TurnsUnderWay, TurnUnderWay
+from services.gateway.requests import RequestReader, identifier, named, num_completions, requests_to_abort, stop_rule
+from services.gateway.text import AnswerText, IncrementalText, StopRule, TextCodec
+from services.gateway.turn_stream import STOPPING, CallsUnderWay, TurnStream, TurnsUnderWay, TurnUnderWay
 from services.rpc.errors import answer, answer_stream, code_of
 from services.rpc.wire import conversations as wire_conversations
 from services.rpc.wire import rings as wire_rings
 from services.telemetry.metrics.gateway import GatewayMetrics
-from services.telemetry.metrics.process import package_version
-from services.telemetry.tracing.tracer import NoServiceTracer, ServiceTracer
-from services.telemetry.tracing.turns import TurnTrace
+from services.telemetry.metrics.registry import package_version
+from services.telemetry.tracing.tracer import NoServiceTracer, ServiceTracer, TurnTrace
 from workers.protocol.steps import ModelInfo
 
 log = logging.getLogger(__name__)
@@ -66,7 +62,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         router: RouterPort,
         peers: Peers,
         metrics: GatewayMetrics,
-        doorkeeper: Doorkeeper | None = None,
+        authenticator: Authenticator | None = None,
         tracer: ServiceTracer | None = None,
     ) -> None:
         self._model = model
@@ -74,7 +70,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self._codec = codec
         self._reader = reader
         self._whole_router = router
-        self._doorkeeper = doorkeeper or Doorkeeper()
+        self._authenticator = authenticator or Authenticator()
         self._peers = peers
         self._metrics = metrics
         self._tracer = tracer or NoServiceTracer()
@@ -112,7 +108,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             held.enter_context(self._calls)
             with self._refusals_counted(started):
                 count = num_completions(request.sampling_params)
-                held.enter_context(self._doorkeeper.limits.turns(tenant, count))
+                held.enter_context(self._authenticator.limits.turns(tenant, count))
                 turn_request = await asyncio.to_thread(self._reader.read, request, seconds_left)
             rule, router = stop_rule(request.sampling_params), self.router_for(tenant)
             turns = [
@@ -293,7 +289,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
     def _caller(self, context: Context) -> Tenant:
         """Raises Unauthenticated."""
-        return self._doorkeeper.tenant_of(_metadata(context).get("authorization"), of_grpc(context.auth_context()))
+        return self._authenticator.tenant_of(_metadata(context).get("authorization"), of_grpc(context.auth_context()))
 
     async def _answer(self, context: Context, ask: Callable[[ScopedRouter], Awaitable[T]]) -> T:
         """What the router says to the tenant that calls; an error becomes its status."""
@@ -304,7 +300,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         return await answer(context, asked())
 
     async def _operators_view(self, router: ScopedRouter) -> ServerView:
-        self._doorkeeper.check_operator(router.tenant)
+        self._authenticator.check_operator(router.tenant)
         return await router.get_server_info()
 
 

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Self
 
 from cp_core.transport.peer_tls import PeerTls
-from services.auth.tls import DoorTls
-from services.telemetry.tracing.section import TracingConfig
+from services.auth.tls import ServerTls
+from services.telemetry.tracing.tracer import TracingConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class GatewaySettings:
     metric_names: str = ""
     follow_stdin: bool = False
     tokens: str = ""
-    tls: DoorTls | None = None
+    tls: ServerTls | None = None
     peer_tls: PeerTls | None = None
     tracing: TracingConfig = field(default_factory=TracingConfig)
 
@@ -44,7 +44,7 @@ class GatewaySettings:
         tls, peer_tls, tracing = (values.pop(key) for key in ("tls", "peer_tls", "tracing"))
         return cls(
             **values,
-            tls=DoorTls(**tls) if tls else None,
+            tls=ServerTls(**tls) if tls else None,
             peer_tls=PeerTls(**peer_tls) if peer_tls else None,
             tracing=TracingConfig(**tracing),
         )

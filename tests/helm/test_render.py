@@ -15,7 +15,7 @@ from helm_python import lint
 
 from services.auth.sections import InternalTlsConfig, TlsConfig
 from services.config import Config, config_from
-from services.telemetry.tracing.section import TracingConfig
+from services.telemetry.tracing.tracer import TracingConfig
 from tests.helm.charts import (
     ALL_OPTIONS,
     CHART,

@@ -22,12 +22,10 @@ from cp_core.errors import RingserveError, Unavailable
 from orchestration.protocol.readiness import service_fault
 from orchestration.protocol.views import ServerView
 from ringserve.v1 import inference_pb2
-from services.auth.doorkeeper import Doorkeeper
+from services.auth.authenticator import Authenticator
 from services.auth.scoped_router import ScopedRouter
 from services.auth.tenants import Tenant
 from services.gateway.openai.errors import BadHttpRequest, error_body, headers_of, status_of
-from services.gateway.openai.hang_up import EventStream, ended_by_hang_up
-from services.gateway.openai.header_limit import HeaderLimit
 from services.gateway.openai.requests import HttpRequestReader, HttpTurn
 from services.gateway.openai.responses import (
     ChatShape,
@@ -37,7 +35,7 @@ from services.gateway.openai.responses import (
     conversation_json,
     model_json,
 )
-from services.gateway.openai.server import certificate_of
+from services.gateway.openai.server import EventStream, HeaderLimit, certificate_of, ended_by_hang_up
 from services.gateway.requests import identifier
 from services.rpc.server import MAX_MESSAGE_BYTES
 
@@ -67,14 +65,14 @@ class TurnService(Protocol):
         """The service as the router sees it. Raises Unavailable."""
 
 
-class HttpDoor:
+class HttpApi:
     """OpenAI's paths for one model. `app` is the ASGI application."""
 
     def __init__(
-        self, service: TurnService, model_name: str, max_positions: int, doorkeeper: Doorkeeper | None = None
+        self, service: TurnService, model_name: str, max_positions: int, authenticator: Authenticator | None = None
     ) -> None:
         self._service = service
-        self._doorkeeper = doorkeeper or Doorkeeper()
+        self._authenticator = authenticator or Authenticator()
         self._model_name = model_name
         self._max_positions = max_positions
         self._reader = HttpRequestReader(model_name, max_positions)
@@ -138,7 +136,7 @@ class HttpDoor:
 
     def _caller(self, request: Request) -> Tenant:
         """Raises Unauthenticated."""
-        return self._doorkeeper.tenant_of(request.headers.get("authorization"), certificate_of(request.scope))
+        return self._authenticator.tenant_of(request.headers.get("authorization"), certificate_of(request.scope))
 
     def _model_json(self) -> dict[str, Any]:
         return model_json(self._model_name, self._created, self._max_positions)

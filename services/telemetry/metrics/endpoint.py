@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import NamedTuple
 from urllib.parse import urlsplit
@@ -13,6 +15,8 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from cp_core.errors import ConfigError
+from orchestration.protocol.views import ServerView
+from services.telemetry.metrics.ring import SCRAPE_SECONDS
 
 log = logging.getLogger(__name__)
 
@@ -95,3 +99,53 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *arguments: object) -> None:
         log.debug(format, *arguments)
+
+
+def probe_pages(find_fault: Callable[[], str], loop: asyncio.AbstractEventLoop) -> dict[str, Page]:
+    """`find_fault`, called in any thread, says what keeps the process from serving; empty where nothing does. A process
+    whose `loop` no longer turns is not live, though the thread that answers here is.
+    """
+
+    def check_loop() -> None:
+        turned = threading.Event()
+        loop.call_soon_threadsafe(turned.set)
+        if not turned.wait(SCRAPE_SECONDS):
+            raise TimeoutError(f"the event loop did not turn within {SCRAPE_SECONDS:g} s")
+
+    def ready(accept: str) -> Reply:
+        check_loop()
+        fault = find_fault()
+        return Reply(TEXT, f"not ready: {fault}\n".encode(), 503) if fault else Reply(TEXT, b"ready\n")
+
+    def live(accept: str) -> Reply:
+        check_loop()
+        return Reply(TEXT, b"live\n")
+
+    return {"/live": live, "/ready": ready}
+
+
+def targets_of(view: ServerView, gateway: str) -> list[dict[str, object]]:
+    """This gateway, the router, and every ring that serves metrics. A lost ring is left out: its series go stale."""
+    found = [("gateway", "", gateway), ("router", "", view.metrics_endpoint)]
+    found += [(ring.role, ring.name, ring.metrics_endpoint) for ring in view.rings]
+    return [
+        {"targets": [address], "labels": {"ringserve_role": role, "ringserve_ring": ring}}
+        for role, ring, address in found
+        if address
+    ]
+
+
+def targets_page(
+    get_server_info: Callable[[], Awaitable[ServerView]], gateway: Callable[[], str], loop: asyncio.AbstractEventLoop
+) -> Page:
+    """Asks the router each time. `gateway` gives this gateway's own metrics address."""
+
+    async def ask() -> ServerView:
+        async with asyncio.timeout(SCRAPE_SECONDS):
+            return await get_server_info()
+
+    def page(accept: str) -> Reply:
+        view = asyncio.run_coroutine_threadsafe(ask(), loop).result(2 * SCRAPE_SECONDS)
+        return Reply("application/json", json.dumps(targets_of(view, gateway())).encode())
+
+    return page

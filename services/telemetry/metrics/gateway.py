@@ -5,8 +5,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from ringserve.v1 import inference_pb2
-from services.telemetry.metrics import buckets
-from services.telemetry.metrics.process import new_registry
+from services.telemetry.metrics.registry import INTER_TOKEN, RATIO, REQUEST, TIME_TO_FIRST_TOKEN, TOKENS, new_registry
 from workers.protocol.steps import Algorithm, FinishReason
 
 REFUSALS = (
@@ -46,23 +45,21 @@ class GatewayMetrics:
             registry, "migrated_bytes", "KV moved between rings.", "direction", ("to_decode", "to_prefill")
         )
         self._prompt_length = Histogram(
-            "ringserve_request_prompt_tokens", "Prompt tokens of a turn.", buckets=buckets.TOKENS, registry=registry
+            "ringserve_request_prompt_tokens", "Prompt tokens of a turn.", buckets=TOKENS, registry=registry
         )
         self._ratio = Histogram(
             "ringserve_prefill_predicted_ratio",
             "Predicted over actual prefill seconds.",
             ["algorithm"],
-            buckets=buckets.RATIO,
+            buckets=RATIO,
             registry=registry,
         )
         for algorithm in ALGORITHMS:
             self._ratio.labels(algorithm)
         self._ttft = _seconds(
-            registry, "time_to_first_token", "Request received to first token sent.", buckets.TIME_TO_FIRST_TOKEN
+            registry, "time_to_first_token", "Request received to first token sent.", TIME_TO_FIRST_TOKEN
         )
-        self._ttit = _seconds(
-            registry, "inter_token_latency", "Mean time between a turn's tokens.", buckets.INTER_TOKEN
-        )
+        self._ttit = _seconds(registry, "inter_token_latency", "Mean time between a turn's tokens.", INTER_TOKEN)
         self._whole = _seconds(registry, "e2e_request_latency", "Request received to its end, whatever the end.")
         self._queue = _seconds(registry, "request_queue_time", "Reserved to the start of its prefill.")
         self._prefill = _seconds(registry, "request_prefill_time", "Prefill of the new tokens.")
@@ -120,7 +117,5 @@ def _counter(registry: CollectorRegistry, name: str, help_text: str, label: str,
     return counter
 
 
-def _seconds(
-    registry: CollectorRegistry, name: str, help_text: str, bounds: tuple[float, ...] = buckets.REQUEST
-) -> Histogram:
+def _seconds(registry: CollectorRegistry, name: str, help_text: str, bounds: tuple[float, ...] = REQUEST) -> Histogram:
     return Histogram(f"ringserve_{name}_seconds", help_text, buckets=bounds, registry=registry)

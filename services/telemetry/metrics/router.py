@@ -17,9 +17,8 @@ from cp_core.cost.selector import POLICIES
 from cp_core.errors import RingserveError
 from orchestration.protocol.turns import BegunTurn
 from orchestration.protocol.views import MoveReason, MoveTotals
-from services.telemetry.metrics import buckets
 from services.telemetry.metrics.gateway import ALGORITHMS
-from services.telemetry.metrics.process import new_registry
+from services.telemetry.metrics.registry import CONTROL, new_registry
 from services.telemetry.metrics.ring import SCRAPE_SECONDS
 
 log = logging.getLogger(__name__)
@@ -62,7 +61,7 @@ class RouterMetrics:
         self._planning = Histogram(
             "ringserve_router_begin_turn_seconds",
             "Request to plan, reservations on both rings included.",
-            buckets=buckets.CONTROL,
+            buckets=CONTROL,
             registry=registry,
         )
         registry.register(_RouterCollector(view, loop))

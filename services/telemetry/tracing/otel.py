@@ -21,7 +21,7 @@ from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from orchestration.protocol.tracing import Attributes, Stretch
-from services.telemetry.metrics.process import package_version
+from services.telemetry.metrics.registry import package_version
 from services.telemetry.tracing.tracer import CLOSE_SECONDS, NO_SPAN, OpenSpan
 
 log = logging.getLogger(__name__)

@@ -1,5 +1,5 @@
 from __future__ import annotations
 
-from tests.services.door_fixtures import codec, doors, model_path, oracle
+from tests.services.local_gateway import codec, gateway, model_path, oracle
 
-__all__ = ["codec", "doors", "model_path", "oracle"]
+__all__ = ["codec", "gateway", "model_path", "oracle"]

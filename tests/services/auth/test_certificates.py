@@ -1,4 +1,4 @@
-"""Client certificates that stand for tenants, at both doors."""
+"""Client certificates that stand for tenants, at both endpoints."""
 
 from __future__ import annotations
 
@@ -12,17 +12,15 @@ import pytest
 import yaml
 
 from cp_core.errors import ConfigError, NotFound, RingserveError, Unauthenticated
-from services.auth.certificates import Certificate, of_grpc, of_ssl
-from services.auth.doorkeeper import Doorkeeper
+from services.auth.authenticator import Authenticator, TokenFile
 from services.auth.sections import AuthConfig, InternalTlsConfig, TlsConfig, check_files
 from services.auth.tenants import hash_of
-from services.auth.tls import DoorTls
-from services.auth.token_file import TokenFile
+from services.auth.tls import Certificate, ServerTls, of_grpc, of_ssl
 from services.client import AsyncClient, Sampling, TlsFiles
 from services.client.retries import NO_RETRIES
 from services.gateway.text import TextCodec
 from tests.services.auth.certificates import Authority, Signed
-from tests.services.doors import CALL_SECONDS, MODEL, Doors
+from tests.services.local_gateway import CALL_SECONDS, MODEL, LocalGateway
 
 THREE = Sampling(max_tokens=3, temperature=0.0)
 TENANTS = {
@@ -59,46 +57,50 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 
 
 @pytest.fixture
-async def doors(model_path: Path, codec: TextCodec, tmp_path: Path, authority: Authority) -> AsyncIterator[Doors]:
+async def gateway(
+    model_path: Path, codec: TextCodec, tmp_path: Path, authority: Authority
+) -> AsyncIterator[LocalGateway]:
     file = tmp_path / "tenants.yaml"
     file.write_text(yaml.safe_dump(TENANTS))
     server = authority.sign("gateway")
-    tls = DoorTls(cert=str(server.cert), key=str(server.key), client_ca=str(authority.own.cert))
-    async with Doors(model_path, codec, Doorkeeper(TokenFile(file)), tls) as doors:
-        yield doors
-        await doors.wait_idle()
+    tls = ServerTls(cert=str(server.cert), key=str(server.key), client_ca=str(authority.own.cert))
+    async with LocalGateway(model_path, codec, Authenticator(TokenFile(file)), tls) as gateway:
+        yield gateway
+        await gateway.wait_idle()
 
 
 class Shower:
-    """A client that shows a certificate at both doors."""
+    """A client that shows a certificate at both endpoints."""
 
-    def __init__(self, doors: Doors, authority: Authority, signed: Signed, token: str = "") -> None:
-        self._doors = doors
+    def __init__(self, gateway: LocalGateway, authority: Authority, signed: Signed, token: str = "") -> None:
+        self._gateway = gateway
         self._tls = TlsFiles(ca=authority.own.cert, cert=signed.cert, key=signed.key)
         self._context = ssl.create_default_context(cafile=str(authority.own.cert))
         self._context.load_cert_chain(signed.cert, signed.key)
         self._token = token
 
     def by_grpc(self) -> AsyncClient:
-        return AsyncClient(self._doors.target, tls=self._tls, token=self._token, retry=NO_RETRIES)
+        return AsyncClient(self._gateway.target, tls=self._tls, token=self._token, retry=NO_RETRIES)
 
     def by_http(self) -> httpx2.AsyncClient:
         headers = {"authorization": f"Bearer {self._token}"} if self._token else {}
-        return httpx2.AsyncClient(base_url=self._doors.url, verify=self._context, headers=headers, timeout=CALL_SECONDS)
+        return httpx2.AsyncClient(
+            base_url=self._gateway.url, verify=self._context, headers=headers, timeout=CALL_SECONDS
+        )
 
 
-async def test_both_doors_know_a_tenant_by_its_certificate(doors: Doors, authority: Authority) -> None:
+async def test_both_endpoints_know_a_tenant_by_its_certificate(gateway: LocalGateway, authority: Authority) -> None:
     for number, (name, alternatives, token, expected) in enumerate(SHOWN.values()):
         signed = authority.sign(name, alternatives)
-        shower = Shower(doors, authority, signed, token)
+        shower = Shower(gateway, authority, signed, token)
         async with shower.by_grpc() as client, shower.by_http() as http:
             body: dict[str, Any] = {"model": MODEL, "prompt": "x", "max_tokens": 3}
             if expected in ("acme", "beta", "ops"):
                 await client.ask("x", conversation_id=f"grpc-{number}", sampling=THREE)
                 answer = await http.post("/v1/completions", json={**body, "conversation_id": f"http-{number}"})
                 assert answer.status_code == 200, answer.text
-                for door in ("grpc", "http"):
-                    await doors.service.router.get_conversation(f"{expected}/{door}-{number}")
+                for endpoint in ("grpc", "http"):
+                    await gateway.service.router.get_conversation(f"{expected}/{endpoint}-{number}")
             else:
                 with pytest.raises(Unauthenticated, match=expected):
                     await client.ask("x", sampling=THREE)
@@ -107,9 +109,9 @@ async def test_both_doors_know_a_tenant_by_its_certificate(doors: Doors, authori
                 assert "acme" not in answer.text
 
 
-async def test_what_a_certificate_owns_another_cannot_reach(doors: Doors, authority: Authority) -> None:
-    acme = Shower(doors, authority, authority.sign("acme-batch", PLAIN))
-    beta = Shower(doors, authority, authority.sign("beta", "URI:spiffe://beta.example/web"))
+async def test_what_a_certificate_owns_another_cannot_reach(gateway: LocalGateway, authority: Authority) -> None:
+    acme = Shower(gateway, authority, authority.sign("acme-batch", PLAIN))
+    beta = Shower(gateway, authority, authority.sign("beta", "URI:spiffe://beta.example/web"))
     async with acme.by_grpc() as mine, beta.by_grpc() as other, acme.by_http() as http, beta.by_http() as other_http:
         await mine.ask("x", conversation_id="diary", sampling=THREE)
         with pytest.raises(NotFound):
@@ -118,9 +120,11 @@ async def test_what_a_certificate_owns_another_cannot_reach(doors: Doors, author
         assert (await http.get("/v1/conversations/diary")).status_code == 200
 
 
-async def test_requests_of_one_connection_and_of_another_are_each_ones_own(doors: Doors, authority: Authority) -> None:
-    acme = Shower(doors, authority, authority.sign("acme-batch", PLAIN))
-    nobody = Shower(doors, authority, authority.sign("nobody", PLAIN))
+async def test_requests_of_one_connection_and_of_another_are_each_ones_own(
+    gateway: LocalGateway, authority: Authority
+) -> None:
+    acme = Shower(gateway, authority, authority.sign("acme-batch", PLAIN))
+    nobody = Shower(gateway, authority, authority.sign("nobody", PLAIN))
     async with acme.by_http() as http, nobody.by_http() as other:
         for _ in range(3):
             assert (await http.get("/v1/models")).status_code == 200

@@ -1,4 +1,4 @@
-"""Every verb of both doors, by a tenant on what is another's: nothing happens, and it is answered as what never was."""
+"""Every verb of both endpoints, called by a tenant on the ids of another: nothing changes, nothing is told."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ringserve.v1 import inference_pb2, inference_pb2_grpc
 from services.client import AsyncClient, Sampling
 from services.client.retries import NO_RETRIES
 from tests.services.auth.test_isolation import LONG, guarded
-from tests.services.doors import CALL_SECONDS, MODEL, Doors
+from tests.services.local_gateway import CALL_SECONDS, MODEL, LocalGateway
 from tests.workers.models import random_tokens
 
 __all__ = ["guarded"]
@@ -61,15 +61,15 @@ HTTP: Mapping[str, Callable[[httpx2.AsyncClient, str], Awaitable[httpx2.Response
 }
 
 
-async def begin(doors: Doors) -> None:
-    async with AsyncClient(doors.target, token="a-token", retry=NO_RETRIES) as acme:
+async def begin(gateway: LocalGateway) -> None:
+    async with AsyncClient(gateway.target, token="a-token", retry=NO_RETRIES) as acme:
         await acme.ask(random_tokens(40), conversation_id=OWNED, sampling=THREE)
 
 
-async def check_untouched(doors: Doors) -> None:
-    view = await doors.service.router.get_conversation(f"acme/{OWNED}")
+async def check_untouched(gateway: LocalGateway) -> None:
+    view = await gateway.service.router.get_conversation(f"acme/{OWNED}")
     assert (view.num_tokens, view.num_turns, view.kept_on("decode")) == (43, 1, 42)
-    listed = await doors.service.router.list_conversations("", "", 100)
+    listed = await gateway.service.router.list_conversations("", "", 100)
     assert [each.conversation_id for each in listed.conversations] == [f"acme/{OWNED}"]
 
 
@@ -79,7 +79,7 @@ def test_every_method_of_the_contract_is_tested_here() -> None:
 
 
 @pytest.mark.parametrize("verb", GRPC)
-async def test_over_grpc_anothers_conversation_is_as_one_that_never_was(guarded: Doors, verb: str) -> None:
+async def test_over_grpc_anothers_conversation_is_as_one_that_never_was(guarded: LocalGateway, verb: str) -> None:
     await begin(guarded)
     more: dict[str, Any] = {"metadata": (("authorization", "Bearer b-token"),), "timeout": CALL_SECONDS}
     async with guarded.channel() as channel:
@@ -100,7 +100,7 @@ async def test_over_grpc_anothers_conversation_is_as_one_that_never_was(guarded:
 
 
 @pytest.mark.parametrize("verb", HTTP)
-async def test_over_http_anothers_conversation_is_as_one_that_never_was(guarded: Doors, verb: str) -> None:
+async def test_over_http_anothers_conversation_is_as_one_that_never_was(guarded: LocalGateway, verb: str) -> None:
     await begin(guarded)
     headers = {"authorization": "Bearer b-token"}
     async with httpx2.AsyncClient(base_url=guarded.url, headers=headers, timeout=CALL_SECONDS) as http:
@@ -116,7 +116,7 @@ async def test_over_http_anothers_conversation_is_as_one_that_never_was(guarded:
     await check_untouched(guarded)
 
 
-async def test_a_chat_over_http_begins_a_conversation_of_its_own(guarded: Doors) -> None:
+async def test_a_chat_over_http_begins_a_conversation_of_its_own(guarded: LocalGateway) -> None:
     await begin(guarded)
     async with guarded.openai(api_key="b-token") as beta:
         said = await beta.chat.completions.create(
@@ -130,7 +130,9 @@ async def test_a_chat_over_http_begins_a_conversation_of_its_own(guarded: Doors)
     await check_untouched(guarded)
 
 
-async def test_lists_and_aborts_reach_nothing_of_anothers_and_do_not_tell_that_it_is_there(guarded: Doors) -> None:
+async def test_lists_and_aborts_reach_nothing_of_anothers_and_do_not_tell_that_it_is_there(
+    guarded: LocalGateway,
+) -> None:
     await begin(guarded)
     async with (
         AsyncClient(guarded.target, token="a-token", retry=NO_RETRIES) as acme,
@@ -145,7 +147,7 @@ async def test_lists_and_aborts_reach_nothing_of_anothers_and_do_not_tell_that_i
         assert await anext(stream)  # goes on
 
 
-async def test_more_than_a_call_may_name_is_refused(guarded: Doors) -> None:
+async def test_more_than_a_call_may_name_is_refused(guarded: LocalGateway) -> None:
     async with AsyncClient(guarded.target, token="b-token", retry=NO_RETRIES) as beta:
         with pytest.raises(InvalidRequest, match="request_ids: 1025 are too many; at most 1024 are allowed"):
             await beta.abort(["x"] * 1025)

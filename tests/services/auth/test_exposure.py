@@ -8,17 +8,17 @@ from tests.services.config.test_config import ELSEWHERE, LOOPBACK, refusal
 INSIDE = {"cert": "/c.pem", "key": "/k.pem", "ca": "/ca.pem"}
 
 
-def test_doors_between_our_own_processes_are_refused_elsewhere_unless_asked_for() -> None:
+def test_endpoints_between_our_own_processes_are_refused_elsewhere_unless_asked_for() -> None:
     for address in LOOPBACK:
         config_from({"router": {"listen": address}})
     for address in ELSEWHERE:
-        door = {"router": {"listen": address}}
-        assert refusal(door) == (
+        endpoint = {"router": {"listen": address}}
+        assert refusal(endpoint) == (
             f"router.listen: {address} is reached from other machines and lacks TLS (internal_tls.cert); "
             "give it, or say internal_tls.insecure: true"
         )
-        config_from(door | {"internal_tls": INSIDE})
-        config_from(door | {"internal_tls": {"insecure": True}})
+        config_from(endpoint | {"internal_tls": INSIDE})
+        config_from(endpoint | {"internal_tls": {"insecure": True}})
     cluster = {"ray": {"address": "auto"}}
     said = refusal(cluster)
     assert said.startswith("ray.address: on the Ray cluster at auto leaders and ranks listen at the addresses of their")

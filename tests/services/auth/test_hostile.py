@@ -11,7 +11,7 @@ import httpx2
 import pytest
 
 from ringserve.v1 import inference_pb2, inference_pb2_grpc
-from tests.services.doors import CALL_SECONDS, MODEL, Doors
+from tests.services.local_gateway import CALL_SECONDS, MODEL, LocalGateway
 from tests.workers.models import random_tokens
 
 NUM_REQUESTS = 150
@@ -65,9 +65,9 @@ async def read(call: Any) -> list[inference_pb2.GenerateResponse]:
     return responses
 
 
-async def test_hostile_values_over_grpc_are_answered_or_refused_and_leave_nothing(doors: Doors) -> None:
-    free, draw, answered = doors.service.free_blocks(), random.Random(7), 0
-    async with doors.channel() as channel:
+async def test_hostile_values_over_grpc_are_answered_or_refused_and_leave_nothing(gateway: LocalGateway) -> None:
+    free, draw, answered = gateway.service.free_blocks(), random.Random(7), 0
+    async with gateway.channel() as channel:
         stub: Any = inference_pb2_grpc.InferenceStub(channel)
         for _ in range(NUM_REQUESTS):
             request = hostile(draw)
@@ -82,14 +82,14 @@ async def test_hostile_values_over_grpc_are_answered_or_refused_and_leave_nothin
             else:
                 assert code in ALLOWED, f"{code} {details} for {request}"
                 assert "\n" not in details
-        await doors.wait_idle()
+        await gateway.wait_idle()
         for name in IDS:
             forgotten = stub.DeleteConversation(
                 inference_pb2.DeleteConversationRequest(conversation_id=name), timeout=10
             )
             assert await forgotten.code() in {grpc.StatusCode.OK, *ALLOWED}
     assert NUM_REQUESTS > answered > NUM_REQUESTS / 10, "both kinds were drawn"
-    assert doors.service.free_blocks() == free
+    assert gateway.service.free_blocks() == free
 
 
 VALUES: list[Any] = [None, True, False, 0, -1, 1, 2**64, 1e308, "", "x", [], [[]], {}, [1], ["a"], {"a": 1}]
@@ -100,9 +100,11 @@ FIELDS = (
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-async def test_hostile_values_over_http_are_answered_or_refused_and_leave_nothing(doors: Doors, path: str) -> None:
-    free, draw, answered = doors.service.free_blocks(), random.Random(7), 0
-    async with httpx2.AsyncClient(base_url=doors.url, timeout=CALL_SECONDS) as http:
+async def test_hostile_values_over_http_are_answered_or_refused_and_leave_nothing(
+    gateway: LocalGateway, path: str
+) -> None:
+    free, draw, answered = gateway.service.free_blocks(), random.Random(7), 0
+    async with httpx2.AsyncClient(base_url=gateway.url, timeout=CALL_SECONDS) as http:
         for _ in range(NUM_REQUESTS):
             body: dict[str, Any] = {"model": MODEL, "max_tokens": 2}
             body |= (
@@ -118,8 +120,8 @@ async def test_hostile_values_over_http_are_answered_or_refused_and_leave_nothin
                 answered += 1
             else:
                 assert answer.json()["error"]["message"], body
-        await doors.wait_idle()
+        await gateway.wait_idle()
         for name in ("x", ""):
             await http.delete(f"/v1/conversations/{name}")
     assert NUM_REQUESTS > answered > NUM_REQUESTS / 10, "both kinds were drawn"
-    assert doors.service.free_blocks() == free
+    assert gateway.service.free_blocks() == free

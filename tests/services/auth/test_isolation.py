@@ -1,4 +1,4 @@
-"""Two tenants at both doors: what is one's does not exist for the other, and strangers get nothing."""
+"""Two tenants at both endpoints: what is one's does not exist for the other, and strangers get nothing."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ import yaml
 
 from cp_core.errors import Busy, CapacityExceeded, Forbidden, NotFound, RingserveError, Unauthenticated
 from ringserve.v1 import inference_pb2, inference_pb2_grpc
-from services.auth.doorkeeper import Doorkeeper
+from services.auth.authenticator import Authenticator, TokenFile
 from services.auth.tenants import hash_of
-from services.auth.token_file import TokenFile
 from services.client import AsyncClient, Sampling
 from services.client.retries import NO_RETRIES
 from services.gateway.text import TextCodec
-from tests.services.doors import CALL_SECONDS, MODEL, Doors
+from tests.services.local_gateway import CALL_SECONDS, MODEL, LocalGateway
 from tests.workers.models import random_tokens
 
 THREE = Sampling(max_tokens=3, temperature=0.0)
@@ -36,20 +35,20 @@ TOKENS = {
 
 
 @pytest.fixture
-async def guarded(model_path: Path, codec: TextCodec, tmp_path: Path) -> AsyncIterator[Doors]:
+async def guarded(model_path: Path, codec: TextCodec, tmp_path: Path) -> AsyncIterator[LocalGateway]:
     file = tmp_path / "tokens.yaml"
     file.write_text(yaml.safe_dump(TOKENS).replace("'2020-01-01T00:00:00Z'", "2020-01-01T00:00:00Z"))
-    async with Doors(model_path, codec, Doorkeeper(TokenFile(file))) as doors:
-        yield doors
-        await doors.wait_idle()
-        doors.service.check_integrity()
+    async with LocalGateway(model_path, codec, Authenticator(TokenFile(file))) as gateway:
+        yield gateway
+        await gateway.wait_idle()
+        gateway.service.check_integrity()
 
 
-def client_of(doors: Doors, token: str) -> AsyncClient:
-    return AsyncClient(doors.target, token=token, retry=NO_RETRIES)
+def client_of(gateway: LocalGateway, token: str) -> AsyncClient:
+    return AsyncClient(gateway.target, token=token, retry=NO_RETRIES)
 
 
-async def test_a_conversation_is_its_tenants_alone(guarded: Doors) -> None:
+async def test_a_conversation_is_its_tenants_alone(guarded: LocalGateway) -> None:
     prompt = random_tokens(40)
     async with client_of(guarded, "a-token") as acme, client_of(guarded, "b-token") as beta:
         first = await acme.ask(prompt, conversation_id="diary", sampling=THREE)
@@ -77,7 +76,7 @@ async def test_a_conversation_is_its_tenants_alone(guarded: Doors) -> None:
         await acme.delete_conversation("diary")
 
 
-async def test_a_running_turn_is_its_tenants_alone_to_see_and_to_abort(guarded: Doors) -> None:
+async def test_a_running_turn_is_its_tenants_alone_to_see_and_to_abort(guarded: LocalGateway) -> None:
     async with client_of(guarded, "a-token") as acme, client_of(guarded, "b-token") as beta:
         stream = acme.stream("x", conversation_id="c", request_id="r", sampling=LONG)
         await anext(stream)
@@ -99,7 +98,7 @@ async def test_a_running_turn_is_its_tenants_alone_to_see_and_to_abort(guarded: 
             await stream.answer()
 
 
-async def test_a_tenant_lists_and_forks_its_own_conversations_only(guarded: Doors) -> None:
+async def test_a_tenant_lists_and_forks_its_own_conversations_only(guarded: LocalGateway) -> None:
     async with client_of(guarded, "a-token") as acme, client_of(guarded, "b-token") as beta:
         for client, names in ((acme, ("one", "two", "three")), (beta, ("one",))):
             for name in names:
@@ -122,7 +121,7 @@ async def test_a_tenant_lists_and_forks_its_own_conversations_only(guarded: Door
         await beta.delete_conversation("one")
 
 
-async def test_over_http_it_is_the_same(guarded: Doors) -> None:
+async def test_over_http_it_is_the_same(guarded: LocalGateway) -> None:
     extra: dict[str, Any] = {"extra_body": {"conversation_id": "web", "request_id": "web-1"}}
     asked: dict[str, Any] = {"model": MODEL, "prompt": random_tokens(40), "max_tokens": 3, "temperature": 0}
     append: dict[str, Any] = {"extra_body": {"conversation_id": "web", "prompt_mode": "append"}}
@@ -158,7 +157,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("sent", "said"), WRONG.values(), ids=WRONG.keys())
-async def test_strangers_get_nothing_over_grpc(guarded: Doors, sent: str | None, said: str) -> None:
+async def test_strangers_get_nothing_over_grpc(guarded: LocalGateway, sent: str | None, said: str) -> None:
     metadata = (("authorization", sent),) if sent else ()
     async with guarded.channel() as channel:
         stub: Any = inference_pb2_grpc.InferenceStub(channel)
@@ -182,7 +181,7 @@ async def test_strangers_get_nothing_over_grpc(guarded: Doors, sent: str | None,
 
 
 @pytest.mark.parametrize(("sent", "said"), WRONG.values(), ids=WRONG.keys())
-async def test_strangers_get_nothing_over_http(guarded: Doors, sent: str | None, said: str) -> None:
+async def test_strangers_get_nothing_over_http(guarded: LocalGateway, sent: str | None, said: str) -> None:
     headers = {"authorization": sent} if sent else {}
     async with httpx2.AsyncClient(base_url=guarded.url, headers=headers, timeout=CALL_SECONDS) as http:
         for method, path in (
@@ -202,7 +201,7 @@ async def test_strangers_get_nothing_over_http(guarded: Doors, sent: str | None,
         assert (await http.get("/health")).status_code == 200  # probes have no token
 
 
-async def test_the_state_of_the_service_is_for_operators(guarded: Doors) -> None:
+async def test_the_state_of_the_service_is_for_operators(guarded: LocalGateway) -> None:
     async with client_of(guarded, "o-token") as ops, client_of(guarded, "a-token") as acme:
         assert len((await ops.server_info()).rings) == 2
         with pytest.raises(Forbidden, match="'acme' is no operator"):
@@ -210,7 +209,7 @@ async def test_the_state_of_the_service_is_for_operators(guarded: Doors) -> None
         assert (await acme.model_info()).vocab_size == 300
 
 
-async def test_a_tenants_limit_holds_over_both_doors_and_touches_no_other(guarded: Doors) -> None:
+async def test_a_tenants_limit_holds_over_both_endpoints_and_touches_no_other(guarded: LocalGateway) -> None:
     async with client_of(guarded, "a-token") as acme, client_of(guarded, "b-token") as beta:
         async with acme.stream("x", sampling=LONG) as one, acme.stream("x", sampling=LONG) as two:
             await anext(one)
@@ -227,7 +226,7 @@ async def test_a_tenants_limit_holds_over_both_doors_and_touches_no_other(guarde
         await acme.ask("x", sampling=THREE)
 
 
-async def test_no_secret_is_ever_logged(guarded: Doors, caplog: pytest.LogCaptureFixture) -> None:
+async def test_no_secret_is_ever_logged(guarded: LocalGateway, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("DEBUG")
     async with client_of(guarded, "a-token") as acme, client_of(guarded, "stolen-token") as thief:
         await acme.ask("x", sampling=THREE)

@@ -1,4 +1,4 @@
-"""The limit of a tenant's KV, over both doors."""
+"""The limit of a tenant's KV, over both endpoints."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ import pytest
 import yaml
 
 from cp_core.errors import CapacityExceeded, InvalidRequest
-from services.auth.doorkeeper import Doorkeeper
+from services.auth.authenticator import Authenticator, TokenFile
 from services.auth.tenants import hash_of
-from services.auth.token_file import TokenFile
 from services.client import Sampling
 from services.gateway.text import TextCodec
 from tests.services.auth.test_isolation import client_of
-from tests.services.doors import MODEL, Doors
+from tests.services.local_gateway import MODEL, LocalGateway
 from tests.workers.models import random_tokens
 
 TENANTS = {
@@ -29,16 +28,16 @@ LONG = Sampling(max_tokens=2500, ignore_eos=True)
 
 
 @pytest.fixture
-async def limited(model_path: Path, codec: TextCodec, tmp_path: Path) -> AsyncIterator[Doors]:
+async def limited(model_path: Path, codec: TextCodec, tmp_path: Path) -> AsyncIterator[LocalGateway]:
     file = tmp_path / "tenants.yaml"
     file.write_text(yaml.safe_dump(TENANTS))
-    async with Doors(model_path, codec, Doorkeeper(TokenFile(file))) as doors:
-        yield doors
-        await doors.wait_idle()
-        doors.service.check_integrity()
+    async with LocalGateway(model_path, codec, Authenticator(TokenFile(file))) as gateway:
+        yield gateway
+        await gateway.wait_idle()
+        gateway.service.check_integrity()
 
 
-async def test_what_does_not_fit_beside_running_turns_is_refused_with_limit_and_load(limited: Doors) -> None:
+async def test_what_does_not_fit_beside_running_turns_is_refused_with_limit_and_load(limited: LocalGateway) -> None:
     prompt = random_tokens(50)
     async with client_of(limited, "s-token") as small, client_of(limited, "f-token") as free:
         async with small.stream(prompt, sampling=LONG) as stream:
@@ -58,7 +57,7 @@ async def test_what_does_not_fit_beside_running_turns_is_refused_with_limit_and_
         await small.ask(prompt, sampling=Sampling(max_tokens=10))
 
 
-async def test_what_could_never_be_is_bad_input_at_both_doors(limited: Doors) -> None:
+async def test_what_could_never_be_is_bad_input_at_both_endpoints(limited: LocalGateway) -> None:
     said = "50 prompt tokens and max_tokens 2951 make 3001, and tenant 'small' may hold at most 3000 KV tokens"
     async with client_of(limited, "s-token") as small, limited.openai(api_key="s-token") as http:
         with pytest.raises(InvalidRequest, match=said):

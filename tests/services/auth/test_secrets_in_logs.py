@@ -13,13 +13,12 @@ import yaml
 
 from cp_core.errors import RingserveError
 from ringserve.v1 import inference_pb2, inference_pb2_grpc
-from services.auth.doorkeeper import Doorkeeper
+from services.auth.authenticator import Authenticator, TokenFile
 from services.auth.tenants import hash_of, new_token
-from services.auth.token_file import TokenFile
 from services.client import AsyncClient, Sampling
 from services.client.retries import NO_RETRIES
 from services.gateway.text import TextCodec
-from tests.services.doors import CALL_SECONDS, MODEL, Doors
+from tests.services.local_gateway import CALL_SECONDS, MODEL, LocalGateway
 from workers.protocol.steps import RankDoors, RingSpec
 
 KNOWN, UNKNOWN, EXPIRED = (new_token() for _ in range(3))
@@ -34,7 +33,7 @@ HEADERS = (
 
 
 @pytest.fixture
-async def guarded(model_path: Path, codec: TextCodec, tmp_path: Path) -> AsyncIterator[Doors]:
+async def guarded(model_path: Path, codec: TextCodec, tmp_path: Path) -> AsyncIterator[LocalGateway]:
     file = tmp_path / "tokens.yaml"
     tenants = [
         {"name": "acme", "tokens": [{"sha256": hash_of(KNOWN)}]},
@@ -42,13 +41,13 @@ async def guarded(model_path: Path, codec: TextCodec, tmp_path: Path) -> AsyncIt
     ]
     text = yaml.safe_dump({"tenants": tenants}).replace("'2020-01-01T00:00:00+00:00'", "2020-01-01T00:00:00+00:00")
     file.write_text(text)
-    async with Doors(model_path, codec, Doorkeeper(TokenFile(file))) as doors:
-        yield doors
+    async with LocalGateway(model_path, codec, Authenticator(TokenFile(file))) as gateway:
+        yield gateway
 
 
-async def over_grpc(doors: Doors, header: str) -> str:
-    """How a call ends, in the door's words."""
-    async with doors.channel() as channel:
+async def over_grpc(gateway: LocalGateway, header: str) -> str:
+    """How a call ends, in the server's words."""
+    async with gateway.channel() as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
         request = inference_pb2.GetModelInfoRequest()
         try:
@@ -58,8 +57,8 @@ async def over_grpc(doors: Doors, header: str) -> str:
     return "served"
 
 
-async def over_http(doors: Doors, header: str) -> str:
-    async with httpx2.AsyncClient(base_url=doors.url, timeout=CALL_SECONDS) as http:
+async def over_http(gateway: LocalGateway, header: str) -> str:
+    async with httpx2.AsyncClient(base_url=gateway.url, timeout=CALL_SECONDS) as http:
         body = {"model": MODEL, "prompt": "x", "max_tokens": 2}
         answer = await http.post("/v1/completions", json=body, headers={"Authorization": header})
         broken = await http.post("/v1/completions", content=b"{", headers={"Authorization": header})
@@ -67,7 +66,7 @@ async def over_http(doors: Doors, header: str) -> str:
 
 
 async def test_tokens_of_requests_are_in_no_log_and_in_no_answer(
-    guarded: Doors, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+    guarded: LocalGateway, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with caplog.at_level(logging.DEBUG):
         for name in ("uvicorn", "uvicorn.error", "uvicorn.access", "grpc", "asyncio"):

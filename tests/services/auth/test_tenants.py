@@ -9,10 +9,8 @@ import pytest
 import yaml
 
 from cp_core.errors import CapacityExceeded, ConfigError, Forbidden, InvalidRequest, Unauthenticated
-from services.auth.doorkeeper import Doorkeeper
-from services.auth.limits import TenantLimits
+from services.auth.authenticator import Authenticator, TenantLimits, TokenFile
 from services.auth.tenants import ANYBODY, Tenant, hash_of, new_token
-from services.auth.token_file import TokenFile
 
 NOW = 1_800_000_000.0  # in January 2027
 
@@ -151,12 +149,12 @@ def test_new_tokens_differ_and_fit_a_header() -> None:
 
 
 def test_without_tokens_everybody_is_one_tenant_who_may_ask_anything() -> None:
-    doorkeeper = Doorkeeper()
+    authenticator = Authenticator()
     for sent in (None, "Bearer whatever", "nonsense"):
-        assert doorkeeper.tenant_of(sent) is ANYBODY
-    doorkeeper.check_operator(ANYBODY)
+        assert authenticator.tenant_of(sent) is ANYBODY
+    authenticator.check_operator(ANYBODY)
     with pytest.raises(Forbidden, match="tenant 'acme' is no operator"):
-        doorkeeper.check_operator(Tenant(name="acme"))
+        authenticator.check_operator(Tenant(name="acme"))
 
 
 def test_a_tenant_runs_no_more_turns_at_a_time_than_it_may() -> None:

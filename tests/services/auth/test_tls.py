@@ -1,4 +1,4 @@
-"""TLS and mutual TLS at both doors and between our own processes, with certificates that are right and wrong."""
+"""TLS and mutual TLS at both endpoints and between our own processes, with certificates that are right and wrong."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from cp_core.errors import ConfigError, RingserveError, Unavailable
 from cp_core.transport.peer_tls import PeerTls
 from orchestration.protocol.views import ServerView
-from services.auth.tls import DoorTls, peer_server
+from services.auth.tls import ServerTls, peer_server
 from services.client import AsyncClient, Client, Sampling, TlsFiles
 from services.client.retries import NO_RETRIES
 from services.gateway.text import TextCodec
@@ -24,41 +24,43 @@ from services.rpc.server import GrpcServer
 from services.rpc.servicers import RouterServicer
 from services.telemetry.metrics.router import RouterMetrics, RouterView
 from tests.services.auth.certificates import Authority
-from tests.services.doors import CALL_SECONDS, MODEL, Doors
+from tests.services.local_gateway import CALL_SECONDS, MODEL, LocalGateway
 
 THREE = Sampling(max_tokens=3)
 
 
-def door_tls(authority: Authority, *, is_mutual: bool) -> DoorTls:
+def server_tls(authority: Authority, *, is_mutual: bool) -> ServerTls:
     server = authority.sign("gateway")
-    return DoorTls(cert=str(server.cert), key=str(server.key), client_ca=str(authority.own.cert) if is_mutual else "")
+    return ServerTls(cert=str(server.cert), key=str(server.key), client_ca=str(authority.own.cert) if is_mutual else "")
 
 
 @pytest.fixture
-async def secure(model_path: Path, codec: TextCodec, authority: Authority) -> AsyncIterator[Doors]:
-    async with Doors(model_path, codec, tls=door_tls(authority, is_mutual=False)) as doors:
-        yield doors
+async def secure(model_path: Path, codec: TextCodec, authority: Authority) -> AsyncIterator[LocalGateway]:
+    async with LocalGateway(model_path, codec, tls=server_tls(authority, is_mutual=False)) as gateway:
+        yield gateway
 
 
 @pytest.fixture
-async def mutual(model_path: Path, codec: TextCodec, authority: Authority) -> AsyncIterator[Doors]:
-    async with Doors(model_path, codec, tls=door_tls(authority, is_mutual=True)) as doors:
-        yield doors
+async def mutual(model_path: Path, codec: TextCodec, authority: Authority) -> AsyncIterator[LocalGateway]:
+    async with LocalGateway(model_path, codec, tls=server_tls(authority, is_mutual=True)) as gateway:
+        yield gateway
 
 
-async def grpc_answer(doors: Doors, tls: TlsFiles | None) -> int:
+async def grpc_answer(gateway: LocalGateway, tls: TlsFiles | None) -> int:
     """Tokens of an answer over gRPC."""
-    async with AsyncClient(doors.target, tls=tls, retry=NO_RETRIES) as client:
+    async with AsyncClient(gateway.target, tls=tls, retry=NO_RETRIES) as client:
         return (await client.ask("x", sampling=THREE, timeout=10)).usage.completion_tokens
 
 
-async def http_status(doors: Doors, context: ssl.SSLContext) -> int:
-    async with httpx2.AsyncClient(base_url=doors.url, verify=context, timeout=CALL_SECONDS) as http:
+async def http_status(gateway: LocalGateway, context: ssl.SSLContext) -> int:
+    async with httpx2.AsyncClient(base_url=gateway.url, verify=context, timeout=CALL_SECONDS) as http:
         body = {"model": MODEL, "prompt": "x", "max_tokens": 3}
         return (await http.post("/v1/completions", json=body)).status_code
 
 
-async def test_both_doors_answer_by_tls_who_trusts_the_authority(secure: Doors, authority: Authority) -> None:
+async def test_both_endpoints_answer_by_tls_a_client_that_trusts_the_authority(
+    secure: LocalGateway, authority: Authority
+) -> None:
     assert secure.url.startswith("https://")
     assert await grpc_answer(secure, TlsFiles(ca=authority.own.cert)) == 3
     assert await http_status(secure, ssl.create_default_context(cafile=str(authority.own.cert))) == 200
@@ -70,7 +72,7 @@ async def test_both_doors_answer_by_tls_who_trusts_the_authority(secure: Doors, 
     assert await asyncio.to_thread(by_threads) == 3
 
 
-async def test_a_door_with_tls_answers_nobody_without(secure: Doors) -> None:
+async def test_a_door_with_tls_answers_nobody_without(secure: LocalGateway) -> None:
     with pytest.raises(Unavailable):
         await grpc_answer(secure, None)
     async with httpx2.AsyncClient(base_url=secure.url.replace("https", "http"), timeout=10) as http:
@@ -78,7 +80,7 @@ async def test_a_door_with_tls_answers_nobody_without(secure: Doors) -> None:
             await http.get("/health")
 
 
-async def test_a_client_refuses_a_server_of_another_authority(secure: Doors, stranger: Authority) -> None:
+async def test_a_client_refuses_a_server_of_another_authority(secure: LocalGateway, stranger: Authority) -> None:
     with pytest.raises(Unavailable):
         await grpc_answer(secure, TlsFiles(ca=stranger.own.cert))
     with pytest.raises(httpx2.ConnectError):
@@ -86,7 +88,7 @@ async def test_a_client_refuses_a_server_of_another_authority(secure: Doors, str
 
 
 async def test_mutual_tls_lets_in_only_whom_the_authority_signed(
-    mutual: Doors, authority: Authority, stranger: Authority
+    mutual: LocalGateway, authority: Authority, stranger: Authority
 ) -> None:
     known, unknown = authority.sign("client"), stranger.sign("client")
     ca = authority.own.cert
@@ -112,12 +114,12 @@ async def test_a_name_that_is_not_the_servers_is_refused_unless_it_is_told(
     model_path: Path, codec: TextCodec, authority: Authority
 ) -> None:
     server = authority.sign("elsewhere", "DNS:gateway.example")
-    tls = DoorTls(cert=str(server.cert), key=str(server.key))
-    async with Doors(model_path, codec, tls=tls) as doors:
+    tls = ServerTls(cert=str(server.cert), key=str(server.key))
+    async with LocalGateway(model_path, codec, tls=tls) as gateway:
         with pytest.raises(Unavailable):
-            await grpc_answer(doors, TlsFiles(ca=authority.own.cert))
+            await grpc_answer(gateway, TlsFiles(ca=authority.own.cert))
         named = TlsFiles(ca=authority.own.cert, server_name="gateway.example")
-        assert await grpc_answer(doors, named) == 3
+        assert await grpc_answer(gateway, named) == 3
 
 
 class View:
@@ -165,11 +167,11 @@ def test_files_that_cannot_be_used_are_named(authority: Authority, tmp_path: Pat
     nothing.write_text("nothing")
     cert, key = str(signed.cert), str(signed.key)
     for cause, said in (
-        (DoorTls(cert=f"{tmp_path}/none.pem", key=key), "tls.cert: .*none.pem cannot be read"),
-        (DoorTls(cert=cert, key=f"{tmp_path}/none.key"), "tls.key: .*none.key cannot be read"),
-        (DoorTls(cert=cert, key=str(other.key)), "tls.cert: .* are no certificate and its key"),
-        (DoorTls(cert=str(nothing), key=key), "tls.cert: .* are no certificate and its key"),
-        (DoorTls(cert=cert, key=key, client_ca=str(nothing)), "tls.client_ca: .* holds no certificate"),
+        (ServerTls(cert=f"{tmp_path}/none.pem", key=key), "tls.cert: .*none.pem cannot be read"),
+        (ServerTls(cert=cert, key=f"{tmp_path}/none.key"), "tls.key: .*none.key cannot be read"),
+        (ServerTls(cert=cert, key=str(other.key)), "tls.cert: .* are no certificate and its key"),
+        (ServerTls(cert=str(nothing), key=key), "tls.cert: .* are no certificate and its key"),
+        (ServerTls(cert=cert, key=key, client_ca=str(nothing)), "tls.client_ca: .* holds no certificate"),
     ):
         for make in (cause.grpc_credentials, cause.http_context):
             with pytest.raises(ConfigError, match=said):
@@ -182,8 +184,8 @@ def test_files_that_cannot_be_used_are_named(authority: Authority, tmp_path: Pat
         TlsFiles(ca=tmp_path / "none.pem").credentials()
 
 
-async def test_oversized_metadata_and_messages_are_refused_and_harm_nothing(doors: Doors) -> None:
-    async with doors.channel() as channel:
+async def test_oversized_metadata_and_messages_are_refused_and_harm_nothing(gateway: LocalGateway) -> None:
+    async with gateway.channel() as channel:
         generate: Any = channel.unary_stream("/ringserve.v1.Inference/Generate")
         model: Any = channel.unary_unary("/ringserve.v1.Inference/GetModelInfo")
         nothing: Any = channel.unary_unary("/ringserve.v1.Inference/Nothing")
@@ -202,7 +204,7 @@ async def test_oversized_metadata_and_messages_are_refused_and_harm_nothing(door
                 await call
             assert caught.value.code().name == status, what
             assert "Traceback" not in (caught.value.details() or "")
-    assert await grpc_answer(doors, None) == 3
+    assert await grpc_answer(gateway, None) == 3
     with pytest.raises(RingserveError):
-        async with AsyncClient(doors.target, retry=NO_RETRIES) as client:
+        async with AsyncClient(gateway.target, retry=NO_RETRIES) as client:
             await client.ask([300])

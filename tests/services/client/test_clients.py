@@ -22,7 +22,7 @@ from services.client import AsyncClient, Client, Message, RetryPolicy, Sampling
 from services.gateway.text import TextCodec
 from services.rpc.errors import answer_stream
 from services.rpc.server import GrpcServer
-from tests.services.doors import Doors
+from tests.services.local_gateway import LocalGateway
 from tests.workers.models import Oracle, random_tokens
 
 FIVE = Sampling(max_tokens=5, temperature=0.0)
@@ -31,8 +31,8 @@ QUICK = RetryPolicy(max_attempts=3, first_delay_seconds=0.02)
 
 
 @pytest.fixture
-async def client(doors: Doors) -> AsyncIterator[AsyncClient]:
-    async with AsyncClient(doors.target, retry=QUICK) as client:
+async def client(gateway: LocalGateway) -> AsyncIterator[AsyncClient]:
+    async with AsyncClient(gateway.target, retry=QUICK) as client:
         yield client
 
 
@@ -52,11 +52,11 @@ async def test_an_answer_is_exact_typed_and_accounted_for(client: AsyncClient, o
     assert {item.algorithm for item in plan.alternatives} >= {"pass_kv", "pass_q"}
 
 
-async def test_of_several_gateways_the_next_is_called_where_one_has_ended(doors: Doors) -> None:
+async def test_of_several_gateways_the_next_is_called_where_one_has_ended(gateway: LocalGateway) -> None:
     first = GrpcServer()
     register = inference_pb2_grpc.add_InferenceServicer_to_server
-    first.add("ringserve.v1.Inference", lambda target: register(doors.servicer, target))
-    target = f"ipv4:{await first.start('127.0.0.1:0')},{doors.target}"
+    first.add("ringserve.v1.Inference", lambda target: register(gateway.servicer, target))
+    target = f"ipv4:{await first.start('127.0.0.1:0')},{gateway.target}"
     async with AsyncClient(target, retry=RetryPolicy(max_attempts=1)) as client:
         stream = client.stream("x", conversation_id="c", sampling=Sampling(max_tokens=100, ignore_eos=True))
         await anext(stream)
@@ -97,18 +97,18 @@ async def test_a_conversation_sends_only_what_is_new(client: AsyncClient, oracle
         await talk.info()
 
 
-async def test_leaving_a_stream_ends_its_turn(doors: Doors, client: AsyncClient) -> None:
-    free = doors.service.free_blocks()
+async def test_leaving_a_stream_ends_its_turn(gateway: LocalGateway, client: AsyncClient) -> None:
+    free = gateway.service.free_blocks()
     async with client.stream("x", sampling=LONG) as stream:
         await anext(stream)
-    await doors.wait_idle()
-    assert doors.service.free_blocks() == free
+    await gateway.wait_idle()
+    assert gateway.service.free_blocks() == free
 
 
-async def test_a_timeout_ends_the_turn_and_says_so(doors: Doors, client: AsyncClient) -> None:
+async def test_a_timeout_ends_the_turn_and_says_so(gateway: LocalGateway, client: AsyncClient) -> None:
     with pytest.raises(DeadlineExceeded):
         await client.ask("x", sampling=LONG, timeout=0.4)
-    await doors.wait_idle()
+    await gateway.wait_idle()
 
 
 async def test_the_other_calls_answer(client: AsyncClient) -> None:
@@ -117,11 +117,11 @@ async def test_the_other_calls_answer(client: AsyncClient) -> None:
     assert list((await client.abort(["nobody"])).unknown) == ["nobody"]
 
 
-async def test_threads_have_the_same_client(doors: Doors, oracle: Oracle) -> None:
+async def test_threads_have_the_same_client(gateway: LocalGateway, oracle: Oracle) -> None:
     prompt = random_tokens(40)
 
     def talk() -> None:
-        with Client(doors.target) as client:
+        with Client(gateway.target) as client:
             conversation = client.talk("threads")
             first = conversation.ask(prompt, sampling=FIVE)
             assert list(first.token_ids) == oracle.greedy(prompt, 5)

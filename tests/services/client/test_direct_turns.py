@@ -15,37 +15,37 @@ from services.rpc.peers import GrpcPeers
 from services.rpc.server import GrpcServer
 from services.rpc.servicers import RingServicer
 from tests.orchestration.service import Service
-from tests.services.doors import Doors
+from tests.services.local_gateway import LocalGateway
 from tests.workers.models import Oracle, random_tokens
 
 FIVE = Sampling(max_tokens=5, temperature=0.0)
 
 
 @pytest.fixture
-async def doors(model_path: Path, codec: TextCodec, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Doors]:
+async def gateway(model_path: Path, codec: TextCodec, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[LocalGateway]:
     """Router, prefill leader and gateway reach the decode leader by its service only; the prefill ring is busy."""
     monkeypatch.setattr(RegisteredRing, "queue_seconds", lambda self, now: 60.0 if self.role == "prefill" else 0.0)
     service = Service(model_path, 2, 3, max_direct_tokens=32)
-    async with Doors(model_path, codec, service=service) as doors:
-        server, peers, leader = GrpcServer(), GrpcPeers(), doors.service.decode
+    async with LocalGateway(model_path, codec, service=service) as gateway:
+        server, peers, leader = GrpcServer(), GrpcPeers(), gateway.service.decode
         RingServicer(leader).register(server)
         address = await server.start("127.0.0.1:0")
-        direct = doors.service.peers.leader
+        direct = gateway.service.peers.leader
         monkeypatch.setattr(
-            doors.service.peers,
+            gateway.service.peers,
             "leader",
             lambda role, name: peers.leader(role, address) if role == "decode" else direct(role, name),
         )
-        yield doors
-        await doors.wait_idle()
-        doors.service.check_integrity()
+        yield gateway
+        await gateway.wait_idle()
+        gateway.service.check_integrity()
         await peers.close()
         await server.stop(1.0)
 
 
-async def test_a_follow_up_stays_on_the_decode_ring_and_says_so(doors: Doors, oracle: Oracle) -> None:
+async def test_a_follow_up_stays_on_the_decode_ring_and_says_so(gateway: LocalGateway, oracle: Oracle) -> None:
     """Chosen, not asked for."""
-    async with AsyncClient(doors.target) as client:
+    async with AsyncClient(gateway.target) as client:
         history = random_tokens(50)
         history += (await client.ask(history, conversation_id="c", sampling=FIVE)).token_ids
         for number, size in enumerate((1, 6, 4)):
@@ -66,17 +66,17 @@ async def test_a_follow_up_stays_on_the_decode_ring_and_says_so(doors: Doors, or
         long = await client.ask([*history, *random_tokens(33)], conversation_id="c", sampling=FIVE)
         assert long.plan.algorithm in ("pass_kv", "pass_q")
         assert list(long.token_ids) == oracle.greedy([*history, *random_tokens(33)], 5)
-        assert doors.service.prefill.num_turns == 0
-    shown = generate_latest(doors.servicer._metrics.registry).decode()
+        assert gateway.service.prefill.num_turns == 0
+    shown = generate_latest(gateway.servicer._metrics.registry).decode()
     assert 'ringserve_plans_total{algorithm="decode_ring"} 3.0' in shown
     assert 'ringserve_prefill_predicted_ratio_count{algorithm="decode_ring"} 3.0' in shown
     assert 'ringserve_cached_prompt_tokens_total{source="kept_on_decode"}' in shown
 
 
 async def test_a_stop_string_ends_a_follow_up_and_the_next_one_goes_on_from_there(
-    doors: Doors, oracle: Oracle, codec: TextCodec
+    gateway: LocalGateway, oracle: Oracle, codec: TextCodec
 ) -> None:
-    async with AsyncClient(doors.target) as client:
+    async with AsyncClient(gateway.target) as client:
         history = random_tokens(40)
         history += (await client.ask(history, conversation_id="c", sampling=FIVE)).token_ids
         prompt = [*history, 5, 6]

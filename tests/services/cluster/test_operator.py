@@ -1,4 +1,4 @@
-"""What operators ask of the rings, against a router behind its own door."""
+"""What operators ask of the rings, against a router behind its own server."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cp_core.errors import DeadlineExceeded, InvalidRequest, NotFound, Unavailab
 from orchestration.protocol.rings import AWAY
 from orchestration.protocol.views import RingStatus, ServerView
 from services.cluster import operator as rings
-from services.cluster.operator import OperatorsDoor, drain_all, drain_node, drain_ring, restart_ring, undrain_ring
+from services.cluster.operator import RouterAccess, drain_all, drain_node, drain_ring, restart_ring, undrain_ring
 from services.rpc.server import GrpcServer
 from services.rpc.servicers import RouterServicer
 from services.telemetry.metrics.router import RouterMetrics, RouterView
@@ -102,67 +102,67 @@ def told() -> list[str]:
 
 
 @pytest.fixture
-async def door(router: FakeRouter, told: list[str]) -> AsyncIterator[OperatorsDoor]:
+async def access(router: FakeRouter, told: list[str]) -> AsyncIterator[RouterAccess]:
     view = RouterView(conversations=0, running_turns=0)
     metrics = RouterMetrics("auto", lambda: view, asyncio.get_running_loop())
     servicer = RouterServicer(router, metrics)  # type: ignore[arg-type]
     server = GrpcServer()
     servicer.register(server)
     endpoint = await server.start("127.0.0.1:0")
-    yield OperatorsDoor(endpoint=endpoint, tls=None, progress=told.append)
+    yield RouterAccess(endpoint=endpoint, tls=None, progress=told.append)
     await server.stop(0)
 
 
 async def test_a_drain_ends_when_the_ring_has_left_and_tells_what_still_runs(
-    door: OperatorsDoor, router: FakeRouter, told: list[str]
+    access: RouterAccess, router: FakeRouter, told: list[str]
 ) -> None:
-    await drain_ring(door, "prefill-1", seconds=5, force=True)
+    await drain_ring(access, "prefill-1", seconds=5, force=True)
     assert router.asked == [("drain", "prefill-1", "force")]
     assert "prefill-1" not in router.rings
     assert told == ["ring prefill-1 drains, 2 turns are under way"]
 
 
-async def test_a_restart_ends_when_another_incarnation_serves(door: OperatorsDoor, router: FakeRouter) -> None:
-    await restart_ring(door, "decode-0", seconds=5, start_seconds=5)
+async def test_a_restart_ends_when_another_incarnation_serves(access: RouterAccess, router: FakeRouter) -> None:
+    await restart_ring(access, "decode-0", seconds=5, start_seconds=5)
     assert router.asked == [("restart", "decode-0", "")]
     assert router.rings["decode-0"].incarnation == "second"
 
 
 async def test_what_does_not_come_back_in_time_is_said(
-    door: OperatorsDoor, router: FakeRouter, monkeypatch: pytest.MonkeyPatch
+    access: RouterAccess, router: FakeRouter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rings, "LEAVE_SECONDS", 0.0)
     router.stuck.add("decode-0")
     with pytest.raises(DeadlineExceeded, match="ring decode-0 did not serve again within 0 s"):
-        await restart_ring(door, "decode-0", seconds=0, start_seconds=0.01)
+        await restart_ring(access, "decode-0", seconds=0, start_seconds=0.01)
     with pytest.raises(DeadlineExceeded, match="ring decode-0 did not leave within 0 s"):
-        await drain_ring(door, "decode-0", seconds=0.01, force=True)
+        await drain_ring(access, "decode-0", seconds=0.01, force=True)
 
 
-async def test_of_a_node_all_rings_leave_and_no_other(door: OperatorsDoor, router: FakeRouter) -> None:
-    assert await drain_node(door, "10.0.0.1", seconds=5) == ["prefill-0", "decode-0"]
+async def test_of_a_node_all_rings_leave_and_no_other(access: RouterAccess, router: FakeRouter) -> None:
+    assert await drain_node(access, "10.0.0.1", seconds=5) == ["prefill-0", "decode-0"]
     assert router.asked == [("restart", "prefill-0", "10.0.0.1"), ("restart", "decode-0", "10.0.0.1")]
-    assert await drain_node(door, "10.0.0.9", seconds=5) == []
+    assert await drain_node(access, "10.0.0.9", seconds=5) == []
 
 
 async def test_a_ring_that_cannot_be_told_keeps_no_other_from_leaving(
-    door: OperatorsDoor, router: FakeRouter, told: list[str]
+    access: RouterAccess, router: FakeRouter, told: list[str]
 ) -> None:
     router.lost.add("prefill-0")
-    assert await drain_node(door, "10.0.0.1", seconds=5) == ["decode-0"]
-    await drain_all(door, seconds=5)
+    assert await drain_node(access, "10.0.0.1", seconds=5) == ["decode-0"]
+    await drain_all(access, seconds=5)
     assert [asked[1] for asked in router.asked if asked[0] == "drain"] == ["prefill-1", "decode-0"]
     assert told[0] == "ring prefill-0 cannot be drained: the leader of prefill-0 cannot be reached"
 
 
-async def test_what_is_wrong_is_not_taken_for_a_ring_that_is_lost(door: OperatorsDoor) -> None:
+async def test_what_is_wrong_is_not_taken_for_a_ring_that_is_lost(access: RouterAccess) -> None:
     with pytest.raises(InvalidRequest):
-        await drain_node(door, "10.0.0.1", seconds=-1)
+        await drain_node(access, "10.0.0.1", seconds=-1)
     with pytest.raises(NotFound, match="'decode-7' is not known"):
-        await undrain_ring(door, "decode-7", seconds=5)
+        await undrain_ring(access, "decode-7", seconds=5)
 
 
-async def test_a_ring_that_is_called_back_serves(door: OperatorsDoor, router: FakeRouter) -> None:
+async def test_a_ring_that_is_called_back_serves(access: RouterAccess, router: FakeRouter) -> None:
     router.rings["decode-0"] = _with(router.rings["decode-0"], is_draining=True)
-    await undrain_ring(door, "decode-0", seconds=5)
+    await undrain_ring(access, "decode-0", seconds=5)
     assert router.rings["decode-0"].incarnation == "second"

@@ -10,7 +10,7 @@ import pytest
 from cp_core.cost.profile import format_profile, read_profile
 from cp_core.cost.selector import EmpiricalFit
 from cp_core.errors import ConfigError
-from services.cluster.router_profile import empirical_fit, router_profile
+from services.cluster.hosts import empirical_fit, router_profile
 from services.config import RouterConfig, config_from
 
 FIT = EmpiricalFit(alpha=-1.0, beta=1.0, gamma=12.0)

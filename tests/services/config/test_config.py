@@ -261,21 +261,23 @@ TLS = {"cert": "/c.pem", "key": "/k.pem"}
 
 
 @pytest.mark.parametrize("key", ["listen", "http"])
-def test_a_door_that_strangers_would_reach_is_refused_unless_it_is_asked_for(key: str) -> None:
+def test_an_endpoint_that_strangers_would_reach_is_refused_unless_it_is_asked_for(key: str) -> None:
     for address in LOOPBACK:
         assert getattr(config_from({"gateway": {key: address}}).gateway, key) == address
     for address in ELSEWHERE:
-        door = {"gateway": {key: address}}
-        said = refusal(door)
+        endpoint = {"gateway": {key: address}}
+        said = refusal(endpoint)
         assert said.startswith(f"gateway.{key}: {address} is reached from other machines and lacks TLS (tls.cert) and")
         assert "gateway.insecure: true" in said
-        assert refusal(door | {"tls": TLS}).endswith("gateway.insecure: true")
-        assert "lacks TLS (tls.cert);" in refusal(door | {"auth": {"tokens": "/t"}})
-        config_from(door | {"tls": TLS, "auth": {"tokens": "/t"}})
+        assert refusal(endpoint | {"tls": TLS}).endswith("gateway.insecure: true")
+        assert "lacks TLS (tls.cert);" in refusal(endpoint | {"auth": {"tokens": "/t"}})
+        config_from(endpoint | {"tls": TLS, "auth": {"tokens": "/t"}})
         config_from({"gateway": {key: address, "insecure": True}})
 
 
-def test_plain_doors_are_the_default_and_files_of_keys_are_found_from_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_endpoints_are_the_default_and_files_of_keys_are_found_from_anywhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert (Config().tls.files, Config().internal_tls.files, Config().auth.tokens) == (None, None, "")
     monkeypatch.chdir("/")
     config = config_from(
@@ -285,10 +287,10 @@ def test_plain_doors_are_the_default_and_files_of_keys_are_found_from_anywhere(m
             "auth": {"tokens": "t"},
         }
     )
-    door, peer = config.tls.files, config.internal_tls.files
-    assert door is not None
+    server, peer = config.tls.files, config.internal_tls.files
+    assert server is not None
     assert peer is not None
-    assert (door.cert, door.key, door.client_ca) == ("/a/c.pem", "/a/k.pem", "")
+    assert (server.cert, server.key, server.client_ca) == ("/a/c.pem", "/a/k.pem", "")
     assert (peer.cert, peer.key, peer.ca, peer.server_name) == ("/c", "/k", "/ca", "inside")
     assert config.auth.tokens == "/t"
 

@@ -14,7 +14,7 @@ import yaml
 
 from cp_core.errors import ConfigError
 from services.config import Config, config_from, load_config
-from services.config.pools import MAX_POOLS
+from services.config.rings import MAX_POOLS
 
 Values = dict[str, dict[str, Any]]
 

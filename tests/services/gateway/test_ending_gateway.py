@@ -10,59 +10,63 @@ import pytest
 from cp_core.errors import Unavailable
 from services.client import AsyncClient, Sampling
 from services.client.retries import NO_RETRIES
-from services.gateway.turns_under_way import TurnsUnderWay
-from tests.services.door_fixtures import codec, doors, model_path
-from tests.services.doors import Doors
+from services.gateway.turn_stream import TurnsUnderWay
+from tests.services.local_gateway import LocalGateway, codec, gateway, model_path
 from tests.waiting import eventually
 
-__all__ = ["codec", "doors", "model_path"]
+__all__ = ["codec", "gateway", "model_path"]
 
 GRACE_SECONDS = 60.0
 
 
-def ending(doors: Doors, hurry: asyncio.Event, grace: float = GRACE_SECONDS) -> asyncio.Task[None]:
-    return asyncio.create_task(doors.servicer.end_turns(grace, hurry))
+def ending(gateway: LocalGateway, hurry: asyncio.Event, grace: float = GRACE_SECONDS) -> asyncio.Task[None]:
+    return asyncio.create_task(gateway.servicer.end_turns(grace, hurry))
 
 
-async def test_turns_end_by_themselves_and_that_is_all_that_is_waited_for(doors: Doors) -> None:
-    async with AsyncClient(doors.target) as client:
+async def test_turns_end_by_themselves_and_that_is_all_that_is_waited_for(gateway: LocalGateway) -> None:
+    async with AsyncClient(gateway.target) as client:
         stream = client.stream("x", sampling=Sampling(max_tokens=200, ignore_eos=True))
         await anext(stream)
-        stopping = ending(doors, asyncio.Event())
+        stopping = ending(gateway, asyncio.Event())
         answer = await stream.answer()
         assert len(answer.token_ids) == 200
         async with asyncio.timeout(GRACE_SECONDS / 2):
             await stopping
 
 
-async def test_where_no_turn_runs_nothing_is_waited_for(doors: Doors) -> None:
+async def test_where_no_turn_runs_nothing_is_waited_for(gateway: LocalGateway) -> None:
     async with asyncio.timeout(GRACE_SECONDS / 2):
-        await ending(doors, asyncio.Event())
+        await ending(gateway, asyncio.Event())
 
 
 @pytest.mark.parametrize("grace", [0.05, GRACE_SECONDS])
 async def test_turns_that_outlast_their_time_or_somebodys_patience_are_ended_everywhere(
-    doors: Doors, grace: float
+    gateway: LocalGateway, grace: float
 ) -> None:
-    free, hurry = doors.service.free_blocks(), asyncio.Event()
-    async with AsyncClient(doors.target, retry=NO_RETRIES) as client:
+    free, hurry = gateway.service.free_blocks(), asyncio.Event()
+    async with AsyncClient(gateway.target, retry=NO_RETRIES) as client:
         stream = client.stream("x", sampling=Sampling(max_tokens=8000, ignore_eos=True))
         await anext(stream)
-        stopping = ending(doors, hurry, grace)
+        stopping = ending(gateway, hurry, grace)
         if grace == GRACE_SECONDS:
             hurry.set()
         with pytest.raises(Unavailable, match="the gateway is stopping; retry at another"):
             await stream.answer()
         async with asyncio.timeout(GRACE_SECONDS / 2):
             await stopping
-    assert doors.service.free_blocks() == free
+    assert gateway.service.free_blocks() == free
 
 
 @pytest.mark.parametrize("is_begun", [True, False])
 async def test_who_reads_hears_of_it_whatever_rings_and_router_do(
-    doors: Doors, is_begun: bool, monkeypatch: pytest.MonkeyPatch
+    gateway: LocalGateway, is_begun: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    router, free, asked, answers = doors.service.router, doors.service.free_blocks(), asyncio.Event(), asyncio.Event()
+    router, free, asked, answers = (
+        gateway.service.router,
+        gateway.service.free_blocks(),
+        asyncio.Event(),
+        asyncio.Event(),
+    )
 
     async def never(request: Any) -> Any:
         asked.set()
@@ -71,11 +75,11 @@ async def test_who_reads_hears_of_it_whatever_rings_and_router_do(
     monkeypatch.setattr(router, "abort_requests", never)
     if not is_begun:
         monkeypatch.setattr(router, "begin_turn", never)
-    async with AsyncClient(doors.target, retry=NO_RETRIES) as client:
+    async with AsyncClient(gateway.target, retry=NO_RETRIES) as client:
         stream = client.stream("x", sampling=Sampling(max_tokens=8000, ignore_eos=True))
         answer = asyncio.create_task(stream.answer())
-        await (eventually(lambda: doors.service.decode.num_running == 1) if is_begun else asked.wait())
-        stopping = ending(doors, asyncio.Event(), 0.0)
+        await (eventually(lambda: gateway.service.decode.num_running == 1) if is_begun else asked.wait())
+        stopping = ending(gateway, asyncio.Event(), 0.0)
         with pytest.raises(Unavailable, match="the gateway is stopping; retry at another"):
             await answer
         assert not stopping.done()
@@ -83,7 +87,7 @@ async def test_who_reads_hears_of_it_whatever_rings_and_router_do(
         await stopping
         with pytest.raises(Unavailable, match="the gateway is stopping; retry at another"):
             await client.stream("x").answer()
-    await eventually(lambda: doors.service.free_blocks() == free)
+    await eventually(lambda: gateway.service.free_blocks() == free)
 
 
 async def test_a_client_that_hangs_up_while_the_gateway_stops_is_no_failure() -> None:

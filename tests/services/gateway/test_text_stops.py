@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.text import REPLACEMENT, IncrementalText, TextCodec
-from services.gateway.text_stops import AnswerText, StopRule
+from services.gateway.text import REPLACEMENT, AnswerText, IncrementalText, StopRule, TextCodec
 
 # Few letters, of one to four bytes, so that stop strings are found, begun and broken off.
 letters = st.text("ab€😀", max_size=24)

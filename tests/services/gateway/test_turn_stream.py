@@ -26,8 +26,7 @@ from orchestration.protocol.turns import (
     TurnRequest,
 )
 from ringserve.v1 import inference_pb2
-from services.gateway.text import REPLACEMENT, IncrementalText, TextCodec
-from services.gateway.text_stops import AnswerText, StopRule
+from services.gateway.text import REPLACEMENT, AnswerText, IncrementalText, StopRule, TextCodec
 from services.gateway.turn_stream import TurnStream
 from workers.protocol.steps import Algorithm, FinishReason, Sampling, TokenLogprobs
 

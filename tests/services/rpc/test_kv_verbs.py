@@ -20,7 +20,7 @@ from tests.workers.models import random_tokens, save_model
 
 
 async def serve(leader: Leader, peers: GrpcPeers) -> GrpcServer:
-    """Put a leader behind a door of its own, and let it reach others through theirs."""
+    """Put a leader behind a server of its own, and let it reach others through theirs."""
     server = GrpcServer(None)
     RingServicer(leader).register(server)
     leader.endpoint = await server.start("127.0.0.1:0")
@@ -29,7 +29,7 @@ async def serve(leader: Leader, peers: GrpcPeers) -> GrpcServer:
 
 
 @pytest.fixture
-async def behind_doors(tmp_path: Path) -> AsyncIterator[tuple[Service, GrpcPeers]]:
+async def behind_servers(tmp_path: Path) -> AsyncIterator[tuple[Service, GrpcPeers]]:
     async with AsyncExitStack() as stack:
         service = await stack.enter_async_context(
             Service(save_model("llama_gqa", tmp_path), 2, 3, other_prefill=[3], other_decode=[2])
@@ -44,8 +44,8 @@ async def behind_doors(tmp_path: Path) -> AsyncIterator[tuple[Service, GrpcPeers
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_a_ring_takes_over_what_another_keeps(behind_doors: tuple[Service, GrpcPeers], role: str) -> None:
-    service, peers = behind_doors
+async def test_a_ring_takes_over_what_another_keeps(behind_servers: tuple[Service, GrpcPeers], role: str) -> None:
+    service, peers = behind_servers
     giver, taker = service.peers.leaders[f"{role}-0"], service.peers.leaders[f"{role}-1"]
     port = peers.leader(role, taker.endpoint)
     taken = await port.take_kv(take(giver, "c"))
@@ -66,9 +66,9 @@ async def test_a_prefill_ring_refuses_what_only_decode_rings_do(behind_doors: tu
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_what_the_other_ring_says_comes_back_as_it_was_said(
-    behind_doors: tuple[Service, GrpcPeers], role: str
+    behind_servers: tuple[Service, GrpcPeers], role: str
 ) -> None:
-    service, peers = behind_doors
+    service, peers = behind_servers
     giver, taker = service.peers.leaders[f"{role}-0"], service.peers.leaders[f"{role}-1"]
     request = take(giver, "c")
     await giver.settle("c", "", 0)

@@ -15,8 +15,8 @@ import pytest
 
 from ringserve.v1 import inference_pb2, inference_pb2_grpc
 from services.rpc.errors import CODES
-from tests.services.doors import Doors
 from tests.services.gateway.fuzz.messages import filled
+from tests.services.local_gateway import LocalGateway
 from tests.waiting import eventually
 
 NUM_CLIENTS = 16
@@ -81,11 +81,11 @@ async def forget_all(stub: Any) -> None:
 
 
 async def test_generated_requests_are_answered_or_refused_and_leave_nothing(
-    doors: Doors, request: pytest.FixtureRequest
+    gateway: LocalGateway, request: pytest.FixtureRequest
 ) -> None:
     count: int = request.config.getoption("--fuzz-count")
-    free, seen = doors.service.free_blocks(), Counter[tuple[str, str]]()
-    async with doors.channel() as channel:
+    free, seen = gateway.service.free_blocks(), Counter[tuple[str, str]]()
+    async with gateway.channel() as channel:
         stub: Any = inference_pb2_grpc.InferenceStub(channel)
         await stub.GetServerInfo(inference_pb2.GetServerInfoRequest(), timeout=CALL_SECONDS)
         tasks = len(asyncio.all_tasks())
@@ -102,10 +102,10 @@ async def test_generated_requests_are_answered_or_refused_and_leave_nothing(
         async with asyncio.TaskGroup() as clients:
             for number in range(NUM_CLIENTS):
                 clients.create_task(client(number))
-        await doors.wait_idle(CALL_SECONDS)
+        await gateway.wait_idle(CALL_SECONDS)
         await forget_all(stub)
         await eventually(
-            lambda: len(asyncio.all_tasks()) <= tasks and doors.service.free_blocks() == free, CALL_SECONDS
+            lambda: len(asyncio.all_tasks()) <= tasks and gateway.service.free_blocks() == free, CALL_SECONDS
         )
     assert seen["Generate", "OK"] > count / 50, seen
     assert seen["Generate", "INVALID_ARGUMENT"] > count / 50, seen

@@ -1,4 +1,4 @@
-"""The HTTP door to whoever speaks HTTP: what is malformed is refused in OpenAI's shape, and the door stays open."""
+"""Requests of any HTTP client: malformed ones are refused in the shape of OpenAI, and the server goes on."""
 
 from __future__ import annotations
 
@@ -15,15 +15,13 @@ from starlette.types import Message
 
 from cp_core.errors import ConfigError, Unavailable
 from services.gateway.openai import app
-from services.gateway.openai.hang_up import KEEP_ALIVE, EventStream
-from services.gateway.openai.header_limit import MAX_HEADER_BYTES
-from services.gateway.openai.server import HttpServer
-from tests.services.doors import CALL_SECONDS, MODEL, Doors
+from services.gateway.openai.server import KEEP_ALIVE, MAX_HEADER_BYTES, EventStream, HttpServer
+from tests.services.local_gateway import CALL_SECONDS, MODEL, LocalGateway
 
 
 @pytest.fixture
-async def http(doors: Doors) -> AsyncIterator[httpx2.AsyncClient]:
-    async with httpx2.AsyncClient(base_url=doors.url, timeout=CALL_SECONDS) as client:
+async def http(gateway: LocalGateway) -> AsyncIterator[httpx2.AsyncClient]:
+    async with httpx2.AsyncClient(base_url=gateway.url, timeout=CALL_SECONDS) as client:
         yield client
 
 
@@ -116,9 +114,9 @@ async def test_a_chat_of_too_many_messages_is_refused(http: httpx2.AsyncClient) 
     assert said == "messages: 4097 are too many; at most 4096 are allowed"
 
 
-async def test_a_body_that_does_not_come_is_given_up(doors: Doors, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_body_that_does_not_come_is_given_up(gateway: LocalGateway, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app, "BODY_SECONDS", 0.2)
-    host, _, port = doors.url.removeprefix("http://").rpartition(":")
+    host, _, port = gateway.url.removeprefix("http://").rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n{")
     async with asyncio.timeout(10):
@@ -135,28 +133,28 @@ async def test_a_path_or_method_that_is_not_there_is_refused_in_the_same_shape(h
 
 
 async def test_an_error_of_our_own_shows_nothing_of_its_inside(
-    http: httpx2.AsyncClient, doors: Doors, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    http: httpx2.AsyncClient, gateway: LocalGateway, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def broken(request: object) -> None:
         raise ZeroDivisionError("a secret of ours")
 
-    monkeypatch.setattr(doors.service.router, "begin_turn", broken)
+    monkeypatch.setattr(gateway.service.router, "begin_turn", broken)
     answer = await http.post("/v1/completions", json={"model": MODEL, "prompt": "x"})
     assert refusal(answer, 500) == "internal error; the server's log has the details"
     assert "a secret of ours" in caplog.text
 
 
 async def test_health_says_whether_a_turn_could_be_served(
-    http: httpx2.AsyncClient, doors: Doors, monkeypatch: pytest.MonkeyPatch
+    http: httpx2.AsyncClient, gateway: LocalGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert (await http.get("/health")).json() == {"status": "ok"}
 
     async def lost() -> None:
         raise Unavailable("the ring is gone")
 
-    monkeypatch.setattr(doors.service.decode, "get_status", lost)
+    monkeypatch.setattr(gateway.service.decode, "get_status", lost)
     assert refusal(await http.get("/health"), 503) == "no decode ring takes turns"
-    monkeypatch.setattr(doors.service.router, "get_server_info", lost)
+    monkeypatch.setattr(gateway.service.router, "get_server_info", lost)
     assert refusal(await http.get("/health"), 503) == "the ring is gone"
 
 
@@ -200,17 +198,17 @@ async def test_a_port_in_use_is_an_error_that_names_it() -> None:
         taken.listen()
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(ConfigError, match=f"gateway.http: cannot listen on {address}"):
-            await HttpServer(app.HttpDoor(None, MODEL, 1).app).start(address)  # type: ignore[arg-type]
+            await HttpServer(app.HttpApi(None, MODEL, 1).app).start(address)  # type: ignore[arg-type]
 
 
-async def test_a_stopped_door_is_closed_and_its_port_free(doors: Doors) -> None:
-    server = HttpServer(app.HttpDoor(doors.servicer, MODEL, 100).app)
+async def test_a_stopped_server_is_closed_and_its_port_free(gateway: LocalGateway) -> None:
+    server = HttpServer(app.HttpApi(gateway.servicer, MODEL, 100).app)
     address = await server.start("127.0.0.1:0")
     async with httpx2.AsyncClient(base_url=f"http://{address}") as http:
         assert (await http.get("/v1/models")).status_code == 200
         await server.stop(1.0)
         with pytest.raises(httpx2.ConnectError):
             await http.get("/v1/models")
-    again = HttpServer(app.HttpDoor(doors.servicer, MODEL, 100).app)
+    again = HttpServer(app.HttpApi(gateway.servicer, MODEL, 100).app)
     assert await again.start(address) == address
     await again.stop(1.0)

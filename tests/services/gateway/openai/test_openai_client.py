@@ -1,4 +1,4 @@
-"""OpenAI's own client against the HTTP door: what it sends is understood, what it gets it can read."""
+"""OpenAI's own client against the HTTP endpoint: each side understands the other."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from openai.types.chat import ChatCompletionMessageParam
 from cp_core.errors import CapacityExceeded, RingserveError, Unavailable
 from orchestration.protocol.turns import BegunTurn, TurnRequest
 from services.gateway.text import TextCodec
-from tests.services.doors import MODEL, Doors
+from tests.services.local_gateway import MODEL, LocalGateway
 from tests.waiting import eventually
 from tests.workers.models import Oracle, random_tokens
 
@@ -29,8 +29,10 @@ def extra(answer: Any) -> dict[str, Any]:
     return fields
 
 
-async def test_a_chat_is_answered_exactly_and_accounted_for(doors: Doors, codec: TextCodec, oracle: Oracle) -> None:
-    async with doors.openai() as client:
+async def test_a_chat_is_answered_exactly_and_accounted_for(
+    gateway: LocalGateway, codec: TextCodec, oracle: Oracle
+) -> None:
+    async with gateway.openai() as client:
         answer = await client.chat.completions.create(model=MODEL, messages=HELLO, max_tokens=7, temperature=0)
     prompt = codec.encode_chat(AS_ENCODED).tolist()
     expected = oracle.greedy(prompt, 7)
@@ -46,8 +48,8 @@ async def test_a_chat_is_answered_exactly_and_accounted_for(doors: Doors, codec:
     assert plan["reason"]
 
 
-async def test_a_streamed_chat_is_the_same_answer_in_pieces(doors: Doors) -> None:
-    async with doors.openai() as client:
+async def test_a_streamed_chat_is_the_same_answer_in_pieces(gateway: LocalGateway) -> None:
+    async with gateway.openai() as client:
         whole = await client.chat.completions.create(
             model=MODEL, messages=HELLO, max_completion_tokens=9, temperature=0
         )
@@ -72,8 +74,8 @@ async def test_a_streamed_chat_is_the_same_answer_in_pieces(doors: Doors) -> Non
     assert all(event.usage is None for event in events[:-1])
 
 
-async def test_a_stream_carries_usage_only_where_it_is_asked_for(doors: Doors) -> None:
-    async with doors.openai() as client:
+async def test_a_stream_carries_usage_only_where_it_is_asked_for(gateway: LocalGateway) -> None:
+    async with gateway.openai() as client:
         stream = await client.completions.create(model=MODEL, prompt="Once", max_tokens=3, stream=True)
         events = [event async for event in stream]
     assert all(event.choices for event in events)
@@ -81,7 +83,7 @@ async def test_a_stream_carries_usage_only_where_it_is_asked_for(doors: Doors) -
 
 
 @pytest.mark.parametrize("form", ["text", "list of one text", "token ids", "list of one list"])
-async def test_a_completion_takes_a_prompt_in_every_form(doors: Doors, oracle: Oracle, form: str) -> None:
+async def test_a_completion_takes_a_prompt_in_every_form(gateway: LocalGateway, oracle: Oracle, form: str) -> None:
     ids = list(b"Once upon a time")
     prompts: dict[str, Any] = {
         "text": "Once upon a time",
@@ -89,7 +91,7 @@ async def test_a_completion_takes_a_prompt_in_every_form(doors: Doors, oracle: O
         "token ids": ids,
         "list of one list": [ids],
     }
-    async with doors.openai() as client:
+    async with gateway.openai() as client:
         answer = await client.completions.create(model=MODEL, prompt=prompts[form], max_tokens=5, temperature=0)
     assert extra(answer)["token_ids"] == oracle.greedy(ids, 5)
     assert answer.object == "text_completion"
@@ -97,8 +99,8 @@ async def test_a_completion_takes_a_prompt_in_every_form(doors: Doors, oracle: O
     assert answer.usage.prompt_tokens == len(ids)
 
 
-async def test_a_streamed_completion_is_the_whole_one_in_pieces(doors: Doors) -> None:
-    async with doors.openai() as client:
+async def test_a_streamed_completion_is_the_whole_one_in_pieces(gateway: LocalGateway) -> None:
+    async with gateway.openai() as client:
         whole = await client.completions.create(model=MODEL, prompt="Once", max_tokens=12, temperature=0)
         stream = await client.completions.create(model=MODEL, prompt="Once", max_tokens=12, temperature=0, stream=True)
         events = [event async for event in stream]
@@ -106,8 +108,8 @@ async def test_a_streamed_completion_is_the_whole_one_in_pieces(doors: Doors) ->
     assert events[-1].choices[0].finish_reason == "length"
 
 
-async def test_the_same_seed_gives_the_same_answer_and_no_temperature_means_openais(doors: Doors) -> None:
-    async with doors.openai() as client:
+async def test_the_same_seed_gives_the_same_answer_and_no_temperature_means_openais(gateway: LocalGateway) -> None:
+    async with gateway.openai() as client:
         first, second, other = [
             await client.chat.completions.create(model=MODEL, messages=HELLO, max_tokens=12, seed=seed)
             for seed in (5, 5, 6)
@@ -117,12 +119,12 @@ async def test_the_same_seed_gives_the_same_answer_and_no_temperature_means_open
 
 
 async def test_a_conversation_goes_on_by_its_id_and_computes_only_what_is_new(
-    doors: Doors, codec: TextCodec, oracle: Oracle
+    gateway: LocalGateway, codec: TextCodec, oracle: Oracle
 ) -> None:
     messages: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Tell me of rings. " * 20}]
     asked: dict[str, Any] = {"model": MODEL, "max_tokens": 6, "temperature": 0}
     more: dict[str, Any] = {"extra_body": {"conversation_id": "rings"}}
-    async with doors.openai() as client:
+    async with gateway.openai() as client:
         first = await client.chat.completions.create(messages=messages, **asked, **more)
         content = first.choices[0].message.content
         messages += [{"role": "assistant", "content": content}, {"role": "user", "content": "And?"}]
@@ -138,9 +140,9 @@ async def test_a_conversation_goes_on_by_its_id_and_computes_only_what_is_new(
     assert extra(second)["token_ids"] == oracle.greedy(codec.encode_chat(roles).tolist(), 6)
 
 
-async def test_a_conversation_can_be_looked_at_and_forgotten(doors: Doors) -> None:
-    free = doors.service.free_blocks()
-    async with doors.openai() as client:
+async def test_a_conversation_can_be_looked_at_and_forgotten(gateway: LocalGateway) -> None:
+    free = gateway.service.free_blocks()
+    async with gateway.openai() as client:
         name = "of rings/1 ü"
         await client.completions.create(
             model=MODEL, prompt="x" * 40, max_tokens=4, extra_body={"conversation_id": name}
@@ -155,12 +157,12 @@ async def test_a_conversation_can_be_looked_at_and_forgotten(doors: Doors) -> No
         for call in (client.conversations.retrieve(name), client.conversations.delete(name)):
             with pytest.raises(openai.NotFoundError, match="there is no conversation 'of rings/1 ü'"):
                 await call
-    assert doors.service.free_blocks() == free
+    assert gateway.service.free_blocks() == free
 
 
-async def test_a_completion_may_send_only_what_is_new(doors: Doors, oracle: Oracle) -> None:
+async def test_a_completion_may_send_only_what_is_new(gateway: LocalGateway, oracle: Oracle) -> None:
     ids = random_tokens(40)
-    async with doors.openai() as client:
+    async with gateway.openai() as client:
         first = await client.completions.create(
             model=MODEL, prompt=ids, max_tokens=4, temperature=0, extra_body={"conversation_id": "c"}
         )
@@ -176,11 +178,11 @@ async def test_a_completion_may_send_only_what_is_new(doors: Doors, oracle: Orac
     assert extra(second)["plan"]["prompt_mode"] == "append"
 
 
-async def test_a_stop_token_ends_the_answer_as_stop(doors: Doors, oracle: Oracle) -> None:
+async def test_a_stop_token_ends_the_answer_as_stop(gateway: LocalGateway, oracle: Oracle) -> None:
     ids = random_tokens(30)
     expected = oracle.greedy(ids, 8)
     stop = expected[3]
-    async with doors.openai() as client:
+    async with gateway.openai() as client:
         answer = await client.completions.create(
             model=MODEL, prompt=ids, max_tokens=8, temperature=0, extra_body={"stop_token_ids": [stop]}
         )
@@ -188,8 +190,8 @@ async def test_a_stop_token_ends_the_answer_as_stop(doors: Doors, oracle: Oracle
     assert answer.choices[0].finish_reason == "stop"
 
 
-async def test_the_served_model_is_listed_and_no_other_is_there(doors: Doors) -> None:
-    async with doors.openai() as client:
+async def test_the_served_model_is_listed_and_no_other_is_there(gateway: LocalGateway) -> None:
+    async with gateway.openai() as client:
         assert [model.id async for model in client.models.list()] == [MODEL]
         assert (await client.models.retrieve(MODEL)).owned_by == "ringserve"
         with pytest.raises(openai.NotFoundError, match=f"there is no model 'gpt'; served is '{MODEL}'"):
@@ -231,13 +233,13 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize(("fields", "param", "said"), BAD.values(), ids=BAD.keys())
 async def test_a_bad_field_is_refused_by_name(
-    doors: Doors, fields: dict[str, Any], param: str, said: str, stream: bool
+    gateway: LocalGateway, fields: dict[str, Any], param: str, said: str, stream: bool
 ) -> None:
     if stream and "stream_options" in fields:
         fields = fields | {"stream_options": {"usage": True}}
         param, said = "stream_options.usage", "no such field"
     asked: dict[str, Any] = {"model": MODEL, "messages": HELLO, "stream": stream} | fields
-    async with doors.openai() as client:
+    async with gateway.openai() as client:
         with pytest.raises(openai.BadRequestError) as caught:
             await client.chat.completions.create(**asked)
     assert caught.value.status_code == 400
@@ -245,8 +247,8 @@ async def test_a_bad_field_is_refused_by_name(
     assert said in str(caught.value)
 
 
-async def test_fields_that_ask_for_what_is_done_anyway_are_fine(doors: Doors) -> None:
-    async with doors.openai() as client:
+async def test_fields_that_ask_for_what_is_done_anyway_are_fine(gateway: LocalGateway) -> None:
+    async with gateway.openai() as client:
         await client.chat.completions.create(
             model=MODEL,
             messages=[{"role": "user", "content": "x", "name": "ada"}, {"role": "assistant", "content": "y"}],
@@ -281,15 +283,15 @@ class Refusing:
     ],
 )
 async def test_what_the_router_refuses_has_its_status(
-    doors: Doors,
+    gateway: LocalGateway,
     monkeypatch: pytest.MonkeyPatch,
     error: RingserveError,
     status: int,
     kind: str,
     retry: str | None,
 ) -> None:
-    monkeypatch.setattr(doors.service.router, "begin_turn", Refusing(error))
-    async with doors.openai() as client:
+    monkeypatch.setattr(gateway.service.router, "begin_turn", Refusing(error))
+    async with gateway.openai() as client:
         with pytest.raises(openai.APIStatusError) as caught:
             await client.completions.create(model=MODEL, prompt="x", stream=True)
     assert caught.value.status_code == status
@@ -298,43 +300,45 @@ async def test_what_the_router_refuses_has_its_status(
     assert (str(error) in str(caught.value)) == (status != 500)
 
 
-async def test_a_conversation_that_is_not_there_is_not_found(doors: Doors) -> None:
-    async with doors.openai() as client:
+async def test_a_conversation_that_is_not_there_is_not_found(gateway: LocalGateway) -> None:
+    async with gateway.openai() as client:
         with pytest.raises(openai.NotFoundError, match="conversation"):
             await client.completions.create(
                 model=MODEL, prompt="x", extra_body={"conversation_id": "nobody", "prompt_mode": "append"}
             )
 
 
-async def test_a_busy_conversation_is_a_conflict_and_an_abort_ends_its_stream_as_an_error(doors: Doors) -> None:
+async def test_a_busy_conversation_is_a_conflict_and_an_abort_ends_its_stream_as_an_error(
+    gateway: LocalGateway,
+) -> None:
     more: dict[str, Any] = {"extra_body": {"conversation_id": "busy", "request_id": "first"}}
-    async with doors.openai() as client:
+    async with gateway.openai() as client:
         stream = await client.completions.create(model=MODEL, prompt="x", max_tokens=4000, stream=True, **more)
         async for event in stream:
             if event.choices[0].text:
                 break
         with pytest.raises(openai.ConflictError, match="busy with request 'first'"):
             await client.completions.create(model=MODEL, prompt="x", extra_body={"conversation_id": "busy"})
-        assert await doors.service.router.abort_requests(["first"]) == (["first"], [])
+        assert await gateway.service.router.abort_requests(["first"]) == (["first"], [])
         with pytest.raises(openai.APIError, match="the request was aborted"):
             async for _ in stream:
                 pass
 
 
-async def test_a_gateway_that_stops_says_so_to_whoever_still_reads(doors: Doors) -> None:
-    async with doors.openai() as client:
+async def test_a_gateway_that_stops_says_so_to_whoever_still_reads(gateway: LocalGateway) -> None:
+    async with gateway.openai() as client:
         stream = await client.completions.create(model=MODEL, prompt="x", max_tokens=8000, stream=True)
         await anext(stream)
-        await doors.servicer.end_turns(0.0, asyncio.Event())
+        await gateway.servicer.end_turns(0.0, asyncio.Event())
         with pytest.raises(openai.APIError, match="the gateway is stopping; retry at another"):
             async for _ in stream:
                 pass
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-async def test_hanging_up_ends_the_turn_and_frees_its_memory(doors: Doors, stream: bool) -> None:
-    free = doors.service.free_blocks()
-    async with doors.openai() as client:
+async def test_hanging_up_ends_the_turn_and_frees_its_memory(gateway: LocalGateway, stream: bool) -> None:
+    free = gateway.service.free_blocks()
+    async with gateway.openai() as client:
         if stream:
             answer = await client.completions.create(model=MODEL, prompt="x", max_tokens=8000, stream=True)
             async for event in answer:
@@ -345,6 +349,6 @@ async def test_hanging_up_ends_the_turn_and_frees_its_memory(doors: Doors, strea
             impatient = client.with_options(timeout=0.5)
             with pytest.raises(openai.APITimeoutError):
                 await impatient.completions.create(model=MODEL, prompt="x", max_tokens=8000)
-    await doors.wait_idle()
+    await gateway.wait_idle()
     # The rings free their blocks when the router has told them what to keep.
-    await eventually(lambda: doors.service.free_blocks() == free)
+    await eventually(lambda: gateway.service.free_blocks() == free)

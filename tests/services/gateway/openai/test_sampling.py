@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from services.gateway.text import TextCodec
-from tests.services.doors import MODEL, Doors
+from tests.services.local_gateway import MODEL, LocalGateway
 from tests.workers.models import Oracle, random_tokens
 
 PROMPT = random_tokens(40)
@@ -28,15 +28,17 @@ def extra(answer: Any) -> dict[str, Any]:
     [{"top_p": 1e-9}, {"extra_body": {"top_k": 1}}, {"extra_body": {"min_p": 1.0}}],
     ids=["top_p", "top_k", "min_p"],
 )
-async def test_a_filter_that_leaves_one_token_is_greedy(doors: Doors, oracle: Oracle, fields: dict[str, Any]) -> None:
-    async with doors.openai() as client:
+async def test_a_filter_that_leaves_one_token_is_greedy(
+    gateway: LocalGateway, oracle: Oracle, fields: dict[str, Any]
+) -> None:
+    async with gateway.openai() as client:
         answer = await client.completions.create(**ASKED, temperature=1.5, **fields)
     assert extra(answer)["token_ids"] == oracle.greedy(PROMPT, 8)
 
 
-async def test_penalties_and_biases_change_what_is_drawn(doors: Doors, oracle: Oracle) -> None:
+async def test_penalties_and_biases_change_what_is_drawn(gateway: LocalGateway, oracle: Oracle) -> None:
     first = oracle.greedy(PROMPT, 1)[0]
-    async with doors.openai() as client:
+    async with gateway.openai() as client:
         biased = await client.completions.create(**ASKED, temperature=0, logit_bias={"7": 100})
         banned = await client.completions.create(**ASKED, temperature=0, logit_bias={str(first): -100})
         penalised = await client.completions.create(
@@ -48,10 +50,10 @@ async def test_penalties_and_biases_change_what_is_drawn(doors: Doors, oracle: O
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-async def test_a_stop_string_ends_the_answer_before_it(doors: Doors, stream: bool) -> None:
+async def test_a_stop_string_ends_the_answer_before_it(gateway: LocalGateway, stream: bool) -> None:
     """The letter `a` is drawn for ever; the string that ends it is never sent."""
     asked = ASKED | {"temperature": 0, "logit_bias": {str(ord("a")): 100}, "max_tokens": 20}
-    async with doors.openai() as client:
+    async with gateway.openai() as client:
         for stop in ("aaa", ["zzz", "aaa"]):
             if stream:
                 events = [event async for event in await client.completions.create(**asked, stop=stop, stream=True)]
@@ -69,9 +71,9 @@ async def test_a_stop_string_ends_the_answer_before_it(doors: Doors, stream: boo
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-async def test_several_answers_differ_and_are_counted_together(doors: Doors, stream: bool) -> None:
+async def test_several_answers_differ_and_are_counted_together(gateway: LocalGateway, stream: bool) -> None:
     asked = CHAT | {"n": 3, "seed": 5}
-    async with doors.openai() as client:
+    async with gateway.openai() as client:
         whole = await client.chat.completions.create(**asked)
         assert [choice.index for choice in whole.choices] == [0, 1, 2]
         assert len({choice.message.content for choice in whole.choices}) == 3
@@ -102,10 +104,10 @@ def log_softmax(oracle: Oracle, prompt: list[int], answer: list[int]) -> torch.T
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 async def test_log_probabilities_of_a_chat_are_the_models(
-    doors: Doors, codec: TextCodec, oracle: Oracle, stream: bool
+    gateway: LocalGateway, codec: TextCodec, oracle: Oracle, stream: bool
 ) -> None:
     asked = CHAT | {"logprobs": True, "top_logprobs": 3, "temperature": 0}
-    async with doors.openai() as client:
+    async with gateway.openai() as client:
         if stream:
             events = [event async for event in await client.chat.completions.create(**asked, stream=True)]
             found = [
@@ -128,8 +130,8 @@ async def test_log_probabilities_of_a_chat_are_the_models(
         assert token.bytes is None or bytes(token.bytes).decode() == token.token
 
 
-async def test_log_probabilities_of_a_completion_have_its_shape(doors: Doors, oracle: Oracle) -> None:
-    async with doors.openai() as client:
+async def test_log_probabilities_of_a_completion_have_its_shape(gateway: LocalGateway, oracle: Oracle) -> None:
+    async with gateway.openai() as client:
         answer = await client.completions.create(**ASKED, temperature=0, logprobs=2)
         plain = await client.completions.create(**ASKED, temperature=0)
         none = await client.completions.create(**ASKED, temperature=0, logprobs=0)
@@ -165,14 +167,14 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("fields", "said"), BAD.values(), ids=BAD.keys())
-async def test_a_bad_value_is_refused_by_name(doors: Doors, fields: dict[str, Any], said: str) -> None:
-    async with doors.openai() as client:
+async def test_a_bad_value_is_refused_by_name(gateway: LocalGateway, fields: dict[str, Any], said: str) -> None:
+    async with gateway.openai() as client:
         with pytest.raises(openai.BadRequestError) as caught:
             await client.completions.create(**ASKED, **fields)
     assert said in str(caught.value)
 
 
-async def test_top_logprobs_need_logprobs(doors: Doors) -> None:
-    async with doors.openai() as client:
+async def test_top_logprobs_need_logprobs(gateway: LocalGateway) -> None:
+    async with gateway.openai() as client:
         with pytest.raises(openai.BadRequestError, match="top_logprobs: only allowed where logprobs is true"):
             await client.chat.completions.create(**CHAT, top_logprobs=2)

@@ -12,10 +12,8 @@ import pytest
 
 from cp_core.errors import ConfigError, Unavailable
 from orchestration.protocol.views import ServerView
-from services.telemetry.metrics.endpoint import MetricsEndpoint, Reply, metrics_page
-from services.telemetry.metrics.probes import probe_pages
-from services.telemetry.metrics.process import new_registry
-from services.telemetry.metrics.targets import targets_page
+from services.telemetry.metrics.endpoint import MetricsEndpoint, Reply, metrics_page, probe_pages, targets_page
+from services.telemetry.metrics.registry import new_registry
 from tests.services.telemetry.metrics.test_ring import status
 
 

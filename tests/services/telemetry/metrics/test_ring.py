@@ -9,8 +9,8 @@ import pytest
 
 from cp_core.errors import Unavailable
 from orchestration.protocol.views import RankKvUsage, RingStatus
+from services.telemetry.metrics.registry import RING_NAMES, WithVllmNames
 from services.telemetry.metrics.ring import RingCollector, RingView
-from services.telemetry.metrics.vllm_names import RING_NAMES, WithVllmNames
 from workers.protocol.steps import STEP_BOUNDS, RankStatus
 
 

@@ -1,5 +1,5 @@
 from __future__ import annotations
 
-from tests.services.door_fixtures import codec, model_path
+from tests.services.local_gateway import codec, model_path
 
 __all__ = ["codec", "model_path"]

@@ -15,9 +15,8 @@ from cp_core.errors import ConfigError
 from orchestration.protocol.tracing import Stretch
 from services.config import config_from
 from services.gateway.settings import GatewaySettings
-from services.telemetry.tracing import section
-from services.telemetry.tracing.section import TracingConfig, check_installed
-from services.telemetry.tracing.tracer import CLOSE_SECONDS, NoServiceTracer, tracer_for
+from services.telemetry.tracing import tracer as tracer_module
+from services.telemetry.tracing.tracer import CLOSE_SECONDS, NoServiceTracer, TracingConfig, check_installed, tracer_for
 
 Request = trace_service_pb2.ExportTraceServiceRequest
 WAIT_SECONDS = 20.0
@@ -94,7 +93,7 @@ def test_nothing_is_told_and_nothing_loaded_without_an_endpoint() -> None:
 
 def test_an_endpoint_without_the_extra_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     for missing in ("opentelemetry.nothing_here", "nothing_at_all.here"):
-        monkeypatch.setattr(section, "LIBRARIES", ("opentelemetry.sdk", missing))
+        monkeypatch.setattr(tracer_module, "LIBRARIES", ("opentelemetry.sdk", missing))
         check_installed(TracingConfig())
         for refuse in (check_installed, lambda config: tracer_for(config, "gateway")):
             with pytest.raises(

@@ -19,7 +19,7 @@ from ringserve.v1 import inference_pb2, inference_pb2_grpc
 from services.gateway.text import TextCodec
 from services.telemetry.tracing.otel import OtelTracer
 from tests.orchestration.service import Service
-from tests.services.doors import CALL_SECONDS, MODEL, Doors
+from tests.services.local_gateway import CALL_SECONDS, MODEL, LocalGateway
 from tests.waiting import eventually
 from tests.workers.models import random_tokens
 
@@ -31,9 +31,9 @@ RINGS = {"pull", "queue", "prefill", "chunk", "hand-over", "migration", "hand-of
 
 @dataclass(frozen=True)
 class Traced:
-    """Doors whose spans are kept in memory."""
+    """LocalGateway whose spans are kept in memory."""
 
-    doors: Doors
+    gateway: LocalGateway
     tracer: OtelTracer
     exporter: InMemorySpanExporter
 
@@ -46,16 +46,16 @@ class Traced:
             **fields,
         )
         metadata = (("traceparent", trace_parent),) if trace_parent else ()
-        async with self.doors.channel() as channel:
+        async with self.gateway.channel() as channel:
             stub: Any = inference_pb2_grpc.InferenceStub(channel)
             *_, last = [each async for each in stub.Generate(request, metadata=metadata, timeout=CALL_SECONDS)]
             return last.complete  # type: ignore[no-any-return]
 
     async def spans(self) -> list[ReadableSpan]:
         """Of all turns so far, when the last of them has been let go of everywhere."""
-        await self.doors.wait_idle()
-        prefill = self.doors.service.prefill
-        await eventually(lambda: not prefill.num_turns and not self.doors.service.decode.num_turns)
+        await self.gateway.wait_idle()
+        prefill = self.gateway.service.prefill
+        await eventually(lambda: not prefill.num_turns and not self.gateway.service.decode.num_turns)
         self.tracer.flush()
         return list(self.exporter.get_finished_spans())
 
@@ -77,8 +77,8 @@ async def traced(
     model_path: Path, codec: TextCodec, tracer: OtelTracer, exporter: InMemorySpanExporter
 ) -> AsyncIterator[Traced]:
     service = Service(model_path, 2, 3, scheduling=CHUNKED)
-    async with Doors(model_path, codec, tracer=tracer, service=service) as doors:
-        yield Traced(doors, tracer, exporter)
+    async with LocalGateway(model_path, codec, tracer=tracer, service=service) as gateway:
+        yield Traced(gateway, tracer, exporter)
 
 
 def named(spans: list[ReadableSpan], name: str) -> list[ReadableSpan]:
@@ -166,8 +166,8 @@ async def test_a_turn_that_the_decode_ring_computes_tells_of_no_other_ring(
     model_path: Path, codec: TextCodec, tracer: OtelTracer, exporter: InMemorySpanExporter
 ) -> None:
     service = Service(model_path, 2, 3, max_direct_tokens=32)
-    async with Doors(model_path, codec, tracer=tracer, service=service) as doors:
-        traced = Traced(doors, tracer, exporter)
+    async with LocalGateway(model_path, codec, tracer=tracer, service=service) as gateway:
+        traced = Traced(gateway, tracer, exporter)
         await traced.generate(conversation_id="c")
         await traced.spans()
         exporter.clear()
@@ -189,7 +189,7 @@ async def test_a_turn_that_the_decode_ring_computes_tells_of_no_other_ring(
 
 
 async def test_over_http_it_is_the_same_trace(traced: Traced) -> None:
-    async with httpx2.AsyncClient(base_url=traced.doors.url, timeout=CALL_SECONDS) as http:
+    async with httpx2.AsyncClient(base_url=traced.gateway.url, timeout=CALL_SECONDS) as http:
         body = {"model": MODEL, "prompt": "secret words", "max_tokens": 3}
         answer = await http.post("/v1/completions", json=body, headers={"traceparent": SAMPLED})
         assert answer.status_code == 200
@@ -219,8 +219,8 @@ async def test_of_a_ratio_of_nothing_only_what_clients_want_is_told(
     model_path: Path, codec: TextCodec, exporter: InMemorySpanExporter
 ) -> None:
     tracer = OtelTracer(exporter, process="test", sample_ratio=0.0)
-    async with Doors(model_path, codec, tracer=tracer) as doors:
-        traced = Traced(doors, tracer, exporter)
+    async with LocalGateway(model_path, codec, tracer=tracer) as gateway:
+        traced = Traced(gateway, tracer, exporter)
         await traced.generate()
         assert await traced.spans() == []
         await traced.generate(SAMPLED)
@@ -241,7 +241,7 @@ async def test_a_turn_whose_client_hangs_up_still_tells_how_far_it_came(traced: 
     request = inference_pb2.GenerateRequest(
         text="x", sampling_params=inference_pb2.SamplingParams(max_tokens=4000, ignore_eos=True)
     )
-    async with traced.doors.channel() as channel:
+    async with traced.gateway.channel() as channel:
         stub: Any = inference_pb2_grpc.InferenceStub(channel)
         call = stub.Generate(request, timeout=CALL_SECONDS)
         chunks = 0

@@ -1,17 +1,19 @@
-"""A gateway in this process, with both its doors on loopback, before a whole service whose ranks are threads."""
+"""A whole gateway in this process: both its servers on loopback, and a service whose ranks are threads."""
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from pathlib import Path
 from types import TracebackType
 
 import grpc
+import pytest
 from openai import AsyncOpenAI
 
 from ringserve.v1 import inference_pb2_grpc
-from services.auth.doorkeeper import Doorkeeper
-from services.auth.tls import DoorTls
-from services.gateway.openai.app import HttpDoor
+from services.auth.authenticator import Authenticator
+from services.auth.tls import ServerTls
+from services.gateway.openai.app import HttpApi
 from services.gateway.openai.server import HttpServer
 from services.gateway.requests import RequestReader
 from services.gateway.servicer import InferenceServicer
@@ -21,20 +23,22 @@ from services.telemetry.metrics.gateway import GatewayMetrics
 from services.telemetry.tracing.tracer import ServiceTracer
 from tests.orchestration.service import Service
 from tests.waiting import eventually
+from tests.workers.models import Oracle, save_model
+from workers.model.builtin_tokenizer import write_tokenizer
 
 MODEL = "tiny-model"
 CALL_SECONDS = 60.0
 
 
-class Doors:
-    """An async context: rings of 2 prefill and 3 decode ranks, and the doors that clients call."""
+class LocalGateway:
+    """Gateway before rings of 2 prefill and 3 decode ranks, as an async context."""
 
     def __init__(
         self,
         model_path: Path,
         codec: TextCodec,
-        doorkeeper: Doorkeeper | None = None,
-        tls: DoorTls | None = None,
+        authenticator: Authenticator | None = None,
+        tls: ServerTls | None = None,
         tracer: ServiceTracer | None = None,
         service: Service | None = None,
     ) -> None:
@@ -53,7 +57,7 @@ class Doors:
             self.service.router,
             self.service.peers,
             GatewayMetrics(),
-            doorkeeper,
+            authenticator,
             tracer,
         )
         self._grpc = GrpcServer(tls.grpc_credentials() if tls else None)
@@ -61,12 +65,12 @@ class Doors:
             "ringserve.v1.Inference",
             lambda target: inference_pb2_grpc.add_InferenceServicer_to_server(self.servicer, target),
         )
-        door = HttpDoor(self.servicer, MODEL, self.service.model.max_positions, doorkeeper)
+        door = HttpApi(self.servicer, MODEL, self.service.model.max_positions, authenticator)
         self._http = HttpServer(door.app, tls.http_context() if tls else None)
         self.target = ""
         self.url = ""
 
-    async def __aenter__(self) -> Doors:
+    async def __aenter__(self) -> LocalGateway:
         await self.service.__aenter__()
         self.target = await self._grpc.start("127.0.0.1:0")
         scheme = "https" if self._is_secure else "http"
@@ -86,7 +90,7 @@ class Doors:
         return AsyncOpenAI(base_url=f"{self.url}/v1", **settings | options)  # type: ignore[arg-type]
 
     def channel(self) -> grpc.aio.Channel:
-        """Plain, whatever the doors are."""
+        """Open a channel without TLS, whatever the endpoints expect."""
         return grpc.aio.insecure_channel(self.target)
 
     async def wait_idle(self, seconds: float = 10.0) -> None:
@@ -99,3 +103,30 @@ class Doors:
             ),
             seconds,
         )
+
+
+@pytest.fixture(scope="session")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random model with a byte-level tokenizer."""
+    path = save_model("llama_gqa", tmp_path_factory.mktemp("model"))
+    write_tokenizer(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def codec(model_path: Path) -> TextCodec:
+    return TextCodec(model_path)
+
+
+@pytest.fixture(scope="session")
+def oracle(model_path: Path) -> Oracle:
+    return Oracle(model_path)
+
+
+@pytest.fixture
+async def gateway(model_path: Path, codec: TextCodec) -> AsyncIterator[LocalGateway]:
+    """A gateway before a whole service. Every test leaves all its KV free or kept, and nothing running."""
+    async with LocalGateway(model_path, codec) as gateway:
+        yield gateway
+        await gateway.wait_idle()
+        gateway.service.check_integrity()

@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from cp_core.errors import ConfigError, Unauthenticated
-from services.auth.certificates import Certificate
-from services.auth.tenants import Tenant, read_tenants
+from cp_core.errors import CapacityExceeded, ConfigError, Forbidden, InvalidRequest, Unauthenticated
+from services.auth.tenants import ANYBODY, Tenant, read_tenants
+from services.auth.tls import Certificate
 
 log = logging.getLogger(__name__)
 
@@ -91,3 +93,78 @@ def _stamp(path: Path) -> tuple[int, int, int]:
     except OSError as error:
         raise ConfigError(f"auth.tokens: {path} cannot be read: {error.strerror}") from error
     return state.st_mtime_ns, state.st_size, state.st_ino
+
+
+class Authenticator:
+    """Without a file of tokens everybody is the one tenant without a name. `limits` are those of this process."""
+
+    def __init__(self, tokens: TokenFile | None = None) -> None:
+        self._tokens = tokens
+        self.limits = TenantLimits()
+
+    def tenant_of(self, authorization: str | None, certificate: Certificate | None = None) -> Tenant:
+        """By the value of an Authorization header, or of the gRPC metadata of that name, or by what TLS has verified.
+
+        Raises Unauthenticated.
+        """
+        return ANYBODY if self._tokens is None else self._tokens.tenant_of(authorization, certificate)
+
+    def check_operator(self, tenant: Tenant) -> None:
+        """Raises Forbidden: the state of the whole service tells of other tenants."""
+        if not tenant.is_operator:
+            raise Forbidden(f"tenant {tenant.name!r} is no operator and may not ask for the state of the service")
+
+
+BUSY_RETRY_SECONDS = 1.0
+"""How soon one of a tenant's turns may have ended; nobody knows."""
+
+
+class TenantLimits:
+    """Turns by tenant. `clock` tells seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._running: Counter[str] = Counter()
+        self._allowance: dict[str, tuple[float, float]] = {}
+
+    @contextmanager
+    def turns(self, tenant: Tenant, count: int = 1) -> Iterator[None]:
+        """Around so many turns that run together. Raises CapacityExceeded; InvalidRequest where it can never be."""
+        limit, running = tenant.max_concurrent_turns, self._running[tenant.name]
+        if limit and running + count > limit:
+            _check_possible(tenant, count, limit, "at a time")
+            raise CapacityExceeded(
+                f"tenant {tenant.name!r} runs {running} turns, asks for {count} and may run {limit} at a time",
+                BUSY_RETRY_SECONDS,
+            )
+        self._take_allowance(tenant, count)
+        self._running[tenant.name] += count
+        try:
+            yield
+        finally:
+            self._running[tenant.name] -= count
+            if not self._running[tenant.name]:
+                del self._running[tenant.name]
+
+    def _take_allowance(self, tenant: Tenant, count: int) -> None:
+        """A bucket that fills evenly and holds what may begin in one minute."""
+        limit = tenant.max_turns_per_minute
+        if not limit:
+            return
+        now = self._clock()
+        left, then = self._allowance.get(tenant.name, (float(limit), now))
+        left = min(float(limit), left + (now - then) * limit / 60)
+        if left < count:
+            _check_possible(tenant, count, limit, "a minute")
+            self._allowance[tenant.name] = (left, now)
+            wait = (count - left) * 60 / limit
+            raise CapacityExceeded(f"tenant {tenant.name!r} may begin {limit} turns a minute", wait)
+        self._allowance[tenant.name] = (left - count, now)
+
+
+def _check_possible(tenant: Tenant, count: int, limit: int, when: str) -> None:
+    """Waiting would not help. Raises InvalidRequest."""
+    if count > limit:
+        raise InvalidRequest(
+            f"sampling_params.n: {count} answers are too many, tenant {tenant.name!r} may have {limit} {when}"
+        )
