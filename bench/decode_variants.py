@@ -20,8 +20,7 @@ import torch
 
 from cp_core.attention.interface import select_backend
 from cp_core.cost.decode_variant import VARIANTS
-from cp_core.transport.distributed import connect_ring
-from cp_core.transport.rendezvous import RingStore
+from cp_core.transport.connect import RingStore, connect_ring
 from workers.decode.batch import Admission, BatchChange, DecodeBatch
 from workers.decode.choice import DecodeChoice
 from workers.decode.probe import probe_decode_rates

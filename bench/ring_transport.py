@@ -1,6 +1,6 @@
 """What messages between two CPU ranks cost over each ring transport, and what a decode step makes of it.
 
-    python bench/ring_transport.py --transports gloo,sockets --tokens 2048,16384 --json
+    python bench/ring_transport.py --transports sockets --tokens 2048,16384 --json
 
 Two processes on loopback, one thread of computation each. Messages: a gather of 2 KB from each rank (a layer's partial
 results), a broadcast of 8 bytes (a step's header) and an exchange of 4 MB (a ring iteration's KV), on idle cores and
@@ -29,9 +29,8 @@ import numpy as np
 import torch
 
 from cp_core.layout.shards import balanced_layout
-from cp_core.transport.distributed import connect_ring
+from cp_core.transport.connect import RingStore, connect_ring
 from cp_core.transport.interface import RingTransport
-from cp_core.transport.rendezvous import RingStore
 from workers.protocol.decode_commands import AdmitSequence
 from workers.protocol.steps import Algorithm, PrefillStep, RankSpec, RingSpec, Sampling, SequencePrefill
 from workers.rank.worker import RankWorker
@@ -277,7 +276,7 @@ def spin() -> None:
 def main() -> None:
     """Parse, measure, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--transports", type=lambda text: text.split(","), default=["gloo", "sockets"])
+    parser.add_argument("--transports", type=lambda text: text.split(","), default=["sockets"])
     parser.add_argument("--tokens", type=lambda text: [int(each) for each in text.split(",")], default=[2048, 16384])
     parser.add_argument("--steps", type=int, default=200, help="decode steps of each run")
     parser.add_argument("--repeats", type=int, default=2, help="decode runs of each case, taken in turns")

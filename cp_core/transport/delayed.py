@@ -14,8 +14,8 @@ from typing import Protocol
 import torch
 
 from cp_core.errors import Unavailable
+from cp_core.transport.collectives import Message, PointToPointRing
 from cp_core.transport.interface import RingTransport, Work
-from cp_core.transport.point_to_point import Message, PointToPointRing
 
 
 class Clock(Protocol):

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from cp_core.errors import Unavailable
-from cp_core.transport.point_to_point import Message, PointToPointRing
+from cp_core.transport.collectives import Message, PointToPointRing
 
 Pair = tuple[int, int]
 

@@ -1,11 +1,12 @@
-"""Mutual TLS between our own processes: who they are by, whom they take, and sockets that speak it.
+"""Mutual TLS between processes of one cluster: their certificates, the peers they take, and encrypted sockets.
 
-A `PeerSocket` is used like a plain non-blocking socket: what would block raises BlockingIOError, whatever OpenSSL waits
-for. Nothing is ever sent in the clear over it, not even after it was closed.
+A `PeerSocket` is used like a plain non-blocking socket: a call that would block raises BlockingIOError, whether OpenSSL
+waits to read or to write. It never sends in the clear, not even after it was closed.
 """
 
 from __future__ import annotations
 
+import select
 import socket
 import ssl
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from typing import Any, Final
 
 from cp_core.errors import ConfigError
 
-# What one call moves at most: a sender that is told to wait must come back with the same bytes.
+# Most bytes that one call moves: a sender that would block must come back with the same bytes.
 SLICE_BYTES: Final = 256 << 10
 
 
@@ -24,7 +25,7 @@ class PeerSocket(ssl.SSLSocket):
     """A TLS connection to a peer. One thread at a time: OpenSSL does not even let one read while another writes."""
 
     def send(self, data: Any, flags: int = 0) -> int:
-        """Send some of it. Raises BlockingIOError; the next call must then begin with the same bytes."""
+        """Send some of `data`. Raises BlockingIOError; the next call must then begin with the same bytes."""
         self._check_open()
         try:
             return super().send(memoryview(data)[:SLICE_BYTES])
@@ -32,9 +33,9 @@ class PeerSocket(ssl.SSLSocket):
             raise BlockingIOError from None
 
     def recv_into(self, buffer: Any, nbytes: int | None = None, flags: int = 0) -> int:
-        """Receive what there is, about a slice of it; 0 at the end of the stream. Raises BlockingIOError.
+        """Receive about a slice of the bytes that are there; 0 at the end of the stream. Raises BlockingIOError.
 
-        A record is taken whole where the buffer has room for it, for a poll does not see what OpenSSL holds already.
+        A record is taken whole where the buffer has room for it, because a poll does not see bytes that OpenSSL holds.
         """
         self._check_open()
         view = memoryview(buffer)[:nbytes]
@@ -52,22 +53,22 @@ class PeerSocket(ssl.SSLSocket):
         return filled
 
     def shutdown(self, how: int) -> None:
-        """Of the connection beneath, from any thread: the TLS stays, so that nobody goes on without it."""
+        """Shut the connection beneath down, from any thread. TLS stays, so that no later call sends in the clear."""
         socket.socket.shutdown(self, how)
 
     def _check_open(self) -> None:
         if self.version() is None:
             # SSLSocket itself would go on in the clear.
-            raise ConnectionError("there is no TLS on this connection, or not any more")
+            raise ConnectionError("there is no TLS on this connection")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeerTls:
-    """PEM files by which our processes prove themselves to each other: each shows `cert`, takes only what `ca` signed.
+    """PEM files by which the processes of a cluster prove themselves: each shows `cert`, takes only what `ca` signed.
 
-    `server_name` is the name in everybody's certificate, where that is not the host that is called. Contexts are made
-    anew for each connection, so that files that were replaced count for the next one. `accept` and `call` take a
-    connection over; where they raise it is closed.
+    `server_name` is the name in every certificate, where that is not the host that is called. Contexts are made anew
+    for each connection, so that files that were replaced count for the next one. `accept` and `call` take a connection
+    over, and close it where they raise.
     """
 
     cert: str
@@ -76,22 +77,22 @@ class PeerTls:
     server_name: str = ""
 
     def accept(self, connection: socket.socket) -> ssl.SSLSocket:
-        """The connection of somebody who called, whose handshake is still to be done. Raises ConfigError, OSError."""
+        """Return the TLS connection of a caller, its handshake still to be done. Raises ConfigError, OSError."""
         with _closed_on_failure(connection):
             context = self._context(ssl.PROTOCOL_TLS_SERVER)
             context.verify_mode = ssl.CERT_REQUIRED
-            # Tickets would lie unread at a peer that only sends, and turn the end of its stream into a reset.
+            # A peer that only sends would leave tickets unread, which turns the end of its stream into a reset.
             context.num_tickets = 0
             return context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
 
     def call(self, connection: socket.socket, host: str) -> ssl.SSLSocket:
-        """The connection after the handshake, which the socket's timeout bounds. Raises ConfigError, OSError."""
+        """Return the connection after the handshake, which the socket's timeout bounds. Raises ConfigError, OSError."""
         with _closed_on_failure(connection):
             context = self._context(ssl.PROTOCOL_TLS_CLIENT)
             return context.wrap_socket(connection, server_hostname=self.server_name or host)
 
     def check(self) -> None:
-        """Raises ConfigError for files that cannot be used."""
+        """Raise ConfigError for files that cannot be used."""
         self._context(ssl.PROTOCOL_TLS_SERVER)
 
     def _context(self, protocol: Any) -> ssl.SSLContext:
@@ -100,6 +101,21 @@ class PeerTls:
         context.sslsocket_class = PeerSocket
         load_files("internal_tls", context, self.cert, self.key, ("ca", self.ca))
         return context
+
+
+def handshake_events(connection: socket.socket) -> int:
+    """Go on with the handshake of a non-blocking TLS connection.
+
+    Returns the poll events to wait for before the next call, 0 once the handshake is done. Raises OSError.
+    """
+    assert isinstance(connection, ssl.SSLSocket), "a handshake of a plain connection"
+    try:
+        connection.do_handshake()
+    except ssl.SSLWantReadError:
+        return select.POLLIN
+    except ssl.SSLWantWriteError:
+        return select.POLLOUT
+    return 0
 
 
 @contextmanager
@@ -132,7 +148,7 @@ def load_files(section: str, context: ssl.SSLContext, cert: str, key: str, autho
 
 
 def read(name: str, path: str) -> bytes:
-    """Raises ConfigError."""
+    """Return the content of the file at `path`. Raises ConfigError naming the key `name`."""
     try:
         return Path(path).read_bytes()
     except OSError as error:
@@ -140,7 +156,7 @@ def read(name: str, path: str) -> bytes:
 
 
 def reason_of(error: OSError) -> str:
-    """Why a connection failed, without the line of the library that says so."""
+    """Return why a connection failed, without the source line that OpenSSL adds."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"its certificate is refused: {error.verify_message}"
     if isinstance(error, ssl.SSLError):

@@ -1,4 +1,4 @@
-"""What carries a ring's messages: chosen by device, or by name. Free of torch."""
+"""Choice of the transport of a ring by device or by name, free of torch: configuration is checked without it."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Final
 
 from cp_core.errors import ConfigError
 
-# The first of each device is what "auto" takes; docs/decisions/0004 says why.
-SERVING: Final[Mapping[str, tuple[str, ...]]] = {"cpu": ("sockets", "gloo"), "cuda": ("nccl",)}
-RING_TRANSPORTS: Final = ("auto", "gloo", "nccl", "sockets")
+# "auto" takes the first one of the device; docs/decisions/0004 says why.
+SERVING: Final[Mapping[str, tuple[str, ...]]] = {"cpu": ("sockets",), "cuda": ("nccl",)}
+RING_TRANSPORTS: Final = ("auto", "nccl", "sockets")
 
 
 def select_ring_backend(name: str, device_type: str) -> str:
-    """The backend called `name`, or the one that "auto" means on `device_type` ("cpu", "cuda").
+    """Return the transport called `name`, or the one that "auto" means on `device_type` ("cpu", "cuda").
 
-    Raises ConfigError for an unknown one, and for one that does not serve the device.
+    Raises ConfigError for an unknown transport, and for one that does not serve the device.
     """
     if name not in RING_TRANSPORTS:
         raise ConfigError(f"{name!r} is no ring transport; allowed are {', '.join(RING_TRANSPORTS)}")

@@ -1,8 +1,8 @@
-"""Connects every rank of a ring with every other one: each opens a door, and is told those of all others.
+"""Connections between the ranks of a ring: each rank listens, and is told the endpoints of all others.
 
-Each rank calls all lower ranks at their doors. Whoever calls proves by the ring's secret that it belongs to this ring
-and is the rank it says; whoever answers proves the same. With TLS both show a certificate before. A stranger therefore
-never enters a ring; one that says nothing holds up nobody, and many of them make room for whoever comes after.
+Each rank calls all lower ranks. The caller proves by the ring's secret that it belongs to this ring and is the rank it
+says; the rank that answers proves the same. With TLS both show a certificate before. A stranger therefore never enters
+a ring. A silent stranger delays nobody, and many of them make room for later callers.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import hmac
 import select
 import socket
-import ssl
 import struct
 import time
 from collections.abc import Iterator
@@ -18,35 +17,73 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final
 
-from cp_core.errors import Unavailable
-from cp_core.transport.peer_tls import PeerTls, reason_of
-from cp_core.transport.rendezvous import listen
+from cp_core.errors import ConfigError, Unavailable
+from cp_core.transport.peer_tls import PeerTls, handshake_events, reason_of
 
 RANK: Final = struct.Struct("!I")
 PROOF_BYTES: Final = 32
-HELLO_BYTES: Final = RANK.size + PROOF_BYTES
-# Callers beyond those that are expected, none of which has proved itself: of more the oldest is sent away.
+GREETING_BYTES: Final = RANK.size + PROOF_BYTES
+# Callers that have not proved themselves, beyond those that are expected. Of more the oldest is disconnected.
 MAX_STRANGERS: Final = 64
 
 
-class RingDoor:
-    """Where this rank waits to be called, on one address only, from construction to `close`. Raises Unavailable."""
+def parse_endpoint(endpoint: str) -> tuple[str, int]:
+    """Return (host, port) of HOST:PORT, an IPv6 host in brackets or not. Raises ConfigError."""
+    host, _, port = endpoint.rpartition(":")
+    if not host or not port.isdecimal():
+        raise ConfigError(f"endpoint {endpoint!r} is not allowed; it must be HOST:PORT")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def listen(host: str, port: int, purpose: str) -> socket.socket:
+    """Return a listening socket on one address only; port 0 takes a free one. Raises Unavailable, naming `purpose`."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(128)
+        except OSError:
+            listener.close()
+            raise
+    except OSError as error:
+        raise Unavailable(f"the {purpose} cannot listen on {host}:{port}: {error}") from error
+    return listener
+
+
+def own_address(host: str, port: int) -> str:
+    """Return the address of this machine's interface towards `host`. No packet is sent. Raises Unavailable."""
+    try:
+        family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(target)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise Unavailable(f"no interface leads to ring host {host}: {error}") from error
+
+
+class RingListener:
+    """Endpoint at which one rank awaits its ring, on one address only, from construction to `close`.
+
+    Raises Unavailable.
+    """
 
     def __init__(self, host: str) -> None:
-        self.listener = listen(host, 0, "ring")
-        port = self.listener.getsockname()[1]
+        self.socket = listen(host, 0, "ring")
+        port = self.socket.getsockname()[1]
         self.endpoint = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     def close(self) -> None:
-        """May be called again."""
-        self.listener.close()
+        """Stop listening. May be called again."""
+        self.socket.close()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Meeting:
-    """What the ranks of ring `name` know before they meet: by rank, the `endpoints` of their doors; a common `secret`.
+class Rendezvous:
+    """Knowledge of one rank before ring `name` connects: the `endpoints` of all by rank, and their common `secret`.
 
-    With `tls` their connections are encrypted, and both ends show a certificate.
+    With `tls` the connections are encrypted, and both ends show a certificate.
     """
 
     name: str
@@ -57,58 +94,50 @@ class Meeting:
     tls: PeerTls | None = None
 
 
-def connect_mesh(door: RingDoor, meeting: Meeting) -> dict[int, socket.socket]:
-    """A connection to every other rank. The door is closed then.
+def connect_mesh(listener: RingListener, rendezvous: Rendezvous) -> dict[int, socket.socket]:
+    """Connect to every other rank, close the listener, and return the connections by rank.
 
-    Raises Unavailable if the others have not come after the meeting's timeout, or one of them is not who it should be;
-    ConfigError for files of TLS that cannot be used.
+    Raises Unavailable if the others have not come after the rendezvous's timeout, or one of them is not the rank it
+    should be; ConfigError for files of TLS that cannot be used.
     """
-    arrivals = _Arrivals(meeting, time.monotonic() + meeting.timeout_seconds)
-    with arrivals.closed_on_failure(), door.listener:
+    mesh = _Mesh(rendezvous, time.monotonic() + rendezvous.timeout_seconds)
+    with mesh.closed_on_failure(), listener.socket:
         # Every rank waits for answers of lower ranks first, and rank 0 for none: so all get theirs.
-        for peer in range(meeting.rank):
-            arrivals.call(peer)
-        arrivals.accept(door.listener)
-    return arrivals.connections
+        for peer in range(rendezvous.rank):
+            mesh.call(peer)
+        mesh.accept(listener.socket)
+    return mesh.connections
 
 
 @dataclass(slots=True)
 class _Caller:
-    """Somebody who called, and the part of the greeting that came. `awaits` is what to poll for."""
+    """Connection of an unproven caller, and the part of its greeting that has come. `awaits` is what to poll for."""
 
     connection: socket.socket
-    is_private: bool
-    hello: bytes = b""
+    has_tls: bool
+    greeting: bytes = b""
     awaits: int = select.POLLIN
 
-    def listen(self) -> None:
+    def receive(self) -> None:
         """Read more of the greeting, after the handshake where there is TLS. Raises BlockingIOError, OSError."""
-        if not self.is_private:
-            self._shake_hands()
-        buffer = bytearray(HELLO_BYTES - len(self.hello))
+        if self.has_tls:
+            events = handshake_events(self.connection)
+            self.awaits = events or select.POLLIN
+            if events:
+                raise BlockingIOError
+            self.has_tls = False
+        buffer = bytearray(GREETING_BYTES - len(self.greeting))
         count = self.connection.recv_into(buffer)
         if not count:
-            raise ConnectionError("it went away")
-        self.hello += buffer[:count]
-
-    def _shake_hands(self) -> None:
-        assert isinstance(self.connection, ssl.SSLSocket)
-        try:
-            self.connection.do_handshake()
-        except ssl.SSLWantReadError:
-            self.awaits = select.POLLIN
-            raise BlockingIOError from None
-        except ssl.SSLWantWriteError:
-            self.awaits = select.POLLOUT
-            raise BlockingIOError from None
-        self.is_private, self.awaits = True, select.POLLIN
+            raise ConnectionError("the caller closed the connection")
+        self.greeting += buffer[:count]
 
 
 @dataclass(slots=True)
-class _Arrivals:
-    """The connections of a rank while they are made."""
+class _Mesh:
+    """Connections of one rank while they are made."""
 
-    meeting: Meeting
+    rendezvous: Rendezvous
     deadline: float
     connections: dict[int, socket.socket] = field(default_factory=dict)
     # By descriptor, oldest first.
@@ -127,68 +156,70 @@ class _Arrivals:
                 caller.connection.close()
 
     def call(self, peer: int) -> None:
-        """Connect to a lower rank, say who we are, and check that it is the one."""
-        meeting, endpoint = self.meeting, self.meeting.endpoints[peer]
-        host, port = split_endpoint(endpoint)
+        """Connect to a lower rank, prove this rank to it, and check its proof."""
+        rendezvous, endpoint = self.rendezvous, self.rendezvous.endpoints[peer]
+        host, port = parse_endpoint(endpoint)
         try:
             connection = socket.create_connection((host, port), timeout=self._seconds_left())
             self.connections[peer] = connection
-            if meeting.tls is not None:
-                connection = self.connections[peer] = meeting.tls.call(connection, host)
-            connection.sendall(RANK.pack(meeting.rank) + self._proof(meeting.rank, peer))
+            if rendezvous.tls is not None:
+                connection = self.connections[peer] = rendezvous.tls.call(connection, host)
+            connection.sendall(RANK.pack(rendezvous.rank) + self._proof(rendezvous.rank, peer))
             answer = b""
             while len(answer) < PROOF_BYTES:
                 connection.settimeout(self._seconds_left())
                 part = connection.recv(PROOF_BYTES - len(answer))
                 if not part:
-                    raise Unavailable(f"rank {peer} of ring {meeting.name!r} at {endpoint} refused rank {meeting.rank}")
+                    raise Unavailable(
+                        f"rank {peer} of ring {rendezvous.name!r} at {endpoint} refused rank {rendezvous.rank}"
+                    )
                 answer += part
         except OSError as error:
             raise Unavailable(
-                f"rank {meeting.rank} cannot reach rank {peer} at {endpoint}: {reason_of(error)}"
+                f"rank {rendezvous.rank} cannot reach rank {peer} at {endpoint}: {reason_of(error)}"
             ) from error
-        if not hmac.compare_digest(answer, self._proof(peer, meeting.rank)):
-            raise Unavailable(f"who answers at {endpoint} is not rank {peer} of ring {meeting.name!r}")
+        if not hmac.compare_digest(answer, self._proof(peer, rendezvous.rank)):
+            raise Unavailable(f"the process at {endpoint} is not rank {peer} of ring {rendezvous.name!r}")
 
     def accept(self, listener: socket.socket) -> None:
         """Take the connections of all higher ranks."""
         listener.setblocking(False)
-        while len(self.connections) < len(self.meeting.endpoints) - 1:
+        while len(self.connections) < len(self.rendezvous.endpoints) - 1:
             poll = select.poll()
             poll.register(listener, select.POLLIN)
             for descriptor, caller in self.callers.items():
                 poll.register(descriptor, caller.awaits)
             for descriptor, _ in poll.poll(self._seconds_left() * 1e3):
                 if descriptor in self.callers:
-                    self._hear(descriptor)
+                    self._answer(descriptor)
                 elif descriptor == listener.fileno():
-                    self._welcome(listener)
+                    self._admit(listener)
 
-    def _welcome(self, listener: socket.socket) -> None:
-        tls = self.meeting.tls
+    def _admit(self, listener: socket.socket) -> None:
+        tls = self.rendezvous.tls
         try:
             connection, _ = listener.accept()
             connection.setblocking(False)
             if tls is not None:
                 connection = tls.accept(connection)
         except OSError:
-            # Gone again before we came to it.
+            # The caller has gone already.
             return
-        while len(self.callers) >= MAX_STRANGERS + len(self.meeting.endpoints):
+        while len(self.callers) >= MAX_STRANGERS + len(self.rendezvous.endpoints):
             self.callers.pop(next(iter(self.callers))).connection.close()
-        self.callers[connection.fileno()] = _Caller(connection, is_private=tls is None)
+        self.callers[connection.fileno()] = _Caller(connection, has_tls=tls is not None)
 
-    def _hear(self, descriptor: int) -> None:
-        """Read more of a greeting; answer and keep the connection if it is right, else close it."""
+    def _answer(self, descriptor: int) -> None:
+        """Read more of a greeting. Answer and retain the connection if it is right, else close it."""
         caller = self.callers[descriptor]
         try:
-            caller.listen()
-            if len(caller.hello) < HELLO_BYTES:
+            caller.receive()
+            if len(caller.greeting) < GREETING_BYTES:
                 return
-            peer = self._recognise(caller.hello)
+            peer = self._proven_rank(caller.greeting)
             if peer is not None:
                 # The first bytes on a connection: the kernel takes them whole.
-                caller.connection.sendall(self._proof(self.meeting.rank, peer))
+                caller.connection.sendall(self._proof(self.rendezvous.rank, peer))
                 self.connections[peer] = caller.connection
             else:
                 caller.connection.close()
@@ -198,28 +229,26 @@ class _Arrivals:
             caller.connection.close()
         del self.callers[descriptor]
 
-    def _recognise(self, hello: bytes) -> int | None:
-        (peer,) = RANK.unpack_from(hello)
-        rank = self.meeting.rank
-        is_awaited = rank < peer < len(self.meeting.endpoints) and peer not in self.connections
-        return peer if is_awaited and hmac.compare_digest(hello[RANK.size :], self._proof(peer, rank)) else None
+    def _proven_rank(self, greeting: bytes) -> int | None:
+        (peer,) = RANK.unpack_from(greeting)
+        rank = self.rendezvous.rank
+        is_awaited = rank < peer < len(self.rendezvous.endpoints) and peer not in self.connections
+        return peer if is_awaited and hmac.compare_digest(greeting[RANK.size :], self._proof(peer, rank)) else None
 
-    def _proof(self, speaker: int, listener: int) -> bytes:
-        words = f"{speaker} {listener} {self.meeting.name}"
-        return hmac.digest(self.meeting.secret.encode(), words.encode(), "sha256")
+    def _proof(self, prover: int, verifier: int) -> bytes:
+        text = f"{prover} {verifier} {self.rendezvous.name}"
+        return hmac.digest(self.rendezvous.secret.encode(), text.encode(), "sha256")
 
     def _seconds_left(self) -> float:
         left = self.deadline - time.monotonic()
         if left <= 0:
-            meeting = self.meeting
+            rendezvous = self.rendezvous
             missing = [
-                rank for rank in range(len(meeting.endpoints)) if rank != meeting.rank and rank not in self.connections
+                rank
+                for rank in range(len(rendezvous.endpoints))
+                if rank != rendezvous.rank and rank not in self.connections
             ]
-            raise Unavailable(f"rank {meeting.rank} waits for ranks {missing} of ring {meeting.name!r} in vain")
+            raise Unavailable(
+                f"ranks {missing} of ring {rendezvous.name!r} did not connect to rank {rendezvous.rank} in time"
+            )
         return left
-
-
-def split_endpoint(endpoint: str) -> tuple[str, int]:
-    """(host, port) of HOST:PORT, an IPv6 host in brackets or not."""
-    host, _, port = endpoint.rpartition(":")
-    return host.removeprefix("[").removesuffix("]"), int(port)

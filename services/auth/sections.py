@@ -35,7 +35,7 @@ class InternalTlsConfig:
     """Mutual TLS between gateway, router, leaders and ranks: each shows `cert` and takes only what `ca` signed.
 
     `server_name` is the name in that certificate, where it is not the host that is called. `insecure` lets them listen
-    beyond loopback without it. `allow_plain_ring` lets rings go by gloo or NCCL, which do not encrypt, all the same.
+    beyond loopback without it. `allow_plain_ring` lets rings go by NCCL, which does not encrypt, all the same.
     """
 
     cert: str = ""

@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
-from cp_core.transport.distributed import connect_ring
+from cp_core.transport.connect import RingStore, connect_ring
 from cp_core.transport.interface import RingTransport
 from cp_core.transport.peer_tls import PeerTls
-from cp_core.transport.rendezvous import RingStore
 
 HOST = "127.0.0.1"
 

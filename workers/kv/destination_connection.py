@@ -28,7 +28,7 @@ class DestinationConnection:
     def __init__(
         self, endpoint: str, *, connect_seconds: float, stall_seconds: float, tls: PeerTls | None = None
     ) -> None:
-        """Raises TransferError for a malformed endpoint, Unavailable where nobody answers, or not who should."""
+        """Raises Unavailable for a malformed endpoint, and where nobody answers, or not who should."""
         self._endpoint = endpoint
         try:
             self._stream = call(endpoint, connect_seconds, stall_seconds, tls)

@@ -12,8 +12,8 @@ import threading
 import time
 from collections.abc import Sequence
 
-from cp_core.errors import TransferError
-from cp_core.transport.peer_tls import PeerTls
+from cp_core.transport.peer_tls import PeerTls, handshake_events
+from cp_core.transport.socket_mesh import parse_endpoint
 from workers.kv.frames import PREFIX, Frame, decode_header, decode_prefix
 
 # One sendmsg takes no more buffers than this (IOV_MAX on Linux is 1024).
@@ -41,16 +41,12 @@ class KvStream:
 
     def shake_hands(self) -> None:
         """Do the handshake of a TLS connection as the one who was called. Raises OSError."""
-        assert isinstance(self._connection, ssl.SSLSocket), "a handshake of a plain connection"
         while True:
-            try:
-                with self._moving:
-                    self._connection.do_handshake()
+            with self._moving:
+                events = handshake_events(self._connection)
+            if not events:
                 return
-            except ssl.SSLWantReadError:
-                self._await(select.POLLIN)
-            except ssl.SSLWantWriteError:
-                self._await(select.POLLOUT)
+            self._await(events)
 
     def send(self, buffers: Sequence[memoryview]) -> None:
         """Send all of the buffers in order; over plain TCP with no copy of our own. Raises OSError."""
@@ -155,7 +151,7 @@ class KvStream:
 
 
 def call(endpoint: str, connect_seconds: float, stall_seconds: float, tls: PeerTls | None = None) -> KvStream:
-    """A stream to who listens at HOST:PORT. Raises TransferError for a malformed endpoint, ConfigError, OSError."""
+    """A stream to who listens at HOST:PORT. Raises ConfigError, OSError."""
     host, port = parse_endpoint(endpoint)
     connection = socket.create_connection((host, port), timeout=connect_seconds)
     return KvStream(connection if tls is None else tls.call(connection, host), stall_seconds)
@@ -169,14 +165,6 @@ def tune(connection: socket.socket) -> None:
     for option, seconds in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3)):
         if hasattr(socket, option):
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), seconds)
-
-
-def parse_endpoint(endpoint: str) -> tuple[str, int]:
-    """(host, port) of HOST:PORT; an IPv6 host may stand in brackets. Raises TransferError."""
-    host, colon, port = endpoint.rpartition(":")
-    if not colon or not host or not port.isdecimal():
-        raise TransferError(f"KV endpoint {endpoint!r} is not HOST:PORT")
-    return host.removeprefix("[").removesuffix("]"), int(port)
 
 
 def shut(connection: socket.socket) -> None:

@@ -20,7 +20,7 @@ from torch.nn import Embedding, Linear, Module, Parameter
 from transformers import PreTrainedModel
 
 from cp_core.errors import ModelRefused
-from cp_core.transport.all_reduce import all_reduce, join_last_dim
+from cp_core.transport.collectives import all_reduce, join_last_dim
 from cp_core.transport.interface import RingTransport
 
 

@@ -8,12 +8,11 @@ from collections.abc import Sequence
 import torch
 
 from cp_core.errors import Unavailable
-from cp_core.transport.distributed import connect_ring
+from cp_core.transport.connect import RingStore, connect_ring
 from cp_core.transport.inprocess import InProcessRing
 from cp_core.transport.interface import RingTransport
-from cp_core.transport.rendezvous import RingStore
 from cp_core.transport.ring_backend import select_ring_backend
-from cp_core.transport.socket_mesh import Meeting, RingDoor, connect_mesh, split_endpoint
+from cp_core.transport.socket_mesh import Rendezvous, RingListener, connect_mesh, parse_endpoint
 from cp_core.transport.socket_ring import SocketRing
 from workers.protocol.steps import RankDoors, RankSpec, RingSpec
 
@@ -23,15 +22,15 @@ logger = logging.getLogger(__name__)
 class RingJoining:
     """`open`, then `join` with what all ranks have opened; `close` in any state.
 
-    Ranks of sockets meet at each other's doors, and take nobody who does not know the ring's secret. Those of gloo and
-    NCCL meet in a store of torch's, which guards nothing, and are not encrypted.
+    Ranks of sockets meet at each other's doors, and take nobody who does not know the ring's secret. Those of NCCL meet
+    in a store of torch's, which guards nothing, and are not encrypted.
     """
 
     def __init__(self, spec: RankSpec) -> None:
         """Raises ConfigError for a transport that does not serve the device."""
         self._spec = spec
         self.backend = select_ring_backend(spec.ring_transport, torch.device(spec.device).type)
-        self._doors: dict[str, RingDoor] = {}
+        self._doors: dict[str, RingListener] = {}
         self._store: RingStore | None = None
         if spec.tls is not None and self.backend != "sockets" and spec.num_ranks > 1:
             logger.warning("ring %s goes by %s, which does not encrypt its messages", spec.ring, self.backend)
@@ -44,7 +43,7 @@ class RingJoining:
             self._store = RingStore(spec.listen_host) if is_host else None
             return RankDoors(store=f"{spec.listen_host}:{self._store.port}" if self._store else "")
         rings = {"tokens": spec.cp, "heads": spec.tp}
-        self._doors = {name: RingDoor(spec.listen_host) for name, size in rings.items() if size > 1}
+        self._doors = {name: RingListener(spec.listen_host) for name, size in rings.items() if size > 1}
         return RankDoors(**{name: door.endpoint for name, door in self._doors.items()})
 
     def join(self, ring: RingSpec) -> tuple[RingTransport, RingTransport | None]:
@@ -68,7 +67,7 @@ class RingJoining:
             return InProcessRing(1, seconds).transports[0]
         if self.backend != "sockets":
             return self._meet_in_store(ring, name, rank, len(members))
-        meeting = Meeting(
+        rendezvous = Rendezvous(
             name=name,
             rank=rank,
             endpoints=tuple(getattr(ring.doors[member], kind) for member in members),
@@ -77,12 +76,12 @@ class RingJoining:
             tls=self._spec.tls,
         )
         try:
-            return SocketRing(rank, seconds, connect_mesh(self._doors[kind], meeting))
+            return SocketRing(rank, seconds, connect_mesh(self._doors[kind], rendezvous))
         except Unavailable as error:
             raise Unavailable(f"rank {rank} cannot join ring {name!r} of {len(members)}: {error}") from error
 
     def _meet_in_store(self, ring: RingSpec, name: str, rank: int, size: int) -> RingTransport:
-        host, port = split_endpoint(ring.doors[0].store)
+        host, port = parse_endpoint(ring.doors[0].store)
         return connect_ring(
             host,
             port,

@@ -1118,7 +1118,7 @@ class RingInfo(_message.Message):
     num_requests_waiting: _builtins.int
     rebuilds: _builtins.int
     ring_transport: _builtins.str
-    """What carries messages within the ring: "gloo", "nccl" or "sockets"."""
+    """What carries messages within the ring: "nccl" or "sockets"."""
     tp: _builtins.int
     """Tensor parallelism: processes a rank, which hold the same tokens, each a share of the heads."""
     metrics_endpoint: _builtins.str

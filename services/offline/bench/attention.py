@@ -21,7 +21,7 @@ from cp_core.attention.interface import select_backend
 from cp_core.errors import ConfigError
 from cp_core.layout.shards import balanced_layout, level_counts
 from cp_core.ring.prefill import KvRun, PrefillPlan, SequencePlan, ring_prefill
-from cp_core.transport.rendezvous import find_store
+from cp_core.transport.connect import find_store
 from services.offline.bench.figures import GEMM, Target, attention_flops, gemm_flops, paired_ratio
 from services.offline.bench.report import Report, Row
 from services.offline.bench.ring_processes import RING_TIMEOUT_SECONDS, RingProcesses, Seat

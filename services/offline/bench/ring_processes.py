@@ -12,9 +12,8 @@ from typing import Any, Protocol
 import torch
 
 from cp_core.errors import Unavailable
-from cp_core.transport.distributed import connect_ring
+from cp_core.transport.connect import RingStore, connect_ring
 from cp_core.transport.interface import RingTransport
-from cp_core.transport.rendezvous import RingStore
 from services.offline.bench.rounds import Sample
 
 

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from cp_core.errors import ConfigError, Unavailable
-from cp_core.transport.distributed import connect_ring
+from cp_core.transport.connect import RingStore, connect_ring
 from cp_core.transport.peer_tls import PeerTls
-from cp_core.transport.rendezvous import RingStore
-from cp_core.transport.socket_mesh import MAX_STRANGERS, Meeting, RingDoor, connect_mesh, split_endpoint
+from cp_core.transport.socket_mesh import MAX_STRANGERS, Rendezvous, RingListener, connect_mesh, parse_endpoint
 from cp_core.transport.socket_ring import SocketRing
+from tests.gloo import gloo_as_nccl
 from tests.services.auth.certificates import Authority
 
 HOST = "127.0.0.1"
@@ -30,13 +30,13 @@ def tls(request: pytest.FixtureRequest, authority: Authority) -> PeerTls | None:
 
 
 class Ranks:
-    """Threads that meet. `doors` stand open from the start; every rank may be told something else of the meeting."""
+    """Threads that meet. `listeners` listen from the start; every rank may be told another rendezvous."""
 
     def __init__(self, size: int, tls: PeerTls | None = None, seconds: float = SECONDS) -> None:
-        self.doors = [RingDoor(HOST) for _ in range(size)]
-        endpoints = tuple(door.endpoint for door in self.doors)
-        self.meetings = [
-            Meeting(name="ring", rank=rank, endpoints=endpoints, secret="s", timeout_seconds=seconds, tls=tls)
+        self.listeners = [RingListener(HOST) for _ in range(size)]
+        endpoints = tuple(listener.endpoint for listener in self.listeners)
+        self.rendezvous = [
+            Rendezvous(name="ring", rank=rank, endpoints=endpoints, secret="s", timeout_seconds=seconds, tls=tls)
             for rank in range(size)
         ]
         self._pool = ThreadPoolExecutor(size)
@@ -47,7 +47,7 @@ class Ranks:
             self._joining[rank] = self._pool.submit(self._join, rank)
 
     def _join(self, rank: int) -> SocketRing:
-        return SocketRing(rank, SECONDS, connect_mesh(self.doors[rank], self.meetings[rank]))
+        return SocketRing(rank, SECONDS, connect_mesh(self.listeners[rank], self.rendezvous[rank]))
 
     def ring(self, rank: int) -> SocketRing:
         return self._joining[rank].result(SECONDS + 5)
@@ -74,8 +74,8 @@ class Ranks:
         for joining in self._joining.values():
             if joining.exception(SECONDS + 5) is None:
                 joining.result().close()
-        for door in self.doors:
-            door.close()
+        for listener in self.listeners:
+            listener.close()
         self._pool.shutdown()
 
 
@@ -89,8 +89,8 @@ def ranks(size: int, tls: PeerTls | None = None, seconds: float = SECONDS) -> It
 
 
 @contextmanager
-def guest(door: RingDoor, saying: bytes = b"") -> Iterator[socket.socket]:
-    with socket.create_connection(split_endpoint(door.endpoint), timeout=10.0) as connection:
+def guest(listener: RingListener, saying: bytes = b"") -> Iterator[socket.socket]:
+    with socket.create_connection(parse_endpoint(listener.endpoint), timeout=10.0) as connection:
         connection.sendall(saying)
         yield connection
 
@@ -116,15 +116,15 @@ def test_ranks_that_know_the_secret_meet_in_any_order(size: int, tls: PeerTls | 
 def test_strangers_are_refused_and_hold_up_nobody(tls: PeerTls | None) -> None:
     with ranks(2, tls) as met:
         met.start(0)
-        door = met.doors[0]
+        listener = met.listeners[0]
         # A rank that is right with a proof that is not, half a greeting, none at all, and one who goes at once.
         with (
-            guest(door, (1).to_bytes(4, "big") + bytes(32)) as liar,
-            guest(door, b"GET / HTTP/1.1\r\n\r\n" + bytes(80)) as lost,
-            guest(door, b"\x16\x03\x01"),
-            guest(door),
+            guest(listener, (1).to_bytes(4, "big") + bytes(32)) as liar,
+            guest(listener, b"GET / HTTP/1.1\r\n\r\n" + bytes(80)) as lost,
+            guest(listener, b"\x16\x03\x01"),
+            guest(listener),
         ):
-            with guest(door):
+            with guest(listener):
                 pass
             assert is_sent_away(liar)
             assert is_sent_away(lost)
@@ -135,9 +135,9 @@ def test_strangers_are_refused_and_hold_up_nobody(tls: PeerTls | None) -> None:
 def test_strangers_that_stay_silent_make_room_for_each_other_and_for_ranks(tls: PeerTls | None) -> None:
     with ranks(2, tls) as met, ExitStack() as guests:
         met.start(0)
-        first = guests.enter_context(guest(met.doors[0]))
+        first = guests.enter_context(guest(met.listeners[0]))
         for _ in range(MAX_STRANGERS + 2):
-            guests.enter_context(guest(met.doors[0]))
+            guests.enter_context(guest(met.listeners[0]))
         assert is_sent_away(first)
         met.start(1)
         met.check_they_talk()
@@ -146,24 +146,24 @@ def test_strangers_that_stay_silent_make_room_for_each_other_and_for_ranks(tls: 
 def test_a_rank_of_another_ring_is_refused(tls: PeerTls | None) -> None:
     """As if a port had been taken again: the right rank, even with the right secret, of a ring of another name."""
     with ranks(2, tls, seconds=1.0) as met:
-        met.meetings[1] = replace(met.meetings[1], name="older")
+        met.rendezvous[1] = replace(met.rendezvous[1], name="older")
         met.start(0, 1)
         assert "rank 0 of ring 'older' at 127.0.0.1:" in met.error(1)
-        assert "waits for ranks [1] of ring 'ring' in vain" in met.error(0)
+        assert "ranks [1] of ring 'ring' did not connect to rank 0 in time" in met.error(0)
 
 
 def test_a_rank_with_another_secret_is_refused(tls: PeerTls | None) -> None:
     with ranks(2, tls, seconds=1.0) as met:
-        met.meetings[1] = replace(met.meetings[1], secret="another")
+        met.rendezvous[1] = replace(met.rendezvous[1], secret="another")
         met.start(0, 1)
         assert met.error(1).endswith("refused rank 1")
-        assert "in vain" in met.error(0)
+        assert "in time" in met.error(0)
 
 
 def test_who_answers_without_the_secret_is_no_rank() -> None:
     with ranks(2) as met, socket.create_server((HOST, 0)) as impostor, ThreadPoolExecutor(1) as pool:
         endpoint = f"{HOST}:{impostor.getsockname()[1]}"
-        met.meetings[1] = replace(met.meetings[1], endpoints=(endpoint, met.doors[1].endpoint))
+        met.rendezvous[1] = replace(met.rendezvous[1], endpoints=(endpoint, met.listeners[1].endpoint))
 
         def pretend() -> None:
             connection, _ = impostor.accept()
@@ -172,14 +172,14 @@ def test_who_answers_without_the_secret_is_no_rank() -> None:
 
         pretending = pool.submit(pretend)
         met.start(1)
-        assert met.error(1) == f"who answers at {endpoint} is not rank 0 of ring 'ring'"
+        assert met.error(1) == f"the process at {endpoint} is not rank 0 of ring 'ring'"
         pretending.result(SECONDS)
 
 
 def test_a_rank_that_calls_nobody_gives_up_at_its_deadline(tls: PeerTls | None) -> None:
     with ranks(2, tls, seconds=0.3) as met:
-        met.start(1)  # rank 0's door stands open, and nobody looks after it
-        assert "rank 1 cannot reach rank 0" in met.error(1) or "in vain" in met.error(1)
+        met.start(1)  # rank 0's listener stands open, and nobody looks after it
+        assert "rank 1 cannot reach rank 0" in met.error(1) or "in time" in met.error(1)
 
 
 def test_no_certificate_an_expired_one_and_one_of_another_authority_are_refused(
@@ -193,15 +193,15 @@ def test_no_certificate_an_expired_one_and_one_of_another_authority_are_refused(
     )
     for theirs in wrong:
         with ranks(2, authority.peer(), seconds=1.0) as met:
-            met.meetings[1] = replace(met.meetings[1], tls=theirs)
+            met.rendezvous[1] = replace(met.rendezvous[1], tls=theirs)
             met.start(0, 1)
             assert "cannot reach rank 0" in met.error(1) or "refused rank 1" in met.error(1)
-            assert "in vain" in met.error(0)
+            assert "in time" in met.error(0)
 
 
 def test_a_server_whose_certificate_has_expired_is_named_as_such(authority: Authority) -> None:
     with ranks(2, authority.peer(), seconds=1.0) as met:
-        met.meetings[0] = replace(met.meetings[0], tls=authority.peer(authority.sign_expired("old")))
+        met.rendezvous[0] = replace(met.rendezvous[0], tls=authority.peer(authority.sign_expired("old")))
         met.start(0, 1)
         assert met.error(1).endswith("its certificate is refused: certificate has expired")
 
@@ -226,10 +226,12 @@ def test_what_goes_between_ranks_with_tls_cannot_be_read_on_the_way(authority: A
                 seen.extend(part)
                 destination.sendall(part)
 
-        met.meetings[1] = replace(met.meetings[1], endpoints=(f"{HOST}:{tap.getsockname()[1]}", met.doors[1].endpoint))
+        met.rendezvous[1] = replace(
+            met.rendezvous[1], endpoints=(f"{HOST}:{tap.getsockname()[1]}", met.listeners[1].endpoint)
+        )
         met.start(0, 1)
         caller, _ = tap.accept()
-        with caller, socket.create_connection(split_endpoint(met.doors[0].endpoint)) as onward:
+        with caller, socket.create_connection(parse_endpoint(met.listeners[0].endpoint)) as onward:
             passing = [pool.submit(pass_on, caller, onward), pool.submit(pass_on, onward, caller)]
             received = torch.zeros(len(words), dtype=torch.uint8)
             sending = met.ring(1).exchange(torch.frombuffer(bytearray(words), dtype=torch.uint8), 0, torch.empty(0), 0)
@@ -248,7 +250,10 @@ def test_what_goes_between_ranks_with_tls_cannot_be_read_on_the_way(authority: A
 
 def test_a_closed_connection_never_goes_on_in_the_clear(authority: Authority) -> None:
     with ranks(2, authority.peer()) as met, ThreadPoolExecutor(2) as pool:
-        sides = [pool.submit(connect_mesh, door, each) for door, each in zip(met.doors, met.meetings, strict=True)]
+        sides = [
+            pool.submit(connect_mesh, listener, each)
+            for listener, each in zip(met.listeners, met.rendezvous, strict=True)
+        ]
         first, second = (side.result(SECONDS) for side in sides)
         assert isinstance(first[1], ssl.SSLSocket)
         assert first[1].version() == "TLSv1.3"
@@ -263,10 +268,10 @@ def test_a_closed_connection_never_goes_on_in_the_clear(authority: Authority) ->
 
 def test_a_ring_that_cannot_encrypt_is_refused_where_it_should(authority: Authority) -> None:
     store = RingStore(HOST)
-    with pytest.raises(ConfigError, match="'gloo' cannot encrypt; only 'sockets' can"):
-        connect_ring(HOST, store.port, "plain", 0, 2, 5.0, "gloo", store=store, tls=authority.peer())
+    with gloo_as_nccl(), pytest.raises(ConfigError, match="'nccl' cannot encrypt; only 'sockets' can"):
+        connect_ring(HOST, store.port, "plain", 0, 2, 5.0, "nccl", store=store, tls=authority.peer())
 
 
-def test_a_meeting_is_shown_without_its_secret() -> None:
-    meeting = Meeting(name="ring", rank=0, endpoints=("a:1",), secret="of the ring", timeout_seconds=1.0)
-    assert "of the ring" not in repr(meeting)
+def test_a_rendezvous_is_shown_without_its_secret() -> None:
+    rendezvous = Rendezvous(name="ring", rank=0, endpoints=("a:1",), secret="of the ring", timeout_seconds=1.0)
+    assert "of the ring" not in repr(rendezvous)

@@ -28,8 +28,8 @@ def test_endpoints_between_our_own_processes_are_refused_elsewhere_unless_asked_
 
 
 def test_a_ring_that_does_not_encrypt_is_refused_beside_tls_unless_asked_for() -> None:
-    gloo, nccl = {"ring_transport": "gloo"}, {"device": "cuda"}
-    for model, name in ((gloo, "gloo"), (nccl, "nccl")):
+    named = {"device": "cuda", "ring_transport": "nccl"}
+    for model, name in ((named, "nccl"), ({"device": "cuda"}, "nccl")):
         said = refusal({"model": model, "internal_tls": INSIDE})
         assert said.startswith(
             f"model.ring_transport: {name} does not encrypt what the ranks of a ring send each other"

@@ -15,6 +15,7 @@ from cp_core.cost.decode_variant import GATHER, VARIANTS, DecodeRates
 from cp_core.cost.model import PASS_Q, Rates
 from cp_core.errors import ConfigError
 from cp_core.transport.inprocess import InProcessRing
+from tests.gloo import gloo_as_nccl
 from tests.workers.models import KINDS, Oracle, random_tokens
 from tests.workers.rings import LocalRing, Turn
 from workers.decode.choice import DecodeChoice
@@ -90,12 +91,15 @@ def test_every_model_decodes_the_same_in_pass_q(kind: str, model_paths: Models, 
     assert [first, *following] == oracles[kind].greedy(prompt, 16)
 
 
-@pytest.mark.parametrize("ring_transport", ["sockets", "gloo"])
+@pytest.mark.parametrize("ring_transport", ["sockets", "nccl"])
 def test_pass_q_decodes_over_real_transports(ring_transport: str, model_paths: Models, oracles: Oracles) -> None:
     """Two sequences on three ranks: messages without elements, of every length, in both directions."""
     prompts = {"a": random_tokens(9, seed=1), "b": random_tokens(26, seed=2)}
     sampling = Sampling(max_tokens=10)
-    with LocalRing(model_paths["llama_gqa"], 3, ring_transport=ring_transport, decode_variant=PASS_Q) as ring:
+    with (
+        gloo_as_nccl(),
+        LocalRing(model_paths["llama_gqa"], 3, ring_transport=ring_transport, decode_variant=PASS_Q) as ring,
+    ):
         conversations = {name: ring.open(name, 64) for name in prompts}
         firsts = ring.prefill([Turn(conversations[name], prompts[name], sampling) for name in prompts])
         ring.start_decode()

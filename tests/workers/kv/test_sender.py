@@ -300,7 +300,7 @@ def test_pieces_that_do_not_ascend_fail_the_transfer(sender: KvSender, destinati
 
 
 def test_an_endpoint_that_is_none_fails_the_transfer(sender: KvSender) -> None:
-    with pytest.raises(TransferError, match="KV endpoint 'nowhere' is not HOST:PORT"):
+    with pytest.raises(Unavailable, match="endpoint 'nowhere' is not allowed; it must be HOST:PORT"):
         sender.send_all(send_of(key_of(), "nowhere", TOKENS, BLOCKS), WAIT_SECONDS)
 
 

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from cp_core.cost.decode_variant import GATHER, VARIANTS
 from cp_core.cost.model import PASS_Q
 from cp_core.errors import ConfigError, Unavailable
+from tests.gloo import gloo_as_nccl
 from tests.workers.models import KINDS, VOCAB_SIZE, Oracle, random_tokens
 from tests.workers.rings import LocalRing, Turn
 from workers.decode.choice import DecodeChoice
@@ -112,15 +113,18 @@ def test_a_cp_rank_without_tokens_leaves_the_others_their_answer(
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("ring_transport", ["gloo", "sockets"])
+@pytest.mark.parametrize("ring_transport", ["nccl", "sockets"])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_rings_and_rings_meet_in_one_store(
     num_ranks: int, ring_transport: str, variant: str, model_paths: Mapping[str, Path], oracles: Mapping[str, Oracle]
 ) -> None:
     prompt, sampling = random_tokens(29), Sampling(max_tokens=6)
-    with LocalRing(
-        model_paths["llama_gqa"], num_ranks, tp=2, ring_transport=ring_transport, decode_variant=variant
-    ) as ring:
+    with (
+        gloo_as_nccl(),
+        LocalRing(
+            model_paths["llama_gqa"], num_ranks, tp=2, ring_transport=ring_transport, decode_variant=variant
+        ) as ring,
+    ):
         conversation = ring.open("c", 64)
         first = ring.prefill([Turn(conversation, prompt, sampling)])["c"]
         ring.start_decode()
@@ -185,12 +189,15 @@ def test_heads_that_do_not_divide_are_refused_at_start(
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("ring_transport", ["gloo", "sockets"])
+@pytest.mark.parametrize("ring_transport", ["nccl", "sockets"])
 @pytest.mark.parametrize("lost", [0, 1, 2, 3])
 def test_the_loss_of_any_rank_ends_the_loops_of_all(
     lost: int, ring_transport: str, variant: str, model_paths: Mapping[str, Path]
 ) -> None:
-    with LocalRing(model_paths["llama_gqa"], 2, tp=2, ring_transport=ring_transport, decode_variant=variant) as ring:
+    with (
+        gloo_as_nccl(),
+        LocalRing(model_paths["llama_gqa"], 2, tp=2, ring_transport=ring_transport, decode_variant=variant) as ring,
+    ):
         ring.start_decode()
         conversation = ring.open("c", 256)
         ring.admit(conversation, 5, Sampling(max_tokens=250))

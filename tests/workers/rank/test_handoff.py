@@ -10,6 +10,7 @@ import pytest
 from cp_core.errors import ConfigError, TransferError
 from cp_core.layout.reshard import plan_reshard
 from cp_core.layout.shards import ShardMap, TokenRange, balanced_layout, spread
+from tests.gloo import gloo_as_nccl
 from tests.workers.models import Oracle, random_tokens
 from tests.workers.rings import WAIT_SECONDS, Conversation, LocalRing, Turn
 from workers.protocol.steps import (
@@ -110,13 +111,13 @@ def test_a_hand_off_that_was_dropped_fails_its_sender_and_not_the_step(model_pat
         assert decode.workers[0].status().open_transfers == 0
 
 
-@pytest.mark.parametrize(("ring_transport", "used"), [("auto", "sockets"), ("sockets", "sockets"), ("gloo", "gloo")])
+@pytest.mark.parametrize(("ring_transport", "used"), [("auto", "sockets"), ("sockets", "sockets"), ("nccl", "nccl")])
 def test_ranks_meet_over_a_real_ring_and_compute_the_same(
     ring_transport: str, used: str, model_paths: Models, oracles: Oracles
 ) -> None:
     """Two ranks join through a store, prefill and decode."""
     prompt, sampling = random_tokens(19), Sampling(max_tokens=8)
-    with LocalRing(model_paths["llama_gqa"], 2, ring_transport=ring_transport) as ring:
+    with gloo_as_nccl(), LocalRing(model_paths["llama_gqa"], 2, ring_transport=ring_transport) as ring:
         assert [info.ring_transport for info in ring.infos] == [used, used]
         conversation = ring.open("a", 64)
         first = ring.prefill([Turn(conversation, prompt, sampling)])["a"]

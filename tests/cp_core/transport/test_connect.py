@@ -1,4 +1,4 @@
-"""Real rings on loopback, gloo and sockets: ranks are threads, and processes where one of them must die."""
+"""Real rings on loopback, of sockets and process groups: ranks are threads, or processes where one of them must die."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 
@@ -18,18 +19,20 @@ from cp_core.errors import ConfigError, Unavailable
 from cp_core.layout.shards import PrefillLayout
 from cp_core.ring.decode import sharded_decode
 from cp_core.ring.prefill import KvRun
-from cp_core.transport.distributed import TorchRing, connect_ring
+from cp_core.transport.connect import RingStore, connect_ring
 from cp_core.transport.interface import RingTransport
-from cp_core.transport.rendezvous import RingStore, own_address
+from cp_core.transport.socket_mesh import own_address
 from cp_core.transport.socket_ring import SocketRing
 from tests.cp_core.real_rings import HOST, real_ring
 from tests.cp_core.rings import PlacedSequence, on_every_rank, prefill_on_threads
+from tests.gloo import GlooRing, gloo_as_nccl
 from tests.oracles import fp32_bound, largest, oracle_causal, random_tokens
 
 
-@pytest.fixture(params=["gloo", "sockets"])
-def backend(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+@pytest.fixture(params=["nccl", "sockets"])
+def backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    with gloo_as_nccl():
+        yield str(request.param)
 
 
 def test_a_real_ring_moves_messages_like_the_in_process_one(backend: str) -> None:
@@ -138,7 +141,8 @@ def test_a_wait_ends_at_its_deadline(backend: str) -> None:
 
 def _rank_until_killed(backend: str, rank: int, port: int, told: Connection) -> None:
     """Rank 1 and 2 of 3: says when it has joined, then waits for a message that never comes."""
-    ring = connect_ring(HOST, port, "doomed", rank, 3, 60.0, backend)
+    with gloo_as_nccl():
+        ring = connect_ring(HOST, port, "doomed", rank, 3, 60.0, backend)
     told.send("joined")
     try:
         ring.broadcast(torch.empty(1), 0).wait()
@@ -168,8 +172,8 @@ def test_the_death_of_a_rank_surfaces_at_once_on_all_others(backend: str) -> Non
         assert victim is not None
         started = time.monotonic()
         os.kill(victim, signal.SIGKILL)
-        # Over gloo only who waits for the dead rank hears of it, and tells the others; over sockets everybody does.
-        with pytest.raises(Unavailable, match="rank 0 lost rank 2" if backend == "gloo" else "rank 0 lost rank [12]"):
+        # Of a process group only the rank that waits for the dead one notices, and tells the others; sockets tell all.
+        with pytest.raises(Unavailable, match="rank 0 lost rank 2" if backend == "nccl" else "rank 0 lost rank [12]"):
             work.wait()
         assert pipes[0][0].poll(5)
         assert pipes[0][0].recv() in ("rank 1 lost rank 0", "rank 1 lost rank 2")
@@ -211,8 +215,8 @@ def test_a_ring_of_one_needs_no_store() -> None:
 @pytest.mark.parametrize(
     ("name", "device", "reason"),
     [
-        ("mpi", "cpu", "'mpi' is no ring transport; allowed are auto, gloo, nccl, sockets"),
-        ("nccl", "cpu", "'nccl' does not serve device 'cpu'; allowed there are auto, sockets, gloo"),
+        ("mpi", "cpu", "'mpi' is no ring transport; allowed are auto, nccl, sockets"),
+        ("nccl", "cpu", "'nccl' does not serve device 'cpu'; allowed there are auto, sockets"),
         ("sockets", "cuda", "'sockets' does not serve device 'cuda'; allowed there are auto, nccl"),
         ("auto", "meta", "no ring transport serves device 'meta'"),
         ("auto", "cuda", "built without NCCL"),
@@ -231,7 +235,7 @@ def test_the_ring_of_a_cpu_is_one_of_sockets_unless_told_otherwise(backend: str)
     with real_ring("auto", 2) as transports:
         assert [type(transport) for transport in transports] == [SocketRing, SocketRing]
     with real_ring(backend, 2) as transports:
-        assert type(transports[0]) is {"gloo": TorchRing, "sockets": SocketRing}[backend]
+        assert type(transports[0]) is {"nccl": GlooRing, "sockets": SocketRing}[backend]
 
 
 def test_the_own_address_towards_loopback_is_loopback() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cp_core.transport.all_reduce import ONE_ROUND_BYTES, all_reduce, join_last_dim
+from cp_core.transport.collectives import ONE_ROUND_BYTES, all_reduce, join_last_dim
 from cp_core.transport.inprocess import InProcessRing
 from cp_core.transport.interface import RingTransport
 

@@ -1,0 +1,126 @@
+"""Joining of a ring: its ranks find each other in a key-value store that rank 0 serves.
+
+Ranks that were told each other's endpoints in another way need no store: `cp_core.transport.socket_mesh` connects them.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from contextlib import closing
+from datetime import timedelta
+
+import torch
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from cp_core.errors import ConfigError, Unavailable
+from cp_core.transport.inprocess import InProcessRing
+from cp_core.transport.interface import RingTransport
+from cp_core.transport.peer_tls import PeerTls
+from cp_core.transport.ring_backend import select_ring_backend
+from cp_core.transport.socket_mesh import Rendezvous, RingListener, connect_mesh, listen, own_address
+from cp_core.transport.socket_ring import SocketRing
+
+
+class RingStore:
+    """Key-value store for any number of rings, served by this process on one address only.
+
+    torch would listen on every interface, so the socket is bound to `host` first. Port 0 takes a free one.
+    Raises Unavailable if the address cannot be listened on.
+    """
+
+    def __init__(self, host: str, port: int = 0, timeout_seconds: float = 60.0) -> None:
+        self.host = host
+        listener = listen(host, port, "ring store")
+        self.port: int = listener.getsockname()[1]
+        self.store = TCPStore(
+            host,
+            self.port,
+            world_size=None,
+            is_master=True,
+            timeout=timedelta(seconds=timeout_seconds),
+            wait_for_workers=False,
+            # The store owns the descriptor from here on.
+            master_listen_fd=listener.detach(),
+        )
+
+
+def find_store(host: str, port: int, timeout_seconds: float) -> TCPStore:
+    """Wait for the store that rank 0 opens at host:port and return it. Raises Unavailable."""
+    try:
+        return TCPStore(
+            host,
+            port,
+            world_size=None,
+            is_master=False,
+            timeout=timedelta(seconds=timeout_seconds),
+            wait_for_workers=False,
+        )
+    except RuntimeError as error:
+        raise Unavailable(f"no ring store answers at {host}:{port} within {timeout_seconds} s") from error
+
+
+def connect_ring(
+    host: str,
+    port: int,
+    name: str,
+    rank: int,
+    size: int,
+    timeout_seconds: float,
+    backend: str = "auto",
+    *,
+    store: RingStore | None = None,
+    opens_store: bool = True,
+    device: torch.device | str = "cpu",
+    tls: PeerTls | None = None,
+) -> RingTransport:
+    """Join the ring called `name` of `size` ranks; return when all have joined. The name must be new to the store.
+
+    The store guards nothing: any process that reaches it can be part of the ring.
+
+    Rank 0 opens the store at host:port, with two exceptions. It passes `store` where the port is chosen (port 0) and
+    told to the others first. It finds the store of a rank of another ring where `opens_store` is False.
+    `timeout_seconds` bounds the joining and every later wait. `backend`, the same on all ranks, is one of
+    `transport.ring_backend` that serves `device`; only sockets can use `tls`. Raises Unavailable if the others do not
+    come, ConfigError for a backend that does not serve the device, or cannot encrypt where it should.
+    """
+    device = torch.device(device)
+    backend = select_ring_backend(backend, device.type)
+    if size == 1:
+        return InProcessRing(1, timeout_seconds).transports[0]
+    if tls is not None and backend != "sockets":
+        raise ConfigError(f"ring transport {backend!r} cannot encrypt; only 'sockets' can")
+    deadline = time.monotonic() + timeout_seconds
+    if rank == 0 and store is None and opens_store:
+        store = RingStore(host, port, timeout_seconds)
+    found = store.store if store is not None else find_store(host, port, timeout_seconds)
+    prefixed = PrefixStore(name, found)
+    try:
+        if backend == "nccl":
+            # Loaded only where it serves: torch.distributed takes a while to import.
+            from cp_core.transport import nccl
+
+            return nccl.join_nccl(prefixed, rank, size, device, timeout_seconds, store)
+        with closing(RingListener(own_address(host, found.port))) as listener:
+            rendezvous = _rendezvous_by_store(prefixed, listener.endpoint, name, rank, size, deadline, tls)
+            return SocketRing(rank, timeout_seconds, connect_mesh(listener, rendezvous), store)
+    except (RuntimeError, Unavailable) as error:
+        reason = f": {error}" if isinstance(error, Unavailable) else ""
+        raise Unavailable(f"rank {rank} cannot join ring {name!r} of {size} at {host}:{port}{reason}") from error
+
+
+def _rendezvous_by_store(
+    store: Store, endpoint: str, name: str, rank: int, size: int, deadline: float, tls: PeerTls | None
+) -> Rendezvous:
+    """Publish this rank's endpoint and return those of all with the secret of rank 0.
+
+    Raises RuntimeError at the deadline.
+    """
+    if rank == 0:
+        store.set("secret", secrets.token_hex(32))
+    store.set(f"endpoint {rank}", endpoint)
+    keys = ["secret", *(f"endpoint {peer}" for peer in range(size))]
+    store.wait(keys, timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+    secret, *endpoints = (store.get(key).decode() for key in keys)
+    left = max(deadline - time.monotonic(), 0.001)
+    return Rendezvous(name=name, rank=rank, endpoints=tuple(endpoints), secret=secret, timeout_seconds=left, tls=tls)
