@@ -15,9 +15,9 @@ from orchestration.conversations.quotas import RunningTurns
 from orchestration.conversations.store import Conversation, ConversationStore
 from orchestration.placement.kv_locations import KvLocation
 from orchestration.placement.registry import RingRegistry
-from orchestration.protocol.kv import ForkKv, KeptKv
+from orchestration.protocol.kv import ForkKv, RetainedKv
 from orchestration.protocol.ports import Peers
-from orchestration.protocol.views import ConversationList, ConversationSummary, ConversationView, PlacementView
+from orchestration.protocol.views import ConversationList, ConversationSummary, ConversationView, KvLocationView
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ class ConversationDesk:
         ring = self._rings.named(role, placement.ring) if placement and num_tokens else None
         if placement is None or ring is None:
             return None
-        request = ForkKv(source_id=source_id, sequence_id=new_id, num_tokens=min(num_tokens, placement.num_tokens))
+        request = ForkKv(source_id=source_id, kv_id=new_id, num_tokens=min(num_tokens, placement.num_tokens))
         try:
             forked = await self._peers.leader(role, ring.registration.endpoint).fork_kv(request)
         except RingserveError as error:
@@ -126,13 +126,13 @@ class ConversationDesk:
             if kept is not None
         }
 
-    async def _ask(self, key: RingName, conversation_ids: Sequence[str]) -> KeptKv | None:
+    async def _ask(self, key: RingName, conversation_ids: Sequence[str]) -> RetainedKv | None:
         role, name = key
         ring = self._rings.named(role, name)
         if ring is None or not ring.is_ready:
             return None
         try:
-            return await self._peers.leader(role, ring.registration.endpoint).get_kept(conversation_ids)
+            return await self._peers.leader(role, ring.registration.endpoint).get_retained(conversation_ids)
         except RingserveError as error:
             log.info("%s ring %s cannot say what it keeps: %s", role, name, error)
             return None
@@ -144,7 +144,7 @@ class ConversationDesk:
         view = conversation.view(self._store.clock())
         limit = self._num_agreeing(conversation)
 
-        def still_there(places: Iterable[PlacementView]) -> Iterable[PlacementView]:
+        def still_there(places: Iterable[KvLocationView]) -> Iterable[KvLocationView]:
             for place in places:
                 said = kept.get((place.role, place.ring), {})
                 incarnation, count = said.get(conversation.conversation_id, ("", 0))
@@ -164,6 +164,6 @@ def _summary(view: ConversationView) -> ConversationSummary:
         idle_seconds=view.idle_seconds,
         ttl_seconds=view.ttl_seconds,
         num_waiting=view.num_waiting,
-        kept_on_prefill=view.kept_on("prefill"),
-        kept_on_decode=view.kept_on("decode"),
+        kept_on_prefill=view.retained_on("prefill"),
+        kept_on_decode=view.retained_on("decode"),
     )

@@ -111,7 +111,7 @@ class DrainMoves:
 
     async def _empty(self, drain: _Drain, idle: list[Conversation]) -> None:
         try:
-            kept = await self._mover.kept_on(drain.ring, idle)
+            kept = await self._mover.retained_on(drain.ring, idle)
         except RingserveError as error:
             log.warning("ring %s drains and cannot be emptied yet: %s", drain.ring.name, error)
             return

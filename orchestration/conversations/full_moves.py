@@ -66,7 +66,7 @@ class FullMoves:
         idle = sorted((each for each in here if each.is_idle), key=lambda each: each.last_used)[:CONSIDERED]
         oldest = [each for each in idle if self._is_worth_moving(each, ring)][:MOVES_AT_ONCE]
         try:
-            kept = await self._mover.kept_on(ring, oldest)
+            kept = await self._mover.retained_on(ring, oldest)
         except RingserveError as error:
             log.info("full ring %s cannot be relieved: %s", ring.name, error)
             return

@@ -40,12 +40,12 @@ class ConversationMover:
         self._control_timeout = control_timeout
         self._transfer_timeout = transfer_timeout
 
-    async def kept_on(self, ring: RegisteredRing, conversations: list[Conversation]) -> list[int]:
+    async def retained_on(self, ring: RegisteredRing, conversations: list[Conversation]) -> list[int]:
         """How many tokens of each a ring keeps of what the books say. Raises Unavailable."""
         port = self._port(ring)
         try:
             async with asyncio.timeout(self._control_timeout):
-                kept = await port.get_kept([each.conversation_id for each in conversations])
+                kept = await port.get_retained([each.conversation_id for each in conversations])
         except TimeoutError:
             raise Unavailable(f"ring {ring.name} did not say what it keeps") from None
         counts = []
@@ -87,12 +87,12 @@ class ConversationMover:
         )
         return taken
 
-    async def _copy(self, sequence_id: str, source: RegisteredRing, target: RegisteredRing, num_tokens: int) -> TakenKv:
+    async def _copy(self, kv_id: str, source: RegisteredRing, target: RegisteredRing, num_tokens: int) -> TakenKv:
         ring = source.registration
         request = TakeKv(
             transfer_id=f"move-{uuid.uuid4().hex[:16]}",
             attempt=1,
-            sequence_id=sequence_id,
+            kv_id=kv_id,
             num_tokens=num_tokens,
             source_role=ring.role,
             source_endpoint=ring.endpoint,
@@ -105,13 +105,13 @@ class ConversationMover:
             # Perhaps only the answer was lost: asked again, the ring joins the move, or answers as before.
             return await self._port(target).take_kv(request)
 
-    async def _free(self, sequence_id: str, source: RegisteredRing) -> None:
+    async def _free(self, kv_id: str, source: RegisteredRing) -> None:
         """What stays behind is evicted sooner or later."""
         try:
             async with asyncio.timeout(self._control_timeout):
-                await self._port(source).settle(sequence_id, "", 0)
+                await self._port(source).settle(kv_id, "", 0)
         except (RingserveError, TimeoutError) as error:
-            log.warning("ring %s could not free %s, which has moved: %s", source.name, sequence_id, error)
+            log.warning("ring %s could not free %s, which has moved: %s", source.name, kv_id, error)
 
     def _port(self, ring: RegisteredRing) -> RingPort:
         return self._peers.leader(ring.role, ring.registration.endpoint)

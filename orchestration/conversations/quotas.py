@@ -70,10 +70,10 @@ class KvQuotas:
                 BUSY_RETRY_SECONDS,
             )
         surplus = held + needed + sum(each.kv_tokens for each in idle) - limit
-        let_go = []
+        release_kv = []
         for each in sorted(idle, key=lambda item: item.last_used):
             if surplus <= 0:
                 break
             surplus -= each.kv_tokens
-            let_go.append(each.let_go())
-        return let_go
+            release_kv.append(each.release_kv())
+        return release_kv

@@ -13,7 +13,7 @@ from itertools import islice
 
 from cp_core.errors import Busy, CapacityExceeded, InvalidRequest, NotFound, RingserveError
 from orchestration.placement.kv_locations import KvLocation, KvLocations
-from orchestration.protocol.views import ConversationView, PlacementView
+from orchestration.protocol.views import ConversationView, KvLocationView
 from workers.protocol.steps import TokenIds
 
 
@@ -78,7 +78,7 @@ class Conversation:
         """How many have their KV on a ring, as far as the router knows; those on two rings count once."""
         return max((place.num_tokens for _, place in self.places.items()), default=0)
 
-    def let_go(self) -> Conversation:
+    def release_kv(self) -> Conversation:
         """Its KV is to be freed, and computed again when it goes on. Returns where the KV is, under the same id."""
         left = Conversation(self.conversation_id, places=self.places)
         self.places = self.places.changed(prefill=None, decode=None)
@@ -102,7 +102,7 @@ class Conversation:
             ttl_seconds=self.ttl_seconds,
             num_waiting=len(self.waiting),
             placements=tuple(
-                PlacementView(
+                KvLocationView(
                     role=role,
                     ring=place.ring,
                     incarnation=place.incarnation,

@@ -9,14 +9,14 @@ from cp_core.layout.shards import ShardMap, TokenRange, balanced_layout
 from orchestration.decode.engine import DecodeEngine
 from orchestration.decode.turn import DecodeTurn
 from orchestration.protocol.handoff import HandoffState
-from orchestration.protocol.turns import Admit, Chunk, PrefillReport
+from orchestration.protocol.turns import Admit, PlannedChunk, PrefillReport
 from workers.protocol.decode_commands import ComputePrompt
 from workers.protocol.steps import Algorithm, TokenHistory, TokenIds
 
 
-def direct_shards(kept_tokens: int, num_tokens: int, held: tuple[int, ...]) -> ShardMap:
-    """Where a ring that computes tokens [kept_tokens, num_tokens) itself stores them: where each is computed."""
-    return balanced_layout(kept_tokens, num_tokens - kept_tokens, held).shard_map()
+def direct_shards(retained_tokens: int, num_tokens: int, held: tuple[int, ...]) -> ShardMap:
+    """Where a ring that computes tokens [retained_tokens, num_tokens) itself stores them: where each is computed."""
+    return balanced_layout(retained_tokens, num_tokens - retained_tokens, held).shard_map()
 
 
 def check_direct(ring: str, num_new: int, max_tokens: int) -> None:
@@ -39,7 +39,7 @@ async def compute_prompt(engine: DecodeEngine, turn: DecodeTurn, token_ids: Toke
     if turn.is_ending:  # nothing comes between this and the batch that knows of the prompt: `leave` finds it there
         raise TurnCancelled(f"turn {turn.turn_id} ended before its prompt was computed")
     request, sequence = turn.request, turn.sequence
-    new = TokenRange(turn.reservation.kept_tokens, turn.prompt_tokens)
+    new = TokenRange(turn.reservation.retained_tokens, turn.prompt_tokens)
     prompt = ComputePrompt(
         sequence_id=turn.turn_id,
         token_ids=tuple(token_ids[new.start : new.stop].tolist()),
@@ -57,7 +57,7 @@ async def compute_prompt(engine: DecodeEngine, turn: DecodeTurn, token_ids: Toke
     report = PrefillReport(
         prefill_seconds=event.prompt_seconds,
         queue_seconds=max(0.0, time.monotonic() - turn.reserved_at - event.prompt_seconds),
-        chunks=(Chunk(tokens=new, algorithm=Algorithm.DECODE_RING, num_turns=1),),
+        chunks=(PlannedChunk(tokens=new, algorithm=Algorithm.DECODE_RING, num_turns=1),),
     )
     return Admit(
         turn_id=turn.turn_id,

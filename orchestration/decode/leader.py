@@ -64,7 +64,7 @@ class DecodeLeader(RingLeader):
 
     async def reserve(self, request: Reserve) -> Reservation:
         """Pin the sequence, set blocks aside, and make the ranks expect the KV. Idempotent per attempt."""
-        await self._until_let_go(request.sequence_id)
+        await self._until_released(request.kv_id)
         known = self._turns.of_turn(request.turn_id)
         if known is not None:
             if request.attempt > known.request.attempt:
@@ -95,14 +95,14 @@ class DecodeLeader(RingLeader):
             turn.sealing = self.spawn(self._seal(turn))
         return turn.reservation
 
-    async def _until_let_go(self, sequence_id: str) -> None:
+    async def _until_released(self, kv_id: str) -> None:
         """Whoever has the sequence and is done with it is about to settle."""
-        await self._turns.until_settled(sequence_id)
-        await self.kv_moves.until_free(sequence_id)
+        await self._turns.until_settled(kv_id)
+        await self.kv_moves.until_free(kv_id)
 
     def _pin(self, request: Reserve) -> DecodeTurn:
         pool = self.ring.pool
-        sequence = pool.pin(request.sequence_id, request.turn_id, request.match_tokens)
+        sequence = pool.pin(request.kv_id, request.turn_id, request.match_tokens)
         kept, held = sequence.shards.num_tokens, sequence.shards.held
         if request.is_direct:
             coming = direct_shards(kept, request.num_tokens, held)
@@ -113,7 +113,7 @@ class DecodeLeader(RingLeader):
                 check_direct(self.settings.name, request.num_tokens - kept, self.settings.max_direct_tokens)
             room = self._engine.reserve(sequence, sequence.shards.extend(coming).held, request.sampling.max_tokens)
         except CapacityExceeded:
-            pool.settle(request.sequence_id, request.turn_id, kept)
+            pool.settle(request.kv_id, request.turn_id, kept)
             raise
         return DecodeTurn(
             request,
@@ -129,10 +129,10 @@ class DecodeLeader(RingLeader):
     def _key(self, request: Reserve) -> TransferKey:
         return TransferKey(request.turn_id, request.attempt, request.source_incarnation, self.ring.incarnation)
 
-    def _reservation(self, kept_tokens: int, coming: ShardMap) -> Reservation:
+    def _reservation(self, retained_tokens: int, coming: ShardMap) -> Reservation:
         return Reservation(
             incarnation=self.ring.incarnation,
-            kept_tokens=kept_tokens,
+            retained_tokens=retained_tokens,
             shards=coming,
             kv_endpoints=self.ring.kv_endpoints,
             tp=self.settings.tp,
@@ -272,10 +272,10 @@ class DecodeLeader(RingLeader):
         """End a turn in any state; returns when its blocks are settled. Idempotent."""
         await self._turns.end(turn_id, error)
 
-    async def settle(self, sequence_id: str, turn_id: str, keep_tokens: int) -> None:
-        """Cut a sequence that the router knows to be idle to its first `keep_tokens` tokens; 0 frees it."""
-        await self._until_let_go(sequence_id)
-        self.ring.pool.settle(sequence_id, turn_id, keep_tokens)
+    async def settle(self, kv_id: str, turn_id: str, retain_tokens: int) -> None:
+        """Cut a sequence that the router knows to be idle to its first `retain_tokens` tokens; 0 frees it."""
+        await self._until_released(kv_id)
+        self.ring.pool.settle(kv_id, turn_id, retain_tokens)
 
     async def measure(self) -> None:
         """Between two steps: plans ask for this ring's rates where it could compute a prompt itself."""

@@ -88,10 +88,10 @@ class DecodeTurns:
         if not turn.is_streamed:
             self.end_soon(turn, error)
 
-    async def until_settled(self, sequence_id: str) -> None:
+    async def until_settled(self, kv_id: str) -> None:
         """Wait for the sequence's turns that are ending: the router may know their end already, and go on with it."""
         await self._until_over(
-            [turn for turn in self._turns.values() if turn.request.sequence_id == sequence_id],
+            [turn for turn in self._turns.values() if turn.request.kv_id == kv_id],
             self._settings.control_timeout,  # then the pool says what it waits for
         )
 
@@ -138,7 +138,7 @@ class DecodeTurns:
             await self._let_go(turn)
         finally:
             self._take_out(turn, HandoffState.ABORTED)
-        self._settle(turn, turn.reservation.kept_tokens)
+        self._settle(turn, turn.reservation.retained_tokens)
 
     async def _end(self, turn: DecodeTurn, how: FinishReason | RingserveError) -> None:
         turn.stop_timers()
@@ -165,9 +165,9 @@ class DecodeTurns:
         turn.state = turn.state.to(state)
         self._turns.pop(turn.turn_id, None)
 
-    def _settle(self, turn: DecodeTurn, keep_tokens: int) -> None:
+    def _settle(self, turn: DecodeTurn, retain_tokens: int) -> None:
         """Nobody writes to the turn's blocks any more."""
-        turn.pool.settle(turn.request.sequence_id, turn.turn_id, keep_tokens)
+        turn.pool.settle(turn.request.kv_id, turn.turn_id, retain_tokens)
         self._engine.freed(turn)
 
     async def _cut(self, turn: DecodeTurn, how: FinishReason) -> FinishReason | RingserveError:

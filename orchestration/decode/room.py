@@ -105,7 +105,7 @@ class DecodeRoom:
         """The turn's blocks are free for others, and it waits, at its place in the order, for new ones."""
         self._resuming.discard(turn.turn_id)
         turn.is_paused = False
-        self._pool.pin(turn.request.sequence_id, turn.turn_id, 0)
+        self._pool.pin(turn.request.kv_id, turn.turn_id, 0)
         turn.room = 0
         insort(self._preempted, turn, key=lambda other: other.arrival)
         self.balance()

@@ -11,19 +11,19 @@ from orchestration.protocol.turns import CachedSource, RingRegistration
 AUTO, PULL, RECOMPUTE = "auto", "pull", "recompute"
 MISSING_KV = (AUTO, PULL, RECOMPUTE)
 """What is done with KV that another ring keeps and the prefill ring lacks."""
-KEPT, PULLED, PULLED_FROM_OTHER = "kept_on_prefill", "pulled_from_decode", "pulled_from_other"
+RETAINED, PULLED, PULLED_FROM_OTHER = "kept_on_prefill", "pulled_from_decode", "pulled_from_other"
 """Where cached KV comes from: a `CachedSource.source`."""
 
 
 @dataclass(frozen=True, slots=True)
-class KeptOn:
+class RetainedPrefix:
     """A ring that keeps the first `num_tokens` tokens of a turn's prompt."""
 
     ring: RingRegistration
     num_tokens: int
 
 
-def keeping_most(decode: KeptOn, left: Iterable[KeptOn]) -> KeptOn:
+def retaining_most(decode: RetainedPrefix, left: Iterable[RetainedPrefix]) -> RetainedPrefix:
     """The turn's decode ring, unless a ring that its conversation leaves keeps more."""
     most = decode
     for other in left:
@@ -52,8 +52,8 @@ def is_worth_pulling(policy: str, *, pull_seconds: float, recompute_seconds: flo
 def choose_source(
     policy: str,
     *,
-    kept_on_prefill: int,
-    kept_on_decode: int,
+    retained_on_prefill: int,
+    retained_on_decode: int,
     pull_seconds: float,
     recompute_seconds: float,
     other_ring: str = "",
@@ -63,10 +63,10 @@ def choose_source(
     With `other_ring` it is that one which keeps so much, and not the turn's decode ring.
     What the prefill ring keeps is always used.
     """
-    kept = CachedSource(source=KEPT, tokens=TokenRange(0, kept_on_prefill))
-    if kept_on_decode <= kept_on_prefill:
-        return CachedKv(cached_tokens=kept_on_prefill, sources=(kept,) if kept_on_prefill else ())
-    missing = TokenRange(kept_on_prefill, kept_on_decode)
+    kept = CachedSource(source=RETAINED, tokens=TokenRange(0, retained_on_prefill))
+    if retained_on_decode <= retained_on_prefill:
+        return CachedKv(cached_tokens=retained_on_prefill, sources=(kept,) if retained_on_prefill else ())
+    missing = TokenRange(retained_on_prefill, retained_on_decode)
     is_pulled = is_worth_pulling(policy, pull_seconds=pull_seconds, recompute_seconds=recompute_seconds)
     verb, other = ("pulled", "computing them again") if is_pulled else ("computed again", "pulling them")
     chosen, instead = (pull_seconds, recompute_seconds) if is_pulled else (recompute_seconds, pull_seconds)

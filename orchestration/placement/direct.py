@@ -37,7 +37,7 @@ class DirectPlacer:
         self, turn: WantedTurn, prefill: RegisteredRing, decode: RegisteredRing, now: float
     ) -> DirectOffer | None:
         """To be compared with the way over `prefill`; None where the decode ring may not, or lacks the KV."""
-        ring, kept = decode.registration, turn.kept_on(decode)
+        ring, kept = decode.registration, turn.retained_on(decode)
         if not self._may(turn) or not kept or turn.num_tokens - kept > ring.max_direct_tokens:
             return None
         seconds = self._planner.compare_direct(turn.num_tokens, kept, ring, prefill.registration)
@@ -60,7 +60,7 @@ class DirectPlacer:
 
     def handoff_seconds(self, turn: WantedTurn, prefill: RegisteredRing, decode: RegisteredRing) -> float:
         """Of the new tokens' KV, which a decode ring that computes them need not wait for."""
-        new_tokens = turn.num_tokens - turn.kept_on(decode)
+        new_tokens = turn.num_tokens - turn.retained_on(decode)
         return self._planner.predict_move(new_tokens, prefill.registration, decode.registration)
 
 

@@ -19,11 +19,11 @@ from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 from cp_core.errors import Unavailable
-from orchestration.placement.cached_kv import KeptOn, keeping_most
+from orchestration.placement.cached_kv import RetainedPrefix, retaining_most
 from orchestration.placement.direct import DirectOffer, DirectPlacer, compared, milliseconds, refuse_direct
 from orchestration.placement.kv_locations import KvLocation
 from orchestration.placement.planner import Planner
-from orchestration.placement.registry import Placed, RegisteredRing, RingRegistry
+from orchestration.placement.registry import LoadShare, RegisteredRing, RingRegistry
 from orchestration.placement.wanted_turn import Choice, WantedTurn
 from orchestration.protocol.turns import RingAlternative, RingRegistration
 
@@ -133,7 +133,7 @@ class RingPlacer:
         cost = _first_of_the_quickest(turn, self._prefill_costs(turn, prefills, decode, self._rings.clock()))
         return Choice(prefill=cost.ring, decode=decode, prefill_seconds=cost.prefill)
 
-    def place(self, turn: WantedTurn, choice: Choice) -> Placed:
+    def place(self, turn: WantedTurn, choice: Choice) -> LoadShare:
         """Count the turn to its rings' load; what is returned ends that."""
         return self._rings.place(
             None if choice.is_direct else choice.prefill,
@@ -195,20 +195,24 @@ class RingPlacer:
 
     def _decode_seconds(self, turn: WantedTurn, decode: RegisteredRing) -> float:
         """The load, and what of the history must come from the prefill ring: new tokens come to every ring alike."""
-        lacking = turn.match_tokens - turn.kept_on(decode)
+        lacking = turn.match_tokens - turn.retained_on(decode)
         ring = decode.registration
         return decode.load_seconds + self._planner.predict_move(lacking, ring, ring)
 
     def _prefill_costs(
         self, turn: WantedTurn, prefills: Sequence[RegisteredRing], decode: RegisteredRing, now: float
     ) -> list[_Cost]:
-        on_decode = KeptOn(decode.registration, turn.kept_on(decode))
-        left = [KeptOn(ring.registration, turn.kept_on(ring)) for ring in self.own_rings(turn) if ring is not decode]
+        on_decode = RetainedPrefix(decode.registration, turn.retained_on(decode))
+        left = [
+            RetainedPrefix(ring.registration, turn.retained_on(ring))
+            for ring in self.own_rings(turn)
+            if ring is not decode
+        ]
         costs = []
         for ring in prefills:
             registration = ring.registration
-            most = keeping_most(on_decode, (other for other in left if other.ring is not registration))
-            move, prefill = self._planner.predict_turn(turn.num_tokens, turn.kept_on(ring), registration, most)
+            most = retaining_most(on_decode, (other for other in left if other.ring is not registration))
+            move, prefill = self._planner.predict_turn(turn.num_tokens, turn.retained_on(ring), registration, most)
             queue = ring.queue_seconds(now)
             costs.append(_Cost(ring, queue, move, prefill, queue + move + prefill))
         return costs
@@ -217,7 +221,7 @@ class RingPlacer:
         """The conversation's rings that can be asked for what they keep, those that drain among them."""
         places = (("prefill", turn.prefill), ("decode", turn.decode))
         own = [self._rings.named(role, place.ring) for role, place in places if place is not None]
-        return [ring for ring in own if ring is not None and ring.is_ready and turn.kept_on(ring)]
+        return [ring for ring in own if ring is not None and ring.is_ready and turn.retained_on(ring)]
 
     # --- why ---------------------------------------------------------------------------------------------------------
 
@@ -230,14 +234,14 @@ class RingPlacer:
             parts.append(f"ring {turn.refused_direct} could not compute the turn itself after all")
         if len(costs) > 1 and not is_direct:
             other = min((each for each in costs if each is not cost), key=lambda each: each.total)
-            keeps = f" and keeps {turn.kept_on(cost.ring)} tokens" if turn.kept_on(cost.ring) else ""
+            keeps = f" and keeps {turn.retained_on(cost.ring)} tokens" if turn.retained_on(cost.ring) else ""
             parts.append(
                 f"ring {cost.ring.name} takes {milliseconds(cost.total)} by {_size(cost.ring)} "
                 f"({milliseconds(cost.queue)} of it queue){keeps}, "
                 f"{other.ring.name} {milliseconds(other.total)} by {_size(other.ring)}"
             )
         if self._rings.num_rings("decode") > 1:
-            keeps = f"keeps {turn.kept_on(decode)} tokens and " if turn.kept_on(decode) else ""
+            keeps = f"keeps {turn.retained_on(decode)} tokens and " if turn.retained_on(decode) else ""
             parts.append(f"ring {decode.name} {keeps}has {decode.num_turns} turns")
         goes_to = (("prefill", turn.prefill, cost.ring), ("decode", turn.decode, decode))
         for role, place, ring in goes_to[is_direct:]:

@@ -9,11 +9,25 @@ from typing import NamedTuple
 from cp_core.cost.profile import HardwareProfile
 from cp_core.cost.selector import EmpiricalFit, Selection, Turn, faster, is_clearly_less, select
 from cp_core.layout.shards import TokenRange
-from orchestration.placement.cached_kv import AUTO, CachedKv, KeptOn, choose_source, is_worth_pulling, keeping_most
+from orchestration.placement.cached_kv import (
+    AUTO,
+    CachedKv,
+    RetainedPrefix,
+    choose_source,
+    is_worth_pulling,
+    retaining_most,
+)
 from orchestration.placement.corrections import RingCorrections
 from orchestration.placement.costs import RingCosts, StepSeconds
 from orchestration.placement.prefill_work import StepLimits, WorkModel, cut
-from orchestration.protocol.turns import CachedSource, Chunk, Plan, PrefillReport, PromptMode, RingRegistration
+from orchestration.protocol.turns import (
+    CachedSource,
+    PlannedChunk,
+    PrefillReport,
+    PromptMode,
+    RingRegistration,
+    TurnPlan,
+)
 from workers.protocol.steps import RING_ALGORITHMS, Algorithm, ModelInfo
 
 WORTH_TELLING = 0.05
@@ -46,16 +60,16 @@ class PromptOnRings(NamedTuple):
     """
 
     num_tokens: int
-    kept_on_prefill: int
-    kept_on_decode: int
+    retained_on_prefill: int
+    retained_on_decode: int
     prefill: RingRegistration
     decode: RingRegistration
-    left: Sequence[KeptOn] = ()
+    left: Sequence[RetainedPrefix] = ()
 
     @property
-    def most(self) -> KeptOn:
+    def most(self) -> RetainedPrefix:
         """Where what the prefill ring lacks would come from."""
-        return keeping_most(KeptOn(self.decode, self.kept_on_decode), self.left)
+        return retaining_most(RetainedPrefix(self.decode, self.retained_on_decode), self.left)
 
 
 class Planner:
@@ -79,7 +93,7 @@ class Planner:
         )
         self.corrections = RingCorrections()
 
-    def plan(self, prompt: PromptOnRings, *, mode: PromptMode, algorithm: Algorithm | None = None) -> Plan:
+    def plan(self, prompt: PromptOnRings, *, mode: PromptMode, algorithm: Algorithm | None = None) -> TurnPlan:
         """Long prompts are cut as the ring would with nothing else to do; each chunk chooses its own algorithm, since
         what is cached grows from one to the next, unless the turn asked for one.
         """
@@ -93,7 +107,7 @@ class Planner:
         why = self._select(ring, pieces[first], seconds[first], algorithm).reason
         work = self._work.work(prompt.num_tokens - cached, cached)
         factors = {name: self.corrections.factor(ring, name, work) for name in RING_ALGORITHMS}
-        return Plan(
+        return TurnPlan(
             algorithm=taken,
             reason=_reason(taken, names, why) + source.reason + _told(factors[taken]),
             new_tokens=prompt.num_tokens - cached,
@@ -103,7 +117,7 @@ class Planner:
             prefill_ranks=ring.num_ranks,
             decode_ranks=prompt.decode.num_ranks,
             cached_sources=source.sources,
-            chunks=tuple(Chunk(tokens=piece, algorithm=name) for piece, name in zip(pieces, names, strict=True)),
+            chunks=tuple(PlannedChunk(tokens=piece, algorithm=name) for piece, name in zip(pieces, names, strict=True)),
             predicted_prefill_seconds=sum(
                 each.by(name) * factors[name] for each, name in zip(seconds, names, strict=True)
             ),
@@ -115,26 +129,26 @@ class Planner:
             prompt_mode=mode,
         )
 
-    def plan_direct(self, prompt: PromptOnRings, *, mode: PromptMode, algorithm: Algorithm | None = None) -> Plan:
+    def plan_direct(self, prompt: PromptOnRings, *, mode: PromptMode, algorithm: Algorithm | None = None) -> TurnPlan:
         """The plan of a turn whose decode ring computes the prompt itself; its prefill ring would instead."""
         other = self.plan(prompt, mode=mode)
-        num_tokens, kept_on_decode, decode = prompt.num_tokens, prompt.kept_on_decode, prompt.decode
-        new = TokenRange(kept_on_decode, num_tokens)
-        kept = CachedSource(source="kept_on_decode", tokens=TokenRange(0, kept_on_decode))
-        seconds = self.predict_direct(num_tokens, kept_on_decode, decode)
+        num_tokens, retained_on_decode, decode = prompt.num_tokens, prompt.retained_on_decode, prompt.decode
+        new = TokenRange(retained_on_decode, num_tokens)
+        kept = CachedSource(source="kept_on_decode", tokens=TokenRange(0, retained_on_decode))
+        seconds = self.predict_direct(num_tokens, retained_on_decode, decode)
         why = "Decode ring" if algorithm is None else f"Forced: {algorithm} was asked for with the turn"
-        told = _told(self._direct_factor(num_tokens, kept_on_decode, decode, Algorithm.DECODE_RING))
+        told = _told(self._direct_factor(num_tokens, retained_on_decode, decode, Algorithm.DECODE_RING))
         return replace(
             other,
             algorithm=Algorithm.DECODE_RING,
-            reason=f"{why}: {decode.name} keeps {kept_on_decode} tokens and computes the {len(new)} new ones in "
+            reason=f"{why}: {decode.name} keeps {retained_on_decode} tokens and computes the {len(new)} new ones in "
             f"{1e3 * seconds:.3g} ms predicted, with no KV to move{told}",
             new_tokens=len(new),
-            cached_tokens=kept_on_decode,
+            cached_tokens=retained_on_decode,
             prefill_ring=decode.name,
             prefill_ranks=decode.num_ranks,
-            cached_sources=(kept,) if kept_on_decode else (),
-            chunks=(Chunk(tokens=new, algorithm=Algorithm.DECODE_RING),),
+            cached_sources=(kept,) if retained_on_decode else (),
+            chunks=(PlannedChunk(tokens=new, algorithm=Algorithm.DECODE_RING),),
             predicted_prefill_seconds=seconds,
             alternatives=((Algorithm.DECODE_RING, seconds), *other.alternatives),
         )
@@ -144,29 +158,29 @@ class Planner:
         """Whether a turn that asks for no algorithm may be computed by its decode ring: not where one is forced."""
         return self.selector not in RING_ALGORITHMS
 
-    def predict_direct(self, num_tokens: int, kept_on_decode: int, decode: RingRegistration) -> float:
+    def predict_direct(self, num_tokens: int, retained_on_decode: int, decode: RingRegistration) -> float:
         """Seconds in which a decode ring computes the end of a prompt whose beginning it keeps, between two steps."""
-        factor = self._direct_factor(num_tokens, kept_on_decode, decode, Algorithm.DECODE_RING)
-        return self._direct_seconds(num_tokens, kept_on_decode, decode) * factor
+        factor = self._direct_factor(num_tokens, retained_on_decode, decode, Algorithm.DECODE_RING)
+        return self._direct_seconds(num_tokens, retained_on_decode, decode) * factor
 
     def compare_direct(
-        self, num_tokens: int, kept_on_decode: int, decode: RingRegistration, prefill: RingRegistration
+        self, num_tokens: int, retained_on_decode: int, decode: RingRegistration, prefill: RingRegistration
     ) -> float:
         """As `predict_direct`, to be compared with that prefill ring: by the factor of that ring's turns of like work.
 
         What the model leaves out it leaves out of both ways. By its own factor the way that had more turns would
         compare with one of which too little is known, and win or lose by that.
         """
-        name = self._costs.seconds(prefill, num_tokens - kept_on_decode, kept_on_decode).fastest
-        factor = self._direct_factor(num_tokens, kept_on_decode, prefill, name)
-        return self._direct_seconds(num_tokens, kept_on_decode, decode) * factor
+        name = self._costs.seconds(prefill, num_tokens - retained_on_decode, retained_on_decode).fastest
+        factor = self._direct_factor(num_tokens, retained_on_decode, prefill, name)
+        return self._direct_seconds(num_tokens, retained_on_decode, decode) * factor
 
     def _direct_factor(self, num_tokens: int, kept: int, ring: RingRegistration, name: Algorithm) -> float:
         return self.corrections.factor(ring, name, self._work.work(num_tokens - kept, kept))
 
-    def _direct_seconds(self, num_tokens: int, kept_on_decode: int, decode: RingRegistration) -> float:
-        new_tokens = num_tokens - kept_on_decode
-        return self._costs.seconds(decode, new_tokens, kept_on_decode).by(Algorithm.DECODE_RING)
+    def _direct_seconds(self, num_tokens: int, retained_on_decode: int, decode: RingRegistration) -> float:
+        new_tokens = num_tokens - retained_on_decode
+        return self._costs.seconds(decode, new_tokens, retained_on_decode).by(Algorithm.DECODE_RING)
 
     def note_prefill(self, ring: RingRegistration, report: PrefillReport) -> None:
         """Learn from what a turn took; one that shared a step, or took both algorithms, measures neither."""
@@ -180,7 +194,9 @@ class Planner:
         work = sum(self._work.work(len(chunk.tokens), chunk.tokens.start) for chunk in report.chunks)
         self.corrections.note(ring, name, work, predicted=predicted, measured=report.prefill_seconds)
 
-    def predict_turn(self, num_tokens: int, kept: int, ring: RingRegistration, most: KeptOn) -> tuple[float, float]:
+    def predict_turn(
+        self, num_tokens: int, kept: int, ring: RingRegistration, most: RetainedPrefix
+    ) -> tuple[float, float]:
         """Of a turn on a prefill ring that keeps the first `kept` tokens: seconds to fetch what it lacks of those that
         `most` keeps, 0 where they are computed again, and of the prefill.
         """
@@ -203,7 +219,9 @@ class Planner:
         name, work = seconds.fastest, self._work.work(new_tokens, cached_tokens)
         return seconds.by(name) * self.corrections.factor(ring, name, work)
 
-    def _predict_pulled(self, num_tokens: int, kept: int, ring: RingRegistration, most: KeptOn) -> tuple[float, float]:
+    def _predict_pulled(
+        self, num_tokens: int, kept: int, ring: RingRegistration, most: RetainedPrefix
+    ) -> tuple[float, float]:
         """Seconds of fetching all that the prefill ring lacks, and of the prefill after it."""
         return (
             self.predict_move(most.num_tokens - kept, ring, most.ring),
@@ -213,14 +231,14 @@ class Planner:
     def _choose_source(self, prompt: PromptOnRings) -> CachedKv:
         """Compares the turn's prefill after a pull with a longer one. Each is taken whole, by its faster algorithm."""
         pull = recompute = 0.0
-        num_tokens, kept, ring, most = prompt.num_tokens, prompt.kept_on_prefill, prompt.prefill, prompt.most
+        num_tokens, kept, ring, most = prompt.num_tokens, prompt.retained_on_prefill, prompt.prefill, prompt.most
         if most.num_tokens > kept:
             pull = sum(self._predict_pulled(num_tokens, kept, ring, most))
             recompute = self.predict_prefill(num_tokens, kept, ring)
         return choose_source(
             self._settings.missing_kv,
-            kept_on_prefill=kept,
-            kept_on_decode=most.num_tokens,
+            retained_on_prefill=kept,
+            retained_on_decode=most.num_tokens,
             pull_seconds=pull,
             recompute_seconds=recompute,
             other_ring="" if most.ring is prompt.decode else most.ring.name,

@@ -128,7 +128,7 @@ class RegisteredRing:
         return TURN_SECONDS * self._num_turns + WAIT_SECONDS * waiting
 
 
-class Placed:
+class LoadShare:
     """A turn's share of two rings' load, from the choice to the end of its prefill. Whoever placed it says when."""
 
     def __init__(self, computing: RegisteredRing, clock: Callable[[], float]) -> None:
@@ -216,7 +216,7 @@ class RingRegistry:
 
     def place(
         self, prefill: RegisteredRing | None, decode: RegisteredRing, *, prefill_seconds: float, num_tokens: int
-    ) -> Placed:
+    ) -> LoadShare:
         """Count a turn of `num_tokens` tokens to its rings, until they announce their own figures.
 
         `prefill` None: the decode ring computes the prompt, in `prefill_seconds` all the same.
@@ -229,7 +229,7 @@ class RingRegistry:
         computing = prefill or decode
         computing.busy_until = max(computing.busy_until, now) + prefill_seconds
         computing.num_prefilling += 1
-        return Placed(computing, self.clock)
+        return LoadShare(computing, self.clock)
 
 
 def _kind_of(registration: RingRegistration) -> RingKind:

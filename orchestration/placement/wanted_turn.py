@@ -30,7 +30,7 @@ class WantedTurn:
         """Whether the turn itself wants its decode ring to compute the prompt."""
         return self.algorithm is Algorithm.DECODE_RING
 
-    def kept_on(self, ring: RegisteredRing) -> int:
+    def retained_on(self, ring: RegisteredRing) -> int:
         """Tokens whose KV a ring keeps, as far as the router knows; the ring may have evicted them since."""
         place = self._place(ring)
         if place is None or place.ring != ring.name or place.incarnation != ring.registration.incarnation:
@@ -38,7 +38,7 @@ class WantedTurn:
         return min(self.match_tokens, place.num_tokens)
 
     def known_on(self, ring: RegisteredRing) -> int:
-        """As `kept_on`, whether or not the ring was rebuilt since."""
+        """As `retained_on`, whether or not the ring was rebuilt since."""
         place = self._place(ring)
         return 0 if place is None or place.ring != ring.name else min(self.match_tokens, place.num_tokens)
 

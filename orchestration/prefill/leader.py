@@ -121,7 +121,7 @@ class PrefillLeader(RingLeader):
 
     async def reserve(self, request: Reserve) -> Reservation:
         """Pin the sequence and hold room for the whole prompt on every rank. Idempotent per turn."""
-        await self.kv_moves.until_free(request.sequence_id)
+        await self.kv_moves.until_free(request.kv_id)
         known = self._turns.get(request.turn_id)
         if known is not None:
             return known.reservation
@@ -130,7 +130,7 @@ class PrefillLeader(RingLeader):
         assert loop is not None, "a ring that serves has a loop"
         self._check_turns(loop.scheduler)
         pool = self.ring.pool
-        sequence = pool.pin(request.sequence_id, request.turn_id, request.match_tokens)
+        sequence = pool.pin(request.kv_id, request.turn_id, request.match_tokens)
         kept = sequence.shards.num_tokens
         try:
             new = TokenRange(kept, request.num_tokens)  # at most: what the decode ring has of them is pulled
@@ -138,11 +138,11 @@ class PrefillLeader(RingLeader):
             pool.make_room(sequence, worst_case_held(sequence.shards.held, len(new)))
         except CapacityExceeded:
             loop.scheduler.remove(request.turn_id)
-            pool.settle(request.sequence_id, request.turn_id, kept)
+            pool.settle(request.kv_id, request.turn_id, kept)
             raise
         reservation = Reservation(
             incarnation=self.ring.incarnation,
-            kept_tokens=kept,
+            retained_tokens=kept,
             shards=sequence.shards,
             kv_endpoints=self.ring.kv_endpoints,
             tp=self.settings.tp,
@@ -242,21 +242,21 @@ class PrefillLeader(RingLeader):
                 self.ring.report_lost(stuck, turn.reservation.incarnation)
                 raise stuck
 
-    async def settle(self, sequence_id: str, turn_id: str, keep_tokens: int) -> None:
-        """Unpin a sequence, keeping its first `keep_tokens` tokens. A turn that still runs is aborted first."""
+    async def settle(self, kv_id: str, turn_id: str, retain_tokens: int) -> None:
+        """Unpin a sequence, keeping its first `retain_tokens` tokens. A turn that still runs is aborted first."""
         turn = self._turns.get(turn_id)
         if turn is None:
-            await self.kv_moves.until_free(sequence_id)
-            self.ring.pool.settle(sequence_id, turn_id, keep_tokens)
+            await self.kv_moves.until_free(kv_id)
+            self.ring.pool.settle(kv_id, turn_id, retain_tokens)
             return
         await self.abort_turn(turn_id, TurnCancelled("the turn was settled before it ended"))
         turn.lease.cancel()
         self._turns.pop(turn_id, None)
-        turn.pool.settle(sequence_id, turn_id, keep_tokens)
+        turn.pool.settle(kv_id, turn_id, retain_tokens)
 
     def _lease_ended(self, request: Reserve) -> None:
         log.warning("turn %s was never settled by the router; its KV is freed now", request.turn_id)
-        self.spawn(self.settle(request.sequence_id, request.turn_id, 0))
+        self.spawn(self.settle(request.kv_id, request.turn_id, 0))
 
     async def measure(self) -> None:
         """Between two steps."""

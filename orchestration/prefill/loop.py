@@ -127,7 +127,7 @@ class PrefillLoop:
             if run.stop_error is not None:
                 self._fail(run, run.stop_error)
             elif run.is_complete:
-                self._finish(run, tokens[run.sequence_id])
+                self._finish(run, tokens[run.kv_id])
 
     def _finish(self, run: PrefillRun, token: int) -> None:
         _, computed = self._waiting.pop(run.turn_id)

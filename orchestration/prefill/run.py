@@ -13,7 +13,7 @@ from cp_core.layout.shards import ShardMap, TokenRange, balanced_layout, spread
 from orchestration.protocol.kv import SentKv
 from orchestration.protocol.ports import Peers
 from orchestration.protocol.tracing import Attributes, Stretch, just_ended
-from orchestration.protocol.turns import Chunk, PrefillTurn
+from orchestration.protocol.turns import PlannedChunk, PrefillTurn
 from orchestration.ring.kv_pool import KvPool, SequenceKv
 from orchestration.ring.kv_transfers import copy_blocks, fetch, sends_for
 from orchestration.ring.life import Ring
@@ -68,7 +68,7 @@ class PrefillRun:
         self.first_logprobs: TokenLogprobs | None = None
         self._scores: dict[int, TokenLogprobs] = {}
         self.is_computing = False
-        self.chunks: list[Chunk] = []
+        self.chunks: list[PlannedChunk] = []
         self.prefill_seconds = 0.0
         self.times = PrefillTimes()
 
@@ -77,17 +77,17 @@ class PrefillRun:
         return self._turn.turn_id
 
     @property
-    def sequence_id(self) -> str:
-        return self._turn.sequence_id
+    def kv_id(self) -> str:
+        return self._turn.kv_id
 
     @property
-    def planned_chunks(self) -> tuple[Chunk, ...]:
+    def planned_chunks(self) -> tuple[PlannedChunk, ...]:
         """Those of the turn, and before them what could not be pulled."""
         chunks = self._turn.chunks
         if not self.lost_tokens:
             return chunks
         lost = TokenRange(self._cached_tokens, self._turn.cached_tokens)
-        return (Chunk(tokens=lost, algorithm=chunks[0].algorithm), *chunks)
+        return (PlannedChunk(tokens=lost, algorithm=chunks[0].algorithm), *chunks)
 
     @property
     def lost_tokens(self) -> int:
@@ -145,7 +145,7 @@ class PrefillRun:
         self._pool.make_room(sequence, after.held)
         key = TransferKey(turn.turn_id, turn.attempt, self._incarnation, turn.destination.incarnation)
         # The first chunk also carries cached KV that the decode ring no longer has; what it still has, none carries.
-        kept = turn.destination.kept_tokens
+        kept = turn.destination.retained_tokens
         first = kept if piece.start == self._cached_tokens else max(piece.start, kept)
         sends = sends_for(
             key,
@@ -161,7 +161,7 @@ class PrefillRun:
         is_last = piece.stop == len(turn.token_ids)
         sequences = (
             SequencePrefill(
-                sequence_id=turn.sequence_id,
+                sequence_id=turn.kv_id,
                 token_ids=turn.token_ids[piece.start : piece.stop],
                 layout=layout,
                 cached=held,
@@ -179,7 +179,7 @@ class PrefillRun:
     def commit(self, done: PreparedPiece, algorithm: Algorithm, num_turns: int, seconds: float) -> None:
         """The step that `done` was part of has been computed, together with `num_turns` - 1 other turns."""
         self._sequence.shards = done.after
-        self.chunks.append(Chunk(tokens=done.tokens, algorithm=algorithm, num_turns=num_turns))
+        self.chunks.append(PlannedChunk(tokens=done.tokens, algorithm=algorithm, num_turns=num_turns))
         self.prefill_seconds += seconds
         self.times.note_chunk(self.chunks[-1], seconds)
 
@@ -191,8 +191,8 @@ class PrefillRun:
     def note_logprobs(self, outputs: Sequence[PrefillOutput]) -> None:
         """What the ranks found in a step that the turn was part of."""
         for output in outputs:
-            self._scores.update(output.scores.get(self.sequence_id, {}))
-            self.first_logprobs = output.logprobs.get(self.sequence_id, self.first_logprobs)
+            self._scores.update(output.scores.get(self.kv_id, {}))
+            self.first_logprobs = output.logprobs.get(self.kv_id, self.first_logprobs)
 
     @property
     def prompt_logprobs(self) -> tuple[TokenLogprobs, ...]:
@@ -251,7 +251,7 @@ class PrefillTimes:
         """A pull has just ended."""
         self._pull = just_ended("pull", seconds, {"ringserve.bytes": payload_bytes})
 
-    def note_chunk(self, chunk: Chunk, seconds: float) -> None:
+    def note_chunk(self, chunk: PlannedChunk, seconds: float) -> None:
         """A step that took so long has just ended."""
         attributes: Attributes = {
             "ringserve.tokens.start": chunk.tokens.start,

@@ -23,7 +23,7 @@ from cp_core.errors import CapacityExceeded
 from cp_core.layout.shards import TokenRange
 from orchestration.placement.prefill_work import StepLimits, WorkModel
 from orchestration.protocol.settings import PrefillScheduling
-from orchestration.protocol.turns import Chunk
+from orchestration.protocol.turns import PlannedChunk
 from workers.protocol.steps import RING_ALGORITHMS, Algorithm
 
 AGE_SHARE = 0.25
@@ -60,7 +60,7 @@ class _Item:
     stop: int
     priority: int
     arrived: float
-    advice: tuple[Chunk, ...] = ()
+    advice: tuple[PlannedChunk, ...] = ()
     is_begun: bool = False
 
     @property
@@ -111,7 +111,7 @@ class PrefillScheduler:
             )
         self._items[turn_id] = _Item(turn_id, tokens.start, tokens.stop, priority, now)
 
-    def ready(self, turn_id: str, chunks: Sequence[Chunk]) -> None:
+    def ready(self, turn_id: str, chunks: Sequence[PlannedChunk]) -> None:
         """The turn may compute: the tokens of `chunks`, whose algorithms are advice; how it is cut is decided here."""
         item = self._items[turn_id]
         item.position, item.stop = chunks[0].tokens.start, chunks[-1].tokens.stop

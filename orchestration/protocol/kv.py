@@ -16,7 +16,7 @@ class SendKv:
 
     transfer_id: str
     attempt: int
-    sequence_id: str
+    kv_id: str
     turn_id: str = ""
     source_incarnation: str
     destination_incarnation: str
@@ -43,7 +43,7 @@ class TakeKv:
 
     transfer_id: str
     attempt: int
-    sequence_id: str
+    kv_id: str
     num_tokens: int
     source_role: str
     source_endpoint: str
@@ -66,7 +66,7 @@ class ForkKv:
     """Begin a sequence with the kept KV of another's first `num_tokens` tokens."""
 
     source_id: str
-    sequence_id: str
+    kv_id: str
     num_tokens: int
 
 
@@ -79,7 +79,7 @@ class ForkedKv:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class KeptKv:
+class RetainedKv:
     """How many tokens of each sequence that was asked for have their KV on this incarnation of a ring."""
 
     incarnation: str

@@ -66,7 +66,7 @@ class CachedSource:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Chunk:
+class PlannedChunk:
     """New tokens that are computed in one step, after all before them. `num_turns` shared the step; 0 if planned."""
 
     tokens: TokenRange
@@ -100,7 +100,7 @@ class RingAlternative:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class TurnPlan:
     """How a turn is computed and why. `algorithm` is that of most new tokens, and `reason` tells of those chunks.
 
     `alternatives` are (algorithm, predicted seconds) of computing every chunk by it; where only the decode ring keeps
@@ -121,7 +121,7 @@ class Plan:
     prefill_ranks: int
     decode_ranks: int
     cached_sources: tuple[CachedSource, ...]
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[PlannedChunk, ...]
     predicted_prefill_seconds: float
     alternatives: tuple[tuple[str, float], ...]
     prompt_mode: PromptMode
@@ -135,7 +135,7 @@ class BegunTurn:
     turn_id: str
     decode_endpoint: str
     prompt_tokens: int
-    plan: Plan
+    plan: TurnPlan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,7 +149,7 @@ class Reserve:
 
     turn_id: str
     attempt: int
-    sequence_id: str
+    kv_id: str
     match_tokens: int
     num_tokens: int
     deadline_seconds: float
@@ -169,20 +169,20 @@ class Reserve:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reservation:
-    """What a ring set aside. `shards` lays tokens [kept_tokens, num_tokens) over its ranks (decode rings only).
+    """What a ring set aside. `shards` lays tokens [retained_tokens, num_tokens) over its ranks (decode rings only).
 
     `kv_endpoints` are those of `tp` processes a rank, in order.
     """
 
     incarnation: str
-    kept_tokens: int
+    retained_tokens: int
     shards: ShardMap
     kv_endpoints: tuple[str, ...]
     tp: int = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class KeepingRing:
+class RetainingRing:
     """A ring that keeps KV of a turn's conversation, and is none of the turn's own."""
 
     role: str
@@ -203,15 +203,15 @@ class PrefillTurn:
 
     turn_id: str
     attempt: int
-    sequence_id: str
+    kv_id: str
     token_ids: TokenIds
     cached_tokens: int
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[PlannedChunk, ...]
     sampling: Sampling
     deadline_seconds: float
     decode_endpoint: str
     destination: Reservation
-    pulled_from: KeepingRing | None = None
+    pulled_from: RetainingRing | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -227,7 +227,7 @@ class PrefillReport:
     queue_seconds: float = 0.0
     pulled_bytes: int = 0
     pull_seconds: float = 0.0
-    chunks: tuple[Chunk, ...] = ()
+    chunks: tuple[PlannedChunk, ...] = ()
     lost_tokens: int = 0
 
 

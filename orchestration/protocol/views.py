@@ -71,7 +71,7 @@ class RingStatus:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PlacementView:
+class KvLocationView:
     """Tokens [0, num_tokens) of a conversation on one ring, there since `epoch`."""
 
     role: str
@@ -93,12 +93,12 @@ class ConversationView:
     num_turns: int
     running_request_id: str
     epoch: int
-    placements: tuple[PlacementView, ...]
+    placements: tuple[KvLocationView, ...]
     idle_seconds: float = 0.0
     ttl_seconds: float = 0.0
     num_waiting: int = 0
 
-    def kept_on(self, role: str) -> int:
+    def retained_on(self, role: str) -> int:
         """Tokens whose KV a ring of that role keeps."""
         return max((place.num_tokens for place in self.placements if place.role == role), default=0)
 

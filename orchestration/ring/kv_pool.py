@@ -40,7 +40,7 @@ class SequenceKv:
     settled yet for the first time.
     """
 
-    sequence_id: str
+    kv_id: str
     shards: ShardMap
     blocks: list[list[int]]
     pinned_by: str | None = None
@@ -63,7 +63,7 @@ class KvPool:
         self.num_ranks = num_ranks
         self.block_tokens = block_tokens
         self.num_evictions = 0
-        self._max_kept = int(num_blocks * kept_fraction)
+        self._max_retained = int(num_blocks * kept_fraction)
         self._ranks = [BlockAllocator(num_blocks) for _ in range(num_ranks)]
         self._sequences: OrderedDict[str, SequenceKv] = OrderedDict()
 
@@ -88,87 +88,86 @@ class KvPool:
     @property
     def spare_tokens(self) -> int:
         """Tokens that could be kept beside all that is here: as the fullest rank, the ring holds them evenly."""
-        spare = (min(rank.free_blocks, self._max_kept - rank.kept_blocks) for rank in self.usage())
+        spare = (min(rank.free_blocks, self._max_retained - rank.kept_blocks) for rank in self.usage())
         return max(0, min(spare, default=0)) * self.num_ranks * self.block_tokens
 
-    def get(self, sequence_id: str) -> SequenceKv | None:
-        return self._sequences.get(sequence_id)
+    def get(self, kv_id: str) -> SequenceKv | None:
+        return self._sequences.get(kv_id)
 
-    def num_kept(self, sequence_id: str) -> int:
+    def num_retained(self, kv_id: str) -> int:
         """Tokens of a sequence whose KV is here."""
-        sequence = self._sequences.get(sequence_id)
+        sequence = self._sequences.get(kv_id)
         return 0 if sequence is None else sequence.shards.num_tokens
 
-    def pin(self, sequence_id: str, turn_id: str, match_tokens: int) -> SequenceKv:
+    def pin(self, kv_id: str, turn_id: str, match_tokens: int) -> SequenceKv:
         """Take a sequence for a turn, cut to its first `match_tokens` tokens; a new one starts empty.
 
         Raises Busy while another turn has it pinned: that turn may have ended already and be about to settle.
         """
-        sequence = self._sequences.get(sequence_id)
+        sequence = self._sequences.get(kv_id)
         if sequence is None:
-            sequence = self._add(sequence_id)
+            sequence = self._add(kv_id)
         if sequence.pinned_by not in (None, turn_id):
             raise Busy(
-                f"conversation_id: {sequence_id!r} is busy until turn {sequence.pinned_by!r} has settled; "
-                f"retry in a moment"
+                f"conversation_id: {kv_id!r} is busy until turn {sequence.pinned_by!r} has settled; retry in a moment"
             )
         sequence.pinned_by = turn_id
-        self._sequences.move_to_end(sequence_id)
+        self._sequences.move_to_end(kv_id)
         self._cut(sequence, match_tokens)
         return sequence
 
-    def hold(self, sequence_id: str, holder: str, num_tokens: int) -> SequenceKv:
+    def hold(self, kv_id: str, holder: str, num_tokens: int) -> SequenceKv:
         """Pin a kept sequence as it is, for somebody who reads its first `num_tokens` tokens; `settle` lets go.
 
         Raises NotFound where less of it is here, Busy while another has it pinned.
         """
-        sequence = self._sequences.get(sequence_id)
+        sequence = self._sequences.get(kv_id)
         if sequence is None or sequence.shards.num_tokens < num_tokens:
             raise NotFound(
-                f"sequence {sequence_id!r}: {num_tokens} tokens are asked for, {self.num_kept(sequence_id)} are kept"
+                f"sequence {kv_id!r}: {num_tokens} tokens are asked for, {self.num_retained(kv_id)} are kept"
             )
         if sequence.pinned_by is not None:
-            raise Busy(f"sequence {sequence_id!r} is in use by {sequence.pinned_by!r}; retry in a moment")
+            raise Busy(f"sequence {kv_id!r} is in use by {sequence.pinned_by!r}; retry in a moment")
         sequence.pinned_by = holder
         return sequence
 
-    def take_in(self, sequence_id: str, holder: str, held: Sequence[int]) -> SequenceKv:
+    def take_in(self, kv_id: str, holder: str, held: Sequence[int]) -> SequenceKv:
         """Pin a new sequence with room for `held[r]` tokens on each rank r, whose KV comes from another ring.
 
         Nothing is evicted for it but an earlier sequence of the same name: raises CapacityExceeded where there is no
         spare room, Busy while the earlier one is pinned.
         """
-        old = self._sequences.get(sequence_id)
+        old = self._sequences.get(kv_id)
         if old is not None and old.pinned_by is not None:
-            raise Busy(f"sequence {sequence_id!r} is in use by {old.pinned_by!r}; retry in a moment")
+            raise Busy(f"sequence {kv_id!r} is in use by {old.pinned_by!r}; retry in a moment")
         if old is not None:
             self._drop(old)
         for rank, usage in enumerate(self.usage()):
-            need, spare = self._blocks_for(held[rank]), min(usage.free_blocks, self._max_kept - usage.kept_blocks)
+            need, spare = self._blocks_for(held[rank]), min(usage.free_blocks, self._max_retained - usage.kept_blocks)
             if need > spare:
                 raise CapacityExceeded(
                     f"kv cache: {need} blocks of {self.block_tokens} tokens are needed on rank {rank} and {spare} are "
                     f"to spare"
                 )
-        sequence = self._add(sequence_id)
+        sequence = self._add(kv_id)
         sequence.pinned_by = holder
         self.make_room(sequence, held)
         return sequence
 
-    def fork(self, source_id: str, sequence_id: str, turn_id: str, num_tokens: int) -> SequenceKv:
+    def fork(self, source_id: str, kv_id: str, turn_id: str, num_tokens: int) -> SequenceKv:
         """Pin a new sequence that begins with what is here of another's first `num_tokens` tokens.
 
         Its full blocks are the other's; of a block filled in part it gets its own (`copies`). A kept sequence of the
         new name is dropped before. Raises Busy where that is pinned, CapacityExceeded where there is no room for what
         must be copied; then no sequence of the new name is left.
         """
-        old = self._sequences.get(sequence_id)
+        old = self._sequences.get(kv_id)
         if old is not None and old.pinned_by is not None:
-            raise Busy(f"conversation_id: {sequence_id!r} is busy until {old.pinned_by!r} has settled; retry")
+            raise Busy(f"conversation_id: {kv_id!r} is busy until {old.pinned_by!r} has settled; retry")
         if old is not None:
             self._drop(old)
         source = self._sequences.get(source_id)
-        sequence = self._add(sequence_id)
+        sequence = self._add(kv_id)
         sequence.pinned_by, sequence.is_forking = turn_id, True
         if source is None:
             return sequence
@@ -269,36 +268,36 @@ class KvPool:
             self._ranks[copy.rank].free([copy.destination])
         sequence.copies.clear()
 
-    def settle(self, sequence_id: str, turn_id: str, keep_tokens: int, *, is_guest: bool = False) -> None:
-        """End a turn's pin; keep the first `keep_tokens` tokens and free the other blocks. Idempotent.
+    def settle(self, kv_id: str, turn_id: str, retain_tokens: int, *, is_guest: bool = False) -> None:
+        """End a turn's pin; keep the first `retain_tokens` tokens and free the other blocks. Idempotent.
 
         Copies that are still to be made are given up: the caller sees to it that no rank is making them. A guest, which
         another ring kept before, is the first to go when room is needed, until a turn uses it.
         """
-        sequence = self._sequences.get(sequence_id)
+        sequence = self._sequences.get(kv_id)
         if sequence is None or sequence.pinned_by not in (None, turn_id):
             return
         self._uncopy(sequence)
         if sequence.pinned_by is not None:
             sequence.pinned_by, sequence.is_forking = None, False
-            self._sequences.move_to_end(sequence_id, last=not is_guest)  # a long turn was in use until now
-        self._cut(sequence, keep_tokens)
+            self._sequences.move_to_end(kv_id, last=not is_guest)  # a long turn was in use until now
+        self._cut(sequence, retain_tokens)
         if not sequence.shards.num_tokens:
             self._drop(sequence)
-        self._bound_kept()
+        self._bound_retained()
 
-    def _bound_kept(self) -> None:
+    def _bound_retained(self) -> None:
         """Drop kept sequences, the least recently used first, while a rank keeps more than it may."""
-        if all(rank.num_blocks == self._max_kept for rank in self._ranks):
+        if all(rank.num_blocks == self._max_retained for rank in self._ranks):
             return
         for other in [item for item in self._sequences.values() if item.pinned_by is None]:
-            if all(usage.kept_blocks <= self._max_kept for usage in self.usage()):
+            if all(usage.kept_blocks <= self._max_retained for usage in self.usage()):
                 return
             self._drop(other)
 
-    def _add(self, sequence_id: str) -> SequenceKv:
-        empty = SequenceKv(sequence_id, ShardMap.empty(self.num_ranks), [[] for _ in range(self.num_ranks)])
-        self._sequences[sequence_id] = empty
+    def _add(self, kv_id: str) -> SequenceKv:
+        empty = SequenceKv(kv_id, ShardMap.empty(self.num_ranks), [[] for _ in range(self.num_ranks)])
+        self._sequences[kv_id] = empty
         return empty
 
     def _cut(self, sequence: SequenceKv, num_tokens: int) -> None:
@@ -312,7 +311,7 @@ class KvPool:
         self._uncopy(sequence)
         for allocator, table in zip(self._ranks, sequence.blocks, strict=True):
             allocator.free(table)
-        del self._sequences[sequence.sequence_id]
+        del self._sequences[sequence.kv_id]
 
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_tokens)
@@ -344,8 +343,8 @@ class KvPool:
             )
         for item in self._sequences.values():
             for rank, (table, held) in enumerate(zip(item.blocks, item.shards.held, strict=True)):
-                assert len(table) >= self._blocks_for(held), f"{item.sequence_id} lacks room for its own tokens"
+                assert len(table) >= self._blocks_for(held), f"{item.kv_id} lacks room for its own tokens"
                 room = table[self._blocks_for(held) :]
                 assert all(self._ranks[rank].num_holders(block) == 1 for block in room), (
-                    f"{item.sequence_id} would write into a block of another"
+                    f"{item.kv_id} would write into a block of another"
                 )

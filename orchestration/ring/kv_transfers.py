@@ -148,7 +148,7 @@ async def fetch(
     request = SendKv(
         transfer_id=key.transfer_id,
         attempt=key.attempt,
-        sequence_id=sequence.sequence_id,
+        kv_id=sequence.kv_id,
         turn_id=turn_id,
         source_incarnation=key.source,
         destination_incarnation=key.destination,
@@ -197,17 +197,17 @@ class KvMoves:
         if key not in self._sends:
             self._ring.require_ready(incarnation)
             pool = self._ring.pool
-            sequence = pool.hold(request.sequence_id, key.transfer_id, request.tokens.stop)
+            sequence = pool.hold(request.kv_id, key.transfer_id, request.tokens.stop)
             retained = sequence.shards.num_tokens
 
             async def work() -> SentKv:
                 try:
                     return await send(self._ring, sequence, request)
                 finally:
-                    pool.settle(request.sequence_id, key.transfer_id, retained)
+                    pool.settle(request.kv_id, key.transfer_id, retained)
                     del self._sends[key]
 
-            self._sends[key] = request.sequence_id, _logged(work())
+            self._sends[key] = request.kv_id, _logged(work())
         return await asyncio.shield(self._sends[key][1])
 
     async def take(self, request: TakeKv) -> TakenKv:
@@ -220,33 +220,33 @@ class KvMoves:
         ring.require_ready()
         key = TransferKey(request.transfer_id, request.attempt, request.source_incarnation, ring.incarnation)
         if key not in self._takes:
-            self._takes[key] = request.sequence_id, _logged(self._take(key, request))
+            self._takes[key] = request.kv_id, _logged(self._take(key, request))
             while len(self._takes) > MAX_REMEMBERED and next(iter(self._takes.values()))[1].done():
                 self._takes.popitem(last=False)
         return await asyncio.shield(self._takes[key][1])
 
     async def _take(self, key: TransferKey, request: TakeKv) -> TakenKv:
-        ring, pool, sequence_id = self._ring, self._ring.pool, request.sequence_id
+        ring, pool, kv_id = self._ring, self._ring.pool, request.kv_id
         tokens, shards = TokenRange(0, request.num_tokens), spread(0, request.num_tokens, (0,) * pool.num_ranks)
-        sequence, retained = pool.take_in(sequence_id, key.transfer_id, shards.held), 0
+        sequence, retained = pool.take_in(kv_id, key.transfer_id, shards.held), 0
         try:
             source = self._peers.leader(request.source_role, request.source_endpoint)
             sent = await fetch(ring, sequence, source, key, tokens, shards, request.deadline_seconds)
             sequence.shards, retained = shards, request.num_tokens
         finally:
-            pool.settle(sequence_id, key.transfer_id, retained, is_guest=True)
-        log.info("ring %s took %d tokens of %s in %.3f s", ring.settings.name, retained, sequence_id, sent.seconds)
+            pool.settle(kv_id, key.transfer_id, retained, is_guest=True)
+        log.info("ring %s took %d tokens of %s in %.3f s", ring.settings.name, retained, kv_id, sent.seconds)
         return TakenKv(
             incarnation=key.destination, shards=shards, payload_bytes=sent.payload_bytes, seconds=sent.seconds
         )
 
-    async def until_free(self, sequence_id: str) -> None:
+    async def until_free(self, kv_id: str) -> None:
         """Wait for moves of the sequence whose callers are gone: the sequence's next turn may have come already.
 
         The wait ends after the control timeout; the pool then refuses the turn and names the holder.
         """
         tasks: list[asyncio.Task[SentKv] | asyncio.Task[TakenKv]] = [
-            task for moves in (self._sends, self._takes) for name, task in moves.values() if name == sequence_id
+            task for moves in (self._sends, self._takes) for name, task in moves.values() if name == kv_id
         ]
         moving = [task for task in tasks if not task.done()]
         if moving:

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 
 from cp_core.errors import InvalidRequest, RingserveError, Unavailable
-from orchestration.protocol.kv import ForkedKv, ForkKv, KeptKv, SendKv, SentKv, TakeKv, TakenKv
+from orchestration.protocol.kv import ForkedKv, ForkKv, RetainedKv, SendKv, SentKv, TakeKv, TakenKv
 from orchestration.protocol.ports import Peers, RankFactory
 from orchestration.protocol.settings import RingSettings
 from orchestration.protocol.tracing import NoTracer, Tracer
@@ -192,14 +192,14 @@ class RingLeader(ABC):
         """Begin a sequence with KV that another keeps here. Raises Busy, CapacityExceeded, Unavailable."""
         self.ring.require_ready()
         pool, incarnation, name = self.ring.pool, self.ring.incarnation, f"fork of {request.source_id}"
-        sequence = pool.fork(request.source_id, request.sequence_id, name, request.num_tokens)
+        sequence = pool.fork(request.source_id, request.kv_id, name, request.num_tokens)
         shards, keep = sequence.shards, 0
         try:
             await copy_blocks(self.ring, pool, sequence, incarnation)
             keep = shards.num_tokens
         finally:
-            pool.settle(request.sequence_id, name, keep)
-        return ForkedKv(incarnation=incarnation, shards=shards.truncate(pool.num_kept(request.sequence_id)))
+            pool.settle(request.kv_id, name, keep)
+        return ForkedKv(incarnation=incarnation, shards=shards.truncate(pool.num_retained(request.kv_id)))
 
     async def send_kv(self, request: SendKv) -> SentKv:
         """See `KvMoves.send`. Raises NotFound, Busy, TransferError, Unavailable."""
@@ -224,11 +224,11 @@ class RingLeader(ABC):
     def _no_decode_ring(self) -> InvalidRequest:
         return InvalidRequest(f"ring {self.settings.name} is no decode ring: it admits, streams and finishes no turns")
 
-    async def get_kept(self, sequence_ids: Sequence[str]) -> KeptKv:
+    async def get_retained(self, kv_ids: Sequence[str]) -> RetainedKv:
         """What is still here of these sequences. Raises Unavailable."""
         self.ring.require_ready()
-        kept = tuple(self.ring.pool.num_kept(sequence_id) for sequence_id in sequence_ids)
-        return KeptKv(incarnation=self.ring.incarnation, num_tokens=kept)
+        kept = tuple(self.ring.pool.num_retained(kv_id) for kv_id in kv_ids)
+        return RetainedKv(incarnation=self.ring.incarnation, num_tokens=kept)
 
     def status_with(self, *, running: int, waiting: int) -> RingStatus:
         ring = self.ring

@@ -8,13 +8,13 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 
 from cp_core.errors import RingserveError, TurnCancelled, Unavailable
-from orchestration.placement.cached_kv import KeptOn
+from orchestration.placement.cached_kv import RetainedPrefix
 from orchestration.placement.placer import RingPlacer
-from orchestration.placement.registry import Placed, RegisteredRing
+from orchestration.placement.registry import LoadShare, RegisteredRing
 from orchestration.placement.wanted_turn import Choice, WantedTurn
 from orchestration.protocol.ports import Peers
-from orchestration.protocol.turns import Plan
-from orchestration.router.registry import TurnEnds
+from orchestration.protocol.turns import TurnPlan
+from orchestration.router.registry import TurnRegistry
 from orchestration.router.turn import RunningTurn
 from workers.protocol.steps import Algorithm
 
@@ -29,7 +29,7 @@ ASK_SECONDS = 2.0
 class TurnPlacements:
     """`placer` decides; this carries it out and gives back what was reserved elsewhere. `turns` has the books."""
 
-    def __init__(self, peers: Peers, placer: RingPlacer, turns: TurnEnds) -> None:
+    def __init__(self, peers: Peers, placer: RingPlacer, turns: TurnRegistry) -> None:
         self._peers = peers
         self._placer = placer
         self._turns = turns
@@ -39,7 +39,7 @@ class TurnPlacements:
         """Raises Unavailable."""
         return self._placer.choose(wanted)
 
-    def place(self, wanted: WantedTurn, choice: Choice) -> Placed:
+    def place(self, wanted: WantedTurn, choice: Choice) -> LoadShare:
         return self._placer.place(wanted, choice)
 
     async def try_elsewhere(self, turn: RunningTurn, refusal: RingserveError) -> None:
@@ -66,7 +66,11 @@ class TurnPlacements:
             raise refusal
         log.info("turn %s goes to rings %s and %s: %s", turn.turn_id, choice.prefill.name, choice.decode.name, refusal)
         before_prefill, before_decode = turn.prefill, turn.decode
-        keep, has_prefill, has_decode = turn.kept_on_prefill, turn.on_prefill is not None, turn.on_decode is not None
+        keep, has_prefill, has_decode = (
+            turn.retained_on_prefill,
+            turn.on_prefill is not None,
+            turn.on_decode is not None,
+        )
         turn_id = self._turns.move(turn, choice, self._placer.place(wanted, choice))
         # What was reserved must be free before it can be reserved anew; rings that are gone are not waited for. A
         # client that hangs up meanwhile does not stop it.
@@ -82,7 +86,7 @@ class TurnPlacements:
     async def _leave_prefill(self, turn: RunningTurn, turn_id: str, ring: RegisteredRing, keep: int) -> None:
         try:
             port = self._peers.leader("prefill", ring.registration.endpoint)
-            await port.settle(turn.sequence_id, turn_id, keep)
+            await port.settle(turn.kv_id, turn_id, keep)
         except RingserveError as error:
             log.info("prefill ring %s could not be told to drop %s: %s", ring.name, turn_id, error)
 
@@ -97,24 +101,24 @@ class TurnPlacements:
         """Rings that the conversation leaves, and that may keep KV of it."""
         return [ring for ring in self._placer.own_rings(turn.wanted) if ring not in (turn.prefill, turn.decode)]
 
-    async def ask_left(self, turn: RunningTurn, rings: Sequence[RegisteredRing]) -> list[KeptOn]:
+    async def ask_left(self, turn: RunningTurn, rings: Sequence[RegisteredRing]) -> list[RetainedPrefix]:
         """What `rings` still keep of its conversation. One that does not answer soon keeps nothing."""
         answers = await asyncio.gather(*(self._ask_left(turn, ring) for ring in rings))
         return [kept for kept in answers if kept is not None]
 
-    async def _ask_left(self, turn: RunningTurn, ring: RegisteredRing) -> KeptOn | None:
+    async def _ask_left(self, turn: RunningTurn, ring: RegisteredRing) -> RetainedPrefix | None:
         registration, wanted = ring.registration, turn.wanted
         port = self._peers.leader(ring.role, registration.endpoint)
         try:
             async with asyncio.timeout(ASK_SECONDS):
-                kept = await port.get_kept([turn.sequence_id])
+                kept = await port.get_retained([turn.kv_id])
         except (RingserveError, TimeoutError) as error:
-            log.info("ring %s cannot say what it keeps of %s: %s", ring.name, turn.sequence_id, error)
+            log.info("ring %s cannot say what it keeps of %s: %s", ring.name, turn.kv_id, error)
             return None
-        num_tokens = min(wanted.kept_on(ring), *kept.num_tokens)
-        return KeptOn(registration, num_tokens) if kept.incarnation == registration.incarnation else None
+        num_tokens = min(wanted.retained_on(ring), *kept.num_tokens)
+        return RetainedPrefix(registration, num_tokens) if kept.incarnation == registration.incarnation else None
 
-    def explain(self, turn: RunningTurn, plan: Plan) -> Plan:
+    def explain(self, turn: RunningTurn, plan: TurnPlan) -> TurnPlan:
         """The plan with why its rings were taken, and what others would have taken."""
         refused = "".join(f"; ring {ring.name} had no room or was gone" for ring in turn.refused)
         direct, others = turn.choice.direct, plan.alternatives

@@ -12,7 +12,7 @@ import numpy as np
 from cp_core.errors import RingserveError, TurnCancelled
 from orchestration.conversations.store import Conversation, ConversationStore, tenant_of
 from orchestration.placement.kv_locations import KvLocation, KvLocations
-from orchestration.placement.registry import Placed, RingRegistry
+from orchestration.placement.registry import LoadShare, RingRegistry
 from orchestration.placement.wanted_turn import Choice
 from orchestration.protocol.ports import Peers, RingPort
 from orchestration.protocol.turns import PrefillDone, TurnOutcome
@@ -26,7 +26,7 @@ LEASE_SECONDS = 30.0
 """How long past its deadline a turn is waited for."""
 
 
-class TurnEnds:
+class TurnRegistry:
     """The running turns by id and by request, and the way out for each of them."""
 
     def __init__(
@@ -50,7 +50,7 @@ class TurnEnds:
         self._turn_of_request[turn.request.request_id] = turn.turn_id
         _count(turn, 1)
 
-    def move(self, turn: RunningTurn, choice: Choice, placed: Placed) -> str:
+    def move(self, turn: RunningTurn, choice: Choice, placed: LoadShare) -> str:
         """The turn goes to other rings, by another id: returns the one before, which counts as ended.
 
         So the rings that are left find nothing of it to end, and keep what the conversation had there.
@@ -58,7 +58,7 @@ class TurnEnds:
         before = turn.turn_id
         _count(turn, -1)
         turn.placed.end_prefill()
-        self._remember(before, turn.kept_on_decode)
+        self._remember(before, turn.retained_on_decode)
         del self._running[before]
         turn.turn_id, turn.choice, turn.placed = new_turn_id(), choice, placed
         turn.on_prefill = turn.on_decode = None
@@ -133,10 +133,10 @@ class TurnEnds:
             async with asyncio.timeout(self._control_timeout):
                 done = await asyncio.shield(turn.prefilling)
         except (RingserveError, TimeoutError) as error:
-            log.warning("ring %s lost the KV of %s: %s", turn.choice.computing.name, turn.sequence_id, error)
+            log.warning("ring %s lost the KV of %s: %s", turn.choice.computing.name, turn.kv_id, error)
         # The prompt and, after a preemption, what had been decoded before.
-        await self._settle_prefill(turn, done.shards.num_tokens if done and turn.is_kept else 0)
-        if not turn.is_kept:
+        await self._settle_prefill(turn, done.shards.num_tokens if done and turn.is_retained else 0)
+        if not turn.is_retained:
             return 0
         await self._leave_other_rings(turn)
         conversation.tokens = np.concatenate([turn.prompt, np.asarray(outcome.token_ids, dtype=np.int64)])
@@ -150,25 +150,25 @@ class TurnEnds:
     async def _roll_back(self, turn: RunningTurn) -> int:
         """The conversation is as before the turn; of its KV, what agreed with the turn's prompt is still there."""
         conversation = turn.conversation
-        kept_on_prefill, kept_on_decode = turn.kept_on_prefill, turn.kept_on_decode
-        await self._settle_prefill(turn, kept_on_prefill)
+        retained_on_prefill, retained_on_decode = turn.retained_on_prefill, turn.retained_on_decode
+        await self._settle_prefill(turn, retained_on_prefill)
         prefill, decode = conversation.prefill, conversation.decode
         # Rings that the turn did not come to, or left, still have what they had of it.
         came_to = {ring.name for ring in turn.rings}
         conversation.places = conversation.places.changed(
-            prefill=prefill.cut(kept_on_prefill) if prefill and prefill.ring in came_to else prefill,
-            decode=decode.cut(kept_on_decode) if decode and decode.ring in came_to else decode,
+            prefill=prefill.cut(retained_on_prefill) if prefill and prefill.ring in came_to else prefill,
+            decode=decode.cut(retained_on_decode) if decode and decode.ring in came_to else decode,
         )
-        return kept_on_decode
+        return retained_on_decode
 
-    async def _settle_prefill(self, turn: RunningTurn, keep_tokens: int) -> None:
+    async def _settle_prefill(self, turn: RunningTurn, retain_tokens: int) -> None:
         """Without a prefill ring there is only the decode ring's word to wait for no longer."""
         if turn.prefill is not None:
             port = self._peers.leader("prefill", turn.prefill.registration.endpoint)
             try:
                 if turn.prefilling is not None and not turn.prefilling.done():
                     await port.abort_turn(turn.turn_id, TurnCancelled("the turn ended"))
-                await port.settle(turn.sequence_id, turn.turn_id, keep_tokens)
+                await port.settle(turn.kv_id, turn.turn_id, retain_tokens)
             except RingserveError as error:
                 log.warning("prefill ring %s could not settle %s: %s", turn.prefill.name, turn.turn_id, error)
         if turn.prefilling is not None:

@@ -33,7 +33,7 @@ from orchestration.protocol.turns import BegunTurn, KvQuota, ResumeTurn, RingReg
 from orchestration.protocol.views import ConversationList, ConversationView, MoveTotals, ServerView
 from orchestration.router.drains import Drains
 from orchestration.router.placements import TurnPlacements
-from orchestration.router.registry import TurnEnds
+from orchestration.router.registry import TurnRegistry
 from orchestration.router.returns import RingReturns
 from orchestration.router.starts import TurnStarts
 from orchestration.router.turn import RunningTurn, new_turn_id
@@ -80,7 +80,7 @@ class Router:
             ttl_seconds=settings.conversation_ttl,
             clock=clock,
         )
-        self._turns = TurnEnds(peers, self._rings, self._conversations, settings.control_timeout)
+        self._turns = TurnRegistry(peers, self._rings, self._conversations, settings.control_timeout)
         self._quotas = KvQuotas(self._conversations, self._turns)
         self._moves = MoveCounts()
         self._desk = ConversationDesk(self._conversations, peers, self._rings, self._turns)
@@ -177,13 +177,13 @@ class Router:
         choice = self._placements.choose(wanted)
         self._check_length(len(prompt), request.sampling.max_tokens, choice.prefill, choice.decode)
         if request.kv_quota is not None:
-            self._keep_quota(request.kv_quota, conversation, len(prompt), request.sampling.max_tokens)
+            self._enforce_quota(request.kv_quota, conversation, len(prompt), request.sampling.max_tokens)
         placed = self._placements.place(wanted, choice)
         turn = RunningTurn(new_turn_id(), request, conversation, prompt, mode, wanted, choice, placed)
         self._turns.add(turn)
         return turn
 
-    def _keep_quota(self, quota: KvQuota, conversation: Conversation, prompt: int, answer: int) -> None:
+    def _enforce_quota(self, quota: KvQuota, conversation: Conversation, prompt: int, answer: int) -> None:
         """See `KvQuotas.admit`."""
         for old in self._quotas.admit(quota, conversation, prompt, answer):
             log.info("conversation %s loses its KV to its tenant's quota", old.conversation_id)

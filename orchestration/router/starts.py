@@ -16,10 +16,18 @@ from orchestration.placement.planner import Planner, PromptOnRings
 from orchestration.placement.registry import RegisteredRing
 from orchestration.placement.ring_status import withdraw_if_lost
 from orchestration.protocol.ports import Peers, RingPort
-from orchestration.protocol.turns import KeepingRing, Plan, PrefillDone, PrefillReport, PrefillTurn, Reserve, ResumeTurn
+from orchestration.protocol.turns import (
+    PrefillDone,
+    PrefillReport,
+    PrefillTurn,
+    Reserve,
+    ResumeTurn,
+    RetainingRing,
+    TurnPlan,
+)
 from orchestration.protocol.views import MoveReason
 from orchestration.router.placements import TurnPlacements
-from orchestration.router.registry import TurnEnds
+from orchestration.router.registry import TurnRegistry
 from orchestration.router.turn import RunningTurn
 from workers.protocol.steps import RING_ALGORITHMS, TokenIds
 
@@ -37,7 +45,7 @@ class TurnStarts:
         peers: Peers,
         planner: Planner,
         placements: TurnPlacements,
-        turns: TurnEnds,
+        turns: TurnRegistry,
         moves: MoveCounts,
         control_timeout: float,
         spawn: Callable[[Coroutine[None, None, None]], object],
@@ -50,7 +58,7 @@ class TurnStarts:
         self._control_timeout = control_timeout
         self._spawn = spawn
 
-    async def start(self, turn: RunningTurn) -> Plan:
+    async def start(self, turn: RunningTurn) -> TurnPlan:
         """Reserve, plan, and set the prefill going. A turn that cannot start is ended, whatever kept it from it.
 
         Raises CapacityExceeded, Unavailable, or what ended the turn meanwhile.
@@ -102,7 +110,7 @@ class TurnStarts:
             self._placements.take_prefill_ring(turn)
         else:
             port = self._peers.leader("prefill", turn.prefill.registration.endpoint)
-            await port.settle(turn.sequence_id, turn.turn_id, len(turn.token_ids) - 1)
+            await port.settle(turn.kv_id, turn.turn_id, len(turn.token_ids) - 1)
         await self._reserve(turn)
         if turn.ending is not None:
             raise NotFound(f"turn {turn.turn_id} has ended")
@@ -121,7 +129,7 @@ class TurnStarts:
         request = Reserve(
             turn_id=turn.turn_id,
             attempt=turn.attempt,
-            sequence_id=turn.sequence_id,
+            kv_id=turn.kv_id,
             match_tokens=0,
             num_tokens=len(turn.token_ids),
             deadline_seconds=turn.request.deadline_seconds,
@@ -169,15 +177,17 @@ class TurnStarts:
             turn.refused.append(prefill)
             raise Unavailable(f"ring {prefill.name} was rebuilt just now; retry")
 
-    def _plan(self, turn: RunningTurn) -> Plan:
+    def _plan(self, turn: RunningTurn) -> TurnPlan:
         assert turn.on_decode, "the decode ring has answered"
         asked, prefill = turn.request.algorithm, turn.choice.prefill
         is_direct = turn.prefill is None
         assert is_direct or turn.on_prefill, "both rings have answered"
         prompt = PromptOnRings(
             num_tokens=len(turn.token_ids),
-            kept_on_prefill=turn.on_prefill.kept_tokens if turn.on_prefill else turn.wanted.kept_on(prefill),
-            kept_on_decode=turn.on_decode.kept_tokens,
+            retained_on_prefill=turn.on_prefill.retained_tokens
+            if turn.on_prefill
+            else turn.wanted.retained_on(prefill),
+            retained_on_decode=turn.on_decode.retained_tokens,
             prefill=prefill.registration,
             decode=turn.decode.registration,
             left=turn.left,
@@ -188,13 +198,13 @@ class TurnStarts:
         algorithm = asked if asked in RING_ALGORITHMS else None
         return self._planner.plan(prompt, mode=turn.mode, algorithm=algorithm)
 
-    async def _prefill(self, turn: RunningTurn, plan: Plan) -> PrefillDone:
+    async def _prefill(self, turn: RunningTurn, plan: TurnPlan) -> PrefillDone:
         assert turn.on_decode, "the decode ring has answered"
-        turn.pulled_from = _keeping_ring(turn, plan)
+        turn.pulled_from = _retaining_ring(turn, plan)
         request = PrefillTurn(
             turn_id=turn.turn_id,
             attempt=turn.attempt,
-            sequence_id=turn.sequence_id,
+            kv_id=turn.kv_id,
             token_ids=turn.token_ids,
             cached_tokens=plan.cached_tokens,
             chunks=plan.chunks,
@@ -236,10 +246,10 @@ class TurnStarts:
         return self._peers.leader(ring.role, ring.registration.endpoint)
 
 
-def _keeping_ring(turn: RunningTurn, plan: Plan) -> KeepingRing | None:
+def _retaining_ring(turn: RunningTurn, plan: TurnPlan) -> RetainingRing | None:
     """Where the plan fetches cached KV from, unless that is the turn's decode ring."""
     names = [source.ring for source in plan.cached_sources if source.source == PULLED_FROM_OTHER]
     if not names:
         return None
     ring = next(kept.ring for kept in turn.left if kept.ring.name == names[0])
-    return KeepingRing(role=ring.role, ring=ring.name, endpoint=ring.endpoint, incarnation=ring.incarnation)
+    return RetainingRing(role=ring.role, ring=ring.name, endpoint=ring.endpoint, incarnation=ring.incarnation)

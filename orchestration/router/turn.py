@@ -10,10 +10,10 @@ import numpy as np
 
 from cp_core.errors import RingserveError
 from orchestration.conversations.store import Conversation
-from orchestration.placement.cached_kv import KeptOn
-from orchestration.placement.registry import Placed, RegisteredRing
+from orchestration.placement.cached_kv import RetainedPrefix
+from orchestration.placement.registry import LoadShare, RegisteredRing
 from orchestration.placement.wanted_turn import Choice, WantedTurn
-from orchestration.protocol.turns import KeepingRing, PrefillDone, PromptMode, Reservation, TurnRequest
+from orchestration.protocol.turns import PrefillDone, PromptMode, Reservation, RetainingRing, TurnRequest
 from workers.protocol.steps import TokenIds
 
 
@@ -41,12 +41,12 @@ class RunningTurn:
     mode: PromptMode
     wanted: WantedTurn
     choice: Choice
-    placed: Placed
+    placed: LoadShare
     refused: list[RegisteredRing] = field(default_factory=list)
     on_prefill: Reservation | None = None
     on_decode: Reservation | None = None
-    left: list[KeptOn] = field(default_factory=list)
-    pulled_from: KeepingRing | None = None
+    left: list[RetainedPrefix] = field(default_factory=list)
+    pulled_from: RetainingRing | None = None
     prefilling: asyncio.Task[PrefillDone] | None = None
     ending: asyncio.Task[int] | None = None
     lease: asyncio.TimerHandle | None = None
@@ -99,25 +99,25 @@ class RunningTurn:
         return len(self.prompt) + self.request.sampling.max_tokens
 
     @property
-    def is_kept(self) -> bool:
+    def is_retained(self) -> bool:
         """Whether the KV outlives the turn."""
         return bool(self.request.conversation_id)
 
     @property
-    def kept_on_prefill(self) -> int:
+    def retained_on_prefill(self) -> int:
         """What is left there of the conversation's KV if the turn fails. One that it did not come to keeps it all."""
         return 0 if self.prefill is None else self._kept(self.prefill, self.on_prefill)
 
     @property
-    def kept_on_decode(self) -> int:
-        """As `kept_on_prefill`."""
+    def retained_on_decode(self) -> int:
+        """As `retained_on_prefill`."""
         return self._kept(self.decode, self.on_decode)
 
     def _kept(self, ring: RegisteredRing, reservation: Reservation | None) -> int:
         """A ring that refused has cut nothing beyond what agrees."""
-        match = self.match_on(ring) if self.is_kept else 0
-        return match if reservation is None else min(match, reservation.kept_tokens)
+        match = self.match_on(ring) if self.is_retained else 0
+        return match if reservation is None else min(match, reservation.retained_tokens)
 
     @property
-    def sequence_id(self) -> str:
+    def kv_id(self) -> str:
         return self.request.conversation_id or self.turn_id

@@ -14,7 +14,7 @@ import grpc
 
 from cp_core.errors import RingserveError, Unavailable
 from orchestration.protocol.ports import Peers, RouterPort
-from orchestration.protocol.turns import Plan, TurnRequest
+from orchestration.protocol.turns import TurnPlan, TurnRequest
 from orchestration.protocol.views import ConversationView, ServerView
 from ringserve.v1 import inference_pb2, inference_pb2_grpc
 from services.auth.authenticator import Authenticator
@@ -163,7 +163,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             if outcome in UNSETTLED:
                 self._abort_soon(request_id)
 
-    def _note_plan(self, request_id: str, turn_id: str, prompt_tokens: int, plan: Plan) -> None:
+    def _note_plan(self, request_id: str, turn_id: str, prompt_tokens: int, plan: TurnPlan) -> None:
         cached = {source.source: len(source.tokens) for source in plan.cached_sources}
         self._metrics.planned(plan.algorithm, prompt_tokens, cached)
         log.info(

@@ -9,7 +9,7 @@ import grpc
 
 from cp_core.errors import RingserveError
 from cp_core.transport.peer_tls import PeerTls
-from orchestration.protocol.kv import ForkedKv, ForkKv, KeptKv, SendKv, SentKv, TakeKv, TakenKv
+from orchestration.protocol.kv import ForkedKv, ForkKv, RetainedKv, SendKv, SentKv, TakeKv, TakenKv
 from orchestration.protocol.turns import (
     Admit,
     BegunTurn,
@@ -101,17 +101,17 @@ class GrpcRing:
     async def abort_turn(self, turn_id: str, error: RingserveError) -> None:
         await _reach(self._peer, self._stub.AbortTurn(_abort_request(turn_id, error), timeout=ABORT_SECONDS))
 
-    async def settle(self, sequence_id: str, turn_id: str, keep_tokens: int) -> None:
-        request = rings_pb2.SettleRequest(sequence_id=sequence_id, turn_id=turn_id, keep_tokens=keep_tokens)
+    async def settle(self, kv_id: str, turn_id: str, retain_tokens: int) -> None:
+        request = rings_pb2.SettleRequest(kv_id=kv_id, turn_id=turn_id, retain_tokens=retain_tokens)
         await _reach(self._peer, self._stub.Settle(request, timeout=self._settle_seconds))
 
     async def fork_kv(self, request: ForkKv) -> ForkedKv:
         call = self._stub.ForkKv(wire_conversations.fork_to(request), timeout=CONTROL_SECONDS)
         return wire_conversations.forked_from(await _reach(self._peer, call))
 
-    async def get_kept(self, sequence_ids: Sequence[str]) -> KeptKv:
-        call = self._stub.GetKept(rings_pb2.GetKeptRequest(sequence_ids=sequence_ids), timeout=CONTROL_SECONDS)
-        return wire_conversations.kept_from(await _reach(self._peer, call))
+    async def get_retained(self, kv_ids: Sequence[str]) -> RetainedKv:
+        call = self._stub.GetRetained(rings_pb2.GetRetainedRequest(kv_ids=kv_ids), timeout=CONTROL_SECONDS)
+        return wire_conversations.retained_from(await _reach(self._peer, call))
 
     async def drain(self, seconds: float) -> None:
         await _reach(self._peer, self._stub.Drain(rings_pb2.DrainRequest(seconds=seconds), timeout=CONTROL_SECONDS))
@@ -148,7 +148,7 @@ class GrpcRouter:
 
     async def end_turn(self, outcome: TurnOutcome) -> int:
         call = self._stub.EndTurn(wire.outcome_to(outcome), timeout=ABORT_SECONDS)
-        return (await _reach(self._peer, call)).keep_tokens
+        return (await _reach(self._peer, call)).retain_tokens
 
     async def abort_requests(self, request_ids: Sequence[str]) -> tuple[list[str], list[str]]:
         request = inference_pb2.AbortRequest(request_ids=request_ids)

@@ -71,7 +71,7 @@ class RingServicer(rings_pb2_grpc.RingServiceServicer):
         return rings_pb2.AbortTurnResponse()
 
     async def Settle(self, request: rings_pb2.SettleRequest, context: Context) -> rings_pb2.SettleResponse:
-        await answer(context, self._leader.settle(request.sequence_id, request.turn_id, request.keep_tokens))
+        await answer(context, self._leader.settle(request.kv_id, request.turn_id, request.retain_tokens))
         return rings_pb2.SettleResponse()
 
     async def ForkKv(self, request: rings_pb2.ForkKvRequest, context: Context) -> rings_pb2.ForkKvResponse:
@@ -79,8 +79,11 @@ class RingServicer(rings_pb2_grpc.RingServiceServicer):
             await answer(context, self._leader.fork_kv(wire_conversations.fork_from(request)))
         )
 
-    async def GetKept(self, request: rings_pb2.GetKeptRequest, context: Context) -> rings_pb2.GetKeptResponse:
-        return wire_conversations.kept_to(await answer(context, self._leader.get_kept(list(request.sequence_ids))))
+    async def GetRetained(
+        self, request: rings_pb2.GetRetainedRequest, context: Context
+    ) -> rings_pb2.GetRetainedResponse:
+        retained = await answer(context, self._leader.get_retained(list(request.kv_ids)))
+        return wire_conversations.retained_to(retained)
 
     async def Drain(self, request: rings_pb2.DrainRequest, context: Context) -> rings_pb2.DrainResponse:
         await answer(context, self._leader.undrain() if request.undo else self._leader.drain(request.seconds))
@@ -119,7 +122,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
 
     async def EndTurn(self, request: router_pb2.EndTurnRequest, context: Context) -> router_pb2.EndTurnResponse:
         keep = await answer(context, self._router.end_turn(wire.outcome_from(request)))
-        return router_pb2.EndTurnResponse(keep_tokens=keep)
+        return router_pb2.EndTurnResponse(retain_tokens=keep)
 
     async def ResumeTurn(
         self, request: router_pb2.ResumeTurnRequest, context: Context

@@ -25,7 +25,7 @@ class ReserveRequest(_message.Message):
 
     TURN_ID_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
-    SEQUENCE_ID_FIELD_NUMBER: _builtins.int
+    KV_ID_FIELD_NUMBER: _builtins.int
     MATCH_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     DEADLINE_SECONDS_FIELD_NUMBER: _builtins.int
@@ -38,7 +38,7 @@ class ReserveRequest(_message.Message):
     DIRECT_FIELD_NUMBER: _builtins.int
     turn_id: _builtins.str
     attempt: _builtins.int
-    sequence_id: _builtins.str
+    kv_id: _builtins.str
     match_tokens: _builtins.int
     """The prompt agrees with the sequence's earlier tokens up to here."""
     num_tokens: _builtins.int
@@ -65,7 +65,7 @@ class ReserveRequest(_message.Message):
         *,
         turn_id: _builtins.str = ...,
         attempt: _builtins.int = ...,
-        sequence_id: _builtins.str = ...,
+        kv_id: _builtins.str = ...,
         match_tokens: _builtins.int = ...,
         num_tokens: _builtins.int = ...,
         deadline_seconds: _builtins.float = ...,
@@ -79,7 +79,7 @@ class ReserveRequest(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "deadline_seconds", b"deadline_seconds", "direct", b"direct", "match_tokens", b"match_tokens", "num_tokens", b"num_tokens", "penalized_ids", b"penalized_ids", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "sequence_id", b"sequence_id", "source_incarnation", b"source_incarnation", "trace_parent", b"trace_parent", "turn_id", b"turn_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "deadline_seconds", b"deadline_seconds", "direct", b"direct", "kv_id", b"kv_id", "match_tokens", b"match_tokens", "num_tokens", b"num_tokens", "penalized_ids", b"penalized_ids", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "source_incarnation", b"source_incarnation", "trace_parent", b"trace_parent", "turn_id", b"turn_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -183,17 +183,17 @@ class ReserveResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     INCARNATION_FIELD_NUMBER: _builtins.int
-    KEPT_TOKENS_FIELD_NUMBER: _builtins.int
+    RETAINED_TOKENS_FIELD_NUMBER: _builtins.int
     SHARDS_FIELD_NUMBER: _builtins.int
     KV_ENDPOINTS_FIELD_NUMBER: _builtins.int
     TP_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.str
-    kept_tokens: _builtins.int
+    retained_tokens: _builtins.int
     """Kept tokens still there after the cut."""
     tp: _builtins.int
     @_builtins.property
     def shards(self) -> _containers.RepeatedCompositeFieldContainer[_inference_pb2.RankShard]:
-        """Where tokens [kept_tokens, num_tokens) will lie (decode), and each rank's KV receiver."""
+        """Where tokens [retained_tokens, num_tokens) will lie (decode), and each rank's KV receiver."""
 
     @_builtins.property
     def kv_endpoints(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -203,14 +203,14 @@ class ReserveResponse(_message.Message):
         self,
         *,
         incarnation: _builtins.str = ...,
-        kept_tokens: _builtins.int = ...,
+        retained_tokens: _builtins.int = ...,
         shards: _abc.Iterable[_inference_pb2.RankShard] | None = ...,
         kv_endpoints: _abc.Iterable[_builtins.str] | None = ...,
         tp: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "kept_tokens", b"kept_tokens", "kv_endpoints", b"kv_endpoints", "shards", b"shards", "tp", b"tp"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "kv_endpoints", b"kv_endpoints", "retained_tokens", b"retained_tokens", "shards", b"shards", "tp", b"tp"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -222,7 +222,7 @@ class PrefillRequest(_message.Message):
 
     TURN_ID_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
-    SEQUENCE_ID_FIELD_NUMBER: _builtins.int
+    KV_ID_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     CHUNKS_FIELD_NUMBER: _builtins.int
@@ -233,7 +233,7 @@ class PrefillRequest(_message.Message):
     PULLED_FROM_FIELD_NUMBER: _builtins.int
     turn_id: _builtins.str
     attempt: _builtins.int
-    sequence_id: _builtins.str
+    kv_id: _builtins.str
     cached_tokens: _builtins.int
     """Tokens [0, cached_tokens) are not computed: kept here, or pulled from another ring."""
     deadline_seconds: _builtins.float
@@ -259,7 +259,7 @@ class PrefillRequest(_message.Message):
         *,
         turn_id: _builtins.str = ...,
         attempt: _builtins.int = ...,
-        sequence_id: _builtins.str = ...,
+        kv_id: _builtins.str = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         cached_tokens: _builtins.int = ...,
         chunks: _abc.Iterable[_inference_pb2.Chunk] | None = ...,
@@ -271,7 +271,7 @@ class PrefillRequest(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["destination", b"destination", "pulled_from", b"pulled_from", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cached_tokens", b"cached_tokens", "chunks", b"chunks", "deadline_seconds", b"deadline_seconds", "decode_endpoint", b"decode_endpoint", "destination", b"destination", "pulled_from", b"pulled_from", "sampling", b"sampling", "sequence_id", b"sequence_id", "token_ids", b"token_ids", "turn_id", b"turn_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cached_tokens", b"cached_tokens", "chunks", b"chunks", "deadline_seconds", b"deadline_seconds", "decode_endpoint", b"decode_endpoint", "destination", b"destination", "kv_id", b"kv_id", "pulled_from", b"pulled_from", "sampling", b"sampling", "token_ids", b"token_ids", "turn_id", b"turn_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -618,7 +618,7 @@ class SendKvRequest(_message.Message):
 
     TRANSFER_ID_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
-    SEQUENCE_ID_FIELD_NUMBER: _builtins.int
+    KV_ID_FIELD_NUMBER: _builtins.int
     DESTINATION_INCARNATION_FIELD_NUMBER: _builtins.int
     SOURCE_INCARNATION_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
@@ -629,7 +629,7 @@ class SendKvRequest(_message.Message):
     TURN_ID_FIELD_NUMBER: _builtins.int
     transfer_id: _builtins.str
     attempt: _builtins.int
-    sequence_id: _builtins.str
+    kv_id: _builtins.str
     destination_incarnation: _builtins.str
     source_incarnation: _builtins.str
     deadline_seconds: _builtins.float
@@ -650,7 +650,7 @@ class SendKvRequest(_message.Message):
         *,
         transfer_id: _builtins.str = ...,
         attempt: _builtins.int = ...,
-        sequence_id: _builtins.str = ...,
+        kv_id: _builtins.str = ...,
         destination_incarnation: _builtins.str = ...,
         source_incarnation: _builtins.str = ...,
         tokens: _inference_pb2.Range | None = ...,
@@ -662,7 +662,7 @@ class SendKvRequest(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "deadline_seconds", b"deadline_seconds", "destination_incarnation", b"destination_incarnation", "kv_endpoints", b"kv_endpoints", "sequence_id", b"sequence_id", "shards", b"shards", "source_incarnation", b"source_incarnation", "tokens", b"tokens", "tp", b"tp", "transfer_id", b"transfer_id", "turn_id", b"turn_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "deadline_seconds", b"deadline_seconds", "destination_incarnation", b"destination_incarnation", "kv_endpoints", b"kv_endpoints", "kv_id", b"kv_id", "shards", b"shards", "source_incarnation", b"source_incarnation", "tokens", b"tokens", "tp", b"tp", "transfer_id", b"transfer_id", "turn_id", b"turn_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -696,7 +696,7 @@ class TakeKvRequest(_message.Message):
 
     TRANSFER_ID_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
-    SEQUENCE_ID_FIELD_NUMBER: _builtins.int
+    KV_ID_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     SOURCE_ROLE_FIELD_NUMBER: _builtins.int
     SOURCE_ENDPOINT_FIELD_NUMBER: _builtins.int
@@ -704,7 +704,7 @@ class TakeKvRequest(_message.Message):
     DEADLINE_SECONDS_FIELD_NUMBER: _builtins.int
     transfer_id: _builtins.str
     attempt: _builtins.int
-    sequence_id: _builtins.str
+    kv_id: _builtins.str
     num_tokens: _builtins.int
     """Its first tokens, as many."""
     source_role: _builtins.str
@@ -718,7 +718,7 @@ class TakeKvRequest(_message.Message):
         *,
         transfer_id: _builtins.str = ...,
         attempt: _builtins.int = ...,
-        sequence_id: _builtins.str = ...,
+        kv_id: _builtins.str = ...,
         num_tokens: _builtins.int = ...,
         source_role: _builtins.str = ...,
         source_endpoint: _builtins.str = ...,
@@ -727,7 +727,7 @@ class TakeKvRequest(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "deadline_seconds", b"deadline_seconds", "num_tokens", b"num_tokens", "sequence_id", b"sequence_id", "source_endpoint", b"source_endpoint", "source_incarnation", b"source_incarnation", "source_role", b"source_role", "transfer_id", b"transfer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "deadline_seconds", b"deadline_seconds", "kv_id", b"kv_id", "num_tokens", b"num_tokens", "source_endpoint", b"source_endpoint", "source_incarnation", b"source_incarnation", "source_role", b"source_role", "transfer_id", b"transfer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -810,22 +810,22 @@ Global___AbortTurnResponse: _TypeAlias = AbortTurnResponse  # noqa: Y015
 class SettleRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    SEQUENCE_ID_FIELD_NUMBER: _builtins.int
+    KV_ID_FIELD_NUMBER: _builtins.int
     TURN_ID_FIELD_NUMBER: _builtins.int
-    KEEP_TOKENS_FIELD_NUMBER: _builtins.int
-    sequence_id: _builtins.str
+    RETAIN_TOKENS_FIELD_NUMBER: _builtins.int
+    kv_id: _builtins.str
     turn_id: _builtins.str
-    keep_tokens: _builtins.int
+    retain_tokens: _builtins.int
     def __init__(
         self,
         *,
-        sequence_id: _builtins.str = ...,
+        kv_id: _builtins.str = ...,
         turn_id: _builtins.str = ...,
-        keep_tokens: _builtins.int = ...,
+        retain_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["keep_tokens", b"keep_tokens", "sequence_id", b"sequence_id", "turn_id", b"turn_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv_id", b"kv_id", "retain_tokens", b"retain_tokens", "turn_id", b"turn_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -851,21 +851,21 @@ class ForkKvRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SOURCE_ID_FIELD_NUMBER: _builtins.int
-    SEQUENCE_ID_FIELD_NUMBER: _builtins.int
+    KV_ID_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     source_id: _builtins.str
-    sequence_id: _builtins.str
+    kv_id: _builtins.str
     num_tokens: _builtins.int
     def __init__(
         self,
         *,
         source_id: _builtins.str = ...,
-        sequence_id: _builtins.str = ...,
+        kv_id: _builtins.str = ...,
         num_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_tokens", b"num_tokens", "sequence_id", b"sequence_id", "source_id", b"source_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv_id", b"kv_id", "num_tokens", b"num_tokens", "source_id", b"source_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -897,27 +897,27 @@ class ForkKvResponse(_message.Message):
 Global___ForkKvResponse: _TypeAlias = ForkKvResponse  # noqa: Y015
 
 @_typing.final
-class GetKeptRequest(_message.Message):
+class GetRetainedRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    SEQUENCE_IDS_FIELD_NUMBER: _builtins.int
+    KV_IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def sequence_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def kv_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
         self,
         *,
-        sequence_ids: _abc.Iterable[_builtins.str] | None = ...,
+        kv_ids: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["sequence_ids", b"sequence_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv_ids", b"kv_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___GetKeptRequest: _TypeAlias = GetKeptRequest  # noqa: Y015
+Global___GetRetainedRequest: _TypeAlias = GetRetainedRequest  # noqa: Y015
 
 @_typing.final
-class GetKeptResponse(_message.Message):
+class GetRetainedResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     INCARNATION_FIELD_NUMBER: _builtins.int
@@ -939,7 +939,7 @@ class GetKeptResponse(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___GetKeptResponse: _TypeAlias = GetKeptResponse  # noqa: Y015
+Global___GetRetainedResponse: _TypeAlias = GetRetainedResponse  # noqa: Y015
 
 @_typing.final
 class DrainRequest(_message.Message):

@@ -86,10 +86,10 @@ class RingServiceStub:
                 request_serializer=ringserve_dot_v1_dot_rings__pb2.ForkKvRequest.SerializeToString,
                 response_deserializer=ringserve_dot_v1_dot_rings__pb2.ForkKvResponse.FromString,
                 _registered_method=True)
-        self.GetKept = channel.unary_unary(
-                '/ringserve.v1.RingService/GetKept',
-                request_serializer=ringserve_dot_v1_dot_rings__pb2.GetKeptRequest.SerializeToString,
-                response_deserializer=ringserve_dot_v1_dot_rings__pb2.GetKeptResponse.FromString,
+        self.GetRetained = channel.unary_unary(
+                '/ringserve.v1.RingService/GetRetained',
+                request_serializer=ringserve_dot_v1_dot_rings__pb2.GetRetainedRequest.SerializeToString,
+                response_deserializer=ringserve_dot_v1_dot_rings__pb2.GetRetainedResponse.FromString,
                 _registered_method=True)
         self.Drain = channel.unary_unary(
                 '/ringserve.v1.RingService/Drain',
@@ -157,7 +157,7 @@ class RingServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Settle(self, request, context):
-        """Unpins a sequence, retaining its first `keep_tokens` tokens for later turns; 0 frees it. Idempotent.
+        """Unpins a sequence, retaining its first `retain_tokens` tokens for later turns; 0 frees it. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -184,7 +184,7 @@ class RingServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def GetKept(self, request, context):
+    def GetRetained(self, request, context):
         """Tells how many tokens of each sequence the ring retains.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -257,10 +257,10 @@ def add_RingServiceServicer_to_server(servicer, server):
                     request_deserializer=ringserve_dot_v1_dot_rings__pb2.ForkKvRequest.FromString,
                     response_serializer=ringserve_dot_v1_dot_rings__pb2.ForkKvResponse.SerializeToString,
             ),
-            'GetKept': grpc.unary_unary_rpc_method_handler(
-                    servicer.GetKept,
-                    request_deserializer=ringserve_dot_v1_dot_rings__pb2.GetKeptRequest.FromString,
-                    response_serializer=ringserve_dot_v1_dot_rings__pb2.GetKeptResponse.SerializeToString,
+            'GetRetained': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetRetained,
+                    request_deserializer=ringserve_dot_v1_dot_rings__pb2.GetRetainedRequest.FromString,
+                    response_serializer=ringserve_dot_v1_dot_rings__pb2.GetRetainedResponse.SerializeToString,
             ),
             'Drain': grpc.unary_unary_rpc_method_handler(
                     servicer.Drain,
@@ -556,7 +556,7 @@ class RingService:
             _registered_method=True)
 
     @staticmethod
-    def GetKept(request,
+    def GetRetained(request,
             target,
             options=(),
             channel_credentials=None,
@@ -569,9 +569,9 @@ class RingService:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/ringserve.v1.RingService/GetKept',
-            ringserve_dot_v1_dot_rings__pb2.GetKeptRequest.SerializeToString,
-            ringserve_dot_v1_dot_rings__pb2.GetKeptResponse.FromString,
+            '/ringserve.v1.RingService/GetRetained',
+            ringserve_dot_v1_dot_rings__pb2.GetRetainedRequest.SerializeToString,
+            ringserve_dot_v1_dot_rings__pb2.GetRetainedResponse.FromString,
             options,
             channel_credentials,
             insecure,

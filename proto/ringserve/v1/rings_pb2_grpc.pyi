@@ -59,14 +59,14 @@ class RingServiceStub:
     AbortTurn: _grpc.UnaryUnaryMultiCallable[_rings_pb2.AbortTurnRequest, _rings_pb2.AbortTurnResponse]
     """Ends a turn in any state; answers when the ring no longer touches it. Idempotent."""
     Settle: _grpc.UnaryUnaryMultiCallable[_rings_pb2.SettleRequest, _rings_pb2.SettleResponse]
-    """Unpins a sequence, retaining its first `keep_tokens` tokens for later turns; 0 frees it. Idempotent."""
+    """Unpins a sequence, retaining its first `retain_tokens` tokens for later turns; 0 frees it. Idempotent."""
     SendKv: _grpc.UnaryUnaryMultiCallable[_rings_pb2.SendKvRequest, _rings_pb2.SendKvResponse]
     """Sends retained KV of a sequence to another ring; answers when that ring has acknowledged it."""
     TakeKv: _grpc.UnaryUnaryMultiCallable[_rings_pb2.TakeKvRequest, _rings_pb2.TakeKvResponse]
     """Fetches retained KV of a sequence from another ring, and retains it too. Idempotent per attempt."""
     ForkKv: _grpc.UnaryUnaryMultiCallable[_rings_pb2.ForkKvRequest, _rings_pb2.ForkKvResponse]
     """Begins a sequence with KV that another sequence retains here; both share it. Idempotent until the new one is used."""
-    GetKept: _grpc.UnaryUnaryMultiCallable[_rings_pb2.GetKeptRequest, _rings_pb2.GetKeptResponse]
+    GetRetained: _grpc.UnaryUnaryMultiCallable[_rings_pb2.GetRetainedRequest, _rings_pb2.GetRetainedResponse]
     """Tells how many tokens of each sequence the ring retains."""
     Drain: _grpc.UnaryUnaryMultiCallable[_rings_pb2.DrainRequest, _rings_pb2.DrainResponse]
     """Takes no new turns, and leaves when the running turns have ended; or, with `undo`, takes turns again. Idempotent."""
@@ -103,14 +103,14 @@ class RingServiceAsyncStub(RingServiceStub):
     AbortTurn: _aio.UnaryUnaryMultiCallable[_rings_pb2.AbortTurnRequest, _rings_pb2.AbortTurnResponse]  # type: ignore[assignment]
     """Ends a turn in any state; answers when the ring no longer touches it. Idempotent."""
     Settle: _aio.UnaryUnaryMultiCallable[_rings_pb2.SettleRequest, _rings_pb2.SettleResponse]  # type: ignore[assignment]
-    """Unpins a sequence, retaining its first `keep_tokens` tokens for later turns; 0 frees it. Idempotent."""
+    """Unpins a sequence, retaining its first `retain_tokens` tokens for later turns; 0 frees it. Idempotent."""
     SendKv: _aio.UnaryUnaryMultiCallable[_rings_pb2.SendKvRequest, _rings_pb2.SendKvResponse]  # type: ignore[assignment]
     """Sends retained KV of a sequence to another ring; answers when that ring has acknowledged it."""
     TakeKv: _aio.UnaryUnaryMultiCallable[_rings_pb2.TakeKvRequest, _rings_pb2.TakeKvResponse]  # type: ignore[assignment]
     """Fetches retained KV of a sequence from another ring, and retains it too. Idempotent per attempt."""
     ForkKv: _aio.UnaryUnaryMultiCallable[_rings_pb2.ForkKvRequest, _rings_pb2.ForkKvResponse]  # type: ignore[assignment]
     """Begins a sequence with KV that another sequence retains here; both share it. Idempotent until the new one is used."""
-    GetKept: _aio.UnaryUnaryMultiCallable[_rings_pb2.GetKeptRequest, _rings_pb2.GetKeptResponse]  # type: ignore[assignment]
+    GetRetained: _aio.UnaryUnaryMultiCallable[_rings_pb2.GetRetainedRequest, _rings_pb2.GetRetainedResponse]  # type: ignore[assignment]
     """Tells how many tokens of each sequence the ring retains."""
     Drain: _aio.UnaryUnaryMultiCallable[_rings_pb2.DrainRequest, _rings_pb2.DrainResponse]  # type: ignore[assignment]
     """Takes no new turns, and leaves when the running turns have ended; or, with `undo`, takes turns again. Idempotent."""
@@ -186,7 +186,7 @@ class RingServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rings_pb2.SettleRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rings_pb2.SettleResponse, _abc.Awaitable[_rings_pb2.SettleResponse]]:
-        """Unpins a sequence, retaining its first `keep_tokens` tokens for later turns; 0 frees it. Idempotent."""
+        """Unpins a sequence, retaining its first `retain_tokens` tokens for later turns; 0 frees it. Idempotent."""
 
     @_abc_1.abstractmethod
     def SendKv(
@@ -213,11 +213,11 @@ class RingServiceServicer(metaclass=_abc_1.ABCMeta):
         """Begins a sequence with KV that another sequence retains here; both share it. Idempotent until the new one is used."""
 
     @_abc_1.abstractmethod
-    def GetKept(
+    def GetRetained(
         self,
-        request: _rings_pb2.GetKeptRequest,
+        request: _rings_pb2.GetRetainedRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_rings_pb2.GetKeptResponse, _abc.Awaitable[_rings_pb2.GetKeptResponse]]:
+    ) -> _typing.Union[_rings_pb2.GetRetainedResponse, _abc.Awaitable[_rings_pb2.GetRetainedResponse]]:
         """Tells how many tokens of each sequence the ring retains."""
 
     @_abc_1.abstractmethod

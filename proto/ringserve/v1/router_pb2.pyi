@@ -173,17 +173,17 @@ Global___EndTurnRequest: _TypeAlias = EndTurnRequest  # noqa: Y015
 class EndTurnResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    KEEP_TOKENS_FIELD_NUMBER: _builtins.int
-    keep_tokens: _builtins.int
+    RETAIN_TOKENS_FIELD_NUMBER: _builtins.int
+    retain_tokens: _builtins.int
     """How many tokens the decode ring should keep; 0 frees the sequence."""
     def __init__(
         self,
         *,
-        keep_tokens: _builtins.int = ...,
+        retain_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["keep_tokens", b"keep_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["retain_tokens", b"retain_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

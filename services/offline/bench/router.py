@@ -16,7 +16,7 @@ import numpy as np
 from cp_core.errors import RingserveError
 from cp_core.layout.shards import ShardMap, spread
 from orchestration.placement.planner import Planner, PlannerSettings
-from orchestration.protocol.kv import ForkedKv, ForkKv, KeptKv, SendKv, SentKv, TakeKv, TakenKv
+from orchestration.protocol.kv import ForkedKv, ForkKv, RetainedKv, SendKv, SentKv, TakeKv, TakenKv
 from orchestration.protocol.turns import (
     Admit,
     PrefillDone,
@@ -110,11 +110,11 @@ class YesRing:
         self._kept: dict[str, int] = {}
 
     async def reserve(self, request: Reserve) -> Reservation:
-        kept = min(request.match_tokens, self._kept.get(request.sequence_id, 0))
+        kept = min(request.match_tokens, self._kept.get(request.kv_id, 0))
         ranks = self.registration.num_ranks
         return Reservation(
             incarnation=INCARNATION,
-            kept_tokens=kept,
+            retained_tokens=kept,
             shards=_shards(kept, request.num_tokens - kept, ranks),
             kv_endpoints=(),
         )
@@ -125,11 +125,11 @@ class YesRing:
     def shards(self, num_tokens: int) -> ShardMap:
         return _shards(0, num_tokens, self.registration.num_ranks)
 
-    async def settle(self, sequence_id: str, turn_id: str, keep_tokens: int) -> None:
-        if keep_tokens:
-            self._kept[sequence_id] = keep_tokens
+    async def settle(self, kv_id: str, turn_id: str, retain_tokens: int) -> None:
+        if retain_tokens:
+            self._kept[kv_id] = retain_tokens
         else:
-            self._kept.pop(sequence_id, None)
+            self._kept.pop(kv_id, None)
 
     async def abort_turn(self, turn_id: str, error: RingserveError) -> None:
         """There is nothing to end."""
@@ -149,8 +149,8 @@ class YesRing:
     async def fork_kv(self, request: ForkKv) -> ForkedKv:
         raise AssertionError("no conversation of this bench is forked")
 
-    async def get_kept(self, sequence_ids: Sequence[str]) -> KeptKv:
-        return KeptKv(incarnation=INCARNATION, num_tokens=tuple(self._kept.get(name, 0) for name in sequence_ids))
+    async def get_retained(self, kv_ids: Sequence[str]) -> RetainedKv:
+        return RetainedKv(incarnation=INCARNATION, num_tokens=tuple(self._kept.get(name, 0) for name in kv_ids))
 
     async def drain(self, seconds: float) -> None:
         raise AssertionError("no ring of this bench is drained")

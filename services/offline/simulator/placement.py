@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 from cp_core.errors import Unavailable
-from orchestration.placement.cached_kv import KeptOn
+from orchestration.placement.cached_kv import RetainedPrefix
 from orchestration.placement.placer import RingPlacer
 from orchestration.placement.planner import Planner
 from orchestration.placement.registry import RegisteredRing
@@ -101,8 +101,8 @@ def _own(turn: WantedTurn, rings: Sequence[RegisteredRing]) -> list[RegisteredRi
 
 
 def _choice(planner: Planner, turn: WantedTurn, prefill: RegisteredRing, decode: RegisteredRing) -> Choice:
-    on_decode = KeptOn(decode.registration, turn.kept_on(decode))
-    move, seconds = planner.predict_turn(turn.num_tokens, turn.kept_on(prefill), prefill.registration, on_decode)
+    on_decode = RetainedPrefix(decode.registration, turn.retained_on(decode))
+    move, seconds = planner.predict_turn(turn.num_tokens, turn.retained_on(prefill), prefill.registration, on_decode)
     return Choice(prefill=prefill, decode=decode, prefill_seconds=move + seconds)
 
 

@@ -11,7 +11,7 @@ from itertools import count
 from cp_core.layout.shards import TokenRange
 from orchestration.placement.registry import RegisteredRing
 from orchestration.prefill.scheduler import Piece, PrefillScheduler, ScheduledStep
-from orchestration.protocol.turns import Chunk, PrefillReport
+from orchestration.protocol.turns import PlannedChunk, PrefillReport
 
 ANNOUNCE_SECONDS = 2.0
 """How often simulated rings tell the router how they are, as real ones do."""
@@ -92,11 +92,11 @@ class PrefillingTurn:
     """
 
     turn_id: str
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[PlannedChunk, ...]
     done: Callable[[PrefillReport, float], None]
     started: float | None = None
     seconds: float = 0.0
-    computed: list[Chunk] = field(default_factory=list)
+    computed: list[PlannedChunk] = field(default_factory=list)
 
 
 class SimulatedPrefillRing:
@@ -167,7 +167,7 @@ class SimulatedPrefillRing:
         turn = self._turns[piece.turn_id]
         self.computed_tokens += len(piece.tokens)
         turn.seconds += seconds
-        turn.computed.append(Chunk(tokens=piece.tokens, algorithm=step.algorithm, num_turns=len(step.pieces)))
+        turn.computed.append(PlannedChunk(tokens=piece.tokens, algorithm=step.algorithm, num_turns=len(step.pieces)))
         if piece.tokens.stop == turn.chunks[-1].tokens.stop:
             del self._turns[piece.turn_id]
             assert turn.started is not None, "it was computed"

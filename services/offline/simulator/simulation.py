@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 from cp_core.errors import CapacityExceeded, ConfigError, Unavailable
 from cp_core.layout.shards import ShardMap, TokenRange
-from orchestration.placement.cached_kv import KEPT, KeptOn
+from orchestration.placement.cached_kv import RETAINED, RetainedPrefix
 from orchestration.placement.kv_locations import KvLocation
 from orchestration.placement.placer import RingPlacer
 from orchestration.placement.planner import Planner, PlannerSettings, PromptOnRings
-from orchestration.placement.registry import Placed, RegisteredRing
+from orchestration.placement.registry import LoadShare, RegisteredRing
 from orchestration.placement.wanted_turn import Choice, WantedTurn
-from orchestration.protocol.turns import Plan, PrefillReport, PromptMode
+from orchestration.protocol.turns import PrefillReport, PromptMode, TurnPlan
 from orchestration.router.placements import MAX_REFUSALS
 from services.offline.simulator.cluster import Cluster, ClusterShape
 from services.offline.simulator.placement import POLICIES
@@ -60,8 +60,8 @@ class _Turn:
     conversation: _Conversation
     asked: float
     choice: Choice
-    plan: Plan
-    placed: Placed
+    plan: TurnPlan
+    placed: LoadShare
     lacking: int
     """Tokens whose KV the decode ring is to get."""
     started: float = 0.0
@@ -70,7 +70,7 @@ class _Turn:
 
     @property
     def moved(self) -> int:
-        return sum(len(each.tokens) for each in self.plan.cached_sources if each.source != KEPT)
+        return sum(len(each.tokens) for each in self.plan.cached_sources if each.source != RETAINED)
 
 
 class Simulation:
@@ -188,8 +188,8 @@ class Simulation:
         plan = self._planner.plan(
             PromptOnRings(
                 num_tokens=prompt,
-                kept_on_prefill=on_prefill,
-                kept_on_decode=on_decode,
+                retained_on_prefill=on_prefill,
+                retained_on_decode=on_decode,
                 prefill=choice.prefill.registration,
                 decode=choice.decode.registration,
                 left=self._left(number, wanted, choice),
@@ -208,7 +208,7 @@ class Simulation:
         choice.decode.num_turns += 1
         return _Turn(conversation, asked, choice, plan, placed, lacking=prompt - on_decode)
 
-    def _left(self, number: int, wanted: WantedTurn, choice: Choice) -> list[KeptOn]:
+    def _left(self, number: int, wanted: WantedTurn, choice: Choice) -> list[RetainedPrefix]:
         """What rings keep that the conversation leaves: turns take it along where the router places them."""
         if not isinstance(self._policy, RingPlacer):
             return []
@@ -217,7 +217,9 @@ class Simulation:
             rings.append(self.cluster.prefill[wanted.prefill.ring])
         if wanted.decode is not None and wanted.decode.ring != choice.decode.name:
             rings.append(self.cluster.decode[wanted.decode.ring])
-        return [KeptOn(ring.entry.registration, min(wanted.match_tokens, ring.kv.held(number))) for ring in rings]
+        return [
+            RetainedPrefix(ring.entry.registration, min(wanted.match_tokens, ring.kv.held(number))) for ring in rings
+        ]
 
     def _prefill(self, turn: _Turn) -> None:
         ring = self.cluster.prefill[turn.choice.prefill.name]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from orchestration.protocol.kv import ForkedKv, ForkKv, KeptKv
-from orchestration.protocol.views import ConversationList, ConversationSummary, ConversationView, PlacementView
+from orchestration.protocol.kv import ForkedKv, ForkKv, RetainedKv
+from orchestration.protocol.views import ConversationList, ConversationSummary, ConversationView, KvLocationView
 from ringserve.v1 import inference_pb2, rings_pb2
 from services.rpc.wire.layouts import shards_from, shards_to
 
@@ -43,7 +43,7 @@ def conversation_from(message: inference_pb2.GetConversationResponse) -> Convers
         ttl_seconds=message.ttl_seconds,
         num_waiting=message.num_waiting,
         placements=tuple(
-            PlacementView(
+            KvLocationView(
                 role=place.role,
                 ring=place.ring,
                 incarnation=place.incarnation,
@@ -97,13 +97,11 @@ def list_from(message: inference_pb2.ListConversationsResponse) -> ConversationL
 
 
 def fork_to(request: ForkKv) -> rings_pb2.ForkKvRequest:
-    return rings_pb2.ForkKvRequest(
-        source_id=request.source_id, sequence_id=request.sequence_id, num_tokens=request.num_tokens
-    )
+    return rings_pb2.ForkKvRequest(source_id=request.source_id, kv_id=request.kv_id, num_tokens=request.num_tokens)
 
 
 def fork_from(message: rings_pb2.ForkKvRequest) -> ForkKv:
-    return ForkKv(source_id=message.source_id, sequence_id=message.sequence_id, num_tokens=message.num_tokens)
+    return ForkKv(source_id=message.source_id, kv_id=message.kv_id, num_tokens=message.num_tokens)
 
 
 def forked_to(forked: ForkedKv) -> rings_pb2.ForkKvResponse:
@@ -114,9 +112,9 @@ def forked_from(message: rings_pb2.ForkKvResponse) -> ForkedKv:
     return ForkedKv(incarnation=message.incarnation, shards=shards_from(message.shards))
 
 
-def kept_to(kept: KeptKv) -> rings_pb2.GetKeptResponse:
-    return rings_pb2.GetKeptResponse(incarnation=kept.incarnation, num_tokens=kept.num_tokens)
+def retained_to(kept: RetainedKv) -> rings_pb2.GetRetainedResponse:
+    return rings_pb2.GetRetainedResponse(incarnation=kept.incarnation, num_tokens=kept.num_tokens)
 
 
-def kept_from(message: rings_pb2.GetKeptResponse) -> KeptKv:
-    return KeptKv(incarnation=message.incarnation, num_tokens=tuple(message.num_tokens))
+def retained_from(message: rings_pb2.GetRetainedResponse) -> RetainedKv:
+    return RetainedKv(incarnation=message.incarnation, num_tokens=tuple(message.num_tokens))

@@ -12,7 +12,7 @@ def send_kv_to(request: SendKv) -> rings_pb2.SendKvRequest:
     return rings_pb2.SendKvRequest(
         transfer_id=request.transfer_id,
         attempt=request.attempt,
-        sequence_id=request.sequence_id,
+        kv_id=request.kv_id,
         turn_id=request.turn_id,
         source_incarnation=request.source_incarnation,
         destination_incarnation=request.destination_incarnation,
@@ -28,7 +28,7 @@ def send_kv_from(message: rings_pb2.SendKvRequest) -> SendKv:
     return SendKv(
         transfer_id=message.transfer_id,
         attempt=message.attempt,
-        sequence_id=message.sequence_id,
+        kv_id=message.kv_id,
         turn_id=message.turn_id,
         source_incarnation=message.source_incarnation,
         destination_incarnation=message.destination_incarnation,
@@ -52,7 +52,7 @@ def take_kv_to(request: TakeKv) -> rings_pb2.TakeKvRequest:
     return rings_pb2.TakeKvRequest(
         transfer_id=request.transfer_id,
         attempt=request.attempt,
-        sequence_id=request.sequence_id,
+        kv_id=request.kv_id,
         num_tokens=request.num_tokens,
         source_role=request.source_role,
         source_endpoint=request.source_endpoint,
@@ -65,7 +65,7 @@ def take_kv_from(message: rings_pb2.TakeKvRequest) -> TakeKv:
     return TakeKv(
         transfer_id=message.transfer_id,
         attempt=message.attempt,
-        sequence_id=message.sequence_id,
+        kv_id=message.kv_id,
         num_tokens=message.num_tokens,
         source_role=message.source_role,
         source_endpoint=message.source_endpoint,

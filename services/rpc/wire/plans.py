@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from cp_core.layout.shards import TokenRange
-from orchestration.protocol.turns import CachedSource, Chunk, Plan, PromptMode, RingAlternative
+from orchestration.protocol.turns import CachedSource, PlannedChunk, PromptMode, RingAlternative, TurnPlan
 from ringserve.v1 import inference_pb2
 from workers.protocol.steps import Algorithm
 
 
-def chunks_to(chunks: Iterable[Chunk]) -> list[inference_pb2.Chunk]:
+def chunks_to(chunks: Iterable[PlannedChunk]) -> list[inference_pb2.Chunk]:
     return [
         inference_pb2.Chunk(
             start=chunk.tokens.start, stop=chunk.tokens.stop, algorithm=chunk.algorithm, num_turns=chunk.num_turns
@@ -19,9 +19,9 @@ def chunks_to(chunks: Iterable[Chunk]) -> list[inference_pb2.Chunk]:
     ]
 
 
-def chunks_from(chunks: Iterable[inference_pb2.Chunk]) -> tuple[Chunk, ...]:
+def chunks_from(chunks: Iterable[inference_pb2.Chunk]) -> tuple[PlannedChunk, ...]:
     return tuple(
-        Chunk(
+        PlannedChunk(
             tokens=TokenRange(chunk.start, chunk.stop),
             algorithm=Algorithm(chunk.algorithm),
             num_turns=chunk.num_turns,
@@ -30,7 +30,7 @@ def chunks_from(chunks: Iterable[inference_pb2.Chunk]) -> tuple[Chunk, ...]:
     )
 
 
-def plan_to(plan: Plan) -> inference_pb2.Plan:
+def plan_to(plan: TurnPlan) -> inference_pb2.Plan:
     return inference_pb2.Plan(
         algorithm=plan.algorithm,
         reason=plan.reason,
@@ -70,8 +70,8 @@ def plan_to(plan: Plan) -> inference_pb2.Plan:
     )
 
 
-def plan_from(message: inference_pb2.Plan) -> Plan:
-    return Plan(
+def plan_from(message: inference_pb2.Plan) -> TurnPlan:
+    return TurnPlan(
         algorithm=Algorithm(message.algorithm),
         reason=message.reason,
         new_tokens=message.new_tokens,
@@ -114,7 +114,7 @@ def note_lost(plan: inference_pb2.Plan, num_tokens: int) -> None:
     plan.reason += f"; ring {lost.ring} did not send its {num_tokens} tokens, which were computed"
 
 
-def note_chunks(plan: inference_pb2.Plan, chunks: Sequence[Chunk]) -> None:
+def note_chunks(plan: inference_pb2.Plan, chunks: Sequence[PlannedChunk]) -> None:
     """Replace a plan's predicted chunks by those that were computed; its algorithm is that of most of their tokens."""
     del plan.chunks[:]
     plan.chunks.extend(chunks_to(chunks))

@@ -6,7 +6,6 @@ from orchestration.protocol.turns import (
     Admit,
     EndingEvent,
     FinishedEvent,
-    KeepingRing,
     KvQuota,
     PrefillDone,
     PrefillReport,
@@ -15,6 +14,7 @@ from orchestration.protocol.turns import (
     Reservation,
     Reserve,
     ResumeTurn,
+    RetainingRing,
     ScoredEvent,
     TokensEvent,
     TurnEvent,
@@ -94,7 +94,7 @@ def reserve_to(request: Reserve) -> rings_pb2.ReserveRequest:
     return rings_pb2.ReserveRequest(
         turn_id=request.turn_id,
         attempt=request.attempt,
-        sequence_id=request.sequence_id,
+        kv_id=request.kv_id,
         match_tokens=request.match_tokens,
         num_tokens=request.num_tokens,
         deadline_seconds=request.deadline_seconds,
@@ -112,7 +112,7 @@ def reserve_from(message: rings_pb2.ReserveRequest) -> Reserve:
     return Reserve(
         turn_id=message.turn_id,
         attempt=message.attempt,
-        sequence_id=message.sequence_id,
+        kv_id=message.kv_id,
         match_tokens=message.match_tokens,
         num_tokens=message.num_tokens,
         deadline_seconds=message.deadline_seconds,
@@ -129,7 +129,7 @@ def reserve_from(message: rings_pb2.ReserveRequest) -> Reserve:
 def reservation_to(reservation: Reservation) -> rings_pb2.ReserveResponse:
     return rings_pb2.ReserveResponse(
         incarnation=reservation.incarnation,
-        kept_tokens=reservation.kept_tokens,
+        retained_tokens=reservation.retained_tokens,
         shards=shards_to(reservation.shards),
         kv_endpoints=reservation.kv_endpoints,
         tp=reservation.tp,
@@ -139,7 +139,7 @@ def reservation_to(reservation: Reservation) -> rings_pb2.ReserveResponse:
 def reservation_from(message: rings_pb2.ReserveResponse) -> Reservation:
     return Reservation(
         incarnation=message.incarnation,
-        kept_tokens=message.kept_tokens,
+        retained_tokens=message.retained_tokens,
         shards=shards_from(message.shards),
         kv_endpoints=tuple(message.kv_endpoints),
         tp=message.tp,
@@ -150,7 +150,7 @@ def prefill_turn_to(turn: PrefillTurn) -> rings_pb2.PrefillRequest:
     return rings_pb2.PrefillRequest(
         turn_id=turn.turn_id,
         attempt=turn.attempt,
-        sequence_id=turn.sequence_id,
+        kv_id=turn.kv_id,
         token_ids=turn.token_ids.tolist(),
         cached_tokens=turn.cached_tokens,
         chunks=chunks_to(turn.chunks),
@@ -158,25 +158,27 @@ def prefill_turn_to(turn: PrefillTurn) -> rings_pb2.PrefillRequest:
         deadline_seconds=turn.deadline_seconds,
         decode_endpoint=turn.decode_endpoint,
         destination=reservation_to(turn.destination),
-        pulled_from=None if turn.pulled_from is None else keeping_ring_to(turn.pulled_from),
+        pulled_from=None if turn.pulled_from is None else retaining_ring_to(turn.pulled_from),
     )
 
 
-def keeping_ring_to(keeping: KeepingRing) -> rings_pb2.KvSource:
+def retaining_ring_to(keeping: RetainingRing) -> rings_pb2.KvSource:
     return rings_pb2.KvSource(
         role=keeping.role, ring=keeping.ring, endpoint=keeping.endpoint, incarnation=keeping.incarnation
     )
 
 
-def keeping_ring_from(message: rings_pb2.KvSource) -> KeepingRing:
-    return KeepingRing(role=message.role, ring=message.ring, endpoint=message.endpoint, incarnation=message.incarnation)
+def retaining_ring_from(message: rings_pb2.KvSource) -> RetainingRing:
+    return RetainingRing(
+        role=message.role, ring=message.ring, endpoint=message.endpoint, incarnation=message.incarnation
+    )
 
 
 def prefill_turn_from(message: rings_pb2.PrefillRequest) -> PrefillTurn:
     return PrefillTurn(
         turn_id=message.turn_id,
         attempt=message.attempt,
-        sequence_id=message.sequence_id,
+        kv_id=message.kv_id,
         token_ids=token_array(message.token_ids),
         cached_tokens=message.cached_tokens,
         chunks=chunks_from(message.chunks),
@@ -184,7 +186,7 @@ def prefill_turn_from(message: rings_pb2.PrefillRequest) -> PrefillTurn:
         deadline_seconds=message.deadline_seconds,
         decode_endpoint=message.decode_endpoint,
         destination=reservation_from(message.destination),
-        pulled_from=keeping_ring_from(message.pulled_from) if message.HasField("pulled_from") else None,
+        pulled_from=retaining_ring_from(message.pulled_from) if message.HasField("pulled_from") else None,
     )
 
 

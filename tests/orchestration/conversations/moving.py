@@ -15,13 +15,13 @@ from workers.kv.cache import slots_of
 Leader = PrefillLeader | DecodeLeader
 
 
-def take(source: Leader, sequence_id: str, *, transfer_id: str = "", deadline: float = 30.0) -> TakeKv:
+def take(source: Leader, kv_id: str, *, transfer_id: str = "", deadline: float = 30.0) -> TakeKv:
     """All that a ring keeps of a sequence."""
     return TakeKv(
         transfer_id=transfer_id or f"move-{uuid.uuid4().hex}",
         attempt=1,
-        sequence_id=sequence_id,
-        num_tokens=source.ring.pool.num_kept(sequence_id),
+        kv_id=kv_id,
+        num_tokens=source.ring.pool.num_retained(kv_id),
         source_role=source.settings.role,
         source_endpoint=source.endpoint,
         source_incarnation=source.ring.incarnation,
@@ -29,9 +29,9 @@ def take(source: Leader, sequence_id: str, *, transfer_id: str = "", deadline: f
     )
 
 
-def kv_of(leader: Leader, sequence_id: str) -> Tensor:
+def kv_of(leader: Leader, kv_id: str) -> Tensor:
     """[T, 2 * layers, K, D] of all tokens that a ring keeps of a sequence, by position."""
-    sequence = leader.ring.pool.get(sequence_id)
+    sequence = leader.ring.pool.get(kv_id)
     assert sequence is not None
     tp, size = leader.settings.tp, leader.settings.block_tokens
     by_position: dict[int, Tensor] = {}

@@ -46,10 +46,10 @@ async def test_a_placement_is_gone_when_its_ring_has_evicted_it(model_paths: Map
         for number in range(4):
             await begin(service, f"other-{number}", 110, seed=number)
         assert service.prefill.ring.pool.get("c") is None
-        kept_on_decode = service.decode.ring.pool.num_kept("c")
+        retained_on_decode = service.decode.ring.pool.num_retained("c")
         view = await service.router.get_conversation("c")
         assert view.num_tokens == len(history)
-        assert (view.kept_on("prefill"), view.kept_on("decode")) == (0, kept_on_decode)
+        assert (view.retained_on("prefill"), view.retained_on("decode")) == (0, retained_on_decode)
 
 
 async def test_a_placement_on_a_ring_that_was_rebuilt_is_gone(model_paths: Mapping[str, Path]) -> None:
@@ -68,7 +68,7 @@ async def test_while_a_turn_runs_only_what_it_agrees_with_counts_as_kept(model_p
         running = asyncio.create_task(service.answer(service.request(edited, conversation="c", max_tokens=200)))
         await eventually(lambda: service.decode.num_running == 1)
         view = await service.router.get_conversation("c")
-        assert (view.kept_on("prefill"), view.kept_on("decode")) == (33, 33)
+        assert (view.retained_on("prefill"), view.retained_on("decode")) == (33, 33)
         assert (view.num_tokens, view.idle_seconds) == (len(history), 0.0)
         await running
 
@@ -241,8 +241,8 @@ async def test_kept_kv_stays_within_its_bound_and_answers_stay_exact(
                 histories[name] = [*history, *answer.token_ids]
                 for leader in (service.prefill, service.decode):
                     assert all(rank.kept_blocks <= 24 for rank in leader.ring.pool.usage())
-        assert service.prefill.ring.pool.num_kept("d") > 0
-        assert service.prefill.ring.pool.num_kept("a") == 0
+        assert service.prefill.ring.pool.num_retained("d") > 0
+        assert service.prefill.ring.pool.num_retained("a") == 0
         service.check_integrity()
 
 
@@ -261,7 +261,7 @@ async def test_kv_that_is_pulled_or_computed_again_gives_the_same_tokens(
     ) as service:
         history = await begin(service, "c", 41)
         for turn in range(3):
-            kept = service.prefill.ring.pool.num_kept("c")
+            kept = service.prefill.ring.pool.num_retained("c")
             new = random_tokens(3 + turn, seed=turn)
             answer = await service.answer(service.request(new, conversation="c", mode=PromptMode.APPEND, max_tokens=25))
             assert answer.token_ids == oracle.greedy([*history, *new], 25)

@@ -78,7 +78,7 @@ class Draining(Service):
 
     def kept(self, ring: str, names: str) -> str:
         pool = self.peers.leaders[ring].ring.pool
-        return "".join(name for name in names if pool.num_kept(name))
+        return "".join(name for name in names if pool.num_retained(name))
 
 
 @pytest.fixture
@@ -198,7 +198,7 @@ async def test_what_a_turn_uses_when_the_ring_drains_is_moved_when_the_turn_has_
     assert events
     view = await service.left("decode-0")
     assert (view.num_moved, view.num_failed) == (1, 0)
-    assert service.peers.leaders["decode-1"].ring.pool.num_kept("a") == 30 + ANSWER + 2 + 60 - 1
+    assert service.peers.leaders["decode-1"].ring.pool.num_retained("a") == 30 + ANSWER + 2 + 60 - 1
 
 
 @pytest.mark.parametrize("dies", ["source", "target"])

@@ -33,7 +33,7 @@ def of(service: Service, tenant: str, name: str, limit: int, prompt: list[int], 
 
 async def kept(service: Service, name: str) -> int:
     view = await service.router.get_conversation(name)
-    return max(view.kept_on("prefill"), view.kept_on("decode"))
+    return max(view.retained_on("prefill"), view.retained_on("decode"))
 
 
 async def test_the_least_recently_used_of_the_tenants_own_lose_their_kv_and_go_on_to_the_token(

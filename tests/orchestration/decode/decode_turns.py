@@ -34,7 +34,7 @@ def decode_turn(
     request = Reserve(
         turn_id=name,
         attempt=1,
-        sequence_id=name,
+        kv_id=name,
         match_tokens=0,
         num_tokens=PROMPT_TOKENS,
         deadline_seconds=60.0,
@@ -42,7 +42,7 @@ def decode_turn(
         sampling=Sampling(max_tokens=max_tokens, stop_token_ids=stop_token_ids),
     )
     reservation = Reservation(
-        incarnation="decode", kept_tokens=0, shards=ShardMap.empty(num_ranks), kv_endpoints=("kv:0",) * num_ranks
+        incarnation="decode", retained_tokens=0, shards=ShardMap.empty(num_ranks), kv_endpoints=("kv:0",) * num_ranks
     )
     turn = DecodeTurn(
         request,

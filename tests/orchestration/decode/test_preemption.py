@@ -173,12 +173,12 @@ async def test_a_turn_that_cannot_be_resumed_at_once_is_resumed_later(
         settle, reserve, prefill = service.prefill.settle, service.prefill.reserve, service.prefill.prefill
         refusals = 0
 
-        async def refuse_to_settle(sequence_id: str, turn_id: str, keep_tokens: int) -> None:
+        async def refuse_to_settle(kv_id: str, turn_id: str, retain_tokens: int) -> None:
             nonlocal refusals
-            if keep_tokens and refusals == 0:
+            if retain_tokens and refusals == 0:
                 refusals += 1
                 raise Unavailable("no answer")
-            await settle(sequence_id, turn_id, keep_tokens)
+            await settle(kv_id, turn_id, retain_tokens)
 
         async def refuse_to_reserve(request: Reserve) -> Reservation:
             nonlocal refusals

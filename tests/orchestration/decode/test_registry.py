@@ -126,7 +126,7 @@ async def test_the_first_to_end_a_turn_decides_how_and_the_router_hears_it_once(
         assert last.finish_reason is FinishReason.LENGTH
         assert [(told.ok, told.kv_tokens) for told in made.router.heard] == [(True, PROMPT_TOKENS)]
         assert turn.state is HandoffState.DONE
-        assert turn.pool.num_kept("turn") == PROMPT_TOKENS
+        assert turn.pool.num_retained("turn") == PROMPT_TOKENS
         assert len(made.ends) == 0
         assert made.settled == [turn]
 
@@ -161,7 +161,7 @@ async def test_a_router_that_cannot_be_told_keeps_nothing() -> None:
         turn = made.turn()
         made.ends.end_soon(turn, FinishReason.STOP)
         assert isinstance(await over(turn), FinishedEvent)
-        assert turn.pool.num_kept("turn") == 0
+        assert turn.pool.num_retained("turn") == 0
 
 
 async def test_a_turn_that_fails_leaves_the_batch_before_its_blocks_are_settled() -> None:

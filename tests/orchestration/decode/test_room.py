@@ -68,7 +68,7 @@ class Simulation:
         request = Reserve(
             turn_id=name,
             attempt=1,
-            sequence_id=name,
+            kv_id=name,
             match_tokens=0,
             num_tokens=prompt,
             deadline_seconds=60.0,
@@ -76,7 +76,7 @@ class Simulation:
             sampling=Sampling(max_tokens=max_tokens),
         )
         reservation = Reservation(
-            incarnation="decode", kept_tokens=0, shards=ShardMap.empty(ranks), kv_endpoints=("kv:0",) * ranks
+            incarnation="decode", retained_tokens=0, shards=ShardMap.empty(ranks), kv_endpoints=("kv:0",) * ranks
         )
         key = TransferKey(name, 1, "prefill", "decode")
         turn = DecodeTurn(

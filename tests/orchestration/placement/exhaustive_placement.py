@@ -28,7 +28,7 @@ class ExhaustivePlacer:
         for decode in self._decode_options(turn, decodes):
             totals = [(self._total(turn, ring, decode), ring) for ring in compared]
             seconds, prefill = self._quickest(turn, totals)
-            lacking = turn.match_tokens - turn.kept_on(decode)
+            lacking = turn.match_tokens - turn.retained_on(decode)
             here = self._load(decode) + self._move(lacking, decode.registration, decode.registration)
             options.append((seconds + here, prefill, decode))
         first = options[0]
@@ -73,8 +73,8 @@ class ExhaustivePlacer:
         return min(tied, key=lambda each: (each[1].registration.num_ranks, each[1].last_placed, each[1].number))
 
     def _total(self, turn: WantedTurn, ring: RegisteredRing, decode: RegisteredRing) -> float:
-        here, source = turn.kept_on(ring), self._source(turn, ring, decode)
-        there = turn.kept_on(source)
+        here, source = turn.retained_on(ring), self._source(turn, ring, decode)
+        there = turn.retained_on(source)
         alone = self._prefill(turn.num_tokens, here, ring)
         if there > here:
             pulled = self._move(there - here, ring.registration, source.registration)
@@ -89,7 +89,7 @@ class ExhaustivePlacer:
             for each in self._rings.all()
             if each.role == role and each.is_ready and turn.is_at(each) and each not in (ring, decode)
         ]
-        return max((decode, *left), key=turn.kept_on)
+        return max((decode, *left), key=turn.retained_on)
 
     def _prefill(self, num_tokens: int, cached: int, ring: RegisteredRing) -> float:
         measured = ring.registration.rates

@@ -7,13 +7,21 @@ from dataclasses import replace
 import pytest
 
 from cp_core.layout.shards import TokenRange
-from orchestration.placement.cached_kv import AUTO, PULL, PULLED_FROM_OTHER, RECOMPUTE, CachedKv, KeptOn, choose_source
+from orchestration.placement.cached_kv import (
+    AUTO,
+    PULL,
+    PULLED_FROM_OTHER,
+    RECOMPUTE,
+    CachedKv,
+    RetainedPrefix,
+    choose_source,
+)
 from orchestration.placement.planner import Planner, PlannerSettings, PromptOnRings
-from orchestration.protocol.turns import CachedSource, Plan, PromptMode, RingRegistration
+from orchestration.protocol.turns import CachedSource, PromptMode, RingRegistration, TurnPlan
 from tests.orchestration.fake_ranks import MODEL
 from workers.protocol.steps import RingRates
 
-KEPT = CachedSource(source="kept_on_prefill", tokens=TokenRange(0, 60))
+RETAINED = CachedSource(source="kept_on_prefill", tokens=TokenRange(0, 60))
 PULLED = CachedSource(source="pulled_from_decode", tokens=TokenRange(60, 90))
 RATES = RingRates(gemm_flops=1e9, attention_flops=1e9, link_bytes_per_second=1e8, link_latency_seconds=1e-3)
 
@@ -21,8 +29,8 @@ RATES = RingRates(gemm_flops=1e9, attention_flops=1e9, link_bytes_per_second=1e8
 def chosen(policy: str, pull: float, recompute: float, on_prefill: int = 60, on_decode: int = 90) -> CachedKv:
     return choose_source(
         policy,
-        kept_on_prefill=on_prefill,
-        kept_on_decode=on_decode,
+        retained_on_prefill=on_prefill,
+        retained_on_decode=on_decode,
         pull_seconds=pull,
         recompute_seconds=recompute,
     )
@@ -43,7 +51,7 @@ def test_the_cheaper_is_taken_unless_one_is_configured(
 ) -> None:
     choice = chosen(policy, pull, recompute)
     assert choice.cached_tokens == (90 if is_pulled else 60)
-    assert choice.sources == ((KEPT, PULLED) if is_pulled else (KEPT,))
+    assert choice.sources == ((RETAINED, PULLED) if is_pulled else (RETAINED,))
     assert choice.alternatives == (("pull", pull), ("recompute", recompute))
 
 
@@ -57,7 +65,7 @@ def test_the_reason_names_the_tokens_and_both_predictions() -> None:
 
 @pytest.mark.parametrize("on_decode", [0, 30, 60])
 def test_what_the_prefill_ring_keeps_needs_no_choice(on_decode: int) -> None:
-    assert chosen(RECOMPUTE, 1.0, 2.0, on_decode=on_decode) == CachedKv(cached_tokens=60, sources=(KEPT,))
+    assert chosen(RECOMPUTE, 1.0, 2.0, on_decode=on_decode) == CachedKv(cached_tokens=60, sources=(RETAINED,))
 
 
 def test_nothing_kept_is_nothing_cached() -> None:
@@ -67,10 +75,15 @@ def test_nothing_kept_is_nothing_cached() -> None:
 
 def test_a_ring_that_the_conversation_leaves_is_named() -> None:
     choice = choose_source(
-        PULL, kept_on_prefill=60, kept_on_decode=90, pull_seconds=1.0, recompute_seconds=2.0, other_ring="decode-3"
+        PULL,
+        retained_on_prefill=60,
+        retained_on_decode=90,
+        pull_seconds=1.0,
+        recompute_seconds=2.0,
+        other_ring="decode-3",
     )
     pulled = CachedSource(source=PULLED_FROM_OTHER, tokens=TokenRange(60, 90), ring="decode-3")
-    assert choice.sources == (KEPT, pulled)
+    assert choice.sources == (RETAINED, pulled)
     assert choice.reason == "; tokens [60, 90), which only ring decode-3 keeps, are pulled: as configured"
 
 
@@ -87,7 +100,7 @@ def test_a_ring_that_the_conversation_leaves_is_named() -> None:
 def test_what_is_pulled_comes_from_the_ring_that_keeps_most_of_equals_the_turns_own(
     on_decode: int, kept: list[int], source: str, ring: str
 ) -> None:
-    left = [KeptOn(registration(RATES, f"other-{number}"), count) for number, count in enumerate(kept)]
+    left = [RetainedPrefix(registration(RATES, f"other-{number}"), count) for number, count in enumerate(kept)]
     prompt = PromptOnRings(4096, 60, on_decode, registration(RATES), registration(RATES), left)
     plan = Planner(MODEL, PlannerSettings(missing_kv=PULL)).plan(prompt, mode=PromptMode.APPEND)
     last = plan.cached_sources[-1]
@@ -108,10 +121,12 @@ def registration(rates: RingRates, name: str = "ring", num_ranks: int = 2) -> Ri
     )
 
 
-def planned(on_prefill: int, on_decode: int, rates: RingRates, num_ranks: int = 2) -> Plan:
+def planned(on_prefill: int, on_decode: int, rates: RingRates, num_ranks: int = 2) -> TurnPlan:
     ring = registration(rates, num_ranks=num_ranks)
     return Planner(MODEL, PlannerSettings()).plan(
-        PromptOnRings(num_tokens=4096, kept_on_prefill=on_prefill, kept_on_decode=on_decode, prefill=ring, decode=ring),
+        PromptOnRings(
+            num_tokens=4096, retained_on_prefill=on_prefill, retained_on_decode=on_decode, prefill=ring, decode=ring
+        ),
         mode=PromptMode.APPEND,
     )
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from cp_core.layout.shards import TokenRange
 from orchestration.placement.corrections import LEAST, LIKE, WINDOW, RingCorrections
 from orchestration.placement.planner import Planner, PlannerSettings, PromptOnRings
-from orchestration.protocol.turns import Chunk, Plan, PrefillReport, PromptMode, RingRegistration
+from orchestration.protocol.turns import PlannedChunk, PrefillReport, PromptMode, RingRegistration, TurnPlan
 from orchestration.protocol.views import Correction
 from tests.orchestration.fake_ranks import MODEL
 from workers.protocol.steps import RING_ALGORITHMS, Algorithm, RingRates
@@ -117,15 +117,15 @@ def test_a_time_that_is_none_is_left_out(predicted: float, measured: float) -> N
 # --- in plans --------------------------------------------------------------------------------------------------------
 
 
-def planned(planner: Planner, num_tokens: int = 2000, algorithm: Algorithm | None = None) -> Plan:
+def planned(planner: Planner, num_tokens: int = 2000, algorithm: Algorithm | None = None) -> TurnPlan:
     return planner.plan(
-        PromptOnRings(num_tokens=num_tokens, kept_on_prefill=0, kept_on_decode=0, prefill=RING, decode=RING),
+        PromptOnRings(num_tokens=num_tokens, retained_on_prefill=0, retained_on_decode=0, prefill=RING, decode=RING),
         mode=PromptMode.NEW,
         algorithm=algorithm,
     )
 
 
-def report(plan: Plan, factor: float, num_turns: int = 1) -> PrefillReport:
+def report(plan: TurnPlan, factor: float, num_turns: int = 1) -> PrefillReport:
     """The plan as it was computed, in `factor` times the seconds that were predicted."""
     chunks = tuple(replace(chunk, num_turns=num_turns) for chunk in plan.chunks)
     return PrefillReport(prefill_seconds=factor * plan.predicted_prefill_seconds, chunks=chunks)
@@ -165,8 +165,8 @@ def test_a_turn_that_shared_its_steps_or_took_both_algorithms_measures_neither()
     plan = planned(planner)
     planner.note_prefill(RING, report(plan, 9.0, num_turns=2))
     mixed = (
-        Chunk(tokens=TokenRange(0, 9), algorithm=KV, num_turns=1),
-        Chunk(tokens=TokenRange(9, 18), algorithm=Q, num_turns=1),
+        PlannedChunk(tokens=TokenRange(0, 9), algorithm=KV, num_turns=1),
+        PlannedChunk(tokens=TokenRange(9, 18), algorithm=Q, num_turns=1),
     )
     planner.note_prefill(RING, PrefillReport(prefill_seconds=1.0, chunks=mixed))
     planner.note_prefill(RING, PrefillReport())

@@ -12,7 +12,7 @@ from orchestration.placement.corrections import LEAST
 from orchestration.placement.planner import Planner, PlannerSettings, PromptOnRings
 from orchestration.placement.registry import RegisteredRing
 from orchestration.placement.wanted_turn import WantedTurn
-from orchestration.protocol.turns import Chunk, Plan, PrefillReport, PromptMode
+from orchestration.protocol.turns import PlannedChunk, PrefillReport, PromptMode, TurnPlan
 from tests.orchestration.placement.test_placer import MODEL, RATES, SLOW_LINKS, Cluster, at
 from workers.protocol.steps import Algorithm, RingRates
 
@@ -145,11 +145,11 @@ def test_asking_for_what_cannot_be_is_an_error(new: int) -> None:
 # --- in plans --------------------------------------------------------------------------------------------------------
 
 
-def planned(planner: Planner, made: Cluster, algorithm: Algorithm | None = None) -> Plan:
+def planned(planner: Planner, made: Cluster, algorithm: Algorithm | None = None) -> TurnPlan:
     prompt = PromptOnRings(
         num_tokens=HISTORY + 20,
-        kept_on_prefill=HISTORY - 300,
-        kept_on_decode=HISTORY,
+        retained_on_prefill=HISTORY - 300,
+        retained_on_decode=HISTORY,
         prefill=ring(made, "prefill", "p0").registration,
         decode=ring(made, "decode", "d0").registration,
     )
@@ -175,7 +175,7 @@ def test_what_turns_took_there_corrects_what_is_predicted_and_not_which_way_is_t
     (chunk,) = before.chunks
     report = PrefillReport(
         prefill_seconds=3 * before.predicted_prefill_seconds,
-        chunks=(Chunk(tokens=chunk.tokens, algorithm=DIRECT, num_turns=1),),
+        chunks=(PlannedChunk(tokens=chunk.tokens, algorithm=DIRECT, num_turns=1),),
     )
     decode = ring(made, "decode", "d0").registration
     for _ in range(LEAST):

@@ -10,7 +10,7 @@ import pytest
 from cp_core.cost.fit import PrefillSample, predicted_prefill
 from cp_core.cost.profile import HardwareProfile, format_profile, read_profile
 from orchestration.placement.corrections import LEAST
-from orchestration.protocol.turns import Plan, PromptMode
+from orchestration.protocol.turns import PromptMode, TurnPlan
 from tests.orchestration.service import Service
 from tests.workers.models import random_tokens, save_model
 from workers.protocol.steps import Algorithm
@@ -26,7 +26,7 @@ def profile_in(directory: Path, **prefill: float) -> HardwareProfile:
     return read_profile(str(path))
 
 
-def predicted(service: Service, profile: HardwareProfile, plan: Plan) -> float:
+def predicted(service: Service, profile: HardwareProfile, plan: TurnPlan) -> float:
     """By the profile alone, for the plan as it was cut."""
     sample = PrefillSample(
         cp=NUM_RANKS,

@@ -14,14 +14,14 @@ from orchestration.placement.kv_locations import KvLocation
 from orchestration.placement.ordered import Ordered
 from orchestration.placement.placer import RingPlacer
 from orchestration.placement.planner import Planner, PlannerSettings
-from orchestration.placement.registry import Placed, RegisteredRing, RingRegistry
+from orchestration.placement.registry import LoadShare, RegisteredRing, RingRegistry
 from orchestration.placement.wanted_turn import WantedTurn
 from orchestration.protocol.turns import RingRegistration
 from tests.orchestration.placement.exhaustive_placement import ExhaustivePlacer
 from tests.orchestration.placement.test_placer import MODEL, RATES, SLOW_LINKS
 from workers.protocol.steps import RingRates
 
-KEPT = 0.9
+RETAINED = 0.9
 """Of a conversation's tokens, where it has been: the rest was evicted."""
 
 
@@ -34,7 +34,7 @@ class Happenings:
         self.rings = RingRegistry(lambda: self.now)
         self.quick = RingPlacer(self.rings, Planner(MODEL, PlannerSettings()))
         self.thorough = ExhaustivePlacer(self.rings, MODEL)
-        self.running: list[tuple[RegisteredRing, RegisteredRing, Placed]] = []
+        self.running: list[tuple[RegisteredRing, RegisteredRing, LoadShare]] = []
         self.where: dict[int, WantedTurn] = {}
         for number in range(num_rings):
             for role in ("prefill", "decode"):
@@ -110,7 +110,7 @@ class Happenings:
             del self.where[conversation]
 
     def placement(self, ring: RegisteredRing, turn: WantedTurn) -> KvLocation:
-        kept = round(turn.num_tokens * self.draw.choice((KEPT, 1.0)))
+        kept = round(turn.num_tokens * self.draw.choice((RETAINED, 1.0)))
         registration = ring.registration
         return KvLocation(
             ring=registration.name,

@@ -16,7 +16,7 @@ from orchestration.placement.placer import LEAVE_SECONDS, MAX_ALTERNATIVES, TIE,
 from orchestration.placement.planner import Planner, PlannerSettings
 from orchestration.placement.registry import RegisteredRing, RingRegistry
 from orchestration.placement.wanted_turn import Choice, WantedTurn
-from orchestration.protocol.turns import Chunk, PrefillReport, RingRegistration
+from orchestration.protocol.turns import PlannedChunk, PrefillReport, RingRegistration
 from workers.protocol.steps import Algorithm, ModelInfo, RingRates
 
 RATES = RingRates(gemm_flops=4e14, attention_flops=3e14, link_bytes_per_second=2e10, link_latency_seconds=2e-5)
@@ -233,7 +233,7 @@ def test_time_that_the_model_leaves_out_sends_no_prompt_to_a_ring_of_the_wrong_s
             choice = made.placer.choose(new_turn(num_tokens))
             taken.append(choice.prefill.name)
             ring = choice.prefill.registration
-            chunk = Chunk(tokens=TokenRange(0, num_tokens), algorithm=Algorithm.PASS_KV, num_turns=1)
+            chunk = PlannedChunk(tokens=TokenRange(0, num_tokens), algorithm=Algorithm.PASS_KV, num_turns=1)
             predicted = made.planner.predict_prefill(num_tokens, 0, replace(ring, name="never seen"))
             report = PrefillReport(prefill_seconds=0.02 + predicted, chunks=(chunk,))
             made.planner.note_prefill(ring, report)

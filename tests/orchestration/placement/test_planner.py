@@ -10,7 +10,7 @@ from cp_core.cost.fit import PrefillSample, predicted_prefill
 from cp_core.cost.profile import read_profile
 from cp_core.errors import ConfigError
 from orchestration.placement.planner import Planner, PlannerSettings, PromptOnRings
-from orchestration.protocol.turns import Plan, PromptMode, RingRegistration
+from orchestration.protocol.turns import PromptMode, RingRegistration, TurnPlan
 from tests.orchestration.fake_ranks import MODEL
 from workers.protocol.steps import RING_ALGORITHMS, RingRates
 
@@ -18,7 +18,7 @@ from workers.protocol.steps import RING_ALGORITHMS, RingRates
 RATES = RingRates(gemm_flops=1e9, attention_flops=1e9, link_bytes_per_second=1e15, link_latency_seconds=0.0)
 
 
-def planned(tp: int, rates: RingRates = RATES) -> Plan:
+def planned(tp: int, rates: RingRates = RATES) -> TurnPlan:
     """A plan of 4096 new tokens for a ring of two ranks of `tp` processes."""
     ring = RingRegistration(
         role="prefill",
@@ -33,7 +33,7 @@ def planned(tp: int, rates: RingRates = RATES) -> Plan:
     )
     planner = Planner(replace(MODEL, num_heads=8, num_kv_heads=4), PlannerSettings())
     return planner.plan(
-        PromptOnRings(num_tokens=4096, kept_on_prefill=0, kept_on_decode=0, prefill=ring, decode=ring),
+        PromptOnRings(num_tokens=4096, retained_on_prefill=0, retained_on_decode=0, prefill=ring, decode=ring),
         mode=PromptMode.NEW,
     )
 
@@ -73,7 +73,7 @@ def test_a_long_prompt_is_planned_in_chunks_that_get_shorter_but_not_too_short()
         min_chunk_tokens=100,
     )
     plan = Planner(MODEL, PlannerSettings()).plan(
-        PromptOnRings(num_tokens=4096, kept_on_prefill=100, kept_on_decode=40, prefill=ring, decode=ring),
+        PromptOnRings(num_tokens=4096, retained_on_prefill=100, retained_on_decode=40, prefill=ring, decode=ring),
         mode=PromptMode.NEW,
     )
     lengths = [len(chunk.tokens) for chunk in plan.chunks]
@@ -100,7 +100,7 @@ def test_a_profile_predicts_in_place_of_what_the_ring_measured(tp: int) -> None:
         chunk_tokens=1 << 20,
     )
     plan = Planner(model, PlannerSettings(profile=profile)).plan(
-        PromptOnRings(num_tokens=4096, kept_on_prefill=96, kept_on_decode=96, prefill=ring, decode=ring),
+        PromptOnRings(num_tokens=4096, retained_on_prefill=96, retained_on_decode=96, prefill=ring, decode=ring),
         mode=PromptMode.NEW,
     )
     for name, seconds in plan.alternatives:
@@ -121,7 +121,7 @@ def test_a_turn_that_asks_for_an_algorithm_gets_it_in_every_chunk() -> None:
     )
     for name in RING_ALGORITHMS:
         plan = Planner(MODEL, PlannerSettings(selector="pass_kv")).plan(
-            PromptOnRings(num_tokens=4096, kept_on_prefill=0, kept_on_decode=0, prefill=ring, decode=ring),
+            PromptOnRings(num_tokens=4096, retained_on_prefill=0, retained_on_decode=0, prefill=ring, decode=ring),
             mode=PromptMode.NEW,
             algorithm=name,
         )

@@ -16,7 +16,7 @@ from cp_core.layout.shards import TokenRange
 from orchestration.placement.prefill_work import StepLimits, WorkModel, cut
 from orchestration.prefill.scheduler import AGE_SHARE, PrefillScheduler, ScheduledStep
 from orchestration.protocol.settings import PrefillScheduling
-from orchestration.protocol.turns import Chunk
+from orchestration.protocol.turns import PlannedChunk
 from workers.protocol.steps import RING_ALGORITHMS, Algorithm
 
 WORK = WorkModel(pairs_per_token=240.0, flops_per_unit=1.0)
@@ -55,7 +55,7 @@ class Simulation:
     def add(self, name: str, prompt: Prompt) -> None:
         self.arrived[name] = self.now
         self.scheduler.reserve(name, tokens=prompt.tokens, priority=prompt.priority, now=self.now)
-        self.scheduler.ready(name, [Chunk(tokens=prompt.tokens, algorithm=prompt.algorithm)])
+        self.scheduler.ready(name, [PlannedChunk(tokens=prompt.tokens, algorithm=prompt.algorithm)])
 
     def step(self) -> ScheduledStep | None:
         step = self.scheduler.next_step()
@@ -314,8 +314,8 @@ def test_the_advice_of_a_chunk_holds_where_it_was_planned() -> None:
     ring = Simulation(PrefillScheduling())
     ring.scheduler.reserve("t", tokens=TokenRange(0, 1000), priority=0, now=0.0)
     advice = [
-        Chunk(tokens=TokenRange(0, 400), algorithm=Algorithm.PASS_KV),
-        Chunk(tokens=TokenRange(400, 1000), algorithm=Algorithm.PASS_Q),
+        PlannedChunk(tokens=TokenRange(0, 400), algorithm=Algorithm.PASS_KV),
+        PlannedChunk(tokens=TokenRange(400, 1000), algorithm=Algorithm.PASS_Q),
     ]
     ring.scheduler.ready("t", advice)
     while ring.step():
@@ -378,5 +378,5 @@ def test_a_turn_that_is_not_ready_counts_and_is_not_computed() -> None:
     ring.scheduler.reserve("a", tokens=TokenRange(10, 110), priority=0, now=0.0)
     assert ring.scheduler.next_step() is None
     assert (ring.scheduler.load, ring.scheduler.num_waiting) == (WORK.work(100, 10), 0)
-    ring.scheduler.ready("a", [Chunk(tokens=TokenRange(60, 110), algorithm=Algorithm.PASS_Q)])
+    ring.scheduler.ready("a", [PlannedChunk(tokens=TokenRange(60, 110), algorithm=Algorithm.PASS_Q)])
     assert (ring.scheduler.load, ring.scheduler.num_waiting) == (WORK.work(50, 60), 1)

@@ -65,14 +65,14 @@ def keep(pool: KvPool, name: str, num_tokens: int) -> SequenceKv:
 async def test_each_process_of_a_rank_copies_that_ranks_blocks_and_no_other() -> None:
     leader, ranks = await started(tp=2)
     source = keep(leader.ring.pool, "a", 11)  # 6 tokens and 5: a last block filled in part on either rank
-    forked = await leader.fork_kv(ForkKv(source_id="a", sequence_id="b", num_tokens=9))  # 6 and 3
+    forked = await leader.fork_kv(ForkKv(source_id="a", kv_id="b", num_tokens=9))  # 6 and 3
     fork = leader.ring.pool.get("b")
     assert fork is not None
     assert forked.shards == fork.shards == source.shards.truncate(9)
     first = BlockPair(source=source.blocks[0][1], destination=fork.blocks[0][1])
     second = BlockPair(source=source.blocks[1][0], destination=fork.blocks[1][0])
     assert [rank.copied for rank in ranks.latest] == [[first], [first], [second], [second]]
-    assert (await leader.get_kept(["a", "b", "c"])).num_tokens == (11, 9, 0)
+    assert (await leader.get_retained(["a", "b", "c"])).num_tokens == (11, 9, 0)
     leader.ring.pool.check_integrity()
     await leader.close()
 
@@ -80,7 +80,7 @@ async def test_each_process_of_a_rank_copies_that_ranks_blocks_and_no_other() ->
 async def test_full_blocks_need_no_call() -> None:
     leader, ranks = await started()
     keep(leader.ring.pool, "a", 16)
-    await leader.fork_kv(ForkKv(source_id="a", sequence_id="b", num_tokens=16))
+    await leader.fork_kv(ForkKv(source_id="a", kv_id="b", num_tokens=16))
     assert [rank.copied for rank in ranks.latest] == [[], []]
     await leader.close()
 
@@ -91,7 +91,7 @@ async def test_a_fork_that_is_cancelled_ends_when_its_copies_have_and_is_whole_o
     leader.ring.ranks = slow
     pool = leader.ring.pool
     keep(pool, "a", 11)
-    forking = asyncio.create_task(leader.fork_kv(ForkKv(source_id="a", sequence_id="b", num_tokens=11)))
+    forking = asyncio.create_task(leader.fork_kv(ForkKv(source_id="a", kv_id="b", num_tokens=11)))
     await eventually(lambda: pool.get("b") is not None)
     for _ in range(3):  # however often it is told
         forking.cancel()
@@ -112,7 +112,7 @@ async def test_a_rank_that_cannot_copy_loses_its_ring() -> None:
     sequence = keep(leader.ring.pool, "a", 11)
     ranks.latest[1].fail(Unavailable("rank 1 died"))
     with pytest.raises(RingserveError, match="rank 1 died"):
-        await leader.fork_kv(ForkKv(source_id="a", sequence_id="b", num_tokens=11))
+        await leader.fork_kv(ForkKv(source_id="a", kv_id="b", num_tokens=11))
     assert sequence.shards.num_tokens == 11
     await eventually(lambda: leader.ring.rebuilds == 1)
     await leader.close()

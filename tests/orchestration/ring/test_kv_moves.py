@@ -66,7 +66,7 @@ async def test_kv_is_the_same_byte_for_byte_on_rings_of_any_shape_where_ranks_ma
             assert torch.equal(kv_of(taker, "c"), before)
             assert taken.incarnation == taker.ring.incarnation
             assert taken.payload_bytes == len(before) * service.model.kv_bytes_per_token
-            assert taken.shards.num_tokens == len(before) == giver.ring.pool.num_kept("c")
+            assert taken.shards.num_tokens == len(before) == giver.ring.pool.num_retained("c")
             assert [rank.free_blocks for rank in giver.ring.pool.usage()] == free, "a copy: the router has it freed"
         service.check_integrity()
 
@@ -88,7 +88,7 @@ async def test_what_is_not_there_or_in_use_is_not_moved(service: Service, role: 
     giver, taker = rings(service, role)
     free = service.free_blocks()
     whole = take(giver, "c")
-    giver.ring.pool.pin("c", "a turn", giver.ring.pool.num_kept("c"))
+    giver.ring.pool.pin("c", "a turn", giver.ring.pool.num_retained("c"))
     with pytest.raises(Busy, match="'c' is in use by 'a turn'"):
         await taker.take_kv(whole)
     await giver.settle("c", "a turn", 10)
@@ -96,7 +96,7 @@ async def test_what_is_not_there_or_in_use_is_not_moved(service: Service, role: 
         await taker.take_kv(whole)  # an attempt that has failed stays so
     with pytest.raises(NotFound, match="tokens are asked for, 10 are kept"):
         await taker.take_kv(replace(whole, attempt=2))
-    assert taker.ring.pool.num_kept("c") == 0
+    assert taker.ring.pool.num_retained("c") == 0
     taker.ring.pool.pin("c", "a turn", 0)
     with pytest.raises(Busy, match="'c' is in use by 'a turn'"):
         await taker.take_kv(take(giver, "c"))
@@ -148,7 +148,7 @@ async def test_a_caller_that_goes_away_does_not_end_a_move(service: Service, mon
     held.go_on.set()
     await turn
     assert torch.equal(kv_of(taker, "c"), kv_of(giver, "c"))
-    assert (await taker.take_kv(request)).shards.num_tokens == giver.ring.pool.num_kept("c")
+    assert (await taker.take_kv(request)).shards.num_tokens == giver.ring.pool.num_retained("c")
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
@@ -194,7 +194,7 @@ async def test_a_move_whose_ring_dies_fails_and_leaves_the_other_ring_as_it_was(
     await eventually(lambda: goes.ring.incarnation != incarnation and goes.ring.state == "ready")
     await stays.kv_moves.until_free("c")
     assert [rank.free_blocks for rank in stays.ring.pool.usage()] == free
-    assert taker.ring.pool.num_kept("c") == 0
+    assert taker.ring.pool.num_retained("c") == 0
     if dies == "source":
         with pytest.raises(Unavailable):
             await taker.take_kv(request)  # of an incarnation that is gone

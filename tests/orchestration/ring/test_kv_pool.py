@@ -67,15 +67,15 @@ class Turns(RuleBasedStateMachine):
         for name in gone:
             del self.kept[name]
 
-    @rule(data=st.data(), keep_tokens=st.integers(0, 60))
-    def settle(self, data: st.DataObject, keep_tokens: int) -> None:
+    @rule(data=st.data(), retain_tokens=st.integers(0, 60))
+    def settle(self, data: st.DataObject, retain_tokens: int) -> None:
         if not self.pinned:
             return
         name = data.draw(st.sampled_from(sorted(self.pinned)))
-        left = min(keep_tokens, self.pinned.pop(name).shards.num_tokens)
+        left = min(retain_tokens, self.pinned.pop(name).shards.num_tokens)
         self.pool.settle(name, "someone else", 0)  # not theirs: nothing happens
         for _ in range(2):  # telling it twice is harmless
-            self.pool.settle(name, name, keep_tokens)
+            self.pool.settle(name, name, retain_tokens)
         if left:
             self.kept[name] = left
         else:
@@ -217,7 +217,7 @@ def test_who_holds_a_kept_sequence_keeps_it_from_being_cut_evicted_or_held_twice
     with pytest.raises(CapacityExceeded):
         fill(pool, pool.pin("b", "turn", 0), 2 * BLOCK_TOKENS)
     pool.settle("a", "", 0)
-    assert pool.num_kept("a") == 12, "what is held is freed by its holder"
+    assert pool.num_retained("a") == 12, "what is held is freed by its holder"
     pool.settle("a", "move", 12)
     fill(pool, pool.pin("b", "turn", 0), 2 * BLOCK_TOKENS)
     assert known(pool, "ab") == "b"

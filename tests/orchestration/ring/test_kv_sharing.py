@@ -27,7 +27,7 @@ class Forks(RuleBasedStateMachine):
     )
     def begin(self, num_ranks: int, num_blocks: int, kept_fraction: float) -> None:
         self.pool = KvPool(num_ranks, num_blocks, BLOCK_TOKENS, kept_fraction=kept_fraction)
-        self.max_kept = int(num_blocks * kept_fraction)
+        self.max_retained = int(num_blocks * kept_fraction)
         self.memory: dict[tuple[int, int], int] = {}
         self.histories: dict[str, list[int]] = {}
         self.pinned: dict[str, SequenceKv] = {}
@@ -94,7 +94,7 @@ class Forks(RuleBasedStateMachine):
         self.pool.settle(name, name, keep)
         self.histories[name] = self.histories[name][:keep]
         self.forget_evicted()
-        assert all(usage.kept_blocks <= self.max_kept for usage in self.pool.usage())
+        assert all(usage.kept_blocks <= self.max_retained for usage in self.pool.usage())
 
     @rule(data=st.data(), new=st.sampled_from(NAMES), num_tokens=st.integers(1, 40))
     def begin_fork(self, data: st.DataObject, new: str, num_tokens: int) -> None:
@@ -196,8 +196,8 @@ def test_the_end_of_one_fork_frees_nothing_of_the_other() -> None:
     kept(pool, "a", 20)
     forked(pool, "a", "b", 20)
     pool.settle("a", "", 0)
-    assert pool.num_kept("a") == 0
-    assert pool.num_kept("b") == 20
+    assert pool.num_retained("a") == 0
+    assert pool.num_retained("b") == 20
     pool.check_integrity()
     pool.settle("b", "", 0)
     assert [usage.free_blocks for usage in pool.usage()] == [8, 8]
@@ -248,7 +248,7 @@ def test_what_two_kept_forks_share_counts_as_room_that_can_be_freed() -> None:
     forked(pool, "a", "b", 16)
     new = pool.pin("new", "turn", 0)
     pool.make_room(new, [16])
-    assert (pool.num_kept("a"), pool.num_kept("b")) == (0, 0)
+    assert (pool.num_retained("a"), pool.num_retained("b")) == (0, 0)
     pool.check_integrity()
 
 
@@ -259,7 +259,7 @@ def test_what_a_running_turn_shares_with_a_kept_fork_does_not_count_as_room() ->
     pool.pin("a", "turn", 16)
     with pytest.raises(CapacityExceeded, match=r"3 blocks of 4 tokens .* and 2 of 6 can be freed"):
         pool.make_room(pool.pin("new", "other", 0), [12])
-    assert pool.num_kept("b") == 16
+    assert pool.num_retained("b") == 16
     assert [usage.active_blocks for usage in pool.usage()] == [4]
 
 
@@ -274,12 +274,12 @@ def test_kept_kv_has_a_bound_and_the_least_recently_used_goes_first() -> None:
     pool = KvPool(1, 10, BLOCK_TOKENS, kept_fraction=0.5)
     for name in "abc":
         kept(pool, name, 8)
-    assert [pool.num_kept(name) for name in "abc"] == [0, 8, 8]
+    assert [pool.num_retained(name) for name in "abc"] == [0, 8, 8]
     pool.pin("b", "turn", 8)  # what a turn has in use does not count
     kept(pool, "d", 8)
-    assert [pool.num_kept(name) for name in "bcd"] == [8, 8, 8]
+    assert [pool.num_retained(name) for name in "bcd"] == [8, 8, 8]
     pool.settle("b", "turn", 8)
-    assert [pool.num_kept(name) for name in "bcd"] == [8, 0, 8]
+    assert [pool.num_retained(name) for name in "bcd"] == [8, 0, 8]
 
 
 def test_a_bound_of_nothing_keeps_nothing() -> None:

@@ -66,15 +66,15 @@ async def test_a_prefill_ring_that_drains_gives_away_what_agrees_with_the_books_
         await direct_turn(service, "b", edited, PromptMode.WHOLE_HISTORY)
         view = await service.drain("prefill-0")
         assert (view.num_moved, view.num_left, view.num_failed) == (2, 0, 0)
-        for name, num_kept in (("a", 30), ("b", 25)):
+        for name, num_retained in (("a", 30), ("b", 25)):
             shown = await service.router.get_conversation(name)
-            assert (shown.placements[0].ring, shown.placements[0].num_tokens) == ("prefill-1", num_kept)
+            assert (shown.placements[0].ring, shown.placements[0].num_tokens) == ("prefill-1", num_retained)
             history = service.histories[name]
             request = service.request([3] * 20, conversation=name, mode=PromptMode.APPEND, max_tokens=ANSWER)
             answer = await service.answer(replace(request, algorithm=Algorithm.PASS_KV))
             assert answer.token_ids == service.oracle.greedy([*history, *[3] * 20], ANSWER)
             assert answer.begun.plan.cached_tokens == len(history) - 1
-            assert answer.report.pulled_bytes == (len(history) - 1 - num_kept) * service.model.kv_bytes_per_token
+            assert answer.report.pulled_bytes == (len(history) - 1 - num_retained) * service.model.kv_bytes_per_token
         service.check_integrity()
 
 

@@ -44,7 +44,7 @@ class Talk:
         return answer
 
     def kept(self) -> dict[str, int]:
-        counts = {name: leader.ring.pool.num_kept("c") for name, leader in self._service.peers.leaders.items()}
+        counts = {name: leader.ring.pool.num_retained("c") for name, leader in self._service.peers.leaders.items()}
         return {name: count for name, count in counts.items() if count}
 
 
@@ -141,8 +141,8 @@ async def test_what_was_evicted_or_is_configured_to_be_computed_is_not_asked_for
         refused(service, before, monkeypatch, "decode")
         moved = await talk.turn([7, 8])
         assert pulled(moved) is None
-        kept_on = before.begun.plan.decode_ring
-        assert f"which only ring {kept_on} keeps, are computed again: as configured" in moved.begun.plan.reason
+        retained_on = before.begun.plan.decode_ring
+        assert f"which only ring {retained_on} keeps, are computed again: as configured" in moved.begun.plan.reason
 
 
 @pytest.mark.parametrize("how", ["dies", "evicts", "is rebuilt"])
@@ -220,6 +220,6 @@ async def test_a_ring_that_does_not_say_what_it_keeps_holds_nobody_up(
         async def silent(names: object) -> None:
             await asyncio.Event().wait()
 
-        monkeypatch.setattr(service.peers.leaders[before.begun.plan.decode_ring], "get_kept", silent)
+        monkeypatch.setattr(service.peers.leaders[before.begun.plan.decode_ring], "get_retained", silent)
         refused(service, before, monkeypatch, "decode")
         assert pulled(await talk.turn([7, 8])) is None

@@ -25,7 +25,7 @@ async def append(service: Service, tokens: list[int], **settings: object) -> Ans
 
 def kept(service: Service) -> dict[str, int]:
     """Tokens of the conversation by the rings that keep any."""
-    counts = {name: leader.ring.pool.num_kept("c") for name, leader in service.peers.leaders.items()}
+    counts = {name: leader.ring.pool.num_retained("c") for name, leader in service.peers.leaders.items()}
     return {name: count for name, count in counts.items() if count}
 
 

@@ -7,13 +7,13 @@ import time
 from cp_core.layout.shards import TokenRange
 from orchestration.decode.turn import decode_stretches
 from orchestration.prefill.run import PrefillTimes
-from orchestration.protocol.turns import Chunk, PrefillReport
+from orchestration.protocol.turns import PlannedChunk, PrefillReport
 from tests.orchestration.decode.decode_turns import decode_turn
 from workers.protocol.steps import Algorithm
 
 
-def chunk(start: int, stop: int) -> Chunk:
-    return Chunk(tokens=TokenRange(start, stop), algorithm=Algorithm.PASS_Q, num_turns=3)
+def chunk(start: int, stop: int) -> PlannedChunk:
+    return PlannedChunk(tokens=TokenRange(start, stop), algorithm=Algorithm.PASS_Q, num_turns=3)
 
 
 def test_a_turn_that_never_computed_was_in_the_queue_to_its_end() -> None:
@@ -80,7 +80,7 @@ def test_every_time_that_kv_came_counts_and_decoding_goes_from_the_second_token_
 
 def test_a_turn_whose_prompt_was_computed_here_tells_its_queue_and_its_step_and_no_migration() -> None:
     turn = decode_turn("turn", first_token=None)
-    step = Chunk(tokens=TokenRange(90, 100), algorithm=Algorithm.DECODE_RING, num_turns=1)
+    step = PlannedChunk(tokens=TokenRange(90, 100), algorithm=Algorithm.DECODE_RING, num_turns=1)
     turn.reserved_at = time.monotonic() - 2.0
     turn.note_prompt("decode-0", PrefillReport(prefill_seconds=0.5, queue_seconds=1.5, chunks=(step,)))
     turn.first_token_at = time.monotonic() - 1.0

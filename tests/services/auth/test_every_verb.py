@@ -68,7 +68,7 @@ async def begin(gateway: LocalGateway) -> None:
 
 async def check_untouched(gateway: LocalGateway) -> None:
     view = await gateway.service.router.get_conversation(f"acme/{OWNED}")
-    assert (view.num_tokens, view.num_turns, view.kept_on("decode")) == (43, 1, 42)
+    assert (view.num_tokens, view.num_turns, view.retained_on("decode")) == (43, 1, 42)
     listed = await gateway.service.router.list_conversations("", "", 100)
     assert [each.conversation_id for each in listed.conversations] == [f"acme/{OWNED}"]
 

@@ -14,15 +14,15 @@ from cp_core.layout.shards import TokenRange
 from orchestration.protocol.turns import (
     BegunTurn,
     CachedSource,
-    Chunk,
     EndingEvent,
     FinishedEvent,
-    Plan,
+    PlannedChunk,
     PrefillReport,
     PromptMode,
     ScoredEvent,
     TokensEvent,
     TurnEvent,
+    TurnPlan,
     TurnRequest,
 )
 from ringserve.v1 import inference_pb2
@@ -30,7 +30,7 @@ from services.gateway.text import REPLACEMENT, AnswerText, IncrementalText, Stop
 from services.gateway.turn_stream import TurnStream
 from workers.protocol.steps import Algorithm, FinishReason, Sampling, TokenLogprobs
 
-PLAN = Plan(
+PLAN = TurnPlan(
     algorithm=Algorithm.PASS_Q,
     reason="few new tokens",
     new_tokens=3,
@@ -40,7 +40,7 @@ PLAN = Plan(
     prefill_ranks=2,
     decode_ranks=2,
     cached_sources=(CachedSource(source="kept_on_prefill", tokens=TokenRange(0, 97)),),
-    chunks=(Chunk(tokens=TokenRange(97, 100), algorithm=Algorithm.PASS_Q),),
+    chunks=(PlannedChunk(tokens=TokenRange(97, 100), algorithm=Algorithm.PASS_Q),),
     predicted_prefill_seconds=0.5,
     alternatives=(("pass_kv", 0.7),),
     prompt_mode=PromptMode.APPEND,
@@ -140,8 +140,8 @@ async def test_the_completion_shows_the_chunks_that_were_computed_instead_of_tho
     byte_codec: TextCodec,
 ) -> None:
     chunks = (
-        Chunk(tokens=TokenRange(97, 98), algorithm=Algorithm.PASS_Q, num_turns=1),
-        Chunk(tokens=TokenRange(98, 100), algorithm=Algorithm.PASS_KV, num_turns=4),
+        PlannedChunk(tokens=TokenRange(97, 98), algorithm=Algorithm.PASS_Q, num_turns=1),
+        PlannedChunk(tokens=TokenRange(98, 100), algorithm=Algorithm.PASS_KV, num_turns=4),
     )
     turn = Turn(byte_codec, replace(REPORT, chunks=chunks), tokens(b"a"), finished(FinishReason.LENGTH))
     planned = turn.stream.start().start.plan

@@ -51,7 +51,7 @@ async def test_a_ring_takes_over_what_another_keeps(behind_servers: tuple[Servic
     taken = await port.take_kv(take(giver, "c"))
     assert torch.equal(kv_of(taker, "c"), kv_of(giver, "c"))
     assert taken.incarnation == taker.ring.incarnation
-    assert taken.shards.num_tokens == giver.ring.pool.num_kept("c")
+    assert taken.shards.num_tokens == giver.ring.pool.num_retained("c")
     assert taken.payload_bytes == taken.shards.num_tokens * service.model.kv_bytes_per_token
 
 

@@ -17,7 +17,7 @@ from orchestration.placement.prefill_work import StepLimits, WorkModel
 from orchestration.placement.registry import RegisteredRing
 from orchestration.prefill.scheduler import PrefillScheduler, ScheduledStep
 from orchestration.protocol.settings import PrefillScheduling
-from orchestration.protocol.turns import Chunk, RingRegistration
+from orchestration.protocol.turns import PlannedChunk, RingRegistration
 from services.offline.simulator.results import percentile
 from services.offline.simulator.rings import (
     Clock,
@@ -109,7 +109,7 @@ def prefill_ring(clock: Clock, scheduling: PrefillScheduling) -> SimulatedPrefil
 
 
 def arriving(ring: SimulatedPrefillRing, name: str, tokens: int, done: list[tuple[str, float]], clock: Clock) -> None:
-    chunk = Chunk(tokens=TokenRange(0, tokens), algorithm=Algorithm.PASS_KV)
+    chunk = PlannedChunk(tokens=TokenRange(0, tokens), algorithm=Algorithm.PASS_KV)
     ring.reserve(name, chunk.tokens)
     ring.enter(PrefillingTurn(name, (chunk,), lambda *_: done.append((name, round(clock.now, 6)))))
 

@@ -18,13 +18,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cp_core.layout.shards import ShardMap, TokenRange
-from orchestration.protocol.kv import ForkedKv, ForkKv, KeptKv, SendKv, SentKv, TakeKv, TakenKv
+from orchestration.protocol.kv import ForkedKv, ForkKv, RetainedKv, SendKv, SentKv, TakeKv, TakenKv
 from orchestration.protocol.turns import (
     Admit,
     FinishedEvent,
-    KeepingRing,
     KvQuota,
-    Plan,
     PrefillDone,
     PrefillReport,
     PrefillTurn,
@@ -32,9 +30,11 @@ from orchestration.protocol.turns import (
     Reservation,
     Reserve,
     ResumeTurn,
+    RetainingRing,
     RingRegistration,
     TurnEvent,
     TurnOutcome,
+    TurnPlan,
     TurnRequest,
 )
 from orchestration.protocol.views import ConversationList, ConversationView, RingStatus, ServerView
@@ -114,11 +114,11 @@ PAIRS: list[tuple[st.SearchStrategy[Any], Callable[[Any], Any], Callable[[Any], 
     (values_of(TokenLogprobs), sampling.logprobs_to, sampling.logprobs_from),
     (values_of(KvQuota), turns.quota_to, turns.quota_from),
     (requests(), turns.turn_request_to, turns.turn_request_from),
-    (values_of(Plan), plans.plan_to, plans.plan_from),
+    (values_of(TurnPlan), plans.plan_to, plans.plan_from),
     (values_of(Reserve), turns.reserve_to, turns.reserve_from),
     (values_of(Reservation), turns.reservation_to, turns.reservation_from),
     (values_of(PrefillTurn), turns.prefill_turn_to, turns.prefill_turn_from),
-    (values_of(KeepingRing), turns.keeping_ring_to, turns.keeping_ring_from),
+    (values_of(RetainingRing), turns.retaining_ring_to, turns.retaining_ring_from),
     (values_of(PrefillReport), turns.report_to, turns.report_from),
     (values_of(PrefillDone), turns.prefill_done_to, turns.prefill_done_from),
     (values_of(Admit), turns.admit_to, turns.admit_from),
@@ -136,7 +136,7 @@ PAIRS: list[tuple[st.SearchStrategy[Any], Callable[[Any], Any], Callable[[Any], 
     (values_of(ConversationList), conversations.list_to, conversations.list_from),
     (values_of(ForkKv), conversations.fork_to, conversations.fork_from),
     (values_of(ForkedKv), conversations.forked_to, conversations.forked_from),
-    (values_of(KeptKv), conversations.kept_to, conversations.kept_from),
+    (values_of(RetainedKv), conversations.retained_to, conversations.retained_from),
     (values_of(ServerView), rings.server_to, rings.server_from),
 ]
 
@@ -178,8 +178,8 @@ def test_a_prompt_mode_the_contract_does_not_define_is_nothing() -> None:
     assert turns.prompt_mode_from(inference_pb2.PROMPT_MODE_APPEND) is PromptMode.APPEND
 
 
-@given(values_of(Plan), st.sampled_from(FinishReason))
-def test_what_the_client_reads_are_plain_words(plan: Plan, reason: FinishReason) -> None:
+@given(values_of(TurnPlan), st.sampled_from(FinishReason))
+def test_what_the_client_reads_are_plain_words(plan: TurnPlan, reason: FinishReason) -> None:
     message = plans.plan_to(plan)
     assert message.algorithm in ("pass_kv", "pass_q", "decode_ring")
     assert message.prompt_mode in ("auto", "new", "append", "whole_history")
