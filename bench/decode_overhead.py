@@ -37,19 +37,18 @@ from cp_core.layout.shards import level_counts
 from cp_core.transport.interface import RingTransport, TransportStats, Work
 from services.offline.bench.model_rank import BLOCK_TOKENS
 from services.offline.bench.ring_processes import RingProcesses, Seat
-from workers.decode.batch import DecodeBatch
-from workers.decode.header import Header, HeaderChannel
-from workers.decode.loop import DecodeFollower, DecodeLeader, LoopWork
+from workers.decode.batch import BatchState
+from workers.decode.loop import FollowingLoop, LeadingLoop, LoopWork
 from workers.decode.mailbox import DecodeMailbox
-from workers.decode.prompt import DecodePrompts
-from workers.decode.step import DecodePass
+from workers.decode.messages import Header, HeaderChannel
+from workers.decode.step import DecodePass, DecodePrompts
 from workers.kv.cache import KvCache
 from workers.model.builtin import resolve_model_path
 from workers.model.loading import LoadedModel, load_model
 from workers.progress import Progress
 from workers.protocol.decode_commands import AdmitSequence
-from workers.protocol.steps import RingRates, Sampling
-from workers.sampling.parameters import Sampled
+from workers.protocol.ranks import RingRates
+from workers.sampling.parameters import Sampled, SamplingParameters
 
 WARM_UP_STEPS = 3
 LIMIT_SHARE, LIMIT_MILLISECONDS = 0.10, 0.5
@@ -155,15 +154,15 @@ class TimedPass(DecodePass):
 
     def __init__(self, *parts: Any, clock: Clock) -> None:
         super().__init__(*parts)
-        self._clock = clock
+        self._parts = clock
 
     def run(self, variant: str) -> list[Sampled]:
         sampled = super().run(variant)
-        self._clock.now["sampling"] = time.perf_counter() - self._clock.now["computed at"]
+        self._parts.now["sampling"] = time.perf_counter() - self._parts.now["computed at"]
         return sampled
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        with self._clock.part("hook"):
+        with self._parts.part("hook"):
             return super().attend(layer, q, k, v, scale)
 
 
@@ -243,7 +242,7 @@ class OverheadStation:
         """By rank 0 the parts of each step, by the others nothing."""
         clock, seat = Clock(), self._seat
         ring = TimedRing(seat.transport, clock)
-        batch = DecodeBatch(seat.rank, seat.num_ranks, BLOCK_TOKENS)
+        batch = BatchState(seat.rank, seat.num_ranks, BLOCK_TOKENS)
         parts = (TimedModel(self._model, clock), ring, self._cache, TimedBackend(self._backend, clock), batch)
         step = TimedPass(*parts, clock=clock)
         prompts = DecodePrompts(self._model, ring, self._cache, self._backend)
@@ -252,12 +251,12 @@ class OverheadStation:
         with torch.inference_mode():
             if seat.rank:
                 channel = HeaderChannel((seat.transport,), case.batch, device)
-                DecodeFollower(channel, work, Progress()).run()
+                FollowingLoop(channel, work, Progress()).run()
                 return None
             mailbox = DecodeMailbox(case.batch)
             mailbox.submit([self._admission(case, row) for row in range(case.batch)])
             timed = TimedChannel((seat.transport,), case.batch, device, clock=clock)
-            leader = DecodeLeader(timed, work, Progress(), lambda *_: case.variant, mailbox)
+            leader = LeadingLoop(timed, work, Progress(), lambda *_: case.variant, mailbox)
             end_after(mailbox, case.batch * case.steps)
             leader.run()
         return [milliseconds(parts) for parts in clock.steps[WARM_UP_STEPS : case.steps]]
@@ -270,7 +269,7 @@ class OverheadStation:
             position=case.context + row % ranks,
             held=level_counts((0,) * ranks, case.context + row % ranks),
             blocks=(tuple(range(row * each, (row + 1) * each)),) * ranks,
-            sampling=Sampling(max_tokens=case.steps + 1),
+            sampling=SamplingParameters(max_tokens=case.steps + 1),
         )
 
     def close(self) -> None:

@@ -21,14 +21,15 @@ import torch
 from cp_core.attention.interface import select_backend
 from cp_core.cost.decode_variant import VARIANTS
 from cp_core.transport.connect import RingStore, connect_ring
-from workers.decode.batch import Admission, BatchChange, DecodeBatch
+from workers.decode.batch import BatchChange, BatchState
 from workers.decode.choice import DecodeChoice
-from workers.decode.probe import probe_decode_rates
 from workers.decode.step import DecodePass
 from workers.kv.cache import KvCache
 from workers.model.builtin import resolve_model_path
 from workers.model.loading import load_model
-from workers.rank.probe import probe_rates
+from workers.protocol.decode_commands import AdmitSequence
+from workers.rank.probe import probe_decode_rates, probe_rates
+from workers.sampling.parameters import SamplingParameters
 
 HOST = "127.0.0.1"
 TIMEOUT_SECONDS = 120.0
@@ -72,7 +73,7 @@ def run_rank(rank: int, port: int, options: Options, answer: Connection, store: 
         choice.measured(probe_decode_rates(rates, info, cpu, attention, ring))
         for context in options.contexts:
             for num_sequences in options.batches:
-                batch = DecodeBatch(rank, size, BLOCK_TOKENS)
+                batch = BatchState(rank, size, BLOCK_TOKENS)
                 batch.advance((), BatchChange(admitted=tuple(_admissions(num_sequences, context, size, blocks_each))))
                 step = DecodePass(model, ring, cache, attention, batch)
                 seconds: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
@@ -104,7 +105,7 @@ def run_rank(rank: int, port: int, options: Options, answer: Connection, store: 
     ring.close()
 
 
-def _admissions(num_sequences: int, context: int, size: int, blocks_each: int) -> list[Admission]:
+def _admissions(num_sequences: int, context: int, size: int, blocks_each: int) -> list[AdmitSequence]:
     """Sequences of about one length, each at its own place of the round over the ranks, so that owners differ."""
     admissions = []
     for number in range(num_sequences):
@@ -112,7 +113,16 @@ def _admissions(num_sequences: int, context: int, size: int, blocks_each: int) -
         for extra in range(number % size):
             held[extra] += 1
         blocks = tuple(range(number * blocks_each, (number + 1) * blocks_each))
-        admissions.append(Admission(f"s{number}", 1, sum(held), tuple(held), (blocks,) * size))
+        admissions.append(
+            AdmitSequence(
+                sequence_id=f"s{number}",
+                token_id=1,
+                position=sum(held),
+                held=tuple(held),
+                blocks=(blocks,) * size,
+                sampling=SamplingParameters(),
+            )
+        )
     return admissions
 
 

@@ -222,7 +222,7 @@ def kv_cache(load: Load) -> Any:
 def receive_kv_transfer(load: Load, pipe: Connection, tls: Any = None) -> None:
     from cp_core.layout.shards import TokenRange
     from workers.kv import KvReceiver
-    from workers.protocol.steps import KvExpect, TransferKey
+    from workers.protocol.transfers import KvExpect, TransferKey
 
     cache = kv_cache(load)
     receiver = KvReceiver(cache, "destination", tls=tls)
@@ -261,9 +261,10 @@ def bench_tls() -> Any:
 
 
 def _send_kv(load: Load, pipe: Connection, *, checksums: bool, tls: Any = None) -> Runs:
+    from cp_core.layout.reshard import KvPiece
     from cp_core.layout.shards import TokenRange
     from workers.kv import KvSender
-    from workers.protocol.steps import KvPart, KvPiece, KvSend, TransferKey
+    from workers.protocol.transfers import KvPart, KvSend, TransferKey
 
     cache = kv_cache(load)
     endpoint = pipe.recv()

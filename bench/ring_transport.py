@@ -32,8 +32,10 @@ from cp_core.layout.shards import balanced_layout
 from cp_core.transport.connect import RingStore, connect_ring
 from cp_core.transport.interface import RingTransport
 from workers.protocol.decode_commands import AdmitSequence
-from workers.protocol.steps import Algorithm, PrefillStep, RankSpec, RingSpec, Sampling, SequencePrefill
+from workers.protocol.prefill_steps import Algorithm, PrefillStep, SequencePrefill
+from workers.protocol.ranks import RankSettings, RankSpec, RingSpec
 from workers.rank.worker import RankWorker
+from workers.sampling.parameters import SamplingParameters
 
 HOST = "127.0.0.1"
 WAIT_SECONDS = 120.0
@@ -147,19 +149,20 @@ def decode(rank: int, num_ranks: int, transport: str, num_tokens: int, steps: in
     num_blocks = (num_tokens + steps) // BLOCK_TOKENS + 2
     worker.start(
         RankSpec(
-            role="bench",
             ring="bench-0",
             rank=rank,
             num_ranks=num_ranks,
             incarnation="bench-0@1",
-            model_path="builtin:tiny",
-            num_blocks=num_blocks,
-            block_tokens=BLOCK_TOKENS,
-            ring_transport=transport or "auto",
+            settings=RankSettings(
+                model_path="builtin:tiny",
+                num_blocks=num_blocks,
+                block_tokens=BLOCK_TOKENS,
+                ring_transport=transport or "auto",
+            ),
         )
     )
-    pipe.send(worker.open_doors())
-    worker.join(RingSpec(name="bench", doors=pipe.recv(), secret="of a bench", timeout_seconds=WAIT_SECONDS))
+    pipe.send(worker.open_endpoints())
+    worker.join(RingSpec(name="bench", endpoints=pipe.recv(), secret="of a bench", timeout_seconds=WAIT_SECONDS))
     blocks = tuple(range(num_blocks))
     layout = balanced_layout(0, num_tokens, (0,) * num_ranks)
     sequence = SequencePrefill(
@@ -180,7 +183,7 @@ def decode(rank: int, num_ranks: int, transport: str, num_tokens: int, steps: in
             position=num_tokens,
             held=layout.shard_map().held,
             blocks=(blocks,) * num_ranks,
-            sampling=Sampling(max_tokens=steps),
+            sampling=SamplingParameters(max_tokens=steps),
         )
         worker.submit([admit])
         pipe.send(token_seconds(worker))
@@ -209,9 +212,9 @@ def measure_decode(num_ranks: int, transport: str, num_tokens: int, steps: int) 
     ]
     for process in processes:
         process.start()
-    doors = tuple(pipe.recv() for pipe, _ in pipes)
+    endpoints = tuple(pipe.recv() for pipe, _ in pipes)
     for pipe, _ in pipes:
-        pipe.send(doors)
+        pipe.send(endpoints)
     seconds: list[float] = pipes[0][0].recv()
     for pipe, _ in pipes:
         pipe.send("stop")

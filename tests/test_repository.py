@@ -24,7 +24,9 @@ TORCH_FREE = (
     "cp_core.cost.fit",
     "cp_core.cost.fit_selector",
     "cp_core.cost.migration",
-    "workers.protocol.steps",
+    "workers.protocol.decode_commands",
+    "workers.protocol.prefill_steps",
+    "workers.protocol.ranks",
     "workers.model.info",
 )
 MAX_LINES = 400

@@ -6,7 +6,7 @@ import numpy as np
 
 from cp_core.errors import InvalidRequest, NotFound
 from orchestration.protocol.turns import PromptMode
-from workers.protocol.steps import TokenIds
+from workers.protocol.prefill_steps import TokenIds
 
 SHINGLE = 8
 """Tokens in a row that must agree for a passage to count as repeated."""

@@ -14,7 +14,7 @@ from itertools import islice
 from cp_core.errors import Busy, CapacityExceeded, InvalidRequest, NotFound, RingserveError
 from orchestration.placement.kv_locations import KvLocation, KvLocations
 from orchestration.protocol.views import ConversationView, KvLocationView
-from workers.protocol.steps import TokenIds
+from workers.protocol.prefill_steps import TokenIds
 
 
 @dataclass(slots=True)

@@ -11,7 +11,8 @@ from orchestration.decode.turn import DecodeTurn
 from orchestration.protocol.handoff import HandoffState
 from orchestration.protocol.turns import Admit, PlannedChunk, PrefillReport
 from workers.protocol.decode_commands import ComputePrompt
-from workers.protocol.steps import Algorithm, TokenHistory, TokenIds
+from workers.protocol.prefill_steps import Algorithm, TokenIds
+from workers.sampling.parameters import TokenHistory
 
 
 def direct_shards(retained_tokens: int, num_tokens: int, held: tuple[int, ...]) -> ShardMap:

@@ -13,8 +13,7 @@ from orchestration.decode.turn import DecodeTurn
 from orchestration.protocol.ports import RouterPort
 from orchestration.ring.kv_pool import SequenceKv
 from orchestration.ring.life import Ring
-from workers.protocol.decode_commands import ComputePrompt, DecodeEvent
-from workers.protocol.steps import FinishReason
+from workers.protocol.decode_commands import ComputePrompt, DecodeEvent, FinishReason
 
 
 class DecodeEngine:
@@ -54,7 +53,7 @@ class DecodeEngine:
         settings = self._ring.settings
         self._batch = DecodeFeed(
             self._ring.ranks[0],
-            settings.max_batch,
+            settings.ranks.max_batch,
             settings.control_timeout,
             self._on_event,
             continuous=settings.continuous,
@@ -128,7 +127,7 @@ class DecodeEngine:
             return
         if event.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
             self._on_last_token(turn, event.finish_reason)
-        elif event.is_paused:
+        elif event.is_preempted:
             self._room.pause(turn)
         else:
             self._room.note_token(turn)

@@ -34,7 +34,9 @@ from orchestration.protocol.views import RingStatus
 from orchestration.ring.kv_transfers import copy_blocks, expect, send
 from orchestration.ring.leader import RingLeader
 from orchestration.tasks import gather_first_error
-from workers.protocol.steps import FinishReason, TokenIds, TransferKey
+from workers.protocol.decode_commands import FinishReason
+from workers.protocol.prefill_steps import TokenIds
+from workers.protocol.transfers import TransferKey
 
 CAUSE_SECONDS = 1.0
 """How long a failed hand-off waits to be told why it failed."""
@@ -72,7 +74,7 @@ class DecodeLeader(RingLeader):
             return known.reservation
         self.ring.require_ready()
         self._engine.require_started()
-        limit = self.settings.max_batch + self.settings.max_waiting
+        limit = self.settings.ranks.max_batch + self.settings.max_waiting
         if len(self._turns) >= limit:
             raise CapacityExceeded(
                 f"decode ring {self.settings.name}: {len(self._turns)} turns are under way and at most {limit} are "
@@ -135,7 +137,7 @@ class DecodeLeader(RingLeader):
             retained_tokens=retained_tokens,
             shards=coming,
             kv_endpoints=self.ring.kv_endpoints,
-            tp=self.settings.tp,
+            tp=self.settings.ranks.tp,
         )
 
     async def _reserve_again(self, turn: DecodeTurn, request: Reserve) -> None:

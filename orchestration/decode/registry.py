@@ -14,7 +14,7 @@ from orchestration.protocol.ports import RouterPort
 from orchestration.protocol.turns import FinishedEvent, TurnOutcome
 from orchestration.ring.kv_transfers import drop
 from orchestration.ring.life import Ring
-from workers.protocol.steps import FinishReason
+from workers.protocol.decode_commands import FinishReason
 
 log = logging.getLogger(__name__)
 

@@ -14,8 +14,9 @@ from orchestration.protocol.kv import SentKv
 from orchestration.protocol.tracing import Attributes, Stretch, just_ended
 from orchestration.protocol.turns import PrefillDone, PrefillReport, Reservation, Reserve, TokensEvent, TurnEvent
 from orchestration.ring.kv_pool import KvPool, SequenceKv
-from workers.protocol.decode_commands import AdmitSequence
-from workers.protocol.steps import FinishReason, TokenHistory, TokenLogprobs, TransferKey
+from workers.protocol.decode_commands import AdmitSequence, FinishReason
+from workers.protocol.transfers import TransferKey
+from workers.sampling.parameters import TokenHistory, TokenLogprobs
 
 
 @dataclass(slots=True)
@@ -158,7 +159,6 @@ class DecodeTurn:
             held=shards.held,
             blocks=tuple(self.sequence.table(rank) for rank in range(shards.num_ranks)),
             sampling=self.request.sampling,
-            num_generated=len(self.tokens),
             history=TokenHistory.of(self.request.sampling, self.request.penalized_ids, self.tokens),
         )
 

@@ -15,7 +15,8 @@ from statistics import median
 
 from orchestration.protocol.turns import RingRegistration
 from orchestration.protocol.views import Correction, RingStatus
-from workers.protocol.steps import Algorithm, RingRates
+from workers.protocol.prefill_steps import Algorithm
+from workers.protocol.ranks import RingRates
 
 WINDOW = 32
 """Turns of a kind that are looked back at."""

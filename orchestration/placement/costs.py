@@ -10,7 +10,8 @@ from cp_core.cost.profile import HardwareProfile
 from cp_core.cost.share import sum_seconds
 from orchestration.protocol.turns import RingRegistration
 from workers.model.info import tensor_share
-from workers.protocol.steps import Algorithm, ModelInfo, RingRates
+from workers.protocol.prefill_steps import Algorithm
+from workers.protocol.ranks import ModelInfo, RingRates
 
 MAX_KNOWN = 4096
 """Kinds of rings whose predictors are kept. Each new measurement of a ring's rates makes it another kind."""

@@ -28,7 +28,8 @@ from orchestration.protocol.turns import (
     RingRegistration,
     TurnPlan,
 )
-from workers.protocol.steps import RING_ALGORITHMS, Algorithm, ModelInfo
+from workers.protocol.prefill_steps import RING_ALGORITHMS, Algorithm
+from workers.protocol.ranks import ModelInfo
 
 WORTH_TELLING = 0.05
 """A correction that moves a prediction by more is part of a plan's reason."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from orchestration.placement.kv_locations import KvLocation
 from orchestration.placement.registry import RegisteredRing
 from orchestration.protocol.turns import RingAlternative
-from workers.protocol.steps import Algorithm
+from workers.protocol.prefill_steps import Algorithm
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -145,7 +145,7 @@ class PrefillLeader(RingLeader):
             retained_tokens=kept,
             shards=sequence.shards,
             kv_endpoints=self.ring.kv_endpoints,
-            tp=self.settings.tp,
+            tp=self.settings.ranks.tp,
         )
         delay = request.deadline_seconds + LEASE_SECONDS
         lease = asyncio.get_running_loop().call_later(delay, self._lease_ended, request)

@@ -11,7 +11,7 @@ from orchestration.prefill.run import PrefillRun, PreparedPiece
 from orchestration.prefill.scheduler import PrefillScheduler, ScheduledStep
 from orchestration.ring.life import Ring
 from orchestration.tasks import gather_first_error
-from workers.protocol.steps import PrefillStep
+from workers.protocol.prefill_steps import PrefillStep
 
 
 class PrefillLoop:

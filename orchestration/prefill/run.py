@@ -18,16 +18,9 @@ from orchestration.ring.kv_pool import KvPool, SequenceKv
 from orchestration.ring.kv_transfers import copy_blocks, fetch, sends_for
 from orchestration.ring.life import Ring
 from orchestration.tasks import gather_all, gather_first_error
-from workers.protocol.steps import (
-    NO_HISTORY,
-    Algorithm,
-    PrefillOutput,
-    PromptScore,
-    SequencePrefill,
-    TokenHistory,
-    TokenLogprobs,
-    TransferKey,
-)
+from workers.protocol.prefill_steps import Algorithm, PrefillOutput, PromptScore, SequencePrefill
+from workers.protocol.transfers import TransferKey
+from workers.sampling.parameters import NO_HISTORY, TokenHistory, TokenLogprobs
 
 log = logging.getLogger(__name__)
 
@@ -155,7 +148,7 @@ class PrefillRun:
             blocks=[sequence.table(rank) for rank in range(len(held))],
             kv_endpoints=turn.destination.kv_endpoints,
             num_kv_heads=self._ring.model.num_kv_heads,
-            source_tp=self._settings.tp,
+            source_tp=self._settings.ranks.tp,
             destination_tp=turn.destination.tp,
         )
         is_last = piece.stop == len(turn.token_ids)

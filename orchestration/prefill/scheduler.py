@@ -24,7 +24,7 @@ from cp_core.layout.shards import TokenRange
 from orchestration.placement.prefill_work import StepLimits, WorkModel
 from orchestration.protocol.settings import PrefillScheduling
 from orchestration.protocol.turns import PlannedChunk
-from workers.protocol.steps import RING_ALGORITHMS, Algorithm
+from workers.protocol.prefill_steps import RING_ALGORITHMS, Algorithm
 
 AGE_SHARE = 0.25
 """Of all work, to the oldest turns."""

@@ -26,28 +26,16 @@ from orchestration.protocol.turns import (
 )
 from orchestration.protocol.views import ConversationList, ConversationView, RingStatus, ServerView
 from workers.protocol.decode_commands import DecodeCommand, DecodeEvents
-from workers.protocol.steps import (
-    BlockPair,
-    KvExpect,
-    KvSend,
-    PrefillOutput,
-    PrefillStep,
-    RankDoors,
-    RankInfo,
-    RankSpec,
-    RankStatus,
-    RingRates,
-    RingSpec,
-    TransferKey,
-    TransferReport,
-)
+from workers.protocol.prefill_steps import PrefillOutput, PrefillStep
+from workers.protocol.ranks import RankEndpoints, RankInfo, RankSpec, RankStatus, RingRates, RingSpec
+from workers.protocol.transfers import BlockPair, KvExpect, KvSend, TransferKey, TransferReport
 
 
 class RankPort(Protocol):
     """One rank. Every call has a deadline in seconds and raises Unavailable when the rank is gone."""
 
     async def start(self, spec: RankSpec, timeout: float) -> RankInfo: ...
-    async def open_doors(self, timeout: float) -> RankDoors: ...
+    async def open_endpoints(self, timeout: float) -> RankEndpoints: ...
     async def join(self, ring: RingSpec, timeout: float) -> None: ...
     async def probe(self, timeout: float) -> RingRates: ...
     async def probe_between_steps(self, timeout: float) -> RingRates: ...

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from orchestration.protocol.rings import RingState
 from orchestration.protocol.views import RingStatus, ServerView
-from workers.protocol.steps import RankStatus
+from workers.protocol.ranks import RankStatus
 
 
 def ring_fault(status: RingStatus, ranks: Iterable[RankStatus], stuck_seconds: float) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from cp_core.transport.peer_tls import PeerTls
+from workers.protocol.ranks import RankSettings
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,32 +22,16 @@ class PrefillScheduling:
 
 @dataclass(frozen=True, kw_only=True)
 class RingSettings:
-    """One ring. Times in seconds; `capacity` is `num_blocks` blocks of `block_tokens` tokens on every rank, of which
-    at most `kept_fraction` are kept between turns.
+    """One ring of `num_ranks` ranks that share the tokens. Times in seconds.
 
-    `num_ranks` ranks share the tokens; each of them is `tp` processes that share the heads, and so hold the same tokens
-    by the same block table. `listen_host` is where ranks listen; empty: each at the address of its node. With `tls`
-    they take each other only by certificates.
+    At most `kept_fraction` of the ranks' blocks are retained between turns.
     """
 
     role: str
     name: str
     num_ranks: int
-    tp: int = 1
-    model_path: str
-    dtype: str = "float32"
-    device: str = "cpu"
-    attention_backend: str = "auto"
-    ring_transport: str = "auto"
-    num_blocks: int
-    block_tokens: int = 16
+    ranks: RankSettings
     kept_fraction: float = 1.0
-    kv_checksums: bool = True
-    num_threads: int = 1
-    listen_host: str = "127.0.0.1"
-    tls: PeerTls | None = None
-    max_batch: int = 32
-    decode_variant: str = "auto"
     continuous: bool = True
     preemption: bool = True
     headroom_tokens: int = 128
@@ -69,4 +53,4 @@ class RingSettings:
 
     @property
     def num_processes(self) -> int:
-        return self.num_ranks * self.tp
+        return self.num_ranks * self.ranks.tp

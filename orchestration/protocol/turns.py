@@ -6,7 +6,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from cp_core.layout.shards import ShardMap, TokenRange
-from workers.protocol.steps import Algorithm, FinishReason, RingRates, Sampling, TokenIds, TokenLogprobs
+from workers.protocol.decode_commands import FinishReason
+from workers.protocol.prefill_steps import Algorithm, TokenIds
+from workers.protocol.ranks import RingRates
+from workers.sampling.parameters import SamplingParameters, TokenLogprobs
 
 MAX_PRIORITY = 100
 """Of a turn, and its negative the least."""
@@ -44,7 +47,7 @@ class TurnRequest:
     conversation_id: str
     prompt_mode: PromptMode
     token_ids: TokenIds
-    sampling: Sampling
+    sampling: SamplingParameters
     deadline_seconds: float
     conversation_ttl_seconds: float | None = None
     wait: bool = False
@@ -154,7 +157,7 @@ class Reserve:
     num_tokens: int
     deadline_seconds: float
     source_incarnation: str
-    sampling: Sampling
+    sampling: SamplingParameters
     penalized_ids: tuple[int, ...] = ()
     priority: int = 0
     request_id: str = ""
@@ -207,7 +210,7 @@ class PrefillTurn:
     token_ids: TokenIds
     cached_tokens: int
     chunks: tuple[PlannedChunk, ...]
-    sampling: Sampling
+    sampling: SamplingParameters
     deadline_seconds: float
     decode_endpoint: str
     destination: Reservation

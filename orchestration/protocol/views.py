@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from cp_core.layout.shards import ShardMap
-from workers.protocol.steps import Algorithm, RingRates
+from workers.protocol.prefill_steps import Algorithm
+from workers.protocol.ranks import RingRates
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

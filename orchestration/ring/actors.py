@@ -28,21 +28,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from cp_core.errors import RingserveError, Unavailable
 from orchestration.protocol.rings import RingEvent
 from workers.protocol.decode_commands import DecodeCommand, DecodeEvents
-from workers.protocol.steps import (
-    BlockPair,
-    KvExpect,
-    KvSend,
-    PrefillOutput,
-    PrefillStep,
-    RankDoors,
-    RankInfo,
-    RankSpec,
-    RankStatus,
-    RingRates,
-    RingSpec,
-    TransferKey,
-    TransferReport,
-)
+from workers.protocol.prefill_steps import PrefillOutput, PrefillStep
+from workers.protocol.ranks import RankEndpoints, RankInfo, RankSpec, RankStatus, RingRates, RingSpec
+from workers.protocol.transfers import BlockPair, KvExpect, KvSend, TransferKey, TransferReport
 
 
 class Hosted(Protocol):
@@ -100,7 +88,8 @@ class RankActor:
     @ray.method(concurrency_group="control")
     def start(self, spec: RankSpec) -> RankInfo:
         """A rank that is not told where to listen does so at the address of the node that Ray put it on."""
-        return self._worker.start(replace(spec, listen_host=spec.listen_host or ray.util.get_node_ip_address()))
+        listen_host = spec.settings.listen_host or ray.util.get_node_ip_address()
+        return self._worker.start(replace(spec, settings=replace(spec.settings, listen_host=listen_host)))
 
     @ray.method(concurrency_group="compute")
     def compute(self, method: str, *arguments: Any) -> Any:
@@ -142,8 +131,8 @@ class RayRank:
     async def start(self, spec: RankSpec, timeout: float) -> RankInfo:
         return await self._answer(self._actor.start.remote(spec), "start", timeout)
 
-    async def open_doors(self, timeout: float) -> RankDoors:
-        return await self._call("control", "open_doors", timeout)
+    async def open_endpoints(self, timeout: float) -> RankEndpoints:
+        return await self._call("control", "open_endpoints", timeout)
 
     async def join(self, ring: RingSpec, timeout: float) -> None:
         await self._call("compute", "join", timeout, ring)

@@ -25,7 +25,7 @@ from orchestration.protocol.ports import Peers, RingPort
 from orchestration.ring.kv_pool import KvPool, SequenceKv
 from orchestration.ring.life import Ring
 from orchestration.tasks import finish_despite_cancellation, gather_all, gather_first_error
-from workers.protocol.steps import BlockPair, KvExpect, KvPart, KvSend, TransferKey
+from workers.protocol.transfers import BlockPair, KvExpect, KvPart, KvSend, TransferKey
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -113,7 +113,7 @@ async def send(ring: Ring, sequence: SequenceKv, request: SendKv) -> SentKv:
         blocks=[sequence.table(rank) for rank in range(settings.num_ranks)],
         kv_endpoints=request.kv_endpoints,
         num_kv_heads=ring.model.num_kv_heads,
-        source_tp=settings.tp,
+        source_tp=settings.ranks.tp,
         destination_tp=request.tp,
     )
     calls = zip(ring.ranks, sends, strict=True)
@@ -155,7 +155,7 @@ async def fetch(
         tokens=tokens,
         shards=shards,
         kv_endpoints=ring.kv_endpoints,
-        tp=ring.settings.tp,
+        tp=ring.settings.ranks.tp,
         deadline_seconds=deadline_seconds,
     )
     try:

@@ -22,7 +22,7 @@ from orchestration.protocol.rings import RingState
 from orchestration.protocol.settings import RingSettings
 from orchestration.ring.kv_pool import KvPool
 from orchestration.tasks import TaskSet, gather_all, gather_first_error
-from workers.protocol.steps import ModelInfo, RankInfo, RankSpec, RankStatus, RingRates, RingSpec
+from workers.protocol.ranks import ModelInfo, RankInfo, RankSpec, RankStatus, RingRates, RingSpec
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class Ring:
         self.infos: list[RankInfo] = []
         self.rank_statuses: dict[int, RankStatus] = {}
         self.rates = RingRates(gemm_flops=0, attention_flops=0, link_bytes_per_second=0, link_latency_seconds=0)
-        self.pool = KvPool(settings.num_ranks, 0, settings.block_tokens)
+        self.pool = KvPool(settings.num_ranks, 0, settings.ranks.block_tokens)
         self._factory = factory
         self._on_ready = on_ready
         self._on_lost = on_lost
@@ -73,7 +73,7 @@ class Ring:
     @property
     def cp_ranks(self) -> Sequence[int]:
         """Of each of `ranks`, which share of the tokens it holds."""
-        return [rank // self.settings.tp for rank in range(self.settings.num_processes)]
+        return [rank // self.settings.ranks.tp for rank in range(self.settings.num_processes)]
 
     @property
     def model(self) -> ModelInfo:
@@ -109,10 +109,10 @@ class Ring:
         specs = [self._spec(rank, incarnation) for rank in range(settings.num_processes)]
         starts = zip(ranks, specs, strict=True)
         infos = await gather_first_error(rank.start(spec, settings.start_timeout) for rank, spec in starts)
-        doors = await gather_first_error(rank.open_doors(settings.control_timeout) for rank in ranks)
+        endpoints = await gather_first_error(rank.open_endpoints(settings.control_timeout) for rank in ranks)
         meeting = RingSpec(
             name=incarnation,
-            doors=tuple(doors),
+            endpoints=tuple(endpoints),
             secret=secrets.token_hex(32),
             timeout_seconds=settings.stuck_timeout,
         )
@@ -123,7 +123,10 @@ class Ring:
         self.ranks, self.infos, self.rates, self.incarnation = ranks, infos, rates[0], incarnation
         self.rank_statuses.clear()
         self.pool = KvPool(
-            settings.num_ranks, settings.num_blocks, settings.block_tokens, kept_fraction=settings.kept_fraction
+            settings.num_ranks,
+            settings.ranks.num_blocks,
+            settings.ranks.block_tokens,
+            kept_fraction=settings.kept_fraction,
         )
         self.state = RingState.READY
         self._watch = [
@@ -146,25 +149,11 @@ class Ring:
     def _spec(self, rank: int, incarnation: str) -> RankSpec:
         settings = self.settings
         return RankSpec(
-            role=settings.role,
             ring=settings.name,
             rank=rank,
             num_ranks=settings.num_processes,
-            tp=settings.tp,
             incarnation=incarnation,
-            model_path=settings.model_path,
-            dtype=settings.dtype,
-            device=settings.device,
-            attention_backend=settings.attention_backend,
-            ring_transport=settings.ring_transport,
-            num_blocks=settings.num_blocks,
-            block_tokens=settings.block_tokens,
-            kv_checksums=settings.kv_checksums,
-            num_threads=settings.num_threads,
-            listen_host=settings.listen_host,
-            tls=settings.tls,
-            max_batch=settings.max_batch,
-            decode_variant=settings.decode_variant,
+            settings=settings.ranks,
         )
 
     async def _watch_rank(self, number: int, rank: RankPort, incarnation: str) -> None:

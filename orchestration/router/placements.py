@@ -16,7 +16,7 @@ from orchestration.protocol.ports import Peers
 from orchestration.protocol.turns import TurnPlan
 from orchestration.router.registry import TurnRegistry
 from orchestration.router.turn import RunningTurn
-from workers.protocol.steps import Algorithm
+from workers.protocol.prefill_steps import Algorithm
 
 log = logging.getLogger(__name__)
 

@@ -37,7 +37,7 @@ from orchestration.router.registry import TurnRegistry
 from orchestration.router.returns import RingReturns
 from orchestration.router.starts import TurnStarts
 from orchestration.router.turn import RunningTurn, new_turn_id
-from workers.protocol.steps import TokenIds
+from workers.protocol.prefill_steps import TokenIds
 
 log = logging.getLogger(__name__)
 

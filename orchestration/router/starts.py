@@ -29,7 +29,7 @@ from orchestration.protocol.views import MoveReason
 from orchestration.router.placements import TurnPlacements
 from orchestration.router.registry import TurnRegistry
 from orchestration.router.turn import RunningTurn
-from workers.protocol.steps import RING_ALGORITHMS, TokenIds
+from workers.protocol.prefill_steps import RING_ALGORITHMS, TokenIds
 
 log = logging.getLogger(__name__)
 

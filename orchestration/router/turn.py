@@ -14,7 +14,7 @@ from orchestration.placement.cached_kv import RetainedPrefix
 from orchestration.placement.registry import LoadShare, RegisteredRing
 from orchestration.placement.wanted_turn import Choice, WantedTurn
 from orchestration.protocol.turns import PrefillDone, PromptMode, Reservation, RetainingRing, TurnRequest
-from workers.protocol.steps import TokenIds
+from workers.protocol.prefill_steps import TokenIds
 
 
 def new_turn_id() -> str:

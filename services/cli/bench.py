@@ -24,7 +24,7 @@ from services.offline.bench.report import (
     write_plot,
 )
 from services.offline.terminal import Tell, progress_bar
-from workers.protocol.steps import RING_ALGORITHMS, Algorithm
+from workers.protocol.prefill_steps import RING_ALGORITHMS, Algorithm
 
 EXAMPLE = """example:
   ringserve bench attention --tokens 4096,16384

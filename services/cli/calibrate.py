@@ -24,7 +24,7 @@ from services.offline.calibration.report import (
 )
 from services.offline.terminal import progress_bar
 from services.offline.units import parse_token_counts
-from workers.protocol.steps import RING_ALGORITHMS
+from workers.protocol.prefill_steps import RING_ALGORITHMS
 
 EXAMPLE = """example:
   ringserve calibrate --write measured.json

@@ -13,7 +13,7 @@ from ringserve.v1 import inference_pb2
 from services.cli.options import Subcommands, add_target_options, client_of
 from services.cli.turns import add_answer_options, add_sampling_options, check_ids, sampling_of, show_plan
 from services.rpc.answer import answer_dict, answers_dict, collect_all
-from workers.protocol.steps import Algorithm
+from workers.protocol.prefill_steps import Algorithm
 
 EXAMPLE = """example:
   ringserve generate --prompt "Once upon a time" --max-tokens 32

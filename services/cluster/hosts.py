@@ -37,7 +37,7 @@ from services.telemetry.metrics.registry import RING_NAMES, WithVllmNames, new_r
 from services.telemetry.metrics.ring import RingCollector, view_of
 from services.telemetry.metrics.router import RouterMetrics, RouterView
 from services.telemetry.tracing.tracer import tracer_for
-from workers.protocol.steps import ModelInfo
+from workers.protocol.ranks import ModelInfo, RankSettings
 
 log = logging.getLogger(__name__)
 
@@ -174,7 +174,7 @@ class LeaderHost:
 
     def resources(self) -> dict[str, float]:
         """What one rank takes of a Ray node."""
-        taken = {"CPU": float(self.settings().num_threads)}
+        taken = {"CPU": float(self.settings().ranks.num_threads)}
         if self.config.model.device == "cuda":
             taken["GPU"] = 1.0
         return taken | ({self.pool.resource: 1.0} if self.pool.resource else {})
@@ -191,21 +191,23 @@ class LeaderHost:
             role=self.role,
             name=self.name,
             num_ranks=pool.cp,
-            tp=pool.tp,
-            model_path=self.model_path,
-            dtype=config.model.dtype,
-            device=config.model.device,
-            attention_backend=config.model.attention_backend,
-            ring_transport=config.model.ring_transport,
-            num_blocks=config.kv_cache.num_blocks,
-            block_tokens=config.kv_cache.block_tokens,
+            ranks=RankSettings(
+                model_path=self.model_path,
+                dtype=config.model.dtype,
+                device=config.model.device,
+                attention_backend=config.model.attention_backend,
+                ring_transport=config.model.ring_transport,
+                tp=pool.tp,
+                num_blocks=config.kv_cache.num_blocks,
+                block_tokens=config.kv_cache.block_tokens,
+                kv_checksums=config.kv_cache.checksums,
+                num_threads=pool.threads_per_rank,
+                listen_host=self.listen_host,
+                tls=config.internal_tls.files,
+                max_batch=config.decode.max_batch,
+                decode_variant=config.decode.variant,
+            ),
             kept_fraction=config.kv_cache.kept_fraction,
-            kv_checksums=config.kv_cache.checksums,
-            num_threads=pool.threads_per_rank,
-            listen_host=self.listen_host,
-            tls=config.internal_tls.files,
-            max_batch=config.decode.max_batch,
-            decode_variant=config.decode.variant,
             continuous=config.decode.continuous,
             preemption=config.decode.preemption,
             headroom_tokens=config.decode.headroom_tokens,

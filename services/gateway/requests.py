@@ -15,8 +15,9 @@ from orchestration.protocol.turns import MAX_PRIORITY, PromptMode, TurnRequest
 from ringserve.v1 import inference_pb2
 from services.gateway.text import REPLACEMENT, StopRule, TextCodec
 from services.rpc.wire.turns import prompt_mode_from
-from workers.protocol.steps import Algorithm, ModelInfo, TokenIds
-from workers.sampling.parameters import Sampling, TokenBias
+from workers.protocol.prefill_steps import Algorithm, TokenIds
+from workers.protocol.ranks import ModelInfo
+from workers.sampling.parameters import SamplingParameters, TokenBias
 
 MAX_ID_LENGTH = 256
 MAX_TTL_SECONDS = 1e9
@@ -164,7 +165,7 @@ MAX_STOP_LENGTH = 256
 MAX_COMPLETIONS = 16
 
 
-def read_sampling(params: inference_pb2.SamplingParams, model: ModelInfo) -> Sampling:
+def read_sampling(params: inference_pb2.SamplingParams, model: ModelInfo) -> SamplingParameters:
     """How the tokens of one answer are drawn. Raises InvalidRequest."""
     temperature = _within("temperature", params.temperature, 0.0, MAX_TEMPERATURE)
     max_tokens = params.max_tokens if params.HasField("max_tokens") else DEFAULT_MAX_TOKENS
@@ -177,7 +178,7 @@ def read_sampling(params: inference_pb2.SamplingParams, model: ModelInfo) -> Sam
             f"allowed is 0"
         )
     stop_rule(params)
-    return Sampling(
+    return SamplingParameters(
         temperature=temperature,
         seed=params.seed if params.HasField("seed") else secrets.randbits(63),
         max_tokens=max_tokens,

@@ -31,7 +31,7 @@ from services.rpc.wire import rings as wire_rings
 from services.telemetry.metrics.gateway import GatewayMetrics
 from services.telemetry.metrics.registry import package_version
 from services.telemetry.tracing.tracer import NoServiceTracer, ServiceTracer, TurnTrace
-from workers.protocol.steps import ModelInfo
+from workers.protocol.ranks import ModelInfo
 
 log = logging.getLogger(__name__)
 Context = grpc.aio.ServicerContext[Any, Any]

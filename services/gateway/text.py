@@ -12,7 +12,7 @@ import numpy as np
 
 from cp_core.errors import InvalidRequest, ModelRefused
 from workers.model.info import read_json
-from workers.protocol.steps import TokenIds
+from workers.protocol.prefill_steps import TokenIds
 
 GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"

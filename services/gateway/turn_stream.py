@@ -22,7 +22,7 @@ from ringserve.v1 import inference_pb2
 from services.gateway.text import AnswerText
 from services.rpc.wire.plans import note_chunks, note_lost, plan_to
 from services.rpc.wire.sampling import all_logprobs_to
-from workers.protocol.steps import FinishReason
+from workers.protocol.decode_commands import FinishReason
 
 
 class TurnStream:

@@ -7,22 +7,9 @@ from collections.abc import Callable, Sequence
 
 from cp_core.errors import RingserveError
 from workers.protocol.decode_commands import AdmitSequence, DecodeCommand, DecodeEvent, DecodeEvents
-from workers.protocol.steps import (
-    BlockPair,
-    KvExpect,
-    KvSend,
-    ModelInfo,
-    PrefillOutput,
-    PrefillStep,
-    RankDoors,
-    RankInfo,
-    RankSpec,
-    RankStatus,
-    RingRates,
-    RingSpec,
-    TransferKey,
-    TransferReport,
-)
+from workers.protocol.prefill_steps import PrefillOutput, PrefillStep
+from workers.protocol.ranks import ModelInfo, RankEndpoints, RankInfo, RankSpec, RankStatus, RingRates, RingSpec
+from workers.protocol.transfers import BlockPair, KvExpect, KvSend, TransferKey, TransferReport
 
 MODEL = ModelInfo(
     name="fake",
@@ -98,8 +85,8 @@ class FakeRank:
             model=MODEL,
         )
 
-    async def open_doors(self, timeout: float) -> RankDoors:
-        return RankDoors(tokens=f"door:{self.number}")
+    async def open_endpoints(self, timeout: float) -> RankEndpoints:
+        return RankEndpoints(tokens=f"door:{self.number}")
 
     async def join(self, ring: RingSpec, timeout: float) -> None:
         self.meeting = ring

@@ -32,8 +32,10 @@ from orchestration.protocol.turns import (
 from orchestration.router.router import Router, RouterSettings
 from tests.one_core import on_one_core
 from workers.model.info import read_model_info
-from workers.protocol.steps import Algorithm, Sampling, TokenLogprobs
+from workers.protocol.prefill_steps import Algorithm
+from workers.protocol.ranks import RankSettings
 from workers.rank.thread_ranks import ThreadRanks
+from workers.sampling.parameters import SamplingParameters, TokenLogprobs
 
 BLOCK_TOKENS = 4
 Shape = int | tuple[int, int]
@@ -124,21 +126,23 @@ class Service:
                 role=role,
                 name=f"{role}-{number}",
                 num_ranks=num_ranks,
-                tp=tp,
-                model_path=str(model_path),
-                num_blocks=num_blocks if decode_blocks is None or role == "prefill" else decode_blocks,
-                block_tokens=BLOCK_TOKENS,
                 kept_fraction=kept_fraction,
                 chunk_tokens=chunk_tokens,
-                max_batch=max_batch,
                 max_waiting=max_waiting,
-                decode_variant=decode_variant,
                 prefill_scheduling=scheduling or PrefillScheduling(),
                 continuous=continuous,
                 preemption=preemption,
                 headroom_tokens=headroom_tokens,
                 max_direct_tokens=max_direct_tokens,
                 max_direct_seconds=max_direct_seconds,
+                ranks=RankSettings(
+                    tp=tp,
+                    model_path=str(model_path),
+                    num_blocks=num_blocks if decode_blocks is None or role == "prefill" else decode_blocks,
+                    block_tokens=BLOCK_TOKENS,
+                    max_batch=max_batch,
+                    decode_variant=decode_variant,
+                ),
             )
 
         register = self.router.register_ring
@@ -204,7 +208,7 @@ class Service:
         deadline: float = 60.0,
         wait: bool = False,
         ttl: float | None = None,
-        sampling: Sampling | None = None,
+        sampling: SamplingParameters | None = None,
         priority: int = 0,
         algorithm: Algorithm | None = None,
     ) -> TurnRequest:
@@ -215,7 +219,9 @@ class Service:
             prompt_mode=mode,
             token_ids=np.asarray(prompt, dtype=np.int64),
             sampling=sampling
-            or Sampling(temperature=temperature, seed=seed, max_tokens=max_tokens, stop_token_ids=stop_token_ids),
+            or SamplingParameters(
+                temperature=temperature, seed=seed, max_tokens=max_tokens, stop_token_ids=stop_token_ids
+            ),
             deadline_seconds=deadline,
             conversation_ttl_seconds=ttl,
             wait=wait,

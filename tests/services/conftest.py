@@ -4,7 +4,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from services.gateway.text import TextCodec
-from workers.model.builtin_tokenizer import write_tokenizer
+from workers.model.builtin import write_tokenizer
 
 
 @pytest.fixture(scope="session")

@@ -24,7 +24,7 @@ from services.telemetry.tracing.tracer import ServiceTracer
 from tests.orchestration.service import Service
 from tests.waiting import eventually
 from tests.workers.models import Oracle, save_model
-from workers.model.builtin_tokenizer import write_tokenizer
+from workers.model.builtin import write_tokenizer
 
 MODEL = "tiny-model"
 CALL_SECONDS = 60.0

@@ -6,7 +6,7 @@ import random
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -18,20 +18,11 @@ from torch import Tensor
 from cp_core.layout.shards import ShardMap, appended, balanced_layout
 from cp_core.transport.inprocess import InProcessRing
 from workers.protocol.decode_commands import AdmitSequence, ComputePrompt, DecodeEvent, RemoveSequence
-from workers.protocol.steps import (
-    NO_HISTORY,
-    Algorithm,
-    KvSend,
-    PrefillOutput,
-    PrefillStep,
-    RankInfo,
-    RankSpec,
-    RingSpec,
-    Sampling,
-    SequencePrefill,
-    TokenHistory,
-)
+from workers.protocol.prefill_steps import Algorithm, PrefillOutput, PrefillStep, SequencePrefill
+from workers.protocol.ranks import RankInfo, RankSettings, RankSpec, RingSpec
+from workers.protocol.transfers import KvSend
 from workers.rank.worker import RankWorker
+from workers.sampling.parameters import NO_HISTORY, SamplingParameters, TokenHistory
 
 T = TypeVar("T")
 
@@ -59,7 +50,7 @@ class Turn:
 
     conversation: Conversation
     token_ids: Sequence[int]
-    sample: Sampling | None = None
+    sample: SamplingParameters | None = None
     sends: tuple[tuple[KvSend, ...], ...] = ()
 
 
@@ -96,19 +87,20 @@ class LocalRing:
 
         def start(worker: RankWorker, rank: int) -> RankInfo:
             spec = RankSpec(
-                role="test",
                 ring="test-0",
                 rank=rank,
                 num_ranks=num_ranks * tp,
-                tp=tp,
                 incarnation=self.incarnation,
-                model_path=str(model_path),
-                num_blocks=num_blocks,
-                block_tokens=BLOCK_TOKENS,
-                max_batch=max_batch,
-                ring_transport=ring_transport or "auto",
-                decode_variant=decode_variant,
-                attention_backend=attention_backend,
+                settings=RankSettings(
+                    tp=tp,
+                    model_path=str(model_path),
+                    num_blocks=num_blocks,
+                    block_tokens=BLOCK_TOKENS,
+                    max_batch=max_batch,
+                    ring_transport=ring_transport or "auto",
+                    decode_variant=decode_variant,
+                    attention_backend=attention_backend,
+                ),
             )
             info = worker.start(spec, poisoned=True)
             if ring_transport is None:
@@ -117,8 +109,8 @@ class LocalRing:
 
         self.infos = [start(worker, rank) for rank, worker in enumerate(self.workers)]
         if ring_transport is not None:
-            doors = tuple(worker.open_doors() for worker in self.workers)
-            meeting = RingSpec(name="test", doors=doors, secret="of a test", timeout_seconds=WAIT_SECONDS)
+            endpoints = tuple(worker.open_endpoints() for worker in self.workers)
+            meeting = RingSpec(name="test", endpoints=endpoints, secret="of a test", timeout_seconds=WAIT_SECONDS)
             self.together(lambda worker, _: worker.join(meeting))
 
     def __enter__(self) -> LocalRing:
@@ -205,7 +197,7 @@ class LocalRing:
         self,
         conversation: Conversation,
         token_id: int,
-        sampling: Sampling,
+        sampling: SamplingParameters,
         num_generated: int = 1,
         history: TokenHistory = NO_HISTORY,
     ) -> AdmitSequence:
@@ -216,8 +208,7 @@ class LocalRing:
             held=conversation.held,
             blocks=conversation.blocks,
             sampling=sampling,
-            num_generated=num_generated,
-            history=history,
+            history=replace(history, num_generated=num_generated),
         )
         self.workers[0].submit([command])
         return command
@@ -226,7 +217,7 @@ class LocalRing:
         self,
         conversation: Conversation,
         token_ids: Sequence[int],
-        sampling: Sampling,
+        sampling: SamplingParameters,
         history: TokenHistory = NO_HISTORY,
     ) -> None:
         """Hand a prompt to the decode loop; from here on the conversation is taken to hold its tokens."""
@@ -265,7 +256,7 @@ class LocalRing:
                     left.discard(event.sequence_id)
         return events
 
-    def decode(self, conversation: Conversation, token_id: int, sampling: Sampling) -> list[int]:
+    def decode(self, conversation: Conversation, token_id: int, sampling: SamplingParameters) -> list[int]:
         """Decode one conversation to its end: the tokens after `token_id`; it holds their KV but for the last."""
         self.admit(conversation, token_id, sampling)
         events = self.events_until_finished([conversation.name])[conversation.name]
@@ -281,7 +272,7 @@ class LocalRing:
 
     def stop_decode(self) -> None:
         """End the loop on every rank, so that prefill steps may run again."""
-        self.workers[0]._mailbox.close("the test ended the loop")
+        self.workers[0].parts.mailbox.close("the test ended the loop")
         assert self.decode_ended() == [None] * len(self.workers)
 
     def decode_ended(self) -> list[BaseException | None]:

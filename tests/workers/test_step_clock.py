@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from cp_core.transport.interface import TransportStats
-from workers import step_clock
-from workers.protocol.steps import STEP_BOUNDS
-from workers.step_clock import StepClock
+from workers import progress
+from workers.progress import StepClock
+from workers.protocol.ranks import STEP_BOUNDS
 
 
 class Time:
@@ -26,7 +26,7 @@ class Time:
 @pytest.fixture
 def time(monkeypatch: pytest.MonkeyPatch) -> Time:
     time = Time()
-    monkeypatch.setattr(step_clock, "time", time)
+    monkeypatch.setattr(progress, "time", time)
     return time
 
 
@@ -48,27 +48,30 @@ def test_every_step_is_in_the_bucket_of_its_length(time: Time) -> None:
 
 
 def test_waits_and_messages_count_within_steps_only(time: Time) -> None:
-    clock, ring, tensor = StepClock(), transport(seconds_under_way=3.0), transport(seconds_under_way=0.0)
+    ring, tensor = transport(seconds_under_way=3.0), transport(seconds_under_way=0.0)
+    clock = StepClock(ring, tensor)
     ring.stats.seconds_waited = 2.0
-    with clock.step(ring, tensor):
+    with clock.step():
         ring.stats.seconds_waited += 0.5
         ring.stats.seconds_under_way += 1.5
         tensor.stats.seconds_under_way += 0.25
     ring.stats.seconds_under_way += 100.0
     ring.stats.seconds_waited += 100.0
-    with clock.step(ring, tensor):
+    with clock.step():
         ring.stats.seconds_under_way += 1.0
     assert (clock.wait_seconds, clock.communication_seconds) == (0.5, 2.75)
 
 
 def test_a_transport_that_cannot_tell_is_not_taken_for_silent(time: Time) -> None:
-    clock = StepClock()
-    with clock.step(transport()):
-        time.now += 1.0
-    assert clock.communication_seconds is None
+    clock = StepClock(transport())
     with clock.step():
         time.now += 1.0
     assert clock.communication_seconds is None
-    with clock.step(transport(seconds_under_way=0.0)):
+    clock.watch()
+    with clock.step():
+        time.now += 1.0
+    assert clock.communication_seconds is None
+    clock.watch(transport(seconds_under_way=0.0))
+    with clock.step():
         time.now += 1.0
     assert clock.communication_seconds == 0.0

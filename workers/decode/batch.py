@@ -1,85 +1,31 @@
-"""The decode batch, kept alike on every rank of a ring: who is in it, which rank stores whose next token, and where.
+"""Decode batch of a ring: its sequences, and which rank stores each sequence's next token in which slot.
 
-Every rank derives this from the same headers, so the step path carries nothing but the sampled tokens.
+Every rank derives the same batch from the same headers, so a step exchanges nothing but the sampled tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from cp_core.layout.decode_plan import DecodePlan
 from cp_core.layout.shards import append_owner
 from workers.kv.cache import SlotRun, runs
-from workers.protocol.decode_commands import AdmitSequence, ComputePrompt
-from workers.sampling.parameters import NO_HISTORY, Sampling, TokenHistory
+from workers.protocol.decode_commands import AdmitSequence, ComputePrompt, GrowSequence
 from workers.sampling.processors import RowSampler
-
-GREEDY = Sampling()
-ONE_TOKEN = TokenHistory(num_generated=1)
-
-
-@dataclass(frozen=True, slots=True)
-class Admission:
-    """What every rank must know of a sequence that joins. Fields as in AdmitSequence; any rank may have to sample."""
-
-    sequence_id: str
-    token_id: int
-    position: int
-    held: tuple[int, ...]
-    blocks: tuple[tuple[int, ...], ...]
-    sampling: Sampling = GREEDY
-    history: TokenHistory = ONE_TOKEN
-
-    @classmethod
-    def of(cls, command: AdmitSequence) -> Admission:
-        return cls(
-            command.sequence_id,
-            command.token_id,
-            command.position,
-            command.held,
-            command.blocks,
-            command.sampling,
-            replace(command.history, num_generated=command.num_generated),
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Growth:
-    """More blocks for a sequence: `blocks[r]` follow rank r's table."""
-
-    sequence_id: str
-    blocks: tuple[tuple[int, ...], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """Tokens to compute after those that the ring holds. Fields as in ComputePrompt."""
-
-    sequence_id: str
-    token_ids: tuple[int, ...]
-    held: tuple[int, ...]
-    blocks: tuple[tuple[int, ...], ...]
-    sampling: Sampling = GREEDY
-    history: TokenHistory = NO_HISTORY
-
-    @classmethod
-    def of(cls, command: ComputePrompt) -> Prompt:
-        return cls(
-            command.sequence_id, command.token_ids, command.held, command.blocks, command.sampling, command.history
-        )
 
 
 @dataclass(frozen=True, slots=True)
 class BatchChange:
-    """Who leaves, who joins and whose tables grow at a step border, in this order; and a prompt that is computed
-    before the batch's next step.
+    """Changes at a step boundary, in this order: sequences leave, sequences join, block tables grow.
+
+    `prompt` is computed before the batch's next step.
     """
 
     removed: tuple[str, ...] = ()
-    admitted: tuple[Admission, ...] = ()
-    grown: tuple[Growth, ...] = ()
-    prompt: Prompt | None = None
+    admitted: tuple[AdmitSequence, ...] = ()
+    grown: tuple[GrowSequence, ...] = ()
+    prompt: ComputePrompt | None = None
 
     def __bool__(self) -> bool:
         return bool(self.removed or self.admitted or self.grown or self.prompt)
@@ -87,9 +33,9 @@ class BatchChange:
 
 @dataclass(slots=True)
 class BatchRow:
-    """A running sequence. `token_id` at `position` is its newest token, whose KV the next step computes.
+    """Running sequence. `token_id` at `position` is its newest token; the next step computes that token's KV.
 
-    `runs` are the slots of this rank's shard in stored order. `sampler` says how tokens are drawn, not when to stop.
+    `runs` are the slots of this rank's shard in stored order. `sampler` draws tokens; the leading loop ends sequences.
     """
 
     sequence_id: str
@@ -102,21 +48,21 @@ class BatchRow:
 
     @property
     def next_position(self) -> int:
-        """Where the token stands that the next step samples."""
+        """Position of the token that the next step samples."""
         return self.position + 1
 
 
 @dataclass(frozen=True, slots=True)
 class Appended:
-    """Which rows of the batch this rank stores the new KV of, and in which slots; and who does so for every row."""
+    """Placement of the newest tokens: the rows whose KV this rank stores, their slots, and every row's owner."""
 
     rows: list[int]
     slots: list[int]
     owners: list[int]
 
 
-class DecodeBatch:
-    """Rows in order of admission."""
+class BatchState:
+    """Running rows in order of admission, as one rank sees them."""
 
     def __init__(self, rank: int, num_ranks: int, block_tokens: int) -> None:
         self._rank = rank
@@ -128,7 +74,7 @@ class DecodeBatch:
         return len(self.rows)
 
     def advance(self, token_ids: Sequence[int], change: BatchChange) -> None:
-        """Take the tokens sampled from the last step, in the order of its rows, then let rows leave, join and grow."""
+        """Append the tokens sampled from the last step, in the order of its rows, then apply `change`."""
         if token_ids:
             for row, token_id in zip(self.rows, token_ids, strict=True):
                 row.token_id = token_id
@@ -156,7 +102,7 @@ class DecodeBatch:
             row.blocks += growth.blocks[self._rank]
 
     def append(self) -> Appended:
-        """Give every row's newest token to the rank that holds least of the sequence."""
+        """Give every row's newest token to the rank that stores the fewest tokens of the sequence."""
         appended = Appended([], [], [])
         for number, row in enumerate(self.rows):
             owner = append_owner(row.held)
@@ -168,10 +114,10 @@ class DecodeBatch:
         return appended
 
     def plan(self, appended: Appended) -> DecodePlan:
-        """Who computes and who holds what in the step whose tokens were just appended.
+        """Plan the step whose tokens were just appended: the rank that computes each row, and every rank's tokens.
 
-        A row is computed by the rank that stores its token: its KV is made where it stays, and as appending goes
-        round the ranks, so does computing (arXiv 2411.01783, 3.6).
+        A row is computed by the rank that stores its new token: the KV is made where it stays. Appending circulates
+        over the ranks, and so does computing (arXiv 2411.01783, 3.6).
         """
         return DecodePlan(self._num_ranks, tuple(appended.owners), tuple(tuple(row.held) for row in self.rows))
 

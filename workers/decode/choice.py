@@ -1,4 +1,4 @@
-"""Which variant serves the next decode step: the configured one, or by what this ring measured of itself."""
+"""Choice of the variant for the next decode step: the configured one, or the faster one by the ring's own rates."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cp_core.errors import ConfigError
 
 
 class DecodeChoice:
-    """`policy` is one of VARIANT_POLICIES. Called with (sequences, stored tokens of all) before every step."""
+    """Variant choice by a policy of VARIANT_POLICIES, called with (sequences, stored tokens of all) before a step."""
 
     def __init__(self, policy: str, shape: ModelShape, num_ranks: int) -> None:
         """Raises ConfigError for an unknown policy."""
@@ -31,14 +31,14 @@ class DecodeChoice:
         self._policy = policy
 
     def measured(self, rates: DecodeRates) -> None:
-        """Decide by these from now on; before, "auto" gathers."""
+        """Use these rates from now on; before them, "auto" means gather."""
         self._rates = rates
 
     def __call__(self, num_sequences: int, stored_tokens: int) -> str:
         return choose_variant(self._policy, self._load(num_sequences, stored_tokens), self._shape, self._rates)
 
     def predicted(self, num_sequences: int, stored_tokens: int) -> list[tuple[str, float]]:
-        """(variant, seconds of a step) of all, by what was measured; nothing before."""
+        """Return (variant, predicted seconds of a step) for every variant; nothing before rates are measured."""
         if self._rates is None:
             return []
         load = self._load(num_sequences, stored_tokens)

@@ -1,9 +1,9 @@
-"""The decode loop of a ring: rank 0 leads, the others follow its headers.
+"""Decode loop of a ring: rank 0 leads, the other ranks follow its headers.
 
-A step: rank 0 sends a header, the ranks compute the batch and sample its tokens, rank 0 reports them. A header may also
-carry one prompt, which is computed before the batch: so a sequence waits for at most one prompt between two of its
-tokens, however many there are. With an empty batch rank 0 sends a sign of life about once a second, so that a follower
-that hears nothing knows that its leader is gone.
+In each step rank 0 sends a header, all ranks compute the batch, and rank 0 reports the sampled tokens. A header may
+also carry one prompt, which is computed before the batch. So a sequence waits for at most one prompt between two of its
+tokens. While the batch is empty rank 0 sends a heartbeat about once a second: a follower without one knows that its
+leader is gone.
 """
 
 from __future__ import annotations
@@ -14,25 +14,31 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from cp_core.layout.shards import append_owner
-from workers.decode.batch import Admission, BatchChange, DecodeBatch, Growth, Prompt
-from workers.decode.header import HEARTBEAT_SECONDS, Header, HeaderChannel, HeaderKind
+from workers.decode.batch import BatchChange, BatchState
 from workers.decode.mailbox import DecodeMailbox
-from workers.decode.prompt import DecodePrompts
-from workers.decode.step import DecodePass
+from workers.decode.messages import HEARTBEAT_SECONDS, Header, HeaderChannel, HeaderKind
+from workers.decode.step import DecodePass, DecodePrompts
 from workers.progress import Progress
-from workers.protocol.decode_commands import AdmitSequence, ComputePrompt, DecodeCommand, DecodeEvent, GrowSequence
-from workers.protocol.steps import FinishReason, RingRates, Sampling
-from workers.sampling.parameters import Sampled
+from workers.protocol.decode_commands import (
+    AdmitSequence,
+    ComputePrompt,
+    DecodeCommand,
+    DecodeEvent,
+    FinishReason,
+    GrowSequence,
+)
+from workers.protocol.ranks import RingRates
+from workers.sampling.parameters import Sampled, SamplingParameters
 
-# (sequences, stored tokens of all) of the next step -> which variant serves it.
+# (sequences, stored tokens of all) of the next step -> the variant that serves it.
 VariantChoice = Callable[[int, int], str]
 
 
 @dataclass(frozen=True, slots=True)
 class LoopWork:
-    """What every rank of a loop does in the same order: steps of the batch, prompts, and measurements of the ring."""
+    """Work that every rank of a loop does in the same order: decode steps, prompts and measurements of the ring."""
 
-    batch: DecodeBatch
+    batch: BatchState
     step: DecodePass
     prompts: DecodePrompts
     probe: Callable[[], RingRates]
@@ -40,20 +46,20 @@ class LoopWork:
 
 @dataclass(slots=True)
 class Generation:
-    """What rank 0 alone knows of a running sequence. `room[r]` tokens fit into rank r's table."""
+    """State of a running sequence that rank 0 alone has. `room[r]` tokens fit into rank r's table."""
 
-    sampling: Sampling
+    sampling: SamplingParameters
     num_generated: int
     room: list[int]
 
     def is_full(self, held: Sequence[int]) -> bool:
-        """Whether the next token would not fit where it is to be stored."""
+        """Return True if the next token has no slot on the rank that is to store it."""
         owner = append_owner(held)
         return held[owner] >= self.room[owner]
 
 
-class DecodeFollower:
-    """The loop of every rank but the first."""
+class FollowingLoop:
+    """Decode loop of every rank but the first."""
 
     def __init__(self, channel: HeaderChannel, work: LoopWork, progress: Progress) -> None:
         self._channel = channel
@@ -62,7 +68,7 @@ class DecodeFollower:
         self._progress = progress
 
     def run(self) -> None:
-        """Until rank 0 says stop. Raises Unavailable if the ring breaks."""
+        """Follow headers until one stops the loop. Raises Unavailable if the ring breaks."""
         while (header := self._channel.receive()).kind is not HeaderKind.STOP:
             if header.kind is HeaderKind.PROBE:
                 self._work.probe()
@@ -80,8 +86,8 @@ class DecodeFollower:
                 self._progress.alive(running=0)
 
 
-class DecodeLeader:
-    """The loop of the first rank: commands come from `mailbox`, events go there."""
+class LeadingLoop:
+    """Decode loop of the first rank: commands come from `mailbox`, events go there."""
 
     def __init__(
         self,
@@ -103,7 +109,7 @@ class DecodeLeader:
         self._finished: list[str] = []
 
     def run(self) -> None:
-        """Until the mailbox is closed. Raises Unavailable if the ring breaks."""
+        """Lead steps until the mailbox is closed. Raises Unavailable if the ring breaks."""
         while (header := self._next_header()).kind is not HeaderKind.STOP:
             self._channel.send(header)
             if header.kind is HeaderKind.PROBE:
@@ -124,7 +130,7 @@ class DecodeLeader:
         self._channel.send(header)
 
     def _next_header(self) -> Header:
-        """Take commands; wait for them only while there is nothing to compute and nobody has to be told of an end."""
+        """Take commands and make the next header; wait for commands only while there is nothing to compute."""
         if self._mailbox.take_question():
             return Header(HeaderKind.PROBE)
         is_idle = not len(self._batch)
@@ -137,77 +143,77 @@ class DecodeLeader:
         return Header(HeaderKind.STEP, self._sampled, change, self._choose_variant(*self._load(change)))
 
     def _load(self, change: BatchChange) -> tuple[int, int]:
-        """(sequences, stored tokens) of the next step: what is left of the batch with a token more, and who joins."""
+        """Return (sequences, stored tokens) of the next step, after `change`."""
         stored = [row.position + 1 for row in self._batch.rows if row.sequence_id not in change.removed]
         stored += [admission.position for admission in change.admitted]
         return len(stored), sum(stored)
 
     def _change(self, commands: Sequence[DecodeCommand]) -> BatchChange:
-        """The finished leave, commands are followed in their order, then whoever has no room for its token pauses."""
+        """Remove finished sequences, follow the commands in order, then preempt the sequences without a free slot."""
         removed, self._finished = self._finished, []
         joining: dict[str, AdmitSequence] = {}
-        growing: list[Growth] = []
+        growing: list[GrowSequence] = []
         left: list[DecodeEvent] = []
         for command in commands:
             name = command.sequence_id
             if isinstance(command, AdmitSequence):
                 joining[name] = command
                 room = [self._batch.block_tokens * len(blocks) for blocks in command.blocks]
-                self._generations[name] = Generation(command.sampling, command.num_generated, room)
+                self._generations[name] = Generation(command.sampling, command.history.num_generated, room)
             elif isinstance(command, ComputePrompt):
                 self._waiting.append(command)
             elif name not in self._generations:
-                # It has just left, or it is a prompt whose turn has not come.
+                # The sequence has just left, or it is a waiting prompt.
                 left += self._drop_prompt(name)
             elif isinstance(command, GrowSequence):
-                growing.append(Growth(name, command.blocks))
+                growing.append(command)
                 room = self._generations[name].room
                 for rank, blocks in enumerate(command.blocks):
                     room[rank] += self._batch.block_tokens * len(blocks)
             else:
-                left.append(self._leaves(name, FinishReason.ABORT, joining, removed))
+                left.append(self._take_out(name, FinishReason.ABORT, joining, removed))
         for name in self._full(joining):
-            left.append(self._leaves(name, None, joining, removed))
+            left.append(self._take_out(name, None, joining, removed))
         if left:
             self._mailbox.post(left)
         return BatchChange(
             tuple(removed),
-            tuple(Admission.of(command) for command in joining.values()),
+            tuple(joining.values()),
             tuple(growth for growth in growing if growth.sequence_id in self._generations),
-            Prompt.of(self._waiting.popleft()) if self._waiting else None,
+            self._waiting.popleft() if self._waiting else None,
         )
 
     def _drop_prompt(self, name: str) -> list[DecodeEvent]:
-        """Forget a prompt that waits; nothing where it has been computed."""
+        """Drop a waiting prompt -> its event; none if the prompt was computed already."""
         dropped = [prompt for prompt in self._waiting if prompt.sequence_id == name]
         for prompt in dropped:
             self._waiting.remove(prompt)
         return [_left(name, FinishReason.ABORT, sum(prompt.held)) for prompt in dropped]
 
     def _full(self, joining: dict[str, AdmitSequence]) -> list[str]:
-        """Who would not find a slot for its newest token in the next step."""
+        """Return the sequences without a free slot for the next step's token."""
         held: list[tuple[str, Sequence[int]]] = [(row.sequence_id, row.held) for row in self._batch.rows]
         held += [(name, command.held) for name, command in joining.items()]
         generations = self._generations
         return [name for name, tokens in held if name in generations and generations[name].is_full(tokens)]
 
-    def _leaves(
+    def _take_out(
         self, name: str, reason: FinishReason | None, joining: dict[str, AdmitSequence], removed: list[str]
     ) -> DecodeEvent:
-        """Take a sequence out, for a reason or to pause."""
+        """Remove a sequence from the batch -> its event. Without a reason the sequence is preempted."""
         del self._generations[name]
         if name in joining:
             return _left(name, reason, joining.pop(name).position)
         removed.append(name)
-        # The row's newest token was sampled but not computed: the batch itself learns of it with the next header.
+        # The row's newest token is sampled but not in the batch yet: the next header brings it.
         position = next(row.position for row in self._batch.rows if row.sequence_id == name)
         return _left(name, reason, position + 1)
 
-    def _compute(self, prompt: Prompt) -> None:
-        """Compute a prompt, and report the token after it."""
+    def _compute(self, prompt: ComputePrompt) -> None:
+        """Compute a prompt and report the token after it."""
         began = time.perf_counter()
         drawn = self._work.prompts.run(prompt)
-        assert drawn is not None, "drawn tokens come to the first rank"
+        assert drawn is not None, "the first rank gathers sampled tokens"
         event = DecodeEvent(
             sequence_id=prompt.sequence_id,
             token_id=drawn.token_id,
@@ -219,7 +225,7 @@ class DecodeLeader:
         self._mailbox.post([event])
 
     def _commit(self, sampled: Sequence[Sampled]) -> None:
-        """Report the tokens of all rows and the ends."""
+        """Report the tokens of all rows, and the sequences that end with them."""
         events = []
         for row, drawn in zip(self._batch.rows, sampled, strict=True):
             token_id = drawn.token_id
@@ -250,5 +256,5 @@ def _finish_reason(token_id: int, generation: Generation) -> FinishReason | None
 
 def _left(name: str, reason: FinishReason | None, kv_tokens: int) -> DecodeEvent:
     return DecodeEvent(
-        sequence_id=name, token_id=None, finish_reason=reason, kv_tokens=kv_tokens, is_paused=reason is None
+        sequence_id=name, token_id=None, finish_reason=reason, kv_tokens=kv_tokens, is_preempted=reason is None
     )

@@ -1,4 +1,4 @@
-"""Between the decode loop of a ring's first rank and the leader: commands in, events out. Safe for any threads."""
+"""Mailbox between a ring's leader and the decode loop of its first rank: commands in, events out. Thread-safe."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from workers.protocol.decode_commands import (
     DecodeEvents,
     RemoveSequence,
 )
-from workers.protocol.steps import RingRates
+from workers.protocol.ranks import RingRates
 
 
 class DecodeMailbox:
-    """Commands wait here for the next step border, events for the leader to fetch them.
+    """Queue of commands for the next step boundary, and of events for the leader.
 
-    Events are numbered from 0. `poll(after)` returns those from `after` on and forgets earlier ones, so a poll whose
+    Events are numbered from 0. `poll(after)` returns the events from `after` on and drops earlier ones, so a poll whose
     answer was lost may be repeated.
     """
 
@@ -37,10 +37,10 @@ class DecodeMailbox:
         self._closed: str | None = None
 
     def submit(self, commands: Sequence[DecodeCommand]) -> None:
-        """Hand commands to the next step border. Raises Unavailable once the loop has ended.
+        """Queue commands for the next step boundary. Raises Unavailable once the loop has ended.
 
-        A removal or growth of a sequence that is not there (it just finished) is no error. Admissions are checked here,
-        so that a wrong one fails its caller and not the ring.
+        Removing or growing a sequence that has just finished is no error. Admissions are checked here, so that a wrong
+        one fails its caller and not the ring.
         """
         with self._changed:
             self._check_open()
@@ -61,9 +61,9 @@ class DecodeMailbox:
             self._changed.notify_all()
 
     def poll(self, after: int, timeout: float) -> DecodeEvents:
-        """Events from cursor `after` on: at once if there are any, else when the first comes, else none at `timeout`.
+        """Return events from cursor `after` on, waiting up to `timeout` seconds for the first one.
 
-        Seconds. Raises Unavailable once the loop has ended and every event was fetched.
+        Raises Unavailable once the loop has ended and every event was fetched.
         """
         deadline = time.monotonic() + timeout
         with self._changed:
@@ -79,9 +79,7 @@ class DecodeMailbox:
             return DecodeEvents(start=after, stop=self._last_event, events=tuple(self._events))
 
     def take(self, timeout: float) -> list[DecodeCommand]:
-        """All commands so far; with none, wait up to `timeout` seconds for the first, for the end, or until rates are
-        asked for.
-        """
+        """Take all commands; with none, wait up to `timeout` seconds for one, for the end, or for `ask_rates`."""
         with self._changed:
             if timeout > 0:
                 self._changed.wait_for(lambda: self._commands or self._closed is not None or self._wants_rates, timeout)
@@ -89,13 +87,14 @@ class DecodeMailbox:
             return taken
 
     def post(self, events: Sequence[DecodeEvent]) -> None:
+        """Queue events for the leader."""
         with self._changed:
             self._events.extend(events)
             self._admitted.difference_update(event.sequence_id for event in events if event.has_left)
             self._changed.notify_all()
 
     def ask_rates(self, timeout: float) -> RingRates:
-        """What the loop measures of the ring, between two steps. Seconds. Raises Unavailable."""
+        """Let the loop measure the ring between two steps, and wait `timeout` seconds for it. Raises Unavailable."""
         with self._changed:
             self._check_open()
             self._wants_rates = True
@@ -108,18 +107,19 @@ class DecodeMailbox:
             return self._rates[0]
 
     def take_question(self) -> bool:
-        """Whether rates are asked for; from now on they are being measured."""
+        """Return True if rates are asked for, once for each `ask_rates`."""
         with self._changed:
             wanted, self._wants_rates = self._wants_rates, False
             return wanted
 
     def answer_rates(self, rates: RingRates) -> None:
+        """Answer `ask_rates`."""
         with self._changed:
             self._rates.append(rates)
             self._changed.notify_all()
 
     def close(self, reason: str) -> None:
-        """From now on nothing is taken in; the first reason stays."""
+        """End the queue: later calls raise Unavailable with this reason, or with an earlier one."""
         with self._changed:
             self._closed = self._closed or reason
             self._changed.notify_all()
@@ -139,6 +139,6 @@ class DecodeMailbox:
 
 def _check_admission(command: AdmitSequence) -> None:
     sampling = command.sampling
-    assert command.num_generated < sampling.max_tokens, f"{command.sequence_id!r} has all its tokens already"
+    assert command.history.num_generated < sampling.max_tokens, f"{command.sequence_id!r} has all its tokens already"
     assert command.token_id not in sampling.stop_token_ids, f"{command.sequence_id!r} has stopped already"
     assert sum(command.held) == command.position, f"{command.sequence_id!r} lacks KV before its newest token"

@@ -1,4 +1,4 @@
-"""One decode step as one rank runs it: the newest token of every sequence, over KV that is spread over the ring.
+"""Steps of a decode ring as one rank runs them: over the newest tokens of the batch, or over one prompt.
 
 B sequences (rows), R rows that this rank computes, H query heads, K KV heads, D head dimension.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,24 +15,29 @@ from cp_core.attention.interface import AttentionBackend
 from cp_core.attention.paged import PagedShards, takes_pages
 from cp_core.cost.model import PASS_Q
 from cp_core.layout.decode_plan import DecodePlan, PassQRoute
+from cp_core.layout.shards import balanced_layout
 from cp_core.ring.decode import ring_decode, sharded_decode
 from cp_core.ring.prefill import KvRun
 from cp_core.transport.interface import RingTransport
-from workers.decode.batch import DecodeBatch
-from workers.decode.header import LEADER
+from workers.decode.batch import BatchState
+from workers.decode.messages import LEADER, gather_sampled
 from workers.kv.cache import KvCache
 from workers.model.loading import LoadedModel
-from workers.sampling.journey import gather_drawn, send_drawn
+from workers.prefill.step import run_prefill
+from workers.progress import StepClock
+from workers.protocol.decode_commands import ComputePrompt
+from workers.protocol.prefill_steps import Algorithm, PrefillStep, SequencePrefill
+from workers.protocol.transfers import TransferKey
+from workers.sampling.draw import sample_rows
 from workers.sampling.parameters import Sampled
-from workers.sampling.rows import sample_rows
-from workers.step_clock import StepClock
 
 
 class DecodePass:
-    """A ring's decode steps over spread KV. Each row is computed by every rank (`gather`) or by one (`pass_q`).
+    """Decode steps of a ring over distributed KV. A row is computed by every rank (`gather`) or by one (`pass_q`).
 
-    Variants may change from step to step: either leaves the same KV on the same ranks. With tensor parallelism a rank
-    is a group of processes, each in the ring of its own heads; they make the logits together, and the first draws.
+    The variant may change from step to step: both leave the same KV on the same ranks. With tensor parallelism each
+    rank of the ring is a tensor parallel group of processes, each in the ring of its own heads. The group makes the
+    logits together, and its first process samples.
     """
 
     def __init__(
@@ -40,34 +46,34 @@ class DecodePass:
         transport: RingTransport,
         cache: KvCache,
         backend: AttentionBackend,
-        batch: DecodeBatch,
+        batch: BatchState,
+        clock: StepClock | None = None,
     ) -> None:
+        """`clock` measures the steps."""
         self._model = model
         self._transport = transport
         self._cache = cache
         self._backend = backend
         self._batch = batch
-        self._draws = model.tensor.rank == 0
-        # Whose clock runs during steps, and whose waits it counts: the rank's own, where it sets them.
-        self.clock = StepClock()
-        self.timed: Sequence[RingTransport] = (transport,)
+        self._clock = clock or StepClock()
+        self._samples = model.tensor.rank == 0
         self._plan: DecodePlan
-        # Of a pass-Q step; None where every rank computes every row.
+        # Route of a pass-Q step; None where every rank computes every row.
         self._route: PassQRoute | None = None
-        # Places of the stored rows among the computed ones; None: all of them, so that no layer needs to pick rows.
+        # Indices of the stored rows among the computed ones; None: all of them, so that no layer needs to pick rows.
         self._stored: Tensor | None = None
         self._slots = torch.empty(0, dtype=torch.int64)
-        # Of a step whose kernel follows block tables: the batch's table, and the tokens stored of each row.
+        # For kernels that follow block tables: the batch's table, and the number of tokens stored of each row.
         self._follows_tables = takes_pages(backend, cache.block_tokens)
         self._table = torch.empty(0, 0, dtype=torch.int32)
         self._stored_tokens: tuple[int, ...] = ()
 
     def run(self, variant: str) -> list[Sampled]:
-        """One step of the whole batch -> in the first process the token after each row, in order; elsewhere none.
+        """Run one step of the whole batch -> in the first process the token after each row, in order; elsewhere none.
 
         Raises Unavailable when a peer is lost, FloatingPointError for a NaN in attention or logits.
         """
-        with self.clock.step(*self.timed):
+        with self._clock.step():
             return self._run(variant)
 
     def _run(self, variant: str) -> list[Sampled]:
@@ -86,10 +92,10 @@ class DecodePass:
         if self._route is None:
             return self._sample(computed, states) if self._transport.rank == LEADER else []
         sampled = self._sample(computed, states)
-        return self._bring_to_leader(sampled) if self._draws else []
+        return self._gather_in_order(sampled) if self._samples else []
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """Store the rows of k[R,K,D] and v[R,K,D] that are this rank's, attend q[R,H,D] over all shards -> [R,H,D]."""
+        """Store this rank's rows of k[R,K,D] and v[R,K,D], attend q[R,H,D] over all shards -> [R,H,D]."""
         cache = self._cache
         if self._stored is None:
             cache.write_slots(layer, self._slots, k, v)
@@ -106,7 +112,7 @@ class DecodePass:
         return [self._cache.views(layer, row.runs) for row in self._batch.rows]
 
     def _hidden_states(self, computed: Sequence[int]) -> Tensor:
-        """[R, hidden_size] of the newest tokens of these rows."""
+        """Return [R, hidden_size] of the newest tokens of these rows."""
         if not computed:
             return self._model.attend_without_tokens(self)
         rows = [self._batch.rows[number] for number in computed]
@@ -115,29 +121,84 @@ class DecodePass:
         return self._model.hidden_states(token_ids, positions, self)
 
     def _sample(self, computed: Sequence[int], states: Tensor) -> list[Sampled]:
-        """The token after each of these rows, from states[R, hidden_size]; none where another process draws."""
+        """Sample the token after each of these rows from states[R, hidden_size]; none where another process samples."""
         if not computed:
             return []
         logits = self._model.logits(states)
-        if not self._draws:
+        if not self._samples:
             return []
         return sample_rows([self._batch.rows[number] for number in computed], logits)
 
-    def _bring_to_leader(self, sampled: Sequence[Sampled]) -> list[Sampled]:
-        """Each rank sends what it drew for its rows to the first, which puts them in the batch's order.
-
-        Every rank knows of every row whether and how many log-probabilities it wants, and so each message's length.
-        """
-        transport, device = self._transport, self._cache.device
-        if transport.rank != LEADER:
-            send_drawn(sampled, transport, device)
-            return []
-        rows_of = [self._plan.rows_of(rank) for rank in range(transport.size)]
+    def _gather_in_order(self, sampled: Sequence[Sampled]) -> list[Sampled]:
+        """Gather each rank's tokens on the first rank, in the batch's order; none elsewhere."""
+        rows_of = [self._plan.rows_of(rank) for rank in range(self._transport.size)]
         tops_of = [[self._batch.rows[row].sampler.sampling.logprobs for row in rows] for rows in rows_of]
-        arrived = gather_drawn(sampled, tops_of, transport, device)
-        drawn_for = {
+        arrived = gather_sampled(sampled, tops_of, self._transport, self._cache.device)
+        if not arrived:
+            return []
+        by_row = {
             row: drawn
             for rows, drawn_there in zip(rows_of, arrived, strict=True)
             for row, drawn in zip(rows, drawn_there, strict=True)
         }
-        return [drawn_for[row] for row in range(len(self._batch))]
+        return [by_row[row] for row in range(len(self._batch))]
+
+
+class DecodePrompts:
+    """Prompts on a decode ring, one at a time, each between two steps of the batch: new tokens after retained KV.
+
+    A prompt is an ordinary prefill step by pass-Q: the keys stay on their ranks and the queries circulate. Its KV goes
+    to this ring's own shards, so nothing is sent elsewhere. Collective: every process of the ring runs the same prompts
+    in the same order.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        transport: RingTransport,
+        cache: KvCache,
+        backend: AttentionBackend,
+        clock: StepClock | None = None,
+    ) -> None:
+        """`clock` measures the steps."""
+        self._model = model
+        self._transport = transport
+        self._cache = cache
+        self._backend = backend
+        self._clock = clock or StepClock()
+
+    def run(self, prompt: ComputePrompt) -> Sampled | None:
+        """Compute and store the prompt's tokens -> in the ring's first process the token after them; None elsewhere.
+
+        Raises Unavailable when a peer is lost, FloatingPointError for a NaN in attention or logits.
+        """
+        with self._clock.step():
+            return self._run(prompt)
+
+    def _run(self, prompt: ComputePrompt) -> Sampled | None:
+        transport = self._transport
+        layout = balanced_layout(sum(prompt.held), len(prompt.token_ids), prompt.held)
+        sequence = SequencePrefill(
+            sequence_id=prompt.sequence_id,
+            token_ids=np.asarray(prompt.token_ids, dtype=np.int64),
+            layout=layout,
+            cached=prompt.held,
+            blocks=prompt.blocks[transport.rank],
+            sample=prompt.sampling,
+            history=prompt.history,
+        )
+        step = PrefillStep(algorithm=Algorithm.PASS_Q, sequences=(sequence,))
+        forward, states = run_prefill(step, self._model, transport, self._cache, self._backend, _send_nothing)
+        # All processes of a rank make the logits together, also those of no row; the first of them samples.
+        logits = self._model.logits(states[[last.row for last in forward.last_rows]])
+        if self._model.tensor.rank != 0:
+            return None
+        owner, _ = layout.owner_of(layout.tokens.stop - 1)
+        tops_of = [[prompt.sampling.logprobs] if rank == owner else [] for rank in range(transport.size)]
+        sampled = sample_rows(forward.last_rows, logits)
+        arrived = gather_sampled(sampled, tops_of, transport, self._cache.device)
+        return arrived[owner][0] if arrived else None
+
+
+def _send_nothing(key: TransferKey, layer: int) -> None:
+    raise AssertionError("a prompt on a decode ring sends no KV")

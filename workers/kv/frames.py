@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cp_core.errors import TransferError
-from workers.protocol.steps import TransferKey
+from workers.protocol.transfers import TransferKey
 
 MAGIC = b"RSKV"
 VERSION = 1

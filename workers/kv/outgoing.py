@@ -16,9 +16,10 @@ import numpy as np
 import torch
 
 from cp_core.errors import RingserveError, TransferError
+from cp_core.layout.reshard import KvPiece
 from workers.kv.cache import MAX_COPIES, KvCache, SlotRun, runs_of, slots_of
 from workers.kv.frames import MAX_PIECES, Column, LayerFrame
-from workers.protocol.steps import KvPiece, TransferKey, TransferReport
+from workers.protocol.transfers import TransferKey, TransferReport
 
 # Payload bytes of one frame: large enough that a frame's fixed cost is lost in it, small enough to sit in a CPU cache
 # on its way through the receiver's staging buffer (docs/decisions/0003-kv-carrier.md).

@@ -15,7 +15,7 @@ from cp_core.transport.peer_tls import PeerTls
 from workers.kv.cache import KvCache
 from workers.kv.lane import Lane
 from workers.kv.outgoing import OutgoingPart, OutgoingTransfer
-from workers.protocol.steps import KvSend, TransferKey, TransferReport
+from workers.protocol.transfers import KvSend, TransferKey, TransferReport
 
 
 class Carrier(Protocol):

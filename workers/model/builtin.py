@@ -6,14 +6,22 @@ sensible; they are shaped so that what it says is printable, varied and never en
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+from safetensors.numpy import save_file
+from tokenizers import AddedToken, Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
 
 from cp_core.errors import ModelRefused
-from workers.model.builtin_tokenizer import write_tokenizer
-from workers.model.builtin_weights import write_llama
 
 PREFIX = "builtin:"
 TINY = "tiny"
@@ -63,3 +71,163 @@ def _write_once(target: Path) -> None:
         # Losing the race leaves a non-empty target, which rename refuses; that one is as good as ours.
         if not (target / "config.json").is_file():
             raise ModelRefused(f"cannot write {PREFIX}{TINY} to {target}: {error}") from error
+
+
+NUM_BYTES: Final = 256
+SPECIAL_TOKENS: Final = ("<|bos|>", "<|eos|>", "<|user|>", "<|assistant|>", "<|end|>")
+BOS_TOKEN_ID: Final = NUM_BYTES
+EOS_TOKEN_ID: Final = NUM_BYTES + 1
+END_TOKEN_ID: Final = NUM_BYTES + 4
+VOCAB_SIZE: Final = NUM_BYTES + len(SPECIAL_TOKENS)
+
+# A conversation's rendering must extend the rendering of its beginning, or no turn could reuse the KV of the last.
+CHAT_TEMPLATE: Final = (
+    "{% for message in messages %}"
+    "{% if message['role'] == 'assistant' %}<|assistant|>{% else %}<|user|>{% endif %}"
+    "{% if message['role'] == 'system' %}System: {% endif %}{{ message['content'] }}<|end|>"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def write_tokenizer(directory: Path) -> None:
+    """Write tokenizer.json and tokenizer_config.json for `AutoTokenizer`. No token is ever added to a text."""
+    vocab = {character: byte for byte, character in enumerate(_byte_alphabet())}
+    tokenizer = Tokenizer(BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.decoder = ByteLevelDecoder()
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": SPECIAL_TOKENS[0],
+        "eos_token": SPECIAL_TOKENS[1],
+        "additional_special_tokens": list(SPECIAL_TOKENS[2:]),
+        "add_bos_token": False,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": 131072,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+
+
+def _byte_alphabet() -> list[str]:
+    """The character that byte-level tokenizers write for each byte: itself where printable, else one from U+0100 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    substitutes = iter(range(NUM_BYTES, 2 * NUM_BYTES))
+    return [chr(byte if byte in printable else next(substitutes)) for byte in range(NUM_BYTES)]
+
+
+Weights = npt.NDArray[np.float32]
+
+HIDDEN: Final = 512
+INTERMEDIATE: Final = 1408
+NUM_LAYERS: Final = 4
+NUM_HEADS: Final = 8
+NUM_KV_HEADS: Final = 2
+HEAD_DIM: Final = 64
+MAX_POSITIONS: Final = 131072
+SEED: Final = 10
+
+# Hidden dimension 0 is the same positive constant for every token, and no layer adds to it: it serves as a bias.
+BIAS_CONSTANT: Final = 3.0
+SUPPRESSED: Final = -40.0
+# Standard deviation of each kind of matrix, in units of 1/sqrt(columns).
+ATTENTION_OUTPUT_GAIN: Final = 2.0
+MLP_OUTPUT_GAIN: Final = 0.7
+# See `_look_back`.
+LOOK_BACK_GAIN: Final = 2.5
+LOOK_BACK_FREQUENCIES: Final = 12
+ROPE_THETA: Final = 500000.0
+PRINTABLE: Final = range(0x20, 0x7F)
+COMMON: Final = " etaoinshrdlucmfwygpbvk"
+
+
+def write_llama(directory: Path) -> None:
+    """Write config.json, generation_config.json and model.safetensors (46 MB, float32)."""
+    save_file(_draw_weights(), directory / "model.safetensors", metadata={"format": "pt"})
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "dtype": "float32",
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": HIDDEN,
+        "intermediate_size": INTERMEDIATE,
+        "num_hidden_layers": NUM_LAYERS,
+        "num_attention_heads": NUM_HEADS,
+        "num_key_value_heads": NUM_KV_HEADS,
+        "head_dim": HEAD_DIM,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": MAX_POSITIONS,
+        "rope_parameters": {"rope_type": "default", "rope_theta": ROPE_THETA},
+        "tie_word_embeddings": False,
+        "bos_token_id": BOS_TOKEN_ID,
+        "eos_token_id": EOS_TOKEN_ID,
+    }
+    generation = {"bos_token_id": BOS_TOKEN_ID, "eos_token_id": [EOS_TOKEN_ID, END_TOKEN_ID]}
+    (directory / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+    # Last: its presence says that the directory is whole.
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _draw_weights() -> dict[str, Weights]:
+    generator = np.random.Generator(np.random.Philox(SEED))
+
+    def draw(rows: int, columns: int, gain: float) -> Weights:
+        # Uniform, because its bits are the same with every numpy and processor; a normal's are not promised to be.
+        spread = gain * np.sqrt(3.0 / columns)
+        drawn: Weights = ((2.0 * generator.random((rows, columns)) - 1.0) * spread).astype(np.float32)
+        return drawn
+
+    embedding = draw(VOCAB_SIZE, HIDDEN, np.sqrt(HIDDEN))
+    embedding[:, 0] = BIAS_CONSTANT
+    weights = {"model.embed_tokens.weight": embedding, "model.norm.weight": np.ones(HIDDEN, np.float32)}
+    for layer in range(NUM_LAYERS):
+        name = f"model.layers.{layer}"
+        attention_output = draw(HIDDEN, NUM_HEADS * HEAD_DIM, ATTENTION_OUTPUT_GAIN)
+        mlp_output = draw(HIDDEN, INTERMEDIATE, MLP_OUTPUT_GAIN)
+        attention_output[0] = mlp_output[0] = 0.0
+        query, key = draw(NUM_HEADS * HEAD_DIM, HIDDEN, 1.0), draw(NUM_KV_HEADS * HEAD_DIM, HIDDEN, 1.0)
+        _look_back(query, key)
+        weights |= {
+            f"{name}.input_layernorm.weight": np.ones(HIDDEN, np.float32),
+            f"{name}.self_attn.q_proj.weight": query,
+            f"{name}.self_attn.k_proj.weight": key,
+            f"{name}.self_attn.v_proj.weight": draw(NUM_KV_HEADS * HEAD_DIM, HIDDEN, 1.0),
+            f"{name}.self_attn.o_proj.weight": attention_output,
+            f"{name}.post_attention_layernorm.weight": np.ones(HIDDEN, np.float32),
+            f"{name}.mlp.gate_proj.weight": draw(INTERMEDIATE, HIDDEN, 1.0),
+            f"{name}.mlp.up_proj.weight": draw(INTERMEDIATE, HIDDEN, 1.0),
+            f"{name}.mlp.down_proj.weight": mlp_output,
+        }
+    return weights | {"lm_head.weight": _logit_weights(draw(VOCAB_SIZE, HIDDEN, 1.0))}
+
+
+def _look_back(query: Weights, key: Weights) -> None:
+    """Make query head h of the first KV head attend to the token h + 1 places back, whatever the tokens are.
+
+    Rotary scores depend on the distance alone where query and key are constants; turned against each other by an
+    angle of h + 1 places they peak there. So what comes next hangs on the last five tokens, and on the far ones that
+    the other heads pick; a flat average over thousands of tokens would make the output repeat itself at once.
+    """
+    frequencies = ROPE_THETA ** (-np.arange(LOOK_BACK_FREQUENCIES) / (HEAD_DIM // 2))
+    cosine, sine = (slice(start, start + LOOK_BACK_FREQUENCIES) for start in (0, HEAD_DIM // 2))
+    key[:HEAD_DIM] = 0.0
+    key[cosine, 0] = LOOK_BACK_GAIN
+    for head in range(NUM_HEADS // NUM_KV_HEADS):
+        rows = query[head * HEAD_DIM : (head + 1) * HEAD_DIM]
+        rows[:] = 0.0
+        rows[cosine, 0] = LOOK_BACK_GAIN * np.cos((head + 1) * frequencies)
+        rows[sine, 0] = -LOOK_BACK_GAIN * np.sin((head + 1) * frequencies)
+
+
+def _logit_weights(drawn: Weights) -> Weights:
+    """Rows of unprintable bytes and special tokens see the bias alone; common letters are favoured over rare signs."""
+    allowed = np.zeros(len(drawn), bool)
+    allowed[PRINTABLE.start : PRINTABLE.stop] = True
+    drawn[~allowed] = 0.0
+    drawn[:, 0] = np.where(allowed, 0.0, SUPPRESSED)
+    for rank, letter in enumerate(COMMON):
+        drawn[ord(letter), 0] = 0.8 - 0.03 * rank
+    return drawn

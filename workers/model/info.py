@@ -9,7 +9,7 @@ from pathlib import Path
 
 from cp_core.errors import ConfigError, ModelRefused
 from workers.model.support import check_supported
-from workers.protocol.steps import ModelInfo
+from workers.protocol.ranks import ModelInfo
 
 ELEMENT_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 

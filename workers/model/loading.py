@@ -19,7 +19,7 @@ from workers.model import attention_hook
 from workers.model.attention_hook import AttentionStep
 from workers.model.info import read_model_info, tensor_share
 from workers.model.tensor_parallel import TensorParallel
-from workers.protocol.steps import ModelInfo
+from workers.protocol.ranks import ModelInfo
 
 # transformers patches its own classes while it builds a model: two threads at it leave a patch behind for good.
 LOADING = threading.Lock()

@@ -18,7 +18,8 @@ from cp_core.ring.prefill import ring_prefill
 from cp_core.transport.interface import RingTransport
 from workers.kv.cache import KvCache, SlotRun
 from workers.model.loading import LoadedModel
-from workers.protocol.steps import PrefillStep, SequencePrefill, TransferKey
+from workers.protocol.prefill_steps import PrefillStep, SequencePrefill
+from workers.protocol.transfers import TransferKey
 from workers.sampling.processors import RowSampler
 
 

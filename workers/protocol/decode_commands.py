@@ -1,20 +1,31 @@
-"""What a decode loop is told between two steps of its batch, and what it tells. Frozen data that crosses processes."""
+"""Commands to a decode loop, followed between two steps of its batch, and the loop's events. Frozen data, no torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
-from workers.protocol.steps import FinishReason
-from workers.sampling.parameters import NO_HISTORY, Sampling, TokenHistory, TokenLogprobs
+from workers.sampling.parameters import NO_HISTORY, SamplingParameters, TokenHistory, TokenLogprobs
+
+ONE_TOKEN = TokenHistory(num_generated=1)
+"""History of a turn that has the prefill ring's token only and looks back at nothing."""
+
+
+class FinishReason(StrEnum):
+    """Reason for which a sequence left the decode batch."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdmitSequence:
-    """Join the decode batch. `token_id` at `position` is the newest token, its KV not computed yet.
+    """Order to admit a sequence to the decode batch.
 
-    `held[r]` tokens lie on rank r; `blocks[r]` is rank r's table. A sequence whose next token has no place pauses.
-    `num_generated` tokens of the turn exist already (the prefill ring's first token counts); `history` holds them where
-    the sampling looks back at them.
+    `token_id` at `position` is the newest token; its KV is not computed yet. Rank r stores `held[r]` tokens under its
+    table `blocks[r]`. A sequence whose next token has no slot is preempted. `history.num_generated` counts the answer's
+    tokens so far, the prefill ring's first token among them.
     """
 
     sequence_id: str
@@ -22,15 +33,15 @@ class AdmitSequence:
     position: int
     held: tuple[int, ...]
     blocks: tuple[tuple[int, ...], ...]
-    sampling: Sampling
-    num_generated: int = 1
-    history: TokenHistory = NO_HISTORY
+    sampling: SamplingParameters
+    history: TokenHistory = ONE_TOKEN
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RemoveSequence:
-    """Leave the decode batch, or the prompts that wait, at the next step border; answered by an event with
-    FinishReason.ABORT.
+    """Order to remove a sequence from the decode batch, or from the waiting prompts, at the next step boundary.
+
+    The answer is an event with FinishReason.ABORT.
     """
 
     sequence_id: str
@@ -38,7 +49,7 @@ class RemoveSequence:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GrowSequence:
-    """Append `blocks[r]` to rank r's table at the next step border. One that left meanwhile is passed over."""
+    """Order to append `blocks[r]` to rank r's table at the next step boundary. Ignored for a sequence that has left."""
 
     sequence_id: str
     blocks: tuple[tuple[int, ...], ...]
@@ -46,17 +57,17 @@ class GrowSequence:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ComputePrompt:
-    """Compute tokens that follow what the ring holds of a sequence, in one step between two of the batch.
+    """Order to compute tokens after a sequence's stored ones, in one prefill step between two decode steps.
 
-    `held[r]` tokens lie on rank r, whose table `blocks[r]` has room for its share of the new ones as `balanced_layout`
-    lays them. Answered by an event with the token after them; the sequence does not join the batch by it.
+    Rank r stores `held[r]` tokens, and its table `blocks[r]` has room for its share of the new ones by
+    `balanced_layout`. The answer is an event with the token after them; the sequence does not join the batch.
     """
 
     sequence_id: str
     token_ids: tuple[int, ...]
     held: tuple[int, ...]
     blocks: tuple[tuple[int, ...], ...]
-    sampling: Sampling
+    sampling: SamplingParameters
     history: TokenHistory = NO_HISTORY
 
 
@@ -67,27 +78,27 @@ DecodeCommand = AdmitSequence | RemoveSequence | GrowSequence | ComputePrompt
 class DecodeEvent:
     """One token, or the end, or both, of a sequence. `kv_tokens` positions have their KV stored after this step.
 
-    `is_paused`: it left because its block tables are full, and may join again. `prompt_seconds`: the token is the first
-    after a prompt, which was computed in a step of so many seconds.
+    `is_preempted`: the sequence left because its block tables are full, and may join again. `prompt_seconds`: the token
+    is the first after a prompt, and is the time of that prompt's step.
     """
 
     sequence_id: str
     token_id: int | None
     finish_reason: FinishReason | None
     kv_tokens: int
-    is_paused: bool = False
+    is_preempted: bool = False
     logprobs: TokenLogprobs | None = None
     prompt_seconds: float | None = None
 
     @property
     def has_left(self) -> bool:
-        """Whether the sequence is out of the batch."""
-        return self.is_paused or self.finish_reason is not None
+        """True if the sequence is out of the batch."""
+        return self.is_preempted or self.finish_reason is not None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeEvents:
-    """Events from cursor `start` on; ask next from `stop`. Asking again from `start` returns the same events."""
+    """Events from cursor `start` on. The next poll asks from `stop`; a repeated one from `start` returns them again."""
 
     start: int
     stop: int

@@ -1,7 +1,11 @@
-"""What a ring can do, measured on itself at start: the cost model plans with these, not with data sheets."""
+"""Rates of a ring, measured by its ranks at start: the cost models plan with them, not with data sheets.
+
+`probe_rates` measures prefill, `probe_decode_rates` decode. Both are collective: every rank calls them together.
+"""
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
 from typing import Final
@@ -9,16 +13,18 @@ from typing import Final
 import torch
 
 from cp_core.attention.interface import AttentionBackend
+from cp_core.cost.decode_variant import DecodeRates
+from cp_core.cost.model import Rates
 from cp_core.transport.interface import RingTransport
 from workers.model.loading import DTYPES
-from workers.protocol.steps import ModelInfo, RingRates
+from workers.protocol.ranks import ModelInfo, RingRates
 
 SECONDS_PER_RATE: Final = 0.06
 GEMM_TOKENS: Final = 512
-# One chunk's queries against a prefix: far from the ends where overheads or caches rule.
+# Queries of one chunk against a prefix: far from the sizes where overheads or caches dominate.
 QUERY_TOKENS: Final = 512
 STORED_TOKENS: Final = 1024
-# Of one message: what a link carries in LINK_SECONDS, but not more than MOST and not less than LEAST.
+# Size of one message: the bytes that a link carries in LINK_SECONDS, between LEAST and MOST.
 LINK_SECONDS: Final = 0.1
 MOST_LINK_BYTES: Final = 4 << 20
 LEAST_LINK_BYTES: Final = 64 << 10
@@ -26,17 +32,23 @@ LINK_EXCHANGES: Final = 6
 LATENCY_EXCHANGES: Final = 40
 OVERLAP_EXCHANGES: Final = 5
 MOST_OVERLAP_BYTES: Final = 64 << 20
-# A ring of one sends nothing, and a model that divides by its rates must not meet infinity.
+# A ring of one sends nothing, and a model that divides by its rates needs a finite number.
 NO_LINK_BYTES_PER_SECOND: Final = 1e15
+
+DECODE_SECONDS_PER_RATE: Final = 0.05
+# Matrices multiplied in turn, as many as a layer has of this size, so that none stays in a cache.
+WEIGHT_COPIES: Final = 3
+BUSY_MESSAGES: Final = 40
+BUSY_MESSAGE_BYTES: Final = 64
 
 
 def probe_rates(
     info: ModelInfo, device: torch.device, backend: AttentionBackend, transport: RingTransport
 ) -> RingRates:
-    """Measure this rank and its link to the next one. Collective: every rank calls it at the same time."""
+    """Measure prefill on this rank, and its link to the next rank."""
     gemm = _gemm_flops(info, device)
-    attend = _attention(info, device, backend)
-    attention_seconds = _best_seconds(attend, device)
+    attend = _attention(info, device, backend, QUERY_TOKENS)
+    attention_seconds = min(_times_within(SECONDS_PER_RATE, attend, device))
     attention = 4.0 * QUERY_TOKENS * STORED_TOKENS * info.num_heads * info.head_dim / attention_seconds
     if transport.size == 1:
         bandwidth, latency, overlap = NO_LINK_BYTES_PER_SECOND, 0.0, 1.0
@@ -53,27 +65,86 @@ def probe_rates(
     )
 
 
+def probe_decode_rates(
+    rates: RingRates, info: ModelInfo, device: torch.device, backend: AttentionBackend, transport: RingTransport
+) -> DecodeRates:
+    """Measure decode on this rank with one row, and messages between busy ranks."""
+    dtype = DTYPES[info.dtype]
+    row = torch.ones(1, info.hidden_size, dtype=dtype, device=device)
+    weights = [
+        torch.ones(info.intermediate_size, info.hidden_size, dtype=dtype, device=device) for _ in range(WEIGHT_COPIES)
+    ]
+
+    def multiply() -> None:
+        for weight in weights:
+            torch.nn.functional.linear(row, weight)
+
+    multiply_seconds = _decode_seconds(multiply, device)
+    attend_seconds = _decode_seconds(_attention(info, device, backend, 1), device)
+    lone_seconds = _lone_seconds(multiply, multiply_seconds, transport, device)
+    weight_bytes = sum(weight.nbytes for weight in weights)
+    kv_bytes = 2 * STORED_TOKENS * info.num_kv_heads * info.head_dim * dtype.itemsize
+    return DecodeRates(
+        ring=Rates(
+            gemm_flops=rates.gemm_flops,
+            attention_flops=rates.attention_flops,
+            link_bytes_per_second=rates.link_bytes_per_second,
+            link_latency_seconds=rates.link_latency_seconds,
+            overlap=rates.overlap,
+        ),
+        weight_bytes_per_second=weight_bytes / multiply_seconds,
+        lone_weight_bytes_per_second=weight_bytes / lone_seconds,
+        kv_bytes_per_second=kv_bytes / attend_seconds,
+        busy_message_seconds=_busy_message_seconds(multiply, multiply_seconds, transport, device),
+    )
+
+
+# --- computation -----------------------------------------------------------------------------------------------------
+
+
 def _gemm_flops(info: ModelInfo, device: torch.device) -> float:
-    """FLOP/s of the model's widest linear layer."""
+    """Measure FLOP/s of the model's widest linear layer."""
     dtype = DTYPES[info.dtype]
     tokens = torch.ones(GEMM_TOKENS, info.hidden_size, dtype=dtype, device=device)
     weight = torch.ones(info.intermediate_size, info.hidden_size, dtype=dtype, device=device)
-    seconds = _best_seconds(lambda: torch.nn.functional.linear(tokens, weight), device)
+    seconds = min(_times_within(SECONDS_PER_RATE, lambda: torch.nn.functional.linear(tokens, weight), device))
     return 2.0 * GEMM_TOKENS * info.hidden_size * info.intermediate_size / seconds
 
 
-def _attention(info: ModelInfo, device: torch.device, backend: AttentionBackend) -> Callable[[], object]:
-    """Unmasked partial attention: 4 * T * S * H * D operations."""
+def _attention(info: ModelInfo, device: torch.device, backend: AttentionBackend, tokens: int) -> Callable[[], object]:
+    """Return unmasked partial attention of T `tokens` to S STORED_TOKENS: 4 * T * S * H * D operations."""
     dtype = DTYPES[info.dtype]
-    q = torch.ones(QUERY_TOKENS, info.num_heads, info.head_dim, dtype=dtype, device=device)
+    q = torch.ones(tokens, info.num_heads, info.head_dim, dtype=dtype, device=device)
     k = torch.ones(STORED_TOKENS, info.num_kv_heads, info.head_dim, dtype=dtype, device=device)
     scale = info.head_dim**-0.5
     return lambda: backend.partial_attention(q, k, k, causal=False, scale=scale)
 
 
+def _decode_seconds(run: Callable[[], object], device: torch.device) -> float:
+    return statistics.median(_times_within(DECODE_SECONDS_PER_RATE, run, device))
+
+
+def _lone_seconds(
+    compute: Callable[[], None], seconds_together: float, transport: RingTransport, device: torch.device
+) -> float:
+    """Measure `compute` on the first rank while the others wait; other ranks return `seconds_together`."""
+    if transport.size == 1:
+        return seconds_together
+    word, answers = torch.zeros(1, device=device), list(torch.empty(transport.size, 1, device=device))
+    transport.gather_all(word, answers).wait()
+    seconds = _decode_seconds(compute, device) if transport.rank == 0 else seconds_together
+    transport.gather_all(word, answers).wait()
+    # Ranks that share no memory would differ by chance alone: no rank gets slower by being alone.
+    return min(seconds, seconds_together)
+
+
+# --- messages --------------------------------------------------------------------------------------------------------
+
+
 def _link_bytes_per_second(transport: RingTransport, latency: float, device: torch.device) -> float:
-    """By messages that are as long as the slowest of all links carries in LINK_SECONDS: a ring over slow links starts
-    almost as soon as others.
+    """Measure the link with messages that the slowest of all links carries in LINK_SECONDS.
+
+    So a ring over slow links starts almost as soon as others.
     """
 
     def rate(num_bytes: int, repeats: int) -> float:
@@ -85,33 +156,39 @@ def _link_bytes_per_second(transport: RingTransport, latency: float, device: tor
 
 
 def _least_of_all(transport: RingTransport, own: int, device: torch.device) -> int:
-    """Of every rank's number; collective."""
+    """Return the smallest of the ranks' numbers; collective."""
     numbers = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(transport.size)]
     transport.gather_all(torch.tensor([own], device=device), numbers).wait()
     return min(int(number) for number in numbers)
 
 
 def _overlap(transport: RingTransport, attend: Callable[[], object], num_bytes: int, device: torch.device) -> float:
-    """How much of the shorter of two works, a message and attention of about its length, vanishes behind the other.
+    """Measure which share of the shorter of two tasks, a message and attention of its length, the other one hides.
 
-    0 where the cores that attend must move the message as well, 1 where something else moves it. Every rank sends as
+    0 where the cores that attend must move the message as well, 1 where other hardware moves it. Every rank sends as
     much as the slowest of them can hide.
     """
     common = _least_of_all(transport, max(1, min(num_bytes, MOST_OVERLAP_BYTES)), device)
     message = _exchange_seconds(transport, common, OVERLAP_EXCHANGES, device)
-    alone = _median_seconds(attend, OVERLAP_EXCHANGES, device)
+    alone = _upper_median([_seconds(attend, device) for _ in range(OVERLAP_EXCHANGES)])
     both = _exchange_seconds(transport, common, OVERLAP_EXCHANGES, device, meanwhile=attend)
     return min(1.0, max(0.0, (message + alone - both) / min(message, alone)))
 
 
-def _median_seconds(run: Callable[[], object], repeats: int, device: torch.device) -> float:
-    seconds = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        run()
-        _finish(device)
-        seconds.append(time.perf_counter() - start)
-    return sorted(seconds)[repeats // 2]
+def _busy_message_seconds(
+    compute: Callable[[], None], compute_seconds: float, transport: RingTransport, device: torch.device
+) -> float:
+    """Measure the time that a small exchange adds to `compute` before it, on average: a decode step has every delay."""
+    if transport.size == 1:
+        return 0.0
+    exchange = _exchange(transport, BUSY_MESSAGE_BYTES, device)
+
+    def run() -> None:
+        for _ in range(BUSY_MESSAGES):
+            compute()
+            exchange()
+
+    return max(0.0, _seconds(run, device) / BUSY_MESSAGES - compute_seconds)
 
 
 def _exchange_seconds(
@@ -121,36 +198,47 @@ def _exchange_seconds(
     device: torch.device,
     meanwhile: Callable[[], object] = lambda: None,
 ) -> float:
-    """Median time to send `num_bytes` to the next rank while receiving as much from the one before, and computing."""
+    """Measure the median time of an exchange of `num_bytes` with both neighbours, with a computation meanwhile."""
+    exchange = _exchange(transport, num_bytes, device, meanwhile)
+    return _upper_median([_seconds(exchange, device) for _ in range(repeats)])
+
+
+def _exchange(
+    transport: RingTransport, num_bytes: int, device: torch.device, meanwhile: Callable[[], object] = lambda: None
+) -> Callable[[], None]:
+    """Return a function that sends `num_bytes` to the next rank and receives as much from the previous one."""
     send = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-    recv = torch.empty_like(send)
+    received = torch.empty_like(send)
     after, before = (transport.rank + 1) % transport.size, (transport.rank - 1) % transport.size
-    seconds = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        under_way = transport.exchange(send, after, recv, before)
+
+    def run() -> None:
+        under_way = transport.exchange(send, after, received, before)
         meanwhile()
         under_way.wait()
-        _finish(device)
-        seconds.append(time.perf_counter() - start)
-    return sorted(seconds)[len(seconds) // 2]
+
+    return run
 
 
-def _best_seconds(run: Callable[[], object], device: torch.device) -> float:
-    """Shortest of the runs that fit in SECONDS_PER_RATE: whatever else the machine does only ever adds time."""
+# --- clock -----------------------------------------------------------------------------------------------------------
+
+
+def _times_within(budget: float, run: Callable[[], object], device: torch.device) -> list[float]:
+    """Time the runs that fit in `budget` seconds, at least one, after one run that is not counted."""
+    _seconds(run, device)
+    times: list[float] = []
+    deadline = time.perf_counter() + budget
+    while not times or time.perf_counter() < deadline:
+        times.append(_seconds(run, device))
+    return times
+
+
+def _seconds(run: Callable[[], object], device: torch.device) -> float:
+    start = time.perf_counter()
     run()
-    _finish(device)
-    best, deadline = float("inf"), time.perf_counter() + SECONDS_PER_RATE
-    while True:
-        start = time.perf_counter()
-        run()
-        _finish(device)
-        now = time.perf_counter()
-        best = min(best, now - start)
-        if now >= deadline:
-            return best
-
-
-def _finish(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+    return time.perf_counter() - start
+
+
+def _upper_median(seconds: list[float]) -> float:
+    return sorted(seconds)[len(seconds) // 2]

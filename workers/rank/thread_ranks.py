@@ -1,4 +1,4 @@
-"""Ranks as threads of one process, behind the port that Ray actors have: for tests, and to debug the control plane.
+"""Ranks as threads of one process, behind the same port as Ray actors: for tests, and to debug the control plane.
 
 Rings are `cp_core.transport.inprocess` rings; KV still crosses real sockets on loopback.
 """
@@ -13,58 +13,46 @@ from typing import TypeVar
 from cp_core.errors import RingserveError, Unavailable
 from cp_core.transport.inprocess import InProcessRing
 from workers.protocol.decode_commands import DecodeCommand, DecodeEvents
-from workers.protocol.steps import (
-    BlockPair,
-    KvExpect,
-    KvSend,
-    PrefillOutput,
-    PrefillStep,
-    RankDoors,
-    RankInfo,
-    RankSpec,
-    RankStatus,
-    RingRates,
-    RingSpec,
-    TransferKey,
-    TransferReport,
-)
+from workers.protocol.prefill_steps import PrefillOutput, PrefillStep
+from workers.protocol.ranks import RankEndpoints, RankInfo, RankSpec, RankStatus, RingRates, RingSpec
+from workers.protocol.transfers import BlockPair, KvExpect, KvSend, TransferKey, TransferReport
 from workers.rank.worker import RankWorker
 
 T = TypeVar("T")
 
 RATES = RingRates(gemm_flops=5e10, attention_flops=3e10, link_bytes_per_second=1e9, link_latency_seconds=2e-4)
-"""What threads report as measured: timing them would say nothing and differ from run to run."""
+"""Rates that threads report: measured rates of threads would mean nothing and differ from run to run."""
 
 
-class Meeting:
-    """The in-process rings of one ring of ranks, made when the first rank joins and says how many are tensor parallel.
+class ThreadRendezvous:
+    """In-process rings that the ranks of one ring join. Rank r of `num_ranks` is cp_rank * tp + tp_rank.
 
-    Rank r of `num_ranks` is cp_rank * tp + tp_rank.
+    The rings are made when the first rank joins, which tells how many ranks are tensor parallel.
     """
 
     def __init__(self, num_ranks: int, timeout_seconds: float) -> None:
         self._num_ranks = num_ranks
         self._timeout_seconds = timeout_seconds
         self._rings: list[InProcessRing] = []
-        self._groups: list[InProcessRing] = []
+        self._tensor_rings: list[InProcessRing] = []
 
     def join(self, worker: RankWorker, rank: int, tp: int) -> None:
-        """Attach a started worker to its ring and, with tensor parallelism, to its group."""
+        """Attach a started worker to its ring and, with tensor parallelism, to its tensor parallel group."""
         cp = self._num_ranks // tp
         if not self._rings:
             self._rings = [InProcessRing(cp, self._timeout_seconds) for _ in range(tp)]
-            self._groups = [InProcessRing(tp, self._timeout_seconds) for _ in range(cp)]
+            self._tensor_rings = [InProcessRing(tp, self._timeout_seconds) for _ in range(cp)]
         cp_rank, tp_rank = divmod(rank, tp)
-        group = self._groups[cp_rank].transports[tp_rank] if tp > 1 else None
-        worker.attach(self._rings[tp_rank].transports[cp_rank], group)
+        tensor = self._tensor_rings[cp_rank].transports[tp_rank] if tp > 1 else None
+        worker.attach(self._rings[tp_rank].transports[cp_rank], tensor)
 
 
 class ThreadRank:
-    """`RankPort` on a RankWorker in this process: one thread computes, others answer. `poisoned`: NaN in unused KV."""
+    """`RankPort` to a RankWorker in this process: one thread computes, others answer. `poisoned`: NaN in unused KV."""
 
-    def __init__(self, meeting: Meeting, rank: int, poisoned: bool) -> None:
+    def __init__(self, rendezvous: ThreadRendezvous, rank: int, poisoned: bool) -> None:
         self.worker = RankWorker()
-        self._meeting = meeting
+        self._rendezvous = rendezvous
         self._tp = 1
         self._rank = rank
         self._poisoned = poisoned
@@ -82,18 +70,18 @@ class ThreadRank:
             raise Unavailable(f"rank {self._rank} did not answer within {timeout} s") from None
         except RingserveError:
             raise
-        except Exception as error:  # as over Ray: whatever a rank raises, its ring is lost
+        except Exception as error:  # as over Ray: any error of a rank loses its ring
             raise Unavailable(f"rank {self._rank} failed: {type(error).__name__}: {error}") from error
 
     async def start(self, spec: RankSpec, timeout: float) -> RankInfo:
         self._tp = spec.tp
         return await self._run(self._others, timeout, lambda: self.worker.start(spec, poisoned=self._poisoned))
 
-    async def open_doors(self, timeout: float) -> RankDoors:
-        return RankDoors()
+    async def open_endpoints(self, timeout: float) -> RankEndpoints:
+        return RankEndpoints()
 
     async def join(self, ring: RingSpec, timeout: float) -> None:
-        self._meeting.join(self.worker, self._rank, self._tp)
+        self._rendezvous.join(self.worker, self._rank, self._tp)
 
     async def probe(self, timeout: float) -> RingRates:
         return RATES
@@ -147,7 +135,7 @@ class ThreadRank:
 
 
 class ThreadRanks:
-    """`RankFactory` of thread ranks. `made` holds those of the latest ring."""
+    """`RankFactory` of thread ranks. `made` holds the ranks of the latest ring."""
 
     def __init__(self, *, poisoned: bool = False, ring_timeout: float = 30.0) -> None:
         self.made: list[ThreadRank] = []
@@ -155,8 +143,8 @@ class ThreadRanks:
         self._ring_timeout = ring_timeout
 
     async def create(self, num_ranks: int, timeout: float) -> Sequence[ThreadRank]:
-        meeting = Meeting(num_ranks, self._ring_timeout)
-        self.made = [ThreadRank(meeting, rank, self._poisoned) for rank in range(num_ranks)]
+        rendezvous = ThreadRendezvous(num_ranks, self._ring_timeout)
+        self.made = [ThreadRank(rendezvous, rank, self._poisoned) for rank in range(num_ranks)]
         return self.made
 
     async def close(self) -> None:

@@ -1,7 +1,7 @@
-"""A rank: one model, one share of the KV, one place in a ring. What a ring leader calls by name.
+"""Rank of a ring: one model, one share of the KV, one place in the ring. A ring leader calls its methods by name.
 
-Plain and synchronous. `prefill`, `run_decode` and `probe` are collective and belong to one thread at a time, the
-compute thread; the KV methods, `submit`, `poll`, `status` and `stop` may be called from any thread meanwhile.
+The methods are synchronous. `prefill`, `run_decode` and `probe` are collective and run on one thread at a time, the
+compute thread. The KV methods, `submit`, `poll`, `status` and `stop` may be called from any thread meanwhile.
 
 T this rank's tokens.
 """
@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -21,68 +22,65 @@ from torch import Tensor
 
 from cp_core.attention.interface import AttentionBackend, select_backend
 from cp_core.transport.interface import RingTransport
-from workers.decode.batch import DecodeBatch
+from workers.decode.batch import BatchState
 from workers.decode.choice import DecodeChoice
-from workers.decode.header import LEADER, HeaderChannel
-from workers.decode.loop import DecodeFollower, DecodeLeader, LoopWork
+from workers.decode.loop import FollowingLoop, LeadingLoop, LoopWork
 from workers.decode.mailbox import DecodeMailbox
-from workers.decode.probe import probe_decode_rates
-from workers.decode.prompt import DecodePrompts
-from workers.decode.step import DecodePass
+from workers.decode.messages import LEADER, HeaderChannel
+from workers.decode.step import DecodePass, DecodePrompts
 from workers.kv.cache import KvCache
 from workers.kv.receiver import KvReceiver
 from workers.kv.sender import KvSender
 from workers.model.builtin import resolve_model_path
 from workers.model.loading import DTYPES, LoadedModel, load_model
 from workers.prefill.step import PrefillPass, ScoredRows, run_prefill
-from workers.progress import Progress
+from workers.progress import Progress, StepClock
 from workers.protocol.decode_commands import DecodeCommand, DecodeEvents
-from workers.protocol.steps import (
-    BlockPair,
-    KvExpect,
-    KvSend,
-    PrefillOutput,
-    PrefillStep,
-    RankDoors,
-    RankInfo,
-    RankSpec,
-    RankStatus,
-    RingRates,
-    RingSpec,
-    TokenLogprobs,
-    TransferKey,
-    TransferReport,
-)
+from workers.protocol.prefill_steps import PrefillOutput, PrefillStep
+from workers.protocol.ranks import RankEndpoints, RankInfo, RankSpec, RankStatus, RingRates, RingSpec
+from workers.protocol.transfers import BlockPair, KvExpect, KvSend, TransferKey, TransferReport
 from workers.rank.joining import RingJoining
-from workers.rank.probe import probe_rates
+from workers.rank.probe import probe_decode_rates, probe_rates
+from workers.sampling.draw import sample_rows
 from workers.sampling.logprobs import logprobs_of
-from workers.sampling.rows import sample_rows
-from workers.step_clock import StepClock
+from workers.sampling.parameters import TokenLogprobs
 
-# A decode loop that was asked to end sends its last header within a heartbeat; after this it is ended from outside.
+# A decode loop sends its last header within a heartbeat of its stop; after this time it is ended from outside.
 STOP_SECONDS = 3.0
-# Logits of at most so many prompt tokens are held at a time where the prompt's log-probabilities are asked for.
+# Most prompt tokens whose logits are in memory at a time, where the prompt's log-probabilities are asked for.
 SCORED_ROWS = 256
 
 
+@dataclass(frozen=True, slots=True)
+class RankParts:
+    """Parts of a started rank."""
+
+    spec: RankSpec
+    joining: RingJoining
+    model: LoadedModel
+    backend: AttentionBackend
+    choose_variant: DecodeChoice
+    cache: KvCache
+    receiver: KvReceiver
+    sender: KvSender
+    mailbox: DecodeMailbox
+
+
 class RankWorker:
-    """`start`, then `join` (or `attach`), then steps, then `stop`."""
+    """Rank in four stages: `start`, then `join` (or `attach`), then steps, then `stop`."""
 
     def __init__(self) -> None:
         self._progress = Progress()
         self._clock = StepClock()
         self._computing = threading.Lock()
-        self._spec: RankSpec
-        self._model: LoadedModel
-        self._backend: AttentionBackend
-        self._joining: RingJoining
-        self._cache: KvCache
-        self._receiver: KvReceiver | None = None
-        self._sender: KvSender | None = None
-        self._mailbox: DecodeMailbox
-        self._choose_variant: DecodeChoice
+        self._started: RankParts | None = None
         self._transport: RingTransport | None = None
         self._tensor: RingTransport | None = None
+
+    @property
+    def parts(self) -> RankParts:
+        assert self._started is not None, "the rank was not started"
+        return self._started
 
     def start(self, spec: RankSpec, *, poisoned: bool = False) -> RankInfo:
         """Load the model and open the KV receiver. `poisoned` fills the cache with NaN, for tests.
@@ -90,59 +88,66 @@ class RankWorker:
         Raises ModelRefused, ConfigError (dtype, attention backend, ring transport, decode variant, tp), Unavailable (no
         port to open).
         """
-        torch.set_num_threads(spec.num_threads)
-        self._spec = spec
-        self._joining = RingJoining(spec)
-        self._model = load_model(
-            resolve_model_path(spec.model_path),
-            spec.dtype,
-            spec.device,
-            Path(spec.model_path).name,
-            tp_rank=spec.tp_rank,
-            tp=spec.tp,
+        settings = spec.settings
+        torch.set_num_threads(settings.num_threads)
+        joining = RingJoining(spec)
+        path = resolve_model_path(settings.model_path)
+        model = load_model(
+            path, settings.dtype, settings.device, Path(settings.model_path).name, tp_rank=spec.tp_rank, tp=spec.tp
         )
-        info = self._model.info
-        self._backend = select_backend(spec.attention_backend, spec.device, DTYPES[info.dtype])
-        self._choose_variant = DecodeChoice(spec.decode_variant, self._model.share.shape, spec.cp)
-        self._cache = KvCache(
+        info, dtype = model.info, DTYPES[model.info.dtype]
+        backend = select_backend(settings.attention_backend, settings.device, dtype)
+        choose_variant = DecodeChoice(settings.decode_variant, model.share.shape, spec.cp)
+        cache = KvCache(
             num_layers=info.num_layers,
-            num_blocks=spec.num_blocks,
-            block_tokens=spec.block_tokens,
-            num_kv_heads=self._model.share.num_kv_heads,
+            num_blocks=settings.num_blocks,
+            block_tokens=settings.block_tokens,
+            num_kv_heads=model.share.num_kv_heads,
             head_dim=info.head_dim,
-            dtype=DTYPES[info.dtype],
-            device=spec.device,
-            head_start=self._model.head_start,
+            dtype=dtype,
+            device=settings.device,
+            head_start=model.head_start,
             poisoned=poisoned,
         )
-        self._receiver = KvReceiver(self._cache, spec.incarnation, listen_host=spec.listen_host, tls=spec.tls)
-        self._sender = KvSender(self._cache, spec.incarnation, checksums=spec.kv_checksums, tls=spec.tls)
-        self._mailbox = DecodeMailbox(spec.max_batch)
+        receiver = KvReceiver(cache, spec.incarnation, listen_host=settings.listen_host, tls=settings.tls)
+        self._started = RankParts(
+            spec=spec,
+            joining=joining,
+            model=model,
+            backend=backend,
+            choose_variant=choose_variant,
+            cache=cache,
+            receiver=receiver,
+            sender=KvSender(cache, spec.incarnation, checksums=settings.kv_checksums, tls=settings.tls),
+            mailbox=DecodeMailbox(settings.max_batch),
+        )
         return RankInfo(
             rank=spec.rank,
-            kv_endpoint=self._receiver.endpoint,
-            attention_backend=self._backend.name,
-            ring_transport=self._joining.backend,
+            kv_endpoint=receiver.endpoint,
+            attention_backend=backend.name,
+            ring_transport=joining.backend,
             pid=os.getpid(),
             model=info,
         )
 
-    def open_doors(self) -> RankDoors:
-        """Open the places where the ring will meet; every rank is told those of all. Raises Unavailable."""
-        return self._joining.open()
+    def open_endpoints(self) -> RankEndpoints:
+        """Open the endpoints for the ring's rendezvous; `join` takes those of all ranks. Raises Unavailable."""
+        return self.parts.joining.open()
 
     def join(self, ring: RingSpec) -> None:
-        """Meet the other ranks; collective. Raises Unavailable if they do not come within the ring's timeout."""
-        self.attach(*self._joining.join(ring))
+        """Join the ring; collective. Raises Unavailable if other ranks do not connect within the ring's timeout."""
+        self.attach(*self.parts.joining.join(ring))
 
     def attach(self, transport: RingTransport, tensor: RingTransport | None = None) -> None:
-        """Use rings that stand already: the in-process ones of tests. `tensor` joins the tp ranks of this cp rank."""
-        assert (transport.rank, transport.size) == (self._spec.cp_rank, self._spec.cp), "a place in another ring"
-        assert (tensor is None) == (self._spec.tp == 1), "a tensor parallel group where there is one"
+        """Use connected rings: the in-process ones of tests. `tensor` joins the tp ranks of this cp rank."""
+        spec = self.parts.spec
+        assert (transport.rank, transport.size) == (spec.cp_rank, spec.cp), "a place in another ring"
+        assert (tensor is None) == (spec.tp == 1), "a tensor parallel ring without tensor parallelism, or none with it"
         self._transport = transport
         if tensor is not None:
-            self._model.tensor.connect(tensor)
+            self.parts.model.tensor.connect(tensor)
             self._tensor = tensor
+        self._clock.watch(*self._transports)
 
     def probe(self) -> RingRates:
         """Measure this rank and its link; collective, about 0.5 s."""
@@ -150,50 +155,51 @@ class RankWorker:
             return self._probe(ring)
 
     def probe_between_steps(self, timeout: float) -> RingRates:
-        """First rank: as `probe`, by the decode loop of all ranks, which computes nothing else meanwhile.
+        """Measure as `probe` does, in the decode loop of all ranks; for the first rank. `timeout` in seconds.
 
-        Seconds. Raises Unavailable.
+        The loop computes nothing else meanwhile. Raises Unavailable.
         """
-        return self._mailbox.ask_rates(timeout)
+        return self.parts.mailbox.ask_rates(timeout)
 
     def _probe(self, ring: RingTransport) -> RingRates:
-        share, device = self._model.share, self._cache.device
-        rates = probe_rates(share, device, self._backend, ring)
-        self._choose_variant.measured(probe_decode_rates(rates, share, device, self._backend, ring))
+        parts = self.parts
+        share, device = parts.model.share, parts.cache.device
+        rates = probe_rates(share, device, parts.backend, ring)
+        parts.choose_variant.measured(probe_decode_rates(rates, share, device, parts.backend, ring))
         return rates
 
     def follow_decode_variant(self, policy: str) -> None:
-        """First rank: decode as `policy` says, from the next step on. Raises ConfigError for an unknown one."""
-        self._choose_variant.follow(policy)
+        """Choose decode variants by `policy` from the next step on; for the first rank. Raises ConfigError."""
+        self.parts.choose_variant.follow(policy)
 
     def fill_kv(self, seed: int) -> None:
-        """Random numbers in every slot of the cache: measurements of decode need KV, whatever it says."""
-        self._cache.fill_random(seed)
+        """Fill the cache with random numbers: measurements of decode need KV, of any value."""
+        self.parts.cache.fill_random(seed)
 
     # --- prefill -----------------------------------------------------------------------------------------------------
 
     def prefill(self, step: PrefillStep) -> PrefillOutput:
-        """Compute the new tokens of a step, store their KV, sample what is to be sampled here. Collective.
+        """Compute the new tokens of a step, store their KV, and sample the sequences that end here. Collective.
 
-        Raises Unavailable if the ring breaks, TransferError if a hand-off cannot be begun.
+        Raises Unavailable if the ring breaks, TransferError if a transfer cannot begin.
         """
         self._begin_sends(step)
         with self._compute() as ring:
-            began, waited = time.perf_counter(), self._seconds_waited(ring)
-            with self._clock.step(*self._transports):
+            model, began, waited = self.parts.model, time.perf_counter(), self._clock.seconds_waited
+            with self._clock.step():
                 forward, states = self._run_prefill(step, ring)
-            logits = self._model.logits(states[[last.row for last in forward.last_rows]])
+            logits = model.logits(states[[last.row for last in forward.last_rows]])
             names = [last.sequence_id for last in forward.last_rows]
-            draws = self._spec.tp_rank == 0
-            sampled = dict(zip(names, sample_rows(forward.last_rows, logits), strict=True)) if draws else {}
+            samples = self.parts.spec.tp_rank == 0
+            sampled = dict(zip(names, sample_rows(forward.last_rows, logits), strict=True)) if samples else {}
             scores = self._score(forward.scored_rows, states)
             self._progress.stepped(running=0)
             return PrefillOutput(
                 tokens={name: drawn.token_id for name, drawn in sampled.items()},
                 logprobs={name: drawn.logprobs for name, drawn in sampled.items() if drawn.logprobs is not None},
-                scores=scores if draws else {},
+                scores=scores if samples else {},
                 seconds=time.perf_counter() - began,
-                wait_seconds=self._seconds_waited(ring) - waited,
+                wait_seconds=self._clock.seconds_waited - waited,
             )
 
     @property
@@ -201,132 +207,131 @@ class RankWorker:
         return tuple(each for each in (self._transport, self._tensor) if each is not None)
 
     def _score(self, scored: Sequence[ScoredRows], states: Tensor) -> dict[str, dict[int, TokenLogprobs]]:
-        """By sequence and position, a few rows at a time: logits of a whole step would take as much memory as its KV.
+        """Return log-probabilities by sequence and position; collective over tensor parallel ranks.
 
-        The tensor parallel ranks of one rank of the ring make the logits together.
+        A few rows at a time: logits of a whole step would take as much memory as its KV.
         """
         scores: dict[str, dict[int, TokenLogprobs]] = {}
         for each in scored:
             own = scores.setdefault(each.sequence_id, {})
             for begin in range(0, len(each.rows), SCORED_ROWS):
                 part = slice(begin, begin + SCORED_ROWS)
-                found = logprobs_of(
-                    self._model.logits(states[list(each.rows[part])]), each.token_ids[part], each.num_top
-                )
+                logits = self.parts.model.logits(states[list(each.rows[part])])
+                found = logprobs_of(logits, each.token_ids[part], each.num_top)
                 own.update(zip(each.positions[part], found, strict=True))
         return scores
 
-    def _seconds_waited(self, ring: RingTransport) -> float:
-        return ring.stats.seconds_waited + (self._tensor.stats.seconds_waited if self._tensor else 0.0)
-
     def prefill_logits(self, step: PrefillStep) -> Tensor:
-        """As `prefill`, but nothing is sampled: logits[T, vocab_size] of all tokens here, low chunk then high chunk of
-        each sequence. For comparisons with other implementations.
+        """Run a prefill step without sampling -> logits[T, vocab_size] of all tokens here, for comparisons.
+
+        The order is that of the sequences, each with its low chunk, then its high chunk.
         """
         self._begin_sends(step)
         with self._compute() as ring:
             _, states = self._run_prefill(step, ring)
-            return self._model.logits(states)
+            return self.parts.model.logits(states)
 
     def _begin_sends(self, step: PrefillStep) -> None:
-        """Before the ring computes: a transfer that cannot be begun must fail its step and not the ring."""
+        """Begin transfers before the ring computes: a transfer that cannot begin fails its step, not the ring."""
         for sequence in step.sequences:
             for send in sequence.sends:
-                self._kv_sender.begin(send)
+                self.parts.sender.begin(send)
 
     def _run_prefill(self, step: PrefillStep, ring: RingTransport) -> tuple[PrefillPass, Tensor]:
-        """(the pass, hidden states [T, hidden_size]) of this rank's tokens."""
+        """Run the step -> (the pass, hidden states [T, hidden_size]) of this rank's tokens."""
         self._progress.alive(running=len(step.sequences))
-        return run_prefill(step, self._model, ring, self._cache, self._backend, self._kv_sender.layer_ready)
+        parts = self.parts
+        return run_prefill(step, parts.model, ring, parts.cache, parts.backend, parts.sender.layer_ready)
 
     # --- decode ------------------------------------------------------------------------------------------------------
 
     def run_decode(self) -> None:
-        """Step the decode batch until `stop`. All ranks of the ring call it; the first leads.
+        """Run the decode loop until `stop`. All ranks of the ring call it; the first leads.
 
         Raises Unavailable if the ring breaks; then `submit` and `poll` of the first rank raise it as well.
         """
+        parts, spec = self.parts, self.parts.spec
         with self._compute() as ring:
-            batch = DecodeBatch(ring.rank, ring.size, self._spec.block_tokens)
-            step = DecodePass(self._model, ring, self._cache, self._backend, batch)
-            prompts = DecodePrompts(self._model, ring, self._cache, self._backend)
-            step.clock = prompts.clock = self._clock
-            step.timed = prompts.timed = self._transports
-            channel = HeaderChannel(self._header_hops(ring), self._spec.max_batch, self._cache.device)
+            batch = BatchState(ring.rank, ring.size, spec.settings.block_tokens)
+            step = DecodePass(parts.model, ring, parts.cache, parts.backend, batch, self._clock)
+            prompts = DecodePrompts(parts.model, ring, parts.cache, parts.backend, self._clock)
+            channel = HeaderChannel(self._header_hops(ring), spec.settings.max_batch, parts.cache.device)
             work = LoopWork(batch, step, prompts, partial(self._probe, ring))
-            if self._spec.rank != LEADER:
-                DecodeFollower(channel, work, self._progress).run()
+            if spec.rank != LEADER:
+                FollowingLoop(channel, work, self._progress).run()
                 return
             try:
-                DecodeLeader(channel, work, self._progress, self._choose_variant, self._mailbox).run()
+                LeadingLoop(channel, work, self._progress, parts.choose_variant, parts.mailbox).run()
             except Exception as error:
-                self._mailbox.close(f"the decode loop of {self._spec.ring} broke: {error}")
+                parts.mailbox.close(f"the decode loop of {spec.ring} broke: {error}")
                 raise
 
     def _header_hops(self, ring: RingTransport) -> tuple[RingTransport, ...]:
-        """Headers go round the ring of the first heads, and from each of its ranks to the others of its group."""
+        """Return the rings of a header's path: the ring of the first heads, then each rank's tensor parallel group."""
         if self._tensor is None:
             return (ring,)
-        return (ring, self._tensor) if self._spec.tp_rank == 0 else (self._tensor,)
+        return (ring, self._tensor) if self.parts.spec.tp_rank == 0 else (self._tensor,)
 
     def submit(self, commands: Sequence[DecodeCommand]) -> None:
-        """First rank: hand commands to the next step border. Raises Unavailable once the loop has ended."""
-        self._mailbox.submit(commands)
+        """Queue commands for the next step boundary; for the first rank. Raises Unavailable once the loop has ended."""
+        self.parts.mailbox.submit(commands)
 
     def poll(self, after: int, timeout: float) -> DecodeEvents:
-        """First rank: events from cursor `after` on, waiting up to `timeout` seconds for the first. May be repeated.
+        """Return events from cursor `after` on; for the first rank. May be repeated.
 
-        Raises Unavailable once the loop has ended and all its events were fetched.
+        Waits up to `timeout` seconds for the first event. Raises Unavailable once the loop has ended and all its events
+        were fetched.
         """
-        return self._mailbox.poll(after, timeout)
+        return self.parts.mailbox.poll(after, timeout)
 
     # --- KV transfer -------------------------------------------------------------------------------------------------
 
     def expect_kv(self, expect: KvExpect) -> None:
-        """Open blocks to a transfer."""
-        self._kv_receiver.expect(expect)
+        """Open blocks to an incoming transfer."""
+        self.parts.receiver.expect(expect)
 
     def await_kv(self, key: TransferKey, timeout: float) -> TransferReport:
-        """Wait until all of it arrived. Raises TransferError, Unavailable."""
-        return self._kv_receiver.wait_sealed(key, timeout)
+        """Wait until the whole transfer has arrived. Raises TransferError, Unavailable."""
+        return self.parts.receiver.wait_sealed(key, timeout)
 
     def drop_kv(self, key: TransferKey) -> None:
-        """After this returns no byte of the transfer is written any more. May be repeated."""
-        self._kv_receiver.drop(key)
+        """End an incoming transfer: after the return none of its bytes is written. May be repeated."""
+        self.parts.receiver.drop(key)
 
     def copy_blocks(self, pairs: Sequence[BlockPair]) -> None:
-        """Copy whole blocks of this rank's cache; they are done when this returns. Nobody writes to them meanwhile."""
+        """Copy whole blocks of this rank's cache, and wait for the copies. The caller lets nothing write to them."""
         for pair in pairs:
-            self._cache.copy_block(pair.source, pair.destination)
-        done = self._cache.fence()
+            self.parts.cache.copy_block(pair.source, pair.destination)
+        done = self.parts.cache.fence()
         if done is not None:
             done.synchronize()
 
     def send_kv(self, send: KvSend, timeout: float) -> TransferReport:
         """Send KV that is complete in all layers, and wait until it arrived. Raises TransferError, Unavailable."""
-        return self._kv_sender.send_all(send, timeout)
+        return self.parts.sender.send_all(send, timeout)
 
     def finish_sends(self, key: TransferKey, timeout: float) -> TransferReport:
-        """Wait until all that prefill steps began to send under `key` arrived. Raises TransferError, Unavailable."""
-        return self._kv_sender.finish(key, timeout)
+        """Wait until everything that prefill steps send under `key` has arrived. Raises TransferError, Unavailable."""
+        return self.parts.sender.finish(key, timeout)
 
     def abandon_send(self, key: TransferKey) -> None:
-        """After this returns the transfer reads no block any more. May be repeated."""
-        self._kv_sender.abandon(key)
+        """Give up an outgoing transfer: after the return it reads no block. May be repeated."""
+        self.parts.sender.abandon(key)
 
     # --- life --------------------------------------------------------------------------------------------------------
 
     def status(self) -> RankStatus:
+        receiver = self._started.receiver if self._started else None
         return RankStatus(
             steps=self._progress.steps,
             seconds_since_step=self._progress.seconds_since_step,
             running=self._progress.running,
-            open_transfers=self._receiver.num_open if self._receiver else 0,
+            open_transfers=receiver.num_open if receiver else 0,
             decode_variant=self._progress.decode_variant,
             step_seconds=self._clock.step_seconds,
             wait_seconds=self._clock.wait_seconds,
             bytes_sent=sum(transport.stats.bytes_sent for transport in self._transports),
-            stalled_seconds=self._receiver.stalled_seconds if self._receiver else 0.0,
+            stalled_seconds=receiver.stalled_seconds if receiver else 0.0,
             communication_seconds=self._clock.communication_seconds,
             step_counts=tuple(self._clock.step_counts),
         )
@@ -334,41 +339,32 @@ class RankWorker:
     def stop(self) -> None:
         """End the decode loop, leave the ring, close receiver and sender. May be repeated, and called half started.
 
-        Of a ring all ranks are to be stopped at the same time: the first tells the others that the loop has ended, and
-        one that hears nothing of it in STOP_SECONDS breaks off.
+        All ranks of a ring are stopped at the same time. The first rank tells the others that the loop has ended; a
+        rank that hears nothing within STOP_SECONDS ends its loop itself.
         """
-        if hasattr(self, "_mailbox"):
-            self._mailbox.close("the ring is being stopped")
-        if hasattr(self, "_joining"):
-            self._joining.close()
+        parts = self._started
+        if parts is not None:
+            parts.mailbox.close("the ring is being stopped")
+            parts.joining.close()
         if self._computing.acquire(timeout=STOP_SECONDS):
             self._computing.release()
-        for part in (self._transport, self._tensor, self._sender, self._receiver):
-            if part is not None:
-                part.close()
+        for transport in self._transports:
+            transport.close()
+        if parts is not None:
+            parts.sender.close()
+            parts.receiver.close()
 
     @contextmanager
     def _compute(self) -> Iterator[RingTransport]:
-        """Be the compute thread. A rank that fails leaves the ring, so that its peers fail too instead of waiting."""
+        """Make the caller the compute thread. A rank that fails leaves the ring, so that its peers fail as well."""
         assert self._transport is not None, "the rank has joined no ring"
         assert self._computing.acquire(blocking=False), "the rank is computing in another thread"
         try:
             with torch.inference_mode():
                 yield self._transport
         except BaseException:
-            self._transport.close()
-            if self._tensor is not None:
-                self._tensor.close()
+            for transport in self._transports:
+                transport.close()
             raise
         finally:
             self._computing.release()
-
-    @property
-    def _kv_receiver(self) -> KvReceiver:
-        assert self._receiver is not None, "the rank was not started"
-        return self._receiver
-
-    @property
-    def _kv_sender(self) -> KvSender:
-        assert self._sender is not None, "the rank was not started"
-        return self._sender

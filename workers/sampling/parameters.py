@@ -15,7 +15,7 @@ class TokenBias:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sampling:
+class SamplingParameters:
     """How tokens are chosen. temperature 0 is greedy; otherwise softmax(logits / temperature) drawn by `seed`.
 
     The draw at position p depends only on (seed, p), so it is the same for every ring size and batch.
@@ -72,7 +72,7 @@ class TokenHistory:
     answer_ids: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, sampling: Sampling, prompt: Iterable[int], answer: Sequence[int] = ()) -> TokenHistory:
+    def of(cls, sampling: SamplingParameters, prompt: Iterable[int], answer: Sequence[int] = ()) -> TokenHistory:
         """What `sampling` needs of a whole prompt and the answer so far."""
         return cls(
             num_generated=len(answer),

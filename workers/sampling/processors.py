@@ -22,7 +22,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from workers.sampling.parameters import NO_HISTORY, Sampling, TokenHistory
+from workers.sampling.parameters import NO_HISTORY, SamplingParameters, TokenHistory
 
 Logits = npt.NDArray[np.float64]
 
@@ -33,7 +33,7 @@ class RowSampler:
     Every rank of a decode ring keeps one a row, told of every token, since any of them may have to draw.
     """
 
-    def __init__(self, sampling: Sampling, history: TokenHistory = NO_HISTORY) -> None:
+    def __init__(self, sampling: SamplingParameters, history: TokenHistory = NO_HISTORY) -> None:
         self.sampling = sampling
         self.num_generated = history.num_generated
         # Whether the row's logits have to be looked at by themselves.
@@ -89,7 +89,7 @@ class RowSampler:
         return self._counts
 
 
-def filtered(logits: Logits, sampling: Sampling) -> Logits:
+def filtered(logits: Logits, sampling: SamplingParameters) -> Logits:
     """[V] logits after temperature with -inf for tokens that are not to be drawn.
 
     Of tokens with equal logits at the border of top_p the one with the smaller id stays.

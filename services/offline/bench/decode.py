@@ -21,7 +21,8 @@ from services.offline.bench.ring_processes import RingProcesses, Seat
 from services.offline.bench.rounds import Contender, Sample, Series, alternate, peak_memory_bytes
 from workers.model.info import read_model_info
 from workers.protocol.decode_commands import AdmitSequence
-from workers.protocol.steps import ModelInfo, Sampling
+from workers.protocol.ranks import ModelInfo
+from workers.sampling.parameters import SamplingParameters
 
 EVENT_SECONDS = 120.0
 LOOP_END_SECONDS = 10.0
@@ -103,7 +104,7 @@ class DecodeStation:
             position=case.context,
             held=level_counts((0,) * ranks, case.context),
             blocks=(tuple(range(row * each, (row + 1) * each)),) * ranks,
-            sampling=Sampling(max_tokens=case.steps + 1),
+            sampling=SamplingParameters(max_tokens=case.steps + 1),
         )
 
 

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from workers.protocol.steps import ModelInfo
+from workers.protocol.ranks import ModelInfo
 
 # The yardstick of every run, by this name in every report.
 GEMM = "GEMM"

@@ -14,7 +14,7 @@ from transformers.utils.logging import disable_progress_bar
 from services.offline.bench.ring_processes import Seat
 from workers.model.builtin import resolve_model_path
 from workers.model.info import read_model_info
-from workers.protocol.steps import RankSpec
+from workers.protocol.ranks import RankSettings, RankSpec
 from workers.rank.worker import RankWorker
 
 BLOCK_TOKENS = 16
@@ -29,15 +29,16 @@ def start_worker(seat: Seat, role: str, model: str, num_blocks: int, max_batch: 
     worker = RankWorker()
     worker.start(
         RankSpec(
-            role=role,
             ring=f"bench-{role}",
             rank=seat.rank,
             num_ranks=seat.num_ranks,
             incarnation=f"bench-{role}@{seat.port}",
-            model_path=model,
-            num_blocks=num_blocks,
-            block_tokens=BLOCK_TOKENS,
-            max_batch=max_batch,
+            settings=RankSettings(
+                model_path=model,
+                num_blocks=num_blocks,
+                block_tokens=BLOCK_TOKENS,
+                max_batch=max_batch,
+            ),
         )
     )
     worker.attach(seat.transport)

@@ -20,7 +20,9 @@ from services.offline.bench.rounds import Contender, Sample, Series, alternate, 
 from services.offline.reference import StockModel
 from workers.model.builtin import resolve_model_path
 from workers.model.info import read_model_info
-from workers.protocol.steps import Algorithm, ModelInfo, PrefillStep, Sampling, SequencePrefill, TokenIds
+from workers.protocol.prefill_steps import Algorithm, PrefillStep, SequencePrefill, TokenIds
+from workers.protocol.ranks import ModelInfo
+from workers.sampling.parameters import SamplingParameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +53,7 @@ class RingStation:
             layout=balanced_layout(0, len(task.token_ids), held),
             cached=held,
             blocks=tuple(range(self._num_blocks)),
-            sample=Sampling(),
+            sample=SamplingParameters(),
         )
         step = PrefillStep(algorithm=self._algorithm, sequences=(sequence,))
         return timed(self._seat.transport, lambda: self._worker.prefill(step))

@@ -33,7 +33,9 @@ from orchestration.protocol.turns import (
 from orchestration.protocol.views import RingStatus
 from orchestration.router.router import Router, RouterSettings
 from services.config.rings import DecodeConfig
-from workers.protocol.steps import Algorithm, ModelInfo, RingRates, Sampling, TokenIds
+from workers.protocol.prefill_steps import Algorithm, TokenIds
+from workers.protocol.ranks import ModelInfo, RingRates
+from workers.sampling.parameters import SamplingParameters
 
 INCARNATION = "first"
 VOCABULARY = 32_000
@@ -316,7 +318,7 @@ class _Bench:
             conversation_id=name,
             prompt_mode=PromptMode.APPEND if turn else PromptMode.WHOLE_HISTORY,
             token_ids=new,
-            sampling=Sampling(temperature=0.0, seed=0, max_tokens=load.answer, stop_token_ids=()),
+            sampling=SamplingParameters(temperature=0.0, seed=0, max_tokens=load.answer, stop_token_ids=()),
             deadline_seconds=60.0,
         )
         began, computing = time.perf_counter(), time.thread_time()

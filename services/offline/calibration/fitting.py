@@ -18,7 +18,7 @@ from ringserve.v1 import inference_pb2
 from services.offline.bench.figures import paired_ratio
 from services.offline.calibration.measurement import Cell, Measurement
 from workers.model.info import ELEMENT_BYTES
-from workers.protocol.steps import RingRates
+from workers.protocol.ranks import RingRates
 
 LEAST_SECONDS = 1e-6
 """Of a constant before it is fitted: one that is 0 would stay so."""

@@ -14,7 +14,7 @@ from cp_core.errors import Busy, ConfigError, NotFound, Unavailable
 from ringserve.v1 import inference_pb2
 from services.client import Client
 from services.rpc.answer import collect
-from workers.protocol.steps import RING_ALGORITHMS, Algorithm
+from workers.protocol.prefill_steps import RING_ALGORITHMS, Algorithm
 
 NEW_TOKENS = (32, 128, 512, 2048)
 CACHED_TOKENS = (0, 1024, 4096)

@@ -16,7 +16,7 @@ from cp_core.errors import ConfigError
 from orchestration.placement.placer import TIE
 from services.offline.planning.models import PlannedModel
 from services.offline.planning.sizing import RingShape
-from workers.protocol.steps import Algorithm
+from workers.protocol.prefill_steps import Algorithm
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

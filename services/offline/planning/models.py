@@ -13,7 +13,7 @@ from cp_core.cost.model import ModelShape
 from cp_core.errors import ConfigError, ModelRefused
 from workers.model.builtin import resolve_model_path
 from workers.model.info import read_json, read_model_info
-from workers.protocol.steps import ModelInfo
+from workers.protocol.ranks import ModelInfo
 
 BFLOAT16_BYTES = 2
 

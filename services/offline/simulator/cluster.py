@@ -21,7 +21,7 @@ from orchestration.protocol.settings import PrefillScheduling
 from orchestration.protocol.turns import RingRegistration
 from services.offline.simulator.rings import Clock, SimulatedDecodeRing, SimulatedPrefillRing
 from services.offline.simulator.trace import MadeTrace, TracedConversation, TraceShape
-from workers.protocol.steps import ModelInfo, RingRates
+from workers.protocol.ranks import ModelInfo, RingRates
 
 # Mean contexts of a decode batch are rounded to this: a step of 1,000 tokens more takes no longer that one could see.
 CONTEXT_GRAIN = 1_000

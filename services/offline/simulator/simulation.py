@@ -31,7 +31,7 @@ from services.offline.simulator.rings import (
     SimulatedPrefillRing,
 )
 from services.offline.simulator.trace import TracedConversation, TracedTurn
-from workers.protocol.steps import Algorithm
+from workers.protocol.prefill_steps import Algorithm
 
 RETRY_SECONDS = 5.0
 """After which a turn that found no room asks again, where no ring said when."""

@@ -8,7 +8,7 @@ import numpy as np
 
 from cp_core.layout.shards import ShardMap, TokenRange
 from ringserve.v1 import inference_pb2
-from workers.protocol.steps import TokenIds
+from workers.protocol.prefill_steps import TokenIds
 
 
 def token_array(token_ids: Iterable[int]) -> TokenIds:

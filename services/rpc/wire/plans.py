@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from cp_core.layout.shards import TokenRange
 from orchestration.protocol.turns import CachedSource, PlannedChunk, PromptMode, RingAlternative, TurnPlan
 from ringserve.v1 import inference_pb2
-from workers.protocol.steps import Algorithm
+from workers.protocol.prefill_steps import Algorithm
 
 
 def chunks_to(chunks: Iterable[PlannedChunk]) -> list[inference_pb2.Chunk]:

@@ -13,7 +13,8 @@ from orchestration.protocol.views import (
     ServerView,
 )
 from ringserve.v1 import inference_pb2, router_pb2
-from workers.protocol.steps import Algorithm, RingRates
+from workers.protocol.prefill_steps import Algorithm
+from workers.protocol.ranks import RingRates
 
 
 def registration_to(ring: RingRegistration) -> router_pb2.RegisterRingRequest:

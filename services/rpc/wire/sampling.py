@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ringserve.v1 import inference_pb2, rings_pb2
-from workers.sampling.parameters import Sampling, TokenBias, TokenLogprobs
+from workers.sampling.parameters import SamplingParameters, TokenBias, TokenLogprobs
 
 
-def sampling_to(sampling: Sampling) -> rings_pb2.Sampling:
+def sampling_to(sampling: SamplingParameters) -> rings_pb2.Sampling:
     return rings_pb2.Sampling(
         temperature=sampling.temperature,
         seed=sampling.seed,
@@ -28,8 +28,8 @@ def sampling_to(sampling: Sampling) -> rings_pb2.Sampling:
     )
 
 
-def sampling_from(message: rings_pb2.Sampling) -> Sampling:
-    return Sampling(
+def sampling_from(message: rings_pb2.Sampling) -> SamplingParameters:
+    return SamplingParameters(
         temperature=message.temperature,
         seed=message.seed,
         max_tokens=message.max_tokens,

@@ -32,7 +32,8 @@ from services.rpc.wire.sampling import (
     sampling_from,
     sampling_to,
 )
-from workers.protocol.steps import Algorithm, FinishReason
+from workers.protocol.decode_commands import FinishReason
+from workers.protocol.prefill_steps import Algorithm
 
 PROMPT_MODES = {
     PromptMode.AUTO: inference_pb2.PROMPT_MODE_UNSPECIFIED,

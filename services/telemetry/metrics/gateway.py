@@ -6,7 +6,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from ringserve.v1 import inference_pb2
 from services.telemetry.metrics.registry import INTER_TOKEN, RATIO, REQUEST, TIME_TO_FIRST_TOKEN, TOKENS, new_registry
-from workers.protocol.steps import Algorithm, FinishReason
+from workers.protocol.decode_commands import FinishReason
+from workers.protocol.prefill_steps import Algorithm
 
 REFUSALS = (
     "invalid_argument",

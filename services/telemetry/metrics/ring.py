@@ -15,7 +15,7 @@ from cp_core.cost.decode_variant import VARIANT_POLICIES
 from orchestration.protocol.rings import RingState
 from orchestration.protocol.views import RingStatus
 from orchestration.ring.leader import RingLeader
-from workers.protocol.steps import STEP_BOUNDS, RankStatus
+from workers.protocol.ranks import STEP_BOUNDS, RankStatus
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from cp_core.errors import ConfigError
 from orchestration.protocol.tracing import Attributes, NoTracer, Stretch, Tracer
 from orchestration.protocol.turns import BegunTurn
 from ringserve.v1 import inference_pb2
-from workers.protocol.steps import FinishReason
+from workers.protocol.decode_commands import FinishReason
 
 CLOSE_SECONDS = 3.0
 """How long a process that ends waits for its last spans to be taken."""

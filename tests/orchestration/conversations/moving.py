@@ -33,11 +33,11 @@ def kv_of(leader: Leader, kv_id: str) -> Tensor:
     """[T, 2 * layers, K, D] of all tokens that a ring keeps of a sequence, by position."""
     sequence = leader.ring.pool.get(kv_id)
     assert sequence is not None
-    tp, size = leader.settings.tp, leader.settings.block_tokens
+    tp, size = leader.settings.ranks.tp, leader.settings.ranks.block_tokens
     by_position: dict[int, Tensor] = {}
     for rank, ranges in enumerate(sequence.shards.ranks):
         positions = [position for part in ranges for position in range(part.start, part.stop)]
-        caches = [port.worker._cache for port in leader.ring.ranks[rank * tp : (rank + 1) * tp]]  # type: ignore[attr-defined]
+        caches = [port.worker.parts.cache for port in leader.ring.ranks[rank * tp : (rank + 1) * tp]]  # type: ignore[attr-defined]
         slots = torch.from_numpy(slots_of(sequence.table(rank), torch.arange(len(positions)).numpy(), size))
         shares = [torch.stack([layer[slots] for layer in (*cache.k_layers, *cache.v_layers)], 1) for cache in caches]
         by_position |= dict(zip(positions, torch.cat(shares, dim=2), strict=True))

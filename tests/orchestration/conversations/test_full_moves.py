@@ -25,7 +25,11 @@ def service(model_paths: Mapping[str, Path], oracles: Mapping[str, Oracle]) -> D
     made = Draining(model_paths[KIND], oracles[KIND], num_blocks=NUM_BLOCKS, other_prefill=[], other_decode=[3])
     for name, leader in made.peers.leaders.items():
         blocks = NUM_BLOCKS * (1 if name == "decode-0" else 4)
-        leader.ring.settings = replace(leader.ring.settings, num_blocks=blocks, announce_interval=3600.0)
+        leader.ring.settings = replace(
+            leader.ring.settings,
+            ranks=replace(leader.ring.settings.ranks, num_blocks=blocks),
+            announce_interval=3600.0,
+        )
         leader.settings = replace(leader.settings, announce_interval=3600.0)
     return made
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from cp_core.errors import InvalidRequest, NotFound
 from orchestration.conversations.prompts import common_prefix, repeats_history, resolve_prompt
 from orchestration.protocol.turns import PromptMode
-from workers.protocol.steps import TokenIds
+from workers.protocol.prefill_steps import TokenIds
 
 AUTO, APPEND, WHOLE, NEW = PromptMode.AUTO, PromptMode.APPEND, PromptMode.WHOLE_HISTORY, PromptMode.NEW
 

@@ -9,7 +9,8 @@ from orchestration.decode.turn import DecodeTurn
 from orchestration.protocol.handoff import HandoffState
 from orchestration.protocol.turns import Reservation, Reserve
 from orchestration.ring.kv_pool import KvPool
-from workers.protocol.steps import Sampling, TransferKey
+from workers.protocol.transfers import TransferKey
+from workers.sampling.parameters import SamplingParameters
 
 BLOCK_TOKENS = 4
 PROMPT_TOKENS = 10
@@ -39,7 +40,7 @@ def decode_turn(
         num_tokens=PROMPT_TOKENS,
         deadline_seconds=60.0,
         source_incarnation="prefill",
-        sampling=Sampling(max_tokens=max_tokens, stop_token_ids=stop_token_ids),
+        sampling=SamplingParameters(max_tokens=max_tokens, stop_token_ids=stop_token_ids),
     )
     reservation = Reservation(
         incarnation="decode", retained_tokens=0, shards=ShardMap.empty(num_ranks), kv_endpoints=("kv:0",) * num_ranks

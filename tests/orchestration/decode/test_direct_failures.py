@@ -23,9 +23,9 @@ from orchestration.protocol.turns import PromptMode, TurnRequest
 from tests.orchestration.service import Answer, Service
 from tests.waiting import eventually
 from tests.workers.models import Oracle, random_tokens
-from workers.decode.batch import Prompt
-from workers.decode.prompt import DecodePrompts
-from workers.protocol.steps import Algorithm
+from workers.decode.step import DecodePrompts
+from workers.protocol.decode_commands import ComputePrompt
+from workers.protocol.prefill_steps import Algorithm
 from workers.sampling.parameters import Sampled
 
 DIRECT = Algorithm.DECODE_RING
@@ -42,7 +42,7 @@ def held_prompts(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Ev
     begun, may_go_on = threading.Event(), threading.Event()
     run = DecodePrompts.run
 
-    def run_late(self: DecodePrompts, prompt: Prompt) -> Sampled | None:
+    def run_late(self: DecodePrompts, prompt: ComputePrompt) -> Sampled | None:
         begun.set()
         assert may_go_on.wait(60.0), "nobody let the prompt go on"
         return run(self, prompt)

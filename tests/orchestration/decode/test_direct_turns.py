@@ -12,7 +12,8 @@ import pytest
 from orchestration.protocol.turns import PromptMode
 from tests.orchestration.service import BLOCK_TOKENS, Answer, Service
 from tests.workers.models import Oracle, random_tokens
-from workers.protocol.steps import Algorithm, Sampling
+from workers.protocol.prefill_steps import Algorithm
+from workers.sampling.parameters import SamplingParameters
 
 RING_SIZES = (1, 2, 3)
 # Less than a token a rank, then shards that are uneven whatever the ring.
@@ -150,7 +151,7 @@ async def test_forks_go_on_apart_and_share_no_block_that_is_written(model_paths:
 
 
 async def test_sampling_logprobs_stops_and_early_ends_are_as_over_a_prefill_ring(model_paths: Models) -> None:
-    sampling = Sampling(
+    sampling = SamplingParameters(
         temperature=1.1, seed=5, repetition_penalty=1.2, presence_penalty=0.3, logprobs=2, max_tokens=12
     )
     prompt, new = random_tokens(41), random_tokens(6, seed=1)
@@ -161,8 +162,8 @@ async def test_sampling_logprobs_stops_and_early_ends_are_as_over_a_prefill_ring
             request = service.request(new, conversation="c", mode=PromptMode.APPEND, sampling=sampling)
             answers.append(await service.answer(replace(request, algorithm=algorithm)))
             # One that stops at its very first token, and one whose reader finds that its text has ended.
-            stop = Sampling(max_tokens=9, stop_token_ids=tuple(range(300)))
-            for number, each in enumerate((stop, Sampling(max_tokens=9, ends_by_text=True))):
+            stop = SamplingParameters(max_tokens=9, stop_token_ids=tuple(range(300)))
+            for number, each in enumerate((stop, SamplingParameters(max_tokens=9, ends_by_text=True))):
                 request = service.request([3, 4], conversation="c", mode=PromptMode.APPEND, sampling=each)
                 asked = replace(request, algorithm=algorithm)
                 answers.append(await service.answer(asked, finish_after=2 if number else None))

@@ -13,8 +13,7 @@ from orchestration.decode.turn import DecodeTurn
 from tests.orchestration.decode.decode_turns import decode_turn
 from tests.orchestration.fake_ranks import FakeRank
 from tests.waiting import eventually
-from workers.protocol.decode_commands import DecodeEvent
-from workers.protocol.steps import FinishReason
+from workers.protocol.decode_commands import DecodeEvent, FinishReason
 
 WAIT_SECONDS = 10.0
 

@@ -12,7 +12,7 @@ from tests.orchestration.decode.test_preemption import LENGTHS, MAX_TOKENS, smal
 from tests.orchestration.router.test_turn_failures import is_idle
 from tests.orchestration.service import Answer, Service
 from tests.workers.models import VOCAB_SIZE, random_tokens
-from workers.sampling.parameters import Sampling
+from workers.sampling.parameters import SamplingParameters
 
 FINISHES = (40, None, 33, 40)
 
@@ -21,7 +21,7 @@ async def answer_all(service: Service, *, ends_by_text: bool) -> list[Answer]:
     """The turns all at once: the first is the oldest. Some are finished by their readers before they end."""
     turns = []
     for number, (length, count, finish) in enumerate(zip(LENGTHS, MAX_TOKENS, FINISHES, strict=True)):
-        sampling = Sampling(
+        sampling = SamplingParameters(
             max_tokens=count,
             temperature=0.9,
             seed=number,

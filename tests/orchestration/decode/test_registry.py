@@ -20,8 +20,8 @@ from orchestration.ring.life import Ring
 from tests.orchestration.decode.decode_turns import PROMPT_TOKENS, decode_turn
 from tests.orchestration.fake_ranks import FakeRanks
 from tests.waiting import eventually
-from workers.protocol.decode_commands import DecodeEvent
-from workers.protocol.steps import FinishReason
+from workers.protocol.decode_commands import DecodeEvent, FinishReason
+from workers.protocol.ranks import RankSettings
 
 WAIT_SECONDS = 10.0
 
@@ -49,12 +49,14 @@ class RegisteredRing:
             role="decode",
             name="ring",
             num_ranks=2,
-            model_path="model",
-            num_blocks=64,
-            block_tokens=4,
             control_timeout=control_timeout,
             attach_timeout=attach_timeout,
             watch_interval=3600.0,
+            ranks=RankSettings(
+                model_path="model",
+                num_blocks=64,
+                block_tokens=4,
+            ),
         )
         self.tasks: set[asyncio.Task[None]] = set()
         self.settled: list[DecodeTurn] = []

@@ -13,7 +13,8 @@ from orchestration.decode.turn import DecodeTurn
 from orchestration.protocol.handoff import HandoffState
 from orchestration.protocol.turns import Reservation, Reserve
 from orchestration.ring.kv_pool import KvPool
-from workers.protocol.steps import Sampling, TransferKey
+from workers.protocol.transfers import TransferKey
+from workers.sampling.parameters import SamplingParameters
 
 BLOCK_TOKENS = 4
 MAX_STEPS = 4000
@@ -73,7 +74,7 @@ class Simulation:
             num_tokens=prompt,
             deadline_seconds=60.0,
             source_incarnation="prefill",
-            sampling=Sampling(max_tokens=max_tokens),
+            sampling=SamplingParameters(max_tokens=max_tokens),
         )
         reservation = Reservation(
             incarnation="decode", retained_tokens=0, shards=ShardMap.empty(ranks), kv_endpoints=("kv:0",) * ranks

@@ -27,8 +27,8 @@ from orchestration.protocol.turns import EndingEvent, FinishedEvent, PromptMode,
 from tests.orchestration.service import Service
 from tests.waiting import eventually
 from tests.workers.models import VOCAB_SIZE, Oracle, random_tokens
-from workers.protocol.steps import FinishReason
-from workers.sampling.parameters import Sampling, TokenBias, TokenLogprobs
+from workers.protocol.decode_commands import FinishReason
+from workers.sampling.parameters import SamplingParameters, TokenBias, TokenLogprobs
 
 RING_SIZES = [(1, 1), (1, 3), (2, 2), (3, 2), (3, 1)]
 LENGTHS = (1, 2, 65)
@@ -48,13 +48,13 @@ class OpenAiPenalties(LogitsProcessor):
         return scores - self._frequency * counts - self._presence * (counts > 0)
 
 
-FEATURES: dict[str, Sampling] = {
-    "plain": Sampling(),
-    "logit_bias": Sampling(logit_bias=BIASES),
-    "repetition_penalty": Sampling(repetition_penalty=1.8),
-    "presence_and_frequency": Sampling(presence_penalty=1.5, frequency_penalty=0.8),
-    "min_tokens": Sampling(min_tokens=7, stop_token_ids=STOPS),
-    "everything": Sampling(
+FEATURES: dict[str, SamplingParameters] = {
+    "plain": SamplingParameters(),
+    "logit_bias": SamplingParameters(logit_bias=BIASES),
+    "repetition_penalty": SamplingParameters(repetition_penalty=1.8),
+    "presence_and_frequency": SamplingParameters(presence_penalty=1.5, frequency_penalty=0.8),
+    "min_tokens": SamplingParameters(min_tokens=7, stop_token_ids=STOPS),
+    "everything": SamplingParameters(
         logit_bias=BIASES,
         repetition_penalty=0.7,
         presence_penalty=-1.0,
@@ -65,7 +65,7 @@ FEATURES: dict[str, Sampling] = {
 }
 
 
-def expected(oracle: Oracle, prompt: Sequence[int], sampling: Sampling) -> list[int]:
+def expected(oracle: Oracle, prompt: Sequence[int], sampling: SamplingParameters) -> list[int]:
     """Greedy tokens of transformers' generate with the processors that this sampling stands for."""
     processors: list[LogitsProcessor] = []
     if sampling.logit_bias:
@@ -121,7 +121,7 @@ async def test_penalties_of_a_later_turn_look_at_the_whole_prompt(
 
 async def test_draws_are_the_same_for_every_ring_size_variant_and_batch(model_paths: Mapping[str, Path]) -> None:
     samplings = [
-        Sampling(temperature=1.2, seed=number, max_tokens=16, **features)  # type: ignore[arg-type]
+        SamplingParameters(temperature=1.2, seed=number, max_tokens=16, **features)  # type: ignore[arg-type]
         for number, features in enumerate(
             [
                 {},
@@ -177,7 +177,7 @@ async def test_log_probabilities_are_those_of_the_models_logits(
         requests = [
             service.request(
                 random_tokens(length),
-                sampling=Sampling(
+                sampling=SamplingParameters(
                     max_tokens=6, temperature=1.0, seed=length, top_k=5, logprobs=num_top, prompt_logprobs=num_top
                 ),
             )
@@ -202,7 +202,7 @@ async def test_a_prompt_whose_log_probabilities_are_asked_for_is_computed_whole(
         prompt = random_tokens(40)
         first = await service.answer(service.request(prompt, conversation="c"))
         history = [*prompt, *first.token_ids, 7, 8]
-        sampling = Sampling(max_tokens=3, prompt_logprobs=1)
+        sampling = SamplingParameters(max_tokens=3, prompt_logprobs=1)
         request = service.request([7, 8], conversation="c", mode=PromptMode.APPEND, sampling=sampling)
         answer = await service.answer(request)
         assert answer.begun.plan.cached_tokens == 0
@@ -219,9 +219,9 @@ async def test_more_prompt_log_probabilities_than_a_message_holds_are_refused(
 ) -> None:
     monkeypatch.setattr("orchestration.router.router.MAX_PROMPT_LOGPROBS", 100)
     async with Service(model_paths["llama_gqa"], 1, 1) as service:
-        await service.answer(service.request(random_tokens(25), sampling=Sampling(prompt_logprobs=3)))
+        await service.answer(service.request(random_tokens(25), sampling=SamplingParameters(prompt_logprobs=3)))
         with pytest.raises(InvalidRequest, match=r"prompt_logprobs: 3 for a prompt of 26 tokens make 104 .* 100"):
-            await service.answer(service.request(random_tokens(26), sampling=Sampling(prompt_logprobs=3)))
+            await service.answer(service.request(random_tokens(26), sampling=SamplingParameters(prompt_logprobs=3)))
 
 
 # --- turns that the reader ends --------------------------------------------------------------------------------------
@@ -236,7 +236,7 @@ async def test_a_finished_turn_keeps_the_tokens_up_to_its_end_and_no_more(
         free = service.free_blocks()
         for length, finish_after in [(1, 1), (30, 1), (30, 2), (41, 9), (41, 12)]:
             prompt, name = random_tokens(length), f"{length}-{finish_after}"
-            sampling = Sampling(max_tokens=12, ends_by_text=True)
+            sampling = SamplingParameters(max_tokens=12, ends_by_text=True)
             answer = await service.answer(
                 service.request(prompt, conversation=name, sampling=sampling), finish_after=finish_after
             )
@@ -260,7 +260,7 @@ async def test_a_turn_that_ended_by_itself_waits_for_its_reader(model_paths: Map
     """It decoded to its last token; the reader found a stop string long before."""
     async with Service(model_paths["llama_gqa"], 2, 2) as service:
         request = service.request(
-            random_tokens(20), conversation="c", sampling=Sampling(max_tokens=8, ends_by_text=True)
+            random_tokens(20), conversation="c", sampling=SamplingParameters(max_tokens=8, ends_by_text=True)
         )
         begun = await service.router.begin_turn(request)
         decode, tokens = service.peers.decode(begun.decode_endpoint), 0
@@ -282,7 +282,7 @@ async def test_a_turn_that_ended_by_itself_waits_for_its_reader(model_paths: Map
 async def test_only_tokens_that_exist_can_make_an_answer(model_paths: Mapping[str, Path]) -> None:
     async with Service(model_paths["llama_gqa"], 1, 1) as service:
         free = service.free_blocks()
-        request = service.request(random_tokens(9), sampling=Sampling(max_tokens=4, ends_by_text=True))
+        request = service.request(random_tokens(9), sampling=SamplingParameters(max_tokens=4, ends_by_text=True))
         begun = await service.router.begin_turn(request)
         decode = service.peers.decode(begun.decode_endpoint)
         async for event in decode.stream_turn(begun.turn_id):
@@ -299,7 +299,7 @@ async def test_a_reader_that_leaves_before_it_says_where_the_answer_ends_aborts_
 ) -> None:
     async with Service(model_paths["llama_gqa"], 2, 2) as service:
         free = service.free_blocks()
-        request = service.request(random_tokens(20), sampling=Sampling(max_tokens=4, ends_by_text=True))
+        request = service.request(random_tokens(20), sampling=SamplingParameters(max_tokens=4, ends_by_text=True))
         begun = await service.router.begin_turn(request)
         decode = service.peers.decode(begun.decode_endpoint)
         async with aclosing(decode.stream_turn(begun.turn_id)) as events:
@@ -322,7 +322,7 @@ async def test_turns_finished_anywhere_disturb_no_other(
         free = service.free_blocks()
 
         async def one(number: int) -> None:
-            sampling = Sampling(max_tokens=14, ends_by_text=number % 4 != 3)
+            sampling = SamplingParameters(max_tokens=14, ends_by_text=number % 4 != 3)
             finish_after = 1 + number % 5 if sampling.ends_by_text else None
             turn = asyncio.create_task(
                 service.answer(service.request(prompt, sampling=sampling), finish_after=finish_after)
@@ -347,7 +347,9 @@ async def test_a_reader_that_never_says_where_the_answer_ends_is_not_waited_for_
 ) -> None:
     async with Service(model_paths["llama_gqa"], 1, 2) as service:
         free = service.free_blocks()
-        request = service.request(random_tokens(9), sampling=Sampling(max_tokens=3, ends_by_text=True), deadline=1.5)
+        request = service.request(
+            random_tokens(9), sampling=SamplingParameters(max_tokens=3, ends_by_text=True), deadline=1.5
+        )
         begun = await service.router.begin_turn(request)
         with pytest.raises(DeadlineExceeded, match=r"within its deadline of 1\.5 s"):
             async for _ in service.peers.decode(begun.decode_endpoint).stream_turn(begun.turn_id):
@@ -374,7 +376,7 @@ async def test_tensor_parallel_rings_draw_and_score_the_same(
 async def test_a_ring_that_breaks_under_a_finished_turn_leaves_nothing_behind(model_paths: Mapping[str, Path]) -> None:
     """The turn ends either way; the ring is built anew and serves the next one."""
     async with Service(model_paths["llama_gqa"], 1, 2) as service:
-        request = service.request(random_tokens(20), sampling=Sampling(max_tokens=2000, ends_by_text=True))
+        request = service.request(random_tokens(20), sampling=SamplingParameters(max_tokens=2000, ends_by_text=True))
         begun = await service.router.begin_turn(request)
         decode = service.peers.decode(begun.decode_endpoint)
         is_broken = False

@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 from cp_core.errors import InvalidRequest
 from cp_core.layout.shards import TokenRange
 from tests.orchestration.decode.decode_turns import BLOCK_TOKENS, PROMPT_TOKENS, decode_turn
-from workers.protocol.steps import FinishReason, Sampling, TokenHistory
+from workers.protocol.decode_commands import FinishReason
+from workers.sampling.parameters import SamplingParameters, TokenHistory
 
 
 def test_a_turn_joins_with_its_first_token_whose_kv_is_the_first_to_compute() -> None:
     turn = decode_turn(num_ranks=3, first_token=50, max_tokens=8)
     admission = turn.admission()
-    assert (admission.sequence_id, admission.token_id, admission.num_generated) == ("turn", 50, 1)
+    assert (admission.sequence_id, admission.token_id, admission.history.num_generated) == ("turn", 50, 1)
     assert admission.position == PROMPT_TOKENS == sum(admission.held)
     assert admission.held == (4, 3, 3)
     assert admission.sampling is turn.request.sampling
@@ -97,6 +98,6 @@ def test_a_turn_that_ended_by_itself_stopped_only_if_its_reader_says_less() -> N
 def test_a_turn_joins_with_the_past_that_its_sampling_looks_at() -> None:
     turn = decode_turn(first_token=50)
     assert turn.admission().history == TokenHistory(num_generated=1)
-    sampling = Sampling(repetition_penalty=1.5)
+    sampling = SamplingParameters(repetition_penalty=1.5)
     turn.request = replace(turn.request, sampling=sampling, penalized_ids=(3, 4))
     assert turn.admission().history == TokenHistory(num_generated=1, prompt_ids=(3, 4), answer_ids=(50,))

@@ -9,7 +9,7 @@ from orchestration.placement.placer import LEAVE_SECONDS, TIE
 from orchestration.placement.registry import TURN_SECONDS, WAIT_SECONDS, RegisteredRing, RingRegistry
 from orchestration.placement.wanted_turn import WantedTurn
 from orchestration.protocol.turns import RingRegistration
-from workers.protocol.steps import ModelInfo
+from workers.protocol.ranks import ModelInfo
 
 Names = tuple[str, str]
 

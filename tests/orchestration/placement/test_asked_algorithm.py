@@ -12,7 +12,7 @@ from orchestration.protocol.turns import PromptMode
 from services.offline.reference import StockModel
 from tests.orchestration.service import Service
 from tests.workers.models import random_tokens, save_model
-from workers.protocol.steps import RING_ALGORITHMS, Algorithm
+from workers.protocol.prefill_steps import RING_ALGORITHMS, Algorithm
 
 NUM_NEW = (1, 2, 37)
 

@@ -15,7 +15,8 @@ from orchestration.placement.planner import Planner, PlannerSettings, PromptOnRi
 from orchestration.protocol.turns import PlannedChunk, PrefillReport, PromptMode, RingRegistration, TurnPlan
 from orchestration.protocol.views import Correction
 from tests.orchestration.fake_ranks import MODEL
-from workers.protocol.steps import RING_ALGORITHMS, Algorithm, RingRates
+from workers.protocol.prefill_steps import RING_ALGORITHMS, Algorithm
+from workers.protocol.ranks import RingRates
 
 KV, Q = Algorithm.PASS_KV, Algorithm.PASS_Q
 RING = RingRegistration(

@@ -14,7 +14,8 @@ from orchestration.placement.registry import RegisteredRing
 from orchestration.placement.wanted_turn import WantedTurn
 from orchestration.protocol.turns import PlannedChunk, PrefillReport, PromptMode, TurnPlan
 from tests.orchestration.placement.test_placer import MODEL, RATES, SLOW_LINKS, Cluster, at
-from workers.protocol.steps import Algorithm, RingRates
+from workers.protocol.prefill_steps import Algorithm
+from workers.protocol.ranks import RingRates
 
 HISTORY = 50_000
 DIRECT = Algorithm.DECODE_RING

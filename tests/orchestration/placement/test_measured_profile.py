@@ -13,7 +13,7 @@ from orchestration.placement.corrections import LEAST
 from orchestration.protocol.turns import PromptMode, TurnPlan
 from tests.orchestration.service import Service
 from tests.workers.models import random_tokens, save_model
-from workers.protocol.steps import Algorithm
+from workers.protocol.prefill_steps import Algorithm
 
 NUM_RANKS = 2
 

@@ -19,7 +19,7 @@ from orchestration.placement.wanted_turn import WantedTurn
 from orchestration.protocol.turns import RingRegistration
 from tests.orchestration.placement.exhaustive_placement import ExhaustivePlacer
 from tests.orchestration.placement.test_placer import MODEL, RATES, SLOW_LINKS
-from workers.protocol.steps import RingRates
+from workers.protocol.ranks import RingRates
 
 RETAINED = 0.9
 """Of a conversation's tokens, where it has been: the rest was evicted."""

@@ -17,7 +17,8 @@ from orchestration.placement.planner import Planner, PlannerSettings
 from orchestration.placement.registry import RegisteredRing, RingRegistry
 from orchestration.placement.wanted_turn import Choice, WantedTurn
 from orchestration.protocol.turns import PlannedChunk, PrefillReport, RingRegistration
-from workers.protocol.steps import Algorithm, ModelInfo, RingRates
+from workers.protocol.prefill_steps import Algorithm
+from workers.protocol.ranks import ModelInfo, RingRates
 
 RATES = RingRates(gemm_flops=4e14, attention_flops=3e14, link_bytes_per_second=2e10, link_latency_seconds=2e-5)
 SLOW_LINKS = replace(RATES, link_bytes_per_second=1e9, link_latency_seconds=5e-3)

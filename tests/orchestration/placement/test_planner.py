@@ -12,7 +12,8 @@ from cp_core.errors import ConfigError
 from orchestration.placement.planner import Planner, PlannerSettings, PromptOnRings
 from orchestration.protocol.turns import PromptMode, RingRegistration, TurnPlan
 from tests.orchestration.fake_ranks import MODEL
-from workers.protocol.steps import RING_ALGORITHMS, RingRates
+from workers.protocol.prefill_steps import RING_ALGORITHMS
+from workers.protocol.ranks import RingRates
 
 # Links so fast that what is left is computing.
 RATES = RingRates(gemm_flops=1e9, attention_flops=1e9, link_bytes_per_second=1e15, link_latency_seconds=0.0)

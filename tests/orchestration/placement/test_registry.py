@@ -8,7 +8,7 @@ import pytest
 
 from orchestration.placement.registry import RegisteredRing, RingRegistry
 from orchestration.protocol.turns import RingRegistration
-from workers.protocol.steps import RingRates
+from workers.protocol.ranks import RingRates
 
 
 def registration(name: str, incarnation: str = "first", role: str = "prefill") -> RingRegistration:

@@ -17,7 +17,7 @@ from orchestration.placement.prefill_work import StepLimits, WorkModel, cut
 from orchestration.prefill.scheduler import AGE_SHARE, PrefillScheduler, ScheduledStep
 from orchestration.protocol.settings import PrefillScheduling
 from orchestration.protocol.turns import PlannedChunk
-from workers.protocol.steps import RING_ALGORITHMS, Algorithm
+from workers.protocol.prefill_steps import RING_ALGORITHMS, Algorithm
 
 WORK = WorkModel(pairs_per_token=240.0, flops_per_unit=1.0)
 RATE = 1000.0

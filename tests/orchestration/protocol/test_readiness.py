@@ -8,7 +8,7 @@ import pytest
 
 from orchestration.protocol.readiness import ring_fault, service_fault
 from orchestration.protocol.views import RingStatus, ServerView
-from workers.protocol.steps import RankStatus
+from workers.protocol.ranks import RankStatus
 
 STUCK_SECONDS = 60.0
 RANK = RankStatus(steps=7, seconds_since_step=0.5, running=1, open_transfers=1)

@@ -17,7 +17,8 @@ from tests.orchestration.fake_ranks import FakeRank, FakeRanks
 from tests.orchestration.ring.test_leader import Leader
 from tests.orchestration.service import DirectPeers
 from tests.waiting import eventually
-from workers.protocol.steps import BlockPair
+from workers.protocol.ranks import RankSettings
+from workers.protocol.transfers import BlockPair
 
 
 class SlowRank(FakeRank):
@@ -41,12 +42,14 @@ async def started(tp: int = 1) -> tuple[Leader, FakeRanks]:
         role="prefill",
         name="ring",
         num_ranks=2,
-        tp=tp,
-        model_path="model",
-        num_blocks=8,
-        block_tokens=4,
         watch_interval=3600.0,
         retry_pause=0.001,
+        ranks=RankSettings(
+            tp=tp,
+            model_path="model",
+            num_blocks=8,
+            block_tokens=4,
+        ),
     )
     leader = Leader(settings, ranks, DirectPeers(), announce)
     await leader.start("here:1")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from cp_core.errors import ReshardError
 from cp_core.layout.shards import ShardMap, TokenRange, appended, balanced_layout, spread
 from orchestration.ring.kv_transfers import sends_for
-from workers.protocol.steps import KvSend, TransferKey
+from workers.protocol.transfers import KvSend, TransferKey
 
 KEY = TransferKey("turn", 1, "from", "to")
 NUM_KV_HEADS = 12

@@ -47,13 +47,14 @@ class Tap:
     def on(self, service: Service) -> None:
         """Tap every sender of the prefill ring."""
         for rank in service.prefill_ranks.made:
-            cache = rank.worker._cache
+            cache = rank.worker.parts.cache
 
             def open_lane(endpoint: str, cache: KvCache = cache) -> TappedLane:
                 return TappedLane(self, endpoint, cache)
 
-            rank.worker._kv_sender.close()
-            rank.worker._sender = KvSender(cache, service.prefill.ring.incarnation, open_lane=open_lane)
+            rank.worker.parts.sender.close()
+            sender = KvSender(cache, service.prefill.ring.incarnation, open_lane=open_lane)
+            rank.worker._started = replace(rank.worker.parts, sender=sender)
 
     def deliver(self) -> list[str]:
         """Send what is held, each frame over a connection of its own. Returns the refusals."""
@@ -95,7 +96,7 @@ def memory_of(service: Service, blocks: Sequence[set[int]]) -> list[torch.Tensor
     """Every byte of these blocks, rank by rank and layer by layer."""
     found = []
     for rank, own in zip(service.decode_ranks.made, blocks, strict=True):
-        cache = rank.worker._cache
+        cache = rank.worker.parts.cache
         size = cache.block_tokens
         slots = torch.tensor([block * size + offset for block in sorted(own) for offset in range(size)])
         found += [tensor[slots].view(torch.uint8).clone() for tensor in (*cache.k_layers, *cache.v_layers)]
@@ -197,9 +198,11 @@ async def test_frames_of_another_life_of_a_ring_are_refused(model_paths: Mapping
         await eventually(lambda: service.decode.ring.rebuilds == 1 and service.decode.ring.state == "ready")
         _, frame, payload = tap.held[0]
         for rank in service.decode_ranks.made:
-            tap.held = [(rank.worker._kv_receiver.endpoint, frame, payload)]
+            tap.held = [(rank.worker.parts.receiver.endpoint, frame, payload)]
             (reason,) = await asyncio.to_thread(tap.deliver)
             assert f"is meant for {frame.key.destination!r}, which is not here" in reason
-            tap.held = [(rank.worker._kv_receiver.endpoint, replace(frame, key=replace(frame.key, attempt=2)), payload)]
+            tap.held = [
+                (rank.worker.parts.receiver.endpoint, replace(frame, key=replace(frame.key, attempt=2)), payload)
+            ]
             assert "is meant for" in (await asyncio.to_thread(tap.deliver))[0]
         await eventually(lambda: service.router.num_running == 0)

@@ -14,6 +14,7 @@ from orchestration.ring.leader import RingLeader
 from tests.orchestration.fake_ranks import RATES, FakeRanks
 from tests.orchestration.service import DirectPeers
 from tests.waiting import eventually
+from workers.protocol.ranks import RankSettings
 
 WAIT_SECONDS = 10.0
 
@@ -56,12 +57,14 @@ def made(announce_interval: float = 0.001) -> tuple[Leader, Router, FakeRanks]:
         role="prefill",
         name="ring",
         num_ranks=2,
-        model_path="model",
-        num_blocks=5,
-        block_tokens=4,
         watch_interval=0.001,
         retry_pause=0.001,
         announce_interval=announce_interval,
+        ranks=RankSettings(
+            model_path="model",
+            num_blocks=5,
+            block_tokens=4,
+        ),
     )
     return Leader(settings, ranks, DirectPeers(), router.register), router, ranks
 

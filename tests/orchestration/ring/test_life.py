@@ -14,6 +14,7 @@ from orchestration.protocol.settings import RingSettings
 from orchestration.ring.life import Ring
 from tests.orchestration.fake_ranks import RATES, FakeRanks
 from tests.waiting import eventually
+from workers.protocol.ranks import RankSettings
 
 WAIT_SECONDS = 10.0
 DEAD = Unavailable("rank 1 died")
@@ -33,12 +34,14 @@ class Rings:
             role=role,
             name="ring",
             num_ranks=num_ranks,
-            tp=tp,
-            model_path="model",
-            num_blocks=5,
-            block_tokens=4,
             watch_interval=0.001,
             retry_pause=0.001,
+            ranks=RankSettings(
+                tp=tp,
+                model_path="model",
+                num_blocks=5,
+                block_tokens=4,
+            ),
         )
         self.ring = Ring(settings, self.ranks, on_ready=self._on_ready, on_lost=self._on_lost)
 
@@ -90,7 +93,7 @@ async def test_a_started_ring_serves_with_every_rank_in_its_place() -> None:
         assert {spec.incarnation for spec in specs} == {ring.incarnation}
         meetings = {rank.meeting for rank in rings.ranks.latest}
         assert [meeting.name for meeting in meetings if meeting] == [ring.incarnation]
-        assert [[door.tokens for door in meeting.doors] for meeting in meetings if meeting] == [
+        assert [[endpoints.tokens for endpoints in meeting.endpoints] for meeting in meetings if meeting] == [
             [f"door:{rank.number}" for rank in rings.ranks.latest]
         ]
         assert ring.kv_endpoints == ("kv:0", "kv:1", "kv:2")

@@ -140,7 +140,7 @@ def holds_nothing(service: Service, free: list[int]) -> bool:
     ranks = [*service.prefill_ranks.made, *service.decode_ranks.made]
     return (
         service.router.num_running == 0
-        and all(rank.worker._kv_sender.num_open == rank.worker._kv_receiver.num_open == 0 for rank in ranks)
+        and all(rank.worker.parts.sender.num_open == rank.worker.parts.receiver.num_open == 0 for rank in ranks)
         and service.free_blocks() == free
     )
 

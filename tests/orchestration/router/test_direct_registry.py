@@ -17,7 +17,7 @@ from tests.orchestration.decode.test_direct_failures import DIRECT, held_prompts
 from tests.orchestration.service import Service
 from tests.waiting import eventually
 from tests.workers.models import Oracle, random_tokens
-from workers.protocol.steps import Algorithm
+from workers.protocol.prefill_steps import Algorithm
 
 Models = Mapping[str, Path]
 Oracles = Mapping[str, Oracle]

@@ -21,7 +21,7 @@ from orchestration.router.returns import RingReturns
 from tests.orchestration.service import Answer, Service
 from tests.waiting import eventually
 from tests.workers.models import random_tokens
-from workers.protocol.steps import RingRates
+from workers.protocol.ranks import RingRates
 from workers.rank.thread_ranks import ThreadRanks
 
 WAIT_SECONDS = 60.0

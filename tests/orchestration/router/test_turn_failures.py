@@ -23,7 +23,7 @@ from orchestration.protocol.turns import PromptMode, TokensEvent, TurnRequest
 from tests.orchestration.service import Service
 from tests.waiting import eventually
 from tests.workers.models import Oracle, random_tokens
-from workers.protocol.steps import KvExpect
+from workers.protocol.transfers import KvExpect
 
 
 async def is_idle(service: Service, free: list[int]) -> None:

@@ -9,7 +9,7 @@ from orchestration.decode.turn import decode_stretches
 from orchestration.prefill.run import PrefillTimes
 from orchestration.protocol.turns import PlannedChunk, PrefillReport
 from tests.orchestration.decode.decode_turns import decode_turn
-from workers.protocol.steps import Algorithm
+from workers.protocol.prefill_steps import Algorithm
 
 
 def chunk(start: int, stop: int) -> PlannedChunk:

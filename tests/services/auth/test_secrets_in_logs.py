@@ -19,7 +19,7 @@ from services.client import AsyncClient, Sampling
 from services.client.retries import NO_RETRIES
 from services.gateway.text import TextCodec
 from tests.services.local_gateway import CALL_SECONDS, MODEL, LocalGateway
-from workers.protocol.steps import RankDoors, RingSpec
+from workers.protocol.ranks import RankEndpoints, RingSpec
 
 KNOWN, UNKNOWN, EXPIRED = (new_token() for _ in range(3))
 HEADERS = (
@@ -90,5 +90,5 @@ async def test_tokens_of_requests_are_in_no_log_and_in_no_answer(
 
 
 def test_the_secret_of_a_ring_is_not_shown_with_what_tells_of_it() -> None:
-    ring = RingSpec(name="prefill-0", doors=(RankDoors(tokens="a:1"),), secret="of the ring")
+    ring = RingSpec(name="prefill-0", endpoints=(RankEndpoints(tokens="a:1"),), secret="of the ring")
     assert "of the ring" not in f"{ring} {ring!r}"

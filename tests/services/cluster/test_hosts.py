@@ -31,7 +31,7 @@ def test_rings_of_further_pools_take_the_ports_behind_those_of_the_first_and_hav
     assert [each.metrics_address().rpartition(":")[2] for each in hosts] == ["9500", "9501", "9502", "9503", "9504"]
     settings = [each.settings() for each in hosts]
     assert [each.name for each in settings] == ["prefill-0", "prefill-1", "prefill-a-0", "prefill-a-1", "prefill-b-0"]
-    assert [(each.num_ranks, each.tp) for each in settings] == [(4, 1), (4, 1), (3, 1), (3, 1), (1, 2)]
+    assert [(each.num_ranks, each.ranks.tp) for each in settings] == [(4, 1), (4, 1), (3, 1), (3, 1), (1, 2)]
     assert {(each.role, each.chunk_tokens, each.max_waiting) for each in settings} == {("prefill", 99, 256)}
 
 

@@ -9,7 +9,7 @@ from services.gateway.text import TextCodec
 from services.offline.reference import StockModel
 from tests.services.e2e.cluster import Cluster, Inference, Ringserve, idle_after, running_cluster
 from tests.workers.models import save_model
-from workers.model.builtin_tokenizer import write_tokenizer
+from workers.model.builtin import write_tokenizer
 
 IDLE_SECONDS = 30.0
 

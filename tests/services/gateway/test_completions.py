@@ -13,7 +13,7 @@ from cp_core.errors import Unavailable
 from orchestration.protocol.turns import PromptMode, TurnRequest
 from ringserve.v1 import inference_pb2
 from services.gateway.completions import Responses, derived_seed, merged, turns_of
-from workers.protocol.steps import Sampling
+from workers.sampling.parameters import SamplingParameters
 
 Response = inference_pb2.GenerateResponse
 
@@ -24,7 +24,7 @@ def request() -> TurnRequest:
         conversation_id="",
         prompt_mode=PromptMode.AUTO,
         token_ids=np.arange(3),
-        sampling=Sampling(seed=5, temperature=1.0, logprobs=1, prompt_logprobs=2),
+        sampling=SamplingParameters(seed=5, temperature=1.0, logprobs=1, prompt_logprobs=2),
         deadline_seconds=5.0,
     )
 

@@ -15,8 +15,8 @@ from ringserve.v1 import inference_pb2
 from services.gateway.requests import RequestReader
 from services.gateway.text import TextCodec
 from tests.orchestration.fake_ranks import MODEL
-from workers.protocol.steps import Algorithm
-from workers.sampling.parameters import Sampling, TokenBias
+from workers.protocol.prefill_steps import Algorithm
+from workers.sampling.parameters import SamplingParameters, TokenBias
 
 Request = inference_pb2.GenerateRequest
 MODEL_WITH_ENDS = dataclasses.replace(MODEL, vocab_size=261, max_positions=1000, eos_token_ids=(257, 260))
@@ -137,7 +137,7 @@ def test_the_limits_themselves_are_allowed(reader: RequestReader, temperature: f
 def test_what_is_not_given_changes_nothing(reader: RequestReader) -> None:
     sampling = reader.read(sampled(seed=3), None).sampling
     ends = sampling.stop_token_ids
-    assert sampling == Sampling(seed=3, stop_token_ids=ends)
+    assert sampling == SamplingParameters(seed=3, stop_token_ids=ends)
     assert not any([sampling.changes_logits, sampling.filters, sampling.ends_by_text])
 
 
@@ -155,7 +155,7 @@ def test_every_field_arrives(reader: RequestReader) -> None:
         "seed": 4,
     }
     request = sampled(**params, logit_bias={5: -1.5, 2: 3}, stop=["x"], ignore_eos=True, logprobs=0, prompt_logprobs=2)
-    assert reader.read(request, None).sampling == Sampling(
+    assert reader.read(request, None).sampling == SamplingParameters(
         **params,
         logit_bias=(TokenBias(2, 3.0), TokenBias(5, -1.5)),
         ends_by_text=True,

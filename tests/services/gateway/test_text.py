@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from cp_core.errors import InvalidRequest, ModelRefused
 from services.gateway.text import REPLACEMENT, IncrementalText, TextCodec
 from tests.workers.models import save_model
-from workers.model.builtin_tokenizer import BOS_TOKEN_ID, END_TOKEN_ID, EOS_TOKEN_ID, VOCAB_SIZE, write_tokenizer
+from workers.model.builtin import BOS_TOKEN_ID, END_TOKEN_ID, EOS_TOKEN_ID, VOCAB_SIZE, write_tokenizer
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=60).filter(lambda text: "<|" not in text)
 """Any Unicode text, characters of one to four bytes; but no special token spelt out, which is that token."""

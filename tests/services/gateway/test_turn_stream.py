@@ -28,7 +28,9 @@ from orchestration.protocol.turns import (
 from ringserve.v1 import inference_pb2
 from services.gateway.text import REPLACEMENT, AnswerText, IncrementalText, StopRule, TextCodec
 from services.gateway.turn_stream import TurnStream
-from workers.protocol.steps import Algorithm, FinishReason, Sampling, TokenLogprobs
+from workers.protocol.decode_commands import FinishReason
+from workers.protocol.prefill_steps import Algorithm
+from workers.sampling.parameters import SamplingParameters, TokenLogprobs
 
 PLAN = TurnPlan(
     algorithm=Algorithm.PASS_Q,
@@ -87,7 +89,7 @@ class Turn:
             conversation_id="c",
             prompt_mode=PromptMode.AUTO,
             token_ids=np.arange(3),
-            sampling=Sampling(seed=2**64 - 1),
+            sampling=SamplingParameters(seed=2**64 - 1),
             deadline_seconds=5.0,
         )
         begun = BegunTurn(turn_id="t", decode_endpoint="d", prompt_tokens=100, plan=PLAN)

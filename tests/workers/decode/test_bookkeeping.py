@@ -12,31 +12,24 @@ from hypothesis import strategies as st
 from cp_core.errors import Unavailable
 from cp_core.layout.shards import appended
 from tests.workers.rings import run_in_thread
-from workers.decode.batch import Admission, BatchChange, DecodeBatch, Growth
+from workers.decode.batch import BatchChange, BatchState
 from workers.decode.mailbox import DecodeMailbox
-from workers.decode.step_codec import decode_change, encode_change
+from workers.decode.messages import decode_change, encode_change
 from workers.kv.cache import runs
-from workers.protocol.decode_commands import AdmitSequence, DecodeEvent, RemoveSequence
-from workers.protocol.steps import FinishReason, Sampling, TokenHistory
-from workers.sampling.parameters import TokenBias
+from workers.protocol.decode_commands import AdmitSequence, DecodeEvent, FinishReason, GrowSequence, RemoveSequence
+from workers.sampling.parameters import SamplingParameters, TokenBias, TokenHistory
 
 BLOCK_TOKENS = 4
 
 
-def admission(name: str = "a", held: tuple[int, ...] = (3, 2)) -> Admission:
-    blocks = tuple(tuple(range(100 * rank, 100 * rank + 40, 2)) for rank in range(len(held)))
-    return Admission(name, token_id=9, position=sum(held), held=held, blocks=blocks)
-
-
-def command(name: str, **changes: int) -> AdmitSequence:
-    fields: dict[str, Any] = {"token_id": 9, "position": 5, "num_generated": 1} | changes
-    return AdmitSequence(
-        sequence_id=name,
-        held=(3, 2),
-        blocks=((0, 1), (0, 1)),
-        sampling=Sampling(max_tokens=4, stop_token_ids=(7,)),
-        **fields,
-    )
+def admission(name: str = "a", held: tuple[int, ...] = (3, 2), **changes: Any) -> AdmitSequence:
+    fields: dict[str, Any] = {
+        "token_id": 9,
+        "position": sum(held),
+        "blocks": tuple(tuple(range(100 * rank, 100 * rank + 40, 2)) for rank in range(len(held))),
+        "sampling": SamplingParameters(max_tokens=4, stop_token_ids=(7,)),
+    }
+    return AdmitSequence(sequence_id=name, held=held, **fields | changes)
 
 
 def event(name: str, token_id: int, reason: FinishReason | None = None) -> DecodeEvent:
@@ -45,7 +38,7 @@ def event(name: str, token_id: int, reason: FinishReason | None = None) -> Decod
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=4).map(tuple), st.integers(0, 30))
 def test_ranks_agree_who_stores_what_and_stay_within_a_token(held: tuple[int, ...], num_steps: int) -> None:
-    batches = [DecodeBatch(rank, len(held), BLOCK_TOKENS) for rank in range(len(held))]
+    batches = [BatchState(rank, len(held), BLOCK_TOKENS) for rank in range(len(held))]
     for batch in batches:
         batch.advance((), BatchChange(admitted=(admission("a", held),)))
     for step in range(num_steps):
@@ -64,7 +57,7 @@ def test_ranks_agree_who_stores_what_and_stay_within_a_token(held: tuple[int, ..
 
 
 def test_rows_leave_before_others_join_and_keep_their_order() -> None:
-    batch = DecodeBatch(0, 2, BLOCK_TOKENS)
+    batch = BatchState(0, 2, BLOCK_TOKENS)
     batch.advance((), BatchChange(admitted=(admission("a"), admission("b"), admission("c"))))
     batch.advance((1, 2, 3), BatchChange(removed=("b",), admitted=(admission("d"),)))
     assert [(row.sequence_id, row.token_id, row.position) for row in batch.rows] == [
@@ -75,9 +68,10 @@ def test_rows_leave_before_others_join_and_keep_their_order() -> None:
 
 
 def test_tables_grow_and_new_tokens_go_there() -> None:
-    batch = DecodeBatch(1, 2, BLOCK_TOKENS)
-    join = Admission("a", token_id=9, position=8, held=(5, 3), blocks=((0, 1), (7,)))
-    batch.advance((), BatchChange(admitted=(join,), grown=(Growth("a", ((2,), (8, 3))),)))
+    batch = BatchState(1, 2, BLOCK_TOKENS)
+    join = admission(held=(5, 3), blocks=((0, 1), (7,)))
+    growth = GrowSequence(sequence_id="a", blocks=((2,), (8, 3)))
+    batch.advance((), BatchChange(admitted=(join,), grown=(growth,)))
     slots = []
     for step in range(12):
         slots += batch.append().slots
@@ -88,14 +82,14 @@ def test_tables_grow_and_new_tokens_go_there() -> None:
 
 
 def test_a_sequence_that_outgrows_its_blocks_is_a_bug_and_says_so() -> None:
-    batch = DecodeBatch(0, 1, BLOCK_TOKENS)
-    batch.advance((), BatchChange(admitted=(Admission("a", 9, 4, (4,), ((0,),)),)))
+    batch = BatchState(0, 1, BLOCK_TOKENS)
+    batch.advance((), BatchChange(admitted=(admission(held=(4,), blocks=((0,),)),)))
     with pytest.raises(AssertionError, match="'a' has outgrown its 1 blocks"):
         batch.append()
 
 
 samplings = st.builds(
-    Sampling,
+    SamplingParameters,
     seed=st.integers(0, (1 << 64) - 1),
     max_tokens=st.integers(1, 1 << 31),
     logprobs=st.none() | st.integers(0, 20),
@@ -113,19 +107,19 @@ samplings = st.builds(
         removed=st.lists(st.text(max_size=9)).map(tuple),
         admitted=st.lists(
             st.builds(
-                Admission,
+                AdmitSequence,
                 sequence_id=st.text(max_size=9),
                 token_id=st.integers(0, 1 << 20),
                 position=st.integers(0, 1 << 40),
                 held=st.lists(st.integers(0, 1 << 40)).map(tuple),
                 blocks=st.lists(st.lists(st.integers(0, 1 << 30)).map(tuple)).map(tuple),
                 sampling=samplings,
-                history=st.builds(TokenHistory),
+                history=st.builds(TokenHistory, num_generated=st.integers(0, 1 << 31)),
             )
         ).map(tuple),
         grown=st.lists(
             st.builds(
-                Growth,
+                GrowSequence,
                 sequence_id=st.text(max_size=9),
                 blocks=st.lists(st.lists(st.integers(0, 1 << 30)).map(tuple)).map(tuple),
             )
@@ -172,30 +166,30 @@ def test_a_closed_mailbox_gives_its_last_events_and_then_says_why() -> None:
     with pytest.raises(Unavailable, match="rank 1 died"):
         mailbox.poll(1, 30.0)
     with pytest.raises(Unavailable, match="rank 1 died"):
-        mailbox.submit([command("b")])
+        mailbox.submit([admission("b")])
 
 
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"num_generated": 4}, "has all its tokens already"),
+        ({"history": TokenHistory(num_generated=4)}, "has all its tokens already"),
         ({"token_id": 7}, "has stopped already"),
         ({"position": 6}, "lacks KV before its newest token"),
     ],
 )
-def test_an_admission_that_could_not_run_fails_its_caller(wrong: dict[str, int], message: str) -> None:
+def test_an_admission_that_could_not_run_fails_its_caller(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(AssertionError, match=message):
-        DecodeMailbox(max_batch=4).submit([command("a", **wrong)])
+        DecodeMailbox(max_batch=4).submit([admission("a", **wrong)])
 
 
 def test_a_batch_is_never_overfilled_and_no_sequence_is_in_it_twice() -> None:
     mailbox = DecodeMailbox(max_batch=2)
-    mailbox.submit([command("a"), command("b")])
+    mailbox.submit([admission("a"), admission("b")])
     with pytest.raises(AssertionError, match="3 sequences exceed a batch of 2"):
-        mailbox.submit([command("c")])
+        mailbox.submit([admission("c")])
     with pytest.raises(AssertionError, match="'a' is in the batch already"):
-        mailbox.submit([command("a")])
+        mailbox.submit([admission("a")])
     mailbox.post([event("a", 7, FinishReason.STOP)])
-    mailbox.submit([command("c")])
-    mailbox.submit([RemoveSequence(sequence_id="c"), command("d")])
+    mailbox.submit([admission("c")])
+    mailbox.submit([RemoveSequence(sequence_id="c"), admission("d")])
     assert len(mailbox.take(0.0)) == 5

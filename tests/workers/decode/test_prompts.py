@@ -11,17 +11,16 @@ from cp_core.cost.decode_variant import VARIANTS
 from cp_core.errors import Unavailable
 from tests.workers.models import KINDS, Oracle, random_tokens
 from tests.workers.rings import LocalRing, Turn
-from workers.decode.batch import Admission, BatchChange, Prompt
+from workers.decode.batch import BatchChange
 from workers.decode.mailbox import DecodeMailbox
-from workers.decode.step_codec import decode_change, encode_change
-from workers.protocol.decode_commands import DecodeEvent
-from workers.protocol.steps import FinishReason, Sampling, TokenHistory
-from workers.sampling.parameters import TokenBias
+from workers.decode.messages import decode_change, encode_change
+from workers.protocol.decode_commands import AdmitSequence, ComputePrompt, DecodeEvent, FinishReason
+from workers.sampling.parameters import SamplingParameters, TokenBias, TokenHistory
 
 RING_SIZES = (1, 2, 3)
 # (cached tokens, new tokens): shards that are empty, uneven, and chunks that are.
 LENGTHS = ((1, 1), (1, 2), (2, 5), (33, 1), (33, 7), (40, 29))
-GREEDY = Sampling(max_tokens=6)
+GREEDY = SamplingParameters(max_tokens=6)
 
 Models = Mapping[str, Path]
 Oracles = Mapping[str, Oracle]
@@ -62,7 +61,7 @@ def test_prompts_come_one_at_a_time_between_the_steps_of_a_running_batch(
     num_ranks: int, variant: str, model_paths: Models, oracles: Oracles
 ) -> None:
     """However many wait, each of the batch's sequences has a token more between two of them."""
-    oracle, sampling = oracles["llama_gqa"], Sampling(max_tokens=40)
+    oracle, sampling = oracles["llama_gqa"], SamplingParameters(max_tokens=40)
     with LocalRing(model_paths["llama_gqa"], num_ranks, decode_variant=variant) as ring:
         running, others = ring.open("running", 128), [ring.open(f"other-{number}", 64) for number in range(5)]
         turns = [Turn(running, random_tokens(9), sampling)]
@@ -104,7 +103,7 @@ def test_tensor_parallel_processes_compute_a_prompt_together(model_paths: Models
 @pytest.mark.parametrize("num_ranks", RING_SIZES)
 def test_the_token_is_drawn_as_a_prefill_ring_draws_it(num_ranks: int, model_paths: Models) -> None:
     """With a seed, a penalty that looks at the prompt, and log-probabilities, whichever rank has the last token."""
-    sampling = Sampling(temperature=1.2, seed=7, repetition_penalty=1.3, logprobs=2, max_tokens=4)
+    sampling = SamplingParameters(temperature=1.2, seed=7, repetition_penalty=1.3, logprobs=2, max_tokens=4)
     for new in (1, 2, 3, 8):
         prompt, more = random_tokens(13), random_tokens(new, seed=new)
         history = TokenHistory.of(sampling, sorted({*prompt, *more}))
@@ -157,11 +156,21 @@ def test_nan_in_kv_breaks_the_ring_and_no_token_leaves_it(model_paths: Models) -
 
 
 def test_a_prompt_crosses_the_wire_as_it_is() -> None:
-    sampling = Sampling(temperature=0.5, seed=1 << 63, logprobs=1, logit_bias=(TokenBias(3, -1.5),), max_tokens=9)
-    prompt = Prompt(
-        "a", (1, 2, 3), (4, 0), ((9, 8), ()), sampling, TokenHistory(num_generated=0, prompt_ids=(1, 4), answer_ids=())
+    sampling = SamplingParameters(
+        temperature=0.5, seed=1 << 63, logprobs=1, logit_bias=(TokenBias(3, -1.5),), max_tokens=9
     )
-    for admitted in ((), (Admission("b", token_id=9, position=5, held=(3, 2), blocks=((0,), (1,))),)):
+    prompt = ComputePrompt(
+        sequence_id="a",
+        token_ids=(1, 2, 3),
+        held=(4, 0),
+        blocks=((9, 8), ()),
+        sampling=sampling,
+        history=TokenHistory(num_generated=0, prompt_ids=(1, 4), answer_ids=()),
+    )
+    admission = AdmitSequence(
+        sequence_id="b", token_id=9, position=5, held=(3, 2), blocks=((0,), (1,)), sampling=GREEDY
+    )
+    for admitted in ((), (admission,)):
         change = BatchChange(admitted=admitted, prompt=prompt)
         assert decode_change(encode_change(change)) == change
     assert not decode_change(encode_change(BatchChange(removed=("a",)))).prompt
@@ -171,7 +180,7 @@ def test_a_prompt_crosses_the_wire_as_it_is() -> None:
 def test_a_ring_measures_itself_between_two_steps_and_goes_on(
     num_ranks: int, model_paths: Models, oracles: Oracles
 ) -> None:
-    sampling = Sampling(max_tokens=60)
+    sampling = SamplingParameters(max_tokens=60)
     with LocalRing(model_paths["llama_gqa"], num_ranks) as ring:
         conversation = ring.open("a", 128)
         first = ring.prefill([Turn(conversation, random_tokens(9), sampling)])["a"]

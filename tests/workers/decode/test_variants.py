@@ -19,8 +19,9 @@ from tests.gloo import gloo_as_nccl
 from tests.workers.models import KINDS, Oracle, random_tokens
 from tests.workers.rings import LocalRing, Turn
 from workers.decode.choice import DecodeChoice
-from workers.decode.header import Header, HeaderChannel, HeaderKind
-from workers.protocol.steps import Algorithm, Sampling
+from workers.decode.messages import Header, HeaderChannel, HeaderKind
+from workers.protocol.prefill_steps import Algorithm
+from workers.sampling.parameters import SamplingParameters
 
 Models = Mapping[str, Path]
 Oracles = Mapping[str, Oracle]
@@ -29,7 +30,7 @@ ENDS = {"a": 24, "b": 3, "c": 12, "d": 19, "e": 2}
 PROMPTS = {name: random_tokens(count, seed=count) for name, count in zip(ENDS, (5, 40, 1, 17, 64), strict=True)}
 
 
-def serve_all(ring: LocalRing, samplings: Mapping[str, Sampling]) -> dict[str, list[int]]:
+def serve_all(ring: LocalRing, samplings: Mapping[str, SamplingParameters]) -> dict[str, list[int]]:
     """Five sequences; three start together, two join one by one as others leave: all tokens of each."""
     conversations = {name: ring.open(name, 128) for name in ENDS}
     turns = [Turn(conversations[name], PROMPTS[name], samplings[name]) for name in ENDS]
@@ -53,8 +54,8 @@ def serve_all(ring: LocalRing, samplings: Mapping[str, Sampling]) -> dict[str, l
     return answers
 
 
-def greedy() -> dict[str, Sampling]:
-    return {name: Sampling(max_tokens=end) for name, end in ENDS.items()}
+def greedy() -> dict[str, SamplingParameters]:
+    return {name: SamplingParameters(max_tokens=end) for name, end in ENDS.items()}
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
@@ -82,7 +83,7 @@ def test_a_kernel_that_follows_block_tables_gives_the_same_tokens(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_model_decodes_the_same_in_pass_q(kind: str, model_paths: Models, oracles: Oracles) -> None:
-    prompt, sampling = random_tokens(33), Sampling(max_tokens=16)
+    prompt, sampling = random_tokens(33), SamplingParameters(max_tokens=16)
     with LocalRing(model_paths[kind], 2, decode_variant=PASS_Q) as ring:
         conversation = ring.open("a", 64)
         first = ring.prefill([Turn(conversation, prompt, sampling)])["a"]
@@ -95,7 +96,7 @@ def test_every_model_decodes_the_same_in_pass_q(kind: str, model_paths: Models, 
 def test_pass_q_decodes_over_real_transports(ring_transport: str, model_paths: Models, oracles: Oracles) -> None:
     """Two sequences on three ranks: messages without elements, of every length, in both directions."""
     prompts = {"a": random_tokens(9, seed=1), "b": random_tokens(26, seed=2)}
-    sampling = Sampling(max_tokens=10)
+    sampling = SamplingParameters(max_tokens=10)
     with (
         gloo_as_nccl(),
         LocalRing(model_paths["llama_gqa"], 3, ring_transport=ring_transport, decode_variant=PASS_Q) as ring,
@@ -132,7 +133,7 @@ def test_the_variant_may_change_at_every_step(
 
 def test_tokens_are_drawn_alike_whichever_rank_draws_them(model_paths: Models) -> None:
     samplings = {
-        name: Sampling(temperature=0.8, seed=(1 << 63) + place, max_tokens=end)
+        name: SamplingParameters(temperature=0.8, seed=(1 << 63) + place, max_tokens=end)
         for place, (name, end) in enumerate(ENDS.items())
     }
     answers = []
@@ -144,7 +145,7 @@ def test_tokens_are_drawn_alike_whichever_rank_draws_them(model_paths: Models) -
 
 
 def test_the_next_turn_prefills_upon_what_pass_q_stored(model_paths: Models, oracles: Oracles) -> None:
-    prompt, question, sampling = random_tokens(21), random_tokens(9, seed=2), Sampling(max_tokens=14)
+    prompt, question, sampling = random_tokens(21), random_tokens(9, seed=2), SamplingParameters(max_tokens=14)
     with LocalRing(model_paths["qwen3"], 3, decode_variant=PASS_Q) as ring:
         conversation = ring.open("a", 128)
         first = ring.prefill([Turn(conversation, prompt, sampling)])["a"]
@@ -159,7 +160,7 @@ def test_the_next_turn_prefills_upon_what_pass_q_stored(model_paths: Models, ora
 def test_a_short_prompt_on_one_rank_decodes_beside_a_spread_one(model_paths: Models, oracles: Oracles) -> None:
     """A prompt of one token leaves two of three ranks empty of it; the other is spread over all."""
     prompts = {"short": random_tokens(1, seed=3), "long": random_tokens(50, seed=4)}
-    sampling = Sampling(max_tokens=8)
+    sampling = SamplingParameters(max_tokens=8)
     for variant in VARIANTS:
         with LocalRing(model_paths["llama_gqa"], 3, decode_variant=variant) as ring:
             conversations = {name: ring.open(name, 64) for name in prompts}
@@ -175,7 +176,7 @@ def test_a_short_prompt_on_one_rank_decodes_beside_a_spread_one(model_paths: Mod
 
 
 def test_a_pass_q_step_takes_its_ring_once_a_layer_and_brings_its_tokens_once(model_paths: Models) -> None:
-    sampling = Sampling(max_tokens=11)
+    sampling = SamplingParameters(max_tokens=11)
     with LocalRing(model_paths["llama_gqa"], 3, decode_variant=PASS_Q) as ring:
         conversation = ring.open("a", 64)
         first = ring.prefill([Turn(conversation, random_tokens(9), sampling)])["a"]
@@ -194,18 +195,18 @@ def test_a_rank_that_draws_from_nan_breaks_the_ring_and_no_token_leaves_it(model
     """The first row belongs to a follower; its model is spoilt after the prefill."""
     with LocalRing(model_paths["llama_gqa"], 2, decode_variant=PASS_Q) as ring:
         conversation = ring.open("a", 64)
-        first = ring.prefill([Turn(conversation, random_tokens(9), Sampling())])["a"]
+        first = ring.prefill([Turn(conversation, random_tokens(9), SamplingParameters())])["a"]
         owner = min(range(2), key=lambda rank: (conversation.held[rank], rank))
         assert owner == 1, "nine tokens lie as five and four"
-        head = ring.workers[1]._model.head.weight
+        head = ring.workers[1].parts.model.head.weight
         assert isinstance(head, torch.Tensor)
         head.fill_(torch.nan)
         ring.start_decode()
-        ring.admit(conversation, first, Sampling(max_tokens=5))
+        ring.admit(conversation, first, SamplingParameters(max_tokens=5))
         errors = ring.decode_ended()
         assert isinstance(errors[1], FloatingPointError)
         assert errors[0] is not None
-        assert ring.workers[0]._mailbox._events == []
+        assert ring.workers[0].parts.mailbox._events == []
 
 
 @given(
@@ -250,8 +251,8 @@ def test_auto_gathers_until_the_ring_has_measured_itself(model_paths: Models) ->
 def test_probing_lets_auto_choose_by_what_was_measured(model_paths: Models) -> None:
     with LocalRing(model_paths["llama_gqa"], 2) as ring:
         ring.together(lambda worker, _: worker.probe())
-        assert all(worker._choose_variant._rates is not None for worker in ring.workers)
-        choice = ring.workers[0]._choose_variant
+        assert all(worker.parts.choose_variant._rates is not None for worker in ring.workers)
+        choice = ring.workers[0].parts.choose_variant
         for batch in (1, 64):
             seconds = dict(choice.predicted(batch, 100 * batch))
             assert choice(batch, 100 * batch) == (PASS_Q if seconds[PASS_Q] < 0.95 * seconds[GATHER] else GATHER)

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from cp_core.layout.reshard import KvPiece
 from cp_core.layout.shards import ShardMap, TokenRange
 from cp_core.transport.peer_tls import PeerTls
 from workers.kv.cache import KvCache
 from workers.kv.frames import PREFIX, Frame, LayerFrame, RefusedFrame, decode_header, decode_prefix, encode
 from workers.kv.receiver import KvReceiver
 from workers.kv.sender import KvSender
-from workers.protocol.steps import KvExpect, KvPart, KvPiece, KvSend, TransferKey
+from workers.protocol.transfers import KvExpect, KvPart, KvSend, TransferKey
 
 NUM_LAYERS, NUM_BLOCKS, BLOCK_TOKENS, NUM_KV_HEADS, HEAD_DIM = 3, 48, 4, 2, 8
 SOURCE, DESTINATION = "prefill-0/1", "decode-0/1"

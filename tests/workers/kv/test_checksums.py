@@ -23,8 +23,8 @@ from tests.workers.kv.kv_peers import (
     send_of,
 )
 from workers.kv import KvSender
-from workers.kv.destination_connection import DestinationConnection
 from workers.kv.frames import Frame, LayerFrame, checksum_of
+from workers.kv.lane import DestinationConnection
 
 TOKENS = 10
 BLOCKS = (7, 3, 30)

@@ -34,7 +34,7 @@ from workers.kv.frames import (
     encode,
 )
 from workers.kv.incoming import IncomingTransfer, TransferState
-from workers.protocol.steps import KvExpect
+from workers.protocol.transfers import KvExpect
 
 TOKENS = 10
 BLOCKS = (7, 3, 30)

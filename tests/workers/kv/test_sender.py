@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from cp_core.errors import StaleIncarnation, TransferError, Unavailable
+from cp_core.layout.reshard import KvPiece
 from cp_core.layout.shards import TokenRange
 from tests.workers.kv.kv_peers import (
     BLOCK_TOKENS,
@@ -31,7 +32,7 @@ from tests.workers.kv.kv_peers import (
 from workers.kv import KvSender
 from workers.kv.cache import KvCache
 from workers.kv.frames import AbandonFrame, LayerFrame, RefusedFrame, SettledFrame, SettleFrame
-from workers.protocol.steps import KvPart, KvPiece, KvSend, TransferReport
+from workers.protocol.transfers import KvPart, KvSend, TransferReport
 
 TOKENS = 10
 BLOCKS = (7, 3, 30)

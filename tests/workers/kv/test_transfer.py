@@ -32,7 +32,7 @@ from tests.workers.kv.kv_peers import (
 )
 from workers.kv import KvReceiver, KvSender
 from workers.kv.cache import KvCache
-from workers.protocol.steps import KvExpect, KvPart, KvSend, TransferReport
+from workers.protocol.transfers import KvExpect, KvPart, KvSend, TransferReport
 
 NUM_BLOCKS_USED = 40
 

@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from cp_core.errors import ModelRefused
 from workers.model.builtin import cache_directory, resolve_model_path
 from workers.model.info import read_model_info
-from workers.protocol.steps import Sampling
-from workers.sampling.rows import choose_token
+from workers.sampling.draw import choose_token
+from workers.sampling.parameters import SamplingParameters
 
 TEXT = "".join(topics.values())
 
@@ -108,7 +108,7 @@ def test_a_longer_chat_extends_the_rendering_of_the_shorter(tokenizer: Any) -> N
     assert whole == first + "b.<|end|><|user|>c?<|end|><|assistant|>"
 
 
-def generate(model: Any, prompt: bytes, num_tokens: int, sampling: Sampling) -> list[int]:
+def generate(model: Any, prompt: bytes, num_tokens: int, sampling: SamplingParameters) -> list[int]:
     past, tokens, inputs = None, list(prompt), list(prompt)
     with torch.inference_mode():
         for _ in range(num_tokens):
@@ -122,7 +122,7 @@ def generate(model: Any, prompt: bytes, num_tokens: int, sampling: Sampling) -> 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_it_writes_printable_text_that_does_not_end_or_repeat_itself(model: Any, temperature: float) -> None:
     for prompt in (b"Hi", TEXT[:2000].encode()):
-        tokens = generate(model, prompt, 200, Sampling(temperature=temperature, seed=1))
+        tokens = generate(model, prompt, 200, SamplingParameters(temperature=temperature, seed=1))
         assert all(0x20 <= token < 0x7F for token in tokens)
         assert len(set(pairwise(tokens))) > 40
 

@@ -19,8 +19,10 @@ from tests.workers.rings import LocalRing, Turn
 from workers.decode.choice import DecodeChoice
 from workers.model.info import tensor_share
 from workers.model.loading import load_model
-from workers.protocol.steps import RING_ALGORITHMS, Algorithm, RankSpec, Sampling
+from workers.protocol.prefill_steps import RING_ALGORITHMS, Algorithm
+from workers.protocol.ranks import RankSettings, RankSpec
 from workers.rank.worker import RankWorker
+from workers.sampling.parameters import SamplingParameters
 
 TOLERANCE = 2e-5
 """Logits, absolute, fp32."""
@@ -48,7 +50,7 @@ def test_tensor_parallel_rings_decode_the_tokens_of_transformers(
 ) -> None:
     """Of three ranks one has no row of its own to compute, and no logits to make."""
     prompts = {"a": random_tokens(29), "b": random_tokens(1, seed=2)}
-    sampling = Sampling(max_tokens=12)
+    sampling = SamplingParameters(max_tokens=12)
     with LocalRing(model_paths[kind], num_ranks, tp=2, decode_variant=variant) as ring:
         conversations = {name: ring.open(name, 64) for name in prompts}
         turns = [Turn(conversations[name], prompt, sampling) for name, prompt in prompts.items()]
@@ -69,7 +71,9 @@ def test_tensor_parallel_rings_draw_as_one_process_and_may_change_the_variant_at
 ) -> None:
     """The first process chooses, the others hear of it: had each its own choice, theirs would not fit."""
     prompts = {"a": random_tokens(29), "b": random_tokens(12, seed=2)}
-    samplings = {name: Sampling(temperature=0.8, seed=seed, max_tokens=16) for seed, name in enumerate(prompts)}
+    samplings = {
+        name: SamplingParameters(temperature=0.8, seed=seed, max_tokens=16) for seed, name in enumerate(prompts)
+    }
     turns = itertools.cycle([GATHER, PASS_Q, PASS_Q])
     monkeypatch.setattr(DecodeChoice, "__call__", lambda *_: next(turns))
     answers = []
@@ -90,9 +94,9 @@ def test_the_choice_of_variant_reckons_with_the_share_of_a_process(model_paths: 
     with LocalRing(model_paths["llama_gqa"], 2, tp=2) as ring:
         ring.together(lambda worker, _: worker.probe())
         for worker in ring.workers:
-            assert worker._choose_variant._shape == tensor_share(ring.infos[0].model, 2).shape
-            assert worker._choose_variant._num_ranks == 2
-            assert worker._choose_variant._rates is not None
+            assert worker.parts.choose_variant._shape == tensor_share(ring.infos[0].model, 2).shape
+            assert worker.parts.choose_variant._num_ranks == 2
+            assert worker.parts.choose_variant._rates is not None
 
 
 def test_four_tensor_parallel_ranks_share_four_heads(
@@ -118,7 +122,7 @@ def test_a_cp_rank_without_tokens_leaves_the_others_their_answer(
 def test_rings_and_rings_meet_in_one_store(
     num_ranks: int, ring_transport: str, variant: str, model_paths: Mapping[str, Path], oracles: Mapping[str, Oracle]
 ) -> None:
-    prompt, sampling = random_tokens(29), Sampling(max_tokens=6)
+    prompt, sampling = random_tokens(29), SamplingParameters(max_tokens=6)
     with (
         gloo_as_nccl(),
         LocalRing(
@@ -174,15 +178,16 @@ def test_heads_that_do_not_divide_are_refused_at_start(
         load_model(model_paths[kind], "float32", "cpu", "model", tp=tp)
     assert str(refused.value) == sentence
     spec = RankSpec(
-        role="test",
         ring="test-0",
         rank=0,
         num_ranks=tp,
-        tp=tp,
         incarnation="test",
-        model_path=str(model_paths[kind]),
-        num_blocks=4,
-        block_tokens=4,
+        settings=RankSettings(
+            tp=tp,
+            model_path=str(model_paths[kind]),
+            num_blocks=4,
+            block_tokens=4,
+        ),
     )
     with pytest.raises(ConfigError, match=f"tp: {tp} does not divide"):
         RankWorker().start(spec)
@@ -200,7 +205,7 @@ def test_the_loss_of_any_rank_ends_the_loops_of_all(
     ):
         ring.start_decode()
         conversation = ring.open("c", 256)
-        ring.admit(conversation, 5, Sampling(max_tokens=250))
+        ring.admit(conversation, 5, SamplingParameters(max_tokens=250))
         ring.next_events()
         worker = ring.workers[lost]
         worker._transport.close()  # type: ignore[union-attr]

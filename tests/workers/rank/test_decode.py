@@ -11,8 +11,9 @@ import pytest
 from cp_core.errors import Unavailable
 from tests.workers.models import KINDS, Oracle, random_tokens
 from tests.workers.rings import BLOCK_TOKENS, Conversation, LocalRing, Turn
-from workers.protocol.decode_commands import DecodeEvent, GrowSequence
-from workers.protocol.steps import Algorithm, FinishReason, Sampling
+from workers.protocol.decode_commands import DecodeEvent, FinishReason, GrowSequence
+from workers.protocol.prefill_steps import Algorithm
+from workers.sampling.parameters import SamplingParameters
 
 RING_SIZES = (1, 2, 3)
 
@@ -20,7 +21,7 @@ Models = Mapping[str, Path]
 Oracles = Mapping[str, Oracle]
 
 
-def start_turn(ring: LocalRing, conversation: Conversation, tokens: list[int], sampling: Sampling) -> int:
+def start_turn(ring: LocalRing, conversation: Conversation, tokens: list[int], sampling: SamplingParameters) -> int:
     """Prefill; the first token."""
     return ring.prefill([Turn(conversation, tokens, sampling)])[conversation.name]
 
@@ -34,7 +35,7 @@ def tokens_of(events: list[DecodeEvent]) -> list[int]:
 def test_decoded_tokens_are_those_of_one_process(
     kind: str, num_ranks: int, model_paths: Models, oracles: Oracles
 ) -> None:
-    prompt, sampling = random_tokens(33), Sampling(max_tokens=24)
+    prompt, sampling = random_tokens(33), SamplingParameters(max_tokens=24)
     with LocalRing(model_paths[kind], num_ranks) as ring:
         conversation = ring.open("a", 64)
         first = start_turn(ring, conversation, prompt, sampling)
@@ -52,7 +53,7 @@ def test_sequences_join_and_leave_a_running_batch(num_ranks: int, model_paths: M
     events: dict[str, list[DecodeEvent]] = {name: [] for name in lengths}
     with LocalRing(model_paths["llama_gqa"], num_ranks) as ring:
         conversations = {name: ring.open(name, 128) for name in lengths}
-        samplings = {name: Sampling(max_tokens=end) for name, end in ends.items()}
+        samplings = {name: SamplingParameters(max_tokens=end) for name, end in ends.items()}
         firsts = ring.prefill([Turn(conversations[name], prompts[name], samplings[name]) for name in lengths])
         ring.start_decode()
         for name in "abc":
@@ -77,7 +78,7 @@ def test_the_next_turn_prefills_upon_what_decoding_stored(
     num_ranks: int, model_paths: Models, oracles: Oracles
 ) -> None:
     """Turn 2 on the KV of turn 1's prompt and answer, decoded tokens spread one by one over the ranks."""
-    prompt, question, sampling = random_tokens(21), random_tokens(9, seed=2), Sampling(max_tokens=14)
+    prompt, question, sampling = random_tokens(21), random_tokens(9, seed=2), SamplingParameters(max_tokens=14)
     with LocalRing(model_paths["qwen3"], num_ranks) as ring:
         conversation = ring.open("a", 128)
         first = start_turn(ring, conversation, prompt, sampling)
@@ -94,7 +95,7 @@ def test_the_next_turn_prefills_upon_what_decoding_stored(
 
 def test_sampled_tokens_are_the_same_for_every_ring_and_batch(model_paths: Models) -> None:
     prompt = random_tokens(30)
-    sampling = Sampling(temperature=0.8, seed=42, max_tokens=20)
+    sampling = SamplingParameters(temperature=0.8, seed=42, max_tokens=20)
     answers = []
     for num_ranks in RING_SIZES:
         with LocalRing(model_paths["llama_gqa"], num_ranks) as ring:
@@ -104,7 +105,7 @@ def test_sampled_tokens_are_the_same_for_every_ring_and_batch(model_paths: Model
                 start_turn(ring, other, prompt[:7], sampling)
             ring.start_decode()
             for other in others:
-                ring.admit(other, 5, Sampling(max_tokens=30))
+                ring.admit(other, 5, SamplingParameters(max_tokens=30))
             answers.append([first, *ring.decode(wanted, first, sampling)])
     assert answers[0] == answers[1] == answers[2]
     assert len(set(answers[0])) > 5
@@ -115,7 +116,7 @@ def test_a_stop_token_ends_a_sequence_and_is_reported(num_ranks: int, model_path
     prompt = random_tokens(12)
     wanted = oracles["mistral"].greedy(prompt, 20)
     stop = next(token for place, token in enumerate(wanted) if place >= 4 and token not in wanted[:place])
-    sampling = Sampling(max_tokens=20, stop_token_ids=(stop,))
+    sampling = SamplingParameters(max_tokens=20, stop_token_ids=(stop,))
     with LocalRing(model_paths["mistral"], num_ranks) as ring:
         conversation = ring.open("a", 64)
         first = start_turn(ring, conversation, prompt, sampling)
@@ -132,10 +133,12 @@ def test_a_removed_sequence_leaves_and_the_others_go_on(num_ranks: int, model_pa
     prompt = random_tokens(10)
     with LocalRing(model_paths["llama_gqa"], num_ranks) as ring:
         gone, stays = ring.open("gone", 1900), ring.open("stays", 64)
-        first = ring.prefill([Turn(gone, prompt, Sampling()), Turn(stays, prompt, Sampling())])["stays"]
+        first = ring.prefill([Turn(gone, prompt, SamplingParameters()), Turn(stays, prompt, SamplingParameters())])[
+            "stays"
+        ]
         ring.start_decode()
-        ring.admit(gone, first, Sampling(max_tokens=1800))
-        ring.admit(stays, first, Sampling(max_tokens=40))
+        ring.admit(gone, first, SamplingParameters(max_tokens=1800))
+        ring.admit(stays, first, SamplingParameters(max_tokens=40))
         while all(event.sequence_id != "gone" for event in ring.next_events()):
             pass
         ring.remove("gone")
@@ -153,13 +156,13 @@ def test_a_removed_sequence_leaves_and_the_others_go_on(num_ranks: int, model_pa
 def test_a_sequence_removed_before_it_ran_is_answered_too(model_paths: Models) -> None:
     with LocalRing(model_paths["llama_gqa"], 2) as ring:
         conversation = ring.open("a", 64)
-        first = start_turn(ring, conversation, random_tokens(10), Sampling())
-        ring.admit(conversation, first, Sampling(max_tokens=9))
+        first = start_turn(ring, conversation, random_tokens(10), SamplingParameters())
+        ring.admit(conversation, first, SamplingParameters(max_tokens=9))
         ring.remove("a")
         ring.start_decode()
         (event,) = ring.next_events()
         # The batch serves the next one.
-        answer = ring.decode(conversation, first, Sampling(max_tokens=3))
+        answer = ring.decode(conversation, first, SamplingParameters(max_tokens=3))
     assert (event.finish_reason, event.kv_tokens) == (FinishReason.ABORT, 10)
     assert len(answer) == 2
 
@@ -172,11 +175,11 @@ def test_an_idle_ring_keeps_its_followers_waiting_beyond_their_patience(
     monkeypatch.setattr("workers.decode.header.SILENCE_SECONDS", 0.5)
     with LocalRing(model_paths["llama_gqa"], 2) as ring:
         conversation = ring.open("a", 64)
-        first = start_turn(ring, conversation, random_tokens(10), Sampling())
+        first = start_turn(ring, conversation, random_tokens(10), SamplingParameters())
         ring.start_decode()
         assert ring.workers[0].poll(0, 1.5).events == ()
         assert ring.workers[1].status().seconds_since_step < 0.5
-        assert len(ring.decode(conversation, first, Sampling(max_tokens=5))) == 4
+        assert len(ring.decode(conversation, first, SamplingParameters(max_tokens=5))) == 4
 
 
 def test_a_follower_that_hears_nothing_gives_up(model_paths: Models, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,16 +191,16 @@ def test_a_follower_that_hears_nothing_gives_up(model_paths: Models, monkeypatch
 def test_a_ring_that_breaks_tells_whoever_polls(model_paths: Models) -> None:
     with LocalRing(model_paths["llama_gqa"], 3) as ring:
         conversation = ring.open("a", 1900)
-        first = start_turn(ring, conversation, random_tokens(10), Sampling())
+        first = start_turn(ring, conversation, random_tokens(10), SamplingParameters())
         ring.start_decode()
-        ring.admit(conversation, first, Sampling(max_tokens=1800))
+        ring.admit(conversation, first, SamplingParameters(max_tokens=1800))
         ring.next_events()
         ring.leave(rank=2)
         with pytest.raises(Unavailable, match="the decode loop of test-0 broke"):
             ring.events_until_finished(["a"])
         assert all(isinstance(error, Unavailable) for error in ring.decode_ended())
         with pytest.raises(Unavailable):
-            ring.admit(conversation, first, Sampling(max_tokens=1800))
+            ring.admit(conversation, first, SamplingParameters(max_tokens=1800))
 
 
 def test_stopping_ends_every_rank_without_an_error(model_paths: Models) -> None:
@@ -214,7 +217,7 @@ def test_a_sequence_without_room_for_its_next_token_pauses_and_goes_on_where_it_
     model_paths: Models, oracles: Oracles
 ) -> None:
     """Tables that end after 17 + 5 tokens, then after 9 more, then not at all: the same tokens as in one go."""
-    prompt, sampling = random_tokens(17), Sampling(max_tokens=30)
+    prompt, sampling = random_tokens(17), SamplingParameters(max_tokens=30)
     with LocalRing(model_paths["llama_gqa"], 2) as ring:
         conversation = ring.open("a", 64)
         first = start_turn(ring, conversation, prompt, sampling)
@@ -231,7 +234,7 @@ def test_a_sequence_without_room_for_its_next_token_pauses_and_goes_on_where_it_
             told += tokens_of(events)
             assert events[-1].kv_tokens == len(prompt) + len(told) - 1
             if num_blocks < 16:
-                assert (events[-1].is_paused, events[-1].finish_reason, events[-1].token_id) == (True, None, None)
+                assert (events[-1].is_preempted, events[-1].finish_reason, events[-1].token_id) == (True, None, None)
                 assert max(conversation.held) == num_blocks * BLOCK_TOKENS, "all slots of a rank are used first"
     assert events[-1].finish_reason is FinishReason.LENGTH
     assert told == oracles["llama_gqa"].greedy(prompt, 30)
@@ -243,7 +246,7 @@ def test_tables_grow_under_a_running_sequence(
     variant: str, num_ranks: int, model_paths: Models, oracles: Oracles
 ) -> None:
     """Room comes at the sequence's own step border and at later ones; of what has left it is passed over."""
-    prompt, sampling = random_tokens(9), Sampling(max_tokens=40)
+    prompt, sampling = random_tokens(9), SamplingParameters(max_tokens=40)
     with LocalRing(model_paths["llama_gqa"], num_ranks, decode_variant=variant) as ring:
         conversation, other = ring.open("a", 64), ring.open("b", 64)
         first = start_turn(ring, conversation, prompt, sampling)
@@ -255,7 +258,7 @@ def test_tables_grow_under_a_running_sequence(
             for known in range(3, 16)
         ]
         ring.admit(conversation, first, sampling)
-        ring.admit(other, 5, Sampling(max_tokens=2))
+        ring.admit(other, 5, SamplingParameters(max_tokens=2))
         ring.workers[0].submit(commands[:7])
         ring.start_decode()
         events: list[DecodeEvent] = []
@@ -265,7 +268,7 @@ def test_tables_grow_under_a_running_sequence(
         while not any(event.sequence_id == "a" and event.has_left for event in events):
             events += ring.next_events()
         told = [first, *tokens_of([event for event in events if event.sequence_id == "a"])]
-        if events[-1].is_paused:  # on a busy machine the loop may be faster than the later commands
+        if events[-1].is_preempted:  # on a busy machine the loop may be faster than the later commands
             ring.keep(conversation, first, told[1:], events[-1].kv_tokens)
             conversation.blocks = tables
             ring.admit(conversation, told[-1], sampling, num_generated=len(told))

@@ -13,14 +13,9 @@ from cp_core.layout.shards import ShardMap, TokenRange, balanced_layout, spread
 from tests.gloo import gloo_as_nccl
 from tests.workers.models import Oracle, random_tokens
 from tests.workers.rings import WAIT_SECONDS, Conversation, LocalRing, Turn
-from workers.protocol.steps import (
-    Algorithm,
-    KvExpect,
-    KvPart,
-    KvSend,
-    Sampling,
-    TransferKey,
-)
+from workers.protocol.prefill_steps import Algorithm
+from workers.protocol.transfers import KvExpect, KvPart, KvSend, TransferKey
+from workers.sampling.parameters import SamplingParameters
 
 NUM_KV_HEADS = 2
 
@@ -59,7 +54,7 @@ def test_two_turns_over_two_rings_have_the_tokens_of_one_process(
     num_prefill: int, num_decode: int, model_paths: Models, oracles: Oracles
 ) -> None:
     prompt, question = random_tokens(37), random_tokens(6, seed=3)
-    sampling = Sampling(max_tokens=11)
+    sampling = SamplingParameters(max_tokens=11)
     path = model_paths["llama_gqa"]
     with LocalRing(path, num_prefill) as prefill, LocalRing(path, num_decode) as decode:
         here, there = prefill.open("a", 128), decode.open("a", 128)
@@ -104,7 +99,7 @@ def test_a_hand_off_that_was_dropped_fails_its_sender_and_not_the_step(model_pat
         expect(decode, key, there, coming)
         decode.workers[0].drop_kv(key)
         held = balanced_layout(0, 20, (0,)).shard_map()
-        turn = Turn(here, prompt, Sampling(), sends(key, here, held, decode, coming, TokenRange(0, 20)))
+        turn = Turn(here, prompt, SamplingParameters(), sends(key, here, held, decode, coming, TokenRange(0, 20)))
         assert "a" in prefill.prefill([turn])
         with pytest.raises(TransferError):
             prefill.workers[0].finish_sends(key, WAIT_SECONDS)
@@ -116,7 +111,7 @@ def test_ranks_meet_over_a_real_ring_and_compute_the_same(
     ring_transport: str, used: str, model_paths: Models, oracles: Oracles
 ) -> None:
     """Two ranks join through a store, prefill and decode."""
-    prompt, sampling = random_tokens(19), Sampling(max_tokens=8)
+    prompt, sampling = random_tokens(19), SamplingParameters(max_tokens=8)
     with gloo_as_nccl(), LocalRing(model_paths["llama_gqa"], 2, ring_transport=ring_transport) as ring:
         assert [info.ring_transport for info in ring.infos] == [used, used]
         conversation = ring.open("a", 64)

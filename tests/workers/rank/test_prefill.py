@@ -6,6 +6,7 @@ Caches are poisoned with NaN, so that a slot read before it was written cannot g
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
@@ -17,7 +18,8 @@ from cp_core.attention.interface import Partial
 from cp_core.errors import Unavailable
 from tests.workers.models import KINDS, Oracle, random_tokens
 from tests.workers.rings import LocalRing, Turn, run_in_thread
-from workers.protocol.steps import RING_ALGORITHMS, Algorithm, Sampling
+from workers.protocol.prefill_steps import RING_ALGORITHMS, Algorithm
+from workers.sampling.parameters import SamplingParameters
 
 TOLERANCE = 2e-5
 ALGORITHMS = list(RING_ALGORITHMS)
@@ -99,7 +101,7 @@ def test_the_rank_of_the_last_position_samples_and_no_other(
     tokens = random_tokens(50)
     with LocalRing(model_paths["llama_mha"], num_ranks) as ring:
         a, b = ring.open("a", 64), ring.open("b", 64)
-        sampled = ring.prefill([Turn(a, tokens, Sampling()), Turn(b, tokens[:33])])
+        sampled = ring.prefill([Turn(a, tokens, SamplingParameters()), Turn(b, tokens[:33])])
     assert sampled == {"a": oracles["llama_mha"].greedy(tokens, 1)[0]}
 
 
@@ -108,7 +110,10 @@ def test_sampled_first_tokens_are_the_same_on_rings_of_any_size(model_paths: Mod
     sampled = []
     for num_ranks in RING_SIZES:
         with LocalRing(model_paths["llama_gqa"], num_ranks) as ring:
-            turns = [Turn(ring.open(str(seed), 64), tokens, Sampling(temperature=1.0, seed=seed)) for seed in range(8)]
+            turns = [
+                Turn(ring.open(str(seed), 64), tokens, SamplingParameters(temperature=1.0, seed=seed))
+                for seed in range(8)
+            ]
             sampled.append(ring.prefill(turns))
     assert sampled[0] == sampled[1] == sampled[2]
     assert len(set(sampled[0].values())) > 2, "eight seeds drew the same token"
@@ -127,7 +132,8 @@ class FailingBackend:
 
 def test_a_rank_that_fails_takes_its_peers_out_of_the_step_at_once(model_paths: Models) -> None:
     with LocalRing(model_paths["llama_gqa"], 3) as ring:
-        ring.workers[1]._backend = FailingBackend()
+        failing = ring.workers[1]
+        failing._started = replace(failing.parts, backend=FailingBackend())
         steps = ring.steps([Turn(ring.open("a", 64), random_tokens(20))], Algorithm.PASS_KV)
         runs = [run_in_thread(partial(worker.prefill, step)) for worker, step in zip(ring.workers, steps, strict=True)]
         errors = [run.exception(20.0) for run in runs]

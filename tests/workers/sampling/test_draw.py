@@ -9,20 +9,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.protocol.steps import Sampling
-from workers.sampling.rows import choose_token
+from workers.sampling.draw import choose_token
+from workers.sampling.parameters import SamplingParameters
 
 
 def test_greedy_takes_the_largest_and_the_first_of_equals() -> None:
-    assert choose_token(torch.tensor([0.0, 3.0, 1.0, 3.0]), Sampling(), 5) == 1
-    assert choose_token(torch.zeros(8), Sampling(), 5) == 0
+    assert choose_token(torch.tensor([0.0, 3.0, 1.0, 3.0]), SamplingParameters(), 5) == 1
+    assert choose_token(torch.zeros(8), SamplingParameters(), 5) == 0
 
 
 def test_draws_follow_the_softmax_of_the_logits() -> None:
     """20,000 draws: each share is within four standard deviations (0.0142 at most) of its probability."""
     logits, temperature = torch.tensor([0.0, 1.0, 2.0, -1.0]), 1.3
     wanted = torch.softmax(logits.double() / temperature, 0)
-    sampling = Sampling(temperature=temperature, seed=11)
+    sampling = SamplingParameters(temperature=temperature, seed=11)
     counts = Counter(choose_token(logits, sampling, position) for position in range(20_000))
     for token, probability in enumerate(wanted.tolist()):
         assert counts[token] / 20_000 == pytest.approx(
@@ -33,14 +33,16 @@ def test_draws_follow_the_softmax_of_the_logits() -> None:
 @given(st.integers(0, 2**63 - 1), st.integers(0, 2**40))
 def test_the_same_seed_and_position_draw_the_same_token(seed: int, position: int) -> None:
     logits = torch.linspace(-1, 1, 50)
-    sampling = Sampling(temperature=1.0, seed=seed)
+    sampling = SamplingParameters(temperature=1.0, seed=seed)
     assert choose_token(logits, sampling, position) == choose_token(logits.clone(), sampling, position)
 
 
 def test_other_seeds_and_other_positions_draw_otherwise() -> None:
     logits = torch.zeros(1000)
-    by_position = {choose_token(logits, Sampling(temperature=1.0, seed=3), position) for position in range(50)}
-    by_seed = {choose_token(logits, Sampling(temperature=1.0, seed=seed), 3) for seed in range(50)}
+    by_position = {
+        choose_token(logits, SamplingParameters(temperature=1.0, seed=3), position) for position in range(50)
+    }
+    by_seed = {choose_token(logits, SamplingParameters(temperature=1.0, seed=seed), 3) for seed in range(50)}
     assert len(by_position) > 40
     assert len(by_seed) > 40
 
@@ -48,14 +50,14 @@ def test_other_seeds_and_other_positions_draw_otherwise() -> None:
 @given(st.integers(0, 2**63 - 1))
 def test_a_token_of_probability_zero_is_never_drawn(seed: int) -> None:
     logits = torch.tensor([-torch.inf, 0.0, -torch.inf, 0.0, -torch.inf])
-    assert choose_token(logits, Sampling(temperature=1.0, seed=seed), 0) in (1, 3)
+    assert choose_token(logits, SamplingParameters(temperature=1.0, seed=seed), 0) in (1, 3)
 
 
 def test_draws_hardly_hang_on_the_last_bits_of_the_logits() -> None:
     """Rings of different size differ by about 1e-6 in their logits: at most 1 in 1,000 draws may fall elsewhere."""
     logits = torch.randn(300, generator=torch.Generator().manual_seed(0))
     noise = 1e-6 * torch.randn(300, generator=torch.Generator().manual_seed(1))
-    sampling = Sampling(temperature=1.0, seed=5)
+    sampling = SamplingParameters(temperature=1.0, seed=5)
     changed = sum(
         choose_token(logits, sampling, position) != choose_token(logits + noise, sampling, position)
         for position in range(1000)
@@ -69,9 +71,9 @@ def test_broken_logits_raise(temperature: float, broken: float) -> None:
     logits = torch.zeros(10)
     logits[4] = broken
     with pytest.raises(FloatingPointError, match="the largest logit for position 7"):
-        choose_token(logits, Sampling(temperature=temperature), 7)
+        choose_token(logits, SamplingParameters(temperature=temperature), 7)
 
 
 def test_nothing_but_impossible_tokens_raises() -> None:
     with pytest.raises(FloatingPointError):
-        choose_token(torch.full((4,), -torch.inf), Sampling(), 7)
+        choose_token(torch.full((4,), -torch.inf), SamplingParameters(), 7)

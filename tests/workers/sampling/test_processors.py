@@ -22,9 +22,9 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from workers.sampling.parameters import Sampling, TokenBias, TokenHistory
+from workers.sampling.draw import choose_token, sample_rows
+from workers.sampling.parameters import SamplingParameters, TokenBias, TokenHistory
 from workers.sampling.processors import RowSampler, filtered
-from workers.sampling.rows import choose_token, sample_rows
 
 VOCAB_SIZE = 40
 tokens = st.integers(0, VOCAB_SIZE - 1)
@@ -37,14 +37,14 @@ def random_logits(seed: int, spread: float = 4.0) -> Tensor:
 
 
 @st.composite
-def samplings(draw: st.DrawFn) -> Sampling:
+def samplings(draw: st.DrawFn) -> SamplingParameters:
     """Every feature on or off by itself."""
 
     def maybe(default: Any, values: st.SearchStrategy[Any]) -> Any:
         return draw(st.just(default) | values)
 
     biased = draw(st.lists(tokens, unique=True, max_size=5))
-    return Sampling(
+    return SamplingParameters(
         temperature=draw(st.floats(0.05, 5.0)),
         top_k=maybe(0, st.integers(1, 2 * VOCAB_SIZE)),
         top_p=maybe(1.0, st.floats(0.01, 0.999)),
@@ -56,7 +56,7 @@ def samplings(draw: st.DrawFn) -> Sampling:
     )
 
 
-def processors(sampling: Sampling, num_prompt: int) -> LogitsProcessorList:
+def processors(sampling: SamplingParameters, num_prompt: int) -> LogitsProcessorList:
     """As transformers' generate would list them, in its order."""
     listed: list[Any] = []
     if sampling.logit_bias:
@@ -69,7 +69,7 @@ def processors(sampling: Sampling, num_prompt: int) -> LogitsProcessorList:
     return LogitsProcessorList(listed)
 
 
-def warpers(sampling: Sampling) -> LogitsProcessorList:
+def warpers(sampling: SamplingParameters) -> LogitsProcessorList:
     listed: list[Any] = [TemperatureLogitsWarper(sampling.temperature)]
     if sampling.top_k:
         listed.append(TopKLogitsWarper(sampling.top_k))
@@ -82,7 +82,7 @@ def warpers(sampling: Sampling) -> LogitsProcessorList:
 
 @given(samplings(), seeds, st.lists(tokens, min_size=1, max_size=12), st.lists(tokens, max_size=12))
 def test_the_distribution_is_that_of_transformers(
-    sampling: Sampling, seed: int, prompt: list[int], answer: list[int]
+    sampling: SamplingParameters, seed: int, prompt: list[int], answer: list[int]
 ) -> None:
     logits = random_logits(seed)
     ids: Any = torch.tensor([prompt + answer])
@@ -100,7 +100,7 @@ def test_the_distribution_is_that_of_transformers(
 
 @given(samplings(), seeds, st.lists(tokens, min_size=1, max_size=12), st.lists(tokens, max_size=12))
 def test_the_greedy_token_is_that_of_transformers(
-    sampling: Sampling, seed: int, prompt: list[int], answer: list[int]
+    sampling: SamplingParameters, seed: int, prompt: list[int], answer: list[int]
 ) -> None:
     sampling, logits = replace(sampling, temperature=0.0), random_logits(seed)
     ids: Any = torch.tensor([prompt + answer])
@@ -122,7 +122,7 @@ class Row:
 
 @given(samplings(), st.lists(tokens, max_size=20), st.integers(0, 20), seeds)
 def test_a_row_told_token_by_token_equals_one_told_at_once(
-    sampling: Sampling, answer: list[int], told_before: int, seed: int
+    sampling: SamplingParameters, answer: list[int], told_before: int, seed: int
 ) -> None:
     """A sequence moves between rings with the tokens so far; logits may have been looked at in between."""
     sampling = replace(sampling, presence_penalty=0.7, frequency_penalty=-0.3)
@@ -142,7 +142,7 @@ def test_presence_and_frequency_count_the_answer_and_not_the_prompt(
 ) -> None:
     """OpenAI: mu[j] -> mu[j] - c[j] * frequency - (1 if c[j] > 0 else 0) * presence."""
     logits = random_logits(seed).numpy()
-    sampling = Sampling(presence_penalty=presence, frequency_penalty=frequency)
+    sampling = SamplingParameters(presence_penalty=presence, frequency_penalty=frequency)
     ours = RowSampler(sampling, TokenHistory.of(sampling, list(range(VOCAB_SIZE)), answer)).process(logits)
     wanted = [
         logit - answer.count(token) * frequency - (presence if token in answer else 0.0)
@@ -155,7 +155,7 @@ def test_presence_and_frequency_count_the_answer_and_not_the_prompt(
 def test_among_equals_at_the_border_of_top_p_the_smaller_ids_stay(levels: list[int], top_p: float) -> None:
     """Transformers leaves open which of them stay, but how many do is the same."""
     logits = np.array(levels, dtype=np.float64)
-    kept = np.isfinite(filtered(logits, Sampling(temperature=1.0, top_p=top_p)))
+    kept = np.isfinite(filtered(logits, SamplingParameters(temperature=1.0, top_p=top_p)))
     theirs = TopPLogitsWarper(top_p)(torch.zeros(1, 1), torch.from_numpy(logits)[None])
     assert kept.sum() == int(torch.isfinite(theirs).sum())
     border = logits[kept].min()
@@ -165,12 +165,12 @@ def test_among_equals_at_the_border_of_top_p_the_smaller_ids_stay(levels: list[i
 
 
 def test_all_equals_of_the_kth_stay() -> None:
-    kept = filtered(np.array([1.0, 2.0, 1.0, 3.0, 0.0]), Sampling(temperature=1.0, top_k=3))
+    kept = filtered(np.array([1.0, 2.0, 1.0, 3.0, 0.0]), SamplingParameters(temperature=1.0, top_k=3))
     assert np.isfinite(kept).tolist() == [True, True, True, True, False]
 
 
 @given(samplings(), seeds)
-def test_only_tokens_that_pass_the_filters_are_drawn(sampling: Sampling, seed: int) -> None:
+def test_only_tokens_that_pass_the_filters_are_drawn(sampling: SamplingParameters, seed: int) -> None:
     logits = random_logits(seed)
     processed = RowSampler(sampling).process(logits.numpy())
     kept = np.isfinite(filtered((processed - processed.max()) / sampling.temperature, sampling))
@@ -180,14 +180,14 @@ def test_only_tokens_that_pass_the_filters_are_drawn(sampling: Sampling, seed: i
 
 @given(st.lists(st.tuples(samplings(), st.booleans(), seeds, st.lists(tokens, max_size=6)), min_size=1, max_size=6))
 def test_a_row_gets_its_token_whatever_else_is_in_the_batch(
-    wanted: list[tuple[Sampling, bool, int, list[int]]],
+    wanted: list[tuple[SamplingParameters, bool, int, list[int]]],
 ) -> None:
     rows, alone = [], []
     logits = torch.stack([random_logits(seed) for *_, seed, _ in wanted])
     for number, (sampling, is_plain, seed, answer) in enumerate(wanted):
         temperature = sampling.temperature if seed % 3 else 0.0
         if is_plain:
-            sampling = Sampling(temperature=temperature, seed=seed)
+            sampling = SamplingParameters(temperature=temperature, seed=seed)
         sampling = replace(sampling, seed=seed, temperature=temperature, logprobs=seed % 4 or None)
         history = TokenHistory.of(sampling, [1, 2, 3], answer)
         rows.append(Row(RowSampler(sampling, history), 3 + len(answer)))
@@ -199,7 +199,7 @@ def test_a_row_gets_its_token_whatever_else_is_in_the_batch(
 def test_a_broken_row_fails_the_step_before_any_token_leaves_it() -> None:
     logits = torch.zeros(2, 5)
     logits[1, 3] = torch.nan
-    rows = [Row(RowSampler(Sampling())), Row(RowSampler(Sampling(temperature=1.0, top_k=2)), 9)]
+    rows = [Row(RowSampler(SamplingParameters())), Row(RowSampler(SamplingParameters(temperature=1.0, top_k=2)), 9)]
     with pytest.raises(FloatingPointError, match="the largest logit for position 9 is nan"):
         sample_rows(rows, logits)
 
@@ -210,4 +210,4 @@ def test_no_rows_have_no_tokens() -> None:
 
 def test_nearly_no_temperature_is_greedy_and_overflows_nothing() -> None:
     logits = torch.tensor([1e30, -1e30, 3e30, 0.0])
-    assert choose_token(logits, Sampling(temperature=1e-300, top_p=0.5, min_p=0.1), 1) == 2
+    assert choose_token(logits, SamplingParameters(temperature=1e-300, top_p=0.5, min_p=0.1), 1) == 2

@@ -10,11 +10,11 @@ import pytest
 from cp_core.cost.decode_variant import VARIANTS
 from tests.workers.models import VOCAB_SIZE, random_tokens
 from tests.workers.rings import LocalRing, Turn
-from workers.sampling.parameters import Sampling, TokenHistory
+from workers.sampling.parameters import SamplingParameters, TokenHistory
 
 PROMPT = random_tokens(13)
 SAMPLINGS = {
-    "penalties": Sampling(
+    "penalties": SamplingParameters(
         temperature=1.0,
         seed=4,
         repetition_penalty=1.5,
@@ -22,7 +22,9 @@ SAMPLINGS = {
         frequency_penalty=1.0,
         max_tokens=20,
     ),
-    "min_tokens": Sampling(max_tokens=20, min_tokens=14, stop_token_ids=tuple(range(0, VOCAB_SIZE, 2)), logprobs=1),
+    "min_tokens": SamplingParameters(
+        max_tokens=20, min_tokens=14, stop_token_ids=tuple(range(0, VOCAB_SIZE, 2)), logprobs=1
+    ),
 }
 
 

@@ -34,7 +34,8 @@ from services.offline.calibration.fitting import Calibration, calibrate, profile
 from services.offline.calibration.measurement import Cell, Measurement
 from workers.model.builtin import resolve_model_path
 from workers.model.info import read_model_info
-from workers.protocol.steps import RING_ALGORITHMS, Algorithm, ModelInfo, RingRates
+from workers.protocol.prefill_steps import RING_ALGORITHMS, Algorithm
+from workers.protocol.ranks import ModelInfo, RingRates
 
 Tell = Callable[[str], None]
 

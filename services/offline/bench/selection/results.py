@@ -21,7 +21,7 @@ from services.offline.bench.report import save_figure
 from services.offline.bench.selection.links import LinkRate
 from services.offline.calibration.fitting import Errors
 from services.offline.calibration.measurement import Cell
-from workers.protocol.steps import RingRates
+from workers.protocol.ranks import RingRates
 
 OWN_RATES = "auto, uncalibrated"
 """`auto` by what the ring measured of itself when it started: what it takes without a profile."""

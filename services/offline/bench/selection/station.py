@@ -17,7 +17,9 @@ from services.offline.bench.selection.links import LinkRate, Links
 from services.offline.calibration.measurement import Cell
 from workers.model.builtin import resolve_model_path
 from workers.model.info import read_model_info
-from workers.protocol.steps import Algorithm, PrefillStep, RingRates, Sampling, SequencePrefill
+from workers.protocol.prefill_steps import Algorithm, PrefillStep, SequencePrefill
+from workers.protocol.ranks import RingRates
+from workers.sampling.parameters import SamplingParameters
 
 # Tokens of one step while a prefix is made: bounds its memory.
 PREFIX_STEP_TOKENS = 4096
@@ -153,7 +155,7 @@ class SelectionStation:
             layout=balanced_layout(cell.cached_tokens, cell.new_tokens, prefix.held),
             cached=prefix.held,
             blocks=prefix.blocks,
-            sample=Sampling(),
+            sample=SamplingParameters(),
         )
         return PrefillStep(algorithm=algorithm, sequences=(piece,))
 

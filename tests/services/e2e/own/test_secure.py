@@ -28,7 +28,7 @@ from tests.services.auth.certificates import Authority
 from tests.services.e2e.cluster import Cluster, Ringserve, pid_at, running_cluster, wait_until
 from tests.workers.models import random_tokens
 from workers.kv.frames import SettleFrame, encode
-from workers.protocol.steps import TransferKey
+from workers.protocol.transfers import TransferKey
 
 
 @dataclass(frozen=True)

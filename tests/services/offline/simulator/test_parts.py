@@ -38,7 +38,8 @@ from services.offline.simulator.trace import (
     format_trace,
     read_trace,
 )
-from workers.protocol.steps import Algorithm, RingRates
+from workers.protocol.prefill_steps import Algorithm
+from workers.protocol.ranks import RingRates
 
 RATES = RingRates(gemm_flops=1e9, attention_flops=1e9, link_bytes_per_second=1e9, link_latency_seconds=0.0)
 

@@ -22,7 +22,7 @@ from services.offline.simulator.placement import POLICIES
 from services.offline.simulator.results import SimulationResult
 from services.offline.simulator.simulation import Simulation
 from services.offline.simulator.trace import FirstPrompts, MadeTrace, TracedConversation, TracedTurn, TraceShape, around
-from workers.protocol.steps import ModelInfo
+from workers.protocol.ranks import ModelInfo
 
 MODEL = ModelInfo(
     name="llama",

@@ -42,7 +42,10 @@ from ringserve.v1 import inference_pb2
 from services.rpc.wire import conversations, kv, plans, sampling, turns
 from services.rpc.wire import rings as rings
 from services.rpc.wire.layouts import shards_from, shards_to, token_array
-from workers.protocol.steps import FinishReason, RingRates, Sampling, TokenIds, TokenLogprobs
+from workers.protocol.decode_commands import FinishReason
+from workers.protocol.prefill_steps import TokenIds
+from workers.protocol.ranks import RingRates
+from workers.sampling.parameters import SamplingParameters, TokenLogprobs
 
 M = TypeVar("M", bound=Message)
 
@@ -110,7 +113,7 @@ def sent(message: M) -> M:
 
 
 PAIRS: list[tuple[st.SearchStrategy[Any], Callable[[Any], Any], Callable[[Any], Any]]] = [
-    (values_of(Sampling), sampling.sampling_to, sampling.sampling_from),
+    (values_of(SamplingParameters), sampling.sampling_to, sampling.sampling_from),
     (values_of(TokenLogprobs), sampling.logprobs_to, sampling.logprobs_from),
     (values_of(KvQuota), turns.quota_to, turns.quota_from),
     (requests(), turns.turn_request_to, turns.turn_request_from),

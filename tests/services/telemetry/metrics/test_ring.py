@@ -11,7 +11,7 @@ from cp_core.errors import Unavailable
 from orchestration.protocol.views import RankKvUsage, RingStatus
 from services.telemetry.metrics.registry import RING_NAMES, WithVllmNames
 from services.telemetry.metrics.ring import RingCollector, RingView
-from workers.protocol.steps import STEP_BOUNDS, RankStatus
+from workers.protocol.ranks import STEP_BOUNDS, RankStatus
 
 
 def status(state: str = "ready", role: str = "decode") -> RingStatus:

@@ -1,0 +1,210 @@
+"""Messages between the ranks of a decode ring: headers from the first rank, sampled tokens back to it.
+
+A header is one int64[4 + max_batch] (kind, variant, payload bytes, number of tokens, tokens). A msgpack payload with
+the change follows only where the batch changes. The fixed size lets followers wait without knowing what comes.
+
+A sampled token is one 64-bit word. With log-probabilities these words follow: rank, log-probability, and (id,
+log-probability) of each top token.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from enum import IntEnum
+from typing import Any, TypeVar
+
+import msgpack
+import numpy as np
+import torch
+
+from cp_core.cost.decode_variant import GATHER, VARIANTS
+from cp_core.transport.interface import RingTransport
+from workers.decode.batch import BatchChange
+from workers.protocol.decode_commands import AdmitSequence, ComputePrompt, GrowSequence
+from workers.sampling.parameters import Sampled, SamplingParameters, TokenBias, TokenHistory, TokenLogprobs
+
+Command = TypeVar("Command", AdmitSequence, GrowSequence, ComputePrompt)
+
+LEADER = 0
+HEARTBEAT_SECONDS = 1.0
+# Limit of a follower's wait for a header: many heartbeats, so that a busy machine is not taken for a dead leader.
+SILENCE_SECONDS = 15.0
+# Part of a seed that a draw uses, and the most that msgpack can carry.
+SIXTY_FOUR_BITS = 0xFFFF_FFFF_FFFF_FFFF
+UNCHANGED = BatchChange()
+
+
+class HeaderKind(IntEnum):
+    """Kind of a header: a step boundary, a heartbeat, the end of the loop, or a measurement between two steps."""
+
+    STEP = 0
+    IDLE = 1
+    STOP = 2
+    PROBE = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """Order for the next step. `token_ids` were sampled from the last step, in the order of its rows.
+
+    `change` turns that batch into the next, which `variant` serves.
+    """
+
+    kind: HeaderKind
+    token_ids: tuple[int, ...] = ()
+    change: BatchChange = UNCHANGED
+    variant: str = GATHER
+
+
+class HeaderChannel:
+    """Channel of headers from the first rank to all others.
+
+    `hops` are this rank's rings in the order in which a header passes them: a header arrives by the first and leaves by
+    the second. Besides the ring of rank 0 these are, with tensor parallelism, the tensor parallel groups of cp ranks.
+    """
+
+    def __init__(self, hops: Sequence[RingTransport], max_batch: int, device: torch.device) -> None:
+        self._hops = [hop for hop in hops if hop.size > 1]
+        self._device = device
+        self._size = 4 + max_batch
+
+    def send(self, header: Header) -> None:
+        """Send a header; for rank 0 only."""
+        if not self._hops:
+            return
+        payload = encode_change(header.change) if header.change else b""
+        words = [header.kind, VARIANTS.index(header.variant), len(payload), len(header.token_ids), *header.token_ids]
+        fixed = torch.tensor(words + [0] * (self._size - len(words)), dtype=torch.int64, device=self._device)
+        self._pass(fixed)
+        if payload:
+            content = torch.from_numpy(np.frombuffer(payload, np.uint8).copy())
+            self._pass(content.to(self._device))
+
+    def receive(self) -> Header:
+        """Receive a header; for every other rank. Raises Unavailable if none comes within SILENCE_SECONDS."""
+        fixed = torch.empty(self._size, dtype=torch.int64, device=self._device)
+        self._pass(fixed, SILENCE_SECONDS)
+        kind, variant, payload_bytes, num_tokens, *words = fixed.tolist()
+        change = UNCHANGED
+        if payload_bytes:
+            payload = torch.empty(payload_bytes, dtype=torch.uint8, device=self._device)
+            self._pass(payload, SILENCE_SECONDS)
+            change = decode_change(payload.cpu().numpy().tobytes())
+        return Header(HeaderKind(kind), tuple(words[:num_tokens]), change, VARIANTS[variant])
+
+    def _pass(self, tensor: torch.Tensor, timeout_seconds: float | None = None) -> None:
+        for hop in self._hops:
+            hop.broadcast(tensor, LEADER).wait(timeout_seconds)
+
+
+def encode_change(change: BatchChange) -> bytes:
+    """Encode a batch change as msgpack: every dataclass as the list of its field values."""
+    encoded = msgpack.packb([change.removed, change.admitted, change.grown, change.prompt], default=_values)
+    assert isinstance(encoded, bytes)
+    return encoded
+
+
+def decode_change(payload: bytes) -> BatchChange:
+    """Decode what `encode_change` wrote; seeds come back modulo 2**64."""
+    removed, admitted, grown, prompt = msgpack.unpackb(payload, use_list=False)
+    return BatchChange(
+        removed=removed,
+        admitted=tuple(_command(AdmitSequence, values) for values in admitted),
+        grown=tuple(_command(GrowSequence, values) for values in grown),
+        prompt=None if prompt is None else _command(ComputePrompt, prompt),
+    )
+
+
+def _values(item: Any) -> list[Any]:
+    values = {field.name: getattr(item, field.name) for field in fields(item)}
+    if isinstance(item, SamplingParameters):
+        values["seed"] &= SIXTY_FOUR_BITS
+    return list(values.values())
+
+
+def _named(kind: type[Any], values: Sequence[Any]) -> dict[str, Any]:
+    return dict(zip((field.name for field in fields(kind)), values, strict=True))
+
+
+def _command(kind: type[Command], values: Sequence[Any]) -> Command:
+    named = _named(kind, values)
+    if "sampling" in named:
+        sampling = _named(SamplingParameters, named["sampling"])
+        sampling["logit_bias"] = tuple(TokenBias(*item) for item in sampling["logit_bias"])
+        named["sampling"] = SamplingParameters(**sampling)
+        named["history"] = TokenHistory(**_named(TokenHistory, named["history"]))
+    return kind(**named)
+
+
+def gather_sampled(
+    sampled: Sequence[Sampled],
+    num_tops: Sequence[Sequence[int | None]],
+    transport: RingTransport,
+    device: torch.device,
+) -> list[list[Sampled]]:
+    """Gather the ranks' sampled tokens on the first rank -> there a list for each rank, elsewhere nothing.
+
+    `num_tops[r]` has one item for each row that rank r sampled: the number of top tokens that its log-probabilities
+    name, None without log-probabilities. So every rank knows each message's length. Collective, except where the first
+    rank sampled all rows. Raises Unavailable.
+    """
+    is_leader = transport.rank == LEADER
+    if not any(tops for rank, tops in enumerate(num_tops) if rank != LEADER):
+        return [list(sampled), *([] for _ in num_tops[1:])] if is_leader else []
+    nothing = torch.empty(0, dtype=torch.int64, device=device)
+    message = torch.tensor(write_words(sampled), dtype=torch.int64, device=device)
+    sends = [message if peer == LEADER else nothing for peer in range(transport.size)]
+    if not is_leader:
+        transport.all_to_all(sends, [nothing] * transport.size).wait()
+        return []
+    arrived = [torch.empty(sum(map(num_words, tops)), dtype=torch.int64, device=device) for tops in num_tops]
+    transport.all_to_all(sends, arrived).wait()
+    return [read_words(words.tolist(), tops) for words, tops in zip(arrived, num_tops, strict=True)]
+
+
+def num_words(num_top: int | None) -> int:
+    """Return the words of a row with `num_top` top tokens; None means no log-probabilities."""
+    return 1 if num_top is None else 3 + 2 * num_top
+
+
+def write_words(sampled: Iterable[Sampled]) -> list[int]:
+    """Encode sampled tokens as 64-bit words."""
+    words: list[int] = []
+    for drawn in sampled:
+        words.append(drawn.token_id)
+        if (logprobs := drawn.logprobs) is not None:
+            words += [logprobs.rank, _bits(logprobs.logprob)]
+            for token_id, logprob in zip(logprobs.top_ids, logprobs.top_logprobs, strict=True):
+                words += [token_id, _bits(logprob)]
+    return words
+
+
+def read_words(words: Sequence[int], num_tops: Iterable[int | None]) -> list[Sampled]:
+    """Decode what `write_words` wrote, for rows with so many top tokens each."""
+    sampled, place = [], 0
+    for num_top in num_tops:
+        row = words[place : place + num_words(num_top)]
+        place += len(row)
+        sampled.append(Sampled(row[0], None if num_top is None else _logprobs(row)))
+    assert place == len(words), "the number of words differs from what the rows ask for"
+    return sampled
+
+
+def _logprobs(row: Sequence[int]) -> TokenLogprobs:
+    return TokenLogprobs(
+        token_id=row[0],
+        rank=row[1],
+        logprob=_float(row[2]),
+        top_ids=tuple(row[3::2]),
+        top_logprobs=tuple(_float(word) for word in row[4::2]),
+    )
+
+
+def _bits(number: float) -> int:
+    return int(struct.unpack("<q", struct.pack("<d", number))[0])
+
+
+def _float(bits: int) -> float:
+    return float(struct.unpack("<d", struct.pack("<q", bits))[0])

@@ -1,0 +1,183 @@
+"""Ranks of a ring: settings, rendezvous, model shape, measured rates and status. Pure data: no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from cp_core.cost.model import ModelShape
+from cp_core.transport.peer_tls import PeerTls
+
+STEP_BOUNDS = (
+    *(0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.03, 0.06, 0.1, 0.15),
+    *(0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 60.0),
+)
+"""Upper bounds of step times, in seconds, for histograms. Decode steps use the first line, prefill steps both."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankSettings:
+    """Settings that all ranks of a ring share. A rank's cache has `num_blocks` blocks of `block_tokens` tokens a layer.
+
+    `tp` processes share the heads of the same tokens and use the same block table. `listen_host` is the address on
+    which ranks listen; empty: the address of the rank's node. `tls` encrypts all traffic between ranks, as far as
+    `ring_transport` can, and ranks then accept each other by certificate only.
+    """
+
+    model_path: str
+    dtype: str = "float32"
+    device: str = "cpu"
+    attention_backend: str = "auto"
+    ring_transport: str = "auto"
+    tp: int = 1
+    num_blocks: int
+    block_tokens: int = 16
+    kv_checksums: bool = True
+    num_threads: int = 1
+    listen_host: str = "127.0.0.1"
+    tls: PeerTls | None = None
+    max_batch: int = 32
+    decode_variant: str = "auto"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankSpec:
+    """Place of one rank in its ring, with the ring's settings.
+
+    `num_ranks` is cp * tp and `rank` is cp_rank * tp + tp_rank. The tp ranks of one cp rank hold the same tokens, each
+    its own share of the heads.
+    """
+
+    ring: str
+    rank: int
+    num_ranks: int
+    incarnation: str
+    settings: RankSettings
+
+    @property
+    def tp(self) -> int:
+        return self.settings.tp
+
+    @property
+    def cp(self) -> int:
+        """Number of ranks that share a sequence's tokens: the size of the ring."""
+        return self.num_ranks // self.tp
+
+    @property
+    def cp_rank(self) -> int:
+        return self.rank // self.tp
+
+    @property
+    def tp_rank(self) -> int:
+        return self.rank % self.tp
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelInfo:
+    """Shape of a model for the planner and the KV pool. Sizes in elements, or in bytes where the name says so."""
+
+    name: str
+    model_type: str
+    dtype: str
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_positions: int
+    num_parameters: int
+    element_bytes: int
+    eos_token_ids: tuple[int, ...]
+
+    @property
+    def shape(self) -> ModelShape:
+        """Sizes in the form that cost models take."""
+        return ModelShape(
+            num_layers=self.num_layers,
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            vocab_size=self.vocab_size,
+            element_bytes=self.element_bytes,
+        )
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of K and V in all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.element_bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankInfo:
+    """Answer of a started rank. `kv_endpoint` is HOST:PORT of its KV receiver."""
+
+    rank: int
+    kv_endpoint: str
+    attention_backend: str
+    ring_transport: str
+    pid: int
+    model: ModelInfo
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankEndpoints:
+    """Endpoints on which one rank waits for the other ranks of its ring, each HOST:PORT or empty.
+
+    Ranks with other tokens connect to `tokens`, ranks with other heads to `heads`. A transport with a rendezvous in a
+    store uses the first rank's `store` instead.
+    """
+
+    tokens: str = ""
+    heads: str = ""
+    store: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RingSpec:
+    """Rendezvous of the ranks of one ring: their endpoints by rank, and the secret that proves membership."""
+
+    name: str
+    endpoints: tuple[RankEndpoints, ...]
+    secret: str = field(repr=False)
+    timeout_seconds: float = 60.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RingRates:
+    """Rates that a ring measured of itself. FLOP/s per rank, bytes/s per direction, seconds per message.
+
+    `overlap` is the share of communication that is hidden behind attention, 0 to 1.
+    """
+
+    gemm_flops: float
+    attention_flops: float
+    link_bytes_per_second: float
+    link_latency_seconds: float
+    overlap: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankStatus:
+    """Progress of a rank for watchdogs: a step counter and the seconds since it last moved.
+
+    `decode_variant` served the latest decode step: `gather` or `pass_q`, empty before the first. `step_seconds` is the
+    time in steps and `wait_seconds` its part spent waiting for peers. `communication_seconds` is the part with messages
+    of the ring under way; None: the transport cannot tell. `bytes_sent` counts what the rank sent to its ring.
+    `step_counts` are steps by length, see `StepClock`. `stalled_seconds` is the longest time for which a transfer that
+    has begun, and is not complete, received no byte.
+    """
+
+    steps: int
+    seconds_since_step: float
+    running: int
+    open_transfers: int
+    decode_variant: str = ""
+    step_seconds: float = 0.0
+    wait_seconds: float = 0.0
+    bytes_sent: int = 0
+    stalled_seconds: float = 0.0
+    communication_seconds: float | None = None
+    step_counts: tuple[int, ...] = ()

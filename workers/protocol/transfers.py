@@ -1,0 +1,64 @@
+"""KV transfer between rings: its key, the source ranks' sends and the destination ranks' expectations. Pure data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cp_core.layout.reshard import KvPiece
+from cp_core.layout.shards import TokenRange
+
+
+@dataclass(frozen=True, slots=True)
+class TransferKey:
+    """Name of one attempt of one transfer between the incarnations of two rings. Any other key is stale."""
+
+    transfer_id: str
+    attempt: int
+    source: str
+    destination: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockPair:
+    """Copy order inside one rank's cache: block `source` to block `destination`, in every layer."""
+
+    source: int
+    destination: int
+
+
+@dataclass(frozen=True, slots=True)
+class KvPart:
+    """Pieces that one source rank sends to one destination rank (endpoint HOST:PORT), the same for every layer."""
+
+    endpoint: str
+    pieces: tuple[KvPiece, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KvSend:
+    """One source rank's share of a transfer. `blocks` is its own block table of the sequence."""
+
+    key: TransferKey
+    blocks: tuple[int, ...]
+    parts: tuple[KvPart, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KvExpect:
+    """One destination rank's share: `ranges` (positions, ascending) go to stored indices from `stored_start` on.
+
+    The rank seals when every (token, layer, head) of it arrived exactly once; an empty share is sealed at once.
+    """
+
+    key: TransferKey
+    ranges: tuple[TokenRange, ...]
+    stored_start: int
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TransferReport:
+    """Result of one side of a transfer. `seconds` run from this rank's first byte to its last."""
+
+    payload_bytes: int
+    seconds: float
