@@ -147,16 +147,12 @@ def gather_sampled(
     """Gather the ranks' sampled tokens on the first rank -> there a list for each rank, elsewhere nothing.
 
     `num_tops[r]` has one item for each row that rank r sampled: the number of top tokens that its log-probabilities
-    name, None without log-probabilities. So every rank knows each message's length. Collective, except where the first
-    rank sampled all rows. Raises Unavailable.
+    name, None without log-probabilities. So the first rank knows each message's length. Collective. Raises Unavailable.
     """
-    is_leader = transport.rank == LEADER
-    if not any(tops for rank, tops in enumerate(num_tops) if rank != LEADER):
-        return [list(sampled), *([] for _ in num_tops[1:])] if is_leader else []
     nothing = torch.empty(0, dtype=torch.int64, device=device)
     message = torch.tensor(write_words(sampled), dtype=torch.int64, device=device)
     sends = [message if peer == LEADER else nothing for peer in range(transport.size)]
-    if not is_leader:
+    if transport.rank != LEADER:
         transport.all_to_all(sends, [nothing] * transport.size).wait()
         return []
     arrived = [torch.empty(sum(map(num_words, tops)), dtype=torch.int64, device=device) for tops in num_tops]

@@ -194,8 +194,10 @@ class DecodePrompts:
         if self._model.tensor.rank != 0:
             return None
         owner, _ = layout.owner_of(layout.tokens.stop - 1)
-        tops_of = [[prompt.sampling.logprobs] if rank == owner else [] for rank in range(transport.size)]
         sampled = sample_rows(forward.last_rows, logits)
+        if owner == LEADER:
+            return sampled[0] if sampled else None
+        tops_of = [[prompt.sampling.logprobs] if rank == owner else [] for rank in range(transport.size)]
         arrived = gather_sampled(sampled, tops_of, transport, self._cache.device)
         return arrived[owner][0] if arrived else None
 
