@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from functools import partial
 from pathlib import Path
 
@@ -25,6 +26,8 @@ from services.cluster.state import (
 from services.cluster.stopping import StopRequest, StopSignals
 from services.telemetry.logs import JsonLines, set_up_logs
 
+STOP_SECONDS = 60.0
+"""Seconds for a detached cluster that does not start in time to end."""
 EXAMPLE = """example:
   ringserve up --config cluster.yaml --detach
   ringserve up --set prefill.cp=4 --set gateway.listen=127.0.0.1:0 --ready-file ready.json
@@ -33,6 +36,7 @@ EXAMPLE = """example:
 
 
 def add(commands: Subcommands) -> None:
+    """Add the subcommand."""
     parser = commands.add_parser(
         "up",
         help="start a cluster on this machine, or the rings on a Ray cluster",
@@ -60,6 +64,7 @@ def add(commands: Subcommands) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    """Run the subcommand."""
     if options.ray_address is not None:
         options.set = [*(options.set or ()), f"ray.address={options.ray_address}"]
     check_drain_seconds(options.drain_seconds)
@@ -95,8 +100,10 @@ def run(options: argparse.Namespace) -> int:
     except StopRequest:
         show("stopping")
     finally:
-        remove_state_of(options.name)
-        cluster.stop()
+        try:
+            remove_state_of(options.name)
+        finally:
+            cluster.stop()
     return 0
 
 
@@ -115,18 +122,27 @@ def _announce(options: argparse.Namespace, cluster: LocalCluster) -> None:
     shown = ("gateway", "http", "metrics", "router", "pid", "name")
     text = json.dumps({key: getattr(state, key) for key in shown})
     if options.ready_file is not None:
-        draft = options.ready_file.with_name(options.ready_file.name + ".tmp")
+        _write_ready_file(options.ready_file, text)
+    message = f"ringserve: ready, {_endpoint(state.gateway, state.router)}; stop with Ctrl-C or 'ringserve down'"
+    print(text if options.json else message, flush=True)
+
+
+def _write_ready_file(path: Path, text: str) -> None:
+    """Write the file as a whole or not at all. Raises ConfigError."""
+    draft = path.with_name(path.name + ".tmp")
+    try:
         draft.write_text(text + "\n", encoding="utf-8")
-        draft.replace(options.ready_file)
-    if options.json:
-        print(text, flush=True)
-    else:
-        door = f"gateway at {state.gateway}" if state.gateway else f"router at {state.router}"
-        print(f"ringserve: ready, {door}; stop with Ctrl-C or 'ringserve down'", flush=True)
+        draft.replace(path)
+    except OSError as error:
+        raise ConfigError(f"--ready-file: {path} cannot be written: {error.strerror}") from error
+
+
+def _endpoint(gateway: str, router: str) -> str:
+    return f"gateway at {gateway}" if gateway else f"router at {router}"
 
 
 def remove_state_of(name: str) -> None:
-    """Only our own entry: another cluster may have taken the name meanwhile."""
+    """Remove the state file of this process alone: another cluster may have taken the name meanwhile."""
     state = read_state(name)
     if state is not None and state.pid == os.getpid():
         remove_state(name)
@@ -134,53 +150,66 @@ def remove_state_of(name: str) -> None:
 
 def _detach(options: argparse.Namespace, start_timeout: float) -> int:
     """Run the same command in a session of its own, and wait until it serves or ends."""
-    directory = state_directory()
-    directory.mkdir(parents=True, exist_ok=True)
-    log_path = directory / f"{options.name}.log"
-    ready = Path(tempfile.mkdtemp(prefix="ringserve-up-")) / "ready.json"
+    log_path = state_directory() / f"{options.name}.log"
+    with tempfile.TemporaryDirectory(prefix="ringserve-up-", ignore_cleanup_errors=True) as directory:
+        ready = Path(directory) / "ready.json"
+        process = _start_detached(_detached_command(options, ready), log_path)
+        try:
+            _await_ready(process, ready, 3 * start_timeout, log_path)
+        except (KeyboardInterrupt, Unavailable):
+            process.terminate()
+            process.wait(STOP_SECONDS)
+            raise
+        text = ready.read_text(encoding="utf-8").strip()
+    if options.ready_file is not None:
+        _write_ready_file(options.ready_file, text)
+    state = json.loads(text)
+    endpoint = _endpoint(state["gateway"], state["router"])
+    message = f"ringserve: ready, {endpoint} (pid {state['pid']}, log {log_path})"
+    print(text if options.json else message, flush=True)
+    return 0
+
+
+def _detached_command(options: argparse.Namespace, ready: Path) -> list[str]:
     command = [sys.executable, "-m", "services.cli.main", "up", "--name", options.name, "--ready-file", str(ready)]
     command += ["--drain-seconds", str(options.drain_seconds)]
     if options.config is not None:
         command += ["--config", str(options.config.resolve())]
     for item in options.set or ():
         command += ["--set", item]
-    if options.no_gateway:
-        command.append("--no-gateway")
-    with log_path.open("wb") as log:
-        process = subprocess.Popen(
+    return [*command, "--no-gateway"] if options.no_gateway else command
+
+
+def _start_detached(command: list[str], log_path: Path) -> subprocess.Popen[bytes]:
+    """Start a command whose output goes to a file. Raises ConfigError."""
+    try:
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        log = log_path.open("wb")
+    except OSError as error:
+        raise ConfigError(f"RINGSERVE_STATE: {log_path} cannot be written: {error.strerror}") from error
+    with log:
+        return subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
         )
-    deadline = 3 * start_timeout
-    try:
-        while not ready.exists():
-            try:
-                process.wait(0.1)
-            except subprocess.TimeoutExpired:
-                deadline -= 0.1
-                if deadline < 0:
-                    process.terminate()
-                    process.wait(60)
-                    raise Unavailable(f"the cluster did not start in time; its log is {log_path}") from None
-            else:
-                raise Unavailable(f"the cluster did not start: {_last_reason(log_path)} (log: {log_path})")
-        text = ready.read_text(encoding="utf-8")
-    except KeyboardInterrupt:
-        process.terminate()
-        process.wait(60)
-        raise
-    finally:
-        ready.unlink(missing_ok=True)
-        ready.parent.rmdir()
-    if options.ready_file is not None:
-        options.ready_file.write_text(text, encoding="utf-8")
-    state = json.loads(text)
-    door = f"gateway at {state['gateway']}" if state["gateway"] else f"router at {state['router']}"
-    message = f"ringserve: ready, {door} (pid {state['pid']}, log {log_path})"
-    print(text.strip() if options.json else message, flush=True)
-    return 0
+
+
+def _await_ready(process: subprocess.Popen[bytes], ready: Path, seconds: float, log_path: Path) -> None:
+    """Wait until a detached cluster has written its addresses. Raises Unavailable."""
+    deadline = time.monotonic() + seconds
+    while not ready.exists():
+        try:
+            process.wait(0.1)
+        except subprocess.TimeoutExpired:
+            if time.monotonic() > deadline:
+                raise Unavailable(f"the cluster did not start in time; its log is {log_path}") from None
+        else:
+            raise Unavailable(f"the cluster did not start: {_last_reason(log_path)} (log: {log_path})")
 
 
 def _last_reason(log_path: Path) -> str:
-    lines = log_path.read_text(encoding="utf-8", errors="replace").splitlines()
+    try:
+        lines = log_path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except FileNotFoundError:
+        lines = []
     reasons = [line.removeprefix("ringserve: ") for line in lines if line.startswith("ringserve: ")]
     return reasons[-1] if reasons else "no reason was given"

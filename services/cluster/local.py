@@ -94,8 +94,18 @@ class LocalCluster:
     def start(self) -> None:
         """Bring everything up; returns when the first request would be served.
 
-        Raises ConfigError, ModelRefused, Unavailable; StopRequest where it was stopped meanwhile.
+        Raises ConfigError, ModelRefused, Unavailable; StopRequest where a stop was asked for meanwhile.
         """
+        try:
+            self._start()
+        except (OSError, RayError, RingserveError) as error:
+            # Ctrl-C in a terminal reaches Ray's processes too: errors about those that have ended are no errors then.
+            if self._stopped.is_set():
+                log.info("the start ends: %s", reason_of(error))
+            check_stop(self._stopped)
+            raise
+
+    def _start(self) -> None:
         config = self._config
         path = resolve_model_path(config.model.path)
         model = read_model_info(path, dtype=config.model.dtype, name=Path(config.model.path).name)
@@ -147,11 +157,7 @@ class LocalCluster:
 
     def _start_ray(self) -> None:
         needed = sum(pool.num_threads for pool in self._config.pools)
-        try:
-            start_own_ray(max(1, needed), self._namespace, self._temp)
-        except Unavailable:
-            check_stop(self._stopped)  # Ctrl-C in a terminal reaches Ray's processes too
-            raise
+        start_own_ray(max(1, needed), self._namespace, self._temp)
 
     def _join_ray(self) -> None:
         """The cluster may be starting still: it has the start timeout. Raises Unavailable, ConfigError."""
@@ -267,7 +273,10 @@ class LocalCluster:
         if ray.is_initialized():
             self._stop_actors()
             own = [] if self._config.ray.address else psutil.Process().children(recursive=True)
-            ray.shutdown()
+            try:
+                ray.shutdown()
+            except OSError as error:  # its processes end by themselves meanwhile, and their files with them
+                log.warning("Ray ended with an error: %s", reason_of(error))
             end_left_behind(own)
         shutil.rmtree(self._temp, ignore_errors=True)
 

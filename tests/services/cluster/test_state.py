@@ -6,14 +6,17 @@ import dataclasses
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
-from cp_core.errors import ConfigError, NotFound
+from cp_core.errors import ConfigError, NotFound, Unavailable
 from services.cluster.state import (
     ClusterState,
+    end_cluster,
     find_process,
     read_state,
     remove_state,
@@ -111,3 +114,74 @@ def test_the_directory_follows_the_environment() -> None:
     assert state_directory({"RINGSERVE_STATE": "/s", "XDG_STATE_HOME": "/x"}) == Path("/s")
     assert state_directory({"XDG_STATE_HOME": "/x"}) == Path("/x/ringserve")
     assert state_directory({}) == Path.home() / ".local/state/ringserve"
+
+
+@pytest.fixture
+def child() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that ignores SIGTERM, and waits for its standard input."""
+    program = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); input()"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", program], **pipes) as process:  # type: ignore[call-overload]
+        process.stdout.readline()
+        yield process
+        process.kill()
+
+
+VANISHED = [psutil.NoSuchProcess(1), FileNotFoundError(2, "No such file or directory"), ProcessLookupError(3, "gone")]
+
+
+@pytest.mark.parametrize("error", VANISHED, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("step", ["status", "create_time", "children", "terminate"])
+def test_a_cluster_that_ends_by_itself_at_any_step_of_its_end_has_ended(
+    child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch, step: str, error: Exception
+) -> None:
+    state = state_of(psutil.Process(child.pid))
+
+    def vanish(self: psutil.Process, *arguments: Any, **options: Any) -> Any:
+        child.kill()
+        child.wait(30)
+        raise error
+
+    monkeypatch.setattr(psutil.Process, step, vanish)
+    assert end_cluster(state, 30.0) is False
+    monkeypatch.undo()
+    assert not state.is_running
+
+
+def test_a_cluster_that_ignores_its_end_is_killed(child: subprocess.Popen[bytes]) -> None:
+    state = state_of(psutil.Process(child.pid))
+    assert end_cluster(state, 0.05) is True
+    assert not state.is_running
+
+
+def test_a_process_of_another_user_is_named(child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    state = state_of(psutil.Process(child.pid))
+
+    def refuse(self: psutil.Process) -> None:
+        raise psutil.AccessDenied(self.pid)
+
+    monkeypatch.setattr(psutil.Process, "terminate", refuse)
+    with pytest.raises(Unavailable, match=f"cluster 'default': process {child.pid} belongs to another user"):
+        end_cluster(state, 1.0)
+
+
+def test_a_file_that_cannot_be_used_is_named_with_the_reason(directory: Path) -> None:
+    (directory / "default.json").mkdir(parents=True)
+    for act, tried in ((read_state, "read"), (remove_state, "removed")):
+        with pytest.raises(ConfigError, match=rf"RINGSERVE_STATE: .*default.json cannot be {tried}: Is a directory"):
+            act("default")
+    with pytest.raises(ConfigError, match=r"RINGSERVE_STATE: .*default.json cannot be written: "):
+        write_state(state_of(psutil.Process()))
+
+
+def test_a_file_that_vanishes_before_it_is_read_or_removed_is_no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    write_state(state_of(psutil.Process()))
+    read = Path.read_text
+
+    def vanish(self: Path, *arguments: Any, **options: Any) -> str:
+        self.unlink()
+        return read(self, *arguments, **options)
+
+    monkeypatch.setattr(Path, "read_text", vanish)
+    assert read_state("default") is None
+    remove_state("default")

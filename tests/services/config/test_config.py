@@ -379,3 +379,21 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         load_config(tmp_path / "none.yaml", environment={})
     with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
         load_config(tmp_path, environment={})
+
+
+@pytest.mark.parametrize("section", ["prefill", "decode", "prefill.pools.wide", "decode.pools.wide"])
+def test_the_former_key_groups_is_refused_by_the_name_of_the_key_of_today(tmp_path: Path, section: str) -> None:
+    values: dict[str, Any] = {"groups": 2}
+    for name in reversed(section.split(".")):
+        values = {name: values}
+    variable = "RINGSERVE_" + f"{section}.groups".replace(".", "__").upper()
+    for attempt in (
+        lambda: load_config(written(tmp_path, yaml.safe_dump(values)), environment={}),
+        lambda: load_config(overrides={f"{section}.groups": "2"}, environment={}),
+        lambda: load_config(environment={variable: "2"}),
+        lambda: config_from(values),
+    ):
+        with pytest.raises(
+            ConfigError, match=rf"^{re.escape(section)}\.groups: this key is now {re.escape(section)}\.rings$"
+        ):
+            attempt()

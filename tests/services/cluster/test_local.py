@@ -1,0 +1,60 @@
+"""A cluster that is told to stop while it starts, and a Ray that ends before its cluster does."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from cp_core.errors import Unavailable
+from services.cluster import local
+from services.cluster.local import LocalCluster
+from services.cluster.stopping import StopRequest
+from services.config import config_from
+
+CONFIG = config_from({"gateway": {"listen": "127.0.0.1:0", "http": "", "metrics": ""}})
+VANISHED = FileNotFoundError(2, "No such file or directory")
+
+
+@pytest.mark.parametrize("error", [VANISHED, Unavailable("Ray did not start: it has ended")])
+def test_an_error_after_ctrl_c_is_the_end_that_was_asked_for(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    stopped = threading.Event()
+
+    def die(*arguments: object) -> None:
+        stopped.set()
+        raise error
+
+    monkeypatch.setattr(local, "start_own_ray", die)
+    cluster = LocalCluster(CONFIG, stopped=stopped)
+    with pytest.raises(StopRequest):
+        cluster.start()
+    cluster.stop()
+
+
+def test_the_same_error_without_ctrl_c_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def die(*arguments: object) -> None:
+        raise VANISHED
+
+    monkeypatch.setattr(local, "start_own_ray", die)
+    cluster = LocalCluster(CONFIG)
+    with pytest.raises(FileNotFoundError):
+        cluster.start()
+    cluster.stop()
+
+
+def test_files_of_ray_that_vanish_while_it_is_stopped_do_not_stop_the_end(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def vanish() -> None:
+        raise VANISHED
+
+    cluster = LocalCluster(CONFIG)
+    monkeypatch.setattr(local, "ray", SimpleNamespace(is_initialized=lambda: True, shutdown=vanish))
+    monkeypatch.setattr(local, "end_left_behind", lambda processes: None)
+    cluster.stop()
+    assert not cluster._temp.exists()
+    assert "Ray ended with an error: [Errno 2] No such file or directory" in caplog.text
