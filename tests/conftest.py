@@ -13,7 +13,7 @@ from tests.waiting import WatchedLoop
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--fuzz-count", type=int, default=2000, help="generated requests of tests/services/fuzz")
+    parser.addoption("--fuzz-count", type=int, default=1000, help="generated requests of tests/services/fuzz")
 
 
 # How long an example takes tells how busy the machine is. A commit passes or fails the same way each time; who looks

@@ -16,7 +16,9 @@ from tests.orchestration.service import BLOCK_TOKENS, Service
 from tests.workers.models import Oracle, random_tokens
 
 RING_SIZES = (1, 2, 3)
-LENGTHS = (1, 2, 5, 63, 64, 65, 257, 2049)
+LENGTHS = (1, 2, 5, 63, 64, 65, 257)
+LONG = 2049
+"""Tokens of a prompt that each pair of rings computes by one selector alone, the next pair by the next one."""
 SELECTORS = ("pass_kv", "pass_q", "auto")
 # Turn 2 begins after length + 5 tokens and turn 3 after 12 more: for most lengths not divisible by 2N.
 FOLLOW_UPS = (7, 1)
@@ -42,31 +44,36 @@ def script(oracles: Mapping[str, Oracle]):  # type: ignore[no-untyped-def]
     return write
 
 
-def _cases() -> Iterator[tuple[str, int, int]]:
-    """All pairs of sizes for one model; for each other every size of either ring, and every pair by one of them."""
+def _cases() -> Iterator[tuple[str, int, int, str]]:
+    """Yield (model, sizes of both rings, selector of the long prompt).
+
+    One model meets all pairs of sizes. Each other model meets every size of either ring, and together they meet every
+    pair. Every size of the prefill ring meets every selector.
+    """
     first, *others = KINDS
-    yield from itertools.product([first], RING_SIZES, RING_SIZES)
+    for number, (num_prefill, num_decode) in enumerate(itertools.product(RING_SIZES, RING_SIZES)):
+        yield first, num_prefill, num_decode, SELECTORS[number % len(SELECTORS)]
     for shift, kind in enumerate(others):
         for number, num_prefill in enumerate(RING_SIZES):
-            yield kind, num_prefill, RING_SIZES[(number + shift) % len(RING_SIZES)]
+            num_decode = RING_SIZES[(number + shift) % len(RING_SIZES)]
+            yield kind, num_prefill, num_decode, SELECTORS[(number + 2 * shift) % len(SELECTORS)]
 
 
-@pytest.mark.parametrize(("kind", "num_prefill", "num_decode"), list(_cases()))
+@pytest.mark.parametrize(("kind", "num_prefill", "num_decode", "long_by"), list(_cases()))
 async def test_three_turns_give_the_tokens_of_transformers(  # type: ignore[no-untyped-def]
-    kind: str, num_prefill: int, num_decode: int, model_paths: Mapping[str, Path], script
+    kind: str, num_prefill: int, num_decode: int, long_by: str, model_paths: Mapping[str, Path], script
 ) -> None:
     # Before any ring starts: on a busy machine that takes longer than rings wait for each other.
-    scripts = {length: script(kind, length) for length in LENGTHS}
+    scripts = {length: script(kind, length) for length in (*LENGTHS, LONG)}
+    turns = [(selector, length) for selector in SELECTORS for length in LENGTHS] + [(long_by, LONG)]
     async with Service(model_paths[kind], num_prefill, num_decode) as service:
         before = service.free_blocks()
-        for selector in SELECTORS:
+        for selector, length in turns:
             service.select(selector)
-            for length in LENGTHS:
-                await _converse(service, f"{selector}-{length}", scripts[length])
+            await _converse(service, f"{selector}-{length}", scripts[length])
         service.check_integrity()
-        for length in LENGTHS:
-            for selector in SELECTORS:
-                await service.router.delete_conversation(f"{selector}-{length}")
+        for selector, length in turns:
+            await service.router.delete_conversation(f"{selector}-{length}")
         assert service.free_blocks() == before
 
 
