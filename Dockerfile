@@ -1,4 +1,4 @@
-# The image of every pod: ringserve, Ray and torch, for CPUs or for NVIDIA GPUs.
+# Image of every pod: ringserve, Ray and torch, for CPUs or for NVIDIA GPUs.
 #   docker build --target cpu  -t registry.example/ringserve:0.1.0-cpu .
 #   docker build --target cuda -t registry.example/ringserve:0.1.0-cuda .
 # CUDA's libraries come with torch; a node needs the driver and NVIDIA's container runtime.
@@ -11,7 +11,7 @@ ENV PIP_NO_CACHE_DIR=1 \
     VIRTUAL_ENV=/venv \
     PATH=/venv/bin:$PATH
 
-# torch goes first and by its exact version; see docs/decisions/0002.
+# torch is installed first and by its exact version; see docs/decisions/0002.
 FROM base AS build-cpu
 RUN python -m venv /venv
 WORKDIR /src
@@ -24,7 +24,7 @@ WORKDIR /src
 COPY constraints.txt ./
 RUN pip install "$(grep '^torch==' constraints.txt)" -c constraints.txt
 
-# ray[default]: the agent that KubeRay's probes ask is not in plain ray.
+# ray[default] has the agent for KubeRay's probes, which plain ray lacks.
 FROM build-cpu AS install-cpu
 COPY pyproject.toml README.md LICENSE ./
 COPY cp_core cp_core
@@ -43,7 +43,7 @@ COPY services services
 COPY proto proto
 RUN pip install ".[otel]" "ray[default]" -c constraints.txt && pip check
 
-# Nothing of the build but the environment. wget is what KubeRay's probes call.
+# This stage takes only the environment from the build. KubeRay's probes call wget.
 FROM base AS runtime
 RUN apt-get update \
     && apt-get install -y --no-install-recommends wget \

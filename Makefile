@@ -1,6 +1,6 @@
-# Every target makes .venv itself, from a clean clone, and does nothing to it while it is up to date.
-#   PYTHON       the interpreter that .venv is made from (3.11 or newer)
-#   TORCH_INDEX  a package index to take torch from, e.g. https://download.pytorch.org/whl/cpu (without it, pip's own)
+# Every target makes .venv if needed, from a clean clone, and leaves it alone while it is up to date.
+#   PYTHON       interpreter of .venv (3.11 or newer)
+#   TORCH_INDEX  package index for torch, e.g. https://download.pytorch.org/whl/cpu (default: pip's own)
 
 PYTHON ?= python3
 TORCH_INDEX ?=
@@ -19,27 +19,27 @@ BENCHES := $(wildcard bench/*.py)
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
 
-demo: $(USER_READY) ## serve a long two-turn conversation on this machine and check every token of it
+demo: $(USER_READY) ## serve a long two-turn conversation on this machine and check every token
 	$(BIN)/ringserve demo
 
-test: $(DEV_READY) ## everything that must hold before a commit: lint, and the tests beside it
+test: $(DEV_READY) ## run lint and tests, required before a commit
 	@$(MAKE) --no-print-directory -j 2 lint pytest
 
 pytest: $(DEV_READY)
 	$(BIN)/pytest -n 3
 
-lint: $(DEV_READY) ## style, types, import contracts, stub freshness
+lint: $(DEV_READY) ## check style, types, import contracts, stub freshness
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python proto/generate.py --check
 
-format: $(DEV_READY) ## put the source into the one format, and repair what can be repaired
+format: $(DEV_READY) ## format the source and apply automatic fixes
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(DEV_READY) ## every measurement: rings by themselves, then the whole service and what bench/ has more
+bench: $(DEV_READY) ## run every measurement: rings, then the studies in bench/
 	$(BIN)/ringserve bench attention
 	$(BIN)/ringserve bench prefill
 	$(BIN)/ringserve bench decode
@@ -55,8 +55,8 @@ clean: ## remove caches and build outputs
 distclean: clean ## remove .venv as well
 	rm -rf $(VENV)
 
-# torch goes first and by its exact version: asked for together with the rest, or by a range, pip may take several
-# gigabytes of CUDA packages where a CPU build is at hand.
+# torch is installed first and by its exact version: together with the rest, or by a range, pip may choose several
+# gigabytes of CUDA packages although a CPU build is available.
 $(USER_READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "ringserve needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)

@@ -1,6 +1,6 @@
-"""Where ranks are threads of one process, they take turns at one lock, and computing on one core they do so quickest.
+"""Ranks as threads of one process: they share the interpreter lock and are fastest on one core.
 
-On two, most of what they do is to wake each other: a storm of requests took twice the processor time.
+On two cores most of their time goes into waking each other: a storm of requests took twice the processor time.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 @contextmanager
 def on_one_core() -> Iterator[None]:
-    """This thread, and those it starts from now on, compute on one core, each by itself as a rank of a service does."""
+    """Restrict this thread and its later threads to one core; each computes alone, like a rank of a service."""
     threads, cores = torch.get_num_threads(), _cores()
     torch.set_num_threads(1)
     if cores:

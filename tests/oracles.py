@@ -1,4 +1,4 @@
-"""What is right, computed in the plainest way in fp64 on one device, for all tests that need to know.
+"""Reference results in plain fp64 on one device, for all tests.
 
 Shapes: T query tokens, S stored tokens, H query heads, K key/value heads, D head dimension.
 """
@@ -31,7 +31,7 @@ def random_tokens(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> Tokens:
-    """Normal q, k and v that depend on nothing but the arguments."""
+    """Draw normal q, k and v that depend only on the arguments."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(heads: int) -> torch.Tensor:
@@ -41,31 +41,31 @@ def random_tokens(
 
 
 def oracle_partial(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float) -> Partial:
-    """fp64 out[T, H, D] and lse[T, H] of the given, already rounded, inputs."""
+    """Compute fp64 out[T, H, D] and lse[T, H] of the given, already rounded, inputs."""
     return ReferenceAttention(torch.float64).partial_attention(q, k, v, causal=causal, scale=scale)
 
 
 def oracle_causal(tokens: Tokens, scale: float) -> torch.Tensor:
-    """fp64 out[S, H, D] of every token over itself and all before it."""
+    """Compute fp64 out[S, H, D] of every token over itself and all before it."""
     return oracle_partial(tokens.q, tokens.k, tokens.v, causal=True, scale=scale).out
 
 
 def single_rank_error(tokens: Tokens, scale: float) -> float:
-    """err1 of the tolerance table: the largest error of fp32 attention computed at once on one rank."""
+    """Return err1 of the tolerance table: the largest error of fp32 attention computed at once on one rank."""
     plain = ReferenceAttention(torch.float32).partial_attention(tokens.q, tokens.k, tokens.v, causal=True, scale=scale)
     return largest(plain.out.double() - oracle_causal(tokens, scale))
 
 
 def fp32_bound(tokens: Tokens, scale: float) -> float:
-    """The tolerance of an fp32 output: 2 * err1 + 2e-7 * max |v|."""
+    """Return the tolerance of an fp32 output: 2 * err1 + 2e-7 * max |v|."""
     return 2 * single_rank_error(tokens, scale) + 2e-7 * largest(tokens.v)
 
 
 def largest(values: torch.Tensor) -> float:
-    """Max |x|, 0 of nothing."""
+    """Return max |x|, or 0 of an empty tensor."""
     return float(values.abs().max()) if values.numel() else 0.0
 
 
 def relative_difference(left: torch.Tensor, right: torch.Tensor) -> float:
-    """Max |left - right| / max |right|."""
+    """Return max |left - right| / max |right|."""
     return largest(left.double() - right.double()) / max(largest(right), 1e-30)

@@ -1,4 +1,4 @@
-"""What comes from the network is never unpickled, evaluated or loaded as code: by how the packages are written."""
+"""Data from the network is never unpickled, evaluated or loaded as code: a check of the source."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from tests.test_repository import ROOT
 
 PACKAGES = ("cp_core", "workers", "orchestration", "services")
 CODE_IN_DATA = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "jsonpickle"}
-"""Modules whose data may run code when it is read."""
+"""Modules whose data may run code on reading."""
 OWN_CHILDREN = {"services/offline/bench/ring_processes.py", "services/offline/bench/selection/measure.py"}
-"""Processes that a command has started itself and talks to by their pipes."""
+"""Files of commands that talk to their own child processes by pipes."""
 CALLS = {
     "torch.load": "use safetensors",
     "yaml.load": "use yaml.safe_load",
@@ -26,7 +26,7 @@ CALLS = {
 
 
 def faults(path: str, text: str) -> Iterator[str]:
-    """What in a source reads data as code, with its line."""
+    """Yield each place in a source that reads data as code, with its line."""
     for node in ast.walk(ast.parse(text)):
         match node:
             case ast.Import(names=names):

@@ -1,4 +1,4 @@
-"""What holds for the repository as a whole, and no tool checks."""
+"""Rules for the repository as a whole that no tool checks."""
 
 import ast
 import os
@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parent.parent
-# `orchestration` is torch-free as a whole; of the others these modules are what leaders, router and gateway load.
+# Leaders, router and gateway load all of `orchestration` and these modules of the other layers.
 TORCH_FREE = (
     "cp_core.layout.shards",
     "cp_core.errors",
@@ -33,7 +33,7 @@ MAX_LINES = 400
 
 
 def sources(*suffixes: str) -> Iterator[Path]:
-    """Files of the repository that people wrote, hidden folders and generated stubs left out."""
+    """Yield hand-written files of the repository, without hidden folders and generated stubs."""
     for folder, names, files in os.walk(ROOT):
         names[:] = sorted(name for name in names if name not in ("build", "dist", "__pycache__") and name[0] != ".")
         for name in sorted(files):
@@ -68,13 +68,13 @@ def test_committed_stubs_are_those_of_the_contract() -> None:
     assert finished.returncode == 0, finished.stderr
 
 
-def test_no_source_file_is_longer_than_a_reader_can_hold() -> None:
+def test_no_source_file_is_too_long() -> None:
     lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in sources(".py")}
     assert {name: length for name, length in lengths.items() if length > MAX_LINES} == {}
 
 
-def test_nothing_but_text_and_pictures_of_the_documents_lies_about() -> None:
-    """A package that was fetched, a profile, an archive: the next commit would take it along."""
+def test_the_repository_holds_only_text_and_pictures_of_the_documents() -> None:
+    """Packages, profiles and archives would enter the next commit."""
     found = [path.relative_to(ROOT) for path in sources("") if b"\0" in path.read_bytes()]
     assert [str(path) for path in found if (path.suffix, path.parent) != (".png", Path("docs/images"))] == []
 
@@ -129,7 +129,7 @@ def test_no_text_names_a_document_that_readers_do_not_have() -> None:
     assert unknown == []
 
 
-def test_no_text_names_a_path_of_somebodys_machine() -> None:
+def test_no_text_names_a_path_of_a_private_machine() -> None:
     private = re.compile(r"(?<![\w.}>-])/(?:home|root|work|Users|mnt|opt)/\w+")
     found = [
         f"{path.relative_to(ROOT)}: {match}"

@@ -1,4 +1,4 @@
-"""For what tells nobody that it has happened: what several tasks have left behind when all are done."""
+"""Waits for conditions without an event of their own: the joint result of several tasks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Selected = list[tuple[selectors.SelectorKey, int]]
 
 
 class _Watcher(selectors.DefaultSelector):
-    """Looks at conditions whenever the callbacks of one round have run: nothing else on the loop can make them true."""
+    """Selector that checks conditions after each round of callbacks: only these can make a condition true."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,14 +41,14 @@ def _tell(told: asyncio.Future[None], holds: Callable[[], bool]) -> bool:
 
 
 class WatchedLoop(asyncio.SelectorEventLoop):
-    """An event loop that says when a condition has come true."""
+    """Event loop that reports when a condition becomes true."""
 
     def __init__(self) -> None:
         self._watcher = _Watcher()
         super().__init__(self._watcher)
 
     async def until(self, holds: Callable[[], bool]) -> None:
-        """Return when `holds`, which only what runs on this loop makes true."""
+        """Return when `holds`; only callbacks of this loop may make it true."""
         told = self.create_future()
         self._watcher.watch(holds, told)
         await told
@@ -57,8 +57,7 @@ class WatchedLoop(asyncio.SelectorEventLoop):
 async def eventually(holds: Callable[[], bool], seconds: float = WAIT_SECONDS) -> None:
     """Let the event loop run until `holds`; fail the test after `seconds`.
 
-    Where there is an event to wait for, wait for that. What a thread changes by itself shows when the loop next has
-    something to do.
+    Wait for an event instead where one exists. The loop sees changes by a thread only at its next callback.
     """
     loop = asyncio.get_running_loop()
     assert isinstance(loop, WatchedLoop)

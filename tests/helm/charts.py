@@ -1,4 +1,4 @@
-"""The chart as Helm renders it, offline."""
+"""Rendering of the chart by Helm, offline."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ POOLS: Object = {
     },
     "decode": {"pools": {"small": {"parallelism": {"cp": 1, "tp": 1}}}},
 }
-"""To be laid over CUDA."""
+"""Further values, to be merged over CUDA."""
 
 AUTOSCALED: Object = {
     "ray": {"autoscaling": {"enabled": True, "idleTimeoutSeconds": 120}},
@@ -83,7 +83,7 @@ AUTOSCALED: Object = {
 
 
 def merged(*parts: Mapping[str, Any]) -> Object:
-    """Values laid over each other, the last on top."""
+    """Merge values recursively; later ones override earlier ones."""
     result: Object = {}
     for part in parts:
         for key, value in part.items():
@@ -93,21 +93,21 @@ def merged(*parts: Mapping[str, Any]) -> Object:
 
 
 def render_files(values: Mapping[str, Any]) -> dict[str, str]:
-    """Rendered texts by file name; raises what Helm says."""
+    """Return rendered texts by file name; errors are Helm's."""
     with Chart.load(CHART) as chart:
         rendered = chart.render(dict(values), name="test", namespace="serving")
     return {Path(name).name: text for name, text in rendered.items()}
 
 
 def render(*values: Mapping[str, Any]) -> list[Object]:
-    """All objects of a release `test` that has what is required, and `values` over it."""
+    """Render all objects of a release `test` with the required values and `values` over them."""
     files = render_files(merged(REQUIRED, *values))
     texts = (text for name, text in files.items() if name.endswith(".yaml"))
     return [item for text in texts for item in yaml.safe_load_all(text) if item]
 
 
 def only(objects: Sequence[Object], kind: str, suffix: str = "") -> Object:
-    """The one object of a kind whose name is that of the release and `suffix`."""
+    """Return the one object of a kind whose name is the release's and `suffix`."""
     name = f"test-ringserve{suffix}"
     (found,) = (item for item in objects if item["kind"] == kind and item["metadata"]["name"] == name)
     return found
@@ -118,7 +118,7 @@ def kinds(objects: Sequence[Object]) -> set[str]:
 
 
 def pod_templates(objects: Sequence[Object]) -> dict[str, Object]:
-    """Pod templates by component: gateway, head, prefill, decode."""
+    """Return pod templates by component: gateway, head, prefill, decode."""
     cluster = only(objects, "RayCluster")["spec"]
     groups = {group["groupName"]: group["template"] for group in cluster["workerGroupSpecs"]}
     gateway = only(objects, "Deployment", "-gateway")["spec"]["template"]

@@ -1,4 +1,4 @@
-"""The dashboards as data."""
+"""Dashboards as data."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Query:
 
     @property
     def resolved(self) -> str:
-        """With Grafana's variables as they are when nothing is chosen."""
+        """Expression with the defaults of Grafana's variables."""
         return self.expression.replace("$__rate_interval", "1m").replace("$ring", ".*")
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 
 def tool(name: str) -> str:
-    """Path of `prometheus` or `promtool`; says how to install it where it is missing."""
+    """Return the path of `prometheus` or `promtool`, or fail with the command that installs it."""
     path = shutil.which(name)
     assert path, f"{name} is not installed; on Debian: apt-get install --no-install-recommends prometheus"
     return path
@@ -24,12 +24,12 @@ def tool(name: str) -> str:
 
 @dataclass(frozen=True)
 class Prometheus:
-    """A running server."""
+    """Running Prometheus server."""
 
     address: str
 
     def get(self, path: str, **query: str) -> Any:
-        """The `data` of an API answer."""
+        """Return the `data` of an API answer."""
         url = f"http://{self.address}/api/v1/{path}?{urllib.parse.urlencode(query)}"
         with urllib.request.urlopen(url, timeout=30) as answer:
             body = json.load(answer)
@@ -37,14 +37,14 @@ class Prometheus:
         return body["data"]
 
     def query(self, expression: str) -> list[dict[str, Any]]:
-        """What an expression gives just now."""
+        """Return the present value of an expression."""
         result: list[dict[str, Any]] = self.get("query", query=expression)["result"]
         return result
 
 
 @contextmanager
 def running_prometheus(directory: Path, configuration: str, port: int) -> Iterator[Prometheus]:
-    """Start a server on loopback; it is ended and its data removed with the directory."""
+    """Start a server on loopback, stop it at the end; its data goes with the directory."""
     config = directory / "prometheus.yml"
     config.write_text(configuration)
     log = (directory / "prometheus.log").open("wb")

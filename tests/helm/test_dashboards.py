@@ -1,4 +1,4 @@
-"""The dashboards' form. What their expressions give is seen against a real Prometheus, in tests/services/e2e."""
+"""Form of the dashboards. Tests in tests/services/e2e evaluate their expressions in a real Prometheus."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How pods end: turns first. And which of them may."""
+"""Ends of pods: turns end first. Evictions: which pods may be evicted."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_pods_follow_rings_where_ray_scales() -> None:
         ring["groupName"]: tuple(ring[key] for key in ("replicas", "minReplicas", "maxReplicas", "numOfHosts"))
         for ring in cluster["workerGroupSpecs"]
     }
-    # Of hosts as many as a ring has pods: Ray adds and removes whole rings.
+    # As many hosts as a ring has pods: Ray adds and removes whole rings.
     assert replicas == {"prefill": (2, 0, 3, 2), "decode": (1, 1, 1, 2)}
     assert configuration(CUDA, AUTOSCALED)["prefill"]["rings"] == 2
     further = render(

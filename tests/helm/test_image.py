@@ -1,4 +1,4 @@
-"""The Dockerfile beside the chart that runs what it builds. No engine is needed: it is read, not built."""
+"""Dockerfile and chart agree. The tests read the Dockerfile and need no container engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
 def stage(name: str) -> list[str]:
-    """Instructions of a build stage."""
+    """Return the instructions of a build stage."""
     starts = [number for number, line in enumerate(LINES) if line.startswith("FROM ")]
     (start,) = (number for number in starts if LINES[number].endswith(f" AS {name}"))
     stop = min([number for number in starts if number > start], default=len(LINES))

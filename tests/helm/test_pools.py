@@ -1,4 +1,4 @@
-"""Pools of several sizes in the chart: what the pods are told and what Kubernetes is told fit together."""
+"""Pools of several sizes in the chart: ringserve's configuration agrees with the Kubernetes objects."""
 
 from __future__ import annotations
 

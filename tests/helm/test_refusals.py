@@ -1,4 +1,4 @@
-"""Values that cannot work are refused by a sentence, before anything is installed."""
+"""Refusals of impossible values by a sentence, before anything is installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each value of the chart does."""
+"""Effect of each value of the chart."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ OPTIONS: dict[str, tuple[Mapping[str, Any], set[str]]] = {
 
 
 def configuration(*values: Mapping[str, Any]) -> Config:
-    """What the pods read, as ringserve reads it."""
+    """Read the pods' configuration as ringserve reads it."""
     return config_from(yaml.safe_load(only(render(*values), "ConfigMap")["data"]["config.yaml"]))
 
 
@@ -98,7 +98,7 @@ def test_a_ring_is_a_replica_that_fills_its_pods_with_ranks(role: str, replicas:
     assert (ring["replicas"], ring["minReplicas"], ring["maxReplicas"]) == (replicas, replicas, replicas)
     assert ring["numOfHosts"] == hosts
     assert ring["rayStartParams"]["num-gpus"] == str(per_pod)
-    # As the shell that KubeRay passes it through reads it.
+    # Parsed as KubeRay's shell parses it.
     (resources,) = shlex.split(ring["rayStartParams"]["resources"])
     assert json.loads(resources) == {f"ringserve-{role}": per_pod}
     assert getattr(configuration(CUDA).ray, f"{role}_resource") == f"ringserve-{role}"
@@ -341,13 +341,16 @@ def test_the_notes_tell_how_to_call_the_service() -> None:
     notes = render_files(merged(REQUIRED, CUDA))["NOTES.txt"]
     assert "kubectl -n serving port-forward service/test-ringserve 50051" in notes
     assert "2 prefill rings of 4 x 2, 1 decode rings of 2 x 1" in notes
-    assert "The gateway was allowed to serve without TLS and tokens: let only those reach it who may use it" in notes
+    assert (
+        "gateway.insecure lets the gateway serve without TLS and tokens. Restrict its network to permitted clients"
+        in notes
+    )
     assert "base_url=http://test-ringserve.serving.svc:8000/v1" in notes
     secure = render_files(merged(REQUIRED, SECURE))["NOTES.txt"]
     assert "--tls-ca CA.pem --tls-server-name NAME_IN_THE_CERTIFICATE --tls-cert" in secure
     assert "export RINGSERVE_TOKEN" in secure
     assert "base_url=https://" in secure
-    assert "was allowed" not in secure
+    assert "gateway.insecure" not in secure
 
 
 def test_the_values_shown_in_the_readme_render() -> None:
@@ -386,7 +389,7 @@ def test_every_value_is_documented_and_has_its_place_in_the_schema() -> None:
 
 
 def _in_context(lines: list[str], number: int) -> bool:
-    """Inside the two security contexts, which are documented whole."""
+    """Return True inside the two security contexts, which are documented as a whole."""
     tops = [line for line in lines[: number + 1] if line and line[0] not in " #"]
     return tops[-1].startswith(("podSecurityContext", "securityContext"))
 

@@ -89,7 +89,7 @@ def test_pods_meet_the_restricted_security_standard(component: str) -> None:
 def test_what_serves_grpc_is_probed_by_grpc(component: str, service: str) -> None:
     container = pod_templates(render())[component]["spec"]["containers"][0]
     ports = {port["containerPort"] for port in container["ports"]}
-    # What is not ready gets no calls, and is not ended for it.
+    # A process that is not ready gets no calls, and is not ended for it.
     names = {"startupProbe": LIVE, "readinessProbe": f"ringserve.v1.{service}", "livenessProbe": LIVE}
     for probe, name in names.items():
         asked = container[probe]["grpc"]

@@ -1,6 +1,6 @@
 #!/bin/bash
-# Ray's head, and beside it the router, the leaders of all rings, and what watches them. Ends when either ends.
-# Told to end, it lets turns go on for DRAIN_SECONDS at most.
+# Ray's head beside `ringserve up`: router, leaders of all rings, and their supervision. Ends when either ends.
+# On SIGTERM it lets turns continue for DRAIN_SECONDS at most.
 # $KUBERAY_GEN_RAY_START_CMD is "ray start --head --block ..." as the operator made it from rayStartParams.
 set -u
 config=${1:?usage: head.sh CONFIG [DRAIN_SECONDS]}

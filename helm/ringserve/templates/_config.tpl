@@ -1,4 +1,4 @@
-{{/* Mutual TLS between our own processes: the secret is mounted in every pod. */}}
+{{/* Section internal_tls: mutual TLS between ringserve's processes, with the secret that every pod mounts. */}}
 {{- define "ringserve.internalTls" -}}
 cert: /etc/ringserve-internal/tls.crt
 key: /etc/ringserve-internal/tls.key
@@ -8,7 +8,7 @@ allow_plain_ring: {{ .Values.internalTls.allowPlainRing }}
 insecure: {{ .Values.internalTls.insecure }}
 {{- end }}
 
-{{/* ringserve's configuration. What other objects of this chart rely on stands last and wins. */}}
+{{/* Configuration of ringserve. Values that other objects of the chart rely on come last and override the others. */}}
 {{- define "ringserve.config" -}}
 {{- include "ringserve.validate" . }}
 {{- $defaults := dict
@@ -38,7 +38,9 @@ insecure: {{ .Values.internalTls.insecure }}
     "prefill" (merge (dict "pools" $further.prefill) $rings.prefill)
     "decode" (merge (dict "pools" $further.decode) $rings.decode)
     "router" (dict "listen" (printf "0.0.0.0:%s" (include "ringserve.port.router" .)))
-    "gateway" (dict "insecure" true "http" "" "listen" (printf "0.0.0.0:%s" (include "ringserve.port.gateway" .)) "metrics" (printf "0.0.0.0:%s" (include "ringserve.port.gatewayMetrics" .)))
+    "gateway" (dict "insecure" true "http" ""
+        "listen" (printf "0.0.0.0:%s" (include "ringserve.port.gateway" .))
+        "metrics" (printf "0.0.0.0:%s" (include "ringserve.port.gatewayMetrics" .)))
     "metrics" (dict
         "router" (printf "0.0.0.0:%s" (include "ringserve.port.routerMetrics" .))
         "prefill" (printf "0.0.0.0:%s" (include "ringserve.port.prefillMetrics" .))

@@ -2,7 +2,7 @@
 {{- default .Chart.Name .Values.nameOverride | trunc 40 | trimSuffix "-" }}
 {{- end }}
 
-{{/* Short enough for what KubeRay appends to the names of pods and services. */}}
+{{/* Name of the release's objects, short enough for the suffixes that KubeRay appends to pods and services. */}}
 {{- define "ringserve.fullname" -}}
 {{- if .Values.fullnameOverride }}
 {{- .Values.fullnameOverride | trunc 40 | trimSuffix "-" }}
@@ -38,7 +38,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | quote }}
 {{- end }}
 {{- end }}
 
-{{/* Ports that are told to several objects. */}}
+{{/* Ports that several objects name. */}}
 {{- define "ringserve.port.router" -}}50050{{- end }}
 {{- define "ringserve.port.gateway" -}}50051{{- end }}
 {{- define "ringserve.port.gatewayHttp" -}}8000{{- end }}

@@ -1,9 +1,11 @@
-{{/* How long turns may go on when a pod that has to do with rings is told to end: the rest is for its ring to leave. Called with its values. */}}
+{{/* Seconds for running turns when a pod of rings or the head ends; the ring leaves in the rest.
+     Called with the pod's values. */}}
 {{- define "ringserve.drainSeconds" -}}
 {{ max 0 (sub (int .terminationGracePeriodSeconds) 60) }}
 {{- end }}
 
-{{/* What the pods of head, workers and gateway have in common. Called with (dict "root" $ "part" values "component" name).
+{{/* Metadata and settings common to the pods of head, workers and gateway.
+     Called with (dict "root" $ "part" values "component" name).
      Secrets by name are mounted at /etc/ringserve-NAME: (dict ... "secrets" (dict "tls" "my-secret")). */}}
 {{- define "ringserve.podMetadata" -}}
 annotations:

@@ -1,7 +1,6 @@
 {{/*
-All pools as a JSON array, those of prefill first, each role's own before its further ones by name: the order in which
-ringserve numbers their rings. A further pool takes from its role what it does not say itself, but for its size
-and how many rings it has.
+All pools as a JSON array: prefill before decode, each role's own pool before the further ones by name. ringserve numbers
+the rings in this order. A further pool inherits its role's values, except its size and its number of rings.
 */}}
 {{- define "ringserve.pools" -}}
 {{- $pools := list }}
@@ -19,7 +18,7 @@ and how many rings it has.
 {{- toJson $pools }}
 {{- end }}
 
-{{/* How many rings a role has in all its pools. Called with (dict "root" $ "role" name). */}}
+{{/* Number of rings of a role in all its pools. Called with (dict "root" $ "role" name). */}}
 {{- define "ringserve.numRings" -}}
 {{- $rings := 0 }}
 {{- range $pool := include "ringserve.pools" .root | fromJsonArray }}
@@ -30,7 +29,7 @@ and how many rings it has.
 {{- $rings }}
 {{- end }}
 
-{{/* What ringserve's configuration says of one pool. Called with the pool. */}}
+{{/* Size of one pool as ringserve's configuration has it. Called with the pool. */}}
 {{- define "ringserve.poolConfig" -}}
 {{- dict "rings" (int .values.replicas) "cp" (int .values.parallelism.cp) "tp" (int .values.parallelism.tp) | toJson }}
 {{- end }}

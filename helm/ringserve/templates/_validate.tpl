@@ -1,4 +1,4 @@
-{{/* Values that contradict each other. The schema cannot see across keys. */}}
+{{/* Refusals of values that contradict each other. The schema cannot see across keys. */}}
 {{- define "ringserve.validate" -}}
 {{- range $role := list "prefill" "decode" }}
 {{- $rings := int (include "ringserve.numRings" (dict "root" $ "role" $role)) }}
