@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from cp_core.attention.interface import AttentionBackend, Partial, select_backend
+from cp_core.cost.model import RingRates
 from cp_core.layout.prefill_plan import KvRun
 from cp_core.layout.shards import level_counts
 from cp_core.transport.interface import RingTransport, TransportStats, Work
@@ -47,7 +48,6 @@ from workers.model.builtin import resolve_model_path
 from workers.model.loading import LoadedModel, load_model
 from workers.progress import Progress
 from workers.protocol.decode_commands import AdmitSequence
-from workers.protocol.ranks import RingRates
 from workers.sampling.parameters import Sampled, SamplingParameters
 
 WARM_UP_STEPS = 3

@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 import torch
 
 from cp_core.attention.interface import select_backend
-from cp_core.cost.decode_variant import VARIANTS
+from cp_core.cost.decode import VARIANTS
 from cp_core.transport.connect import RingStore, connect_ring
 from workers.decode.batch import BatchChange, BatchState
 from workers.decode.choice import DecodeChoice

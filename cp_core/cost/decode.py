@@ -1,29 +1,130 @@
-"""Seconds of one decode step on a ring of cp x tp processes, by ring pass-Q or by gathered parts.
+"""Cost model of one decode step, and the choice of the variant that serves a batch. Pure Python, no torch.
 
-B rows, N = cp ranks, L layers, c context tokens a row:
+B rows (sequences), N ranks, L layers, c context tokens a row, b rows that one rank computes:
 
-    step = weights + L * (2 sums + attention + messages + ring), where
-    pass-Q:   attention = N * call(ceil(B / N) rows over c / N tokens), messages = (N - 1) hops + one all-to-all
-    gathered: attention = call(B rows over c / N tokens),               messages = one collective
+    step = linear(b) + tensor parallel sums + L * (attention + messages + ring) + tokens
 
-Rows are padded to whole ones on every rank, as arXiv 2411.01783, 4.3 does; gathered parts are vLLM's RFC 26133.
+    gather: b = B            attention = call(B rows over c / N tokens)        messages = one gather of parts
+    pass_q: b = ceil(B / N)  attention = N * call(B / N rows over c / N)       messages = (N-1) exposed hops + one
+                                                                               all-to-all of parts
+
+linear(b) is the slower of b rows of arithmetic and one reading of the weights. A call reads the KV of its rows.
+Pass-Q sends more messages and computes N times fewer rows, so while reading the weights dominates, `gather` wins.
+The exception are ranks that share a memory: with fewer rows than ranks, pass-Q leaves some ranks without any, and the
+others read their weights faster. Pass-Q is arXiv 2411.01783, 4.3; gathered parts are vLLM's RFC 26133.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cp_core.cost.decode_variant import GATHER, VARIANTS
 from cp_core.cost.memory import WeightBytes
-from cp_core.cost.model import PASS_Q, ModelShape
+from cp_core.cost.model import PASS_Q, ModelShape, RingRates
 from cp_core.cost.profile import HardwareProfile
-from cp_core.cost.share import num_hosts, process_share
 from cp_core.errors import ConfigError
+
+GATHER = "gather"
+VARIANTS = (GATHER, PASS_Q)
+VARIANT_POLICIES = ("auto", *VARIANTS)
+
+# Share by which pass-Q must be predicted to be better: it sends N times the messages, and every one may be late.
+MARGIN = 0.05
+TOKEN_BYTES = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecodeRates:
+    """Rates of one rank in decode steps, measured by its ring or derived from a hardware profile.
+
+    `ring` as for prefill. `weight_bytes_per_second` is the rate at which a rank reads a weight while it multiplies one
+    row by it and all ranks do so, `lone_weight_bytes_per_second` while it does so alone. `kv_bytes_per_second` is the
+    KV that one query attends. `busy_message_seconds` is the time of a small message between ranks that were computing
+    just before, which is longer than between ranks that wait for it.
+
+    The fields below have values only where a profile gives them. A call starts in `call_seconds`, and every row beyond
+    `free_rows` adds `row_seconds`. The collective has the start and rate of a hop unless it has its own. A ring of
+    several ranks adds `ring_seconds` a layer, tensor parallelism `sum_seconds` a step. `is_padded` follows arXiv
+    2411.01783, 4.3: every rank attends ceil(B / N) rows, and sampled tokens need no message of their own.
+    """
+
+    ring: RingRates
+    weight_bytes_per_second: float
+    lone_weight_bytes_per_second: float
+    kv_bytes_per_second: float
+    busy_message_seconds: float
+    call_seconds: float = 0.0
+    free_rows: int = 0
+    row_seconds: float = 0.0
+    collective_seconds: float | None = None
+    collective_bytes_per_second: float | None = None
+    ring_seconds: float = 0.0
+    sum_seconds: float = 0.0
+    is_padded: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("weight_bytes_per_second", "lone_weight_bytes_per_second", "kv_bytes_per_second"):
+            if not getattr(self, name) > 0.0:
+                raise ConfigError(f"{name} is {getattr(self, name)}; allowed is any rate above 0")
+        if not self.busy_message_seconds >= 0.0:
+            raise ConfigError(f"busy_message_seconds is {self.busy_message_seconds}; allowed is 0 or more")
+
+    @classmethod
+    def of_profile(cls, profile: HardwareProfile, model: ModelShape, tp: int) -> DecodeRates:
+        """Return the rates of a process that a profile describes, one of `tp` that share each layer of `model`."""
+        constants, links = profile.decode, profile.prefill
+        # Two small sums a layer: their bytes are negligible beside their starts.
+        start = constants.sum_seconds + (profile.num_hosts(tp) - 1) * constants.host_seconds
+        return cls(
+            ring=RingRates(
+                gemm_flops=links.gemm_flops,
+                attention_flops=links.attention_flops,
+                link_bytes_per_second=links.link_bytes_per_second,
+                link_latency_seconds=constants.hop_seconds,
+                overlap=0.0,
+            ),
+            weight_bytes_per_second=constants.weight_bytes_per_second,
+            lone_weight_bytes_per_second=constants.weight_bytes_per_second,
+            kv_bytes_per_second=constants.kv_bytes_per_second,
+            busy_message_seconds=constants.hop_seconds,
+            call_seconds=constants.attention_seconds,
+            free_rows=constants.free_rows,
+            row_seconds=constants.row_seconds,
+            collective_seconds=constants.all_to_all_seconds,
+            collective_bytes_per_second=links.all_to_all_bytes_per_second,
+            ring_seconds=constants.ring_seconds,
+            sum_seconds=2 * model.num_layers * start if tp > 1 else 0.0,
+            is_padded=True,
+        )
+
+    def weight_rate(self, num_reading: int, num_ranks: int) -> float:
+        """Return the bytes a second of each of `num_reading` ranks that read weights; linear between one and all."""
+        idle = (num_ranks - num_reading) / (num_ranks - 1) if num_ranks > 1 else 0.0
+        return self.weight_bytes_per_second + idle * (self.lone_weight_bytes_per_second - self.weight_bytes_per_second)
+
+    def message_seconds(self, num_bytes: float) -> float:
+        """Return the time of one message."""
+        latency = max(self.busy_message_seconds, self.ring.link_latency_seconds)
+        return latency + num_bytes / self.ring.link_bytes_per_second if num_bytes else 0.0
+
+    def collective_message_seconds(self, num_bytes: float) -> float:
+        """Return the time of a gather or all-to-all whose messages share a rank's link."""
+        if self.collective_seconds is None or self.collective_bytes_per_second is None:
+            return self.message_seconds(num_bytes)
+        return self.collective_seconds + num_bytes / self.collective_bytes_per_second if num_bytes else 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecodeLoad:
+    """Batch of B sequences that hold `stored_tokens` tokens in all, on N ranks."""
+
+    batch: int
+    stored_tokens: float
+    num_ranks: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepCost:
-    """Predicted seconds. Those named `layer_` are one layer's, the columns of arXiv 2411.01783, table 8."""
+    """Predicted seconds. Fields named `layer_` are one layer's, the columns of arXiv 2411.01783, table 8."""
 
     variant: str
     num_layers: int
@@ -34,6 +135,7 @@ class StepCost:
     layer_hops_seconds: float
     layer_collective_seconds: float
     layer_ring_seconds: float
+    token_seconds: float
 
     @property
     def layer_whole_seconds(self) -> float:
@@ -44,10 +146,68 @@ class StepCost:
     def total_seconds(self) -> float:
         """Time to the next token (TTIT)."""
         layer = self.layer_whole_seconds + self.layer_ring_seconds
-        return self.linear_seconds + self.sum_seconds + self.num_layers * layer
+        return self.linear_seconds + self.sum_seconds + self.num_layers * layer + self.token_seconds
 
 
 def predict_step(
+    variant: str, load: DecodeLoad, model: ModelShape, rates: DecodeRates, weight_bytes: float | None = None
+) -> StepCost:
+    """Return the cost of one step whose KV and rows lie evenly over the ranks.
+
+    `model` is the share of one process, `weight_bytes` the weights that it reads in a step: all matrices of `model` in
+    its own element size if None. Raises ConfigError for an unknown variant.
+    """
+    if variant not in VARIANTS:
+        raise ConfigError(f"decode variant is {variant!r}; allowed are {', '.join(VARIANTS)}")
+    batch, num_ranks, is_gather = load.batch, load.num_ranks, variant == GATHER
+    peers = num_ranks - 1
+    own_rows = batch if is_gather else -(-batch // num_ranks)
+    call_rows = own_rows if is_gather or rates.is_padded else batch / num_ranks
+    call_tokens = load.stored_tokens / num_ranks * (call_rows / batch if batch else 0.0)
+    call = _call_seconds(call_rows, call_tokens, model, rates)
+    part_bytes = model.num_heads * (model.head_dim + 1) * model.partial_bytes
+    hops = 0.0
+    if not is_gather:
+        query = rates.message_seconds(own_rows * model.num_heads * model.head_dim * model.element_bytes)
+        hops = peers * (query - rates.ring.overlap * min(query, call))
+    flops_per_row = model.linear_flops_per_token + model.head_flops
+    if weight_bytes is None:
+        # A row takes two operations for every weight.
+        weight_bytes = flops_per_row / 2 * model.element_bytes
+    weight_rate = rates.weight_rate(num_ranks if is_gather else min(batch, num_ranks), num_ranks)
+    return StepCost(
+        variant=variant,
+        num_layers=model.num_layers,
+        linear_seconds=max(own_rows * flops_per_row / rates.ring.gemm_flops, weight_bytes / weight_rate),
+        sum_seconds=rates.sum_seconds,
+        call_seconds=call,
+        layer_attention_seconds=call if is_gather else num_ranks * call,
+        layer_hops_seconds=hops,
+        layer_collective_seconds=rates.collective_message_seconds(peers * own_rows * part_bytes),
+        layer_ring_seconds=rates.ring_seconds if peers else 0.0,
+        token_seconds=(
+            0.0 if is_gather or rates.is_padded or not peers else rates.message_seconds(TOKEN_BYTES * own_rows)
+        ),
+    )
+
+
+def choose_variant(policy: str, load: DecodeLoad, model: ModelShape, rates: DecodeRates | None) -> str:
+    """Return `gather` or `pass_q` by `policy`, one of VARIANT_POLICIES.
+
+    "auto" takes `gather` unless pass-Q is predicted to be better by more than MARGIN, and always where nothing was
+    measured. Raises ConfigError for an unknown policy.
+    """
+    if policy in VARIANTS:
+        return policy
+    if policy != "auto":
+        raise ConfigError(f"decode variant is {policy!r}; allowed are {', '.join(VARIANT_POLICIES)}")
+    if rates is None or load.num_ranks == 1 or not load.batch:
+        return GATHER
+    gather, pass_q = (predict_step(variant, load, model, rates).total_seconds for variant in VARIANTS)
+    return PASS_Q if pass_q < (1.0 - MARGIN) * gather else GATHER
+
+
+def predict_profiled_step(
     model: ModelShape,
     weights: WeightBytes,
     profile: HardwareProfile,
@@ -58,31 +218,13 @@ def predict_step(
     context_tokens: float,
     variant: str = PASS_Q,
 ) -> StepCost:
-    """One token of each of `batch` sequences of `context_tokens` each. Raises ConfigError for an unknown variant."""
-    if variant not in VARIANTS:
-        raise ConfigError(f"decode variant is {variant!r}; allowed are {', '.join(VARIANTS)}")
-    share, constants, links = process_share(model, tp), profile.decode, profile.prefill
-    rows = batch if variant == GATHER else -(-batch // cp)
-    peers = cp - 1
-    call = _call_seconds(share, profile, rows, rows * context_tokens / cp)
-    query_bytes = rows * share.num_heads * share.head_dim * share.element_bytes
-    part_bytes = rows * share.num_heads * (share.head_dim + 1) * share.partial_bytes
-    hop = constants.hop_seconds + query_bytes / links.link_bytes_per_second
-    collective = constants.all_to_all_seconds + peers * part_bytes / links.all_to_all_bytes_per_second
-    # Every process reads its weights once; many rows make the products what takes longer.
-    read = (weights.layers + weights.head) / tp / constants.weight_bytes_per_second
-    products = rows * (share.linear_flops_per_token + share.head_flops) / links.gemm_flops
-    return StepCost(
-        variant=variant,
-        num_layers=model.num_layers,
-        linear_seconds=max(read, products),
-        sum_seconds=_sum_seconds(model, profile, tp),
-        call_seconds=call,
-        layer_attention_seconds=call if variant == GATHER else cp * call,
-        layer_hops_seconds=0.0 if variant == GATHER else peers * hop,
-        layer_collective_seconds=collective if peers else 0.0,
-        layer_ring_seconds=constants.ring_seconds if peers else 0.0,
-    )
+    """Return the cost of one token for each of `batch` sequences of `context_tokens`, on a ring of cp x tp processes.
+
+    Raises ConfigError for an unknown variant.
+    """
+    load = DecodeLoad(batch=batch, stored_tokens=batch * context_tokens, num_ranks=cp)
+    rates = DecodeRates.of_profile(profile, model, tp)
+    return predict_step(variant, load, model.share(tp), rates, (weights.layers + weights.head) / tp)
 
 
 def fastest_step(
@@ -95,25 +237,19 @@ def fastest_step(
     batch: int,
     context_tokens: float,
 ) -> StepCost:
-    """By the variant that is predicted to take less."""
+    """Return the cost of the variant that is predicted to take less, as `predict_profiled_step` does."""
     steps = (
-        predict_step(model, weights, profile, cp=cp, tp=tp, batch=batch, context_tokens=context_tokens, variant=variant)
+        predict_profiled_step(
+            model, weights, profile, cp=cp, tp=tp, batch=batch, context_tokens=context_tokens, variant=variant
+        )
         for variant in VARIANTS
     )
     return min(steps, key=lambda step: step.total_seconds)
 
 
-def _call_seconds(share: ModelShape, profile: HardwareProfile, rows: int, tokens: float) -> float:
-    """One attention call of `rows` queries over `tokens` stored tokens in all."""
-    constants = profile.decode
-    kv_bytes = 2 * share.num_kv_heads * share.head_dim * share.element_bytes * tokens
-    further = max(0, rows - constants.free_rows)
-    return constants.attention_seconds + kv_bytes / constants.kv_bytes_per_second + further * constants.row_seconds
-
-
-def _sum_seconds(model: ModelShape, profile: HardwareProfile, tp: int) -> float:
-    """Two small sums a layer: what they carry is nothing beside what they take to start."""
-    if tp == 1:
-        return 0.0
-    further = num_hosts(profile, tp) - 1
-    return 2 * model.num_layers * (profile.decode.sum_seconds + further * profile.decode.host_seconds)
+def _call_seconds(rows: float, tokens: float, model: ModelShape, rates: DecodeRates) -> float:
+    """Return the time of one attention call of `rows` queries over `tokens` stored tokens in all."""
+    kv_bytes = 2 * model.num_kv_heads * model.head_dim * model.element_bytes * tokens
+    return (
+        rates.call_seconds + kv_bytes / rates.kv_bytes_per_second + max(0, rows - rates.free_rows) * rates.row_seconds
+    )

@@ -1,22 +1,32 @@
-"""Fits constants of a hardware profile to times that were published or measured. Errors are relative ones."""
+"""Fits of a hardware profile's constants to published or measured times: least squares of relative errors."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from cp_core.cost.decode import StepCost, predict_step
-from cp_core.cost.least_squares import Vector, minimise
+from cp_core.cost.decode import StepCost, predict_profiled_step
 from cp_core.cost.memory import WeightBytes
 from cp_core.cost.model import ModelShape
 from cp_core.cost.prefill import predict_turn
 from cp_core.cost.profile import HardwareProfile
 from cp_core.errors import ConfigError
+
+Vector = npt.NDArray[np.float64]
+
+# Step of the logarithms by which slopes are taken.
+SLOPE_STEP = 1e-5
+# A constant changes by less than this factor's logarithm in one round.
+MAX_MOVE = 0.5
+MAX_ROUNDS = 200
+LEAST_GAIN = 1e-12
+MAX_DAMPING = 1e12
 
 PREFILL_CONSTANTS = (
     "gemm_flops",
@@ -27,12 +37,12 @@ PREFILL_CONSTANTS = (
     "sum_bytes_per_second",
 )
 RATIO_WEIGHT = 2.0
-"""Of a ratio's residual, beside 1 of a sample's: machines that are disturbed spoil samples first."""
+"""Weight of a ratio's residual beside 1 of a sample's: a disturbed machine spoils samples first."""
 DISTURBED = 2.385
-"""Residuals of so many of the others' scales count half, and those beyond next to nothing (Cauchy's weights, which cost
-5% of what clean samples tell: Holland and Welsch, Communications in Statistics A6, 1977)."""
+"""Constant of Cauchy's weights: at so many scales a residual counts about half, and far beyond next to nothing.
+On clean samples it costs 5% of their information (Holland and Welsch, Communications in Statistics A6, 1977)."""
 LEAST_SCALE = 0.05
-"""Below it residuals are the model's own, and all count."""
+"""Scale below which residuals are the model's own, and all count."""
 ROBUST_ROUNDS = 5
 DECODE_CONSTANTS = (
     "kv_bytes_per_second",
@@ -48,7 +58,7 @@ DECODE_CONSTANTS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillSample:
-    """A prefill and how long it took. `cuts` are the positions where one step of it ended and the next began."""
+    """Prefill and the seconds it took. `cuts` are the positions where one step of it ended and the next began."""
 
     cp: int
     tp: int
@@ -61,8 +71,9 @@ class PrefillSample:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillRatio:
-    """Seconds of one sample over those of another, which were measured side by side: what slowed one slowed both, so
-    that this is known better than either. `above` and `below` are their places among the samples.
+    """Seconds of one sample over those of another that was measured beside it.
+
+    A disturbance slows both, so the ratio is known better than either. `above` and `below` are their indices.
     """
 
     above: int
@@ -71,7 +82,7 @@ class PrefillRatio:
 
 
 class StepPart(StrEnum):
-    """Which time of a decode step was taken: the whole step, or something of one layer. Fields of `StepCost`."""
+    """Measured part of a decode step: the whole step, or a part of one layer. Values are fields of `StepCost`."""
 
     STEP = "total_seconds"
     CALL = "call_seconds"
@@ -83,7 +94,7 @@ class StepPart(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepSample:
-    """A pass-Q decode step of B rows and how long `part` of it took. Its residual counts `weight` times."""
+    """Pass-Q decode step of B rows and the seconds of its `part`. Its residual counts `weight` times."""
 
     cp: int
     tp: int
@@ -95,7 +106,7 @@ class StepSample:
 
 
 def predicted_prefill(model: ModelShape, profile: HardwareProfile, sample: PrefillSample) -> float:
-    """Seconds that the profile predicts for it, step by step."""
+    """Return the seconds that the profile predicts for a sample, step by step."""
     bounds = (sample.cached_tokens, *sample.cuts, sample.cached_tokens + sample.new_tokens)
     return sum(
         predict_turn(
@@ -112,8 +123,8 @@ def predicted_prefill(model: ModelShape, profile: HardwareProfile, sample: Prefi
 
 
 def predicted_step(model: ModelShape, weights: WeightBytes, profile: HardwareProfile, sample: StepSample) -> float:
-    """Seconds that the profile predicts for it."""
-    cost: StepCost = predict_step(
+    """Return the seconds that the profile predicts for a sample."""
+    cost: StepCost = predict_profiled_step(
         model,
         weights,
         profile,
@@ -135,19 +146,19 @@ def fit_prefill(
     *,
     is_robust: bool = False,
 ) -> HardwareProfile:
-    """`profile` with its constants `names` moved, from where they are, to those that fit the samples best.
+    """Return `profile` with its constants `names` moved to values that fit the samples best.
 
     With `trust` above 0 a constant that moves by a factor of e costs as much as a sample that is wrong by the share
-    `trust`: what the samples hardly tell stays where it is. A ratio that is wrong costs RATIO_WEIGHT times as much as
-    a sample that is. `is_robust`: samples and ratios that are far off, beside the others, count for little. Raises
-    ConfigError where there are fewer samples than constants.
+    `trust`: constants that the samples hardly determine stay where they are. A wrong ratio costs RATIO_WEIGHT times as
+    much as a wrong sample. With `is_robust` samples and ratios that are far off beside the others count for little.
+    Raises ConfigError where there are fewer samples than constants.
     """
     _require(samples, names)
     start = np.array([float(getattr(profile.prefill, name)) for name in names])
     measured = np.log([each.seconds for each in samples])
 
-    def wrong_by(values: Vector) -> tuple[Vector, Vector]:
-        """Of each sample and each ratio."""
+    def errors(values: Vector) -> tuple[Vector, Vector]:
+        """Return the relative errors of samples and of ratios."""
         moved = _with_prefill(profile, names, values)
         predicted = np.log([predicted_prefill(model, moved, each) for each in samples])
         compared = [predicted[each.above] - predicted[each.below] - np.log(each.value) for each in ratios]
@@ -155,25 +166,25 @@ def fit_prefill(
 
     def fitted(begin: Vector, weights: tuple[Vector, Vector]) -> Vector:
         def residuals(values: Vector) -> Vector:
-            parts = [np.sqrt(weight) * wrong for weight, wrong in zip(weights, wrong_by(values), strict=True)]
+            parts = [np.sqrt(weight) * error for weight, error in zip(weights, errors(values), strict=True)]
             return np.concatenate([*parts, trust * np.log(values / start)])
 
         return minimise(residuals, begin.tolist())
 
     found = fitted(start, (np.ones(len(samples)), np.ones(len(ratios))))
     for _ in range(ROBUST_ROUNDS - 1 if is_robust else 0):
-        of_samples, of_ratios = map(_cauchy_weights, wrong_by(found))
-        found = fitted(found, (of_samples, of_ratios))
+        sample_weights, ratio_weights = map(_cauchy_weights, errors(found))
+        found = fitted(found, (sample_weights, ratio_weights))
     return _with_prefill(profile, names, found)
 
 
-def _cauchy_weights(wrong: Vector) -> Vector:
-    """Between 0 and 1, by how far each is off beside the others."""
-    if not len(wrong):
-        return wrong
-    # Of normal residuals, 1.4826 times the median of their magnitudes is the standard deviation.
-    scale = max(LEAST_SCALE, 1.4826 * float(np.median(np.abs(wrong))))
-    return 1.0 / (1.0 + (wrong / (DISTURBED * scale)) ** 2)
+def _cauchy_weights(errors: Vector) -> Vector:
+    """Return weights between 0 and 1: an error that is large beside the others gets a small one."""
+    if not len(errors):
+        return errors
+    # 1.4826 times the median magnitude of normal residuals is their standard deviation.
+    scale = max(LEAST_SCALE, 1.4826 * float(np.median(np.abs(errors))))
+    return 1.0 / (1.0 + (errors / (DISTURBED * scale)) ** 2)
 
 
 def fit_decode(
@@ -183,7 +194,7 @@ def fit_decode(
     samples: Sequence[StepSample],
     names: Sequence[str] = DECODE_CONSTANTS,
 ) -> HardwareProfile:
-    """As `fit_prefill`, of the decode constants. Samples whose time is 0 are refused with ConfigError."""
+    """Return `profile` with decode constants fitted as `fit_prefill` does. Raises ConfigError for a time of 0 too."""
     _require(samples, names)
     if any(each.seconds <= 0.0 for each in samples):
         raise ConfigError("a sample of a decode step took 0 s; allowed is any time above 0")
@@ -206,7 +217,7 @@ def _require(samples: Sequence[object], names: Sequence[str]) -> None:
 def _with_prefill(profile: HardwareProfile, names: Sequence[str], values: Vector) -> HardwareProfile:
     moved: dict[str, Any] = dict(zip(names, map(float, values), strict=True))
     if "overlap" in moved:
-        # A share: nothing is gained beyond all, so that a fit does not go there.
+        # A share: a value beyond 1 predicts the same, so no fit goes there.
         moved["overlap"] = min(1.0, moved["overlap"])
     return replace(profile, prefill=replace(profile.prefill, **moved))
 
@@ -214,3 +225,32 @@ def _with_prefill(profile: HardwareProfile, names: Sequence[str], values: Vector
 def _with_decode(profile: HardwareProfile, names: Sequence[str], values: Vector) -> HardwareProfile:
     moved: dict[str, Any] = dict(zip(names, map(float, values), strict=True))
     return replace(profile, decode=replace(profile.decode, **moved))
+
+
+def minimise(residuals: Callable[[Vector], Vector], start: Sequence[float]) -> Vector:
+    """Return the positive numbers, downhill from `start`, whose residuals have the least sum of squares.
+
+    Levenberg and Marquardt's method in the numbers' logarithms. Of several local minima the start decides which is
+    found; the same start gives the same answer.
+    """
+    point = np.log(np.asarray(start, dtype=np.float64))
+    now = residuals(np.exp(point))
+    damping = 1e-2
+    for _ in range(MAX_ROUNDS):
+        slopes = np.stack(
+            [(residuals(np.exp(point + move)) - now) / SLOPE_STEP for move in SLOPE_STEP * np.eye(len(point))], axis=1
+        )
+        curvature, gradient = slopes.T @ slopes, slopes.T @ now
+        scale = np.diag(np.diag(curvature) + 1e-9)
+        gain = 0.0
+        while damping < MAX_DAMPING:
+            move = np.clip(np.linalg.solve(curvature + damping * scale, -gradient), -MAX_MOVE, MAX_MOVE)
+            after = residuals(np.exp(point + move))
+            gain = float(now @ now - after @ after)
+            if gain > 0.0:
+                point, now, damping = point + move, after, damping / 3.0
+                break
+            damping *= 4.0
+        if gain <= LEAST_GAIN * float(now @ now):
+            break
+    return np.exp(point)

@@ -1,5 +1,6 @@
-"""Fits selectors to prefills that were measured with both algorithms: the empirical one (arXiv 2411.01783, appendix D)
-and the C / BW of Algorithms 1 and 5.
+"""Fits of selectors to prefills that were measured with both algorithms.
+
+They are the empirical selector (arXiv 2411.01783, appendix D) and the C / BW of Algorithms 1 and 5.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ from cp_core.cost.model import PASS_KV, ModelShape
 from cp_core.cost.selector import EmpiricalFit, Selection, Turn
 from cp_core.errors import ConfigError
 
-# One measurement that is far off says which algorithm is better, not by how much.
+# A measurement that is far off tells which algorithm is better, but no reliable difference.
 MAX_DIFFERENCE = 0.1
-# C / BW that are tried: 1% apart, from links as fast as memory to links that hardly carry anything.
+# Values of C / BW that are tried: 1% apart, from links as fast as memory to links that hardly carry anything.
 RATIOS = tuple(1e2 * 1.01**step for step in range(1400))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """A turn and the seconds that each algorithm took for it."""
+    """Turn and the seconds that each algorithm took for it."""
 
     turn: Turn
     pass_kv_seconds: float
@@ -31,12 +32,12 @@ class Comparison:
 
     @property
     def advantage(self) -> float:
-        """Of pass-KV, relative: above 0 where it was faster."""
+        """Relative advantage of pass-KV: above 0 where it was faster."""
         return math.log(self.pass_q_seconds / self.pass_kv_seconds)
 
 
 def fit_empirical(comparisons: Sequence[Comparison]) -> EmpiricalFit:
-    """Alpha and beta follow the advantage of pass-KV; gamma is then moved to where wrong choices lose least time.
+    """Fit alpha and beta to the advantage of pass-KV, then move gamma to where wrong choices lose least time.
 
     Raises ConfigError for fewer than two comparisons.
     """
@@ -44,11 +45,11 @@ def fit_empirical(comparisons: Sequence[Comparison]) -> EmpiricalFit:
         raise ConfigError(f"{len(comparisons)} comparisons cannot fit the empirical selector; allowed are 2 or more")
     features = np.array([[math.log(each.turn.new_tokens), math.log(each.turn.miss_rate), 1.0] for each in comparisons])
     advantages = np.array([each.advantage for each in comparisons])
-    # Where T + P never changes the two logarithms are one: the solution of least norm shares it between them.
+    # If T + P never changes, the two logarithms are one: the solution of least norm divides it between them.
     alpha, beta, _ = np.linalg.lstsq(features, np.clip(advantages, -MAX_DIFFERENCE, MAX_DIFFERENCE), rcond=None)[0]
     heights = features[:, :2] @ np.array([alpha, beta])
     ordered = sorted(set(heights.tolist()))
-    # pass-KV where height > border: borders lie half way between neighbours, and outside of all.
+    # Pass-KV where height > border: borders lie half way between neighbours, and outside of all.
     borders = [ordered[0] - 1.0, *((low + high) / 2 for low, high in pairwise(ordered)), ordered[-1] + 1.0]
     border = min(borders, key=lambda each: beyond_best(comparisons, [height > each for height in heights]))
     return EmpiricalFit(alpha=float(alpha), beta=float(beta), gamma=-border)
@@ -57,9 +58,10 @@ def fit_empirical(comparisons: Sequence[Comparison]) -> EmpiricalFit:
 def fit_compute_per_byte(
     rule: Callable[[Turn, ModelShape, float, float], Selection], model: ModelShape, comparisons: Sequence[Comparison]
 ) -> float:
-    """The C / BW, in FLOP a byte, at which Algorithm 1 or 5 (`rule`) loses least time: the middle of the widest range.
+    """Return the C / BW, in FLOP a byte, at which Algorithm 1 or 5 (`rule`) loses least time.
 
-    Both depend on C and BW through this ratio alone. Raises ConfigError without comparisons.
+    It is the middle of the widest range of such values. Both algorithms depend on C and BW through this ratio alone.
+    Raises ConfigError without comparisons.
     """
     if not comparisons:
         raise ConfigError("0 comparisons cannot fit C / BW; allowed is 1 or more")
@@ -81,12 +83,12 @@ def _lost_by(
 
 
 def best_seconds(comparisons: Sequence[Comparison]) -> float:
-    """What the better algorithm of each takes, all together."""
+    """Return the seconds of the better algorithm of each comparison, summed."""
     return sum(min(each.pass_kv_seconds, each.pass_q_seconds) for each in comparisons)
 
 
 def beyond_best(comparisons: Sequence[Comparison], takes_pass_kv: Sequence[bool]) -> float:
-    """Seconds that these choices take beyond the best ones."""
+    """Return the seconds that these choices take beyond the best ones."""
     return sum(
         (each.pass_kv_seconds if is_kv else each.pass_q_seconds) - min(each.pass_kv_seconds, each.pass_q_seconds)
         for each, is_kv in zip(comparisons, takes_pass_kv, strict=True)

@@ -1,4 +1,4 @@
-"""Bytes that one process holds: weights, KV, and what a step needs besides."""
+"""Memory of one process: weights, KV, and the buffers of a step."""
 
 from __future__ import annotations
 
@@ -6,22 +6,21 @@ from dataclasses import dataclass
 
 from cp_core.cost.model import ModelShape
 from cp_core.cost.profile import HardwareProfile
-from cp_core.cost.share import process_share
 
-# Of a process's memory, kept for the runtime, its kernels and fragmentation.
+# Share of a process's memory that the runtime, its kernels and fragmentation take.
 RESERVED_SHARE = 0.05
 # The residual, and the input and output of the block at work.
 HIDDEN_COPIES = 3
 # Gate and up of a gated MLP.
 MLP_COPIES = 2
-# The KV that is attended and the KV that is on its way.
+# The KV that is attended and the KV that is under way.
 MESSAGE_COPIES = 2
 FLOAT32_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightBytes:
-    """Of a whole model. A decode step reads the layers and the head, and a row of the embedding."""
+    """Bytes of a whole model. A decode step reads the layers and the head, and a row of the embedding."""
 
     layers: float
     head: float
@@ -29,33 +28,34 @@ class WeightBytes:
 
     @property
     def total(self) -> float:
+        """Bytes of all matrices."""
         return self.layers + self.head + self.embedding
 
 
 def weight_bytes(
     model: ModelShape, *, mlp_element_bytes: float | None = None, has_tied_embedding: bool = False
 ) -> WeightBytes:
-    """Matrices only. `mlp_element_bytes` is of the MLP, where it is quantised and the rest is not."""
+    """Return the bytes of all matrices. `mlp_element_bytes` is the MLP's, where it is quantised and the rest is not."""
     attention = 2 * model.hidden_size * model.head_dim * (model.num_heads + model.num_kv_heads)
     mlp = 3 * model.hidden_size * model.intermediate_size
-    of_mlp = model.element_bytes if mlp_element_bytes is None else mlp_element_bytes
+    mlp_bytes = model.element_bytes if mlp_element_bytes is None else mlp_element_bytes
     vocabulary = model.vocab_size * model.hidden_size * model.element_bytes
     return WeightBytes(
-        layers=model.num_layers * (attention * model.element_bytes + mlp * of_mlp),
+        layers=model.num_layers * (attention * model.element_bytes + mlp * mlp_bytes),
         head=vocabulary,
         embedding=0.0 if has_tied_embedding else vocabulary,
     )
 
 
 def kv_bytes_per_token(model: ModelShape, tp: int = 1) -> int:
-    """K and V of all layers that one of `tp` processes stores for one token."""
-    share = process_share(model, tp)
+    """Return the bytes of K and V of all layers that one of `tp` processes stores for one token."""
+    share = model.share(tp)
     return 2 * share.num_layers * share.num_kv_heads * share.head_dim * share.element_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessMemory:
-    """Bytes of one process. `kv_bytes` is what remains for KV and is negative where not even the rest fits."""
+    """Bytes of one process. `kv_bytes` remain for KV, and are negative where not even the rest fits."""
 
     weights_bytes: float
     step_bytes: float
@@ -64,7 +64,7 @@ class ProcessMemory:
     kv_bytes_per_token: int
 
     def max_tokens(self, cp: int) -> int:
-        """That a ring of `cp` such ranks holds, its KV spread evenly."""
+        """Return the tokens that a ring of `cp` such ranks holds, its KV spread evenly."""
         return max(0, int(self.kv_bytes // self.kv_bytes_per_token)) * cp
 
 
@@ -78,8 +78,8 @@ def process_memory(
     step_tokens: int,
     context_tokens: int,
 ) -> ProcessMemory:
-    """Of one process of a ring that computes `step_tokens` at a time over a context of `context_tokens`."""
-    share = process_share(model, tp)
+    """Return the memory of a process whose ring computes `step_tokens` at a time over a context of `context_tokens`."""
+    share = model.share(tp)
     rows = -(-step_tokens // cp)
     heads = (2 * share.num_heads + 2 * share.num_kv_heads) * share.head_dim
     row = (HIDDEN_COPIES * share.hidden_size + MLP_COPIES * share.intermediate_size + heads) * share.element_bytes

@@ -1,18 +1,18 @@
-"""How long a prefill step takes on a ring, predicted from rates measured on that ring. Pure Python, no torch.
+"""Cost model of one prefill step on a ring, by rates that were measured on that ring. Pure Python, no torch.
 
 T new tokens, P cached ones, N ranks, H query heads, K key/value heads, D head dimension, L layers, e bytes per element.
 
     seconds = linear(T / N) + L * (N * a + (N - 1) * (x - o * min(x, a)) + all_to_all + overhead)
 
-a is the attention of one ring iteration, x the time of its message, o how much of the shorter of the two passes behind
-the longer: with o = 1 what of x exceeds a is exposed, as in arXiv 2411.01783, 3.5 and appendix A, to whose published
-times the form was fitted; where the processor that attends also moves the messages, o is less. Every rate is the
-caller's.
+a is the attention of one ring iteration, x the time of its message, and o the share of the shorter of the two that is
+hidden behind the longer. With o = 1 the part of x that exceeds a is exposed, as in arXiv 2411.01783, 3.5 and appendix
+A, to whose published times the form was fitted. Where the processor that attends also moves the messages, o is less.
+Every rate is the caller's.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from cp_core.errors import ConfigError
 
@@ -22,8 +22,10 @@ PASS_Q = "pass_q"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelShape:
-    """The sizes of a model, or of one tensor-parallel share of it. Partials return in fp32 whatever its dtype is; only
-    a comparison with published times of another system sets `partial_bytes`.
+    """Sizes of a model, or of one tensor parallel share of it.
+
+    Partials return in fp32 whatever the model's dtype is. Only a comparison with published times of another system sets
+    `partial_bytes`.
     """
 
     num_layers: int
@@ -38,7 +40,7 @@ class ModelShape:
 
     @property
     def linear_flops_per_token(self) -> int:
-        """Of all layers: the projections of q, k, v and the output, and the three matrices of a gated MLP."""
+        """FLOP of all layers: the projections of q, k, v and the output, and the three matrices of a gated MLP."""
         q_and_out = 2 * self.hidden_size * self.num_heads * self.head_dim
         k_and_v = 2 * self.hidden_size * self.num_kv_heads * self.head_dim
         mlp = 3 * self.hidden_size * self.intermediate_size
@@ -46,58 +48,87 @@ class ModelShape:
 
     @property
     def head_flops(self) -> int:
-        """Logits of one token: prefill needs those of the last token alone."""
+        """FLOP of one token's logits: prefill needs those of the last token alone."""
         return 2 * self.hidden_size * self.vocab_size
 
     def attention_flops(self, new_tokens: int, cached_tokens: int) -> int:
-        """Of one layer: each new token over all cached ones, itself and the new ones before it."""
+        """Return the FLOP of one layer: each new token over all cached ones, itself and the new ones before it."""
         pairs = new_tokens * cached_tokens + new_tokens * (new_tokens + 1) // 2
         return 4 * self.num_heads * self.head_dim * pairs
 
+    def share(self, tp: int) -> ModelShape:
+        """Return the sizes of one of `tp` tensor parallel processes.
+
+        KV heads are at least one: with more processes than KV heads each is held by several, as arXiv 2411.01783,
+        4.2.2 does for its comparison.
+        """
+        if tp == 1:
+            return self
+        return replace(
+            self,
+            intermediate_size=-(-self.intermediate_size // tp),
+            num_heads=-(-self.num_heads // tp),
+            num_kv_heads=max(1, self.num_kv_heads // tp),
+            vocab_size=-(-self.vocab_size // tp),
+        )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rates:
-    """What one rank does: FLOP/s in matrix products and in attention, bytes/s in each direction of a busy link,
-    seconds to start a message, seconds a layer that nothing else explains, and the share of communication that can
-    pass behind attention (0 to 1). An all-to-all has the link's rate and start unless its own are given.
+class RingRates:
+    """Rates that a ring measures of itself: FLOP/s of a rank, bytes/s in each direction of a link, seconds a message.
+
+    `overlap` is the share of communication that is hidden behind attention, 0 to 1. All rates are 0 before the first
+    measurement.
     """
 
     gemm_flops: float
     attention_flops: float
     link_bytes_per_second: float
     link_latency_seconds: float
-    layer_overhead_seconds: float = 0.0
     overlap: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefillRates:
+    """Rates of one rank in prefill steps: those of its ring, and seconds a layer that nothing else explains.
+
+    An all-to-all has the link's rate and start unless its own are given.
+    """
+
+    ring: RingRates
+    layer_overhead_seconds: float = 0.0
     all_to_all_bytes_per_second: float | None = None
     all_to_all_latency_seconds: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("gemm_flops", "attention_flops", "link_bytes_per_second"):
-            if not getattr(self, name) > 0.0:
-                raise ConfigError(f"{name} is {getattr(self, name)}; allowed is any rate above 0")
-        for name in ("link_latency_seconds", "layer_overhead_seconds"):
-            if not getattr(self, name) >= 0.0:
-                raise ConfigError(f"{name} is {getattr(self, name)}; allowed is 0 or more")
-
-        if not 0.0 <= self.overlap <= 1.0:
-            raise ConfigError(f"overlap is {self.overlap}; allowed are 0 to 1")
+            if not getattr(self.ring, name) > 0.0:
+                raise ConfigError(f"{name} is {getattr(self.ring, name)}; allowed is any rate above 0")
+        if not self.ring.link_latency_seconds >= 0.0:
+            raise ConfigError(f"link_latency_seconds is {self.ring.link_latency_seconds}; allowed is 0 or more")
+        if not self.layer_overhead_seconds >= 0.0:
+            raise ConfigError(f"layer_overhead_seconds is {self.layer_overhead_seconds}; allowed is 0 or more")
+        if not 0.0 <= self.ring.overlap <= 1.0:
+            raise ConfigError(f"overlap is {self.ring.overlap}; allowed are 0 to 1")
 
     def message_seconds(self, num_bytes: float) -> float:
-        """One message of a ring hop, or the messages of a collective that share a rank's link."""
-        return self.link_latency_seconds + num_bytes / self.link_bytes_per_second if num_bytes else 0.0
+        """Return the time of one ring hop, or of the messages of a collective that share a rank's link."""
+        return self.ring.link_latency_seconds + num_bytes / self.ring.link_bytes_per_second if num_bytes else 0.0
 
     def all_to_all_seconds(self, num_bytes: float) -> float:
-        """All that one rank sends in an all-to-all."""
+        """Return the time of an all-to-all in which one rank sends `num_bytes`."""
         rate, start = self.all_to_all_bytes_per_second, self.all_to_all_latency_seconds
-        rate = self.link_bytes_per_second if rate is None else rate
-        start = self.link_latency_seconds if start is None else start
+        rate = self.ring.link_bytes_per_second if rate is None else rate
+        start = self.ring.link_latency_seconds if start is None else start
         return start + num_bytes / rate if num_bytes else 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillCost:
-    """Predicted seconds over all layers, of one step or of several. `hidden_seconds` of communication pass behind
-    attention. `sum_seconds` are those of tensor parallelism, whose processes one rank's prediction leaves out.
+    """Predicted seconds over all layers, of one step or of several.
+
+    `hidden_seconds` of communication are hidden behind attention. `sum_seconds` are those of tensor parallelism, which
+    the prediction of one rank leaves out.
     """
 
     linear_seconds: float
@@ -110,6 +141,7 @@ class PrefillCost:
 
     @property
     def total_seconds(self) -> float:
+        """Seconds of the whole step or steps."""
         return (
             self.linear_seconds
             + self.sum_seconds
@@ -120,13 +152,14 @@ class PrefillCost:
         )
 
     def __add__(self, other: PrefillCost) -> PrefillCost:
-        """Of both, one after the other."""
+        """Return the cost of both, one after the other."""
         return PrefillCost(**{each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(self)})
 
 
 class StepPredictor:
-    """Predicts steps of a model on rings of one size and speed. What follows from these alone is computed once: a
-    router asks for many steps while it places one turn.
+    """Predictions of a model's steps on rings of one size and speed.
+
+    Values that follow from these alone are computed once: a router asks for many steps while it places one turn.
     """
 
     __slots__ = (
@@ -141,16 +174,16 @@ class StepPredictor:
         "_token_seconds",
     )
 
-    def __init__(self, model: ModelShape, rates: Rates, num_ranks: int) -> None:
+    def __init__(self, model: ModelShape, rates: PrefillRates, num_ranks: int) -> None:
         self._rates = rates
         self._num_ranks = num_ranks
         self._layers = model.num_layers
-        self._head_seconds = model.head_flops / rates.gemm_flops
-        self._token_seconds = model.linear_flops_per_token / rates.gemm_flops
-        # Of two tokens that attend to each other, their share of one ring iteration.
-        self._pair_seconds = model.attention_flops(1, 0) / num_ranks**2 / rates.attention_flops
+        self._head_seconds = model.head_flops / rates.ring.gemm_flops
+        self._token_seconds = model.linear_flops_per_token / rates.ring.gemm_flops
+        # The share of one ring iteration that two tokens take which attend to each other.
+        self._pair_seconds = model.attention_flops(1, 0) / num_ranks**2 / rates.ring.attention_flops
         self._overhead = model.num_layers * rates.layer_overhead_seconds
-        # Of one token: its K and V or its queries in a hop, its partial outputs and LSE from all other ranks.
+        # Bytes of one token: its K and V or its queries in a hop, its partial outputs and LSE from all other ranks.
         self._hop_bytes = {
             PASS_KV: 2 * model.num_kv_heads * model.head_dim * model.element_bytes,
             PASS_Q: model.num_heads * model.head_dim * model.element_bytes,
@@ -158,8 +191,9 @@ class StepPredictor:
         self._return_bytes = (num_ranks - 1) * model.num_heads * (model.head_dim + 1) * model.partial_bytes
 
     def cost(self, algorithm: str, new_tokens: int, cached_tokens: int) -> PrefillCost:
-        """Of T new tokens after P cached ones that lie evenly over the ranks. Raises ConfigError for an algorithm that
-        is neither "pass_kv" nor "pass_q".
+        """Return the cost of T new tokens after P cached ones that lie evenly over the ranks.
+
+        Raises ConfigError for an algorithm that is neither "pass_kv" nor "pass_q".
         """
         if algorithm not in self._hop_bytes:
             raise ConfigError(f"algorithm is {algorithm!r}; allowed are {PASS_KV}, {PASS_Q}")
@@ -176,7 +210,7 @@ class StepPredictor:
         )
 
     def seconds(self, new_tokens: int, cached_tokens: int) -> tuple[float, float]:
-        """The totals of pass-KV and of pass-Q, as those of `cost`."""
+        """Return the total seconds of pass-KV and of pass-Q, as `cost` predicts them."""
         iteration = self._iteration(new_tokens, cached_tokens)
         same = self._linear(new_tokens) + self._layers * self._num_ranks * iteration + self._overhead
         if self._num_ranks == 1:
@@ -187,26 +221,26 @@ class StepPredictor:
         return pass_kv, same + self._layers * (self._exposed(message, iteration) + all_to_all)
 
     def _linear(self, new_tokens: int) -> float:
-        # The fullest rank sets the pace: its chunks hold the remainder.
+        # The fullest rank, whose chunks hold the remainder, takes longest.
         return -(-new_tokens // self._num_ranks) * self._token_seconds + self._head_seconds
 
     def _iteration(self, new_tokens: int, cached_tokens: int) -> float:
         return (new_tokens * cached_tokens + new_tokens * (new_tokens + 1) // 2) * self._pair_seconds
 
     def _messages(self, algorithm: str, new_tokens: int, cached_tokens: int) -> tuple[float, float]:
-        """Seconds of a hop's message and of the all-to-all, in one layer."""
+        """Return the seconds of a hop's message and of the all-to-all, in one layer."""
         is_pass_q = algorithm == PASS_Q
         local_tokens = -(-(new_tokens if is_pass_q else new_tokens + cached_tokens) // self._num_ranks)
         message = self._rates.message_seconds(local_tokens * self._hop_bytes[algorithm])
         return message, self._rates.all_to_all_seconds(local_tokens * self._return_bytes) if is_pass_q else 0.0
 
     def _exposed(self, message: float, iteration: float) -> float:
-        """Seconds of one layer's hops that do not pass behind attention."""
-        return (self._num_ranks - 1) * (message - self._rates.overlap * min(message, iteration))
+        """Return the seconds of one layer's hops that are not hidden behind attention."""
+        return (self._num_ranks - 1) * (message - self._rates.ring.overlap * min(message, iteration))
 
 
 def predict_prefill(
-    model: ModelShape, rates: Rates, num_ranks: int, algorithm: str, new_tokens: int, cached_tokens: int
+    model: ModelShape, rates: PrefillRates, num_ranks: int, algorithm: str, new_tokens: int, cached_tokens: int
 ) -> PrefillCost:
-    """One step by a predictor that is used once."""
+    """Return the cost of one step, by a predictor that is used once."""
     return StepPredictor(model, rates, num_ranks).cost(algorithm, new_tokens, cached_tokens)

@@ -1,18 +1,18 @@
-"""Seconds to the last layer's end of one turn's prefill on a ring of cp x tp processes, chunk by chunk.
+"""Seconds of a whole turn's prefill on hardware of a profile, with tensor parallel sums, and of its KV's migration.
 
-T new tokens, P cached ones, N = cp ranks of the ring, each of tp processes.
+T new tokens, P cached ones, N = cp ranks of the ring, each of tp processes. Pure Python, no torch.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import pairwise, starmap
 from operator import add
 
+from cp_core.cost.memory import kv_bytes_per_token
 from cp_core.cost.model import ModelShape, PrefillCost, predict_prefill
 from cp_core.cost.profile import HardwareProfile
-from cp_core.cost.share import process_share, sum_seconds
 
 
 def predict_turn(
@@ -26,13 +26,13 @@ def predict_turn(
     cached_tokens: int = 0,
     chunk_tokens: int | None = None,
 ) -> PrefillCost:
-    """The cost of T new tokens after P cached ones, cut every `chunk_tokens`; None computes them in one step.
+    """Return the cost of T new tokens after P cached ones, cut every `chunk_tokens`; None computes them in one step.
 
     Raises ConfigError if `algorithm` is neither "pass_kv" nor "pass_q".
     """
     end = cached_tokens + new_tokens
     bounds = [*range(cached_tokens, end, chunk_tokens or new_tokens), end]
-    share = process_share(model, tp)
+    share = model.share(tp)
 
     def cost(start: int, stop: int) -> PrefillCost:
         rates = profile.prefill.rates(cp, is_cached=start > 0)
@@ -40,3 +40,50 @@ def predict_turn(
         return replace(step, sum_seconds=sum_seconds(model, profile, tp, -(-(stop - start) // cp)))
 
     return reduce(add, starmap(cost, pairwise(bounds)))
+
+
+def sum_seconds(model: ModelShape, profile: HardwareProfile, tp: int, rows: int) -> float:
+    """Return the time of all sums over `tp` processes for `rows` tokens, two a layer and one for the embedding.
+
+    Each is a ring all-reduce that sends and receives 2 (tp - 1) / tp of the summed bytes.
+    """
+    if tp == 1:
+        return 0.0
+    constants = profile.prefill
+    is_inside = profile.num_hosts(tp) == 1
+    rate = constants.host_sum_bytes_per_second if is_inside else constants.sum_bytes_per_second
+    summed = rows * model.hidden_size * model.element_bytes
+    return (1 + 2 * model.num_layers) * 2 * (tp - 1) / tp * summed / rate
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MigrationCost:
+    """Cost of sending a turn's KV in `wire_seconds`, of which `exposed_seconds` come after the prefill."""
+
+    total_bytes: float
+    wire_seconds: float
+    exposed_seconds: float
+
+
+def predict_migration(
+    model: ModelShape,
+    profile: HardwareProfile,
+    *,
+    from_processes: int,
+    to_processes: int,
+    tokens: int,
+    prefill_seconds: float,
+) -> MigrationCost:
+    """Return the cost of moving the KV of `tokens` between rings of so many processes (cp x tp) each.
+
+    Layers are sent as they are computed, and the smaller ring's links limit the rate. The last layer's KV is ready when
+    the prefill ends, so at least its share is exposed.
+    """
+    total = float(tokens * kv_bytes_per_token(model))
+    wire = total / (min(from_processes, to_processes) * profile.kv_link_bytes_per_second)
+    last_layer = wire / model.num_layers
+    return MigrationCost(
+        total_bytes=total,
+        wire_seconds=wire,
+        exposed_seconds=max(last_layer, wire - prefill_seconds * (1.0 - 1.0 / model.num_layers)),
+    )

@@ -1,4 +1,4 @@
-"""A hardware profile: what one process (a GPU) does, its links and its overheads. Shipped or measured, as JSON."""
+"""Hardware profile: rates of one process (a GPU), its links and its overheads. Shipped or measured, as JSON."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeVar
 
-from cp_core.cost.model import Rates
+from cp_core.cost.model import PrefillRates, RingRates
 from cp_core.cost.selector import EmpiricalFit
 from cp_core.errors import ConfigError
 
@@ -26,9 +26,9 @@ Section = TypeVar("Section")
 class PrefillConstants:
     """FLOP/s, bytes/s and seconds of one process. The links are those of a ring, between hosts.
 
-    A hop's latency is all it takes to start, waiting for a late peer included. Overheads are a layer's: always, for
-    each rank after the first, and where there are cached tokens. Sums are those of tensor parallelism: bytes/s of a
-    ring all-reduce inside one host, and over several.
+    A hop's latency is its whole start, with the wait for a late peer. Overheads are a layer's: always, for each rank
+    after the first, and where there are cached tokens. Sums are those of tensor parallelism: bytes/s of a ring
+    all-reduce inside one host, and over several.
     """
 
     gemm_flops: float
@@ -44,16 +44,18 @@ class PrefillConstants:
     rank_overhead_seconds: float = 0.0
     cached_overhead_seconds: float = 0.0
 
-    def rates(self, num_ranks: int, *, is_cached: bool) -> Rates:
-        """What a rank of a ring of `num_ranks` does."""
+    def rates(self, num_ranks: int, *, is_cached: bool) -> PrefillRates:
+        """Return the rates of a rank in a ring of `num_ranks`."""
         overhead = self.layer_overhead_seconds + (num_ranks - 1) * self.rank_overhead_seconds
-        return Rates(
-            gemm_flops=self.gemm_flops,
-            attention_flops=self.attention_flops,
-            link_bytes_per_second=self.link_bytes_per_second,
-            link_latency_seconds=self.link_latency_seconds,
+        return PrefillRates(
+            ring=RingRates(
+                gemm_flops=self.gemm_flops,
+                attention_flops=self.attention_flops,
+                link_bytes_per_second=self.link_bytes_per_second,
+                link_latency_seconds=self.link_latency_seconds,
+                overlap=self.overlap,
+            ),
             layer_overhead_seconds=overhead + (self.cached_overhead_seconds if is_cached else 0.0),
-            overlap=self.overlap,
             all_to_all_bytes_per_second=self.all_to_all_bytes_per_second,
             all_to_all_latency_seconds=self.all_to_all_latency_seconds,
         )
@@ -83,9 +85,11 @@ class DecodeConstants:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HardwareProfile:
-    """`source` says where the constants come from. `kv_link_bytes_per_second` is what one process sends of migrating KV
-    beside its ring's messages; `processes_per_host` are those that tensor parallel sums reach without the links.
-    `empirical` is the selector that was fitted beside a measured profile.
+    """Constants of one kind of hardware; `source` says where they come from.
+
+    `kv_link_bytes_per_second` is the rate at which one process sends migrating KV beside its ring's messages.
+    Tensor parallel sums reach `processes_per_host` without the links. `empirical` is the selector that was fitted
+    beside a measured profile.
     """
 
     name: str
@@ -97,15 +101,19 @@ class HardwareProfile:
     decode: DecodeConstants
     empirical: EmpiricalFit | None = None
 
+    def num_hosts(self, tp: int) -> int:
+        """Return the hosts over which `tp` tensor parallel processes spread."""
+        return -(-tp // self.processes_per_host)
+
 
 def shipped_profiles() -> tuple[str, ...]:
-    """Names that `read_profile` knows."""
+    """Return the names that `read_profile` knows."""
     names = (entry.name for entry in files("cp_core.cost").joinpath("profiles").iterdir())
     return tuple(sorted(name.removesuffix(SUFFIX) for name in names if name.endswith(SUFFIX)))
 
 
 def read_profile(name: str) -> HardwareProfile:
-    """A shipped profile by its name, or one in a JSON file by its path. Raises ConfigError."""
+    """Return a shipped profile by its name, or one in a JSON file by its path. Raises ConfigError."""
     if name in shipped_profiles():
         return parse_profile(
             files("cp_core.cost").joinpath("profiles", name + SUFFIX).read_text(encoding="utf-8"), name
@@ -123,7 +131,10 @@ def read_profile(name: str) -> HardwareProfile:
 
 
 def parse_profile(text: str, where: str) -> HardwareProfile:
-    """Raises ConfigError, naming `where` and the key: every constant is needed, and none that is unknown is taken."""
+    """Return the profile in `text`: every constant is needed, and no unknown one is allowed.
+
+    Raises ConfigError naming `where` and the key.
+    """
     try:
         content = json.loads(text)
     except ValueError as error:
@@ -140,7 +151,7 @@ def parse_profile(text: str, where: str) -> HardwareProfile:
 
 
 def format_profile(profile: HardwareProfile) -> str:
-    """As `read_profile` takes it."""
+    """Return the profile as JSON that `read_profile` takes."""
     return json.dumps(asdict(profile), indent=2) + "\n"
 
 
@@ -162,7 +173,7 @@ def _section(kind: type[Section], content: object, where: str, prefix: str) -> S
 def _checked(name: str, annotation: object, value: object, where: str) -> object:
     if annotation not in ("float", "int"):
         if annotation == "str" and not isinstance(value, str):
-            raise ConfigError(f"{where} is {value!r}; a text is needed")
+            raise ConfigError(f"{where} is {value!r}; a string is needed")
         return value
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
         raise ConfigError(f"{where} is {value!r}; a number is needed")

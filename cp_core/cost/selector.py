@@ -1,4 +1,4 @@
-"""Which ring algorithm a prefill takes, and why. Pure functions, no torch.
+"""Choice of the ring algorithm of a prefill, with its reason. Pure functions, no torch.
 
 T new tokens, P cached ones, N ranks, H query heads, K key/value heads, e bytes per element, C compute in FLOP/s,
 BW link in byte/s. Sources: arXiv 2411.01783, equations 1 to 3, algorithms 1 and 5, appendix D.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from cp_core.cost.model import PASS_KV, PASS_Q, ModelShape, Rates, StepPredictor
+from cp_core.cost.model import PASS_KV, PASS_Q, ModelShape, PrefillRates, StepPredictor
 from cp_core.errors import ConfigError, InvalidRequest
 
 POLICIES = ("auto", "alg1", "alg5", "empirical", PASS_KV, PASS_Q)
@@ -20,7 +20,7 @@ TIE = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """`algorithm` is "pass_kv" or "pass_q"; `reason` says why, with the numbers."""
+    """Chosen algorithm, "pass_kv" or "pass_q", and the reason with its numbers."""
 
     algorithm: str
     reason: str
@@ -28,7 +28,7 @@ class Selection:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Turn:
-    """What is to be prefilled: T >= 1 new tokens after P >= 0 cached ones, on N ranks. Raises InvalidRequest."""
+    """Prefill of T >= 1 new tokens after P >= 0 cached ones, on N ranks. Raises InvalidRequest."""
 
     new_tokens: int
     cached_tokens: int
@@ -41,13 +41,13 @@ class Turn:
 
     @property
     def miss_rate(self) -> float:
-        """T / (T + P)."""
+        """Share of new tokens: T / (T + P)."""
         return self.new_tokens / (self.new_tokens + self.cached_tokens)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EmpiricalFit:
-    """h = alpha ln T + beta ln(T / (T + P)) + gamma, fitted on the cluster that uses it.
+    """Constants of h = alpha ln T + beta ln(T / (T + P)) + gamma, fitted on the cluster that uses it.
 
     The paper's printed constants (-1.059, 1.145, 12.112) do not reproduce its own table 4.
     """
@@ -58,13 +58,13 @@ class EmpiricalFit:
 
 
 def algorithm_1(turn: Turn, model: ModelShape, compute_flops: float, link_bytes_per_second: float) -> Selection:
-    """Pass-KV if its messages hide behind attention (equation 2) or KV is the smaller message (equation 1)."""
+    """Select pass-KV if its messages hide behind attention (equation 2) or KV is the smaller message (equation 1)."""
     miss_rate = 2 * model.num_kv_heads / model.num_heads
     return _by_threshold("Algorithm 1", turn, model, compute_flops, link_bytes_per_second, miss_rate)
 
 
 def algorithm_5(turn: Turn, model: ModelShape, compute_flops: float, link_bytes_per_second: float) -> Selection:
-    """Algorithm 1 with the all-to-all of pass-Q counted against it: a lower miss rate suffices for pass-KV."""
+    """Select as Algorithm 1 with the all-to-all of pass-Q counted: a lower miss rate suffices for pass-KV."""
     scale = turn.num_ranks * compute_flops * model.element_bytes
     saved = 4 * turn.new_tokens * link_bytes_per_second / scale
     miss_rate = 2 * model.num_kv_heads / model.num_heads - saved
@@ -72,7 +72,7 @@ def algorithm_5(turn: Turn, model: ModelShape, compute_flops: float, link_bytes_
 
 
 def empirical(turn: Turn, fit: EmpiricalFit) -> Selection:
-    """Pass-KV where the fitted h is positive (appendix D)."""
+    """Select pass-KV where the fitted h is positive (appendix D)."""
     if turn.num_ranks == 1:
         return _alone()
     h = fit.alpha * math.log(turn.new_tokens) + fit.beta * math.log(turn.miss_rate) + fit.gamma
@@ -80,14 +80,14 @@ def empirical(turn: Turn, fit: EmpiricalFit) -> Selection:
     return Selection(PASS_KV if h > 0.0 else PASS_Q, f"Empirical: {_describe(turn)}, h = {h:.4g} {sign}")
 
 
-def fastest(turn: Turn, model: ModelShape, rates: Rates) -> Selection:
-    """The smaller predicted time; a tie within 2% goes to pass-KV."""
+def fastest(turn: Turn, model: ModelShape, rates: PrefillRates) -> Selection:
+    """Select the smaller predicted time; a tie within 2% goes to pass-KV."""
     kv, q = StepPredictor(model, rates, turn.num_ranks).seconds(turn.new_tokens, turn.cached_tokens)
     return faster(turn, kv, q)
 
 
 def faster(turn: Turn, pass_kv_seconds: float, pass_q_seconds: float) -> Selection:
-    """As `fastest`, by times that are known already."""
+    """Select as `fastest`, by times that are known already."""
     if turn.num_ranks == 1:
         return _alone()
     kv, q = pass_kv_seconds, pass_q_seconds
@@ -99,28 +99,30 @@ def faster(turn: Turn, pass_kv_seconds: float, pass_q_seconds: float) -> Selecti
 
 
 def is_clearly_less(seconds: float, other: float) -> bool:
-    """By more than a tie."""
+    """Return whether `seconds` is less than `other` by more than a tie."""
     return seconds < (1.0 - TIE) * other
 
 
 def forced(algorithm: str) -> Selection:
-    """What the configuration or the caller demands. Raises ConfigError if it is no algorithm."""
+    """Select the algorithm that the configuration or the caller names. Raises ConfigError if it is no algorithm."""
     if algorithm not in (PASS_KV, PASS_Q):
         raise ConfigError(f"algorithm is {algorithm!r}; allowed are {PASS_KV}, {PASS_Q}")
     return Selection(algorithm, f"Forced: {algorithm} is configured")
 
 
-def select(policy: str, turn: Turn, model: ModelShape, rates: Rates, fit: EmpiricalFit | None = None) -> Selection:
-    """By the name of a policy, one of POLICIES. Algorithms 1 and 5 take C and BW from `rates`.
+def select(
+    policy: str, turn: Turn, model: ModelShape, rates: PrefillRates, fit: EmpiricalFit | None = None
+) -> Selection:
+    """Select by a policy, one of POLICIES. Algorithms 1 and 5 take C and BW from `rates`.
 
     Raises ConfigError for an unknown policy, and for "empirical" without `fit`.
     """
     if policy == "auto":
         return fastest(turn, model, rates)
     if policy == "alg1":
-        return algorithm_1(turn, model, rates.attention_flops, rates.link_bytes_per_second)
+        return algorithm_1(turn, model, rates.ring.attention_flops, rates.ring.link_bytes_per_second)
     if policy == "alg5":
-        return algorithm_5(turn, model, rates.attention_flops, rates.link_bytes_per_second)
+        return algorithm_5(turn, model, rates.ring.attention_flops, rates.ring.link_bytes_per_second)
     if policy == "empirical":
         if fit is None:
             raise ConfigError("selector is 'empirical', which needs alpha, beta and gamma fitted on this cluster")
@@ -131,7 +133,7 @@ def select(policy: str, turn: Turn, model: ModelShape, rates: Rates, fit: Empiri
 
 
 def hiding_length(turn: Turn, model: ModelShape, compute_flops: float, link_bytes_per_second: float) -> float:
-    """Equation 2: from this many new tokens on, pass-KV messages hide behind attention. N C K e / (2 H BW)."""
+    """Return the new tokens from which pass-KV messages hide behind attention: N C K e / (2 H BW), equation 2."""
     scale = turn.num_ranks * compute_flops * model.num_kv_heads * model.element_bytes
     return scale / (2 * model.num_heads * link_bytes_per_second)
 

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 
+from cp_core.cost.model import RingRates
 from orchestration.protocol.turns import RingRegistration
 from orchestration.protocol.views import Correction, RingStatus
 from workers.protocol.prefill_steps import Algorithm
-from workers.protocol.ranks import RingRates
 
 WINDOW = 32
 """Turns of a kind that are looked back at."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from cp_core.cost.model import ModelShape, Rates, StepPredictor
+from cp_core.cost.model import ModelShape, PrefillRates, RingRates, StepPredictor
+from cp_core.cost.prefill import sum_seconds
 from cp_core.cost.profile import HardwareProfile
-from cp_core.cost.share import sum_seconds
 from orchestration.protocol.turns import RingRegistration
 from workers.model.info import tensor_share
 from workers.protocol.prefill_steps import Algorithm
-from workers.protocol.ranks import ModelInfo, RingRates
+from workers.protocol.ranks import ModelInfo
 
 MAX_KNOWN = 4096
 """Kinds of rings whose predictors are kept. Each new measurement of a ring's rates makes it another kind."""
@@ -23,7 +23,7 @@ class _Kind:
     it has the seconds for each of the rank's tokens, and those that a step's messages take to start.
     """
 
-    rates: Rates
+    rates: PrefillRates
     predictor: StepPredictor
     sum_seconds_a_token: float
     sum_start_seconds: float
@@ -67,7 +67,7 @@ class RingCosts:
         self._shapes: dict[int, ModelShape] = {}
         self._kinds: dict[tuple[RingRates | None, int, int, bool], _Kind] = {}
 
-    def rates(self, ring: RingRegistration, *, is_cached: bool) -> Rates:
+    def rates(self, ring: RingRegistration, *, is_cached: bool) -> PrefillRates:
         """What one rank does in a step, after cached tokens or without."""
         return self._kind(ring, is_cached).rates
 
@@ -113,8 +113,8 @@ class RingCosts:
             # Of the embedding, and after each attention and MLP; taken to pass links like those of the ring.
             num_sums = 1 + 2 * self._model.num_layers
             num_bytes = 2 * (ring.tp - 1) / ring.tp * self._model.hidden_size * self._model.element_bytes
-            seconds_a_token = num_sums * num_bytes / rates.link_bytes_per_second
-            start = num_sums * rates.link_latency_seconds
+            seconds_a_token = num_sums * num_bytes / rates.ring.link_bytes_per_second
+            start = num_sums * rates.ring.link_latency_seconds
         return _Kind(
             rates=rates,
             predictor=StepPredictor(self.shape(ring), rates, ring.num_ranks),
@@ -122,21 +122,17 @@ class RingCosts:
             sum_start_seconds=start,
         )
 
-    def _given(self, ring: RingRegistration, is_cached: bool) -> Rates:
+    def _given(self, ring: RingRegistration, is_cached: bool) -> PrefillRates:
         """By the profile or the ring itself, with what the settings put in their place."""
         if self._profile is None:
-            measured = ring.rates
-            found = Rates(
-                gemm_flops=measured.gemm_flops,
-                attention_flops=measured.attention_flops,
-                link_bytes_per_second=measured.link_bytes_per_second,
-                link_latency_seconds=measured.link_latency_seconds,
-                overlap=measured.overlap,
-            )
+            found = PrefillRates(ring=ring.rates)
         else:
             found = self._profile.prefill.rates(ring.num_ranks, is_cached=is_cached)
         return replace(
             found,
-            attention_flops=self._compute_flops or found.attention_flops,
-            link_bytes_per_second=self._link_bytes_per_second or found.link_bytes_per_second,
+            ring=replace(
+                found.ring,
+                attention_flops=self._compute_flops or found.ring.attention_flops,
+                link_bytes_per_second=self._link_bytes_per_second or found.ring.link_bytes_per_second,
+            ),
         )

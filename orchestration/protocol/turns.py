@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from cp_core.cost.model import RingRates
 from cp_core.layout.shards import ShardMap, TokenRange
 from workers.protocol.decode_commands import FinishReason
 from workers.protocol.prefill_steps import Algorithm, TokenIds
-from workers.protocol.ranks import RingRates
 from workers.sampling.parameters import SamplingParameters, TokenLogprobs
 
 MAX_PRIORITY = 100

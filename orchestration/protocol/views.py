@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from cp_core.cost.model import RingRates
 from cp_core.layout.shards import ShardMap
 from workers.protocol.prefill_steps import Algorithm
-from workers.protocol.ranks import RingRates
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

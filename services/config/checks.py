@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
-from cp_core.cost.decode_variant import VARIANT_POLICIES
+from cp_core.cost.decode import VARIANT_POLICIES
 from cp_core.cost.selector import POLICIES
 from cp_core.errors import ConfigError
 from cp_core.transport.ring_backend import select_ring_backend

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
+from cp_core.cost.model import RingRates
 from cp_core.errors import RingserveError
 from workers.protocol.decode_commands import AdmitSequence, DecodeCommand, DecodeEvent, DecodeEvents
 from workers.protocol.prefill_steps import PrefillOutput, PrefillStep
-from workers.protocol.ranks import ModelInfo, RankEndpoints, RankInfo, RankSpec, RankStatus, RingRates, RingSpec
+from workers.protocol.ranks import ModelInfo, RankEndpoints, RankInfo, RankSpec, RankStatus, RingSpec
 from workers.protocol.transfers import BlockPair, KvExpect, KvSend, TransferKey, TransferReport
 
 MODEL = ModelInfo(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cp_core.cost.decode_variant import (
+from cp_core.cost.decode import (
     VARIANT_POLICIES,
     VARIANTS,
     DecodeLoad,
@@ -42,7 +42,7 @@ class DecodeChoice:
         if self._rates is None:
             return []
         load = self._load(num_sequences, stored_tokens)
-        return [(variant, predict_step(variant, load, self._shape, self._rates)) for variant in VARIANTS]
+        return [(variant, predict_step(variant, load, self._shape, self._rates).total_seconds) for variant in VARIANTS]
 
     def _load(self, num_sequences: int, stored_tokens: int) -> DecodeLoad:
         return DecodeLoad(batch=num_sequences, stored_tokens=stored_tokens, num_ranks=self._num_ranks)

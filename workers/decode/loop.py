@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from cp_core.cost.model import RingRates
 from cp_core.layout.shards import append_owner
 from workers.decode.batch import BatchChange, BatchState
 from workers.decode.mailbox import DecodeMailbox
@@ -27,7 +28,6 @@ from workers.protocol.decode_commands import (
     FinishReason,
     GrowSequence,
 )
-from workers.protocol.ranks import RingRates
 from workers.sampling.parameters import Sampled, SamplingParameters
 
 # (sequences, stored tokens of all) of the next step -> the variant that serves it.

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Sequence
 
+from cp_core.cost.model import RingRates
 from cp_core.errors import Unavailable
 from workers.protocol.decode_commands import (
     AdmitSequence,
@@ -15,7 +16,6 @@ from workers.protocol.decode_commands import (
     DecodeEvents,
     RemoveSequence,
 )
-from workers.protocol.ranks import RingRates
 
 
 class DecodeMailbox:

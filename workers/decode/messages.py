@@ -19,7 +19,7 @@ import msgpack
 import numpy as np
 import torch
 
-from cp_core.cost.decode_variant import GATHER, VARIANTS
+from cp_core.cost.decode import GATHER, VARIANTS
 from cp_core.transport.interface import RingTransport
 from workers.decode.batch import BatchChange
 from workers.protocol.decode_commands import AdmitSequence, ComputePrompt, GrowSequence

@@ -146,20 +146,6 @@ class RingSpec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RingRates:
-    """Rates that a ring measured of itself. FLOP/s per rank, bytes/s per direction, seconds per message.
-
-    `overlap` is the share of communication that is hidden behind attention, 0 to 1.
-    """
-
-    gemm_flops: float
-    attention_flops: float
-    link_bytes_per_second: float
-    link_latency_seconds: float
-    overlap: float = 1.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class RankStatus:
     """Progress of a rank for watchdogs: a step counter and the seconds since it last moved.
 

@@ -13,11 +13,11 @@ from typing import Final
 import torch
 
 from cp_core.attention.interface import AttentionBackend
-from cp_core.cost.decode_variant import DecodeRates
-from cp_core.cost.model import Rates
+from cp_core.cost.decode import DecodeRates
+from cp_core.cost.model import RingRates
 from cp_core.transport.interface import RingTransport
 from workers.model.loading import DTYPES
-from workers.protocol.ranks import ModelInfo, RingRates
+from workers.protocol.ranks import ModelInfo
 
 SECONDS_PER_RATE: Final = 0.06
 GEMM_TOKENS: Final = 512
@@ -85,13 +85,7 @@ def probe_decode_rates(
     weight_bytes = sum(weight.nbytes for weight in weights)
     kv_bytes = 2 * STORED_TOKENS * info.num_kv_heads * info.head_dim * dtype.itemsize
     return DecodeRates(
-        ring=Rates(
-            gemm_flops=rates.gemm_flops,
-            attention_flops=rates.attention_flops,
-            link_bytes_per_second=rates.link_bytes_per_second,
-            link_latency_seconds=rates.link_latency_seconds,
-            overlap=rates.overlap,
-        ),
+        ring=rates,
         weight_bytes_per_second=weight_bytes / multiply_seconds,
         lone_weight_bytes_per_second=weight_bytes / lone_seconds,
         kv_bytes_per_second=kv_bytes / attend_seconds,

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from cp_core.attention.interface import AttentionBackend, select_backend
+from cp_core.cost.model import RingRates
 from cp_core.transport.interface import RingTransport
 from workers.decode.batch import BatchState
 from workers.decode.choice import DecodeChoice
@@ -37,7 +38,7 @@ from workers.prefill.step import PrefillPass, ScoredRows, run_prefill
 from workers.progress import Progress, StepClock
 from workers.protocol.decode_commands import DecodeCommand, DecodeEvents
 from workers.protocol.prefill_steps import PrefillOutput, PrefillStep
-from workers.protocol.ranks import RankEndpoints, RankInfo, RankSpec, RankStatus, RingRates, RingSpec
+from workers.protocol.ranks import RankEndpoints, RankInfo, RankSpec, RankStatus, RingSpec
 from workers.protocol.transfers import BlockPair, KvExpect, KvSend, TransferKey, TransferReport
 from workers.rank.joining import RingJoining
 from workers.rank.probe import probe_decode_rates, probe_rates

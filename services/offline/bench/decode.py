@@ -11,7 +11,7 @@ from functools import partial
 
 import psutil
 
-from cp_core.cost.decode_variant import GATHER, VARIANT_POLICIES
+from cp_core.cost.decode import GATHER, VARIANT_POLICIES
 from cp_core.errors import ConfigError
 from cp_core.layout.shards import level_counts
 from services.offline.bench.figures import Target, paired_ratio

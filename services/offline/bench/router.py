@@ -13,6 +13,7 @@ from functools import cache
 
 import numpy as np
 
+from cp_core.cost.model import RingRates
 from cp_core.errors import RingserveError
 from cp_core.layout.shards import ShardMap, spread
 from orchestration.placement.planner import Planner, PlannerSettings
@@ -34,7 +35,7 @@ from orchestration.protocol.views import RingStatus
 from orchestration.router.router import Router, RouterSettings
 from services.config.rings import DecodeConfig
 from workers.protocol.prefill_steps import Algorithm, TokenIds
-from workers.protocol.ranks import ModelInfo, RingRates
+from workers.protocol.ranks import ModelInfo
 from workers.sampling.parameters import SamplingParameters
 
 INCARNATION = "first"

@@ -10,7 +10,7 @@ from statistics import median
 from cp_core.cost.fit import PrefillRatio, StepSample, fit_decode, fit_prefill, predicted_prefill, predicted_step
 from cp_core.cost.fit_selector import Comparison, best_seconds, beyond_best, fit_empirical
 from cp_core.cost.memory import WeightBytes, weight_bytes
-from cp_core.cost.model import PASS_KV, PASS_Q, ModelShape
+from cp_core.cost.model import PASS_KV, PASS_Q, ModelShape, RingRates
 from cp_core.cost.profile import DecodeConstants, HardwareProfile, PrefillConstants
 from cp_core.cost.selector import EmpiricalFit, Turn, empirical, is_clearly_less
 from cp_core.errors import ConfigError, Unavailable
@@ -18,7 +18,6 @@ from ringserve.v1 import inference_pb2
 from services.offline.bench.figures import paired_ratio
 from services.offline.calibration.measurement import Cell, Measurement
 from workers.model.info import ELEMENT_BYTES
-from workers.protocol.ranks import RingRates
 
 LEAST_SECONDS = 1e-6
 """Of a constant before it is fitted: one that is 0 would stay so."""

@@ -6,12 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cp_core.cost.decode import StepCost, fastest_step
-from cp_core.cost.migration import predict_migration
 from cp_core.cost.model import PASS_KV, PASS_Q, PrefillCost
-from cp_core.cost.prefill import predict_turn
+from cp_core.cost.prefill import predict_migration, predict_turn
 from cp_core.cost.profile import HardwareProfile
 from cp_core.cost.selector import POLICIES, EmpiricalFit, Selection, Turn, select
-from cp_core.cost.share import process_share
 from cp_core.errors import ConfigError
 from orchestration.placement.placer import TIE
 from services.offline.planning.models import PlannedModel
@@ -157,7 +155,7 @@ def explain_turn(
     missing tokens than cached ones.
     """
     turn = Turn(new_tokens=new_tokens, cached_tokens=cached_tokens, num_ranks=shape.cp)
-    share = process_share(model.shape, shape.tp)
+    share = model.shape.share(shape.tp)
     rates = profile.prefill.rates(shape.cp, is_cached=cached_tokens > 0)
     if policy not in POLICIES:
         raise ConfigError(f"--selector: {policy!r} is unknown; allowed are {', '.join(POLICIES)}")

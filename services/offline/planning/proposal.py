@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from cp_core.cost.decode import fastest_step
 from cp_core.cost.memory import process_memory
-from cp_core.cost.migration import predict_migration
+from cp_core.cost.prefill import predict_migration
 from cp_core.cost.profile import HardwareProfile
 from cp_core.errors import ConfigError
 from services.offline.planning.models import PlannedModel

@@ -12,7 +12,6 @@ from cp_core.cost.model import PASS_KV, PASS_Q
 from cp_core.cost.prefill import predict_turn
 from cp_core.cost.profile import HardwareProfile, read_profile
 from cp_core.cost.selector import EmpiricalFit, Turn, algorithm_1, algorithm_5, empirical, fastest
-from cp_core.cost.share import process_share
 from services.offline.bench.figures import Target
 from services.offline.planning.published import (
     PROFILE,
@@ -62,7 +61,7 @@ def comparisons() -> list[Comparison]:
 def score_selectors(profile: HardwareProfile) -> tuple[SelectorScore, ...]:
     """Each as it is printed, by nominal rates, by those of table 5, and calibrated on these turns."""
     turns, whole = comparisons(), published_model().shape
-    share = process_share(whole, TP)
+    share = whole.share(TP)
     first, fifth = (fit_compute_per_byte(rule, whole, turns) for rule in (algorithm_1, algorithm_5))
     fit = fit_empirical(turns)
     decimal = EmpiricalFit(alpha=PRINTED.alpha / math.log(10), beta=PRINTED.beta / math.log(10), gamma=PRINTED.gamma)

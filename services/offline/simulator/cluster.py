@@ -9,7 +9,7 @@ from itertools import accumulate
 
 from cp_core.cost.decode import fastest_step
 from cp_core.cost.memory import WeightBytes, process_memory
-from cp_core.cost.migration import predict_migration
+from cp_core.cost.prefill import predict_migration
 from cp_core.cost.profile import HardwareProfile
 from cp_core.errors import ConfigError
 from cp_core.layout.shards import TokenRange
@@ -21,7 +21,7 @@ from orchestration.protocol.settings import PrefillScheduling
 from orchestration.protocol.turns import RingRegistration
 from services.offline.simulator.rings import Clock, SimulatedDecodeRing, SimulatedPrefillRing
 from services.offline.simulator.trace import MadeTrace, TracedConversation, TraceShape
-from workers.protocol.ranks import ModelInfo, RingRates
+from workers.protocol.ranks import ModelInfo
 
 # Mean contexts of a decode batch are rounded to this: a step of 1,000 tokens more takes no longer that one could see.
 CONTEXT_GRAIN = 1_000
@@ -198,7 +198,7 @@ class Cluster:
 
 def registration_of(shape: ClusterShape, role: str, *, capacity_tokens: int) -> RingRegistration:
     """What a ring of one of the pools would measure of itself and announce."""
-    pool, rates = shape.prefill if role == "prefill" else shape.decode, shape.profile.prefill
+    pool = shape.prefill if role == "prefill" else shape.decode
     return RingRegistration(
         role=role,
         name=role,
@@ -206,13 +206,7 @@ def registration_of(shape: ClusterShape, role: str, *, capacity_tokens: int) -> 
         incarnation="1",
         num_ranks=pool.cp,
         tp=pool.tp,
-        rates=RingRates(
-            gemm_flops=rates.gemm_flops,
-            attention_flops=rates.attention_flops,
-            link_bytes_per_second=rates.link_bytes_per_second,
-            link_latency_seconds=rates.link_latency_seconds,
-            overlap=rates.overlap,
-        ),
+        rates=shape.profile.prefill.rates(pool.cp, is_cached=False).ring,
         capacity_tokens=capacity_tokens,
         max_batch=shape.max_batch if role == "decode" else 0,
         chunk_tokens=shape.chunk_tokens,

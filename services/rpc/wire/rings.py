@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from cp_core.cost.model import RingRates
 from orchestration.protocol.turns import RingRegistration
 from orchestration.protocol.views import (
     Correction,
@@ -14,7 +15,6 @@ from orchestration.protocol.views import (
 )
 from ringserve.v1 import inference_pb2, router_pb2
 from workers.protocol.prefill_steps import Algorithm
-from workers.protocol.ranks import RingRates
 
 
 def registration_to(ring: RingRegistration) -> router_pb2.RegisterRingRequest:

@@ -11,7 +11,7 @@ from itertools import accumulate
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from cp_core.cost.decode_variant import VARIANT_POLICIES
+from cp_core.cost.decode import VARIANT_POLICIES
 from orchestration.protocol.rings import RingState
 from orchestration.protocol.views import RingStatus
 from orchestration.ring.leader import RingLeader

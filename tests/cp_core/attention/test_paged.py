@@ -13,7 +13,7 @@ from cp_core.attention.interface import Partial
 from cp_core.attention.paged import PagedShards, attend_pages, takes_pages
 from cp_core.attention.reference import ReferenceAttention
 from cp_core.attention.torch_cpu import TorchCpuFlash
-from cp_core.cost.decode_variant import GATHER, VARIANTS
+from cp_core.cost.decode import GATHER, VARIANTS
 from cp_core.layout.decode_plan import DecodePlan, PassQRoute
 from cp_core.ring.decode import ring_decode, sharded_decode
 from cp_core.transport.inprocess import InProcessRing

@@ -1,4 +1,4 @@
-"""A decode step by hand, and which variant is faster."""
+"""Decode steps by hand, by a profile and by measured rates, and the rule that chooses the variant."""
 
 from __future__ import annotations
 
@@ -8,8 +8,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cp_core.cost.decode import StepCost, fastest_step, predict_step
+from cp_core.cost.decode import (
+    GATHER,
+    VARIANTS,
+    DecodeLoad,
+    DecodeRates,
+    StepCost,
+    choose_variant,
+    fastest_step,
+    predict_profiled_step,
+    predict_step,
+)
 from cp_core.cost.memory import weight_bytes
+from cp_core.cost.model import PASS_Q, ModelShape, RingRates
 from cp_core.cost.profile import read_profile
 from cp_core.errors import ConfigError
 from services.offline.planning.published import published_model
@@ -18,8 +29,39 @@ from tests.cp_core.cost.hardware import ROUND, TINY
 WEIGHTS = weight_bytes(TINY)
 
 
+SHAPE = ModelShape(
+    num_layers=4,
+    hidden_size=512,
+    intermediate_size=1024,
+    num_heads=8,
+    num_kv_heads=2,
+    head_dim=64,
+    vocab_size=1000,
+    element_bytes=4,
+)
+RATES = DecodeRates(
+    ring=RingRates(
+        gemm_flops=5e10, attention_flops=3e10, link_bytes_per_second=1e9, link_latency_seconds=3e-4, overlap=0.5
+    ),
+    weight_bytes_per_second=1e10,
+    lone_weight_bytes_per_second=1e10,
+    kv_bytes_per_second=1e10,
+    busy_message_seconds=3e-4,
+)
+
+loads = st.builds(
+    DecodeLoad, batch=st.integers(1, 256), stored_tokens=st.integers(256, 1 << 24), num_ranks=st.integers(2, 16)
+)
+
+
+def load(batch: int, num_ranks: int = 2, context: int = 1000) -> DecodeLoad:
+    return DecodeLoad(batch=batch, stored_tokens=batch * context, num_ranks=num_ranks)
+
+
 def step(*, cp: int, batch: int, variant: str, tp: int = 1, context: float = 100.0) -> StepCost:
-    return predict_step(TINY, WEIGHTS, ROUND, cp=cp, tp=tp, batch=batch, context_tokens=context, variant=variant)
+    return predict_profiled_step(
+        TINY, WEIGHTS, ROUND, cp=cp, tp=tp, batch=batch, context_tokens=context, variant=variant
+    )
 
 
 def test_pass_q_by_hand() -> None:
@@ -66,7 +108,7 @@ def test_two_sums_a_layer_take_longer_over_more_hosts() -> None:
 def test_the_faster_variant_is_taken(batch: int, cp: int, context: int) -> None:
     model, profile = published_model(), read_profile("gtt")
     times = {
-        variant: predict_step(
+        variant: predict_profiled_step(
             model.shape, model.weights, profile, cp=cp, tp=8, batch=batch, context_tokens=context, variant=variant
         ).total_seconds
         for variant in ("gather", "pass_q")
@@ -83,6 +125,76 @@ def test_an_unknown_variant_is_refused() -> None:
 def test_parts_in_half_the_bytes_return_faster() -> None:
     narrow = replace(TINY, partial_bytes=2)
     wide, half = (
-        predict_step(model, WEIGHTS, ROUND, cp=4, tp=1, batch=4, context_tokens=10) for model in (TINY, narrow)
+        predict_profiled_step(model, WEIGHTS, ROUND, cp=4, tp=1, batch=4, context_tokens=10) for model in (TINY, narrow)
     )
     assert wide.layer_collective_seconds - 0.05 == pytest.approx(2 * (half.layer_collective_seconds - 0.05))
+
+
+@given(loads, st.sampled_from(VARIANTS))
+def test_what_is_configured_is_used(work: DecodeLoad, variant: str) -> None:
+    assert choose_variant(variant, work, SHAPE, RATES) == variant
+    assert choose_variant(variant, work, SHAPE, None) == variant
+
+
+@given(loads)
+def test_auto_takes_pass_q_only_where_it_is_predicted_to_be_clearly_better(work: DecodeLoad) -> None:
+    gather, pass_q = (predict_step(variant, work, SHAPE, RATES).total_seconds for variant in VARIANTS)
+    wanted = PASS_Q if pass_q < 0.95 * gather else GATHER
+    assert choose_variant("auto", work, SHAPE, RATES) == wanted
+
+
+@given(loads)
+def test_auto_gathers_without_measured_rates(work: DecodeLoad) -> None:
+    assert choose_variant("auto", work, SHAPE, None) == GATHER
+
+
+def test_small_batches_gather_and_large_ones_split_their_rows() -> None:
+    assert choose_variant("auto", load(1), SHAPE, RATES) == GATHER
+    assert choose_variant("auto", load(2), SHAPE, RATES) == GATHER
+    assert choose_variant("auto", load(256), SHAPE, RATES) == PASS_Q
+    assert choose_variant("auto", load(256, num_ranks=1), SHAPE, RATES) == GATHER
+
+
+def test_where_reading_the_weights_rules_splitting_the_rows_gains_nothing() -> None:
+    slow_memory = replace(RATES, weight_bytes_per_second=1e8, lone_weight_bytes_per_second=1e8)
+    assert choose_variant("auto", load(32), SHAPE, slow_memory) == GATHER
+
+
+def test_where_ranks_share_a_slow_memory_a_lone_row_is_computed_by_one_of_them() -> None:
+    shared = replace(RATES, weight_bytes_per_second=5e9)
+    assert choose_variant("auto", load(1), SHAPE, shared) == PASS_Q
+    assert choose_variant("auto", load(2), SHAPE, shared) == GATHER, "both ranks read all weights either way"
+    near = replace(shared, busy_message_seconds=1e-5, ring=replace(RATES.ring, link_latency_seconds=0.0))
+    assert choose_variant("auto", load(2, num_ranks=8), SHAPE, near) == PASS_Q
+    assert [shared.weight_rate(reading, 3) for reading in (1, 2, 3)] == [1e10, 7.5e9, 5e9]
+    assert shared.weight_rate(1, 1) == 5e9
+
+
+def test_slow_messages_keep_the_variant_with_fewer_of_them() -> None:
+    far = replace(RATES, busy_message_seconds=0.05)
+    assert choose_variant("auto", load(64), SHAPE, far) == GATHER
+
+
+def test_longer_contexts_hide_more_of_the_queries() -> None:
+    """8 rows on 2 ranks, link at full overlap: beyond some context only the returning parts are exposed."""
+    hidden = replace(RATES, ring=replace(RATES.ring, overlap=1.0))
+    extra = [
+        predict_step(PASS_Q, load(8, context=context), SHAPE, hidden).total_seconds
+        - predict_step(GATHER, load(8, context=context), SHAPE, hidden).total_seconds
+        for context in (1, 1000, 100_000)
+    ]
+    assert extra[0] > extra[1] >= extra[2]
+
+
+def test_one_rank_costs_the_same_either_way() -> None:
+    gather, pass_q = (predict_step(variant, load(8, num_ranks=1), SHAPE, RATES).total_seconds for variant in VARIANTS)
+    assert gather == pass_q
+
+
+def test_wrong_values_are_refused_with_what_is_allowed() -> None:
+    with pytest.raises(ConfigError, match="decode variant is 'ring'; allowed are auto, gather, pass_q"):
+        choose_variant("ring", load(2), SHAPE, RATES)
+    with pytest.raises(ConfigError, match=r"weight_bytes_per_second is 0\.0; allowed is any rate above 0"):
+        replace(RATES, weight_bytes_per_second=0.0)
+    with pytest.raises(ConfigError, match=r"busy_message_seconds is -1; allowed is 0 or more"):
+        replace(RATES, busy_message_seconds=-1)

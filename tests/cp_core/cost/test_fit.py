@@ -14,12 +14,13 @@ from cp_core.cost.fit import (
     PrefillSample,
     StepPart,
     StepSample,
+    Vector,
     fit_decode,
     fit_prefill,
+    minimise,
     predicted_prefill,
     predicted_step,
 )
-from cp_core.cost.least_squares import Vector, minimise
 from cp_core.cost.profile import HardwareProfile, read_profile
 from cp_core.errors import ConfigError
 from services.offline.planning.published import published_model

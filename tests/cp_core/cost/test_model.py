@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cp_core.cost.model import ModelShape, Rates, predict_prefill
+from cp_core.cost.model import ModelShape, PrefillRates, RingRates, predict_prefill
 from cp_core.errors import ConfigError
 from tests.cp_core.cost.test_selector import fitted_rates, llama_405b, table_4
 
@@ -24,7 +24,8 @@ TINY = ModelShape(
     vocab_size=100,
     element_bytes=4,
 )
-RATES = Rates(gemm_flops=1e6, attention_flops=1e5, link_bytes_per_second=1e5, link_latency_seconds=1e-3)
+RING = RingRates(gemm_flops=1e6, attention_flops=1e5, link_bytes_per_second=1e5, link_latency_seconds=1e-3)
+RATES = PrefillRates(ring=RING)
 
 
 def test_pass_kv_by_hand() -> None:
@@ -81,15 +82,10 @@ def test_more_work_or_a_slower_link_never_takes_less_time(
 ) -> None:
     model = llama_405b(8)
     fast = fitted_rates()
-    slow = Rates(
-        gemm_flops=fast.gemm_flops,
-        attention_flops=fast.attention_flops,
-        link_bytes_per_second=fast.link_bytes_per_second / 10,
-        link_latency_seconds=fast.link_latency_seconds * 2,
-        layer_overhead_seconds=fast.layer_overhead_seconds,
-    )
+    link_bytes, latency = fast.ring.link_bytes_per_second / 10, fast.ring.link_latency_seconds * 2
+    slow = replace(fast, ring=replace(fast.ring, link_bytes_per_second=link_bytes, link_latency_seconds=latency))
 
-    def seconds(rates: Rates, new: int, cached: int) -> float:
+    def seconds(rates: PrefillRates, new: int, cached: int) -> float:
         return predict_prefill(model, rates, num_ranks, algorithm, new, cached).total_seconds
 
     base = seconds(fast, new_tokens, cached_tokens)
@@ -108,7 +104,8 @@ def test_a_ring_of_one_communicates_nothing() -> None:
 def test_what_does_not_pass_behind_attention_is_exposed(overlap: float, algorithm: str) -> None:
     """TINY's message and iteration are of like length, so that the share that hides is the share that is missing."""
     cost, none, full = (
-        predict_prefill(TINY, replace(RATES, overlap=share), 4, algorithm, 32, 32) for share in (overlap, 0.0, 1.0)
+        predict_prefill(TINY, PrefillRates(ring=replace(RING, overlap=share)), 4, algorithm, 32, 32)
+        for share in (overlap, 0.0, 1.0)
     )
     assert none.hidden_seconds == pytest.approx(0.0, abs=1e-12)
     assert cost.hidden_seconds == pytest.approx(overlap * full.hidden_seconds, abs=1e-12)
@@ -117,11 +114,11 @@ def test_what_does_not_pass_behind_attention_is_exposed(overlap: float, algorith
 
 def test_rates_that_cannot_be_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"overlap is 1\.5; allowed are 0 to 1"):
-        replace(RATES, overlap=1.5)
+        PrefillRates(ring=replace(RING, overlap=1.5))
     with pytest.raises(ConfigError, match=r"link_bytes_per_second is 0\.0; allowed is any rate above 0"):
-        Rates(gemm_flops=1.0, attention_flops=1.0, link_bytes_per_second=0.0, link_latency_seconds=0.0)
+        PrefillRates(ring=replace(RING, link_bytes_per_second=0.0))
     with pytest.raises(ConfigError, match="link_latency_seconds is nan"):
-        Rates(gemm_flops=1.0, attention_flops=1.0, link_bytes_per_second=1.0, link_latency_seconds=float("nan"))
+        PrefillRates(ring=replace(RING, link_latency_seconds=float("nan")))
     with pytest.raises(ConfigError, match="algorithm is 'ring'"):
         predict_prefill(TINY, RATES, 2, "ring", 1, 0)
 

@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cp_core.cost.model import predict_prefill
-from cp_core.cost.prefill import predict_turn
+from cp_core.cost.prefill import predict_turn, sum_seconds
 from cp_core.cost.profile import read_profile
-from cp_core.cost.share import num_hosts, process_share, sum_seconds
 from cp_core.errors import ConfigError
 from services.offline.planning.published import published_model
 from tests.cp_core.cost.hardware import ROUND, TINY
@@ -46,13 +45,13 @@ def test_sums_inside_a_host_are_those_of_its_own_links() -> None:
     assert sum_seconds(TINY, ROUND, 1, 3) == 0.0
     assert sum_seconds(TINY, ROUND, 2, 3) == pytest.approx(summed * 1.0 / 1e6)
     assert sum_seconds(TINY, ROUND, 4, 3) == pytest.approx(summed * 1.5 / 1e4)
-    assert [num_hosts(ROUND, tp) for tp in (1, 2, 3, 4, 5)] == [1, 1, 2, 2, 3]
+    assert [ROUND.num_hosts(tp) for tp in (1, 2, 3, 4, 5)] == [1, 1, 2, 2, 3]
 
 
 def test_more_processes_than_kv_heads_hold_each_head_several_times() -> None:
-    assert process_share(TINY, 2).num_kv_heads == 1
-    assert process_share(TINY, 4).num_kv_heads == 1
-    assert process_share(TINY, 4).num_heads == 1
+    assert TINY.share(2).num_kv_heads == 1
+    assert TINY.share(4).num_kv_heads == 1
+    assert TINY.share(4).num_heads == 1
 
 
 def test_an_all_to_all_has_a_rate_and_a_start_of_its_own() -> None:

@@ -61,7 +61,7 @@ def test_overheads_of_a_ring_grow_with_its_ranks_and_with_cached_tokens() -> Non
         ("prefill", "speed", 1.0, "prefill.speed is unknown; allowed are gemm_flops"),
         ("decode", "free_rows", 1.5, "decode.free_rows is 1.5; a whole number is needed"),
         ("decode", "hop_seconds", None, "decode.hop_seconds is None; a number is needed"),
-        ("", "name", 3, "name is 3; a text is needed"),
+        ("", "name", 3, "name is 3; a string is needed"),
         ("", "processes_per_host", 0, "processes_per_host is 0"),
     ],
 )

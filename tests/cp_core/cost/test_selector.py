@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cp_core.cost.model import ModelShape, Rates, predict_prefill
+from cp_core.cost.model import ModelShape, PrefillRates, RingRates, predict_prefill
 from cp_core.cost.selector import (
     POLICIES,
     EmpiricalFit,
@@ -67,13 +67,15 @@ def llama_405b(tensor_parallel: int = 1) -> ModelShape:
     )
 
 
-def fitted_rates() -> Rates:
+def fitted_rates() -> PrefillRates:
     """Per GPU, fitted to the paper's tables 4 and 5; the overhead is that of 4 ranks with cached tokens."""
-    return Rates(
-        gemm_flops=llama_405b(8).linear_flops_per_token / 209.7e-6,
-        attention_flops=557e12,
-        link_bytes_per_second=26e9,
-        link_latency_seconds=30e-6,
+    return PrefillRates(
+        ring=RingRates(
+            gemm_flops=llama_405b(8).linear_flops_per_token / 209.7e-6,
+            attention_flops=557e12,
+            link_bytes_per_second=26e9,
+            link_latency_seconds=30e-6,
+        ),
         layer_overhead_seconds=(0.52 + 3 * 0.60 + 3.05) * 1e-3,
     )
 

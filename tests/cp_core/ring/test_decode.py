@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cp_core.attention.torch_cpu import TorchCpuFlash
-from cp_core.cost.decode_variant import GATHER, VARIANTS
+from cp_core.cost.decode import GATHER, VARIANTS
 from cp_core.cost.model import PASS_Q
 from cp_core.layout.decode_plan import DecodePlan, PassQRoute
 from cp_core.layout.shards import append_owner

@@ -20,7 +20,7 @@ from transformers.generation.logits_process import (
     SequenceBiasLogitsProcessor,
 )
 
-from cp_core.cost.decode_variant import GATHER, VARIANTS
+from cp_core.cost.decode import GATHER, VARIANTS
 from cp_core.errors import DeadlineExceeded, InvalidRequest, RingserveError, TurnCancelled
 from orchestration.protocol.rings import RingState
 from orchestration.protocol.turns import EndingEvent, FinishedEvent, PromptMode, TokensEvent

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from cp_core.cost.model import PASS_KV, PASS_Q, Rates, predict_prefill
+from cp_core.cost.model import PASS_KV, PASS_Q, PrefillRates, predict_prefill
 from orchestration.placement.placer import LEAVE_SECONDS, TIE
 from orchestration.placement.registry import TURN_SECONDS, WAIT_SECONDS, RegisteredRing, RingRegistry
 from orchestration.placement.wanted_turn import WantedTurn
@@ -92,13 +92,7 @@ class ExhaustivePlacer:
         return max((decode, *left), key=turn.retained_on)
 
     def _prefill(self, num_tokens: int, cached: int, ring: RegisteredRing) -> float:
-        measured = ring.registration.rates
-        rates = Rates(
-            gemm_flops=measured.gemm_flops,
-            attention_flops=measured.attention_flops,
-            link_bytes_per_second=measured.link_bytes_per_second,
-            link_latency_seconds=measured.link_latency_seconds,
-        )
+        rates = PrefillRates(ring=ring.registration.rates)
         shape, ranks = self._model.shape, ring.registration.num_ranks
         return min(
             predict_prefill(shape, rates, ranks, name, num_tokens - cached, cached).total_seconds

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from cp_core.cost.model import RingRates
 from cp_core.layout.shards import TokenRange
 from orchestration.placement.cached_kv import (
     AUTO,
@@ -19,7 +20,6 @@ from orchestration.placement.cached_kv import (
 from orchestration.placement.planner import Planner, PlannerSettings, PromptOnRings
 from orchestration.protocol.turns import CachedSource, PromptMode, RingRegistration, TurnPlan
 from tests.orchestration.fake_ranks import MODEL
-from workers.protocol.ranks import RingRates
 
 RETAINED = CachedSource(source="kept_on_prefill", tokens=TokenRange(0, 60))
 PULLED = CachedSource(source="pulled_from_decode", tokens=TokenRange(60, 90))

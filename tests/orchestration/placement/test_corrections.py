@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cp_core.cost.model import RingRates
 from cp_core.layout.shards import TokenRange
 from orchestration.placement.corrections import LEAST, LIKE, WINDOW, RingCorrections
 from orchestration.placement.planner import Planner, PlannerSettings, PromptOnRings
@@ -16,7 +17,6 @@ from orchestration.protocol.turns import PlannedChunk, PrefillReport, PromptMode
 from orchestration.protocol.views import Correction
 from tests.orchestration.fake_ranks import MODEL
 from workers.protocol.prefill_steps import RING_ALGORITHMS, Algorithm
-from workers.protocol.ranks import RingRates
 
 KV, Q = Algorithm.PASS_KV, Algorithm.PASS_Q
 RING = RingRegistration(

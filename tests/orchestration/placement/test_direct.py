@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from cp_core.cost.model import RingRates
 from cp_core.errors import InvalidRequest
 from orchestration.placement.corrections import LEAST
 from orchestration.placement.planner import Planner, PlannerSettings, PromptOnRings
@@ -15,7 +16,6 @@ from orchestration.placement.wanted_turn import WantedTurn
 from orchestration.protocol.turns import PlannedChunk, PrefillReport, PromptMode, TurnPlan
 from tests.orchestration.placement.test_placer import MODEL, RATES, SLOW_LINKS, Cluster, at
 from workers.protocol.prefill_steps import Algorithm
-from workers.protocol.ranks import RingRates
 
 HISTORY = 50_000
 DIRECT = Algorithm.DECODE_RING

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cp_core.cost.model import RingRates
 from cp_core.layout.shards import spread
 from orchestration.placement.kv_locations import KvLocation
 from orchestration.placement.ordered import Ordered
@@ -19,7 +20,6 @@ from orchestration.placement.wanted_turn import WantedTurn
 from orchestration.protocol.turns import RingRegistration
 from tests.orchestration.placement.exhaustive_placement import ExhaustivePlacer
 from tests.orchestration.placement.test_placer import MODEL, RATES, SLOW_LINKS
-from workers.protocol.ranks import RingRates
 
 RETAINED = 0.9
 """Of a conversation's tokens, where it has been: the rest was evicted."""

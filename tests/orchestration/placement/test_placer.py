@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cp_core.cost.model import RingRates
 from cp_core.errors import Unavailable
 from cp_core.layout.shards import TokenRange, spread
 from orchestration.placement.corrections import LEAST
@@ -18,7 +19,7 @@ from orchestration.placement.registry import RegisteredRing, RingRegistry
 from orchestration.placement.wanted_turn import Choice, WantedTurn
 from orchestration.protocol.turns import PlannedChunk, PrefillReport, RingRegistration
 from workers.protocol.prefill_steps import Algorithm
-from workers.protocol.ranks import ModelInfo, RingRates
+from workers.protocol.ranks import ModelInfo
 
 RATES = RingRates(gemm_flops=4e14, attention_flops=3e14, link_bytes_per_second=2e10, link_latency_seconds=2e-5)
 SLOW_LINKS = replace(RATES, link_bytes_per_second=1e9, link_latency_seconds=5e-3)

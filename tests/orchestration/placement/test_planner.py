@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 
 from cp_core.cost.fit import PrefillSample, predicted_prefill
+from cp_core.cost.model import RingRates
 from cp_core.cost.profile import read_profile
 from cp_core.errors import ConfigError
 from orchestration.placement.planner import Planner, PlannerSettings, PromptOnRings
 from orchestration.protocol.turns import PromptMode, RingRegistration, TurnPlan
 from tests.orchestration.fake_ranks import MODEL
 from workers.protocol.prefill_steps import RING_ALGORITHMS
-from workers.protocol.ranks import RingRates
 
 # Links so fast that what is left is computing.
 RATES = RingRates(gemm_flops=1e9, attention_flops=1e9, link_bytes_per_second=1e15, link_latency_seconds=0.0)

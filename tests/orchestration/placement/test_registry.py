@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from cp_core.cost.model import RingRates
 from orchestration.placement.registry import RegisteredRing, RingRegistry
 from orchestration.protocol.turns import RingRegistration
-from workers.protocol.ranks import RingRates
 
 
 def registration(name: str, incarnation: str = "first", role: str = "prefill") -> RingRegistration:

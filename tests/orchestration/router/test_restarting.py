@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from cp_core.cost.model import RingRates
 from cp_core.errors import Busy, CapacityExceeded, DeadlineExceeded, InvalidRequest, NotBegun, NotFound, TurnCancelled
 from orchestration.decode.leader import DecodeLeader
 from orchestration.placement.registry import RingRegistry
@@ -21,7 +22,6 @@ from orchestration.router.returns import RingReturns
 from tests.orchestration.service import Answer, Service
 from tests.waiting import eventually
 from tests.workers.models import random_tokens
-from workers.protocol.ranks import RingRates
 from workers.rank.thread_ranks import ThreadRanks
 
 WAIT_SECONDS = 60.0

@@ -11,8 +11,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cp_core.cost.decode_variant import GATHER, VARIANTS, DecodeRates
-from cp_core.cost.model import PASS_Q, Rates
+from cp_core.cost.decode import GATHER, VARIANTS, DecodeRates
+from cp_core.cost.model import PASS_Q, RingRates
 from cp_core.errors import ConfigError
 from cp_core.transport.inprocess import InProcessRing
 from tests.gloo import gloo_as_nccl
@@ -234,7 +234,7 @@ def test_auto_gathers_until_the_ring_has_measured_itself(model_paths: Models) ->
         shape = ring.infos[0].model.shape
     choice = DecodeChoice("auto", shape, 2)
     assert choice(8, 1000) == GATHER
-    link = Rates(gemm_flops=1e9, attention_flops=1e9, link_bytes_per_second=1e15, link_latency_seconds=0.0)
+    link = RingRates(gemm_flops=1e9, attention_flops=1e9, link_bytes_per_second=1e15, link_latency_seconds=0.0)
     free_messages = DecodeRates(
         ring=link,
         weight_bytes_per_second=1e12,

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from cp_core.cost.decode_variant import GATHER, VARIANTS
+from cp_core.cost.decode import GATHER, VARIANTS
 from cp_core.cost.model import PASS_Q
 from cp_core.errors import ConfigError, Unavailable
 from tests.gloo import gloo_as_nccl

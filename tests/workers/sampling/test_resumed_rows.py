@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cp_core.cost.decode_variant import VARIANTS
+from cp_core.cost.decode import VARIANTS
 from tests.workers.models import VOCAB_SIZE, random_tokens
 from tests.workers.rings import LocalRing, Turn
 from workers.sampling.parameters import SamplingParameters, TokenHistory

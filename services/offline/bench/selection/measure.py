@@ -16,6 +16,7 @@ from statistics import median
 from typing import IO
 
 from cp_core.cost.fit import PrefillSample
+from cp_core.cost.model import RingRates
 from cp_core.errors import RingserveError, Unavailable
 from services.offline.bench.ring_processes import RingProcesses
 from services.offline.bench.rounds import Contender, Series, alternate
@@ -35,7 +36,7 @@ from services.offline.calibration.measurement import Cell, Measurement
 from workers.model.builtin import resolve_model_path
 from workers.model.info import read_model_info
 from workers.protocol.prefill_steps import RING_ALGORITHMS, Algorithm
-from workers.protocol.ranks import ModelInfo, RingRates
+from workers.protocol.ranks import ModelInfo
 
 Tell = Callable[[str], None]
 

@@ -13,7 +13,7 @@ from rich.box import SIMPLE
 from rich.table import Table
 
 from cp_core.cost.fit_selector import Comparison, best_seconds, beyond_best
-from cp_core.cost.model import PASS_KV, PASS_Q, ModelShape, predict_prefill
+from cp_core.cost.model import PASS_KV, PASS_Q, ModelShape, RingRates, predict_prefill
 from cp_core.cost.profile import HardwareProfile
 from cp_core.cost.selector import POLICIES, Turn, select
 from cp_core.errors import ConfigError
@@ -21,7 +21,6 @@ from services.offline.bench.report import save_figure
 from services.offline.bench.selection.links import LinkRate
 from services.offline.calibration.fitting import Errors
 from services.offline.calibration.measurement import Cell
-from workers.protocol.ranks import RingRates
 
 OWN_RATES = "auto, uncalibrated"
 """`auto` by what the ring measured of itself when it started: what it takes without a profile."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from cp_core.cost.model import RingRates
 from cp_core.layout.shards import balanced_layout
 from services.offline.bench.model_rank import blocks_for, start_worker
 from services.offline.bench.prefill import drawn_prompt
@@ -18,7 +19,6 @@ from services.offline.calibration.measurement import Cell
 from workers.model.builtin import resolve_model_path
 from workers.model.info import read_model_info
 from workers.protocol.prefill_steps import Algorithm, PrefillStep, SequencePrefill
-from workers.protocol.ranks import RingRates
 from workers.sampling.parameters import SamplingParameters
 
 # Tokens of one step while a prefix is made: bounds its memory.

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cp_core.cost.model import RingRates
 from cp_core.errors import CapacityExceeded, ConfigError
 from cp_core.layout.shards import TokenRange
 from orchestration.placement.prefill_work import StepLimits, WorkModel
@@ -39,7 +40,6 @@ from services.offline.simulator.trace import (
     read_trace,
 )
 from workers.protocol.prefill_steps import Algorithm
-from workers.protocol.ranks import RingRates
 
 RATES = RingRates(gemm_flops=1e9, attention_flops=1e9, link_bytes_per_second=1e9, link_latency_seconds=0.0)
 

@@ -10,8 +10,7 @@ import pytest
 
 from cp_core.cost.decode import fastest_step
 from cp_core.cost.memory import weight_bytes
-from cp_core.cost.migration import predict_migration
-from cp_core.cost.prefill import predict_turn
+from cp_core.cost.prefill import predict_migration, predict_turn
 from cp_core.cost.profile import read_profile
 from cp_core.errors import ConfigError
 from cp_core.layout.shards import TokenRange

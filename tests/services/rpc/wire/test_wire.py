@@ -17,6 +17,7 @@ from google.protobuf.message import Message
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cp_core.cost.model import RingRates
 from cp_core.layout.shards import ShardMap, TokenRange
 from orchestration.protocol.kv import ForkedKv, ForkKv, RetainedKv, SendKv, SentKv, TakeKv, TakenKv
 from orchestration.protocol.turns import (
@@ -44,7 +45,6 @@ from services.rpc.wire import rings as rings
 from services.rpc.wire.layouts import shards_from, shards_to, token_array
 from workers.protocol.decode_commands import FinishReason
 from workers.protocol.prefill_steps import TokenIds
-from workers.protocol.ranks import RingRates
 from workers.sampling.parameters import SamplingParameters, TokenLogprobs
 
 M = TypeVar("M", bound=Message)
