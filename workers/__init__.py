@@ -1,4 +1,4 @@
-"""The data plane: what one rank of a ring does.
+"""Data plane: the work of one rank of a ring.
 
-Nothing is imported here: `workers.protocol.steps` must load without torch, the control plane depends on it.
+Nothing is imported here: the control plane imports `workers.protocol` and must not load torch.
 """

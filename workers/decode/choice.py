@@ -18,7 +18,7 @@ class DecodeChoice:
     """Variant choice by a policy of VARIANT_POLICIES, called with (sequences, stored tokens of all) before a step."""
 
     def __init__(self, policy: str, shape: ModelShape, num_ranks: int) -> None:
-        """Raises ConfigError for an unknown policy."""
+        """Choose by `policy`, without rates yet. Raises ConfigError for an unknown policy."""
         self.follow(policy)
         self._shape = shape
         self._num_ranks = num_ranks

@@ -1,4 +1,4 @@
-"""Moves KV from rank to rank between rings: `KvSender` on the source, `KvReceiver` on the destination.
+"""KV of one rank: its cache, and its transfer between rings from a `KvSender` to a `KvReceiver`.
 
 `InProcessNetwork` makes both for ranks that are threads of one process.
 """

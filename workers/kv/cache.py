@@ -1,8 +1,8 @@
-"""The KV tensors of one rank: per layer, K and V of fixed blocks, flat over slots.
+"""KV cache of one rank: per layer, K and V of fixed blocks, flat over slots.
 
 Shapes: S stored tokens (slots), T tokens written or read, K KV heads of this rank, D head dimension.
 
-The leader owns the block tables; this cache never allocates. A sequence's token with stored index j lies in slot
+The leader owns the block tables; the cache never allocates. A sequence's token with stored index j lies in slot
 blocks[j // block_tokens] * block_tokens + j % block_tokens of every layer.
 """
 
@@ -22,13 +22,13 @@ Slots = npt.NDArray[np.int64]
 
 ALL_HEADS = slice(None)
 
-# Up to so many runs one copy each is cheaper than building and following an index of every token.
+# Most runs that are copied one by one; for more, an index of every token is cheaper.
 MAX_COPIES = 16
 
 
 @dataclass(frozen=True, slots=True)
 class SlotRun:
-    """Slots [start, stop): stored tokens that lie side by side in memory."""
+    """Run of slots [start, stop): stored tokens that are adjacent in memory."""
 
     start: int
     stop: int
@@ -38,7 +38,7 @@ class SlotRun:
 
 
 def runs(blocks: Sequence[int], num_tokens: int, block_tokens: int, *, first: int = 0) -> tuple[SlotRun, ...]:
-    """Where stored tokens [first, first + num_tokens) lie, as maximal runs over adjacent blocks, in stored order."""
+    """Return the slots of stored tokens [first, first + num_tokens) as maximal runs, in stored order."""
     if not num_tokens:
         return ()
     last = first + num_tokens - 1
@@ -61,13 +61,13 @@ def runs(blocks: Sequence[int], num_tokens: int, block_tokens: int, *, first: in
 
 
 def slots_of(blocks: Sequence[int], stored: Slots, block_tokens: int) -> Slots:
-    """The slot of each stored index."""
+    """Return the slot of each stored index."""
     table = np.asarray(blocks, dtype=np.int64)
     return table[stored // block_tokens] * block_tokens + stored % block_tokens
 
 
 def runs_of(slots: Slots) -> tuple[SlotRun, ...]:
-    """Any slots, in their order, as maximal runs."""
+    """Join slots, in their order, to maximal runs."""
     if not len(slots):
         return ()
     first = np.append(0, np.flatnonzero(np.diff(slots) != 1) + 1)
@@ -78,11 +78,11 @@ def runs_of(slots: Slots) -> tuple[SlotRun, ...]:
 class KvCache:
     """K and V of `num_blocks` blocks for every layer, in `dtype` on `device`.
 
-    `head_start` is the model's number of this rank's first KV head (not 0 under tensor parallelism). Memory is not
-    touched before it is written, so a large cache costs only what is used; `poisoned` fills it with NaN instead, so
-    that tests catch a read of a slot that was never written.
+    `head_start` is the model's index of this rank's first KV head (not 0 under tensor parallelism). Memory is untouched
+    until it is written, so a large cache costs only the memory in use. `poisoned` fills it with NaN instead, so that
+    tests catch a read of a slot that was never written.
 
-    Threads: callers see to it that nobody reads a slot while another writes it; the leader's block tables do that.
+    Threads: callers never read a slot while another thread writes it; the leader's block tables ensure that.
     """
 
     def __init__(
@@ -118,30 +118,30 @@ class KvCache:
 
     @property
     def dtype_name(self) -> str:
-        """`float32`, `bfloat16`, `float16`: as model configurations spell it."""
+        """Name of the dtype in model configurations: `float32`, `bfloat16` or `float16`."""
         return str(self.dtype).removeprefix("torch.")
 
     @property
     def heads(self) -> range:
-        """The model's numbers of the KV heads held here."""
+        """Indices, in the model, of the KV heads held here."""
         return range(self.head_start, self.head_start + self.num_kv_heads)
 
     def runs(self, blocks: Sequence[int], num_tokens: int, *, first: int = 0) -> tuple[SlotRun, ...]:
-        """`runs` with this cache's block size."""
+        """Return `runs` for this cache's block size."""
         return runs(blocks, num_tokens, self.block_tokens, first=first)
 
     def views(self, layer: int, where: Sequence[SlotRun]) -> list[KvRun]:
-        """(k[S,K,D], v[S,K,D]) of each run of a layer: views, no copies."""
+        """Return views (k[S,K,D], v[S,K,D]) of each run of a layer."""
         k, v = self.k_layers[layer], self.v_layers[layer]
         return [KvRun(k[run.start : run.stop], v[run.start : run.stop]) for run in where]
 
     def pages(self, layer: int) -> tuple[Tensor, Tensor]:
-        """(k[P,G,K,D], v[P,G,K,D]) of a layer: P blocks of G tokens, views."""
+        """Return views (k[P,G,K,D], v[P,G,K,D]) of a layer: P blocks of G tokens."""
         shape = (self.num_blocks, self.block_tokens, self.num_kv_heads, self.head_dim)
         return self.k_layers[layer].view(shape), self.v_layers[layer].view(shape)
 
     def table(self, blocks: Sequence[Sequence[int]], stored: Sequence[int]) -> Tensor:
-        """int32[B, M] on the device: the blocks that hold `stored` tokens of each of B sequences, M of the longest."""
+        """Return int32[B, M] on the device: the blocks of `stored` tokens of B sequences, M blocks of the longest."""
         used = [each[: -(-count // self.block_tokens)] for each, count in zip(blocks, stored, strict=True)]
         table = np.zeros((len(used), max(map(len, used), default=0)), dtype=np.int32)
         for row, each in zip(table, used, strict=True):
@@ -155,7 +155,7 @@ class KvCache:
     def write_runs(
         self, layer: int, where: Sequence[SlotRun], k: Tensor, v: Tensor, *, heads: slice = ALL_HEADS
     ) -> None:
-        """Store k[T,K,D] and v[T,K,D] in runs of T slots in all; `heads` are this rank's, from 0. Layers share runs."""
+        """Store k[T,K,D] and v[T,K,D] in runs of T slots in total; `heads` counts this rank's heads from 0."""
         if len(where) > MAX_COPIES:
             self.write_slots(layer, self.index(where), k, v, heads=heads)
             return
@@ -167,16 +167,16 @@ class KvCache:
             begin = end
 
     def write_slots(self, layer: int, slots: Tensor, k: Tensor, v: Tensor, *, heads: slice = ALL_HEADS) -> None:
-        """Store k[T,K,D] and v[T,K,D] in slots[T] (int64, on this device, no two alike): a decode step's new tokens."""
+        """Store k[T,K,D] and v[T,K,D] in slots[T] (int64, on this device, all different), as decode steps do."""
         self.k_layers[layer][:, heads].index_copy_(0, slots, k)
         self.v_layers[layer][:, heads].index_copy_(0, slots, v)
 
     def read(self, layer: int, blocks: Sequence[int], stored_start: int, count: int) -> KvRun:
-        """Copies k[T,K,D], v[T,K,D] of stored tokens [stored_start, stored_start + count)."""
+        """Copy k[T,K,D] and v[T,K,D] of stored tokens [stored_start, stored_start + count)."""
         return self.read_runs(layer, self.runs(blocks, count, first=stored_start))
 
     def read_runs(self, layer: int, where: Sequence[SlotRun], *, heads: slice = ALL_HEADS) -> KvRun:
-        """Copies k[T,K,D], v[T,K,D] of runs of T slots in all; `heads` are this rank's, from 0."""
+        """Copy k[T,K,D] and v[T,K,D] of runs of T slots in total; `heads` counts this rank's heads from 0."""
         k, v = self.k_layers[layer][:, heads], self.v_layers[layer][:, heads]
         if len(where) > MAX_COPIES:
             slots = self.index(where)
@@ -185,23 +185,23 @@ class KvCache:
         return KvRun(torch.cat([k[a:b] for a, b in cuts]), torch.cat([v[a:b] for a, b in cuts]))
 
     def index(self, where: Sequence[SlotRun]) -> Tensor:
-        """Every slot of the runs, in order: int64[T] on this device."""
+        """Return every slot of the runs, in order: int64[T] on this device."""
         return torch.cat([torch.arange(run.start, run.stop, device=self.device) for run in where])
 
     def copy_block(self, source: int, destination: int) -> None:
-        """Give a block what another holds, in every layer. Slots that were never written are copied as they are."""
+        """Copy a block to another, in every layer, with the slots that were never written."""
         size = self.block_tokens
         for tensor in (*self.k_layers, *self.v_layers):
             tensor[destination * size : (destination + 1) * size] = tensor[source * size : (source + 1) * size]
 
     def fill_random(self, seed: int) -> None:
-        """Numbers of [-1, 1) in every slot, the same for the same seed and device."""
+        """Fill every slot with numbers of [-1, 1), the same for the same seed and device."""
         generator = torch.Generator(self.device).manual_seed(seed)
         for tensor in (*self.k_layers, *self.v_layers):
             tensor.uniform_(-1.0, 1.0, generator=generator)
 
     def fence(self) -> torch.Event | None:
-        """A mark behind all work this thread has queued on the device. None on CPU, where calls return when done."""
+        """Return an event behind all work that this thread has queued on the device; None on CPU, where calls block."""
         if self.device.type != "cuda":
             return None
         event: torch.Event = torch.cuda.current_stream(self.device).record_event()

@@ -1,13 +1,13 @@
-"""What goes over a KV connection: prefix, msgpack header, raw payload. All that is read is checked before it is used.
+"""Frames of a KV connection: prefix, msgpack header, raw payload. Every value is checked before it is used.
 
     prefix    magic "RSKV", version, header length, payload length: 20 bytes, big endian
     header    msgpack map: kind, key, and the fields of that kind
     payload   only of a layer frame: K[T,K,D] of all pieces, one after the other, then V[T,K,D]
 
-T tokens of the frame, K its KV heads, D head dimension. Source to destination go `layer`, `settle` and `abandon`,
-back come `settled` and `refused`. A frame that breaks these rules raises TransferError, and its connection ends.
-A layer frame may carry the checksum of its payload: then bytes that changed on the way, or under the source's hands
-while it sent them, are refused.
+T tokens of the frame, K its KV heads, D head dimension. The source sends `layer`, `settle` and `abandon`, the
+destination `settled` and `refused`. A frame that breaks these rules raises TransferError, and its connection ends. A
+layer frame may carry the checksum of its payload. Bytes that changed under way, or in the source's cache during the
+send, are then refused.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MAGIC = b"RSKV"
 VERSION = 1
 PREFIX = struct.Struct("!4sB3xIQ")
 
-# What a peer may make us hold: a header names at most 32768 pieces of 16 bytes, and a payload is read in one go.
+# Limits of the memory that a peer can claim: at most 32768 pieces of 16 bytes in a header, a payload in one read.
 MAX_HEADER_BYTES = 1 << 20
 MAX_PAYLOAD_BYTES = 16 << 20
 MAX_PIECES = 1 << 15
@@ -41,7 +41,7 @@ Column = npt.NDArray[np.int64]
 
 
 class Kind(StrEnum):
-    """See the module's text; `settle` asks for confirmation of all layer frames of a transfer sent before it."""
+    """Kind of a frame. `settle` asks for confirmation of all layer frames of a transfer sent before it."""
 
     LAYER = "layer"
     SETTLE = "settle"
@@ -74,14 +74,14 @@ class LayerFrame:
 
 @dataclass(frozen=True, slots=True)
 class SettleFrame:
-    """The source has sent everything so far: say whether all of it arrived."""
+    """Request of the source to confirm everything sent so far."""
 
     key: TransferKey
 
 
 @dataclass(frozen=True, slots=True)
 class AbandonFrame:
-    """The source gives the transfer up."""
+    """Notice that the source has abandoned the transfer."""
 
     key: TransferKey
     reason: str
@@ -89,7 +89,7 @@ class AbandonFrame:
 
 @dataclass(frozen=True, slots=True)
 class SettledFrame:
-    """Everything since the last `settled` is in the destination's cache: so many payload bytes."""
+    """Confirmation that everything since the last `settled` is in the destination's cache, with its payload bytes."""
 
     key: TransferKey
     payload_bytes: int
@@ -97,7 +97,7 @@ class SettledFrame:
 
 @dataclass(frozen=True, slots=True)
 class RefusedFrame:
-    """Nothing of the transfer is taken any more. `is_stale`: it was meant for an earlier life of the destination."""
+    """Refusal of all further frames of a transfer. `is_stale`: it names another incarnation of the destination."""
 
     key: TransferKey
     is_stale: bool
@@ -108,7 +108,7 @@ Frame = LayerFrame | SettleFrame | AbandonFrame | SettledFrame | RefusedFrame
 
 
 def checksum_of(payload: Iterable[memoryview]) -> int:
-    """CRC-32 of the buffers, one after the other: about 0.25 s a GB on one core, and the GIL is not held."""
+    """Return the CRC-32 of the buffers, one after the other: about 0.25 s a GB on one core, without the GIL."""
     checksum = 0
     for buffer in payload:
         checksum = zlib.crc32(buffer, checksum)
@@ -116,7 +116,7 @@ def checksum_of(payload: Iterable[memoryview]) -> int:
 
 
 def encode(frame: Frame, payload_bytes: int = 0) -> bytes:
-    """Prefix and header of a frame whose payload of `payload_bytes` follows."""
+    """Encode prefix and header of a frame whose payload of `payload_bytes` follows."""
     key = frame.key
     fields: dict[str, Any] = {"key": [key.transfer_id, key.attempt, key.source, key.destination]}
     match frame:
@@ -139,7 +139,7 @@ def encode(frame: Frame, payload_bytes: int = 0) -> bytes:
 
 
 def decode_prefix(prefix: bytes | bytearray | memoryview) -> tuple[int, int]:
-    """(header bytes, payload bytes) of the frame that follows. Raises TransferError on anything but ours, in bounds."""
+    """Decode a prefix -> (header bytes, payload bytes). Raises TransferError for a prefix not ours or out of bounds."""
     magic, version, header_bytes, payload_bytes = PREFIX.unpack(prefix)
     if magic != MAGIC:
         raise TransferError(f"not a KV frame: it begins with {bytes(magic)!r}")
@@ -153,7 +153,7 @@ def decode_prefix(prefix: bytes | bytearray | memoryview) -> tuple[int, int]:
 
 
 def decode_header(header: bytes | bytearray | memoryview, payload_bytes: int) -> Frame:
-    """The frame in a header. Raises TransferError, naming the field, where anything is not as `encode` makes it."""
+    """Decode a header -> its frame. Raises TransferError, naming the field, where it is not as `encode` makes it."""
     try:
         value = msgpack.unpackb(header)
     except (ValueError, TypeError, msgpack.exceptions.UnpackException) as error:
@@ -184,7 +184,7 @@ def decode_header(header: bytes | bytearray | memoryview, payload_bytes: int) ->
 
 
 class _Fields:
-    """Checked access to a header map."""
+    """Reader of a header map that checks every value."""
 
     def __init__(self, values: dict[Any, Any]) -> None:
         self._values = values
@@ -220,7 +220,7 @@ class _Fields:
         return start, stop
 
     def pieces(self) -> tuple[Column, Column]:
-        """(starts, counts): ascending, not overlapping, none empty."""
+        """Return (starts, counts): ascending, not overlapping, none empty."""
         value = self._values.get("pieces")
         if not isinstance(value, bytes) or not value or len(value) % 16 or len(value) > 16 * MAX_PIECES:
             raise TransferError(f"KV frame whose 'pieces' are not 1 to {MAX_PIECES} pairs")

@@ -1,4 +1,4 @@
-"""One transfer as its destination rank sees it: what is expected, what has arrived, whether anything may still land.
+"""Incoming transfers of a destination rank: expected KV, arrived KV, and the end of each transfer.
 
 Shapes: T tokens of a frame, K its KV heads, D head dimension.
 """
@@ -23,7 +23,7 @@ from workers.protocol.transfers import KvExpect, TransferKey, TransferReport
 
 
 class TransferState(Enum):
-    """See `IncomingTransfer`."""
+    """State of an `IncomingTransfer`, which draws the transitions."""
 
     RESERVED = auto()
     STREAMING = auto()
@@ -33,22 +33,22 @@ class TransferState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where the tokens of a frame belong: their numbers among the expected ones, and their slots."""
+    """Place of a frame's tokens: their indices among the expected tokens, and their slots."""
 
     tokens: npt.NDArray[np.int64] | slice
     runs: tuple[SlotRun, ...]
 
 
 class IncomingTransfer:
-    """Takes the frames of one transfer into the cache, each (layer, head, token) exactly once.
+    """Transfer whose frames are written to the cache, each (layer, head, token) exactly once.
 
         RESERVED ──first frame──> STREAMING ──all arrived──> SEALED
             │                         │
             └───────── abort ─────────┴──────────────────> ABORTED
 
-    A transfer that expects nothing begins SEALED. Bytes land in RESERVED and STREAMING only, and only under the lock
-    that every transition takes: once `abort` has returned, or `wait_sealed` has, nothing of this transfer is written.
-    The leader owns the blocks throughout; in RESERVED and STREAMING this object alone writes to their slots.
+    A transfer that expects nothing begins SEALED. Bytes are written in RESERVED and STREAMING only, under the lock that
+    every transition takes. So nothing of the transfer is written after the return of `abort` or `wait_sealed`. The
+    leader owns the blocks throughout; in RESERVED and STREAMING this object alone writes to their slots.
     """
 
     def __init__(self, expect: KvExpect, cache: KvCache) -> None:
@@ -63,7 +63,7 @@ class IncomingTransfer:
         self._slots = self._reserved_slots(expect, num_tokens)
         self._left = num_tokens * cache.num_layers * cache.num_kv_heads
         self._state = TransferState.RESERVED if self._left else TransferState.SEALED
-        # One byte for each (layer, head, token): a 256th of the KV it guards, and untouched until it arrives.
+        # One byte for each (layer, head, token): a 256th of its KV, and untouched until it arrives.
         self._arrived: npt.NDArray[np.bool_] = np.zeros((cache.num_layers, cache.num_kv_heads, num_tokens), np.bool_)
         self._places: dict[tuple[bytes, bytes], _Place] = {}
         self._error: RingserveError | None = None
@@ -82,14 +82,14 @@ class IncomingTransfer:
 
     @property
     def stalled_seconds(self) -> float:
-        """Since bytes came last, of a transfer that is STREAMING; else 0."""
+        """Seconds since the last bytes of a STREAMING transfer; 0 in other states."""
         with self._changed:
             return time.monotonic() - self._fed if self._state is TransferState.STREAMING else 0.0
 
     def admit(self, frame: LayerFrame, payload_bytes: int) -> None:
-        """Look at a frame before its payload is read; the first one makes the transfer STREAMING.
+        """Check a frame before its payload is read; the first frame makes the transfer STREAMING.
 
-        Raises what ended the transfer, or TransferError where the frame is not of this cache's shape.
+        Raises the error that ended the transfer, or TransferError where the frame does not fit this cache's shape.
         """
         with self._changed:
             self._check_open()
@@ -105,9 +105,8 @@ class IncomingTransfer:
     def store(self, frame: LayerFrame, payload: torch.Tensor) -> None:
         """Copy a frame's payload (2*T*K*D elements: K, then V) to its slots; the last one seals.
 
-        Raises what ended the transfer, or TransferError where the payload is not what its checksum says, or where
-        tokens are not expected or are here already: then nothing is written and the transfer is aborted, for its
-        sender is wrong about what it sends.
+        Raises the error that ended the transfer. Raises TransferError where the checksum of the payload is wrong, or
+        where tokens are not expected or have arrived already; then nothing is written and the transfer is aborted.
         """
         cache = self._cache
         is_whole = frame.checksum is None or frame.checksum == checksum_of([payload.view(torch.uint8).numpy().data])
@@ -139,20 +138,20 @@ class IncomingTransfer:
                 self._seal()
 
     def abort(self, error: RingserveError) -> None:
-        """End the transfer unless it is over already. After this returns nothing of it is written to the cache."""
+        """End the transfer unless it is over already: after the return nothing of it is written to the cache."""
         with self._changed:
             if self._state in (TransferState.RESERVED, TransferState.STREAMING):
                 self._abort(error)
 
     def check_alive(self) -> None:
-        """Raise what aborted the transfer, if anything did."""
+        """Raise the error that aborted the transfer, if one did."""
         with self._changed:
             self._check_alive()
 
     def wait_sealed(self, timeout: float) -> TransferReport:
         """Wait until every layer, head and token is in the cache.
 
-        Raises what aborted the transfer as soon as it is, or TransferError after `timeout` seconds; a transfer that
+        Raises the error that aborts the transfer at once, or TransferError after `timeout` seconds; a transfer that
         timed out is still open.
         """
         with self._changed:
@@ -168,7 +167,7 @@ class IncomingTransfer:
         return f"transfer {self.key.transfer_id!r} attempt {self.key.attempt}"
 
     def _reserved_slots(self, expect: KvExpect, num_tokens: int) -> npt.NDArray[np.int64]:
-        """The slot of each expected token. Raises TransferError where the blocks cannot be this transfer's."""
+        """Return the slot of each expected token. Raises TransferError where the blocks cannot hold the transfer."""
         cache = self._cache
         if any(before.stop > after.start for before, after in zip(expect.ranges, expect.ranges[1:], strict=False)):
             raise TransferError(f"{self} expects ranges that are not ascending")
@@ -184,7 +183,7 @@ class IncomingTransfer:
 
     def _check_alive(self) -> None:
         if self._error is not None:
-            # A new object each time: several threads may raise it, and each adds its own traceback.
+            # A new object each time: several threads may raise the error, and each adds its own traceback.
             raise type(self._error)(str(self._error))
 
     def _check_open(self) -> None:
@@ -206,7 +205,7 @@ class IncomingTransfer:
             raise TransferError(f"a frame of {self} has {payload_bytes} bytes where its pieces need {needed}")
 
     def _place_of(self, frame: LayerFrame) -> _Place:
-        """Where a frame's tokens belong. Every layer brings the same pieces, so they are looked up once."""
+        """Return the place of a frame's tokens. Every layer has the same pieces, so they are looked up once."""
         pieces = (frame.starts.tobytes(), frame.counts.tobytes())
         if pieces not in self._places:
             tokens = self._tokens_of(frame)
@@ -214,7 +213,7 @@ class IncomingTransfer:
         return self._places[pieces]
 
     def _tokens_of(self, frame: LayerFrame) -> npt.NDArray[np.int64] | slice:
-        """Which of the expected tokens a frame holds, by their number among them. Raises TransferError."""
+        """Return the indices of a frame's tokens among the expected ones. Raises TransferError."""
         stops = frame.starts + frame.counts
         home = np.searchsorted(self._starts, frame.starts, side="right") - 1
         if (home < 0).any() or (stops > self._stops[home]).any():
@@ -247,14 +246,14 @@ class IncomingTransfer:
         self._changed.notify_all()
 
 
-# Keys of ended transfers are remembered so that a late `expect` cannot revive one; so many, then the oldest go.
+# Most keys of ended transfers that are remembered, so that a late `expect` cannot revive one; the oldest go.
 MAX_DROPPED = 1 << 14
-# Sealed transfers answer `wait_sealed` until they are dropped. A leader need not: beyond so many the oldest go.
+# Most sealed transfers that answer `wait_sealed`. A leader need not drop them: beyond this number the oldest go.
 MAX_SEALED = 1 << 12
 
 
 class TransferTable:
-    """From `expect` to `drop`, every transfer into this cache. Any thread may call anything."""
+    """Registry of the transfers into one cache, each from `expect` to `drop`. Thread-safe."""
 
     def __init__(self, cache: KvCache, incarnation: str) -> None:
         self._cache = cache
@@ -265,22 +264,22 @@ class TransferTable:
 
     @property
     def num_open(self) -> int:
-        """Transfers that may still receive bytes."""
+        """Number of transfers that may still receive bytes."""
         with self._lock:
             transfers = list(self._transfers.values())
         return sum(transfer.is_open for transfer in transfers)
 
     @property
     def stalled_seconds(self) -> float:
-        """The longest time for which a transfer that has begun, and is not whole, got no byte; else 0."""
+        """Longest time for which a transfer that has begun, and is not complete, received no byte; else 0."""
         with self._lock:
             transfers = list(self._transfers.values())
         return max((transfer.stalled_seconds for transfer in transfers), default=0.0)
 
     def expect(self, expect: KvExpect) -> None:
-        """Open a transfer: from now on its frames are taken.
+        """Open a transfer: from now on its frames are accepted.
 
-        Raises StaleIncarnation where it is meant for another life of this ring, TransferError where its key was used
+        Raises StaleIncarnation where it names another incarnation of this ring, TransferError where its key was used
         before or its blocks cannot hold it.
         """
         self._check_destination(expect.key)
@@ -295,11 +294,11 @@ class TransferTable:
                 self._forget_sealed()
 
     def wait_sealed(self, key: TransferKey, timeout: float) -> TransferReport:
-        """See `IncomingTransfer.wait_sealed`. Raises TransferError also for a transfer that is not known."""
+        """Wait as `IncomingTransfer.wait_sealed` does. Raises TransferError also for an unknown transfer."""
         return self.find(key).wait_sealed(timeout)
 
     def drop(self, key: TransferKey) -> None:
-        """Forget a transfer, whatever its state. After this returns nothing of it is written to the cache, ever."""
+        """Drop a transfer in any state: after the return nothing of it is ever written to the cache."""
         with self._lock:
             transfer = self._transfers.pop(key, None)
             self._remember(key)
@@ -307,7 +306,7 @@ class TransferTable:
             transfer.abort(TransferError(f"{transfer} was dropped by its destination"))
 
     def find(self, key: TransferKey) -> IncomingTransfer:
-        """The transfer of exactly this key. Raises StaleIncarnation or TransferError, saying what does not match."""
+        """Return the transfer of exactly this key. Raises StaleIncarnation or TransferError, naming the mismatch."""
         self._check_destination(key)
         with self._lock:
             transfer = self._transfers.get(key)
@@ -330,7 +329,7 @@ class TransferTable:
             transfer.abort(error)
 
     def _forget_sealed(self) -> None:
-        """Let the older half of the sealed transfers go; the lock is held."""
+        """Drop the older half of the sealed transfers; the lock is held."""
         sealed = [key for key, transfer in self._transfers.items() if transfer.state is TransferState.SEALED]
         for key in sealed[: (len(sealed) + 1) // 2]:
             del self._transfers[key]
@@ -342,10 +341,10 @@ class TransferTable:
             self._dropped.popitem(last=False)
 
     def is_own(self, key: TransferKey) -> bool:
-        """Whether the key names this life of the ring."""
+        """Return True if the key names this incarnation of the ring."""
         return key.destination == self._incarnation
 
     def _check_destination(self, key: TransferKey) -> None:
         if not self.is_own(key):
-            # Our own name is not told: who does not know it may be a stranger.
+            # The error does not tell our own incarnation: a caller who does not know it may be a stranger.
             raise StaleIncarnation(f"transfer {key.transfer_id!r} is meant for {key.destination!r}, which is not here")

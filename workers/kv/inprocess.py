@@ -1,4 +1,4 @@
-"""KV transfer between ranks that are threads of one process: no sockets, the same rules. For tests and newcomers."""
+"""KV transfer between ranks that are threads of one process, without sockets. For tests and newcomers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from workers.kv.sender import KvSender
 
 
 class InProcessReceiver(TransferTable):
-    """`KvReceiver` without sockets: reached under `endpoint` by the senders of its network."""
+    """`KvReceiver` without sockets: the senders of its network reach it by `endpoint`."""
 
     def __init__(self, cache: KvCache, incarnation: str, endpoint: str) -> None:
         super().__init__(cache, incarnation)
@@ -23,19 +23,19 @@ class InProcessReceiver(TransferTable):
         self.dtype = cache.dtype
 
     def close(self) -> None:
-        """Open transfers fail with Unavailable."""
+        """Abort all open transfers with Unavailable."""
         self.abort_all(Unavailable("the KV receiver is closed"))
 
 
 class InProcessLane:
-    """`Lane` without a connection: what is sent has arrived, or was refused, when the call returns."""
+    """`Lane` without a connection: KV has arrived, or is refused, when the call returns."""
 
     def __init__(self, receiver: InProcessReceiver, cache: KvCache) -> None:
         self._receiver = receiver
         self._cache = cache
 
     def send_layer(self, transfer: OutgoingTransfer, part: OutgoingPart, layer: int, ready: torch.Event | None) -> None:
-        """See `Lane.send_layer`. `ready` is of no use here: the same thread has just queued the work."""
+        """Send as `Lane.send_layer` does. `ready` is not needed: the same thread has just queued the work."""
         if not transfer.is_sending:
             return
         transfer.begin_part(self._receiver.endpoint)
@@ -53,23 +53,23 @@ class InProcessLane:
             transfer.fail(error)
 
     def settle(self, transfer: OutgoingTransfer) -> None:
-        """Whatever was sent is there."""
+        """Confirm at once: everything sent has arrived."""
         transfer.confirmed(self._receiver.endpoint)
 
     def release(self, transfer: OutgoingTransfer) -> None:
-        """Nothing is read between calls; the destination is told."""
+        """Tell the destination; nothing is read between calls."""
         try:
-            self._receiver.find(transfer.key).abort(TransferError(f"{transfer} was given up by its source"))
+            self._receiver.find(transfer.key).abort(TransferError(f"{transfer} was abandoned by its source"))
         except RingserveError:
-            # The destination has let go already.
+            # The destination has dropped the transfer already.
             return
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing: there is no thread and no connection."""
 
 
 class InProcessNetwork:
-    """Makes senders and receivers that find each other."""
+    """Network of one process: its senders find its receivers by their endpoints."""
 
     def __init__(self) -> None:
         self._receivers: dict[str, InProcessReceiver] = {}

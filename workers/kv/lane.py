@@ -1,8 +1,7 @@
-"""Everything one rank sends to one destination rank: a queue, the thread that empties it, and a connection."""
+"""Lane from one source rank to one destination rank: a queue, the thread that empties it, and a connection."""
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -17,23 +16,26 @@ from workers.kv.outgoing import OutgoingPart, OutgoingTransfer
 from workers.kv.sockets import call
 from workers.protocol.transfers import TransferKey
 
-logger = logging.getLogger(__name__)
-
-# How long an idle connection is listened to before looking whether it is broken.
-IDLE_SECONDS = 5.0
+# Longest wait for a reply on an idle connection before checking whether the connection is broken.
+REPLY_SECONDS = 5.0
+# Longest idle time of a lane's thread; later work starts another thread.
+IDLE_SECONDS = 30.0
+# Time that `release` gives a frame to finish before it breaks the connection.
+GRACE_SECONDS = 0.5
+JOIN_SECONDS = 10.0
 
 
 class DestinationConnection:
-    """One TCP connection to a KV receiver, from construction until `is_broken`.
+    """TCP connection to a KV receiver, from construction until `is_broken`; a thread of its own reads the replies.
 
     One thread at a time may send; `break_off` may be called from any thread. When the connection ends, every transfer
-    that it carried and that is not confirmed fails.
+    that it carried fails unless it is confirmed.
     """
 
     def __init__(
         self, endpoint: str, *, connect_seconds: float, stall_seconds: float, tls: PeerTls | None = None
     ) -> None:
-        """Raises TransferError for a malformed endpoint, Unavailable where nobody answers, or not who should."""
+        """Connect. Raises Unavailable for a malformed endpoint, and where no KV receiver of ours answers."""
         self._endpoint = endpoint
         try:
             self._stream = call(endpoint, connect_seconds, stall_seconds, tls)
@@ -53,7 +55,7 @@ class DestinationConnection:
             return self._end_reason is not None
 
     def carry(self, transfer: OutgoingTransfer) -> bool:
-        """Bind a transfer's fate to this connection. False where the connection is broken already."""
+        """Bind a transfer to this connection: they fail together. Return False if the connection is broken already."""
         with self._lock:
             if self._end_reason is not None:
                 return False
@@ -61,7 +63,7 @@ class DestinationConnection:
             return True
 
     def send(self, frame: Frame, payload: list[memoryview]) -> None:
-        """Send one frame. Raises Unavailable when the connection breaks or stalls: it is of no use then."""
+        """Send one frame. Raises Unavailable when the connection breaks or stalls; it is broken then."""
         payload_bytes = sum(buffer.nbytes for buffer in payload)
         with self._lock:
             if frame.key in self._carried:
@@ -73,7 +75,7 @@ class DestinationConnection:
             raise self._end(reason_of(error)) from error
 
     def forget(self, transfer: OutgoingTransfer) -> bool:
-        """Unbind a transfer that is given up. Whether it was bound."""
+        """Unbind an abandoned transfer. Return True if it was bound."""
         with self._lock:
             return self._carried.pop(transfer.key, None) is not None
 
@@ -82,13 +84,14 @@ class DestinationConnection:
         self._end(reason)
 
     def join(self, seconds: float) -> None:
+        """Wait for the end of the thread that reads replies."""
         self._hearing.join(seconds)
 
     def _hear(self) -> None:
         reason = "it was broken off"
         try:
             while not self.is_broken:
-                if self._stream.wait_readable(IDLE_SECONDS):
+                if self._stream.wait_readable(REPLY_SECONDS):
                     frame, _ = self._stream.receive_frame()
                     self._take(frame)
         except OSError as error:
@@ -105,7 +108,7 @@ class DestinationConnection:
         with self._lock:
             transfer, payload_bytes = self._carried.pop(frame.key, (None, 0))
         if transfer is None:
-            # Given up here while the reply was on its way.
+            # The transfer was abandoned while the reply was under way.
             return
         if isinstance(frame, RefusedFrame):
             refusal = StaleIncarnation if frame.is_stale else TransferError
@@ -116,7 +119,7 @@ class DestinationConnection:
             transfer.confirmed(self._endpoint)
 
     def _end(self, reason: str) -> Unavailable:
-        """End the connection once; returns why it ended, which need not be this reason."""
+        """End the connection once -> the error with the first reason."""
         with self._lock:
             if self._end_reason is None:
                 self._end_reason = reason
@@ -128,18 +131,11 @@ class DestinationConnection:
         return error
 
 
-# A lane without work lets its thread go; the next work starts another.
-IDLE_SECONDS = 30.0
-# How long `release` lets a frame finish before it breaks the connection under it.
-GRACE_SECONDS = 0.5
-JOIN_SECONDS = 10.0
-
-
 class Lane:
-    """Sends in the order of the calls; the calls return at once. Any thread may call anything.
+    """Queue of frames to one destination rank, sent in the order of the calls. The calls return at once; thread-safe.
 
-    Frames of one transfer are sent one after the other by one thread, so `settle` asks for all that was sent before.
-    A broken connection is replaced when there is something to send again; what it carried has failed.
+    One thread sends the frames of a transfer one after the other, so `settle` covers everything sent before it. A
+    broken connection is replaced when there is something to send again; the transfers that it carried have failed.
     """
 
     def __init__(
@@ -170,13 +166,13 @@ class Lane:
         self._put(lambda: self._send_layer(transfer, part, layer, ready))
 
     def settle(self, transfer: OutgoingTransfer) -> None:
-        """Ask the destination to confirm what was sent so far."""
+        """Ask the destination to confirm everything sent so far."""
         self._put(lambda: self._settle(transfer))
 
     def release(self, transfer: OutgoingTransfer) -> None:
-        """Return when this lane reads no block of a transfer that is over; its destination is told that it is.
+        """Wait until this lane reads no block of a transfer that is over, then tell the destination.
 
-        A frame in progress may finish for GRACE_SECONDS; then the connection is broken under it.
+        A frame in progress may finish within GRACE_SECONDS; then the connection is broken.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: self._reading is not transfer, GRACE_SECONDS):
@@ -215,13 +211,13 @@ class Lane:
             while (job := self._next()) is not None:
                 job()
         finally:
-            # Also where a job ended in a bug: the next one gets a new thread.
+            # After a job that failed with a bug too: the next job gets a new thread.
             with self._changed:
                 if self._thread is threading.current_thread():
                     self._thread = None
 
     def _next(self) -> Callable[[], None] | None:
-        """The next job; None, and this is not the lane's thread any more, when there was none for a while."""
+        """Wait for the next job; None after IDLE_SECONDS without one, and this thread is the lane's no more."""
         with self._changed:
             self._changed.wait_for(lambda: self._jobs or self._is_closed, IDLE_SECONDS)
             if self._jobs:
@@ -240,7 +236,7 @@ class Lane:
             if ready is not None:
                 ready.synchronize()
             for frame in part.frames:
-                # Under the lock that `release` waits with: a transfer that is over is not read any more.
+                # Under the lock that `release` waits with: a transfer that is over is never read.
                 with self._changed:
                     if not transfer.is_sending:
                         return
@@ -254,7 +250,7 @@ class Lane:
         except RingserveError as error:
             transfer.fail(error)
         except Exception as error:
-            # The device failed, or a bug: whoever waits learns of it now, and the thread's end says where.
+            # The device failed, or a bug: waiting callers get an error now, and the thread's traceback names the place.
             transfer.fail(Unavailable(f"KV of {transfer} could not be read: {error}"))
             raise
         finally:
@@ -278,11 +274,11 @@ class Lane:
         try:
             connection.send(AbandonFrame(transfer.key, "it was abandoned"), [])
         except Unavailable:
-            # The connection is gone, and with it the destination's half of the transfer: told all the same.
+            # The connection is gone, so the destination has ended its half of the transfer too.
             return
 
     def _connection_for(self, transfer: OutgoingTransfer) -> DestinationConnection | None:
-        """A connection that carries the transfer; None, the transfer failed, where there is none to be had."""
+        """Return a connection that carries the transfer; None if none can be made, and the transfer fails."""
         if not transfer.is_sending:
             return None
         try:

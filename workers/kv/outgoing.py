@@ -1,4 +1,4 @@
-"""One transfer as its source rank sees it: what is to be sent, what is sent, what is confirmed.
+"""Outgoing transfer of a source rank: its parts, their frames, and the confirmations.
 
 Shapes: T tokens of a frame, K its KV heads, D head dimension.
 """
@@ -21,14 +21,14 @@ from workers.kv.cache import MAX_COPIES, KvCache, SlotRun, runs_of, slots_of
 from workers.kv.frames import MAX_PIECES, Column, LayerFrame
 from workers.protocol.transfers import TransferKey, TransferReport
 
-# Payload bytes of one frame: large enough that a frame's fixed cost is lost in it, small enough to sit in a CPU cache
-# on its way through the receiver's staging buffer (docs/decisions/0003-kv-carrier.md).
+# Payload bytes of one frame: large enough that its fixed cost is negligible, small enough to stay in a CPU cache in the
+# receiver's staging buffer (docs/decisions/0003-kv-carrier.md).
 FRAME_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class FrameLayout:
-    """What one frame holds and where it lies here; the same for every layer. `heads` are this rank's, from 0."""
+    """Content of one frame and its slots here, the same for every layer. `heads` counts this rank's heads from 0."""
 
     starts: Column
     counts: Column
@@ -38,12 +38,13 @@ class FrameLayout:
     runs: tuple[SlotRun, ...]
 
     def of_layer(self, key: TransferKey, layer: int, cache: KvCache, checksum: int | None = None) -> LayerFrame:
+        """Return the frame of one layer."""
         return LayerFrame(
             key, layer, cache.dtype_name, self.head_start, self.head_stop, self.starts, self.counts, checksum
         )
 
     def payload(self, layer: int, cache: KvCache) -> list[memoryview]:
-        """K, then V of the frame's tokens: the cache's own memory where that is possible, else one packed copy."""
+        """Return K, then V of the frame's tokens: the cache's own memory where possible, else one packed copy."""
         is_whole = self.heads == slice(0, cache.num_kv_heads)
         if is_whole and cache.device.type == "cpu" and len(self.runs) <= MAX_COPIES:
             views = cache.views(layer, self.runs)
@@ -58,7 +59,7 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
 
 
 class OutgoingPart:
-    """One source rank's share for one destination: pieces cut into frames."""
+    """Share of one source rank for one destination: pieces cut into frames."""
 
     def __init__(self, pieces: tuple[KvPiece, ...], blocks: tuple[int, ...], cache: KvCache) -> None:
         self._pieces = pieces
@@ -67,7 +68,7 @@ class OutgoingPart:
 
     @cached_property
     def frames(self) -> tuple[FrameLayout, ...]:
-        """Cut once, by the thread that sends the first layer: a decode-made shard has a piece for every token.
+        """Frames of the pieces, cut once by the thread that sends the first layer: decode shards have a piece a token.
 
         Raises TransferError where a piece is not in this rank's blocks and heads, or pieces do not ascend.
         """
@@ -106,7 +107,7 @@ class OutgoingPart:
 
 
 class OutgoingState(Enum):
-    """See `OutgoingTransfer`."""
+    """State of an `OutgoingTransfer`, which draws the transitions."""
 
     SENDING = auto()
     SETTLED = auto()
@@ -115,11 +116,11 @@ class OutgoingState(Enum):
 
 
 class OutgoingTransfer:
-    """Counts what of one transfer is still to be sent and confirmed.
+    """Transfer with counts of the parts still to be sent and confirmed.
 
         SENDING ──all sent and confirmed──> SETTLED
            ├──refused, or a connection broke──> FAILED
-           └──given up here──> ABANDONED
+           └──abandoned here──> ABANDONED
 
     The blocks are the leader's; they may be read from `begin` until the state is not SENDING any more and no
     connection is in the middle of a frame (`Lane.release` waits for that).
@@ -142,43 +143,43 @@ class OutgoingTransfer:
             return self._state is OutgoingState.SENDING
 
     def add(self, num_layer_parts: int) -> None:
-        """So many (layer, destination) pairs more are to be sent."""
+        """Add (layer, destination) pairs to be sent."""
         with self._changed:
             self._unsent += num_layer_parts
 
     def begin_part(self, endpoint: str) -> None:
-        """A connection to `endpoint` is about to send some of it, and must confirm."""
+        """Note that a connection to `endpoint` is about to send a part, and has to confirm it."""
         with self._changed:
             self._unconfirmed.add(endpoint)
             if self._began is None:
                 self._began = time.monotonic()
 
     def sent_part(self, payload_bytes: int) -> None:
-        """One (layer, destination) pair has gone."""
+        """Note that one (layer, destination) pair is sent."""
         with self._changed:
             self._unsent -= 1
             self._payload_bytes += payload_bytes
             self._changed.notify_all()
 
     def confirmed(self, endpoint: str) -> None:
-        """The destination has everything."""
+        """Note that the destination has everything."""
         with self._changed:
             self._unconfirmed.discard(endpoint)
             self._ended = time.monotonic()
             self._changed.notify_all()
 
     def fail(self, error: RingserveError) -> None:
-        """Nothing more is sent; whoever waits is told."""
+        """Stop sending and raise `error` in waiting calls."""
         self._end(OutgoingState.FAILED, error)
 
     def abandon(self) -> None:
-        """Nothing more is sent."""
-        self._end(OutgoingState.ABANDONED, TransferError(f"{self} was given up"))
+        """Stop sending: the source rank gives the transfer up."""
+        self._end(OutgoingState.ABANDONED, TransferError(f"{self} was abandoned"))
 
     def wait_sent(self, deadline: float) -> frozenset[str]:
-        """Wait until every layer went to every destination; returns the endpoints that have to confirm.
+        """Wait until every layer is sent to every destination -> the endpoints that have to confirm.
 
-        `deadline` is on the monotonic clock. Raises what ended the transfer, or TransferError at the deadline.
+        `deadline` is on the monotonic clock. Raises the error that ended the transfer, TransferError at the deadline.
         """
         with self._changed:
             self._wait(lambda: self._unsent == 0, deadline)

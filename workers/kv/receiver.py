@@ -1,4 +1,4 @@
-"""Receives KV from ranks of other rings, over TCP, plain or with TLS, into this rank's cache."""
+"""Receiver of KV from ranks of other rings, over TCP, plain or with TLS, into this rank's cache."""
 
 from __future__ import annotations
 
@@ -26,32 +26,35 @@ from workers.kv.frames import (
 )
 from workers.kv.incoming import IncomingTransfer, TransferTable
 from workers.kv.sockets import KvStream, shut, wait_for
-from workers.protocol.transfers import KvExpect, TransferKey, TransferReport
+from workers.protocol.transfers import TransferKey
 
 logger = logging.getLogger(__name__)
 
-# How long an idle connection is waited for before looking whether the receiver has closed.
+# Longest wait for a frame on an idle connection before checking whether the receiver has closed.
 IDLE_SECONDS = 1.0
-# Refusals are remembered until the source asks; of one that never does, the oldest are forgotten.
+# Most refusals that a connection remembers until its source asks; the oldest are dropped.
 MAX_REFUSED = 1024
+# Longest wait for a connection before checking whether the receiver is closing.
+ACCEPT_SECONDS = 0.5
+JOIN_SECONDS = 10.0
 
 
 @dataclass(slots=True)
 class _Share:
-    """What this connection has brought of one transfer since its last `settle`."""
+    """Part of one transfer that this connection has brought since its last `settle`."""
 
     transfer: IncomingTransfer
     payload_bytes: int = 0
 
 
 class SourceConnection:
-    """Serves one connection in the thread that calls `serve`, until it ends; `close` may be called from any thread.
+    """Connection from a source rank, served in the thread that calls `serve`; `close` may be called from any thread.
 
-    A refused frame is read to its end and forgotten, so the connection goes on with the next. A malformed one ends the
-    connection: after it nobody knows where the next frame begins.
+    A refused frame is read to its end and dropped, and the connection continues with the next. A malformed frame ends
+    the connection: the start of the next frame is unknown.
 
-    Until it `is_known` a source has `greeting_seconds`. With TLS it is known by its certificate, without by a frame
-    that names this life of the destination, which strangers do not know.
+    A source has `greeting_seconds` until it `is_known`. With TLS its certificate makes it known. Without TLS a frame
+    that names the destination's incarnation does, which strangers do not know.
     """
 
     def __init__(
@@ -74,13 +77,13 @@ class SourceConnection:
         self._stream.deadline = time.monotonic() + greeting_seconds
         self._is_closed = False
         self._shares: dict[TransferKey, _Share] = {}
-        # What was refused since the source last asked: it is told once, not once a frame, so replies never pile up.
+        # Refusals since the source last asked: one reply a transfer, not one a frame, so replies never pile up.
         self._refused: OrderedDict[TransferKey, RefusedFrame] = OrderedDict()
         # Grows to the largest frame of this peer, which `receive_frame` bounds.
         self._staging = torch.empty(0, dtype=torch.uint8)
 
     def serve(self) -> None:
-        """Read frames until the connection ends; transfers it had begun and not settled are then aborted."""
+        """Read frames until the connection ends, then abort the transfers that it began and did not settle."""
         reason = "this receiver is closing"
         try:
             if self._is_private:
@@ -96,7 +99,7 @@ class SourceConnection:
         except OSError as error:
             reason = reason_of(error)
             if not self.is_known:
-                logger.warning("KV connection of %s is closed before it was known who calls: %s", self._peer, reason)
+                logger.warning("KV connection of %s is closed before its caller is known: %s", self._peer, reason)
         finally:
             self._stream.close()
             for share in self._shares.values():
@@ -132,7 +135,7 @@ class SourceConnection:
             self._stream.discard(payload_bytes)
             self._refuse(frame.key, error)
             return
-        # From here on the transfer dies with this connection.
+        # From here on the transfer ends with this connection.
         share = self._shares.setdefault(frame.key, _Share(transfer))
         if len(self._staging) < payload_bytes:
             self._staging = torch.empty(payload_bytes, dtype=torch.uint8)
@@ -155,7 +158,7 @@ class SourceConnection:
         try:
             if share is None:
                 raise TransferError(f"nothing of transfer {key.transfer_id!r} came over this connection")
-            # Not looked up in the table: a transfer that is sealed and forgotten since then did arrive.
+            # Not looked up in the table: a transfer that was sealed and dropped since then did arrive.
             share.transfer.check_alive()
         except RingserveError as error:
             self._reply(refusal(key, error))
@@ -166,7 +169,7 @@ class SourceConnection:
         self._refused.pop(frame.key, None)
         share = self._shares.pop(frame.key, None)
         if share is not None:
-            reason = f"{share.transfer} was given up by its source {self._peer}: {frame.reason}"
+            reason = f"{share.transfer} was abandoned by its source {self._peer}: {frame.reason}"
             share.transfer.abort(TransferError(reason))
 
     def _refuse(self, key: TransferKey, error: RingserveError) -> None:
@@ -183,23 +186,16 @@ class SourceConnection:
 
 
 def refusal(key: TransferKey, error: RingserveError) -> RefusedFrame:
+    """Return the frame that tells a source of `error`."""
     return RefusedFrame(key, isinstance(error, StaleIncarnation), str(error))
 
 
-logger = logging.getLogger(__name__)
+class KvReceiver(TransferTable):
+    """Listener for KV from construction to `close`: one thread accepts, one serves each connection. Thread-safe.
 
-# How long the listener waits for a connection before looking whether it is to close.
-ACCEPT_SECONDS = 0.5
-JOIN_SECONDS = 10.0
-
-
-class KvReceiver:
-    """Listens from construction to `close`; one thread accepts, one serves each connection. Any thread may call.
-
-    `expect`, `wait_sealed`, `drop` are `TransferTable`'s. `max_connections` bounds threads and staging memory
-    (at most MAX_PAYLOAD_BYTES each). `stall_seconds`: a source that stops in the middle of a frame for so long is gone.
-    Whoever calls has `greeting_seconds` to show that it is one of ours (`SourceConnection`); when connections run out,
-    the oldest that has not shown it makes room.
+    `max_connections` bounds threads and staging memory (at most MAX_PAYLOAD_BYTES each). A source that stops in the
+    middle of a frame for `stall_seconds` counts as gone. A caller has `greeting_seconds` to become known
+    (`SourceConnection`); when connections run out, the oldest unknown caller is closed.
     """
 
     def __init__(
@@ -214,14 +210,13 @@ class KvReceiver:
         max_connections: int = 256,
         tls: PeerTls | None = None,
     ) -> None:
-        self._cache = cache
-        self._table = TransferTable(cache, incarnation)
+        super().__init__(cache, incarnation)
         self._stall_seconds = stall_seconds
         self._greeting_seconds = greeting_seconds
         self._max_connections = max_connections
         self._tls = tls
         self._closing = threading.Event()
-        self._lock = threading.Lock()
+        self._serving_lock = threading.Lock()
         self._serving: dict[SourceConnection, threading.Thread] = {}
         family = socket.AF_INET6 if ":" in listen_host else socket.AF_INET
         try:
@@ -233,34 +228,12 @@ class KvReceiver:
         self._accepting = threading.Thread(target=self._accept, name="kv-accept", daemon=True)
         self._accepting.start()
 
-    @property
-    def num_open(self) -> int:
-        """Transfers that may still receive bytes."""
-        return self._table.num_open
-
-    @property
-    def stalled_seconds(self) -> float:
-        """See `TransferTable.stalled_seconds`."""
-        return self._table.stalled_seconds
-
-    def expect(self, expect: KvExpect) -> None:
-        """See `TransferTable.expect`."""
-        self._table.expect(expect)
-
-    def wait_sealed(self, key: TransferKey, timeout: float) -> TransferReport:
-        """See `TransferTable.wait_sealed`."""
-        return self._table.wait_sealed(key, timeout)
-
-    def drop(self, key: TransferKey) -> None:
-        """See `TransferTable.drop`."""
-        self._table.drop(key)
-
     def close(self) -> None:
         """End everything; idempotent. Open transfers fail with Unavailable."""
-        with self._lock:
+        with self._serving_lock:
             self._closing.set()
             serving = dict(self._serving)
-        self._table.abort_all(Unavailable("the KV receiver is closed"))
+        self.abort_all(Unavailable("the KV receiver is closed"))
         shut(self._listener)
         for connection in serving:
             connection.close()
@@ -274,8 +247,8 @@ class KvReceiver:
                 if wait_for(self._listener, select.POLLIN, ACCEPT_SECONDS):
                     self._admit(*self._listener.accept())
             except (OSError, ConfigError) as error:
-                # A peer that gave up while it was queued, too many open files, or files of TLS that are being replaced:
-                # later ones may be luckier.
+                # The peer left the queue, too many files are open, or TLS files are being replaced: later connections
+                # may succeed.
                 if not self._closing.wait(ACCEPT_SECONDS):
                     logger.warning("a KV connection could not be accepted: %s", error)
 
@@ -286,13 +259,13 @@ class KvReceiver:
         source = SourceConnection(
             KvStream(connection, self._stall_seconds),
             peer,
-            self._table,
+            self,
             self._cache.dtype,
             greeting_seconds=self._greeting_seconds,
             is_private=self._tls is not None,
         )
         thread = threading.Thread(target=self._serve, args=(source,), name=f"kv-from-{peer}", daemon=True)
-        with self._lock:
+        with self._serving_lock:
             if self._closing.is_set() or not self._make_room():
                 logger.warning("KV connection of %s is closed: %d are open", peer, len(self._serving))
                 connection.close()
@@ -301,13 +274,13 @@ class KvReceiver:
             thread.start()
 
     def _make_room(self) -> bool:
-        """Whether one more may be served; the lock is held."""
+        """Make room for a connection -> True if there is; the lock is held."""
         if len(self._serving) < self._max_connections:
             return True
         stranger = next((source for source in self._serving if not source.is_known), None)
         if stranger is None:
             return False
-        # Its thread ends by itself; it is not counted any more.
+        # The thread of the closed connection ends by itself.
         del self._serving[stranger]
         stranger.close()
         return True
@@ -316,5 +289,5 @@ class KvReceiver:
         try:
             source.serve()
         finally:
-            with self._lock:
+            with self._serving_lock:
                 self._serving.pop(source, None)

@@ -1,4 +1,4 @@
-"""Sends KV of this rank's cache to ranks of other rings, layer by layer, behind the computation."""
+"""Sender of KV from this rank's cache to ranks of other rings, layer by layer, behind the computation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from workers.protocol.transfers import KvSend, TransferKey, TransferReport
 
 
 class Carrier(Protocol):
-    """Takes a rank's KV to one destination rank: `Lane` over TCP, or `InProcessLane`. See `Lane` for each call."""
+    """Way of a rank's KV to one destination rank: `Lane` over TCP, or `InProcessLane`. `Lane` describes the calls."""
 
     def send_layer(
         self, transfer: OutgoingTransfer, part: OutgoingPart, layer: int, ready: torch.Event | None
@@ -31,7 +31,7 @@ class Carrier(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """One `begin` of a transfer: a prefill chunk's, say. `waiting` are the layers that are not written yet."""
+    """Share that one `begin` adds to a transfer, such as a prefill chunk. `waiting` are the layers not written yet."""
 
     parts: tuple[tuple[Carrier, OutgoingPart], ...]
     waiting: set[int]
@@ -39,19 +39,19 @@ class _Share:
 
 @dataclass(frozen=True, slots=True)
 class _Sending:
-    """A transfer and its shares, oldest first."""
+    """Transfer and its shares, oldest first."""
 
     transfer: OutgoingTransfer
     shares: list[_Share]
 
 
 class KvSender:
-    """One lane for each destination rank. Any thread may call anything.
+    """Sender with one lane for each destination rank. Thread-safe.
 
-    For each step: `begin` with what the step adds to a transfer, `layer_ready` after each layer; when all steps are
-    done, `finish`. Blocks are read between `begin` and the return of `finish` or `abandon`, never after it.
-    `stall_seconds`: a destination that takes no byte for so long is gone. `open_lane` makes the way to an endpoint;
-    by default a TCP connection, with `tls` an encrypted one.
+    For each step call `begin` with the step's share of a transfer, then `layer_ready` after each layer; after all steps
+    call `finish`. Blocks are read between `begin` and the return of `finish` or `abandon`, never after it. A
+    destination that takes no byte for `stall_seconds` counts as gone. `open_lane` makes the lane to an endpoint, by
+    default over TCP, encrypted with `tls`.
     """
 
     def __init__(
@@ -85,14 +85,14 @@ class KvSender:
 
     @property
     def num_open(self) -> int:
-        """Transfers begun and neither finished nor abandoned."""
+        """Number of transfers begun and neither finished nor abandoned."""
         with self._lock:
             return len(self._sending)
 
     def begin(self, send: KvSend) -> None:
-        """Take on a share of a transfer; none of its layers is ready yet. A share without parts is allowed.
+        """Begin a share of a transfer; none of its layers is ready yet. A share without parts is allowed.
 
-        Raises StaleIncarnation where it is meant for another life of this ring, Unavailable after `close`.
+        Raises StaleIncarnation where it names another incarnation of this ring, Unavailable after `close`.
         """
         if send.key.source != self._incarnation:
             raise StaleIncarnation(
@@ -111,10 +111,10 @@ class KvSender:
             sending.transfer.add(len(parts) * self._cache.num_layers)
 
     def layer_ready(self, key: TransferKey, layer: int) -> None:
-        """A layer's KV of the oldest share that still waits for it is written: send it. Returns at once.
+        """Send a layer of the oldest share that still waits for it: its KV is written. Returns at once.
 
-        Of a transfer that has failed or was abandoned meanwhile nothing is sent, and nothing is raised: the step goes
-        on for the other sequences.
+        Nothing is sent for a transfer that has failed or was abandoned, and nothing is raised: the step continues for
+        the other sequences.
         """
         ready = self._cache.fence()
         with self._lock:
@@ -130,11 +130,11 @@ class KvSender:
                 lane.send_layer(sending.transfer, part, layer, ready)
 
     def finish(self, key: TransferKey, timeout: float) -> TransferReport:
-        """Wait until all layers of all shares are sent and every destination confirmed them; forget the transfer.
+        """Wait until all layers of all shares are sent and confirmed by every destination; then drop the transfer.
 
         Raises TransferError with the destination's reason, or when `timeout` seconds are over; StaleIncarnation where
-        the destination was rebuilt; Unavailable where it cannot be reached or went away. Whatever comes, no block of
-        the transfer is read after the return, and it is over: on an error its destinations are told.
+        the destination was rebuilt; Unavailable where it cannot be reached or is lost. In every case the transfer is
+        over and no block of it is read after the return; on an error its destinations are told.
         """
         deadline = time.monotonic() + timeout
         with self._lock:
@@ -157,7 +157,7 @@ class KvSender:
         return report
 
     def abandon(self, key: TransferKey) -> None:
-        """Give a transfer up, whatever its state; idempotent. No block of it is read after this returns."""
+        """Abandon a transfer in any state; idempotent. No block of it is read after the return."""
         with self._lock:
             sending = self._sending.pop(key, None)
         if sending is None:
@@ -167,7 +167,7 @@ class KvSender:
             lane.release(sending.transfer)
 
     def send_all(self, send: KvSend, timeout: float) -> TransferReport:
-        """`begin`, every layer, `finish`: for KV that is in the cache already."""
+        """Send KV that is complete in the cache: `begin`, every layer, `finish`."""
         self.begin(send)
         for layer in range(self._cache.num_layers):
             self.layer_ready(send.key, layer)
@@ -185,7 +185,7 @@ class KvSender:
             lane.close()
 
     def _lane(self, endpoint: str) -> Carrier:
-        """The lane to a destination rank; the lock is held."""
+        """Return the lane to a destination rank; the lock is held."""
         if endpoint not in self._lanes:
             self._lanes[endpoint] = self._open_lane(endpoint)
         return self._lanes[endpoint]

@@ -1,6 +1,6 @@
-"""TCP, plain or with TLS, as both ends of a KV connection use it. Every wait is bounded.
+"""TCP stream of both ends of a KV connection, plain or with TLS. Every wait is bounded.
 
-Why plain sockets and not gRPC or ZeroMQ: docs/decisions/0003-kv-carrier.md; how they are guarded: 0022.
+docs/decisions/0003-kv-carrier.md compares plain sockets with gRPC and ZeroMQ; decision 0022 is on their security.
 """
 
 from __future__ import annotations
@@ -21,26 +21,25 @@ MAX_BUFFERS = 512
 
 
 class KvStream:
-    """One connection. One thread may send while another receives; `shut` may be called from any.
+    """Stream of one connection. One thread may send while another receives; `shut` may be called from any thread.
 
-    No wait for the peer takes longer than `stall_seconds`, nor beyond `deadline` (monotonic clock) while that is set;
-    then TimeoutError is raised. That, and whatever else breaks the connection, is an OSError; the stream is of no use
-    after it.
+    A wait for the peer raises TimeoutError after `stall_seconds`, and at `deadline` (monotonic clock) while that is
+    set. This and every other failure of the connection is an OSError; the stream is unusable after it.
     """
 
     def __init__(self, connection: socket.socket, stall_seconds: float) -> None:
-        """Takes the connection over. Raises OSError where it is gone already."""
+        """Take the connection over. Raises OSError where it is closed already."""
         self.deadline: float | None = None
         self._connection = connection
         self._stall_seconds = stall_seconds
-        # OpenSSL's state is that of both directions; nobody waits under this lock.
+        # OpenSSL's state covers both directions; no thread waits under this lock.
         self._moving = threading.Lock()
         self._num_waiting = 0
         self._is_closed = False
         tune(connection)
 
     def shake_hands(self) -> None:
-        """Do the handshake of a TLS connection as the one who was called. Raises OSError."""
+        """Do the handshake of a TLS connection on the server's side. Raises OSError."""
         while True:
             with self._moving:
                 events = handshake_events(self._connection)
@@ -49,7 +48,7 @@ class KvStream:
             self._await(events)
 
     def send(self, buffers: Sequence[memoryview]) -> None:
-        """Send all of the buffers in order; over plain TCP with no copy of our own. Raises OSError."""
+        """Send all buffers in order, over plain TCP without a copy of our own. Raises OSError."""
         left = [buffer for buffer in buffers if buffer.nbytes]
         while left:
             sent = self._send_some(left[:MAX_BUFFERS])
@@ -85,7 +84,7 @@ class KvStream:
             buffer = buffer[count:]
 
     def receive_frame(self) -> tuple[Frame, int]:
-        """The next frame, and how many bytes of payload follow it. Raises OSError, or TransferError if malformed."""
+        """Receive a frame -> (frame, bytes of payload that follow). Raises OSError, TransferError if malformed."""
         prefix = bytearray(PREFIX.size)
         self.receive_into(memoryview(prefix))
         header_bytes, payload_bytes = decode_prefix(prefix)
@@ -94,7 +93,7 @@ class KvStream:
         return decode_header(header, payload_bytes), payload_bytes
 
     def discard(self, count: int) -> None:
-        """Read `count` bytes and forget them. Raises OSError."""
+        """Read and drop `count` bytes. Raises OSError."""
         scratch = memoryview(bytearray(min(count, 1 << 16)))
         while count:
             step = min(count, len(scratch))
@@ -102,19 +101,19 @@ class KvStream:
             count -= step
 
     def wait_readable(self, seconds: float) -> bool:
-        """Whether bytes, or the end of the stream, are there within `seconds`. Raises TimeoutError at the deadline."""
+        """Wait for bytes or the end of the stream -> True within `seconds`. Raises TimeoutError at the deadline."""
         with self._moving:
-            # A poll does not see what OpenSSL has decrypted already.
+            # A poll does not see bytes that OpenSSL has decrypted already.
             if isinstance(self._connection, ssl.SSLSocket) and self._connection.pending():
                 return True
         return self._wait(select.POLLIN, seconds)
 
     def shut(self) -> None:
-        """End the connection from any thread: whoever waits on it wakes with an error or an end of stream."""
+        """End the connection from any thread: waiting calls return with an error or an end of stream."""
         shut(self._connection)
 
     def close(self) -> None:
-        """Free the descriptor, or leave that to who still waits on it: it could be another's by then. Idempotent."""
+        """Free the descriptor, or leave that to the last waiting call: a freed descriptor may be reused. Idempotent."""
         with self._moving:
             self._is_closed = True
             self._dispose()
@@ -141,7 +140,7 @@ class KvStream:
                 self._dispose()
 
     def _seconds_left(self) -> float:
-        """Until the deadline. Raises TimeoutError once it is over."""
+        """Return the seconds until the deadline. Raises TimeoutError once it is over."""
         if self.deadline is None:
             return float("inf")
         left = self.deadline - time.monotonic()
@@ -151,14 +150,14 @@ class KvStream:
 
 
 def call(endpoint: str, connect_seconds: float, stall_seconds: float, tls: PeerTls | None = None) -> KvStream:
-    """A stream to who listens at HOST:PORT. Raises ConfigError, OSError."""
+    """Connect to HOST:PORT -> its stream. Raises ConfigError, OSError."""
     host, port = parse_endpoint(endpoint)
     connection = socket.create_connection((host, port), timeout=connect_seconds)
     return KvStream(connection if tls is None else tls.call(connection, host), stall_seconds)
 
 
 def tune(connection: socket.socket) -> None:
-    """Never block, send small frames at once, and notice a dead host in about ten seconds."""
+    """Set socket options: never block, send small frames at once, and notice a dead host in about ten seconds."""
     connection.setblocking(False)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -168,16 +167,16 @@ def tune(connection: socket.socket) -> None:
 
 
 def shut(connection: socket.socket) -> None:
-    """End a connection, or listening, from any thread."""
+    """End a connection or a listening socket, from any thread."""
     try:
         connection.shutdown(socket.SHUT_RDWR)
     except OSError:
-        # Not connected any more: what we wanted.
+        # The socket is not connected any more, as wanted.
         return
 
 
 def wait_for(connection: socket.socket, events: int, seconds: float) -> bool:
-    """Whether any of these events of poll, or an error, is there within `seconds`."""
+    """Wait `seconds` for one of these poll events or an error -> True if there is one."""
     poll = select.poll()
     poll.register(connection, events)
     return bool(poll.poll(seconds * 1000))

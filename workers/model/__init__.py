@@ -1,1 +1,1 @@
-"""Model directories: reading, loading, tensor parallel cutting, and the attention hook."""
+"""Model of a rank: model directories, loading, the tensor parallel share, and the attention hook."""

@@ -1,7 +1,8 @@
-"""Models that ringserve brings along, written once to the user's cache as ordinary Hugging Face directories.
+"""Builtin model `builtin:tiny`, written once to the user's cache as an ordinary Hugging Face directory.
 
-`builtin:tiny` is a small Llama with a byte-level tokenizer. Its weights are drawn, not trained, so it says nothing
-sensible; they are shaped so that what it says is printable, varied and never ends by itself.
+It is a small Llama with a byte-level tokenizer: token id i < 256 is the byte i, and five special tokens follow. Its
+weights are random, not trained, and the same bits on every machine. They make its answers printable, varied and
+endless, but meaningless. Writing it needs numpy only: no torch is loaded.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from cp_core.errors import ModelRefused
 
 PREFIX = "builtin:"
 TINY = "tiny"
-# Part of the directory's name: raise it with every change of weights, tokenizer or configuration.
+# Part of the directory's name: increase it with every change of weights, tokenizer or configuration.
 TINY_VERSION = 1
 
 
 def resolve_model_path(model: str, environment: Mapping[str, str] = os.environ) -> Path:
-    """The directory of `builtin:tiny`, written first if the cache lacks it, or of any other directory as given.
+    """Return the directory of a model; `builtin:tiny` is written first if the cache lacks it.
 
     Raises ModelRefused for an unknown builtin name and for a path that is no directory.
     """
@@ -49,7 +50,7 @@ def resolve_model_path(model: str, environment: Mapping[str, str] = os.environ) 
 
 
 def cache_directory(environment: Mapping[str, str]) -> Path:
-    """$RINGSERVE_CACHE, or ringserve/ in $XDG_CACHE_HOME, or in ~/.cache."""
+    """Return $RINGSERVE_CACHE, or ringserve/ in $XDG_CACHE_HOME or ~/.cache."""
     if chosen := environment.get("RINGSERVE_CACHE"):
         return Path(chosen)
     base = environment.get("XDG_CACHE_HOME")
@@ -57,18 +58,18 @@ def cache_directory(environment: Mapping[str, str]) -> Path:
 
 
 def _write_once(target: Path) -> None:
-    """Write beside the target, then rename: several processes may do this at once, and one of them wins."""
+    """Write a draft beside the target and rename it: of several processes at once, one succeeds."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as directory:
-            # Renamed is a directory inside the temporary one: that one is private to the user, and removed in any case.
+            # The draft is a directory inside the temporary one, which is private to the user and removed in any case.
             draft = Path(directory) / target.name
             draft.mkdir()
             write_tokenizer(draft)
             write_llama(draft)
             draft.rename(target)
     except OSError as error:
-        # Losing the race leaves a non-empty target, which rename refuses; that one is as good as ours.
+        # Another process was first: rename refuses its non-empty target, which is as good as ours.
         if not (target / "config.json").is_file():
             raise ModelRefused(f"cannot write {PREFIX}{TINY} to {target}: {error}") from error
 
@@ -80,7 +81,7 @@ EOS_TOKEN_ID: Final = NUM_BYTES + 1
 END_TOKEN_ID: Final = NUM_BYTES + 4
 VOCAB_SIZE: Final = NUM_BYTES + len(SPECIAL_TOKENS)
 
-# A conversation's rendering must extend the rendering of its beginning, or no turn could reuse the KV of the last.
+# The rendering of a conversation extends the rendering of its beginning, so that a turn can reuse the last one's KV.
 CHAT_TEMPLATE: Final = (
     "{% for message in messages %}"
     "{% if message['role'] == 'assistant' %}<|assistant|>{% else %}<|user|>{% endif %}"
@@ -112,7 +113,7 @@ def write_tokenizer(directory: Path) -> None:
 
 
 def _byte_alphabet() -> list[str]:
-    """The character that byte-level tokenizers write for each byte: itself where printable, else one from U+0100 on."""
+    """Return the character of each byte in byte-level tokenizers: itself if printable, else one from U+0100 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     substitutes = iter(range(NUM_BYTES, 2 * NUM_BYTES))
     return [chr(byte if byte in printable else next(substitutes)) for byte in range(NUM_BYTES)]
@@ -129,7 +130,7 @@ HEAD_DIM: Final = 64
 MAX_POSITIONS: Final = 131072
 SEED: Final = 10
 
-# Hidden dimension 0 is the same positive constant for every token, and no layer adds to it: it serves as a bias.
+# Hidden dimension 0 is the same positive constant for every token, and no layer adds to it: it is a bias.
 BIAS_CONSTANT: Final = 3.0
 SUPPRESSED: Final = -40.0
 # Standard deviation of each kind of matrix, in units of 1/sqrt(columns).
@@ -167,7 +168,7 @@ def write_llama(directory: Path) -> None:
     }
     generation = {"bos_token_id": BOS_TOKEN_ID, "eos_token_id": [EOS_TOKEN_ID, END_TOKEN_ID]}
     (directory / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
-    # Last: its presence says that the directory is whole.
+    # Written last: its presence means that the directory is complete.
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
@@ -175,7 +176,7 @@ def _draw_weights() -> dict[str, Weights]:
     generator = np.random.Generator(np.random.Philox(SEED))
 
     def draw(rows: int, columns: int, gain: float) -> Weights:
-        # Uniform, because its bits are the same with every numpy and processor; a normal's are not promised to be.
+        # Uniform: its bits are the same with every numpy and processor, unlike those of a normal distribution.
         spread = gain * np.sqrt(3.0 / columns)
         drawn: Weights = ((2.0 * generator.random((rows, columns)) - 1.0) * spread).astype(np.float32)
         return drawn
@@ -207,9 +208,9 @@ def _draw_weights() -> dict[str, Weights]:
 def _look_back(query: Weights, key: Weights) -> None:
     """Make query head h of the first KV head attend to the token h + 1 places back, whatever the tokens are.
 
-    Rotary scores depend on the distance alone where query and key are constants; turned against each other by an
-    angle of h + 1 places they peak there. So what comes next hangs on the last five tokens, and on the far ones that
-    the other heads pick; a flat average over thousands of tokens would make the output repeat itself at once.
+    Rotary scores of constant queries and keys depend on the distance alone; rotated by the angle of h + 1 places, they
+    peak there. So the next token depends on the last five tokens, and on distant ones that the other heads choose. A
+    flat average over thousands of tokens would make the output repeat itself at once.
     """
     frequencies = ROPE_THETA ** (-np.arange(LOOK_BACK_FREQUENCIES) / (HEAD_DIM // 2))
     cosine, sine = (slice(start, start + LOOK_BACK_FREQUENCIES) for start in (0, HEAD_DIM // 2))
@@ -223,7 +224,7 @@ def _look_back(query: Weights, key: Weights) -> None:
 
 
 def _logit_weights(drawn: Weights) -> Weights:
-    """Rows of unprintable bytes and special tokens see the bias alone; common letters are favoured over rare signs."""
+    """Suppress unprintable bytes and special tokens by the bias alone, and favour common letters over rare signs."""
     allowed = np.zeros(len(drawn), bool)
     allowed[PRINTABLE.start : PRINTABLE.stop] = True
     drawn[~allowed] = 0.0

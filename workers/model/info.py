@@ -1,4 +1,4 @@
-"""The shape of a model directory, read from its JSON files alone: leaders and gateway size things without torch."""
+"""Shape of a model, read from the JSON files of its directory alone: leaders and gateway need no torch for it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ELEMENT_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def read_model_info(path: Path, dtype: str | None = None, name: str | None = None) -> ModelInfo:
-    """Shape of the model in `path`; `dtype` overrides the directory's own, `name` the directory's name.
+    """Read the shape of the model in `path`; `dtype` overrides the directory's own, `name` the directory's name.
 
     Raises ModelRefused if a file is missing or unreadable, or if the model needs a feature that is not supported.
     """
@@ -49,7 +49,7 @@ def read_model_info(path: Path, dtype: str | None = None, name: str | None = Non
 
 
 def tensor_share(info: ModelInfo, tp: int, key: str = "tp") -> ModelInfo:
-    """The shape of what one of `tp` tensor parallel ranks computes; `info` itself for tp 1.
+    """Return the shape of one tensor parallel rank's share of `tp`; `info` itself for tp 1.
 
     Raises ConfigError, naming `key`, unless every rank gets as many whole KV heads as the others.
     """
@@ -70,7 +70,7 @@ def tensor_share(info: ModelInfo, tp: int, key: str = "tp") -> ModelInfo:
 
 
 def read_json(path: Path) -> Mapping[str, object]:
-    """The object in a JSON file of a model directory. Raises ModelRefused."""
+    """Read the object in a JSON file of a model directory. Raises ModelRefused."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -83,7 +83,7 @@ def read_json(path: Path) -> Mapping[str, object]:
 
 
 class _Reader:
-    """Positive integers of config.json, or a refusal that names the key."""
+    """Reader of positive integers in config.json, with refusals that name the key."""
 
     def __init__(self, path: Path, config: Mapping[str, object]) -> None:
         self._path = path
@@ -99,7 +99,7 @@ class _Reader:
 
 
 def _eos_token_ids(path: Path, config: Mapping[str, object]) -> tuple[int, ...]:
-    """Of generation_config.json, which chat models extend, else of config.json."""
+    """Read the end ids of generation_config.json, which chat models extend, else of config.json."""
     generation_path = path / "generation_config.json"
     generation = read_json(generation_path) if generation_path.exists() else {}
     ids = generation.get("eos_token_id", config.get("eos_token_id"))

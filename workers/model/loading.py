@@ -1,4 +1,4 @@
-"""Loading a Hugging Face model directory with our attention in it. Local files only: nothing is ever downloaded."""
+"""Loader of Hugging Face model directories with ring attention. Local files only: nothing is ever downloaded."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from workers.model.info import read_model_info, tensor_share
 from workers.model.tensor_parallel import TensorParallel
 from workers.protocol.ranks import ModelInfo
 
-# transformers patches its own classes while it builds a model: two threads at it leave a patch behind for good.
+# transformers patches its own classes while it builds a model; two threads at once would leave a patch behind.
 LOADING = threading.Lock()
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -29,7 +29,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model in eval mode on its device, and its shape: `info` that of the whole model, `share` of what is here.
+    """Model in eval mode on its device. `info` is the shape of the whole model, `share` of the part that is here.
 
     With tensor parallelism `hidden_states` and `logits` are collective over `tensor`, and their results are whole.
     """
@@ -43,11 +43,11 @@ class LoadedModel:
 
     @property
     def head_start(self) -> int:
-        """The model's number of the first KV head that is here."""
+        """Index, in the model, of the first KV head that is here."""
         return self.tensor.rank * self.share.num_kv_heads
 
     def hidden_states(self, token_ids: Tensor, positions: Tensor, step: AttentionStep) -> Tensor:
-        """All layers over packed tokens. token_ids and positions int64[T], T >= 1 -> [T, hidden_size], normed."""
+        """Run all layers over packed tokens: token_ids and positions int64[T], T >= 1 -> [T, hidden_size], normed."""
         states = self.body(
             input_ids=token_ids.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, ring_step=step
         ).last_hidden_state
@@ -55,9 +55,9 @@ class LoadedModel:
         return states[0]
 
     def attend_without_tokens(self, step: AttentionStep) -> Tensor:
-        """Take part in every layer's ring with nothing of one's own, which transformers cannot run -> [0, hidden_size].
+        """Join every layer's ring attention without own tokens, which transformers cannot run -> [0, hidden_size].
 
-        The queries of others are attended here, by the scale that all served models have.
+        Other ranks' queries are attended here, with the scale that all served models have.
         """
         share, weights = self.share, self.head.weight
         assert isinstance(weights, Tensor)
@@ -68,7 +68,7 @@ class LoadedModel:
         return weights.new_empty(0, share.hidden_size)
 
     def logits(self, hidden_states: Tensor) -> Tensor:
-        """[T, hidden_size] -> [T, vocab_size]."""
+        """Map hidden states [T, hidden_size] -> logits [T, vocab_size]."""
         logits = self.head(hidden_states)
         assert isinstance(logits, Tensor)
         return logits
@@ -79,33 +79,32 @@ def load_model(
 ) -> LoadedModel:
     """Load the model in `path` in `dtype` onto `device`: the share of rank `tp_rank` of `tp`.
 
-    The device never holds more than the share; the host reads the whole model before it is cut. Raises ModelRefused,
-    in one sentence, for anything that is missing, unreadable, unsupported or incomplete, and ConfigError for a `tp`
-    that does not divide the KV heads.
+    The device never holds more than the share; the host reads the whole model before it is cut. Raises ModelRefused for
+    anything missing, unreadable, unsupported or incomplete, ConfigError for a `tp` that does not divide the KV heads.
     """
     info = read_model_info(path, dtype, name)
     share = tensor_share(info, tp)
     if not any(path.glob("*.safetensors")):
         raise ModelRefused(f"{path} has no *.safetensors weights")
     attention_hook.register()
-    # Ranks log; a bar for each of them would only garble their leader's terminal.
+    # Progress bars of several ranks would garble their leader's terminal.
     disable_progress_bar()
     try:
         with LOADING:
-            # Typed as a model alone; with output_loading_info it is a pair.
+            # Typed as a model alone; with output_loading_info the result is a pair.
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 path,
                 dtype=DTYPES[info.dtype],
                 local_files_only=True,
                 trust_remote_code=False,
                 output_loading_info=True,
-                # Into the report and not as an exception: that one does not say which.
+                # Mismatches go into the report: the exception would not name the tensor.
                 ignore_mismatched_sizes=True,
             )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ModelRefused(f"{path} cannot be loaded: {error}") from error
     model, loading = loaded
-    # transformers draws random weights for what is missing and goes on; such a model answers nonsense.
+    # transformers fills missing weights with random numbers and continues; such a model answers nonsense.
     if missing := sorted(loading["missing_keys"]):
         raise ModelRefused(f"{path} lacks weights for {len(missing)} tensors, the first is {missing[0]}")
     if mismatched := sorted(loading["mismatched_keys"]):

@@ -1,7 +1,7 @@
-"""Which models can be served. Decides from config.json alone, without torch, so that a leader refuses as a rank does.
+"""Allow-list of models, decided from config.json alone, without torch: leaders and ranks refuse the same models.
 
-An allow-list: a family is on it once its outputs were compared with transformers. What a config asks for beyond plain
-causal softmax attention over all earlier tokens is refused by the feature's name, never ignored.
+A family is on the list once its outputs were compared with transformers. Every feature beyond causal softmax attention
+over all earlier tokens is refused by its name, never ignored.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ Config = Mapping[str, object]
 
 FAMILIES: Final = ("llama", "mistral", "qwen2", "qwen3")
 
-# Rotary angles that depend on the position alone. "dynamic" and "longrope" also depend on the length of the whole
-# sequence, so keys in the cache would go stale as it grows.
+# Rotary embeddings whose angles depend on the position alone. "dynamic" and "longrope" also depend on the length of the
+# whole sequence, so cached keys would become wrong as it grows.
 ROPE_TYPES: Final = ("default", "linear", "llama3", "yarn")
 
-# Keys that only models with the feature set.
+# Keys of config.json that only models with the feature set.
 FEATURE_KEYS: Final[Mapping[str, str]] = {
     "quantization_config": "quantized weights",
     "vision_config": "vision input",
@@ -44,7 +44,7 @@ FEATURE_FAMILIES: Final[Mapping[str, str]] = {
 
 
 def check_supported(config: Config) -> None:
-    """Raise ModelRefused with the name of the first thing in `config` (config.json) that cannot be served."""
+    """Raise ModelRefused with the name of the first feature in `config` (config.json) that cannot be served."""
     model_type = config.get("model_type")
     feature = _unsupported_feature(config)
     if feature is not None:
@@ -72,13 +72,13 @@ def _unsupported_feature(config: Config) -> str | None:
 
 
 def _sliding_window(config: Config) -> object:
-    """The window some layer attends within, or None."""
+    """Return the sliding window of any layer, or None."""
     layer_types = config.get("layer_types") or []
     if isinstance(layer_types, list) and any(kind != "full_attention" for kind in layer_types):
         return config.get("sliding_window") or "unknown"
     match config.get("model_type"):
         case "mistral":
-            # Mistral's default is a window of 4096: only an explicit null turns it off.
+            # Mistral's default is a window of 4096; only an explicit null disables it.
             return config.get("sliding_window", 4096)
         case "qwen2" | "qwen3":
             return config.get("sliding_window", 4096) if config.get("use_sliding_window") else None
@@ -88,7 +88,7 @@ def _sliding_window(config: Config) -> object:
 
 
 def _unsupported_rope(config: Config) -> str | None:
-    """Older configs keep the kind in `rope_scaling`, newer ones in `rope_parameters`."""
+    """Return the unsupported rotary embedding: in `rope_parameters`, or in `rope_scaling` of older configs."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(rope, Mapping):
         return f"rotary parameters {rope!r}"

@@ -1,9 +1,9 @@
-"""Tensor parallelism inside a rank's model: transformers' plan says which matrix is cut how, a ring carries the sums.
+"""Tensor parallelism inside a rank's model: transformers' plan determines the cuts, a ring carries the sums.
 
-transformers carries its plan out itself only where the tensor parallel ranks are the whole of torch's default process
-group. Beside a context parallel axis it refuses, or, given one axis of a device mesh, leaves every weight whole without
-a word. So the plan is the model's own, and cutting and summing are done here: no default group is needed, and a broken
-tensor parallel group ends like any other broken ring.
+transformers executes its plan only where the tensor parallel ranks are all of torch's default process group. Beside a
+context parallel axis it refuses; with one axis of a device mesh it silently leaves every weight whole. So the plan is
+the model's, and cutting and summing happen here. No default group is needed, and a broken tensor parallel group ends
+like any other broken ring.
 
 T tokens.
 """
@@ -25,7 +25,7 @@ from cp_core.transport.interface import RingTransport
 
 
 class TensorParallel:
-    """Rank `rank` of the `size` ranks that hold one model together. `connect` comes before the first forward pass."""
+    """Place of rank `rank` among the `size` ranks that share one model. `connect` precedes the first forward pass."""
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         assert 0 <= rank < size, f"rank {rank} of {size}"
@@ -34,32 +34,32 @@ class TensorParallel:
         self._transport: RingTransport | None = None
 
     def connect(self, transport: RingTransport) -> None:
-        """Use this ring of the group's ranks from now on."""
+        """Use this ring of the tensor parallel group from now on."""
         assert (transport.rank, transport.size) == (self.rank, self.size), "a place in another tensor parallel group"
         self._transport = transport
 
     @property
     def transport(self) -> RingTransport:
-        assert self._transport is not None, "the tensor parallel group has not met"
+        assert self._transport is not None, "the tensor parallel group is not connected"
         return self._transport
 
     def bounds(self, total: int, rank: int) -> tuple[int, int]:
-        """What rank `rank` holds of `total` rows, columns or heads; shares differ by at most one."""
+        """Return [start, stop) of rank `rank` in `total` rows, columns or heads; shares differ by at most one."""
         return total * rank // self.size, total * (rank + 1) // self.size
 
     def share(self, total: int) -> tuple[int, int]:
-        """What this rank holds of `total`."""
+        """Return [start, stop) of this rank in `total`."""
         return self.bounds(total, self.rank)
 
     def widths(self, total: int) -> tuple[int, ...]:
-        """How much each rank holds of `total`."""
+        """Return the size of each rank's share of `total`."""
         return tuple(stop - start for start, stop in (self.bounds(total, rank) for rank in range(self.size)))
 
     def cut(self, model: PreTrainedModel) -> None:
-        """Leave in `model` only this rank's share, by the model's own plan. With one rank nothing is touched.
+        """Reduce `model` to this rank's share, by the model's own plan. With one rank nothing changes.
 
-        The shares of heads come out whole where `size` divides the KV heads; the caller has checked that. Raises
-        ModelRefused for a plan that asks for what is not known here.
+        Shares have whole heads where `size` divides the KV heads; the caller checks that. Raises ModelRefused for a
+        plan with an unknown style.
         """
         if self.size == 1:
             return
@@ -85,7 +85,7 @@ class TensorParallel:
 
 
 def _cut_columns(group: TensorParallel, module: Module) -> None:
-    """Output features are cut; the input is whole. y_r = x W_r^T + b_r"""
+    """Cut the output features; the input is whole: y_r = x W_r^T + b_r."""
     assert isinstance(module, Linear)
     start, stop = group.share(module.out_features)
     module.weight = _piece(module.weight[start:stop])
@@ -95,7 +95,7 @@ def _cut_columns(group: TensorParallel, module: Module) -> None:
 
 
 def _cut_columns_and_join(group: TensorParallel, module: Module) -> None:
-    """As `_cut_columns`, and the ranks' outputs are put together again: y = [y_0, y_1, ...]"""
+    """Cut as `_cut_columns` does and join the ranks' outputs: y = [y_0, y_1, ...]."""
     assert isinstance(module, Linear)
     widths = group.widths(module.out_features)
     _cut_columns(group, module)
@@ -103,12 +103,12 @@ def _cut_columns_and_join(group: TensorParallel, module: Module) -> None:
 
 
 def _cut_rows(group: TensorParallel, module: Module) -> None:
-    """Input features are cut, as the layer before left them; the outputs are summed. y = sum_r x_r W_r^T + b"""
+    """Cut the input features, as the previous layer left them, and sum the outputs: y = sum_r x_r W_r^T + b."""
     assert isinstance(module, Linear)
     start, stop = group.share(module.in_features)
     module.weight = _piece(module.weight[:, start:stop])
     module.in_features = stop - start
-    # Added once, to the sum. It stays a parameter, under another name: the model still has to move it to its device.
+    # Added once, to the sum. It stays a parameter, under another name, so that the model moves it to its device.
     module.register_parameter("whole_bias", module.bias)
     module.register_parameter("bias", None)
 
@@ -120,7 +120,7 @@ def _cut_rows(group: TensorParallel, module: Module) -> None:
 
 
 def _cut_vocabulary(group: TensorParallel, module: Module) -> None:
-    """Rows of the embedding are cut; a token's row comes from the one rank that has it, and zeros from the others."""
+    """Cut the rows of the embedding; one rank contributes a token's row, the other ranks contribute zeros."""
     assert isinstance(module, Embedding)
     start, stop = group.share(module.num_embeddings)
     module.weight = _piece(module.weight[start:stop])
@@ -135,11 +135,11 @@ def _cut_vocabulary(group: TensorParallel, module: Module) -> None:
 
 
 def _leave_whole(group: TensorParallel, module: Module) -> None:
-    """Norms of single heads: every rank needs them whole."""
+    """Leave norms of single heads whole, as every rank needs them."""
 
 
 def _piece(part: Tensor) -> Parameter:
-    """A copy, so that the rest can be freed."""
+    """Copy a part, so that the rest can be freed."""
     return Parameter(part.detach().clone(), requires_grad=False)
 
 

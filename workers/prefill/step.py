@@ -1,4 +1,4 @@
-"""One prefill step as one rank runs it: its own tokens of every sequence, and what attention does in each layer.
+"""Prefill step of one rank: its tokens of every sequence, and their attention in each layer.
 
 T this rank's new tokens over all sequences, H query heads, K KV heads, D head dimension.
 """
@@ -25,7 +25,7 @@ from workers.sampling.processors import RowSampler
 
 @dataclass(frozen=True, slots=True)
 class LastRow:
-    """A row of this rank's hidden states from which a sequence's next token, at `next_position`, is sampled."""
+    """Row of this rank's hidden states from which a sequence's next token, at `next_position`, is sampled."""
 
     sequence_id: str
     row: int
@@ -35,7 +35,7 @@ class LastRow:
 
 @dataclass(frozen=True, slots=True)
 class ScoredRows:
-    """Rows of this rank's hidden states that tell how likely the prompt's tokens at `positions` were."""
+    """Rows of this rank's hidden states that give the log-probabilities of the prompt's tokens at `positions`."""
 
     sequence_id: str
     rows: tuple[int, ...]
@@ -46,7 +46,7 @@ class ScoredRows:
 
 @dataclass(frozen=True, slots=True)
 class LocalShare:
-    """Rows [begin, end) of the packed step are this rank's share of one sequence; where its KV lies and will lie."""
+    """This rank's share of one sequence: rows [begin, end) of the packed step, and the slots of old and new KV."""
 
     begin: int
     end: int
@@ -63,7 +63,7 @@ def run_prefill(
     backend: AttentionBackend,
     layer_ready: Callable[[TransferKey, int], None],
 ) -> tuple[PrefillPass, Tensor]:
-    """(the pass, hidden states [T, hidden_size]) of this rank's tokens; collective. Raises Unavailable."""
+    """Run a step -> (the pass, hidden states [T, hidden_size]) of this rank; collective. Raises Unavailable."""
     forward = PrefillPass(step, transport, cache, backend, layer_ready)
     if forward.num_tokens:
         return forward, model.hidden_states(forward.token_ids, forward.positions, forward)
@@ -71,7 +71,7 @@ def run_prefill(
 
 
 class PrefillPass:
-    """The attention of one forward pass. `layer_ready` is told of each layer whose new KV is in the cache."""
+    """Attention of one forward pass. `layer_ready` is called for each layer whose new KV is in the cache."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class PrefillPass:
         return tuple(shares)
 
     def _tokens(self, sequences: Sequence[SequencePrefill]) -> tuple[Tensor, Tensor]:
-        """(token ids, positions) int64[T] on the device: per sequence the low chunk, then the high chunk."""
+        """Return (token ids, positions) int64[T] on the device: per sequence the low chunk, then the high chunk."""
         empty = np.empty(0, np.int64)
         token_ids, positions = [empty], [empty]
         for sequence in sequences:
@@ -138,7 +138,7 @@ class PrefillPass:
         )
 
     def _last_rows(self, sequences: Sequence[SequencePrefill]) -> tuple[LastRow, ...]:
-        """Of the sequences that are sampled after this step and whose last token is here."""
+        """Return the last rows of the sequences that are sampled after this step and whose last token is here."""
         rows = []
         for sequence, share in zip(sequences, self._shares, strict=True):
             if sequence.sample is None:
@@ -151,7 +151,7 @@ class PrefillPass:
         return tuple(rows)
 
     def _scored_rows(self, sequences: Sequence[SequencePrefill]) -> tuple[ScoredRows, ...]:
-        """A token here tells how likely the one after it was, which may lie on another rank or in the next step."""
+        """Return the rows whose next tokens are scored; a next token may be on another rank or in the next step."""
         scored = []
         for sequence, share in zip(sequences, self._shares, strict=True):
             if sequence.score is None:

@@ -1,1 +1,1 @@
-"""Rank: the worker that a leader calls, how it joins its ring, and what it measures of itself."""
+"""Rank: the worker that a leader calls, its rendezvous with its ring, and its measurements of itself."""

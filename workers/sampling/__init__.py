@@ -1,1 +1,1 @@
-"""How the next tokens are chosen from logits. `rows.sample_rows` is what steps call; `parameters` needs no torch."""
+"""Sampling of next tokens from logits. Steps call `draw.sample_rows`; `parameters` needs no torch."""

@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens by the model's logits as they are: before penalties, temperature and filters, as vLLM."""
+"""Log-probabilities of tokens by the model's raw logits, before penalties, temperature and filters, as in vLLM."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from workers.sampling.processors import Logits
 
 
 def logprobs_of(logits: Tensor, token_ids: Sequence[int], num_top: int) -> list[TokenLogprobs]:
-    """Of one token for each row of logits[R, V], with those of the `num_top` most likely tokens."""
+    """Return one token's log-probability for each row of logits[R, V], with those of the `num_top` most likely."""
     rows = logits.double().cpu().numpy()
     return [_logprobs(row, token_id, num_top) for row, token_id in zip(rows, token_ids, strict=True)]
 
@@ -32,7 +32,7 @@ def _logprobs(logits: Logits, token_id: int, num_top: int) -> TokenLogprobs:
 
 
 def _largest(logits: Logits, count: int) -> np.ndarray[tuple[int, ...], np.dtype[np.intp]]:
-    """Ids of the `count` largest, descending; of equals the smaller ids, ascending."""
+    """Return the ids of the `count` largest logits, descending; equal logits by ascending id."""
     if not count:
         return np.empty(0, np.intp)
     smallest = np.partition(logits, -count)[-count]

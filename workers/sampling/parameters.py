@@ -1,4 +1,4 @@
-"""How a caller wants tokens drawn, and what a draw looks back at. Pure data: leaders read it too."""
+"""Sampling of one sequence: its parameters, its token history, and sampled tokens. Pure data, read by leaders too."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class TokenBias:
-    """Added to one token's logit."""
+    """Bias that is added to one token's logit."""
 
     token_id: int
     bias: float
@@ -16,13 +16,13 @@ class TokenBias:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParameters:
-    """How tokens are chosen. temperature 0 is greedy; otherwise softmax(logits / temperature) drawn by `seed`.
+    """Sampling parameters of a turn. Temperature 0 is greedy; otherwise softmax(logits / temperature) drawn by `seed`.
 
     The draw at position p depends only on (seed, p), so it is the same for every ring size and batch.
-    `stop_token_ids` includes the model's end-of-sequence ids unless the caller ignores them. `top_k` 0 keeps all.
-    `workers.sampling.processors` has the formulas and their order. `logprobs` and `prompt_logprobs` ask for those of
-    so many most likely tokens beside the chosen one's; None asks for none. With `ends_by_text` the reader of the
-    tokens says where the answer ends.
+    `stop_token_ids` includes the model's end-of-sequence ids unless the caller ignores them. `top_k` 0 disables the
+    filter. `workers.sampling.processors` has the formulas and their order. `logprobs` and `prompt_logprobs` are the
+    numbers of most likely tokens reported beside the chosen one; None means no log-probabilities. With `ends_by_text`
+    the reader of the tokens decides where the answer ends.
     """
 
     temperature: float = 0.0
@@ -51,20 +51,20 @@ class SamplingParameters:
 
     @property
     def changes_logits(self) -> bool:
-        """Whether even a greedy choice may differ from that of the model's logits."""
+        """True if even a greedy choice may differ from the raw logits' choice."""
         return self.looks_at_answer or bool(self.logit_bias) or bool(self.min_tokens and self.stop_token_ids)
 
     @property
     def filters(self) -> bool:
-        """Whether some tokens are never drawn. A greedy choice is never among these."""
+        """True if some tokens are never drawn. A greedy choice is never among them."""
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenHistory:
-    """The tokens that a sampling looks back at: the prompt's distinct ones, and the answer's so far, in any order.
+    """Tokens that penalties look back at: the prompt's distinct tokens, and the answer's so far, in any order.
 
-    Empty where no penalty needs them, which is why `num_generated` stands by itself: the answer's tokens so far.
+    Both are empty where no penalty needs them. `num_generated` always counts the answer's tokens so far.
     """
 
     num_generated: int = 0
@@ -73,7 +73,7 @@ class TokenHistory:
 
     @classmethod
     def of(cls, sampling: SamplingParameters, prompt: Iterable[int], answer: Sequence[int] = ()) -> TokenHistory:
-        """What `sampling` needs of a whole prompt and the answer so far."""
+        """Return the history that `sampling` needs of a whole prompt and the answer so far."""
         return cls(
             num_generated=len(answer),
             prompt_ids=tuple(sorted({int(token) for token in prompt})) if sampling.looks_at_prompt else (),
@@ -86,7 +86,7 @@ NO_HISTORY = TokenHistory()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenLogprobs:
-    """log softmax of the model's logits, before any processing, at one token: its own, and of the most likely ones.
+    """Log softmax of the raw logits for one position: of the chosen token, and of the most likely tokens.
 
     `rank` 1 is the most likely token. `top_ids` descend by probability, equals ascend by id.
     """
@@ -100,7 +100,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """A drawn token; `logprobs` where the sampling asks for them."""
+    """Sampled token; `logprobs` where the parameters ask for them."""
 
     token_id: int
     logprobs: TokenLogprobs | None = None

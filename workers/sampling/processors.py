@@ -1,8 +1,8 @@
-"""What is done to the logits of one position before a token is drawn, in fp64.
+"""Processing of one position's logits before a token is drawn, in fp64.
 
-In this order, which is that of transformers' generate (its `SequenceBias`, `RepetitionPenalty`, `MinNewTokensLength`,
-`Temperature`, `TopK`, `TopP` and `MinP` processors), with OpenAI's two penalties after the repetition penalty, as vLLM
-has them:
+The order is that of transformers' generate (its `SequenceBias`, `RepetitionPenalty`, `MinNewTokensLength`,
+`Temperature`, `TopK`, `TopP` and `MinP` processors), with OpenAI's two penalties after the repetition penalty, as in
+vLLM:
 
     bias          l += bias(token)
     repetition    l = l / r if l > 0 else l * r      for tokens of prompt and answer
@@ -10,11 +10,11 @@ has them:
     presence      l -= p                             for tokens of the answer
     min_tokens    l = -inf                           for stop tokens, while the answer is shorter
     temperature   l /= t
-    top_k         keeps l >= the k-th largest l      all equals of the k-th stay
-    top_p         keeps the smallest set of largest l whose probability reaches top_p
-    min_p         keeps probability >= min_p * that of the most likely token
+    top_k         l >= the k-th largest l stay       with all equals of the k-th
+    top_p         the smallest set of largest l stays whose probability reaches top_p
+    min_p         tokens stay with a probability >= min_p * that of the most likely token
 
-A greedy choice takes the largest logit after the first five. V the vocabulary.
+A greedy choice takes the largest logit after the first five steps. V vocabulary.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ Logits = npt.NDArray[np.float64]
 
 
 class RowSampler:
-    """How one sequence's tokens are drawn: its sampling, and as much of its past as that looks at.
+    """Sampler of one sequence: its parameters, and the history that they look back at.
 
-    Every rank of a decode ring keeps one a row, told of every token, since any of them may have to draw.
+    Every rank of a decode ring has a sampler for each row and pushes every token to it, since any rank may draw.
     """
 
     def __init__(self, sampling: SamplingParameters, history: TokenHistory = NO_HISTORY) -> None:
         self.sampling = sampling
         self.num_generated = history.num_generated
-        # Whether the row's logits have to be looked at by themselves.
+        # True if the row's logits need processing of their own.
         self.is_special = sampling.changes_logits or (sampling.temperature > 0.0 and sampling.filters)
         self.is_drawn = sampling.temperature > 0.0
         self._unseen_prompt = history.prompt_ids
@@ -45,13 +45,13 @@ class RowSampler:
         self._counts: npt.NDArray[np.int64] | None = None  # [V]
 
     def push(self, token_id: int) -> None:
-        """The answer has a token more."""
+        """Append a token to the answer."""
         self.num_generated += 1
         if self.sampling.looks_at_answer:
             self._uncounted.append(token_id)
 
     def process(self, logits: Logits) -> Logits:
-        """What a greedy choice takes the largest of: a new [V], or `logits` itself where nothing is asked for."""
+        """Return logits with bias, penalties and min_tokens: a new [V], or `logits` itself where nothing changes."""
         sampling = self.sampling
         if not sampling.changes_logits:
             return logits
@@ -78,7 +78,7 @@ class RowSampler:
             logits[said] -= sampling.presence_penalty
 
     def _count(self, vocab_size: int) -> npt.NDArray[np.int64]:
-        """How often the answer holds each token, [V]: the vocabulary's size is known when the first logits come."""
+        """Count each token in the answer, [V]: the vocabulary's size is known from the first logits."""
         if self._counts is None:
             self._counts = np.zeros(vocab_size, np.int64)
             self._in_prompt = np.zeros(vocab_size, np.bool_)
@@ -90,13 +90,13 @@ class RowSampler:
 
 
 def filtered(logits: Logits, sampling: SamplingParameters) -> Logits:
-    """[V] logits after temperature with -inf for tokens that are not to be drawn.
+    """Return [V] logits after temperature with -inf for tokens that are never drawn.
 
-    Of tokens with equal logits at the border of top_p the one with the smaller id stays.
+    Among equal logits at the boundary of top_p the smaller ids stay.
     """
     if sampling.top_k and sampling.top_k < len(logits):
-        smallest_kept = np.partition(logits, -sampling.top_k)[-sampling.top_k]
-        logits = np.where(logits < smallest_kept, -np.inf, logits)
+        smallest = np.partition(logits, -sampling.top_k)[-sampling.top_k]
+        logits = np.where(logits < smallest, -np.inf, logits)
     if sampling.top_p < 1.0:
         logits = _nucleus(logits, sampling.top_p)
     if sampling.min_p > 0.0:
@@ -108,16 +108,16 @@ def filtered(logits: Logits, sampling: SamplingParameters) -> Logits:
 def _nucleus(logits: Logits, top_p: float) -> Logits:
     shares = np.exp(logits - logits.max())
     shares /= shares.sum()
-    # Tokens of at most this share go together, as together they have at most 1 - top_p; what is left is sorted, which
-    # in a real distribution is little.
+    # Tokens of at most this share are removed together, as their sum is at most 1 - top_p. The others are sorted; in a
+    # real distribution they are few.
     smallest_sorted = (1.0 - top_p) / len(logits)
     candidates = np.sort(logits[shares > smallest_sorted])
     probabilities = np.exp(candidates - candidates[-1])
     probabilities *= shares.max()
     cumulative = shares[shares <= smallest_sorted].sum() + np.cumsum(probabilities)
     num_removed = min(int(np.searchsorted(cumulative, 1.0 - top_p, side="right")), len(candidates) - 1)
-    border = candidates[num_removed]
-    is_kept = logits > border
-    num_equals = len(candidates) - num_removed - np.count_nonzero(is_kept)
-    is_kept[np.flatnonzero(logits == border)[:num_equals]] = True
-    return np.where(is_kept, logits, -np.inf)
+    boundary = candidates[num_removed]
+    stays = logits > boundary
+    num_equals = len(candidates) - num_removed - np.count_nonzero(stays)
+    stays[np.flatnonzero(logits == boundary)[:num_equals]] = True
+    return np.where(stays, logits, -np.inf)

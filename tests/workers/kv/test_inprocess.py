@@ -68,7 +68,7 @@ def test_abandoning_in_process_ends_the_wait_of_the_destination() -> None:
     pair.sender.begin(pair.send)
     pair.sender.layer_ready(key_of(), 0)
     pair.sender.abandon(key_of())
-    with pytest.raises(TransferError, match="was given up by its source"):
+    with pytest.raises(TransferError, match="was abandoned by its source"):
         pair.receiver.wait_sealed(key_of(), 1.0)
 
 

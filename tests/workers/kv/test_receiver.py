@@ -212,7 +212,7 @@ def test_a_source_that_gives_up_ends_the_wait(receiver: KvReceiver, source: Hand
     receiver.expect(expect_of(key_of(), TOKENS, BLOCKS))
     source.send_rows(TRUTH, 0, [(0, 3)])
     source.send(AbandonFrame(key_of(), "the turn was cancelled"))
-    with pytest.raises(TransferError, match=r"given up by its source .*: the turn was cancelled"):
+    with pytest.raises(TransferError, match=r"abandoned by its source .*: the turn was cancelled"):
         receiver.wait_sealed(key_of(), WAIT_SECONDS)
 
 

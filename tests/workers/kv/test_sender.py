@@ -230,7 +230,7 @@ def test_abandoning_tells_the_destination_and_ends_finish(sender: KvSender, dest
             destination.receive()
         sender.abandon(key_of())
         sender.abandon(key_of())
-        with pytest.raises(TransferError, match="was given up"):
+        with pytest.raises(TransferError, match="was abandoned"):
             finishing.result(5.0)
     assert destination.receive()[0] == AbandonFrame(key_of(), "it was abandoned")
     # The layers of a step that runs on are nobody's business any more.
@@ -331,7 +331,7 @@ def test_closing_fails_what_is_open_and_leaves_no_thread(cache: KvCache) -> None
             for _ in range(NUM_LAYERS + 1):
                 destination.receive()
             sender.close()
-            with pytest.raises(TransferError, match="was given up"):
+            with pytest.raises(TransferError, match="was abandoned"):
                 finishing.result(5.0)
         with pytest.raises(Unavailable, match="the KV sender is closed"):
             sender.begin(send_of(key_of("late"), destination.endpoint, TOKENS, BLOCKS))

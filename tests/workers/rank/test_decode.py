@@ -172,7 +172,7 @@ def test_an_idle_ring_keeps_its_followers_waiting_beyond_their_patience(
 ) -> None:
     """Heartbeats every 10 ms, patience 0.5 s: after 1.5 s without work the ring still decodes."""
     monkeypatch.setattr("workers.decode.loop.HEARTBEAT_SECONDS", 0.01)
-    monkeypatch.setattr("workers.decode.header.SILENCE_SECONDS", 0.5)
+    monkeypatch.setattr("workers.decode.messages.SILENCE_SECONDS", 0.5)
     with LocalRing(model_paths["llama_gqa"], 2) as ring:
         conversation = ring.open("a", 64)
         first = start_turn(ring, conversation, random_tokens(10), SamplingParameters())
@@ -183,7 +183,7 @@ def test_an_idle_ring_keeps_its_followers_waiting_beyond_their_patience(
 
 
 def test_a_follower_that_hears_nothing_gives_up(model_paths: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workers.decode.header.SILENCE_SECONDS", 0.2)
+    monkeypatch.setattr("workers.decode.messages.SILENCE_SECONDS", 0.2)
     with LocalRing(model_paths["llama_gqa"], 2) as ring, pytest.raises(Unavailable, match="waited too long"):
         ring.workers[1].run_decode()
 
