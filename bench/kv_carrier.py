@@ -274,8 +274,7 @@ def _send_kv(load: Load, pipe: Connection, *, checksums: bool, tls: Any = None) 
 
     def run() -> None:
         key = TransferKey("bench", next(attempts), "source", "destination")
-        parts = (KvPart(endpoint, (piece,)),)
-        sender.send_all(KvSend(key, tuple(range(cache.num_blocks)), parts), WAIT_SECONDS)
+        sender.send_all(KvSend(key, tuple(range(cache.num_blocks)), (KvPart(endpoint, (piece,)),)), WAIT_SECONDS)
 
     yield run
     sender.close()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 import socket
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,7 +26,7 @@ WAIT_SECONDS = 20.0
 
 
 def cache_of(dtype: torch.dtype = torch.float32, *, heads: range = range(NUM_KV_HEADS)) -> KvCache:
-    """A cache full of NaN."""
+    """Make a cache full of NaN."""
     return KvCache(
         num_layers=NUM_LAYERS,
         num_blocks=NUM_BLOCKS,
@@ -49,7 +49,7 @@ def shuffled_blocks(count: int, seed: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Truth:
-    """The KV of every position of a sequence: k and v are [layers, positions, K, D]."""
+    """Known KV of every position of a sequence: k and v are [layers, positions, K, D]."""
 
     k: torch.Tensor
     v: torch.Tensor
@@ -72,7 +72,7 @@ class Truth:
         cache.write(layer, blocks, first, self.k[layer, chosen, heads], self.v[layer, chosen, heads])
 
     def check(self, cache: KvCache, blocks: Sequence[int], positions: Sequence[int], *, first: int = 0) -> None:
-        """These positions are stored bit for bit from stored index `first` on, and every other slot is still NaN."""
+        """Check that these positions are stored from stored index `first` on, and that every other slot is NaN."""
         heads = slice(cache.heads.start, cache.heads.stop)
         chosen = torch.tensor(positions, dtype=torch.int64)
         slots = cache.index(cache.runs(blocks, len(positions), first=first)) if positions else chosen
@@ -84,10 +84,15 @@ class Truth:
                 assert stored[others].isnan().all()
 
     def payload(self, layer: int, positions: Sequence[int]) -> bytes:
-        """What a layer frame of these positions carries, all heads."""
+        """Return the payload of a layer frame of these positions, all heads."""
         chosen = torch.tensor(positions, dtype=torch.int64)
         both = torch.stack([self.k[layer, chosen], self.v[layer, chosen]]).contiguous()
         return both.view(torch.uint8).numpy().tobytes()
+
+
+TOKENS = 10
+BLOCKS = (7, 3, 30)
+TRUTH = Truth.random(TOKENS)
 
 
 def is_untouched(cache: KvCache) -> bool:
@@ -99,12 +104,12 @@ def positions_of(shards: ShardMap, rank: int) -> list[int]:
 
 
 def expect_of(key: TransferKey, num_tokens: int, blocks: tuple[int, ...], *, stored_start: int = 0) -> KvExpect:
-    """All positions [0, num_tokens) on one rank."""
+    """Expect all positions [0, num_tokens) on one rank."""
     return KvExpect(key, (TokenRange(0, num_tokens),), stored_start, blocks)
 
 
 def send_of(key: TransferKey, endpoint: str, num_tokens: int, blocks: tuple[int, ...]) -> KvSend:
-    """All positions [0, num_tokens) from one rank to one rank."""
+    """Send all positions [0, num_tokens) from one rank to one rank."""
     return KvSend(key, blocks, (KvPart(endpoint, (KvPiece(TokenRange(0, num_tokens), 0, 0, NUM_KV_HEADS),)),))
 
 
@@ -123,13 +128,13 @@ def receive_exactly(connection: socket.socket, count: int) -> bytes:
 
 
 def receive_frame(connection: socket.socket) -> tuple[Frame, int]:
-    """The next frame, and how many bytes of payload follow it."""
+    """Receive the next frame -> (frame, bytes of payload that follow)."""
     header_bytes, payload_bytes = decode_prefix(receive_exactly(connection, PREFIX.size))
     return decode_header(receive_exactly(connection, header_bytes), payload_bytes), payload_bytes
 
 
 class HandSource:
-    """A source that sends exactly what it is told to."""
+    """Source whose test writes every frame."""
 
     def __init__(self, endpoint: str) -> None:
         host, port = endpoint.split(":")
@@ -139,12 +144,12 @@ class HandSource:
         self.connection.sendall(encode(frame, len(payload)) + payload)
 
     def send_rows(self, truth: Truth, layer: int, pieces: Sequence[tuple[int, int]], *, name: str = "turn-1") -> None:
-        """A layer of the positions of these (start, count) pieces."""
+        """Send a layer of the positions of these (start, count) pieces."""
         positions = [position for start, count in pieces for position in range(start, start + count)]
         self.send(layer_frame(key_of(name), layer, pieces), truth.payload(layer, positions))
 
     def send_whole(self, truth: Truth, *, name: str = "turn-1") -> None:
-        """Every layer of every position."""
+        """Send every layer of every position."""
         for layer in range(NUM_LAYERS):
             self.send_rows(truth, layer, [(0, truth.k.shape[1])], name=name)
 
@@ -157,7 +162,7 @@ class HandSource:
         return reply
 
     def is_cut_off(self) -> bool:
-        """Whether the receiver ends the connection; waits for it."""
+        """Wait for the receiver to end the connection."""
         try:
             return self.connection.recv(1) == b""
         except ConnectionResetError:
@@ -168,11 +173,11 @@ class HandSource:
 
 
 class HandDestination:
-    """A destination that reads and answers exactly what it is told to."""
+    """Destination whose test reads and answers every frame."""
 
     def __init__(self) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0))
-        # Connections inherit it: one that is not read takes little, whatever this machine's defaults are.
+        # Connections inherit the buffer's size, so an unread one blocks its sender soon on every machine.
         self.listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
         self.listener.settimeout(WAIT_SECONDS)
         self.endpoint = f"127.0.0.1:{self.listener.getsockname()[1]}"
@@ -188,7 +193,7 @@ class HandDestination:
         return frame, receive_exactly(self.connection, payload_bytes)
 
     def drain(self) -> bytes:
-        """Everything that comes until the source ends the connection."""
+        """Receive everything until the source ends the connection."""
         assert self.connection is not None
         received = bytearray()
         while part := self.connection.recv(1 << 16):
@@ -209,39 +214,30 @@ class HandDestination:
             self.connection.close()
 
 
-@contextmanager
 def receiving(
     cache: KvCache, *, port: int = 0, tls: PeerTls | None = None, greeting_seconds: float = 10.0
-) -> Iterator[KvReceiver]:
-    receiver = KvReceiver(cache, DESTINATION, port=port, tls=tls, greeting_seconds=greeting_seconds)
-    try:
-        yield receiver
-    finally:
-        receiver.close()
+) -> closing[KvReceiver]:
+    return closing(KvReceiver(cache, DESTINATION, port=port, tls=tls, greeting_seconds=greeting_seconds))
 
 
-@contextmanager
-def sending(cache: KvCache, *, tls: PeerTls | None = None) -> Iterator[KvSender]:
-    sender = KvSender(cache, SOURCE, tls=tls)
-    try:
-        yield sender
-    finally:
-        sender.close()
+def sending(cache: KvCache, *, tls: PeerTls | None = None) -> closing[KvSender]:
+    return closing(KvSender(cache, SOURCE, tls=tls))
 
 
-@contextmanager
-def hand_source(endpoint: str) -> Iterator[HandSource]:
-    source = HandSource(endpoint)
-    try:
-        yield source
-    finally:
-        source.close()
+def hand_source(endpoint: str) -> closing[HandSource]:
+    return closing(HandSource(endpoint))
 
 
-@contextmanager
-def hand_destination() -> Iterator[HandDestination]:
-    destination = HandDestination()
-    try:
-        yield destination
-    finally:
-        destination.close()
+def hand_destination() -> closing[HandDestination]:
+    return closing(HandDestination())
+
+
+def check_transfer(receiver: KvReceiver, cache: KvCache, tls: PeerTls | None, *, name: str = "afterwards") -> None:
+    """Check that a whole transfer of a new sender arrives in the receiver's cache."""
+    source, key = cache_of(), key_of(name)
+    TRUTH.store(source, BLOCKS, range(TOKENS))
+    with sending(source, tls=tls) as sender:
+        receiver.expect(expect_of(key, TOKENS, BLOCKS))
+        sender.send_all(send_of(key, receiver.endpoint, TOKENS, BLOCKS), WAIT_SECONDS)
+    receiver.wait_sealed(key, WAIT_SECONDS)
+    TRUTH.check(cache, BLOCKS, range(TOKENS))

@@ -8,10 +8,12 @@ import pytest
 
 from cp_core.errors import TransferError
 from tests.workers.kv.kv_peers import (
+    BLOCKS,
     NUM_LAYERS,
     SOURCE,
+    TOKENS,
+    TRUTH,
     WAIT_SECONDS,
-    Truth,
     cache_of,
     expect_of,
     hand_destination,
@@ -25,10 +27,6 @@ from tests.workers.kv.kv_peers import (
 from workers.kv import KvSender
 from workers.kv.frames import Frame, LayerFrame, checksum_of
 from workers.kv.lane import DestinationConnection
-
-TOKENS = 10
-BLOCKS = (7, 3, 30)
-TRUTH = Truth.random(TOKENS)
 
 
 def summed(layer: int, payload: bytes, name: str = "turn-1") -> LayerFrame:

@@ -6,10 +6,12 @@ import pytest
 
 from cp_core.errors import TransferError, Unavailable
 from tests.workers.kv.kv_peers import (
+    BLOCKS,
     DESTINATION,
     NUM_LAYERS,
     SOURCE,
-    Truth,
+    TOKENS,
+    TRUTH,
     cache_of,
     expect_of,
     key_of,
@@ -17,9 +19,7 @@ from tests.workers.kv.kv_peers import (
 )
 from workers.kv import InProcessNetwork
 
-TOKENS = 10
-BLOCKS, OTHER_BLOCKS = (7, 3, 30), (2, 1, 0)
-TRUTH = Truth.random(TOKENS)
+OTHER_BLOCKS = (2, 1, 0)
 
 
 class Pair:

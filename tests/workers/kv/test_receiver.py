@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -12,17 +11,18 @@ import torch
 
 from cp_core.errors import TransferError, Unavailable
 from tests.workers.kv.kv_peers import (
+    BLOCKS,
     NUM_LAYERS,
+    TOKENS,
+    TRUTH,
     WAIT_SECONDS,
     HandSource,
-    Truth,
     cache_of,
     expect_of,
     hand_source,
     is_untouched,
     key_of,
     layer_frame,
-    receiving,
 )
 from workers.kv import KvReceiver
 from workers.kv.cache import KvCache
@@ -38,27 +38,6 @@ from workers.kv.frames import (
     SettleFrame,
     encode,
 )
-
-TOKENS = 10
-BLOCKS = (7, 3, 30)
-TRUTH = Truth.random(TOKENS)
-
-
-@pytest.fixture
-def cache() -> KvCache:
-    return cache_of()
-
-
-@pytest.fixture
-def receiver(cache: KvCache) -> Iterator[KvReceiver]:
-    with receiving(cache) as receiver:
-        yield receiver
-
-
-@pytest.fixture
-def source(receiver: KvReceiver) -> Iterator[HandSource]:
-    with hand_source(receiver.endpoint) as source:
-        yield source
 
 
 def check_still_serves(receiver: KvReceiver, cache: KvCache, source: HandSource) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -13,8 +12,11 @@ import torch
 from cp_core.errors import StaleIncarnation, TransferError, Unavailable
 from cp_core.layout.shards import TokenRange
 from tests.workers.kv.kv_peers import (
+    BLOCKS,
     NUM_BLOCKS,
     NUM_LAYERS,
+    TOKENS,
+    TRUTH,
     WAIT_SECONDS,
     HandSource,
     Truth,
@@ -35,27 +37,6 @@ from workers.kv.frames import (
 )
 from workers.kv.incoming import IncomingTransfer, TransferState
 from workers.protocol.transfers import KvExpect
-
-TOKENS = 10
-BLOCKS = (7, 3, 30)
-TRUTH = Truth.random(TOKENS)
-
-
-@pytest.fixture
-def cache() -> KvCache:
-    return cache_of()
-
-
-@pytest.fixture
-def receiver(cache: KvCache) -> Iterator[KvReceiver]:
-    with receiving(cache) as receiver:
-        yield receiver
-
-
-@pytest.fixture
-def source(receiver: KvReceiver) -> Iterator[HandSource]:
-    with hand_source(receiver.endpoint) as source:
-        yield source
 
 
 def test_frames_before_their_expect_are_refused(receiver: KvReceiver, cache: KvCache, source: HandSource) -> None:

@@ -15,12 +15,14 @@ from cp_core.layout.reshard import KvPiece
 from cp_core.layout.shards import TokenRange
 from tests.workers.kv.kv_peers import (
     BLOCK_TOKENS,
+    BLOCKS,
     NUM_KV_HEADS,
     NUM_LAYERS,
     SOURCE,
+    TOKENS,
+    TRUTH,
     WAIT_SECONDS,
     HandDestination,
-    Truth,
     cache_of,
     expect_of,
     hand_destination,
@@ -34,9 +36,6 @@ from workers.kv.cache import KvCache
 from workers.kv.frames import AbandonFrame, LayerFrame, RefusedFrame, SettledFrame, SettleFrame
 from workers.protocol.transfers import KvPart, KvSend, TransferReport
 
-TOKENS = 10
-BLOCKS = (7, 3, 30)
-TRUTH = Truth.random(TOKENS)
 LAYER_BYTES = len(TRUTH.payload(0, range(TOKENS)))
 
 

@@ -13,43 +13,29 @@ import pytest
 from cp_core.transport.peer_tls import PeerTls
 from tests.services.auth.certificates import Authority
 from tests.workers.kv.kv_peers import (
+    BLOCKS,
     DESTINATION,
+    TOKENS,
+    TRUTH,
     WAIT_SECONDS,
     HandSource,
-    Truth,
     cache_of,
+    check_transfer,
     expect_of,
     hand_source,
     key_of,
     layer_frame,
     receiving,
-    send_of,
-    sending,
 )
 from workers.kv import KvReceiver
-from workers.kv.cache import KvCache
 from workers.kv.frames import MAGIC, MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES, PREFIX, VERSION, SettleFrame, encode
 
-TOKENS = 10
-BLOCKS = (7, 3, 30)
-TRUTH = Truth.random(TOKENS)
 GREETING_SECONDS = 0.5
 
 
 @pytest.fixture(params=["plain", "tls"])
 def tls(request: pytest.FixtureRequest, authority: Authority) -> PeerTls | None:
     return authority.peer() if request.param == "tls" else None
-
-
-def check_serves(receiver: KvReceiver, cache: KvCache, tls: PeerTls | None) -> None:
-    """A whole transfer of a true source arrives."""
-    source, key = cache_of(), key_of("afterwards")
-    TRUTH.store(source, BLOCKS, range(TOKENS))
-    with sending(source, tls=tls) as sender:
-        receiver.expect(expect_of(key, TOKENS, BLOCKS))
-        sender.send_all(send_of(key, receiver.endpoint, TOKENS, BLOCKS), WAIT_SECONDS)
-    receiver.wait_sealed(key, WAIT_SECONDS)
-    TRUTH.check(cache, BLOCKS, range(TOKENS))
 
 
 SILENT = {
@@ -71,7 +57,7 @@ def test_who_stays_silent_is_sent_away_in_time(said: str, tls: PeerTls | None) -
         silent.connection.sendall(SILENT[said])
         assert silent.is_cut_off()
         assert time.monotonic() - began < 10 * GREETING_SECONDS
-        check_serves(receiver, cache, tls)
+        check_transfer(receiver, cache, tls)
 
 
 def talk_until(talker: HandSource, deadline: float) -> None:
@@ -91,7 +77,7 @@ def test_who_talks_without_end_and_says_nothing_is_sent_away_in_time() -> None:
         deadline = time.monotonic() + 10 * GREETING_SECONDS
         with pytest.raises(OSError, match=r"reset|Broken pipe"):
             talk_until(talker, deadline)
-        check_serves(receiver, cache, None)
+        check_transfer(receiver, cache, None)
 
 
 @pytest.mark.parametrize("garbage", [b"GET / HTTP/1.1\r\nHost: ring\r\n\r\n", bytes(4096), b"\xff" * 70_000])
@@ -102,7 +88,7 @@ def test_garbage_ends_its_own_connection_only(garbage: bytes, tls: PeerTls | Non
             with hand_source(receiver.endpoint) as stranger:
                 stranger.connection.sendall(garbage)
                 assert stranger.is_cut_off()
-        check_serves(receiver, cache, tls)
+        check_transfer(receiver, cache, tls)
 
 
 def test_a_stranger_learns_nothing_by_which_it_would_be_taken_for_a_rank() -> None:
@@ -128,7 +114,7 @@ def test_a_crowd_of_silent_strangers_keeps_no_rank_out(tls: PeerTls | None) -> N
         with crowd(receiver.endpoint, 6) as strangers:
             # The oldest make room for the younger ones.
             assert [stranger.is_cut_off() for stranger in strangers[:2]] == [True, True]
-            check_serves(receiver, cache, tls)
+            check_transfer(receiver, cache, tls)
             assert strangers[2].is_cut_off()
     finally:
         receiver.close()

@@ -18,10 +18,13 @@ from cp_core.errors import TransferError, Unavailable
 from cp_core.transport.peer_tls import PeerTls
 from tests.services.auth.certificates import Authority
 from tests.workers.kv.kv_peers import (
+    BLOCKS,
+    TOKENS,
+    TRUTH,
     WAIT_SECONDS,
     HandSource,
-    Truth,
     cache_of,
+    check_transfer,
     expect_of,
     hand_destination,
     hand_source,
@@ -34,21 +37,6 @@ from tests.workers.kv.kv_peers import (
 from workers.kv import KvReceiver
 from workers.kv.cache import KvCache
 from workers.kv.sockets import KvStream
-
-TOKENS = 10
-BLOCKS = (7, 3, 30)
-TRUTH = Truth.random(TOKENS)
-
-
-def check_moves(receiver: KvReceiver, destination: KvCache, tls: PeerTls, *, name: str = "turn") -> None:
-    """A whole transfer of a source with `tls` arrives."""
-    source = cache_of()
-    TRUTH.store(source, BLOCKS, range(TOKENS))
-    with sending(source, tls=tls) as sender:
-        receiver.expect(expect_of(key_of(name), TOKENS, BLOCKS))
-        sender.send_all(send_of(key_of(name), receiver.endpoint, TOKENS, BLOCKS), WAIT_SECONDS)
-    receiver.wait_sealed(key_of(name), WAIT_SECONDS)
-    TRUTH.check(destination, BLOCKS, range(TOKENS))
 
 
 def refusal_of(receiver: KvReceiver, tls: PeerTls | None) -> str:
@@ -74,7 +62,7 @@ def test_only_who_shows_a_certificate_of_the_authority_may_send(authority: Autho
         assert receiver.num_open == 1
         assert is_untouched(cache)
         receiver.drop(key_of())
-        check_moves(receiver, cache, authority.peer())
+        check_transfer(receiver, cache, authority.peer())
 
 
 def test_a_source_sends_nothing_to_who_cannot_prove_itself(authority: Authority, stranger: Authority) -> None:
@@ -91,7 +79,7 @@ def test_the_name_that_is_told_counts_for_every_host(authority: Authority) -> No
     cache = cache_of()
     named = authority.peer(authority.sign("inside", "DNS:ringserve.internal"), server_name="ringserve.internal")
     with receiving(cache, tls=named) as receiver:
-        check_moves(receiver, cache, named)
+        check_transfer(receiver, cache, named)
 
 
 def test_a_source_with_tls_does_not_talk_plainly_to_a_receiver_without(authority: Authority) -> None:
@@ -170,14 +158,14 @@ def test_files_that_were_replaced_count_for_the_next_connection(
 
     ours, cache = lay_out(authority), cache_of()
     with receiving(cache, tls=ours) as receiver:
-        check_moves(receiver, cache, authority.peer(), name="before")
+        check_transfer(receiver, cache, authority.peer(), name="before")
         lay_out(stranger)
         assert "its certificate is refused" in refusal_of(receiver, authority.peer())
-        check_moves(receiver, cache, stranger.peer(), name="after")
+        check_transfer(receiver, cache, stranger.peer(), name="after")
         (tmp_path / "key.pem").write_text("half a ke")
         assert "cannot be reached" in refusal_of(receiver, stranger.peer())
         lay_out(stranger)
-        check_moves(receiver, cache, stranger.peer(), name="repaired")
+        check_transfer(receiver, cache, stranger.peer(), name="repaired")
 
 
 def private_pair(tls: PeerTls) -> tuple[KvStream, KvStream]:
