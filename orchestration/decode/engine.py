@@ -1,122 +1,169 @@
-"""What decodes on a ring at present: the batch of turns, and the blocks that they have and want."""
+"""Execution on a decode ring: the feed and the room of its present incarnation, and the prompts that it computes."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
 from collections.abc import Callable, Coroutine
 
-from cp_core.errors import RingserveError, Unavailable
+from cp_core.errors import RingserveError, TurnCancelled, Unavailable
+from cp_core.layout.shards import TokenRange
 from orchestration.decode.feed import DecodeFeed
-from orchestration.decode.preemption import Preemption
 from orchestration.decode.room import DecodeRoom
-from orchestration.decode.turn import DecodeTurn
+from orchestration.decode.turn import DecodeTurn, DecodeTurnState
 from orchestration.protocol.ports import RouterPort
+from orchestration.protocol.turns import Admit, PlannedChunk, PrefillReport, ResumeTurn
 from orchestration.ring.kv_pool import SequenceKv
+from orchestration.ring.kv_transfers import drop
 from orchestration.ring.life import Ring
 from workers.protocol.decode_commands import ComputePrompt, DecodeEvent, FinishReason
+from workers.protocol.prefill_steps import Algorithm, TokenIds
+from workers.sampling.parameters import TokenHistory
+
+log = logging.getLogger(__name__)
+
+RESUME_PAUSE_SECONDS = 0.5
+"""Seconds between attempts to resume a turn that no prefill ring can take now; the turn's deadline bounds them."""
+
+Spawn = Callable[[Coroutine[None, None, None]], asyncio.Task[None]]
+"""Starts work in the background, which lives at most as long as the leader."""
 
 
 class DecodeEngine:
-    """Outlives the ring's incarnations: `start` gives each one an empty batch and room of its own, `stop` ends both.
+    """Feed and room of a ring. `start` makes both for a new incarnation, `stop` drops them when the ring is lost.
 
-    Between the two, turns enter and leave, and the turns' tokens go where their streams find them; `on_last_token` is
-    told which turn has come to its end, and why. `spawn` runs work in the background for as long as the leader lives.
+    Tokens go to the turns' streams; `on_last_token` is called with a turn whose answer is complete, and the reason.
     """
 
     def __init__(
         self,
         ring: Ring,
         router: RouterPort,
-        spawn: Callable[[Coroutine[None, None, None]], object],
+        spawn: Spawn,
         on_last_token: Callable[[DecodeTurn, FinishReason], None],
     ) -> None:
         self._ring = ring
         self._router = router
         self._spawn = spawn
         self._on_last_token = on_last_token
-        self._batch: DecodeFeed | None = None
+        self._feed: DecodeFeed | None = None
         self._room: DecodeRoom | None = None
-        self._earlier_preemptions = 0  # of incarnations that are gone
+        self._earlier_preemptions = 0  # of former incarnations
 
     @property
     def num_running(self) -> int:
         """Turns in the batch."""
-        return self._batch.num_running if self._batch else 0
+        return self._feed.num_running if self._feed else 0
 
     @property
     def num_preemptions(self) -> int:
-        """How often a turn gave its blocks to an older one."""
+        """Preemptions in all incarnations."""
         return self._earlier_preemptions + (self._room.num_preemptions if self._room else 0)
 
     def start(self) -> None:
-        """The ring serves, in a new incarnation."""
-        settings = self._ring.settings
-        self._batch = DecodeFeed(
-            self._ring.ranks[0],
+        """Make an empty feed and room for a new incarnation of the ring."""
+        ring, settings = self._ring, self._ring.settings
+        feed = self._feed = DecodeFeed(
+            ring.ranks[0],
             settings.ranks.max_batch,
             settings.control_timeout,
             self._on_event,
             continuous=settings.continuous,
         )
-        self._room = Preemption(self._ring, self._batch, self._router, self._spawn).room
-        self._spawn(self._read(self._batch, self._ring.incarnation))
+        self._room = _RoomActions(ring, feed, self._router, self._spawn).room
+        self._spawn(self._read(feed, ring.incarnation))
 
     def stop(self, error: RingserveError) -> None:
-        """The ring is lost; its ranks write nothing any more. Idempotent."""
-        if self._batch is not None:
-            self._batch.abandon(error)
+        """Drop the feed and room of a lost ring, whose ranks no longer write. Idempotent."""
+        if self._feed is not None:
+            self._feed.abandon(error)
         self._earlier_preemptions = self.num_preemptions
-        self._batch, self._room = None, None
+        self._feed, self._room = None, None
 
     def require_started(self) -> None:
-        """Raises Unavailable."""
+        """Raise Unavailable unless the ring has an incarnation that serves."""
         if self._room is None:
             raise Unavailable(f"ring {self._ring.settings.name} is shutting down")
 
     def reserve(self, sequence: SequenceKv, filled: tuple[int, ...], max_tokens: int) -> int:
-        """See `DecodeRoom.reserve`. Raises CapacityExceeded."""
-        assert self._room is not None, "asked for before"
+        """Reserve blocks as `DecodeRoom.reserve` does. Raises CapacityExceeded."""
+        assert self._room is not None, "the caller requires a started engine"
         return self._room.reserve(sequence, filled, max_tokens)
 
-    async def compute(self, turn: DecodeTurn, prompt: ComputePrompt) -> DecodeEvent:
-        """See `DecodeFeed.compute`. Raises Unavailable."""
+    async def compute_prompt(self, turn: DecodeTurn, token_ids: TokenIds) -> Admit:
+        """Compute the tokens of a reserved turn's prompt whose KV the ring lacks, and return the turn's first token.
+
+        All KV of the turn is on the ring then. The turn's blocks are written until this call or `leave` returns.
+        Raises TurnCancelled where the turn ended before, Unavailable.
+        """
+        ended = TurnCancelled(f"turn {turn.turn_id} ended before its prompt was computed")
+        if turn.is_ending:  # no await follows before the feed knows of the prompt, where `leave` finds it
+            raise ended
         self.require_started()
-        assert self._batch is not None, "started"
-        return await self._batch.compute(turn, prompt)
+        assert self._feed is not None, "started"
+        request, sequence = turn.request, turn.sequence
+        new = TokenRange(turn.reservation.retained_tokens, turn.prompt_tokens)
+        prompt = ComputePrompt(
+            sequence_id=turn.turn_id,
+            token_ids=tuple(token_ids[new.start : new.stop].tolist()),
+            held=sequence.shards.held,
+            blocks=tuple(sequence.table(rank) for rank in range(sequence.shards.num_ranks)),
+            sampling=request.sampling,
+            history=TokenHistory.of(request.sampling, request.penalized_ids),
+        )
+        event = await self._feed.compute(turn, prompt)
+        if event.token_id is None or turn.is_ending:
+            raise ended
+        assert event.prompt_seconds is not None, "the loop times its prompts"
+        sequence.shards = sequence.shards.extend(turn.reservation.shards)
+        turn.to(DecodeTurnState.SEALED)
+        report = PrefillReport(
+            prefill_seconds=event.prompt_seconds,
+            queue_seconds=max(0.0, time.monotonic() - turn.times.reserved_at - event.prompt_seconds),
+            chunks=(PlannedChunk(tokens=new, algorithm=Algorithm.DECODE_RING, num_turns=1),),
+        )
+        return Admit(
+            turn_id=turn.turn_id,
+            attempt=request.attempt,
+            first_token=event.token_id,
+            report=report,
+            logprobs=event.logprobs,
+        )
 
     async def enter(self, turn: DecodeTurn) -> None:
-        """Decode a turn whose KV is whole, as soon as it has a place. Raises Unavailable."""
-        assert self._batch is not None and self._room is not None, "a sealed turn has a ring"
+        """Decode an admitted turn as soon as the batch has a place. Raises Unavailable."""
+        assert self._feed is not None and self._room is not None, "a sealed turn has a ring"
         self._room.enter(turn)
-        await self._batch.join(turn)
+        await self._feed.join(turn)
 
     async def leave(self, turn: DecodeTurn) -> None:
-        """After this the decode loop writes to none of the turn's blocks.
+        """Return when the decode loop writes to none of the turn's blocks.
 
-        Raises Unavailable where the ring does not say so in time: it may still be writing.
+        Raises Unavailable where the ring does not confirm that in time: the loop may still be writing.
         """
-        if self._batch is None or not self._ring.is_serving(turn.reservation.incarnation):
+        if self._feed is None or not self._ring.is_serving(turn.reservation.incarnation):
             return  # those ranks are dead
         timeout = self._ring.settings.control_timeout
         try:
             async with asyncio.timeout(timeout):
-                await self._batch.leave(turn)
+                await self._feed.leave(turn)
         except TimeoutError:
-            raise Unavailable(f"the decode loop did not let go of turn {turn.turn_id} within {timeout:.1f} s") from None
+            raise Unavailable(f"the decode loop did not release turn {turn.turn_id} within {timeout:.1f} s") from None
 
-    def ending(self, turn: DecodeTurn) -> None:
-        """The turn wants no more blocks. `freed` follows."""
+    def end(self, turn: DecodeTurn) -> None:
+        """Give an ending turn no more blocks. `freed` follows."""
         if self._room is not None:
             self._room.end(turn)
 
     def freed(self, turn: DecodeTurn) -> None:
-        """The turn's blocks are back in their pool."""
+        """Hand out the blocks of an ended turn, which are back in their pool."""
         if self._room is not None and self._ring.is_serving(turn.reservation.incarnation):
             self._room.freed(turn)
 
-    async def _read(self, batch: DecodeFeed, incarnation: str) -> None:
+    async def _read(self, feed: DecodeFeed, incarnation: str) -> None:
         try:
-            await batch.read()
+            await feed.read()
         except RingserveError as error:
             self._ring.report_lost(error, incarnation)
 
@@ -128,6 +175,71 @@ class DecodeEngine:
         if event.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
             self._on_last_token(turn, event.finish_reason)
         elif event.is_preempted:
-            self._room.pause(turn)
+            self._room.starve(turn)
         else:
             self._room.note_token(turn)
+
+
+class _RoomActions:
+    """`RoomActions` of one ring incarnation: turns grow, are preempted and come back as its `room` decides."""
+
+    def __init__(self, ring: Ring, feed: DecodeFeed, router: RouterPort, spawn: Spawn) -> None:
+        settings = ring.settings
+        self.room = DecodeRoom(ring.pool, settings.headroom_tokens, can_preempt=settings.preemption, actions=self)
+        self._ring = ring
+        self._feed = feed
+        self._router = router
+        self._spawn = spawn
+
+    def grow(self, turn: DecodeTurn, blocks: list[list[int]]) -> None:
+        self._feed.grow(turn, blocks)
+
+    def rejoin(self, turn: DecodeTurn) -> None:
+        self._feed.join_soon(turn)
+
+    def preempt(self, turn: DecodeTurn) -> None:
+        self._spawn(self._preempt(turn))
+
+    def resume(self, turn: DecodeTurn) -> None:
+        self._spawn(self._resume(turn))
+
+    async def _preempt(self, turn: DecodeTurn) -> None:
+        """Take a turn out of the batch and drop its KV for an older turn, unless it ends meanwhile."""
+        try:
+            async with asyncio.timeout(self._ring.settings.control_timeout):
+                await self._feed.leave(turn)
+        except (RingserveError, TimeoutError) as error:
+            self._ring.report_lost(error, turn.reservation.incarnation)
+            return
+        if not turn.is_ending:
+            log.info("turn %s is preempted after %d tokens", turn.turn_id, len(turn.answer.tokens))
+            self.room.preempted(turn)
+
+    async def _resume(self, turn: DecodeTurn) -> None:
+        """Have the router begin a new attempt, which makes the turn's KV again.
+
+        A turn that cannot be resumed now is preempted once more and tried again later, until its deadline.
+        """
+        turn.num_attempts += 1
+        attempt = turn.num_attempts
+        request = ResumeTurn(
+            turn_id=turn.turn_id,
+            attempt=attempt,
+            token_ids=tuple(turn.answer.tokens[:-1]),
+            deadline_seconds=turn.request.deadline_seconds,
+        )
+        try:
+            await self._router.resume_turn(request)
+        except RingserveError as error:
+            is_arriving = turn.state in (DecodeTurnState.RESERVED, DecodeTurnState.STREAMING)
+            is_whole = turn.request.attempt == attempt and not is_arriving
+            if turn.is_ending or is_whole:
+                return
+            log.warning("turn %s could not be resumed, trying again: %s", turn.turn_id, error)
+            turn.to(DecodeTurnState.PREEMPTED)
+            if is_arriving:  # no byte of that attempt is written after this
+                turn.tasks.stop_sealing()
+                await drop(self._ring, turn.attempt.key)
+            await asyncio.sleep(RESUME_PAUSE_SECONDS)
+            if not turn.is_ending:
+                self.room.release(turn)

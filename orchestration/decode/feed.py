@@ -1,7 +1,7 @@
-"""Feeds the decode loop that runs on a ring's first rank, and reads its tokens.
+"""Feed of the decode loop that runs on a ring's first rank: commands go in, tokens come out.
 
-Admissions and removals take effect at the loop's next step border; tokens come back by a long poll with a cursor, so a
-lost answer is asked for again and no token is seen twice.
+The loop applies commands at its next step boundary. Tokens come by a long poll with a cursor: a lost answer is asked
+for again, and no token is seen twice.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ POLL_SECONDS = 2.0
 
 @dataclass(frozen=True, slots=True)
 class _Prompt:
-    """A turn whose prompt the loop is to compute, and whoever waits for it."""
+    """A turn whose prompt the loop computes, and the future of the event that answers."""
 
     turn: DecodeTurn
-    told: asyncio.Future[DecodeEvent]
+    answer: asyncio.Future[DecodeEvent]
 
 
 class DecodeFeed:
-    """The turns that decode, at most `max_batch`, and those that wait for a place, in order of arrival.
+    """Turns in the loop's batch, at most `max_batch`, and turns that wait for a place, in order of arrival.
 
-    One object a ring incarnation. `on_event` gets every event of a turn that is still in the batch. Turns join and
-    leave at every step; with `continuous` False, which is for comparisons, nobody joins until the batch is empty.
+    One object a ring incarnation. `on_event` gets every event of a turn in the batch. Turns join and leave at every
+    step; with `continuous` False, which is for comparisons, turns join only an empty batch.
     """
 
     def __init__(
@@ -51,47 +51,49 @@ class DecodeFeed:
         self._waiting: list[DecodeTurn] = []
         self._running: dict[str, DecodeTurn] = {}
         self._prompts: dict[str, _Prompt] = {}
-        self._submitting = asyncio.Lock()  # fair: commands reach the loop in the order in which they were given
+        self._submitting = asyncio.Lock()  # fair: commands reach the loop in the order of the calls
         self._submissions: set[asyncio.Task[None]] = set()
         self._failure: BaseException | None = None
 
     @property
     def num_running(self) -> int:
+        """Turns in the batch."""
         return len(self._running)
 
     @property
     def num_waiting(self) -> int:
+        """Turns that wait for a place in the batch."""
         return len(self._waiting)
 
     async def join(self, turn: DecodeTurn) -> None:
-        """Admit the turn, or let it wait for a place. Raises Unavailable when the ring cannot be told."""
+        """Admit the turn, or queue it for a place. Raises Unavailable when the ring cannot be reached."""
         if (submission := self.join_soon(turn)) is not None:
             await asyncio.shield(submission)
 
     def join_soon(self, turn: DecodeTurn) -> asyncio.Task[None] | None:
-        """As `join`, without waiting for the ring to know; a failure ends the reading."""
+        """Join without waiting for the ring's acknowledgement; a failure is raised by `read`."""
         turn.left_batch.clear()
         insort(self._waiting, turn, key=lambda other: other.arrival)
         return self._fill()
 
     async def compute(self, turn: DecodeTurn, prompt: ComputePrompt) -> DecodeEvent:
-        """Have the loop compute the turn's prompt -> the event of its first token, or of its removal by `leave`.
+        """Have the loop compute the turn's prompt; return the event of its first token, or of its removal by `leave`.
 
-        The turn does not join by it. Raises what ended the ring.
+        The turn does not join the batch. Raises the error that ended the ring.
         """
         turn.left_batch.clear()
-        told: asyncio.Future[DecodeEvent] = asyncio.get_running_loop().create_future()
-        self._prompts[turn.turn_id] = _Prompt(turn, told)
+        answer: asyncio.Future[DecodeEvent] = asyncio.get_running_loop().create_future()
+        self._prompts[turn.turn_id] = _Prompt(turn, answer)
         self._submit([prompt])
-        return await told
+        return await answer
 
     def grow(self, turn: DecodeTurn, blocks: Sequence[Sequence[int]]) -> None:
-        """Blocks were appended to the turn's tables. Whoever joins later joins with the whole tables."""
+        """Append blocks to the loop's tables of the turn. A turn that joins later joins with its whole tables."""
         if turn.turn_id in self._running:
             self._submit([GrowSequence(sequence_id=turn.turn_id, blocks=tuple(map(tuple, blocks)))])
 
     async def leave(self, turn: DecodeTurn) -> None:
-        """Take the turn out; returns when the loop no longer writes to its blocks."""
+        """Take the turn out; return when the loop no longer writes to its blocks."""
         if turn in self._waiting:
             self._waiting.remove(turn)
             return
@@ -100,6 +102,7 @@ class DecodeFeed:
             await turn.left_batch.wait()
 
     def _fill(self) -> asyncio.Task[None] | None:
+        """Admit turns that wait to free places of the batch."""
         if self._running and not self._continuous:
             return None
         admitted: list[DecodeCommand] = []
@@ -110,28 +113,28 @@ class DecodeFeed:
         return self._submit(admitted) if admitted else None
 
     def _submit(self, commands: Sequence[DecodeCommand]) -> asyncio.Task[None]:
-        """Hand commands to the loop, in the order of the calls, and also when the caller is cancelled.
+        """Hand commands to the loop in the order of the calls, also when the caller is cancelled.
 
-        A removal that overtook its admission would remove nothing, and admissions may be those of other turns.
+        A removal that overtook its admission would remove nothing, and admissions may belong to other turns.
         """
         submission = asyncio.create_task(self._submit_in_order(commands))
         self._submissions.add(submission)
-        submission.add_done_callback(self._submitted)
+        submission.add_done_callback(self._on_submitted)
         return submission
 
     async def _submit_in_order(self, commands: Sequence[DecodeCommand]) -> None:
         async with self._submitting:
             await self._lead.submit(commands, self._timeout)
 
-    def _submitted(self, submission: asyncio.Task[None]) -> None:
+    def _on_submitted(self, submission: asyncio.Task[None]) -> None:
         self._submissions.discard(submission)
         if not submission.cancelled():
             self._failure = self._failure or submission.exception()
 
     async def read(self) -> None:
-        """Read events for as long as the ring lives; raises what ended it.
+        """Read events for as long as the ring lives; raise the error that ended it.
 
-        Commands that were lost end it too: who is in the loop's batch is then unknown.
+        Lost commands end it too: the members of the loop's batch are then unknown.
         """
         cursor = 0
         while True:
@@ -139,10 +142,10 @@ class DecodeFeed:
             if self._failure is not None:
                 raise self._failure
             cursor = batch.stop
-            left = False
+            has_place = False
             for event in batch.events:
                 if event.sequence_id in self._prompts:
-                    self._computed(self._prompts.pop(event.sequence_id), event)
+                    self._on_computed(self._prompts.pop(event.sequence_id), event)
                     continue
                 turn = self._running.get(event.sequence_id)
                 if turn is None:
@@ -150,23 +153,23 @@ class DecodeFeed:
                 if event.has_left:
                     del self._running[event.sequence_id]
                     turn.left_batch.set()
-                    left = True
+                    has_place = True
                 self._on_event(turn, event)
-            if left:
+            if has_place:
                 self._fill()
 
-    def _computed(self, prompt: _Prompt, event: DecodeEvent) -> None:
-        """The loop writes no more of the prompt."""
+    def _on_computed(self, prompt: _Prompt, event: DecodeEvent) -> None:
+        """Answer the caller of `compute`; the loop writes no more KV of the prompt."""
         prompt.turn.left_batch.set()
-        if not prompt.told.done():
-            prompt.told.set_result(event)
+        if not prompt.answer.done():
+            prompt.answer.set_result(event)
 
     def abandon(self, error: RingserveError) -> None:
-        """The ring is gone: nothing of it writes any more."""
+        """Empty the batch of a lost ring, whose ranks no longer write."""
         for prompt in self._prompts.values():
             prompt.turn.left_batch.set()
-            if not prompt.told.done():
-                prompt.told.set_exception(error)
+            if not prompt.answer.done():
+                prompt.answer.set_exception(error)
         self._prompts.clear()
         for turn in self._running.values():
             turn.left_batch.set()

@@ -1,17 +1,15 @@
-"""Who gets KV blocks on a decode ring: turns grow ahead of need, and when nothing is left the youngest gives way.
+"""Decisions about KV blocks on a decode ring: turns grow ahead of need; without free blocks the youngest is preempted.
 
 A turn's tables begin with room for its prompt and a headroom, and get another headroom when half of it is used. Where
-no block is left, kept conversations go first (the pool's business); then
+no block is free, the pool first evicts retained conversations. Then turns go through the states STARVED, PREEMPTED and
+RESUMING (`DecodeTurnState`).
 
-RUNNING ──tables full──> PAUSED ──room──> RUNNING                its KV stays where it is
-RUNNING, PAUSED ──an older turn lacks room──> PREEMPTED ──room──> RESUMING ──sealed──> RUNNING       its KV is dropped
+No turn waits for ever. A turn is preempted only for an older one, so the oldest in the batch never is, and ends after
+at most max_tokens steps. New turns are refused while a turn is held up, and preempted turns come back in order of
+arrival. So the number of turns falls until the oldest of all has the blocks that it needs. Alone it fits, because the
+router refuses turns that do not.
 
-Why nobody waits for ever: a turn gives way only to an older one, so the oldest in the batch never does and is done
-after at most max_tokens steps. New turns are refused while one is held up, and the preempted come back in order of
-arrival. So the number of turns falls until the oldest of all has what it needs; alone it fits, because the router
-refuses what does not.
-
-Pure and synchronous: what is decided here the leader carries out.
+Pure and synchronous: the engine carries out these decisions.
 """
 
 from __future__ import annotations
@@ -21,31 +19,31 @@ from typing import Protocol
 
 from cp_core.errors import CapacityExceeded
 from cp_core.layout.shards import level_counts
-from orchestration.decode.turn import DecodeTurn
+from orchestration.decode.turn import DecodeTurn, DecodeTurnState
 from orchestration.ring.kv_pool import KvPool, SequenceKv
 
 URGENT_TOKENS = 4
-"""With so few slots left a turn takes those of younger ones; before, turns that end may make room for it."""
+"""Free slots at or below which a turn takes a younger turn's blocks; above, turns that end may free some in time."""
 
 
 class RoomActions(Protocol):
-    """What the leader does for a turn. None of them waits."""
+    """Effects of the room's decisions. None of them waits."""
 
     def grow(self, turn: DecodeTurn, blocks: list[list[int]]) -> None:
         """Tell the ranks of blocks that were appended to the tables."""
 
     def rejoin(self, turn: DecodeTurn) -> None:
-        """A paused turn has room: let it decode."""
+        """Put a starved turn, which has new blocks, back into the batch."""
 
     def preempt(self, turn: DecodeTurn) -> None:
-        """Take the turn out of the batch, then call `DecodeRoom.given_way`."""
+        """Take the turn out of the batch, then call `DecodeRoom.preempted`."""
 
     def resume(self, turn: DecodeTurn) -> None:
-        """The turn holds empty blocks for all of its tokens: have its KV made again, then call `enter` or `give_up`."""
+        """Have the KV of a turn with new, empty blocks made again, then call `enter` or `release`."""
 
 
 class DecodeRoom:
-    """The blocks of one ring incarnation and the turns that want them. `headroom` is in tokens of the whole ring."""
+    """Blocks of one ring incarnation and the turns that want them. `headroom` is in tokens of the whole ring."""
 
     def __init__(self, pool: KvPool, headroom: int, *, can_preempt: bool, actions: RoomActions) -> None:
         self.num_preemptions = 0
@@ -53,18 +51,19 @@ class DecodeRoom:
         self._headroom = max(headroom, 1)
         self._can_preempt = can_preempt
         self._actions = actions
-        self._active: list[DecodeTurn] = []  # in the batch, waiting for a place in it, or paused; by arrival
+        self._active: list[DecodeTurn] = []  # in the batch, waiting for a place in it, or starved; by arrival
         self._preempted: list[DecodeTurn] = []  # by arrival
-        self._resuming: set[str] = set()
-        self._leaving: set[str] = set()  # blocks that are about to be free
+        self._resuming: set[str] = set()  # ids of turns from RESUMING to SEALED
+        self._leaving: set[str] = set()  # ids of turns whose blocks are about to be free
 
     @property
     def num_held_up(self) -> int:
-        """Turns that have begun and cannot go on for want of blocks."""
-        return len(self._preempted) + len(self._resuming) + sum(turn.is_paused for turn in self._active)
+        """Turns that have begun and wait for blocks or for their KV to be made again."""
+        starved = sum(turn.state is DecodeTurnState.STARVED for turn in self._active)
+        return len(self._preempted) + len(self._resuming) + starved
 
     def reserve(self, sequence: SequenceKv, filled: tuple[int, ...], max_tokens: int) -> int:
-        """Blocks for a new turn whose prompt will fill the ranks so. Returns how many tokens have room.
+        """Reserve blocks for a new turn whose prompt fills `filled[r]` slots of rank r; return its room in tokens.
 
         Raises CapacityExceeded, having changed nothing.
         """
@@ -74,44 +73,45 @@ class DecodeRoom:
             )
         answer = min(self._headroom, max_tokens) if self._can_preempt else max_tokens
         room = sum(filled) + answer
-        self._pool.make_room(sequence, _levelled(filled, answer))
+        growth = level_counts(filled, answer)
+        self._pool.make_room(sequence, [own + more for own, more in zip(filled, growth, strict=True)])
         return room
 
     def enter(self, turn: DecodeTurn) -> None:
-        """The turn's KV is whole; from now on it may be told to give way. It joins the batch after this."""
+        """Add a turn whose KV is whole; it may be preempted from now on. It joins the batch after this."""
         self._resuming.discard(turn.turn_id)
         insort(self._active, turn, key=lambda other: other.arrival)
         self.balance()
 
     def note_token(self, turn: DecodeTurn) -> None:
-        """The turn has a token more."""
+        """Give the turn, which has one token more, new blocks if it needs them."""
         if self._wants(turn):
             self.balance()
 
-    def pause(self, turn: DecodeTurn) -> None:
-        """The turn left the batch because its tables are full."""
-        turn.is_paused = True
+    def starve(self, turn: DecodeTurn) -> None:
+        """Record that the turn left the batch because its tables are full."""
+        turn.to(DecodeTurnState.STARVED)
         self.balance()
 
-    def given_way(self, turn: DecodeTurn) -> None:
-        """A turn that was told to has left the batch; nobody touches its blocks any more."""
+    def preempted(self, turn: DecodeTurn) -> None:
+        """Take back the blocks of a turn that has left the batch by `RoomActions.preempt`. No rank uses them now."""
         if turn in self._active:  # it may have ended instead
             self._leaving.discard(turn.turn_id)
             self._active.remove(turn)
             self.num_preemptions += 1
-            self.give_up(turn)
+            turn.to(DecodeTurnState.PREEMPTED)
+            self.release(turn)
 
-    def give_up(self, turn: DecodeTurn) -> None:
-        """The turn's blocks are free for others, and it waits, at its place in the order, for new ones."""
+    def release(self, turn: DecodeTurn) -> None:
+        """Free the blocks of a preempted turn, which waits for new ones at its place in the order of arrival."""
         self._resuming.discard(turn.turn_id)
-        turn.is_paused = False
         self._pool.pin(turn.request.kv_id, turn.turn_id, 0)
         turn.room = 0
         insort(self._preempted, turn, key=lambda other: other.arrival)
         self.balance()
 
     def end(self, turn: DecodeTurn) -> None:
-        """The turn is ending: it wants nothing more. `freed` follows when its blocks are free."""
+        """Drop the wishes of a turn that is ending. `freed` follows when its blocks are free."""
         for turns in (self._active, self._preempted):
             if turn in turns:
                 turns.remove(turn)
@@ -119,31 +119,32 @@ class DecodeRoom:
         self._leaving.add(turn.turn_id)
 
     def freed(self, turn: DecodeTurn) -> None:
-        """An ended turn's blocks are free."""
+        """Hand out the blocks of an ended turn, which are free now."""
         self._leaving.discard(turn.turn_id)
         self.balance()
 
     def balance(self) -> None:
-        """Hand out what is free: the oldest first, those that decode before those that were preempted."""
+        """Hand out free blocks: the oldest turn first, turns that decode before turns that were preempted."""
         for turn in list(self._active):
             if turn.turn_id in self._leaving:
                 continue
-            if self._wants(turn) and not self._extend(turn) and _left(turn) <= URGENT_TOKENS:
-                self._make_way_for(turn)
+            if self._wants(turn) and not self._extend(turn) and _free_slots(turn) <= URGENT_TOKENS:
+                self._preempt_for(turn)
                 return
-            if turn.is_paused and _left(turn) > 0:
-                turn.is_paused = False
+            if turn.state is DecodeTurnState.STARVED and _free_slots(turn) > 0:
+                turn.to(DecodeTurnState.ADMITTED)
                 self._actions.rejoin(turn)
         while self._preempted and self._reserve_again(self._preempted[0]):
             turn = self._preempted.pop(0)
+            turn.to(DecodeTurnState.RESUMING)
             self._resuming.add(turn.turn_id)
             self._actions.resume(turn)
 
     def _wants(self, turn: DecodeTurn) -> bool:
-        return turn.room < turn.final_tokens and _left(turn) <= self._headroom // 2
+        return turn.room < turn.final_tokens and _free_slots(turn) <= self._headroom // 2
 
     def _extend(self, turn: DecodeTurn) -> bool:
-        """A headroom more, or where that is not to be had, a block on each rank."""
+        """Add a headroom to the turn's tables, or a block on each rank where that is all there is."""
         for step in (self._headroom, self._pool.block_tokens * self._pool.num_ranks):
             room = min(turn.kv_tokens + step, turn.final_tokens)
             if room <= turn.room:
@@ -160,8 +161,8 @@ class DecodeRoom:
             return True
         return False
 
-    def _make_way_for(self, turn: DecodeTurn) -> None:
-        """The youngest turn that is younger gives way, one at a time. With none, turns on their way here make room."""
+    def _preempt_for(self, turn: DecodeTurn) -> None:
+        """Preempt the youngest turn that is younger than `turn`, unless one is leaving already."""
         if not self._leaving and self._active[-1] is not turn:
             self._leaving.add(self._active[-1].turn_id)
             self._actions.preempt(self._active[-1])
@@ -176,10 +177,6 @@ class DecodeRoom:
         return True
 
 
-def _levelled(held: tuple[int, ...], num_tokens: int) -> list[int]:
-    return [own + more for own, more in zip(held, level_counts(held, num_tokens), strict=True)]
-
-
-def _left(turn: DecodeTurn) -> int:
-    """Slots that the turn's tables have beyond its KV."""
+def _free_slots(turn: DecodeTurn) -> int:
+    """Return the slots that the turn's tables have beyond its KV."""
     return turn.room - turn.kv_tokens

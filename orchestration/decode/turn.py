@@ -1,4 +1,4 @@
-"""One turn on a decode ring, from its reservation to its end. `handoff` draws the states."""
+"""One turn on a decode ring, from its reservation to its end: its states, its answer, its KV and its times."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 
 from cp_core.errors import InvalidRequest, RingserveError
 from cp_core.layout.shards import ShardMap, appended, level_counts
-from orchestration.protocol.handoff import HandoffState
 from orchestration.protocol.kv import SentKv
 from orchestration.protocol.tracing import Attributes, Stretch, just_ended
 from orchestration.protocol.turns import PrefillDone, PrefillReport, Reservation, Reserve, TokensEvent, TurnEvent
@@ -18,87 +18,152 @@ from workers.protocol.decode_commands import AdmitSequence, FinishReason
 from workers.protocol.transfers import TransferKey
 from workers.sampling.parameters import TokenHistory, TokenLogprobs
 
+ARROWS = {
+    "RESERVED": {"STREAMING", "SEALED", "PREEMPTED", "ABORTED"},
+    "STREAMING": {"SEALED", "PREEMPTED", "ABORTED"},
+    "SEALED": {"ADMITTED", "DONE", "ABORTED"},
+    "ADMITTED": {"STARVED", "PREEMPTED", "DONE", "ABORTED"},
+    "STARVED": {"ADMITTED", "PREEMPTED", "DONE", "ABORTED"},
+    "PREEMPTED": {"RESUMING", "DONE", "ABORTED"},
+    "RESUMING": {"RESERVED", "PREEMPTED", "DONE", "ABORTED"},
+    "ABORTED": set(),
+    "DONE": set(),
+}
 
-@dataclass(slots=True)
-class DecodeTurn:
-    """`events` is what the gateway's stream reads; an error in it is its last item.
 
-    `arrival` orders the ring's turns. `request`, `key` and `reservation` are those of the latest attempt, whose prompt
-    is the turn's own `prompt_tokens` and, after a preemption, what was decoded until then; `num_attempts` also counts
-    those that the router could not begin. `room` tokens of the sequence find a slot in its block tables. The ring
-    itself computes the prompt in `prefilling`, or KV comes from elsewhere and `sealing` waits for it.
+class DecodeTurnState(Enum):
+    """States of a turn on a decode ring, from the hand-off of its KV to its end.
+
+    RESERVED ──first token──> STREAMING ──all KV arrived once──> SEALED ──first token known──> ADMITTED ──> DONE
+        │                         │                                │                             │
+        └─────────────────────────┴──────────────> ABORTED <───────┴─────────────────────────────┘
+
+    RESERVED ──the decode ring has computed the prompt itself──> SEALED ──the first token ends the answer──> DONE
+
+    ADMITTED ──block tables full──> STARVED ──new blocks──> ADMITTED                 the KV stays on the ring
+    ADMITTED, STARVED ──an older turn needs the blocks──> PREEMPTED                  the KV is dropped
+    PREEMPTED ──new blocks──> RESUMING ──the router begins a new attempt──> RESERVED
+    RESUMING, RESERVED, STREAMING ──the attempt could not begin──> PREEMPTED
+
+    STARVED, PREEMPTED and RESUMING lead to ABORTED and DONE like ADMITTED.
+
+    The decode leader owns the decode ring's blocks in every state. Until SEALED the ranks' receivers may write to them,
+    or the decode loop where the ring computes the prompt itself. In ADMITTED the decode loop may write to them.
+    ABORTED, DONE and PREEMPTED are reached only after both have stopped writing: only then do the blocks return to the
+    pool. The prefill ring's blocks of the sequence stay pinned until `finish_sends` returns, because its ranks read
+    them until then.
+    """
+
+    RESERVED = auto()
+    STREAMING = auto()
+    SEALED = auto()
+    ADMITTED = auto()
+    STARVED = auto()
+    PREEMPTED = auto()
+    RESUMING = auto()
+    ABORTED = auto()
+    DONE = auto()
+
+    def to(self, following: DecodeTurnState) -> DecodeTurnState:
+        """Return the next state. A transition that the diagram lacks is a bug."""
+        assert following.name in ARROWS[self.name], f"no turn goes from {self.name} to {following.name}"
+        return following
+
+    @property
+    def is_over(self) -> bool:
+        """True if no transition follows."""
+        return not ARROWS[self.name]
+
+    @property
+    def is_decoding(self) -> bool:
+        """True if the decode loop has written KV of answer tokens, which is still on the ring."""
+        return self in (DecodeTurnState.ADMITTED, DecodeTurnState.STARVED)
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """Latest attempt to bring the turn's KV onto the ring; the leader replaces it whole when the turn is resumed.
+
+    The prompt of a resumed turn is the turn's own prompt and the tokens decoded before its preemption.
     """
 
     request: Reserve
     key: TransferKey
-    pool: KvPool
-    sequence: SequenceKv
     reservation: Reservation
-    arrival: int
-    prompt_tokens: int
-    room: int
-    state: HandoffState = HandoffState.RESERVED
+
+
+@dataclass(slots=True)
+class Answer:
+    """Tokens of the answer, which the ring's events append, and the end of it, which the reader may set.
+
+    `num_finished` is the length that the reader has set. `own_end` is the reason why the ring stopped decoding.
+    """
+
     tokens: list[int] = field(default_factory=list)
-    report: PrefillReport | None = None
-    events: asyncio.Queue[TurnEvent | RingserveError] = field(default_factory=asyncio.Queue)
-    is_streamed: bool = False
-    is_paused: bool = False
-    num_attempts: int = 1
-    left_batch: asyncio.Event = field(default_factory=asyncio.Event)
+    num_finished: int | None = None
+    own_end: FinishReason | None = None
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """Finish reason of an answer whose reader has set its length."""
+        is_whole = self.own_end is not None and self.num_finished == len(self.tokens)
+        return self.own_end if is_whole and self.own_end is not None else FinishReason.STOP
+
+
+@dataclass(slots=True)
+class TurnTasks:
+    """Work in progress for a turn; the leader starts it and the registry waits for it when the turn ends.
+
+    The ring computes the prompt in `prefilling`, or KV comes from another ring and `sealing` waits for it.
+    """
+
     ending: asyncio.Task[None] | None = None
     sealing: asyncio.Task[None] | None = None
     prefilling: asyncio.Task[PrefillDone] | None = None
-    sends: set[asyncio.Task[SentKv]] = field(default_factory=set)
     copying: asyncio.Task[None] | None = None
+    sends: set[asyncio.Task[SentKv]] = field(default_factory=set)
     timers: list[asyncio.TimerHandle] = field(default_factory=list)
-    migrated_bytes: int = 0
-    migration_seconds: float = 0.0
-    handoff_seconds: float = 0.0
-    # How its KV came to be here, each time.
-    origins: list[Stretch] = field(default_factory=list)
-    # How many tokens make the answer, where the reader says so; and how it ends if they are all.
-    num_finished: int | None = None
-    own_end: FinishReason | None = None
+
+    def stop_timers(self) -> None:
+        """Cancel the deadline and the attach timeout."""
+        for timer in self.timers:
+            timer.cancel()
+
+    def stop_sealing(self) -> None:
+        """Stop waiting for the KV of the latest attempt."""
+        if self.sealing is not None:
+            self.sealing.cancel()
+
+    async def until_idle(self) -> None:
+        """Wait for sends, copies and the prompt, whose errors go to their own callers."""
+        await asyncio.gather(*self.sends, *filter(None, [self.copying, self.prefilling]), return_exceptions=True)
+
+
+@dataclass(slots=True)
+class TurnTimes:
+    """Times and transfers of a turn on the ring, for its last event and its trace. Times are of `time.monotonic`.
+
+    `origins` says how the turn's KV reached the ring, once per attempt.
+    """
+
     reserved_at: float = field(default_factory=time.monotonic)
     first_token_at: float = 0.0
+    handoff_seconds: float = 0.0
+    migrated_bytes: int = 0
+    migration_seconds: float = 0.0
+    origins: list[Stretch] = field(default_factory=list)
 
-    @property
-    def turn_id(self) -> str:
-        return self.request.turn_id
+    def note_migration(self, ring: str, attempt: int, sent: SentKv) -> None:
+        """Record that the KV of an attempt is whole on `ring` now; `sent.seconds` count from its first byte."""
+        self.migrated_bytes += sent.payload_bytes
+        self.migration_seconds += sent.seconds
+        where: Attributes = {"ringserve.ring": ring, "ringserve.attempt": attempt}
+        self.origins.append(just_ended("migration", sent.seconds, {**where, "ringserve.bytes": sent.payload_bytes}))
 
-    @property
-    def is_ending(self) -> bool:
-        return self.ending is not None
-
-    def finish_reason_of(self, token: int) -> FinishReason | None:
-        """Whether the turn ends with its newest token."""
-        if token in self.request.sampling.stop_token_ids:
-            return FinishReason.STOP
-        return FinishReason.LENGTH if len(self.tokens) >= self.request.sampling.max_tokens else None
-
-    def add_token(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
-        """Enter the newest token and hand it to the client."""
-        if len(self.tokens) == 1:
-            self.handoff_seconds = time.monotonic() - self.first_token_at
-        self.tokens.append(token_id)
-        told = () if logprobs is None else (logprobs,)
-        self.events.put_nowait(TokensEvent(token_ids=(token_id,), logprobs=told))
-
-    def note_migration(self, ring: str, payload_bytes: int, seconds: float) -> None:
-        """The KV of the latest attempt has just come whole to `ring`, `seconds` after its first byte."""
-        self.migrated_bytes += payload_bytes
-        self.migration_seconds += seconds
-        attributes: Attributes = {
-            "ringserve.ring": ring,
-            "ringserve.attempt": self.request.attempt,
-            "ringserve.bytes": payload_bytes,
-        }
-        self.origins.append(just_ended("migration", seconds, attributes))
-
-    def note_prompt(self, ring: str, report: PrefillReport) -> None:
-        """`ring` itself has just computed the prompt, in one step."""
+    def note_prompt(self, ring: str, attempt: int, report: PrefillReport) -> None:
+        """Record that `ring` itself has just computed the prompt, in one step."""
         (chunk,) = report.chunks
-        where: Attributes = {"ringserve.ring": ring, "ringserve.attempt": self.request.attempt}
+        where: Attributes = {"ringserve.ring": ring, "ringserve.attempt": attempt}
         attributes: Attributes = {
             **where,
             "ringserve.tokens.start": chunk.tokens.start,
@@ -109,87 +174,138 @@ class DecodeTurn:
         queue = Stretch(name="queue", began=min(self.reserved_at, step.began), ended=step.began, attributes=where)
         self.origins += [queue, step]
 
+
+@dataclass(slots=True)
+class DecodeTurn:
+    """A turn and its parts, each written by one owner.
+
+    The leader writes `attempt` and `state`, the room `room` and the states between ADMITTED and RESUMING, the feed
+    `left_batch`. `arrival` orders the ring's turns. `room` tokens of the sequence find a slot in its block tables.
+    `num_attempts` also counts the attempts that the router could not begin. The gateway's stream reads `events`; an
+    error is the last of them.
+    """
+
+    attempt: Attempt
+    pool: KvPool
+    sequence: SequenceKv
+    arrival: int
+    prompt_tokens: int
+    room: int
+    answer: Answer = field(default_factory=Answer)
+    state: DecodeTurnState = DecodeTurnState.RESERVED
+    num_attempts: int = 1
+    events: asyncio.Queue[TurnEvent | RingserveError] = field(default_factory=asyncio.Queue)
+    is_streamed: bool = False
+    left_batch: asyncio.Event = field(default_factory=asyncio.Event)
+    tasks: TurnTasks = field(default_factory=TurnTasks)
+    times: TurnTimes = field(default_factory=TurnTimes)
+
+    @property
+    def request(self) -> Reserve:
+        """Request of the latest attempt."""
+        return self.attempt.request
+
+    @property
+    def reservation(self) -> Reservation:
+        """Reservation of the latest attempt."""
+        return self.attempt.reservation
+
+    @property
+    def turn_id(self) -> str:
+        return self.request.turn_id
+
+    @property
+    def is_ending(self) -> bool:
+        return self.tasks.ending is not None
+
+    def to(self, state: DecodeTurnState) -> None:
+        """Enter the next state."""
+        self.state = self.state.to(state)
+
+    def add_token(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
+        """Append the newest token to the answer and hand it to the client."""
+        if len(self.answer.tokens) == 1:
+            self.times.handoff_seconds = time.monotonic() - self.times.first_token_at
+        self.answer.tokens.append(token_id)
+        self.events.put_nowait(TokensEvent(token_ids=(token_id,), logprobs=() if logprobs is None else (logprobs,)))
+
+    def reason_to_end(self) -> FinishReason | None:
+        """Return the finish reason if the newest token ends the answer."""
+        sampling, tokens = self.request.sampling, self.answer.tokens
+        if tokens[-1] in sampling.stop_token_ids:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(tokens) >= sampling.max_tokens else None
+
     @property
     def kv_tokens(self) -> int:
-        """Tokens of the sequence so far but for the newest, whose KV the next step computes."""
-        return self.prompt_tokens + len(self.tokens) - 1
+        """Tokens of the sequence without the newest, whose KV the next step computes."""
+        return self.prompt_tokens + len(self.answer.tokens) - 1
 
     @property
     def final_tokens(self) -> int:
-        """The most tokens that the sequence may come to have."""
+        """Largest number of tokens that the sequence may reach."""
         return self.prompt_tokens + self.request.sampling.max_tokens
 
     def held_with(self, num_tokens: int) -> list[int]:
-        """What each rank holds when the sequence has `num_tokens` tokens, at least as many as its KV has now."""
+        """Return each rank's tokens when the sequence has `num_tokens`, at least as many as its KV has now."""
         held = self.sequence.shards.held
         growth = level_counts(held, num_tokens - sum(held))
         return [own + more for own, more in zip(held, growth, strict=True)]
 
     def finish(self, num_tokens: int) -> None:
-        """The reader says that its answer is the first `num_tokens` tokens; the first word counts.
+        """Set the answer to its first `num_tokens` tokens; only the first call counts.
 
-        Raises InvalidRequest where there are fewer.
+        Raises InvalidRequest where the answer has fewer tokens.
         """
-        if not 1 <= num_tokens <= len(self.tokens):
+        answer = self.answer
+        if not 1 <= num_tokens <= len(answer.tokens):
             raise InvalidRequest(
-                f"num_tokens: {num_tokens} is out of range; turn {self.turn_id} has {len(self.tokens)} tokens"
+                f"num_tokens: {num_tokens} is out of range; turn {self.turn_id} has {len(answer.tokens)} tokens"
             )
-        if self.num_finished is None:
-            self.num_finished = num_tokens
+        if answer.num_finished is None:
+            answer.num_finished = num_tokens
 
     def cut(self) -> None:
-        """Forget tokens after the answer, and their KV. Nobody may add any more."""
-        if self.num_finished is not None:
-            del self.tokens[self.num_finished :]
+        """Drop tokens after the set length, and their KV. The decode loop adds no more tokens."""
+        if self.answer.num_finished is not None:
+            del self.answer.tokens[self.answer.num_finished :]
             self.sequence.shards = self.sequence.shards.truncate(self.kv_tokens)
 
-    @property
-    def finish_reason(self) -> FinishReason:
-        """Of a turn whose reader has finished it."""
-        is_whole = self.own_end is not None and self.num_finished == len(self.tokens)
-        return self.own_end if is_whole and self.own_end is not None else FinishReason.STOP
-
     def admission(self) -> AdmitSequence:
-        """Join the batch with the newest token, whose own KV is the first to be computed."""
-        shards = self.note_decoded()
+        """Return the command to join the batch with the newest token, whose own KV the next step computes."""
+        shards, tokens = self.note_decoded(), self.answer.tokens
         return AdmitSequence(
             sequence_id=self.turn_id,
-            token_id=self.tokens[-1],
+            token_id=tokens[-1],
             position=shards.num_tokens,
             held=shards.held,
             blocks=tuple(self.sequence.table(rank) for rank in range(shards.num_ranks)),
             sampling=self.request.sampling,
-            history=TokenHistory.of(self.request.sampling, self.request.penalized_ids, self.tokens),
+            history=TokenHistory.of(self.request.sampling, self.request.penalized_ids, tokens),
         )
 
     def note_decoded(self) -> ShardMap:
-        """Enter the decoded tokens' KV into the sequence, where it has any. Returns where all KV lies."""
+        """Enter the KV of decoded tokens into the sequence, and return the places of all its KV."""
         shards = self.sequence.shards
-        if self.state is HandoffState.ADMITTED:
+        if self.state.is_decoding:
             known = shards.num_tokens
             self.sequence.shards = shards.extend(appended(known, self.kv_tokens - known, shards.held))
         return self.sequence.shards
 
-    def stop_timers(self) -> None:
-        for timer in self.timers:
-            timer.cancel()
+    def trace(self, ring: str, ended: float) -> Sequence[Stretch]:
+        """Return the stretches of a turn that ends on `ring`, however far it came.
 
-
-def decode_stretches(turn: DecodeTurn, ring: str, ended: float) -> Sequence[Stretch]:
-    """Of a turn that ends on `ring`, however far it came.
-
-    A `migration` for every time that its KV came whole (from the first byte to the seal), or `queue` (from the
-    reservation) and `prefill` where the ring itself computed the prompt; `hand-off` (from the first token, which the
-    ring makes that computes the prompt, to the second), and `decode` (from there to the end).
-    """
-    where: Attributes = {"ringserve.ring": ring}
-    found = list(turn.origins)
-    if not turn.handoff_seconds:
-        return found
-    began = turn.first_token_at + turn.handoff_seconds
-    decoded: Attributes = {**where, "ringserve.tokens": len(turn.tokens), "ringserve.attempts": turn.num_attempts}
-    return [
-        *found,
-        Stretch(name="hand-off", began=turn.first_token_at, ended=began, attributes=where),
-        Stretch(name="decode", began=began, ended=ended, attributes=decoded),
-    ]
+        A `migration` is there for every time that the turn's KV came whole (from the first byte to the seal), or
+        `queue` (from the reservation) and `prefill` where the ring itself computed the prompt. `hand-off` lasts from
+        the first token, which the ring that computes the prompt makes, to the second; `decode` from there to the end.
+        """
+        times, where = self.times, {"ringserve.ring": ring}
+        if not times.handoff_seconds:
+            return list(times.origins)
+        began = times.first_token_at + times.handoff_seconds
+        counts = {"ringserve.tokens": len(self.answer.tokens), "ringserve.attempts": self.num_attempts}
+        return [
+            *times.origins,
+            Stretch(name="hand-off", began=times.first_token_at, ended=began, attributes=where),
+            Stretch(name="decode", began=began, ended=ended, attributes={**where, **counts}),
+        ]

@@ -1,7 +1,7 @@
-"""The only place where plain classes become Ray actors.
+"""Ray actors: the only place where plain classes become actors.
 
-`RankActor` hosts a rank, `HostActor` whatever `services` composes (a leader with its gRPC server, the router with its
-own). Ranks belong to the leader that made them and die with it.
+`RankActor` hosts a rank. `HostActor` hosts an object that `services` composes: a leader or the router, with its gRPC
+server. Ranks belong to the leader that made them and die with it.
 """
 
 from __future__ import annotations
@@ -35,24 +35,23 @@ from workers.protocol.transfers import BlockPair, KvExpect, KvSend, TransferKey,
 
 
 class Hosted(Protocol):
-    """What a HostActor hosts."""
+    """Object that a HostActor hosts."""
 
     async def start(self) -> str:
-        """Serve; returns the endpoint HOST:PORT."""
+        """Serve; return the endpoint HOST:PORT."""
 
     async def measure(self) -> None:
-        """Measure itself, once all that share the machine have started."""
+        """Measure its own rates, once all processes that share the machine have started."""
 
     async def wait_event(self) -> RingEvent:
-        """Answers when whoever started this has something to do for a ring. May never answer."""
+        """Return when the starter has something to do for a ring, which may be never."""
 
     async def stop(self) -> None:
         """Stop serving and free everything. Idempotent."""
 
 
-@ray.remote(max_restarts=0)
 class HostActor:
-    """An async actor around one composed object."""
+    """Async actor around one composed object."""
 
     def __init__(self, compose: Callable[[], Hosted]) -> None:
         self._hosted = compose()
@@ -67,17 +66,16 @@ class HostActor:
         await self._hosted.stop()
 
     async def wait_event(self) -> RingEvent:
-        """The next thing to be done for what is hosted; the caller learns of this actor's death from it too."""
+        """Return the next event of the hosted object. The call also fails when this actor dies."""
         return await self._hosted.wait_event()
 
 
-@ray.remote(max_restarts=0, concurrency_groups={"compute": 1, "transfer": 64, "control": 16})
 class RankActor:
     """One rank. One thread computes; transfers wait in threads of their own; control calls always get an answer."""
 
     def __init__(self) -> None:
-        # Here and not above: leaders import this file and must stay free of torch. Looking for garbage meanwhile would
-        # find none and take a sixth of the time; nor need it be looked for among modules at every collection after.
+        # The import is here because leaders import this file and must stay free of torch. Garbage collections during
+        # the import would find nothing and take a sixth of its time; the frozen modules speed up later collections.
         gc.disable()
         from workers.rank.worker import RankWorker
 
@@ -88,7 +86,7 @@ class RankActor:
 
     @ray.method(concurrency_group="control")
     def start(self, spec: RankSpec) -> RankInfo:
-        """A rank that is not told where to listen does so at the address of the node that Ray put it on."""
+        """Start the rank, which listens at its node's address unless the settings name another."""
         listen_host = spec.settings.listen_host or ray.util.get_node_ip_address()
         return self._worker.start(replace(spec, settings=replace(spec.settings, listen_host=listen_host)))
 
@@ -105,8 +103,17 @@ class RankActor:
         return getattr(self._worker, method)(*arguments)
 
 
+def _remote(kind: type, title: str, **options: Any) -> Any:
+    """Make an actor class of `kind` whose processes are called `title`.
+
+    Ray shows the name of an actor's class in `ps`, in `ray list actors` and before the actor's log lines: every actor
+    gets a class of its own.
+    """
+    return ray.remote(max_restarts=0, **options)(type(title, (kind,), {"__module__": __name__}))
+
+
 class RayRank:
-    """`RankPort` on an actor. What the rank raises comes out as raised; what Ray raises becomes Unavailable."""
+    """`RankPort` on an actor. Errors of the rank are raised as they are; errors of Ray become Unavailable."""
 
     def __init__(self, name: str, actor: ActorHandle[Any]) -> None:
         self._name = name
@@ -181,15 +188,15 @@ class RayRank:
         await self._call("compute", "run_decode", None)
 
     async def kill(self) -> None:
-        """The process ends at once; nothing it holds outlives it."""
+        """End the process at once, and free everything it holds."""
         try:
             ray.kill(self._actor, no_restart=True)
         except (RayError, ValueError):
-            return  # it was gone already
+            return  # the process had ended already
 
 
 class RayRanks:
-    """`RankFactory`: the ranks of one ring in one placement group, each with `resources` (e.g. {"CPU": 1})."""
+    """`RankFactory` that puts the ranks of a ring into one placement group, each with `resources` (e.g. {"CPU": 1})."""
 
     def __init__(self, name: str, resources: dict[str, float], strategy: str = "PACK") -> None:
         self._name = name
@@ -198,8 +205,8 @@ class RayRanks:
         self._ring: PlacementGroup | None = None
 
     async def create(self, num_ranks: int, timeout: float) -> Sequence[RayRank]:
-        """Raises Unavailable when the cluster has no room for the whole ring."""
-        self._remove_left_behind()
+        """Make the actors of all ranks. Raises Unavailable when the cluster has no room for the whole ring."""
+        self._remove_leftovers()
         name = f"{self._name}.{uuid.uuid4().hex}"
         bundles = [dict(self._resources)] * num_ranks
         ring = self._ring = placement_group(bundles, strategy=self._strategy, name=name)
@@ -217,28 +224,33 @@ class RayRanks:
             raise Unavailable(f"the placement group of ring {self._name} failed: {error}") from error
         return [self._rank(ring, index) for index in range(num_ranks)]
 
-    def _remove_left_behind(self) -> None:
-        """Free the places of a leader of this ring that died: Ray keeps them for as long as the cluster lives."""
+    def _remove_leftovers(self) -> None:
+        """Free the places of a dead leader of this ring, which Ray holds for as long as the cluster lives."""
         for ring in placement_group_table().values():
             if ring["name"].startswith(f"{self._name}.") and ring["state"] != "REMOVED":
                 remove_placement_group(get_placement_group(ring["name"]))
 
     def _rank(self, ring: PlacementGroup, index: int) -> RayRank:
         place = PlacementGroupSchedulingStrategy(placement_group=ring, placement_group_bundle_index=index)
-        actor = RankActor.options(
+        lanes = {"compute": 1, "transfer": 64, "control": 16}
+        actor = _remote(RankActor, f"{self._name} rank {index}", concurrency_groups=lanes).options(
             num_cpus=self._resources.get("CPU", 0),
             num_gpus=self._resources.get("GPU", 0),
             scheduling_strategy=place,
-        ).remote()
-        return RayRank(f"rank {index} of ring {self._name}", actor)
+        )
+        return RayRank(f"rank {index} of ring {self._name}", actor.remote())
 
     async def close(self) -> None:
+        """Free the places of the ranks. Idempotent."""
         if self._ring is not None:
             remove_placement_group(self._ring)
             self._ring = None
 
 
-def host(name: str, compose: Callable[[], Hosted]) -> Any:
-    """A named actor around what `compose` builds, on the caller's node. It takes no CPU from the cluster's count."""
+def host(name: str, title: str, compose: Callable[[], Hosted]) -> Any:
+    """Make an actor called `name` around the object that `compose` builds, on the caller's node.
+
+    Its process is called `title`. It takes no CPU from the cluster's count.
+    """
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    return HostActor.options(name=name, num_cpus=0, scheduling_strategy=here).remote(compose)
+    return _remote(HostActor, title).options(name=name, num_cpus=0, scheduling_strategy=here).remote(compose)

@@ -51,7 +51,7 @@ class RayLeader:
 
     def __init__(self, host: LeaderHost, name: str) -> None:
         self.host = host
-        self.actor = host_actor(name, host)
+        self.actor = host_actor(name, f"{host.name} leader", host)
         self.serves = self.actor.start.remote()
         self.started_at = time.monotonic()
         self._leaves = self.actor.wait_event.remote()  # answers when the ring has drained, or by failing

@@ -124,7 +124,7 @@ class LocalCluster:
             self._progress("starting Ray")
             self._start_ray()
         self._progress("starting the router")
-        self._router = host_actor(ROUTER_NAME, RouterHost(config=config, model=model, profile=profile))
+        self._router = host_actor(ROUTER_NAME, ROUTER_NAME, RouterHost(config=config, model=model, profile=profile))
         self.router_endpoint = self._result(self._router.start.remote())
         hosts = [
             LeaderHost(

@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 
 from cp_core.layout.shards import ShardMap, level_counts, spread
-from orchestration.decode.turn import DecodeTurn
-from orchestration.protocol.handoff import HandoffState
+from orchestration.decode.turn import Attempt, DecodeTurn, DecodeTurnState
 from orchestration.protocol.turns import Reservation, Reserve
 from orchestration.ring.kv_pool import KvPool
 from workers.protocol.transfers import TransferKey
@@ -46,16 +45,14 @@ def decode_turn(
         incarnation="decode", retained_tokens=0, shards=ShardMap.empty(num_ranks), kv_endpoints=("kv:0",) * num_ranks
     )
     turn = DecodeTurn(
-        request,
-        TransferKey(name, 1, "prefill", "decode"),
+        Attempt(request, TransferKey(name, 1, "prefill", "decode"), reservation),
         pool,
         sequence,
-        reservation,
         arrival=next(ARRIVALS),
         prompt_tokens=PROMPT_TOKENS,
         room=PROMPT_TOKENS + max_tokens,
-        state=HandoffState.ADMITTED,
+        state=DecodeTurnState.ADMITTED,
     )
     if first_token is not None:
-        turn.tokens.append(first_token)
+        turn.answer.tokens.append(first_token)
     return turn

@@ -176,7 +176,7 @@ async def test_a_ring_that_has_evicted_the_kv_refuses_and_the_turn_goes_over_a_p
         planner = service._planner
         monkeypatch.setattr(planner, "compare_direct", lambda *_: 0.0)  # the choice is not what is tested here
         await service.decode.settle("c", "", 10)
-        with pytest.raises(CapacityExceeded, match="41 tokens of the prompt are not kept and it computes 16 at most"):
+        with pytest.raises(CapacityExceeded, match="41 tokens of the prompt are not cached and it computes 16 at most"):
             await service.answer(direct_request(service, [4]))
         await eventually(lambda: service.router.num_running == 0)
         answer = await service.answer(replace(direct_request(service, [4, 5]), algorithm=None))

@@ -12,8 +12,7 @@ import pytest
 from cp_core.errors import Busy, DeadlineExceeded, NotFound, RingserveError, TurnCancelled, Unavailable
 from orchestration.decode.engine import DecodeEngine
 from orchestration.decode.registry import DecodeTurns
-from orchestration.decode.turn import DecodeTurn
-from orchestration.protocol.handoff import HandoffState
+from orchestration.decode.turn import Attempt, DecodeTurn, DecodeTurnState
 from orchestration.protocol.settings import RingSettings
 from orchestration.protocol.turns import FinishedEvent, TurnEvent, TurnOutcome
 from orchestration.ring.life import Ring
@@ -79,8 +78,10 @@ class RegisteredRing:
     def turn(self, name: str = "turn", deadline_seconds: float = 60.0) -> DecodeTurn:
         """A turn under way on this ring."""
         turn = decode_turn(name)
-        turn.request = replace(turn.request, deadline_seconds=deadline_seconds)
-        turn.reservation = replace(turn.reservation, incarnation=self.ring.incarnation)
+        request = replace(turn.request, deadline_seconds=deadline_seconds)
+        reservation = replace(turn.reservation, incarnation=self.ring.incarnation)
+        key = replace(turn.attempt.key, destination=self.ring.incarnation)
+        turn.attempt = Attempt(request, key, reservation)
         self.ends.add(turn)
         return turn
 
@@ -109,7 +110,7 @@ async def ring(*, control_timeout: float = 20.0, attach_timeout: float = 30.0) -
 
 async def over(turn: DecodeTurn) -> TurnEvent | RingserveError:
     """What the turn's stream is told last."""
-    await eventually(lambda: turn.ending is not None and turn.ending.done(), WAIT_SECONDS)
+    await eventually(lambda: turn.tasks.ending is not None and turn.tasks.ending.done(), WAIT_SECONDS)
     last = None
     while not turn.events.empty():
         last = turn.events.get_nowait()
@@ -127,7 +128,7 @@ async def test_the_first_to_end_a_turn_decides_how_and_the_router_hears_it_once(
         assert isinstance(last, FinishedEvent)
         assert last.finish_reason is FinishReason.LENGTH
         assert [(told.ok, told.kv_tokens) for told in made.router.heard] == [(True, PROMPT_TOKENS)]
-        assert turn.state is HandoffState.DONE
+        assert turn.state is DecodeTurnState.DONE
         assert turn.pool.num_retained("turn") == PROMPT_TOKENS
         assert len(made.ends) == 0
         assert made.settled == [turn]
@@ -175,7 +176,7 @@ async def test_a_turn_that_fails_leaves_the_batch_before_its_blocks_are_settled(
         assert made.router.heard == []
         made.post(None, FinishReason.ABORT)
         await ending
-        assert turn.state is HandoffState.ABORTED
+        assert turn.state is DecodeTurnState.ABORTED
         assert turn.pool.usage()[0].active_blocks == 0
         assert [told.ok for told in made.router.heard] == [False]
 
@@ -190,7 +191,7 @@ async def test_a_decode_loop_that_does_not_let_go_in_time_loses_its_ring(is_fini
         last = await over(turn)
         if is_finished:
             assert isinstance(last, Unavailable)
-            assert "did not let go of turn turn within" in str(last)
+            assert "did not release turn turn within" in str(last)
         else:
             assert isinstance(last, TurnCancelled)
         await eventually(lambda: made.ring.rebuilds == 1)
@@ -214,7 +215,7 @@ async def test_a_refused_turn_is_there_until_its_ranks_have_let_go(is_aborted: b
         gate.set()
         async with asyncio.timeout(WAIT_SECONDS):
             await asyncio.gather(*waits)
-        assert turn.state is HandoffState.ABORTED
+        assert turn.state is DecodeTurnState.ABORTED
         assert [usage.total_blocks - usage.free_blocks for usage in turn.pool.usage()] == [0, 0]
         assert [told.ok for told in made.router.heard] == [False] * is_aborted
         assert len(made.ends) == 0
@@ -262,7 +263,7 @@ async def test_what_nobody_came_to_read_is_forgotten() -> None:
         made.ends.watch(turn)
         last = await over(turn)
         assert isinstance(last, TurnCancelled)
-        assert "nobody read the turn's tokens" in str(last)
+        assert "no client read the turn's tokens" in str(last)
         await eventually(lambda: not made.ends._unread)
         with pytest.raises(NotFound):
             made.ends.claim("turn")

@@ -1,4 +1,4 @@
-"""Who gets blocks: whatever turns come, whatever their lengths, all are done in the end, and the oldest soonest."""
+"""Blocks of a decode ring: turns of any number and length all end, and the oldest is never preempted."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from cp_core.errors import CapacityExceeded
 from cp_core.layout.shards import ShardMap, append_owner, spread
 from orchestration.decode.room import DecodeRoom
-from orchestration.decode.turn import DecodeTurn
-from orchestration.protocol.handoff import HandoffState
+from orchestration.decode.turn import Attempt, DecodeTurn, DecodeTurnState
 from orchestration.protocol.turns import Reservation, Reserve
 from orchestration.ring.kv_pool import KvPool
 from workers.protocol.transfers import TransferKey
@@ -21,7 +20,7 @@ MAX_STEPS = 4000
 
 
 class Simulation:
-    """A decode ring of counters: every running turn gets a token a step, or pauses. Ranks see the same tables.
+    """A decode ring of counters: every running turn gets a token a step, or is starved. Ranks see the same tables.
 
     `growth` reaches a running turn a step late, as it does in service.
     """
@@ -34,7 +33,7 @@ class Simulation:
         self.held: dict[str, list[int]] = {}
         self.resuming: list[DecodeTurn] = []
         self.leaving: list[DecodeTurn] = []
-        self.gave_way: list[str] = []
+        self.preempted: list[str] = []
         self.late: list[tuple[DecodeTurn, list[list[int]]]] = []
 
     # What the room asks for.
@@ -47,7 +46,7 @@ class Simulation:
 
     def preempt(self, turn: DecodeTurn) -> None:
         active = [other for other in self.turns if other.turn_id in self.held]
-        assert turn is not min(active, key=lambda other: other.arrival), "the oldest never gives way"
+        assert turn is not min(active, key=lambda other: other.arrival), "the oldest is never preempted"
         self.leaving.append(turn)
 
     def resume(self, turn: DecodeTurn) -> None:
@@ -81,10 +80,10 @@ class Simulation:
         )
         key = TransferKey(name, 1, "prefill", "decode")
         turn = DecodeTurn(
-            request, key, self.pool, sequence, reservation, arrival=number, prompt_tokens=prompt, room=room
+            Attempt(request, key, reservation), self.pool, sequence, arrival=number, prompt_tokens=prompt, room=room
         )
-        turn.state = HandoffState.ADMITTED
-        turn.tokens.append(1)
+        turn.state = DecodeTurnState.ADMITTED
+        turn.answer.tokens.append(1)
         self.turns.append(turn)
         if max_tokens == 1:
             self._finish(turn)
@@ -120,11 +119,11 @@ class Simulation:
             owner = append_owner(held)
             if held[owner] >= self.running[name][owner]:
                 del self.running[name]
-                self.room.pause(turn)
+                self.room.starve(turn)
                 continue
             held[owner] += 1
-            turn.tokens.append(1)
-            if len(turn.tokens) == turn.request.sampling.max_tokens:
+            turn.answer.tokens.append(1)
+            if len(turn.answer.tokens) == turn.request.sampling.max_tokens:
                 self._finish(turn)
             else:
                 self.room.note_token(turn)
@@ -139,13 +138,13 @@ class Simulation:
             if turn in self.turns:
                 self.running.pop(turn.turn_id, None)
                 self.held.pop(turn.turn_id)
-                turn.state = HandoffState.PREEMPTED
-                self.gave_way.append(turn.turn_id)
-            self.room.given_way(turn)
+                self.preempted.append(turn.turn_id)
+            self.room.preempted(turn)
         resuming, self.resuming = self.resuming, []
         for turn in resuming:
             turn.sequence.shards = spread(0, turn.kv_tokens, (0,) * self.pool.num_ranks)
-            turn.state = HandoffState.ADMITTED
+            for state in (DecodeTurnState.RESERVED, DecodeTurnState.SEALED, DecodeTurnState.ADMITTED):
+                turn.to(state)
             self._enter(turn)
         self.pool.check_integrity()
 
@@ -173,18 +172,18 @@ def test_every_turn_is_done_in_the_end_and_all_blocks_are_free(
         ring.step()
         steps += 1
         assert steps < MAX_STEPS, f"{len(ring.turns)} turns get nowhere"
-    assert ring.room.num_preemptions == len(ring.gave_way)
+    assert ring.room.num_preemptions == len(ring.preempted)
     assert ring.room.num_held_up == 0
     assert all(rank.free_blocks == num_blocks for rank in ring.pool.usage())
 
 
-def test_the_youngest_gives_way_and_nobody_new_comes_before_it_is_back() -> None:
+def test_the_youngest_is_preempted_and_no_new_turn_comes_before_it_is_back() -> None:
     ring = Simulation(1, 8, 4)
     assert ring.begin(0, 8, 16)
     assert ring.begin(1, 8, 10)
-    while not ring.gave_way:
+    while not ring.preempted:
         ring.step()
-    assert ring.gave_way == ["turn-1"]
+    assert ring.preempted == ["turn-1"]
     assert not ring.begin(2, 1, 1)
     with pytest.raises(CapacityExceeded, match="1 running turns wait for free blocks"):
         ring.room.reserve(ring.pool.pin("x", "x", 0), (1,), 1)
@@ -202,4 +201,4 @@ def test_without_preemption_the_whole_answer_has_room_from_the_start() -> None:
     assert not ring.begin(1, 5, 40)
     while ring.turns:
         ring.step()
-    assert not ring.gave_way
+    assert not ring.preempted

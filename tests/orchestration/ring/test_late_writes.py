@@ -87,7 +87,7 @@ class TappedLane(Lane):
 
 def blocks_of(service: Service, turn_id: str) -> list[set[int]]:
     """Of each decode rank, the blocks that a turn holds."""
-    turn = service.decode._turns.of_turn(turn_id)
+    turn = service.decode._turns.get(turn_id)
     assert turn is not None
     return [set(table) for table in turn.sequence.blocks]
 

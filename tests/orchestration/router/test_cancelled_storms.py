@@ -123,7 +123,7 @@ class Storm:
 
     def _note_stage(self, request: TurnRequest) -> None:
         turn = self._service.router._turns.of_request(request.request_id)
-        on_decode = self._service.decode._turns.of_turn(turn.turn_id) if turn else None
+        on_decode = self._service.decode._turns.get(turn.turn_id) if turn else None
         self.stages[on_decode.state.name if on_decode else "NOT BEGUN OR ENDED"] += 1
 
 

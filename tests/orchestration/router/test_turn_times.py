@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 
 from cp_core.layout.shards import TokenRange
-from orchestration.decode.turn import decode_stretches
 from orchestration.prefill.run import PrefillTimes
+from orchestration.protocol.kv import SentKv
 from orchestration.protocol.turns import PlannedChunk, PrefillReport
 from tests.orchestration.decode.decode_turns import decode_turn
 from workers.protocol.prefill_steps import Algorithm
@@ -45,35 +45,35 @@ def test_a_pull_comes_before_the_queue_and_each_stretch_begins_where_the_one_bef
 
 
 def test_a_turn_that_failed_while_its_kv_came_tells_nothing_of_decoding() -> None:
-    assert decode_stretches(decode_turn("turn", first_token=None), "decode-0", 9.0) == []
+    assert decode_turn("turn", first_token=None).trace("decode-0", 9.0) == []
 
 
 def test_a_turn_of_one_token_has_a_migration_and_no_decoding() -> None:
     turn = decode_turn("turn", first_token=None)
-    turn.note_migration("decode-0", 77, 0.5)
-    turn.first_token_at = time.monotonic()
+    turn.times.note_migration("decode-0", 1, SentKv(payload_bytes=77, seconds=0.5))
+    turn.times.first_token_at = time.monotonic()
     turn.add_token(7, None)
-    (only,) = decode_stretches(turn, "decode-0", time.monotonic())
-    assert (only.name, only.attributes["ringserve.bytes"], turn.migrated_bytes) == ("migration", 77, 77)
+    (only,) = turn.trace("decode-0", time.monotonic())
+    assert (only.name, only.attributes["ringserve.bytes"], turn.times.migrated_bytes) == ("migration", 77, 77)
 
 
 def test_every_time_that_kv_came_counts_and_decoding_goes_from_the_second_token_to_the_end() -> None:
     turn = decode_turn("turn", first_token=None)
     for _ in range(2):
-        turn.note_migration("decode-0", 50, 0.5)
+        turn.times.note_migration("decode-0", 1, SentKv(payload_bytes=50, seconds=0.5))
     turn.num_attempts = 2
-    turn.first_token_at = time.monotonic() - 1.0
+    turn.times.first_token_at = time.monotonic() - 1.0
     for token in (7, 8, 9):
         turn.add_token(token, None)
     ended = time.monotonic() + 1.0
-    first, second, hand_off, decode = decode_stretches(turn, "decode-0", ended)
-    assert (first.name, second.name, turn.migrated_bytes, turn.migration_seconds) == (
+    first, second, hand_off, decode = turn.trace("decode-0", ended)
+    assert (first.name, second.name, turn.times.migrated_bytes, turn.times.migration_seconds) == (
         "migration",
         "migration",
         100,
         1.0,
     )
-    assert (hand_off.name, hand_off.began, hand_off.ended) == ("hand-off", turn.first_token_at, decode.began)
+    assert (hand_off.name, hand_off.began, hand_off.ended) == ("hand-off", turn.times.first_token_at, decode.began)
     assert (decode.name, decode.ended) == ("decode", ended)
     assert decode.attributes == {"ringserve.ring": "decode-0", "ringserve.tokens": 3, "ringserve.attempts": 2}
 
@@ -81,14 +81,14 @@ def test_every_time_that_kv_came_counts_and_decoding_goes_from_the_second_token_
 def test_a_turn_whose_prompt_was_computed_here_tells_its_queue_and_its_step_and_no_migration() -> None:
     turn = decode_turn("turn", first_token=None)
     step = PlannedChunk(tokens=TokenRange(90, 100), algorithm=Algorithm.DECODE_RING, num_turns=1)
-    turn.reserved_at = time.monotonic() - 2.0
-    turn.note_prompt("decode-0", PrefillReport(prefill_seconds=0.5, queue_seconds=1.5, chunks=(step,)))
-    turn.first_token_at = time.monotonic() - 1.0
+    turn.times.reserved_at = time.monotonic() - 2.0
+    turn.times.note_prompt("decode-0", 1, PrefillReport(prefill_seconds=0.5, queue_seconds=1.5, chunks=(step,)))
+    turn.times.first_token_at = time.monotonic() - 1.0
     turn.add_token(7, None)
     turn.add_token(8, None)
-    queue, prefill, hand_off, decode = decode_stretches(turn, "decode-0", time.monotonic() + 1.0)
+    queue, prefill, hand_off, decode = turn.trace("decode-0", time.monotonic() + 1.0)
     assert [queue.name, prefill.name, hand_off.name, decode.name] == ["queue", "prefill", "hand-off", "decode"]
-    assert (queue.began, queue.ended) == (turn.reserved_at, prefill.began)
+    assert (queue.began, queue.ended) == (turn.times.reserved_at, prefill.began)
     assert abs(prefill.ended - prefill.began - 0.5) < 1e-9
     assert prefill.attributes == {
         "ringserve.ring": "decode-0",

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
+import psutil
 import pytest
 
 from tests.services.e2e.cluster import START_SECONDS, Cluster, Inference, Ringserve, ids, options_of, wait_until
@@ -83,6 +84,14 @@ def test_up_refuses_at_once_what_cannot_work(
 def test_a_second_cluster_of_the_same_name_is_refused(cluster: Cluster) -> None:
     said = refused(cluster.ringserve, "up", "--name", cluster.name, "--detach", "--set", "gateway.listen=127.0.0.1:0")
     assert f"'shared' runs already (pid {cluster.pid}, gateway {cluster.gateway})" in said
+
+
+def test_processes_show_what_they_are(cluster: Cluster) -> None:
+    """Ray appends the method that an actor runs to its title."""
+    titles = [" ".join(each.cmdline()) for each in psutil.Process(cluster.pid).children(recursive=True)]
+    actors = {title.strip().removeprefix("ray::").partition(".")[0] for title in titles if title.startswith("ray::")}
+    ranks = {f"{role}-0 rank {number}" for role in ("prefill", "decode") for number in range(2)}
+    assert actors - {"IDLE"} == {"router", "prefill-0 leader", "decode-0 leader", *ranks}
 
 
 @pytest.mark.parametrize("command", [["down"], ["status"], ["generate", "--prompt", "hello"], ["chat"]])

@@ -47,11 +47,11 @@ def test_what_ray_forwards_comes_out_as_json_and_so_does_everything_else() -> No
     target = io.StringIO()
     stream = JsonLines(target, "up")
     own = JsonFormatter("decode-0").format(record("steps (all of them)"))
-    print(f"\x1b[36m(HostActor pid=12)\x1b[0m {own}", file=stream)
-    print(f"(HostActor pid=12, ip=10.0.0.7) {own}", file=stream)
+    print(f"\x1b[36m(decode-0 leader pid=12)\x1b[0m {own}", file=stream)
+    print(f"(decode-0 leader pid=12, ip=10.0.0.7) {own}", file=stream)
     print(own, file=stream)
-    print("\x1b[36m(RankActor pid=13)\x1b[0m a library's own word", "\n\nringserve: stopping", file=stream)
+    print("\x1b[36m(decode-0 rank 1 pid=13)\x1b[0m a library's own word", "\n\nringserve: stopping", file=stream)
     lines = [json.loads(line) for line in target.getvalue().splitlines()]
     assert lines[:3] == [json.loads(own)] * 3
     shown = [(line["process"], line["message"].strip()) for line in lines[3:]]
-    assert shown == [("RankActor pid=13", "a library's own word"), ("up", "ringserve: stopping")]
+    assert shown == [("decode-0 rank 1 pid=13", "a library's own word"), ("up", "ringserve: stopping")]

@@ -142,7 +142,7 @@ def test_strangers_at_the_doors_of_ranks_are_sent_away_and_harm_nobody(
 
 def rank_ports(pid: int) -> set[tuple[str, int]]:
     """Where the rank processes of a cluster listen."""
-    ranks = [each for each in psutil.Process(pid).children(recursive=True) if "RankActor" in " ".join(each.cmdline())]
+    ranks = [each for each in psutil.Process(pid).children(recursive=True) if " rank " in " ".join(each.cmdline())]
     return {
         (each.laddr.ip, each.laddr.port)
         for rank in ranks
@@ -176,7 +176,7 @@ def test_ray_itself_wants_the_token_of_this_cluster(secure: Secure) -> None:
     control = next(word.partition("=")[2] for word in words if word.startswith("--gcs-address="))
     assert asks_for_token(control)
     assert asks_for_token(control, "0" * 64)
-    tokens = {each.environ().get("RAY_AUTH_TOKEN", "") for each in processes if "RankActor" in " ".join(each.cmdline())}
+    tokens = {each.environ().get("RAY_AUTH_TOKEN", "") for each in processes if " rank " in " ".join(each.cmdline())}
     (token,) = tokens
     assert not asks_for_token(control, token)
     gateway = psutil.Process(pid_at(secure.cluster.gateway))
