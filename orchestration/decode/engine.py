@@ -174,7 +174,7 @@ class DecodeEngine:
             return
         if event.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
             self._on_last_token(turn, event.finish_reason)
-        elif event.is_preempted:
+        elif event.is_starved:
             self._room.starve(turn)
         else:
             self._room.note_token(turn)

@@ -256,5 +256,5 @@ def _finish_reason(token_id: int, generation: Generation) -> FinishReason | None
 
 def _left(name: str, reason: FinishReason | None, kv_tokens: int) -> DecodeEvent:
     return DecodeEvent(
-        sequence_id=name, token_id=None, finish_reason=reason, kv_tokens=kv_tokens, is_preempted=reason is None
+        sequence_id=name, token_id=None, finish_reason=reason, kv_tokens=kv_tokens, is_starved=reason is None
     )

@@ -24,8 +24,8 @@ class AdmitSequence:
     """Order to admit a sequence to the decode batch.
 
     `token_id` at `position` is the newest token; its KV is not computed yet. Rank r stores `held[r]` tokens under its
-    table `blocks[r]`. A sequence whose next token has no slot is preempted. `history.num_generated` counts the answer's
-    tokens so far, the prefill ring's first token among them.
+    table `blocks[r]`. A sequence whose next token has no slot leaves as starved. `history.num_generated` counts the
+    answer's tokens so far, the prefill ring's first token among them.
     """
 
     sequence_id: str
@@ -78,7 +78,7 @@ DecodeCommand = AdmitSequence | RemoveSequence | GrowSequence | ComputePrompt
 class DecodeEvent:
     """One token, or the end, or both, of a sequence. `kv_tokens` positions have their KV stored after this step.
 
-    `is_preempted`: the sequence left because its block tables are full, and may join again. `prompt_seconds`: the token
+    `is_starved`: the sequence left because its block tables are full, and may join again. `prompt_seconds`: the token
     is the first after a prompt, and is the time of that prompt's step.
     """
 
@@ -86,14 +86,14 @@ class DecodeEvent:
     token_id: int | None
     finish_reason: FinishReason | None
     kv_tokens: int
-    is_preempted: bool = False
+    is_starved: bool = False
     logprobs: TokenLogprobs | None = None
     prompt_seconds: float | None = None
 
     @property
     def has_left(self) -> bool:
         """True if the sequence is out of the batch."""
-        return self.is_preempted or self.finish_reason is not None
+        return self.is_starved or self.finish_reason is not None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -234,7 +234,7 @@ def test_a_sequence_without_room_for_its_next_token_pauses_and_goes_on_where_it_
             told += tokens_of(events)
             assert events[-1].kv_tokens == len(prompt) + len(told) - 1
             if num_blocks < 16:
-                assert (events[-1].is_preempted, events[-1].finish_reason, events[-1].token_id) == (True, None, None)
+                assert (events[-1].is_starved, events[-1].finish_reason, events[-1].token_id) == (True, None, None)
                 assert max(conversation.held) == num_blocks * BLOCK_TOKENS, "all slots of a rank are used first"
     assert events[-1].finish_reason is FinishReason.LENGTH
     assert told == oracles["llama_gqa"].greedy(prompt, 30)
@@ -268,7 +268,7 @@ def test_tables_grow_under_a_running_sequence(
         while not any(event.sequence_id == "a" and event.has_left for event in events):
             events += ring.next_events()
         told = [first, *tokens_of([event for event in events if event.sequence_id == "a"])]
-        if events[-1].is_preempted:  # on a busy machine the loop may be faster than the later commands
+        if events[-1].is_starved:  # on a busy machine the loop may be faster than the later commands
             ring.keep(conversation, first, told[1:], events[-1].kv_tokens)
             conversation.blocks = tables
             ring.admit(conversation, told[-1], sampling, num_generated=len(told))
