@@ -31,6 +31,7 @@ import psutil
 from ringserve.v1 import inference_pb2, inference_pb2_grpc, rings_pb2, rings_pb2_grpc, router_pb2, router_pb2_grpc
 from services.gateway.settings import GatewaySettings
 from services.rpc.server import GrpcServer
+from services.rpc.wire.mapping import pack_ids
 
 TOKEN = 65
 MODEL = "builtin:tiny"
@@ -56,7 +57,7 @@ class PacedLeader(rings_pb2_grpc.RingServiceServicer):
         for number in range(self._tokens):
             await asyncio.sleep(max(start + number * self._interval - time.monotonic(), 0))
             sent.append(time.monotonic())
-            yield rings_pb2.TurnEvent(tokens=rings_pb2.Tokens(token_ids=[TOKEN]))
+            yield rings_pb2.TurnEvent(tokens=rings_pb2.Tokens(token_ids=pack_ids([TOKEN])))
         self._stamps.send((request.turn_id, sent))
         yield rings_pb2.TurnEvent(finished=rings_pb2.Finished(finish_reason="length"))
 

@@ -109,14 +109,16 @@ def show_plan(complete: inference_pb2.GenerateComplete) -> None:
 
 def ring_table(plan: inference_pb2.Plan) -> Table:
     """One line a ring, the quickest first; * marks the one that was taken."""
-    table = simple_table("", "ring", "cp", "tp", "predicted", "queue", "moving KV", "prefill", left=("", "ring"))
+    table = simple_table(
+        "", "ring", "cp", "tp", "predicted", "queue", "moving KV", "prefill", "hand-off", "stall", left=("", "ring")
+    )
     for each in sorted(plan.ring_alternatives, key=lambda each: each.total_seconds):
-        seconds = (each.total_seconds, each.queue_seconds, each.move_seconds, each.prefill_seconds)
+        parts = (each.queue_seconds, each.move_seconds, each.prefill_seconds, each.handoff_seconds, each.stall_seconds)
         table.add_row(
             "*" if each.ring == plan.prefill_ring else "",
             each.ring,
             str(each.num_ranks),
             str(each.tp),
-            *map(format_seconds, seconds),
+            *map(format_seconds, (each.total_seconds, *parts)),
         )
     return table

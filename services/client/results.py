@@ -1,20 +1,14 @@
-"""What a client gets, in Python's types. Field names are the contract's."""
+"""Results of the Python client. Field names are the contract's."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Any, Self
-
-from google.protobuf.message import Message as ProtoMessage
+from dataclasses import dataclass
 
 from ringserve.v1 import inference_pb2
 from services.rpc.answer import matched_stop
+from services.rpc.wire.mapping import Mapper
 
-
-def _scalars(kind: type[Any], message: ProtoMessage) -> dict[str, Any]:
-    """The fields of a dataclass that a message has by the same name and that are plain values there."""
-    plain = {field.name for field in message.DESCRIPTOR.fields if field.message_type is None}
-    return {field.name: getattr(message, field.name) for field in fields(kind) if field.name in plain}
+MAPPER = Mapper()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,9 +22,9 @@ class Usage:
 
 @dataclass(frozen=True, kw_only=True)
 class CachedSource:
-    """Prompt tokens [start, stop) came from "kept_on_prefill", "pulled_from_decode" or "pulled_from_other".
+    """Prompt tokens [start, stop) that were not computed.
 
-    Of the last `ring` is the name.
+    They came from "kept_on_prefill", "pulled_from_decode" or "pulled_from_other"; `ring` names the last one's ring.
     """
 
     source: str
@@ -41,16 +35,20 @@ class CachedSource:
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """New tokens [start, stop) were computed in one step by `algorithm`."""
+    """New tokens [start, stop) that one step computed by `algorithm`.
+
+    `num_turns` turns shared the step, this one included; 0 where the chunk is a prediction.
+    """
 
     start: int
     stop: int
     algorithm: str
+    num_turns: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Alternative:
-    """What computing every chunk by `algorithm` was predicted to take."""
+    """Predicted time of computing every chunk by `algorithm`."""
 
     algorithm: str
     predicted_prefill_seconds: float
@@ -58,7 +56,11 @@ class Alternative:
 
 @dataclass(frozen=True, kw_only=True)
 class RingAlternative:
-    """What the turn was predicted to take on one prefill ring, of `num_ranks` ranks of `tp` processes; in seconds."""
+    """Predicted time of the turn on one ring of `num_ranks` ranks of `tp` processes, in seconds.
+
+    The decode ring is compared where it could compute the prompt itself. `handoff_seconds` is the transfer of new KV
+    from a prefill ring; `stall_seconds` how long the turns that decode on the decode ring would wait, together.
+    """
 
     ring: str
     num_ranks: int
@@ -66,12 +68,14 @@ class RingAlternative:
     queue_seconds: float
     move_seconds: float
     prefill_seconds: float
+    handoff_seconds: float
+    stall_seconds: float
     total_seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How a turn is computed and why. What is measured is 0 until it is known; times in seconds."""
+    """Plan of a turn: how it is computed and why. Measured values are 0 until they are known; times in seconds."""
 
     algorithm: str
     reason: str
@@ -95,22 +99,10 @@ class Plan:
     alternatives: tuple[Alternative, ...]
     ring_alternatives: tuple[RingAlternative, ...]
 
-    @classmethod
-    def from_message(cls, plan: inference_pb2.Plan) -> Self:
-        return cls(
-            **_scalars(cls, plan),
-            cached_sources=tuple(CachedSource(**_scalars(CachedSource, item)) for item in plan.cached_sources),
-            chunks=tuple(Chunk(**_scalars(Chunk, item)) for item in plan.chunks),
-            alternatives=tuple(Alternative(**_scalars(Alternative, item)) for item in plan.alternatives),
-            ring_alternatives=tuple(
-                RingAlternative(**_scalars(RingAlternative, item)) for item in plan.ring_alternatives
-            ),
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """What came at once: whole characters. Half a character's token comes with no text."""
+    """Part of an answer: whole characters. A token that ends within a character comes without text."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -118,7 +110,7 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """A finished turn. `matched_stop` is the token or string that ended it where `finish_reason` is "stop"."""
+    """Finished turn. `matched_stop` is the token or string that ended it where `finish_reason` is "stop"."""
 
     request_id: str
     conversation_id: str
@@ -134,7 +126,7 @@ class Answer:
 
 
 class AnswerReader:
-    """Reads one turn's responses. `plan` is there after the first one, `answer` after the last."""
+    """Reader of one turn's responses. `plan` is set after the first response, `answer` after the last."""
 
     def __init__(self) -> None:
         self.plan: Plan | None = None
@@ -143,16 +135,16 @@ class AnswerReader:
         self._shown = 0
 
     def take(self, response: inference_pb2.GenerateResponse) -> Piece | None:
-        """The piece that a response brings, if any."""
+        """Return the piece that a response brings, if any."""
         if response.HasField("start"):
             self._start = response.start
-            self.plan = Plan.from_message(response.start.plan)
+            self.plan = MAPPER.from_message(Plan, response.start.plan)
             return None
         if response.HasField("chunk"):
             self._shown += len(response.chunk.text)
             return Piece(text=response.chunk.text, token_ids=tuple(response.chunk.token_ids))
         complete = response.complete
-        self.plan = Plan.from_message(complete.plan)
+        self.plan = MAPPER.from_message(Plan, complete.plan)
         self.answer = Answer(
             request_id=self._start.request_id,
             conversation_id=self._start.conversation_id,
@@ -160,7 +152,7 @@ class AnswerReader:
             token_ids=tuple(complete.output_ids),
             finish_reason=complete.finish_reason,
             matched_stop=matched_stop(complete),
-            usage=Usage(**_scalars(Usage, complete.usage)),
+            usage=MAPPER.from_message(Usage, complete.usage),
             plan=self.plan,
             ttft_seconds=complete.ttft_seconds,
             ttit_seconds=complete.ttit_seconds,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable
-from contextlib import AbstractContextManager, aclosing, nullcontext
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 
 from cp_core.errors import Unavailable
 from orchestration.protocol.ports import RingPort
@@ -20,28 +20,16 @@ from orchestration.protocol.turns import (
 )
 from ringserve.v1 import inference_pb2
 from services.gateway.text import AnswerText
-from services.rpc.wire.plans import note_chunks, note_lost, plan_to
-from services.rpc.wire.sampling import all_logprobs_to
+from services.rpc.wire.contract import all_logprobs_to, note_chunks, note_lost, to_message
 from workers.protocol.decode_commands import FinishReason
-
-Responses = AsyncGenerator[inference_pb2.GenerateResponse, None]
-UNGUARDED = nullcontext()
 
 
 class TurnStream:
-    """Responses of one begun turn, made of the events that its decode leader sends."""
+    """Turns the events of a begun turn into responses."""
 
     def __init__(
-        self,
-        request: TurnRequest,
-        begun: BegunTurn,
-        text: AnswerText,
-        started: float,
-        index: int = 0,
-        shown: Callable[[str], str] = str,
+        self, request: TurnRequest, begun: BegunTurn, text: AnswerText, started: float, index: int = 0
     ) -> None:
-        """`started` is on the clock of `time.monotonic`; `shown` turns an id of the router into the client's own."""
-        self._shown = shown
         self._request = request
         self._begun = begun
         self._text = text
@@ -52,7 +40,7 @@ class TurnStream:
         self._tokens: list[int] = []
         self._first_at = 0.0
         self._last_at = 0.0
-        self._plan = plan_to(begun.plan)
+        self._plan = to_message(inference_pb2.Plan, begun.plan)
 
     @property
     def ttft_seconds(self) -> float:
@@ -67,36 +55,23 @@ class TurnStream:
     def num_tokens(self) -> int:
         return len(self._tokens)
 
-    def _start(self) -> inference_pb2.GenerateResponse:
-        """Return the response that opens the stream: the plan as decided."""
+    def start(self) -> inference_pb2.GenerateResponse:
+        """The response that opens the stream: the plan as decided."""
         return inference_pb2.GenerateResponse(
             start=inference_pb2.GenerateStart(
-                request_id=self._shown(self._request.request_id),
-                conversation_id=self._shown(self._request.conversation_id),
+                request_id=self._request.request_id,
+                conversation_id=self._request.conversation_id,
                 prompt_tokens=self._begun.prompt_tokens,
                 cached_tokens=self._begun.plan.cached_tokens,
                 plan=self._plan,
             )
         )
 
-    async def responses(
-        self,
-        decode: RingPort,
-        waiting: AbstractContextManager[None] = UNGUARDED,
-        completed: Callable[[inference_pb2.GenerateComplete], None] = lambda complete: None,
-    ) -> Responses:
-        """Yield the start, the chunks and the completion. Raises what ended a failed turn.
-
-        `waiting` is entered around every wait for the decode leader; `completed` is called before the last response.
-        """
-        yield self._start()
+    async def responses(self, decode: RingPort) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
+        """Chunks, then the completion. Raises what ended a failed turn."""
         is_complete = False
         async with aclosing(decode.stream_turn(self._begun.turn_id)) as events:
-            while True:
-                with waiting:
-                    event = await anext(events, None)
-                if event is None:
-                    break
+            async for event in events:
                 if isinstance(event, PrefillReport):
                     self._note_prefill(event)
                 elif isinstance(event, ScoredEvent):
@@ -107,15 +82,11 @@ class TurnStream:
                     yield self._chunk(event)
                     is_complete = self._text.matched is not None
                     if is_complete:
-                        with waiting:
-                            await decode.finish_turn(self._begun.turn_id, len(self._tokens))
-                elif isinstance(event, EndingEvent):
-                    with waiting:
                         await decode.finish_turn(self._begun.turn_id, len(self._tokens))
+                elif isinstance(event, EndingEvent):
+                    await decode.finish_turn(self._begun.turn_id, len(self._tokens))
                 else:
-                    last = self._complete(event)
-                    completed(last.complete)
-                    yield last
+                    yield self._complete(event)
                     return
         raise Unavailable(f"the tokens of turn {self._begun.turn_id} ended before the turn did")
 

@@ -2,26 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
+from google.protobuf.message import Message
 
+from orchestration.protocol.kv import ForkKv, SendKv, TakeKv
 from orchestration.protocol.ports import RingPort, RouterPort
-from orchestration.protocol.turns import TurnEvent
+from orchestration.protocol.turns import (
+    Admit,
+    BegunTurn,
+    PrefillTurn,
+    Reserve,
+    ResumeTurn,
+    RingRegistration,
+    TurnEvent,
+    TurnOutcome,
+    TurnRequest,
+)
 from ringserve.v1 import inference_pb2, rings_pb2, rings_pb2_grpc, router_pb2, router_pb2_grpc
 from services.rpc.errors import answer, answer_stream, error_named
 from services.rpc.server import GrpcServer
-from services.rpc.wire import conversations as wire_conversations
-from services.rpc.wire import kv as wire_kv
-from services.rpc.wire import plans
-from services.rpc.wire import rings as wire_rings
-from services.rpc.wire import turns as wire
+from services.rpc.wire.contract import event_to, from_message, to_message
 from services.telemetry.metrics.router import RouterMetrics
 
 Context = grpc.aio.ServicerContext[Any, Any]
+A = TypeVar("A")
+M = TypeVar("M", bound=Message)
+
+
+async def _serve(
+    context: Context, verb: Callable[[A], Awaitable[object]], kind: type[A], request: Message, response: type[M]
+) -> M:
+    """Call a verb with the request as a dataclass, and return its result as the response; None is an empty one."""
+
+    async def call() -> M:
+        result = await verb(from_message(kind, request))
+        return response() if result is None else to_message(response, result)
+
+    return await answer(context, call())
 
 
 class RingServicer(rings_pb2_grpc.RingServiceServicer):
@@ -35,14 +57,13 @@ class RingServicer(rings_pb2_grpc.RingServiceServicer):
         server.add("ringserve.v1.RingService", lambda to: rings_pb2_grpc.add_RingServiceServicer_to_server(self, to))
 
     async def Reserve(self, request: rings_pb2.ReserveRequest, context: Context) -> rings_pb2.ReserveResponse:
-        return wire.reservation_to(await answer(context, self._leader.reserve(wire.reserve_from(request))))
+        return await _serve(context, self._leader.reserve, Reserve, request, rings_pb2.ReserveResponse)
 
     async def Prefill(self, request: rings_pb2.PrefillRequest, context: Context) -> rings_pb2.PrefillResponse:
-        return wire.prefill_done_to(await answer(context, self._leader.prefill(wire.prefill_turn_from(request))))
+        return await _serve(context, self._leader.prefill, PrefillTurn, request, rings_pb2.PrefillResponse)
 
     async def Admit(self, request: rings_pb2.AdmitRequest, context: Context) -> rings_pb2.AdmitResponse:
-        await answer(context, self._leader.admit(wire.admit_from(request)))
-        return rings_pb2.AdmitResponse()
+        return await _serve(context, self._leader.admit, Admit, request, rings_pb2.AdmitResponse)
 
     async def StreamTurn(
         self, request: rings_pb2.StreamTurnRequest, context: Context
@@ -50,7 +71,7 @@ class RingServicer(rings_pb2_grpc.RingServiceServicer):
         # A caller that hangs up cancels this coroutine: `aclosing` tells the leader at once, not at garbage collection.
         async with aclosing(await answer(context, self._open_stream(request.turn_id))) as events:
             async for event in answer_stream(context, events):
-                yield wire.event_to(event)
+                yield event_to(event)
 
     async def _open_stream(self, turn_id: str) -> AsyncGenerator[TurnEvent, None]:
         return self._leader.stream_turn(turn_id)  # raises at once on a prefill ring
@@ -60,10 +81,10 @@ class RingServicer(rings_pb2_grpc.RingServiceServicer):
         return rings_pb2.FinishTurnResponse()
 
     async def SendKv(self, request: rings_pb2.SendKvRequest, context: Context) -> rings_pb2.SendKvResponse:
-        return wire_kv.sent_to(await answer(context, self._leader.send_kv(wire_kv.send_kv_from(request))))
+        return await _serve(context, self._leader.send_kv, SendKv, request, rings_pb2.SendKvResponse)
 
     async def TakeKv(self, request: rings_pb2.TakeKvRequest, context: Context) -> rings_pb2.TakeKvResponse:
-        return wire_kv.taken_to(await answer(context, self._leader.take_kv(wire_kv.take_kv_from(request))))
+        return await _serve(context, self._leader.take_kv, TakeKv, request, rings_pb2.TakeKvResponse)
 
     async def AbortTurn(self, request: rings_pb2.AbortTurnRequest, context: Context) -> rings_pb2.AbortTurnResponse:
         error = error_named(request.error, request.message)
@@ -75,23 +96,20 @@ class RingServicer(rings_pb2_grpc.RingServiceServicer):
         return rings_pb2.SettleResponse()
 
     async def ForkKv(self, request: rings_pb2.ForkKvRequest, context: Context) -> rings_pb2.ForkKvResponse:
-        return wire_conversations.forked_to(
-            await answer(context, self._leader.fork_kv(wire_conversations.fork_from(request)))
-        )
+        return await _serve(context, self._leader.fork_kv, ForkKv, request, rings_pb2.ForkKvResponse)
 
     async def GetRetained(
         self, request: rings_pb2.GetRetainedRequest, context: Context
     ) -> rings_pb2.GetRetainedResponse:
-        retained = await answer(context, self._leader.get_retained(list(request.kv_ids)))
-        return wire_conversations.retained_to(retained)
+        kept = await answer(context, self._leader.get_retained(list(request.kv_ids)))
+        return to_message(rings_pb2.GetRetainedResponse, kept)
 
     async def Drain(self, request: rings_pb2.DrainRequest, context: Context) -> rings_pb2.DrainResponse:
         await answer(context, self._leader.undrain() if request.undo else self._leader.drain(request.seconds))
         return rings_pb2.DrainResponse()
 
-    async def GetStatus(self, request: rings_pb2.GetStatusRequest, context: Context) -> rings_pb2.RingStatus:
-        status = await answer(context, self._leader.get_status())
-        return rings_pb2.RingStatus(info=wire_rings.status_to(status))
+    async def GetStatus(self, request: rings_pb2.GetStatusRequest, context: Context) -> inference_pb2.RingInfo:
+        return to_message(inference_pb2.RingInfo, await answer(context, self._leader.get_status()))
 
 
 class RouterServicer(router_pb2_grpc.RouterServiceServicer):
@@ -112,23 +130,19 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         )
 
     async def BeginTurn(self, request: router_pb2.BeginTurnRequest, context: Context) -> router_pb2.BeginTurnResponse:
-        turn = await answer(context, self._metrics.planned(self._router.begin_turn(wire.turn_request_from(request))))
-        return router_pb2.BeginTurnResponse(
-            turn_id=turn.turn_id,
-            decode_endpoint=turn.decode_endpoint,
-            prompt_tokens=turn.prompt_tokens,
-            plan=plans.plan_to(turn.plan),
-        )
+        def begin(turn: TurnRequest) -> Awaitable[BegunTurn]:
+            return self._metrics.planned(self._router.begin_turn(turn))
+
+        return await _serve(context, begin, TurnRequest, request, router_pb2.BeginTurnResponse)
 
     async def EndTurn(self, request: router_pb2.EndTurnRequest, context: Context) -> router_pb2.EndTurnResponse:
-        keep = await answer(context, self._router.end_turn(wire.outcome_from(request)))
+        keep = await answer(context, self._router.end_turn(from_message(TurnOutcome, request)))
         return router_pb2.EndTurnResponse(retain_tokens=keep)
 
     async def ResumeTurn(
         self, request: router_pb2.ResumeTurnRequest, context: Context
     ) -> router_pb2.ResumeTurnResponse:
-        await answer(context, self._router.resume_turn(wire.resume_from(request)))
-        return router_pb2.ResumeTurnResponse()
+        return await _serve(context, self._router.resume_turn, ResumeTurn, request, router_pb2.ResumeTurnResponse)
 
     async def AbortTurns(self, request: inference_pb2.AbortRequest, context: Context) -> inference_pb2.AbortResponse:
         aborted, unknown = await answer(context, self._router.abort_requests(list(request.request_ids)))
@@ -138,20 +152,20 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         self, request: inference_pb2.GetConversationRequest, context: Context
     ) -> inference_pb2.GetConversationResponse:
         view = await answer(context, self._router.get_conversation(request.conversation_id))
-        return wire_conversations.conversation_to(view)
+        return to_message(inference_pb2.GetConversationResponse, view)
 
     async def ListConversations(
         self, request: inference_pb2.ListConversationsRequest, context: Context
     ) -> inference_pb2.ListConversationsResponse:
         listing = self._router.list_conversations(request.prefix, request.page_token, request.page_size)
-        return wire_conversations.list_to(await answer(context, listing))
+        return to_message(inference_pb2.ListConversationsResponse, await answer(context, listing))
 
     async def ForkConversation(
         self, request: inference_pb2.ForkConversationRequest, context: Context
     ) -> inference_pb2.GetConversationResponse:
         at_token = request.at_token if request.HasField("at_token") else None
         view = await answer(context, self._router.fork_conversation(request.source_id, request.new_id, at_token))
-        return wire_conversations.conversation_to(view)
+        return to_message(inference_pb2.GetConversationResponse, view)
 
     async def DeleteConversation(
         self, request: inference_pb2.DeleteConversationRequest, context: Context
@@ -162,7 +176,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     async def RegisterRing(
         self, request: router_pb2.RegisterRingRequest, context: Context
     ) -> router_pb2.RegisterRingResponse:
-        turns = await answer(context, self._router.register_ring(wire_rings.registration_from(request)))
+        turns = await answer(context, self._router.register_ring(from_message(RingRegistration, request)))
         return router_pb2.RegisterRingResponse(running_turns=turns)
 
     async def DrainRing(self, request: router_pb2.DrainRingRequest, context: Context) -> router_pb2.DrainRingResponse:
@@ -186,4 +200,4 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         self, request: inference_pb2.GetServerInfoRequest, context: Context
     ) -> inference_pb2.GetServerInfoResponse:
         view = await answer(context, self._router.get_server_info())
-        return wire_rings.server_to(replace(view, metrics_endpoint=self.metrics_endpoint))
+        return to_message(inference_pb2.GetServerInfoResponse, replace(view, metrics_endpoint=self.metrics_endpoint))

@@ -35,7 +35,7 @@ class ReserveRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     TRACE_PARENT_FIELD_NUMBER: _builtins.int
-    DIRECT_FIELD_NUMBER: _builtins.int
+    IS_DIRECT_FIELD_NUMBER: _builtins.int
     turn_id: _builtins.str
     attempt: _builtins.int
     kv_id: _builtins.str
@@ -46,20 +46,18 @@ class ReserveRequest(_message.Message):
     deadline_seconds: _builtins.float
     source_incarnation: _builtins.str
     """Decode only: the incarnation of the prefill ring that will send, how to sample, and the request id for errors."""
+    penalized_ids: _builtins.bytes
+    """Decode only: the prompt's distinct tokens, where a penalty looks at them."""
     priority: _builtins.int
     """Higher first."""
     request_id: _builtins.str
     """Whose turn it is, for logs."""
     trace_parent: _builtins.str
     """W3C Trace Context of the turn's span; empty where nobody traces it."""
-    direct: _builtins.bool
+    is_direct: _builtins.bool
     """Decode only: the ring itself is asked to compute what it does not keep of the prompt; refused where that is too much."""
     @_builtins.property
     def sampling(self) -> Global___Sampling: ...
-    @_builtins.property
-    def penalized_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Decode only: the prompt's distinct tokens, where a penalty looks at them."""
-
     def __init__(
         self,
         *,
@@ -71,15 +69,15 @@ class ReserveRequest(_message.Message):
         deadline_seconds: _builtins.float = ...,
         source_incarnation: _builtins.str = ...,
         sampling: Global___Sampling | None = ...,
-        penalized_ids: _abc.Iterable[_builtins.int] | None = ...,
+        penalized_ids: _builtins.bytes = ...,
         priority: _builtins.int = ...,
         request_id: _builtins.str = ...,
         trace_parent: _builtins.str = ...,
-        direct: _builtins.bool = ...,
+        is_direct: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "deadline_seconds", b"deadline_seconds", "direct", b"direct", "kv_id", b"kv_id", "match_tokens", b"match_tokens", "num_tokens", b"num_tokens", "penalized_ids", b"penalized_ids", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "source_incarnation", b"source_incarnation", "trace_parent", b"trace_parent", "turn_id", b"turn_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "deadline_seconds", b"deadline_seconds", "is_direct", b"is_direct", "kv_id", b"kv_id", "match_tokens", b"match_tokens", "num_tokens", b"num_tokens", "penalized_ids", b"penalized_ids", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "source_incarnation", b"source_incarnation", "trace_parent", b"trace_parent", "turn_id", b"turn_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -234,12 +232,12 @@ class PrefillRequest(_message.Message):
     turn_id: _builtins.str
     attempt: _builtins.int
     kv_id: _builtins.str
+    token_ids: _builtins.bytes
+    """Token ids, as everywhere between our own processes: little-endian int32, one after the other."""
     cached_tokens: _builtins.int
     """Tokens [0, cached_tokens) are not computed: kept here, or pulled from another ring."""
     deadline_seconds: _builtins.float
     decode_endpoint: _builtins.str
-    @_builtins.property
-    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def chunks(self) -> _containers.RepeatedCompositeFieldContainer[_inference_pb2.Chunk]:
         """They cover the new tokens in order. Advice: the leader cuts and fuses by what else waits, and follows the algorithms."""
@@ -260,7 +258,7 @@ class PrefillRequest(_message.Message):
         turn_id: _builtins.str = ...,
         attempt: _builtins.int = ...,
         kv_id: _builtins.str = ...,
-        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        token_ids: _builtins.bytes = ...,
         cached_tokens: _builtins.int = ...,
         chunks: _abc.Iterable[_inference_pb2.Chunk] | None = ...,
         sampling: Global___Sampling | None = ...,
@@ -486,8 +484,8 @@ class Tokens(_message.Message):
 
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    token_ids: _builtins.bytes
+    """Little-endian int32."""
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_inference_pb2.TokenLogprobs]:
         """Of each token, where asked for."""
@@ -495,7 +493,7 @@ class Tokens(_message.Message):
     def __init__(
         self,
         *,
-        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        token_ids: _builtins.bytes = ...,
         logprobs: _abc.Iterable[_inference_pb2.TokenLogprobs] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
@@ -994,23 +992,3 @@ class GetStatusRequest(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetStatusRequest: _TypeAlias = GetStatusRequest  # noqa: Y015
-
-@_typing.final
-class RingStatus(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    INFO_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def info(self) -> _inference_pb2.RingInfo: ...
-    def __init__(
-        self,
-        *,
-        info: _inference_pb2.RingInfo | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["info", b"info"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["info", b"info"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___RingStatus: _TypeAlias = RingStatus  # noqa: Y015

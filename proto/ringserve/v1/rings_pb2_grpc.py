@@ -3,6 +3,7 @@
 import grpc
 import warnings
 
+from ringserve.v1 import inference_pb2 as ringserve_dot_v1_dot_inference__pb2
 from ringserve.v1 import rings_pb2 as ringserve_dot_v1_dot_rings__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
@@ -99,7 +100,7 @@ class RingServiceStub:
         self.GetStatus = channel.unary_unary(
                 '/ringserve.v1.RingService/GetStatus',
                 request_serializer=ringserve_dot_v1_dot_rings__pb2.GetStatusRequest.SerializeToString,
-                response_deserializer=ringserve_dot_v1_dot_rings__pb2.RingStatus.FromString,
+                response_deserializer=ringserve_dot_v1_dot_inference__pb2.RingInfo.FromString,
                 _registered_method=True)
 
 
@@ -118,8 +119,8 @@ class RingServiceServicer:
 
     def Prefill(self, request, context):
         """Prefill ring: queues and runs the turn, and answers when its KV has been handed over. The first token goes to the
-        decode leader. Decode ring: computes the prompt of a turn that was reserved as `direct`, and answers when the turn
-        decodes. Idempotent per attempt.
+        decode leader. Decode ring: computes the prompt of a turn that was reserved as `is_direct`, and answers when the
+        turn decodes. Idempotent per attempt.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -270,7 +271,7 @@ def add_RingServiceServicer_to_server(servicer, server):
             'GetStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStatus,
                     request_deserializer=ringserve_dot_v1_dot_rings__pb2.GetStatusRequest.FromString,
-                    response_serializer=ringserve_dot_v1_dot_rings__pb2.RingStatus.SerializeToString,
+                    response_serializer=ringserve_dot_v1_dot_inference__pb2.RingInfo.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -625,7 +626,7 @@ class RingService:
             target,
             '/ringserve.v1.RingService/GetStatus',
             ringserve_dot_v1_dot_rings__pb2.GetStatusRequest.SerializeToString,
-            ringserve_dot_v1_dot_rings__pb2.RingStatus.FromString,
+            ringserve_dot_v1_dot_inference__pb2.RingInfo.FromString,
             options,
             channel_credentials,
             insecure,

@@ -5,6 +5,7 @@ What the router and the leaders of prefill and decode rings say to each other.""
 
 from collections import abc as _abc
 from grpc import aio as _aio
+from ringserve.v1 import inference_pb2 as _inference_pb2
 from ringserve.v1 import rings_pb2 as _rings_pb2
 import abc as _abc_1
 import grpc as _grpc
@@ -41,8 +42,8 @@ class RingServiceStub:
     """
     Prefill: _grpc.UnaryUnaryMultiCallable[_rings_pb2.PrefillRequest, _rings_pb2.PrefillResponse]
     """Prefill ring: queues and runs the turn, and answers when its KV has been handed over. The first token goes to the
-    decode leader. Decode ring: computes the prompt of a turn that was reserved as `direct`, and answers when the turn
-    decodes. Idempotent per attempt.
+    decode leader. Decode ring: computes the prompt of a turn that was reserved as `is_direct`, and answers when the
+    turn decodes. Idempotent per attempt.
     """
     Admit: _grpc.UnaryUnaryMultiCallable[_rings_pb2.AdmitRequest, _rings_pb2.AdmitResponse]
     """Decode ring only, from the prefill leader: the first token exists. Decoding begins when the KV is sealed.
@@ -70,7 +71,7 @@ class RingServiceStub:
     """Tells how many tokens of each sequence the ring retains."""
     Drain: _grpc.UnaryUnaryMultiCallable[_rings_pb2.DrainRequest, _rings_pb2.DrainResponse]
     """Takes no new turns, and leaves when the running turns have ended; or, with `undo`, takes turns again. Idempotent."""
-    GetStatus: _grpc.UnaryUnaryMultiCallable[_rings_pb2.GetStatusRequest, _rings_pb2.RingStatus]
+    GetStatus: _grpc.UnaryUnaryMultiCallable[_rings_pb2.GetStatusRequest, _inference_pb2.RingInfo]
 
 @_typing.type_check_only
 class RingServiceAsyncStub(RingServiceStub):
@@ -85,8 +86,8 @@ class RingServiceAsyncStub(RingServiceStub):
     """
     Prefill: _aio.UnaryUnaryMultiCallable[_rings_pb2.PrefillRequest, _rings_pb2.PrefillResponse]  # type: ignore[assignment]
     """Prefill ring: queues and runs the turn, and answers when its KV has been handed over. The first token goes to the
-    decode leader. Decode ring: computes the prompt of a turn that was reserved as `direct`, and answers when the turn
-    decodes. Idempotent per attempt.
+    decode leader. Decode ring: computes the prompt of a turn that was reserved as `is_direct`, and answers when the
+    turn decodes. Idempotent per attempt.
     """
     Admit: _aio.UnaryUnaryMultiCallable[_rings_pb2.AdmitRequest, _rings_pb2.AdmitResponse]  # type: ignore[assignment]
     """Decode ring only, from the prefill leader: the first token exists. Decoding begins when the KV is sealed.
@@ -114,7 +115,7 @@ class RingServiceAsyncStub(RingServiceStub):
     """Tells how many tokens of each sequence the ring retains."""
     Drain: _aio.UnaryUnaryMultiCallable[_rings_pb2.DrainRequest, _rings_pb2.DrainResponse]  # type: ignore[assignment]
     """Takes no new turns, and leaves when the running turns have ended; or, with `undo`, takes turns again. Idempotent."""
-    GetStatus: _aio.UnaryUnaryMultiCallable[_rings_pb2.GetStatusRequest, _rings_pb2.RingStatus]  # type: ignore[assignment]
+    GetStatus: _aio.UnaryUnaryMultiCallable[_rings_pb2.GetStatusRequest, _inference_pb2.RingInfo]  # type: ignore[assignment]
 
 class RingServiceServicer(metaclass=_abc_1.ABCMeta):
     """Leader of one ring, of either role. A prefill leader answers INVALID_ARGUMENT to what only decode rings do: Admit,
@@ -138,8 +139,8 @@ class RingServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_rings_pb2.PrefillResponse, _abc.Awaitable[_rings_pb2.PrefillResponse]]:
         """Prefill ring: queues and runs the turn, and answers when its KV has been handed over. The first token goes to the
-        decode leader. Decode ring: computes the prompt of a turn that was reserved as `direct`, and answers when the turn
-        decodes. Idempotent per attempt.
+        decode leader. Decode ring: computes the prompt of a turn that was reserved as `is_direct`, and answers when the
+        turn decodes. Idempotent per attempt.
         """
 
     @_abc_1.abstractmethod
@@ -233,6 +234,6 @@ class RingServiceServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _rings_pb2.GetStatusRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_rings_pb2.RingStatus, _abc.Awaitable[_rings_pb2.RingStatus]]: ...
+    ) -> _typing.Union[_inference_pb2.RingInfo, _abc.Awaitable[_inference_pb2.RingInfo]]: ...
 
 def add_RingServiceServicer_to_server(servicer: RingServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

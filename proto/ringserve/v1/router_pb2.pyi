@@ -39,6 +39,8 @@ class BeginTurnRequest(_message.Message):
     request_id: _builtins.str
     conversation_id: _builtins.str
     prompt_mode: _inference_pb2.PromptMode.ValueType
+    token_ids: _builtins.bytes
+    """Little-endian int32."""
     deadline_seconds: _builtins.float
     wait: _builtins.bool
     conversation_ttl_seconds: _builtins.float
@@ -47,8 +49,6 @@ class BeginTurnRequest(_message.Message):
     """"pass_kv", "pass_q", "decode_ring" or empty."""
     trace_parent: _builtins.str
     """W3C Trace Context of the turn's span; empty where nobody traces it."""
-    @_builtins.property
-    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def sampling(self) -> _rings_pb2.Sampling: ...
     @_builtins.property
@@ -61,7 +61,7 @@ class BeginTurnRequest(_message.Message):
         request_id: _builtins.str = ...,
         conversation_id: _builtins.str = ...,
         prompt_mode: _inference_pb2.PromptMode.ValueType = ...,
-        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        token_ids: _builtins.bytes = ...,
         sampling: _rings_pb2.Sampling | None = ...,
         deadline_seconds: _builtins.float = ...,
         wait: _builtins.bool = ...,
@@ -146,10 +146,10 @@ class EndTurnRequest(_message.Message):
     SHARDS_FIELD_NUMBER: _builtins.int
     turn_id: _builtins.str
     ok: _builtins.bool
+    token_ids: _builtins.bytes
+    """Little-endian int32."""
     kv_tokens: _builtins.int
     """Positions with their KV on the decode ring."""
-    @_builtins.property
-    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def shards(self) -> _containers.RepeatedCompositeFieldContainer[_inference_pb2.RankShard]: ...
     def __init__(
@@ -157,7 +157,7 @@ class EndTurnRequest(_message.Message):
         *,
         turn_id: _builtins.str = ...,
         ok: _builtins.bool = ...,
-        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        token_ids: _builtins.bytes = ...,
         kv_tokens: _builtins.int = ...,
         shards: _abc.Iterable[_inference_pb2.RankShard] | None = ...,
     ) -> None: ...
@@ -200,18 +200,16 @@ class ResumeTurnRequest(_message.Message):
     turn_id: _builtins.str
     attempt: _builtins.int
     """Counts from 1, the turn's first prefill."""
+    token_ids: _builtins.bytes
+    """Decoded tokens whose KV is needed behind the prompt's; little-endian int32."""
     deadline_seconds: _builtins.float
     """The turn's own: the answer comes when the KV has been handed over."""
-    @_builtins.property
-    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Decoded tokens whose KV is needed behind the prompt's."""
-
     def __init__(
         self,
         *,
         turn_id: _builtins.str = ...,
         attempt: _builtins.int = ...,
-        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        token_ids: _builtins.bytes = ...,
         deadline_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
@@ -257,8 +255,8 @@ class RegisterRingRequest(_message.Message):
     FREE_TOKENS_FIELD_NUMBER: _builtins.int
     SPARE_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_BATCH_FIELD_NUMBER: _builtins.int
-    DRAINING_FIELD_NUMBER: _builtins.int
-    LEAVING_FIELD_NUMBER: _builtins.int
+    IS_DRAINING_FIELD_NUMBER: _builtins.int
+    IS_LEAVING_FIELD_NUMBER: _builtins.int
     MAX_DIRECT_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_DIRECT_SECONDS_FIELD_NUMBER: _builtins.int
     role: _builtins.str
@@ -283,9 +281,9 @@ class RegisterRingRequest(_message.Message):
     """Tokens of it that nothing is kept in, and that more may be kept in."""
     max_batch: _builtins.int
     """Turns that a decode ring takes into one batch; 0: not known."""
-    draining: _builtins.bool
+    is_draining: _builtins.bool
     """It takes no new turns; it is gone, and to be forgotten."""
-    leaving: _builtins.bool
+    is_leaving: _builtins.bool
     max_direct_tokens: _builtins.int
     """Of decode rings: the most tokens of a prompt that one computes itself (0: none), and the most seconds for them."""
     max_direct_seconds: _builtins.float
@@ -310,14 +308,14 @@ class RegisterRingRequest(_message.Message):
         free_tokens: _builtins.int | None = ...,
         spare_tokens: _builtins.int = ...,
         max_batch: _builtins.int = ...,
-        draining: _builtins.bool = ...,
-        leaving: _builtins.bool = ...,
+        is_draining: _builtins.bool = ...,
+        is_leaving: _builtins.bool = ...,
         max_direct_tokens: _builtins.int = ...,
         max_direct_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_free_tokens", b"_free_tokens", "free_tokens", b"free_tokens", "rates", b"rates"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_free_tokens", b"_free_tokens", "capacity_tokens", b"capacity_tokens", "chunk_tokens", b"chunk_tokens", "draining", b"draining", "endpoint", b"endpoint", "free_tokens", b"free_tokens", "incarnation", b"incarnation", "leaving", b"leaving", "max_batch", b"max_batch", "max_direct_seconds", b"max_direct_seconds", "max_direct_tokens", b"max_direct_tokens", "min_chunk_tokens", b"min_chunk_tokens", "name", b"name", "num_ranks", b"num_ranks", "rates", b"rates", "role", b"role", "spare_tokens", b"spare_tokens", "step_budget", b"step_budget", "tp", b"tp", "waiting_work", b"waiting_work", "work_rate", b"work_rate"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_free_tokens", b"_free_tokens", "capacity_tokens", b"capacity_tokens", "chunk_tokens", b"chunk_tokens", "endpoint", b"endpoint", "free_tokens", b"free_tokens", "incarnation", b"incarnation", "is_draining", b"is_draining", "is_leaving", b"is_leaving", "max_batch", b"max_batch", "max_direct_seconds", b"max_direct_seconds", "max_direct_tokens", b"max_direct_tokens", "min_chunk_tokens", b"min_chunk_tokens", "name", b"name", "num_ranks", b"num_ranks", "rates", b"rates", "role", b"role", "spare_tokens", b"spare_tokens", "step_budget", b"step_budget", "tp", b"tp", "waiting_work", b"waiting_work", "work_rate", b"work_rate"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__free_tokens: _TypeAlias = _typing.Literal["free_tokens"]  # noqa: Y015
     _WhichOneofArgType__free_tokens: _TypeAlias = _typing.Literal["_free_tokens", b"_free_tokens"]  # noqa: Y015

@@ -15,7 +15,7 @@ from ringserve.v1 import inference_pb2
 from services.gateway.openai.requests import HttpTurn
 from services.gateway.text import REPLACEMENT
 from services.rpc.answer import plan_dict
-from services.rpc.wire import conversations as wire_conversations
+from services.rpc.wire.contract import to_message
 
 Json = dict[str, Any]
 Decode = Callable[[Sequence[int]], str]
@@ -191,7 +191,7 @@ class TurnAnswer:
 
 def conversation_json(view: ConversationView) -> Json:
     """A conversation under OpenAI's name for one, with what is known of it in `ringserve`."""
-    message = wire_conversations.conversation_to(view)
+    message = to_message(inference_pb2.GetConversationResponse, view)
     known = MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
     for numbered in (known, *known["placements"]):
         numbered["epoch"] = int(numbered["epoch"])  # 64-bit numbers stay numbers

@@ -7,7 +7,7 @@ import pytest
 from ringserve.v1 import inference_pb2
 from services.cli.status import pool_sizes
 from services.cli.turns import show_plan
-from services.client import Plan
+from services.client.results import MAPPER, Plan
 
 
 def complete(*rings: tuple[str, int, int, float]) -> inference_pb2.GenerateComplete:
@@ -20,7 +20,9 @@ def complete(*rings: tuple[str, int, int, float]) -> inference_pb2.GenerateCompl
             queue_seconds=queue,
             move_seconds=0.002,
             prefill_seconds=0.005,
-            total_seconds=queue + 0.007,
+            handoff_seconds=0.001,
+            stall_seconds=0.003,
+            total_seconds=queue + 0.011,
         )
         for name, cp, tp, queue in rings
     ]
@@ -36,16 +38,17 @@ def test_rings_that_were_compared_are_shown_with_their_sizes_the_quickest_first(
     assert shown.out == ""
     lines = [line.split() for line in shown.err.splitlines()[1:]]
     own, other = (next(line for line in lines if name in line) for name in ("prefill-0", "prefill-wide-0"))
-    assert own == ["*", "prefill-0", "1", "1", "257", "ms", "250", "ms", "2", "ms", "5", "ms"]
-    assert other == ["prefill-wide-0", "4", "2", "1.51", "s", "1.5", "s", "2", "ms", "5", "ms"]
+    assert own == ["*", "prefill-0", "1", "1", *["261", "ms", "250", "ms", "2", "ms", "5", "ms", "1", "ms", "3", "ms"]]
+    assert other == ["prefill-wide-0", "4", "2", *["1.51", "s", "1.5", "s", "2", "ms", "5", "ms", "1", "ms", "3", "ms"]]
     assert lines.index(own) < lines.index(other)
 
 
 def test_a_client_in_python_gets_them_typed() -> None:
-    plan = Plan.from_message(complete(("prefill-wide-0", 4, 2, 1.5)).plan)
+    plan = MAPPER.from_message(Plan, complete(("prefill-wide-0", 4, 2, 1.5)).plan)
     (ring,) = plan.ring_alternatives
     assert (ring.ring, ring.num_ranks, ring.tp) == ("prefill-wide-0", 4, 2)
-    assert (ring.queue_seconds, ring.total_seconds) == (1.5, 1.507)
+    assert (ring.queue_seconds, ring.total_seconds) == (1.5, 1.511)
+    assert (ring.handoff_seconds, ring.stall_seconds) == (0.001, 0.003)
 
 
 def test_where_no_rings_were_compared_the_plan_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

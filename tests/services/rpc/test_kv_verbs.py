@@ -55,8 +55,8 @@ async def test_a_ring_takes_over_what_another_keeps(behind_servers: tuple[Servic
     assert taken.payload_bytes == taken.shards.num_tokens * service.model.kv_bytes_per_token
 
 
-async def test_a_prefill_ring_refuses_what_only_decode_rings_do(behind_doors: tuple[Service, GrpcPeers]) -> None:
-    service, peers = behind_doors
+async def test_a_prefill_ring_refuses_what_only_decode_rings_do(behind_servers: tuple[Service, GrpcPeers]) -> None:
+    service, peers = behind_servers
     port = peers.leader("prefill", service.prefill.endpoint)
     admit = Admit(turn_id="t", attempt=1, first_token=1, report=PrefillReport())
     for call in (port.admit(admit), anext(port.stream_turn("t")), port.finish_turn("t", 1)):

@@ -1,13 +1,12 @@
-"""Every message says exactly what its dataclass says: there and back again is identity.
+"""Every message of the contract says exactly what its dataclass says: there and back again is identity.
 
-Values are drawn by the dataclasses' own types, so a field that a message forgets is found.
+Values are drawn by the dataclasses' own types. A message without a dataclass is named here.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import types
-from collections.abc import Callable
 from enum import Enum
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
@@ -18,10 +17,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cp_core.cost.model import RingRates
+from cp_core.errors import InvalidRequest
 from cp_core.layout.shards import ShardMap, TokenRange
 from orchestration.protocol.kv import ForkedKv, ForkKv, RetainedKv, SendKv, SentKv, TakeKv, TakenKv
 from orchestration.protocol.turns import (
     Admit,
+    BegunTurn,
+    EndingEvent,
     FinishedEvent,
     KvQuota,
     PrefillDone,
@@ -33,16 +35,29 @@ from orchestration.protocol.turns import (
     ResumeTurn,
     RetainingRing,
     RingRegistration,
+    ScoredEvent,
+    TokensEvent,
     TurnEvent,
     TurnOutcome,
     TurnPlan,
     TurnRequest,
 )
 from orchestration.protocol.views import ConversationList, ConversationView, RingStatus, ServerView
-from ringserve.v1 import inference_pb2
-from services.rpc.wire import conversations, kv, plans, sampling, turns
-from services.rpc.wire import rings as rings
-from services.rpc.wire.layouts import shards_from, shards_to, token_array
+from ringserve.v1 import inference_pb2, rings_pb2, router_pb2
+from services.client import results
+from services.rpc.wire import contract
+from services.rpc.wire.contract import (
+    event_from,
+    event_to,
+    from_message,
+    ids_from,
+    ids_to,
+    prompt_mode_from,
+    shards_from,
+    shards_to,
+    to_message,
+)
+from services.rpc.wire.mapping import Mapper, Mirror, pack_ids, unpack_ids
 from workers.protocol.decode_commands import FinishReason
 from workers.protocol.prefill_steps import TokenIds
 from workers.sampling.parameters import SamplingParameters, TokenLogprobs
@@ -51,10 +66,11 @@ M = TypeVar("M", bound=Message)
 
 SIXTY_FOUR_BITS = {"seed", "pulled_bytes", "migrated_bytes", "capacity_tokens"}
 SIGNED = {"priority"}
+TOKEN_FIELDS = {"token_ids", "penalized_ids"}
 small = st.integers(0, 2**32 - 1)
 signed = st.integers(-(2**31), 2**31 - 1)
 large = st.integers(0, 2**64 - 1)
-token_ids = st.lists(small, max_size=8)
+token_ids = st.lists(st.integers(0, 2**31 - 1), max_size=8)
 positions = st.integers(0, 2**28)
 token_ranges = st.tuples(positions, positions).map(lambda pair: TokenRange(min(pair), max(pair)))
 shard_maps = st.lists(st.lists(token_ranges, max_size=3).map(tuple), max_size=4).map(
@@ -88,7 +104,9 @@ def values_of(kind: Any) -> st.SearchStrategy[Any]:
     if issubclass(kind, Enum):
         return st.sampled_from(kind)
     hints = get_type_hints(kind)
-    special = dict.fromkeys(SIXTY_FOUR_BITS, large) | dict.fromkeys(SIGNED, signed)
+    special: dict[str, st.SearchStrategy[Any]] = dict.fromkeys(SIXTY_FOUR_BITS, large) | dict.fromkeys(SIGNED, signed)
+    for name in TOKEN_FIELDS & set(hints):
+        special[name] = values_of(TokenIds) if hints[name] == TokenIds else st.builds(tuple, token_ids)
     return st.builds(
         kind, **{name: special[name] if name in special else values_of(hint) for name, hint in hints.items()}
     )
@@ -112,54 +130,130 @@ def sent(message: M) -> M:
     return type(message).FromString(message.SerializeToString())
 
 
-PAIRS: list[tuple[st.SearchStrategy[Any], Callable[[Any], Any], Callable[[Any], Any]]] = [
-    (values_of(SamplingParameters), sampling.sampling_to, sampling.sampling_from),
-    (values_of(TokenLogprobs), sampling.logprobs_to, sampling.logprobs_from),
-    (values_of(KvQuota), turns.quota_to, turns.quota_from),
-    (requests(), turns.turn_request_to, turns.turn_request_from),
-    (values_of(TurnPlan), plans.plan_to, plans.plan_from),
-    (values_of(Reserve), turns.reserve_to, turns.reserve_from),
-    (values_of(Reservation), turns.reservation_to, turns.reservation_from),
-    (values_of(PrefillTurn), turns.prefill_turn_to, turns.prefill_turn_from),
-    (values_of(RetainingRing), turns.retaining_ring_to, turns.retaining_ring_from),
-    (values_of(PrefillReport), turns.report_to, turns.report_from),
-    (values_of(PrefillDone), turns.prefill_done_to, turns.prefill_done_from),
-    (values_of(Admit), turns.admit_to, turns.admit_from),
-    (values_of(SendKv), kv.send_kv_to, kv.send_kv_from),
-    (values_of(SentKv), kv.sent_to, kv.sent_from),
-    (values_of(TakeKv), kv.take_kv_to, kv.take_kv_from),
-    (values_of(TakenKv), kv.taken_to, kv.taken_from),
-    (values_of(TurnEvent), turns.event_to, turns.event_from),
-    (values_of(ResumeTurn), turns.resume_to, turns.resume_from),
-    (values_of(TurnOutcome), turns.outcome_to, turns.outcome_from),
-    (values_of(RingRegistration), rings.registration_to, rings.registration_from),
-    (values_of(RingRates), rings.rates_to, rings.rates_from),
-    (values_of(RingStatus), rings.status_to, rings.status_from),
-    (values_of(ConversationView), conversations.conversation_to, conversations.conversation_from),
-    (values_of(ConversationList), conversations.list_to, conversations.list_from),
-    (values_of(ForkKv), conversations.fork_to, conversations.fork_from),
-    (values_of(ForkedKv), conversations.forked_to, conversations.forked_from),
-    (values_of(RetainedKv), conversations.retained_to, conversations.retained_from),
-    (values_of(ServerView), rings.server_to, rings.server_from),
+PAIRS: list[tuple[Any, type[Message]]] = [
+    (SamplingParameters, rings_pb2.Sampling),
+    (TokenLogprobs, inference_pb2.TokenLogprobs),
+    (KvQuota, router_pb2.KvQuota),
+    (TurnRequest, router_pb2.BeginTurnRequest),
+    (BegunTurn, router_pb2.BeginTurnResponse),
+    (TurnPlan, inference_pb2.Plan),
+    (Reserve, rings_pb2.ReserveRequest),
+    (Reservation, rings_pb2.ReserveResponse),
+    (PrefillTurn, rings_pb2.PrefillRequest),
+    (RetainingRing, rings_pb2.KvSource),
+    (PrefillReport, rings_pb2.PrefillReport),
+    (PrefillDone, rings_pb2.PrefillResponse),
+    (Admit, rings_pb2.AdmitRequest),
+    (SendKv, rings_pb2.SendKvRequest),
+    (SentKv, rings_pb2.SendKvResponse),
+    (TakeKv, rings_pb2.TakeKvRequest),
+    (TakenKv, rings_pb2.TakeKvResponse),
+    (TokensEvent, rings_pb2.Tokens),
+    (ScoredEvent, rings_pb2.PromptScored),
+    (EndingEvent, rings_pb2.Ending),
+    (FinishedEvent, rings_pb2.Finished),
+    (ResumeTurn, router_pb2.ResumeTurnRequest),
+    (TurnOutcome, router_pb2.EndTurnRequest),
+    (RingRegistration, router_pb2.RegisterRingRequest),
+    (RingRates, inference_pb2.RingRates),
+    (RingStatus, inference_pb2.RingInfo),
+    (ConversationView, inference_pb2.GetConversationResponse),
+    (ConversationList, inference_pb2.ListConversationsResponse),
+    (ForkKv, rings_pb2.ForkKvRequest),
+    (ForkedKv, rings_pb2.ForkKvResponse),
+    (RetainedKv, rings_pb2.GetRetainedResponse),
+    (ServerView, inference_pb2.GetServerInfoResponse),
 ]
 
+CLIENT_PAIRS: list[tuple[type, type[Message]]] = [
+    (results.Plan, inference_pb2.Plan),
+    (results.Usage, inference_pb2.Usage),
+]
 
-@pytest.mark.parametrize(("values", "to", "back"), PAIRS, ids=[to.__name__ for _, to, _ in PAIRS])
-def test_there_and_back_again_is_identity(
-    values: st.SearchStrategy[Any], to: Callable[[Any], Any], back: Callable[[Any], Any]
-) -> None:
+HAND_WRITTEN = {"Alternative", "RankShard", "Range", "TurnEvent"}
+"""Messages that a hand-written pair of functions converts."""
+
+PUBLIC = {
+    "GenerateRequest",
+    "TokenizedInput",
+    "ChatInput",
+    "ChatMessage",
+    "SamplingParams",
+    "GenerateResponse",
+    "GenerateStart",
+    "GenerateStreamChunk",
+    "GenerateComplete",
+    "GetModelInfoResponse",
+    "AbortResponse",
+}
+"""Messages that gateway and client write and read field by field."""
+
+
+@pytest.mark.parametrize(("kind", "message"), PAIRS, ids=[kind.__name__ for kind, _ in PAIRS])
+def test_there_and_back_again_is_identity(kind: Any, message: type[Message]) -> None:
+    values = requests() if kind is TurnRequest else values_of(kind)
+
     @settings(max_examples=50, deadline=None)
     @given(values)
     def returns_as_it_was(value: Any) -> None:
-        assert comparable(back(sent(to(value)))) == comparable(value)
+        assert comparable(from_message(kind, sent(to_message(message, value)))) == comparable(value)
 
     returns_as_it_was()
 
 
-def test_every_pair_is_tested() -> None:
-    modules = (turns, plans, rings, kv, sampling, conversations)
-    written = {name for module in modules for name in vars(module) if name.endswith("_to")}
-    assert written - {"shards_to", "chunks_to", "all_logprobs_to"} == {to.__name__ for _, to, _ in PAIRS}
+@given(values_of(TurnEvent))
+def test_events_arrive_as_they_were(event: TurnEvent) -> None:
+    assert event_from(sent(event_to(event))) == event
+
+
+def test_every_message_of_the_contract_has_its_dataclass() -> None:
+    """A new message is mapped, or is a call's few scalar parameters, or is named above."""
+    for kind, message in PAIRS:
+        contract.MAPPER._writer(message, kind)
+        contract.MAPPER._reader(kind, message)
+    for client_kind, message in CLIENT_PAIRS:
+        results.MAPPER.from_message(client_kind, message())
+    mapped = {message.__name__ for _, message in (*contract.MAPPER._readers, *results.MAPPER._readers)}
+    for module in (inference_pb2, rings_pb2, router_pb2):
+        for name, descriptor in module.DESCRIPTOR.message_types_by_name.items():
+            is_parameters = name.endswith(("Request", "Response")) and all(
+                field.message_type is None for field in descriptor.fields
+            )
+            assert name in mapped | HAND_WRITTEN | PUBLIC or is_parameters, f"{name} has no dataclass"
+            assert name not in mapped & PUBLIC, f"{name} is mapped"
+
+
+@dataclasses.dataclass(frozen=True)
+class Pages:
+    start: int
+    stop: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+    start: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Words:
+    start: str
+    stop: int
+
+
+def test_a_field_on_one_side_only_is_refused() -> None:
+    mapper = Mapper()
+    assert mapper.to_message(inference_pb2.Range, Pages(1, 2)) == inference_pb2.Range(start=1, stop=2)
+    with pytest.raises(TypeError, match=r"ringserve\.v1\.Range has fields that Start lacks: \['stop'\]"):
+        mapper.to_message(inference_pb2.Range, Start(1))
+    with pytest.raises(TypeError, match=r"Pages\.start has no mirror in ringserve\.v1\.EndTurnResponse"):
+        mapper.from_message(Pages, router_pb2.EndTurnResponse())
+    with pytest.raises(TypeError, match=r"ringserve\.v1\.Range\.start cannot hold str"):
+        mapper.from_message(Words, inference_pb2.Range())
+
+
+def test_a_field_that_other_code_fills_is_named() -> None:
+    mapper = Mapper({Start: Mirror(elsewhere=("stop",))})
+    assert mapper.from_message(Start, inference_pb2.Range(start=3, stop=4)) == Start(3)
 
 
 @given(shard_maps)
@@ -171,20 +265,32 @@ def test_shards_arrive_with_what_each_rank_holds(shards: ShardMap) -> None:
 
 @given(token_ids)
 def test_token_ids_arrive_as_64_bit_numbers(ids: list[int]) -> None:
-    array = token_array(ids)
+    data = ids_to(np.asarray(ids, dtype=np.int64))
+    array = ids_from(data)
     assert array.dtype == np.int64
     assert array.tolist() == ids
+    assert data == pack_ids(ids)
+    assert unpack_ids(data) == tuple(ids)
+
+
+def test_bytes_that_are_no_token_ids_are_refused() -> None:
+    for read in (ids_from, unpack_ids):
+        with pytest.raises(InvalidRequest, match="token_ids: 7 bytes are no whole number of ids of 4 bytes"):
+            read(bytes(7))
 
 
 def test_a_prompt_mode_the_contract_does_not_define_is_nothing() -> None:
-    assert turns.prompt_mode_from(3) is None
-    assert turns.prompt_mode_from(inference_pb2.PROMPT_MODE_APPEND) is PromptMode.APPEND
+    assert prompt_mode_from(3) is None
+    assert prompt_mode_from(inference_pb2.PROMPT_MODE_APPEND) is PromptMode.APPEND
 
 
 @given(values_of(TurnPlan), st.sampled_from(FinishReason))
 def test_what_the_client_reads_are_plain_words(plan: TurnPlan, reason: FinishReason) -> None:
-    message = plans.plan_to(plan)
+    message = to_message(inference_pb2.Plan, plan)
     assert message.algorithm in ("pass_kv", "pass_q", "decode_ring")
     assert message.prompt_mode in ("auto", "new", "append", "whole_history")
+    read = results.MAPPER.from_message(results.Plan, message)
+    for shown, planned in zip(read.ring_alternatives, plan.ring_alternatives, strict=True):
+        assert dataclasses.asdict(shown) == dataclasses.asdict(planned) | {"total_seconds": planned.total_seconds}
     ending = FinishedEvent(finish_reason=reason, migrated_bytes=0, migration_seconds=0.0, handoff_seconds=0.0)
-    assert turns.event_to(ending).finished.finish_reason in ("stop", "length", "abort")
+    assert event_to(ending).finished.finish_reason in ("stop", "length", "abort")

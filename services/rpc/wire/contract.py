@@ -1,0 +1,169 @@
+"""Control plane's dataclasses as messages of the contract: the exceptions from the field mapper's rules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from cp_core.layout.shards import ShardMap, TokenRange
+from orchestration.protocol.turns import (
+    CachedSource,
+    EndingEvent,
+    FinishedEvent,
+    PlannedChunk,
+    PrefillReport,
+    PromptMode,
+    RingAlternative,
+    ScoredEvent,
+    TokensEvent,
+    TurnEvent,
+    TurnPlan,
+)
+from orchestration.protocol.views import (
+    ConversationList,
+    DrainView,
+    KvLocationView,
+    MoveTotals,
+    RingStatus,
+    ServerView,
+)
+from ringserve.v1 import inference_pb2, rings_pb2
+from services.rpc.wire.mapping import Mapper, Mirror, check_ids
+from workers.protocol.prefill_steps import Algorithm, TokenIds
+from workers.sampling.parameters import TokenLogprobs
+
+PROMPT_MODES = {
+    PromptMode.AUTO: inference_pb2.PROMPT_MODE_UNSPECIFIED,
+    PromptMode.APPEND: inference_pb2.PROMPT_MODE_APPEND,
+    PromptMode.WHOLE_HISTORY: inference_pb2.PROMPT_MODE_WHOLE_HISTORY,
+}
+
+
+def prompt_mode_from(value: int) -> PromptMode | None:
+    """Return the mode of a number; None for a number that the contract does not define."""
+    return next((mode for mode, number in PROMPT_MODES.items() if number == value), None)
+
+
+def ids_to(ids: TokenIds) -> bytes:
+    """Return token ids as little-endian int32."""
+    return ids.astype("<i4").tobytes()
+
+
+def ids_from(data: bytes) -> TokenIds:
+    """Return the token ids of little-endian int32 bytes. Raises InvalidRequest."""
+    check_ids(data)
+    return np.frombuffer(data, dtype="<i4").astype(np.int64)
+
+
+def shards_to(shards: ShardMap) -> list[inference_pb2.RankShard]:
+    """Return one message a rank: its ranges in stored order, and how many tokens they are."""
+    return [
+        inference_pb2.RankShard(
+            num_tokens=held, ranges=[inference_pb2.Range(start=item.start, stop=item.stop) for item in ranges]
+        )
+        for ranges, held in zip(shards.ranks, shards.held, strict=True)
+    ]
+
+
+def shards_from(shards: Iterable[inference_pb2.RankShard]) -> ShardMap:
+    return ShardMap(tuple(tuple(TokenRange(item.start, item.stop) for item in shard.ranges) for shard in shards))
+
+
+def _alternatives_to(alternatives: Iterable[tuple[str, float]]) -> list[inference_pb2.Alternative]:
+    return [inference_pb2.Alternative(algorithm=name, predicted_prefill_seconds=value) for name, value in alternatives]
+
+
+def _alternatives_from(messages: Iterable[inference_pb2.Alternative]) -> tuple[tuple[str, float], ...]:
+    return tuple((each.algorithm, each.predicted_prefill_seconds) for each in messages)
+
+
+SPECIAL: dict[Any, Any] = {
+    TokenIds: (ids_to, ids_from),
+    ShardMap: (shards_to, shards_from),
+    tuple[tuple[str, float], ...]: (_alternatives_to, _alternatives_from),
+}
+
+MIRRORS: dict[type, Mirror] = {
+    CachedSource: Mirror(renamed={"tokens": ("start", "stop")}),
+    PlannedChunk: Mirror(renamed={"tokens": ("start", "stop")}),
+    ConversationList: Mirror(renamed={"next_after": "next_page_token"}),
+    DrainView: Mirror(
+        renamed={"num_moved": "moved", "num_left": "left", "num_no_room": "no_room", "num_failed": "failed"}
+    ),
+    MoveTotals: Mirror(renamed={"num_moved": "moved", "num_failed": "failed"}),
+    KvLocationView: Mirror(renamed={"shards": "ranks"}),
+    # The gateway writes what is measured into the message.
+    TurnPlan: Mirror(
+        elsewhere=(
+            "prefill_seconds",
+            "queue_seconds",
+            "migrated_bytes",
+            "migration_seconds",
+            "pulled_bytes",
+            "pull_seconds",
+            "handoff_seconds",
+        )
+    ),
+    RingAlternative: Mirror(derived=("total_seconds",)),
+    RingStatus: Mirror(renamed={"is_draining": "draining", "is_restarting": "restarting"}),
+    # The gateway adds what it knows of itself.
+    ServerView: Mirror(
+        renamed={"metrics_endpoint": "router_metrics_endpoint", "moves": "kv_moves"},
+        elsewhere=("version", "uptime_seconds"),
+    ),
+    TokenLogprobs: Mirror(renamed={"top_ids": "top_token_ids"}),
+}
+
+MAPPER = Mapper(MIRRORS, SPECIAL, {PromptMode: PROMPT_MODES})
+to_message = MAPPER.to_message
+from_message = MAPPER.from_message
+
+EVENTS: dict[type[TurnEvent], tuple[str, Any]] = {
+    TokensEvent: ("tokens", rings_pb2.Tokens),
+    PrefillReport: ("prefilled", rings_pb2.PrefillReport),
+    ScoredEvent: ("scored", rings_pb2.PromptScored),
+    EndingEvent: ("ending", rings_pb2.Ending),
+    FinishedEvent: ("finished", rings_pb2.Finished),
+}
+"""Field of `TurnEvent`, and its message, for each kind of event."""
+
+_KINDS = {name: kind for kind, (name, _) in EVENTS.items()}
+
+
+def event_to(event: TurnEvent) -> rings_pb2.TurnEvent:
+    name, message = EVENTS[type(event)]
+    return rings_pb2.TurnEvent(**{name: to_message(message, event)})
+
+
+def event_from(message: rings_pb2.TurnEvent) -> TurnEvent:
+    name = message.WhichOneof("event") or "finished"
+    return from_message(_KINDS[name], getattr(message, name))
+
+
+def all_logprobs_to(logprobs: Iterable[TokenLogprobs]) -> list[inference_pb2.TokenLogprobs]:
+    return [to_message(inference_pb2.TokenLogprobs, each) for each in logprobs]
+
+
+def note_lost(plan: inference_pb2.Plan, num_tokens: int) -> None:
+    """Count the last `num_tokens` cached tokens of a plan as computed: another ring did not send them."""
+    if not num_tokens:
+        return
+    plan.cached_tokens -= num_tokens
+    plan.new_tokens += num_tokens
+    lost = plan.cached_sources.pop()
+    plan.reason += f"; ring {lost.ring} did not send its {num_tokens} tokens, which were computed"
+
+
+def note_chunks(plan: inference_pb2.Plan, chunks: Sequence[PlannedChunk]) -> None:
+    """Replace a plan's predicted chunks by those that were computed; its algorithm is that of most of their tokens."""
+    del plan.chunks[:]
+    plan.chunks.extend(to_message(inference_pb2.Chunk, chunk) for chunk in chunks)
+    tokens = dict.fromkeys(Algorithm, 0)
+    for chunk in chunks:
+        tokens[chunk.algorithm] += len(chunk.tokens)
+    algorithm = max(tokens, key=lambda name: tokens[name])
+    if tokens[algorithm] > tokens[Algorithm(plan.algorithm)]:
+        plan.reason += f"; computed by {algorithm}, in steps shared with other turns"
+        plan.algorithm = algorithm
