@@ -119,6 +119,17 @@ def test_links_between_documents_lead_somewhere() -> None:
     assert broken == []
 
 
+def test_the_picture_of_the_rooms_is_that_of_the_import_contracts() -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    rooms = [contract["layers"] for contract in contracts if contract["name"].startswith("Rooms of")]
+    _, _, picture = (ROOT / "docs/structure.md").read_text().partition("## Arrows between rooms")
+    header, _, *rows = picture.split("```")[1].strip("\n").splitlines()
+    starts = [match.start() for match in re.finditer(r"\w+", header)]
+    shown = [[row[a:b].strip() for row in rows] for a, b in zip(starts, [*starts[1:], None], strict=True)]
+    drawn = {name: [cell for cell in column if cell] for name, column in zip(header.split(), shown, strict=True)}
+    assert drawn == {layers[0].split(".")[0]: [re.sub(r"\w+\.", "", layer) for layer in layers] for layers in rooms}
+
+
 def test_no_text_names_a_document_that_readers_do_not_have() -> None:
     known = {path.name for path in sources(".md")}
     unknown = [
