@@ -31,7 +31,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cp_core.attention.interface import AttentionBackend, Partial, select_backend
+from cp_core.attention.backends import select_backend
+from cp_core.attention.interface import AttentionBackend
+from cp_core.attention.partial import Partial
 from cp_core.cost.model import RingRates
 from cp_core.layout.prefill_plan import KvRun
 from cp_core.layout.shards import level_counts

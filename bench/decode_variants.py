@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from cp_core.attention.interface import select_backend
+from cp_core.attention.backends import select_backend
 from cp_core.cost.decode import VARIANTS
 from cp_core.transport.connect import RingStore, connect_ring
 from workers.decode.batch import BatchChange, BatchState

@@ -1,4 +1,4 @@
-"""The mathematics of context parallelism: layouts, partial attention, merging, ring algorithms, selectors, cost model.
+"""Mathematics of context parallelism: layouts, partial attention, ring algorithms, transports and cost models.
 
-Nothing is imported here: the modules that decide (layout, reshard, selector, cost_model) must load without torch.
+Nothing is imported here: the modules that decide (layout, cost) load without torch.
 """

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from cp_core.attention.interface import Partial
+from cp_core.attention.partial import Partial
 from cp_core.attention.reference import ReferenceAttention
 
 

@@ -1,12 +1,39 @@
-"""The attention kernels there are, fastest first. A new one is a class of this shape and a line in BACKENDS."""
+"""Registry of the attention kernels, fastest first, and the choice of one. A new kernel is a class and a line here."""
 
 from __future__ import annotations
 
+import torch
+
 from cp_core.attention.flash_attn import FlashAttention
+from cp_core.attention.interface import AttentionBackend
 from cp_core.attention.reference import ReferenceAttention
 from cp_core.attention.torch_cpu import TorchCpuFlash
 from cp_core.attention.torch_cuda import TorchCudaFlash
+from cp_core.errors import ConfigError
 
 Backend = type[TorchCpuFlash] | type[TorchCudaFlash] | type[FlashAttention] | type[ReferenceAttention]
 
 BACKENDS: tuple[Backend, ...] = (TorchCpuFlash, TorchCudaFlash, FlashAttention, ReferenceAttention)
+
+
+def select_backend(name: str, device: torch.device | str, dtype: torch.dtype) -> AttentionBackend:
+    """Return the backend called `name`, or for "auto" the fastest one that serves `device` and `dtype`.
+
+    Raises ConfigError for an unknown name, for one that does not serve this device and dtype or is not installed, and
+    for "auto" where only the reference would serve: the slow kernel is used only where it is named.
+    """
+    device = torch.device(device)
+    if name == "auto":
+        fast = [kind for kind in BACKENDS if kind.is_fast and kind.supports(device, dtype)]
+        if not fast:
+            raise ConfigError(
+                f"attention_backend is 'auto', but no fast one serves {dtype} on {device}; name 'reference' to use it"
+            )
+        return fast[0]()
+    for kind in BACKENDS:
+        if kind.name == name:
+            if not kind.supports(device, dtype):
+                raise ConfigError(f"attention_backend {name!r} does not serve {dtype} on {device}")
+            return kind()
+    allowed = ", ".join(["auto", *(kind.name for kind in BACKENDS)])
+    raise ConfigError(f"attention_backend is {name!r}; allowed are {allowed}")

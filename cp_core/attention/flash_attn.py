@@ -1,5 +1,6 @@
-"""The flash-attn package (optional extra `gpu`), by its entry for sequences of any length. Written against 2.7 and 2.8;
-not run yet.
+"""Kernel of the flash-attn package (optional extra `gpu`), for sequences of any length.
+
+Written against versions 2.7 and 2.8; not run yet.
 
 Shapes: T query tokens, S stored tokens, H query heads, K key/value heads, D head dimension.
 """
@@ -12,15 +13,16 @@ from typing import Any, ClassVar
 
 import torch
 
-from cp_core.attention.interface import Partial, empty_partial
 from cp_core.attention.paged import PagedShards, cumulative
+from cp_core.attention.partial import Partial, empty_partial
 from cp_core.attention.torch_cuda import PAGE_MULTIPLE, check_head_dim
 from cp_core.errors import ConfigError
 
 
 class FlashAttention:
-    """`flash_attn_varlen_func` on one sequence: 16-bit inputs in the layout we have, fp32 natural-log LSE, out in 16
-    bits, widened. "auto" never takes it: what serves must not depend on what happens to be installed.
+    """`flash_attn_varlen_func` on one sequence: 16-bit inputs, fp32 natural-log LSE, out in 16 bits, widened.
+
+    "auto" never takes it: the kernel that serves must not depend on the packages that happen to be installed.
     """
 
     name: ClassVar[str] = "flash_attn"
@@ -44,7 +46,7 @@ class FlashAttention:
         assert not causal or num_tokens == num_stored, f"causal needs T == S, not {num_tokens} and {num_stored}"
         if not num_tokens or not num_stored:
             return empty_partial(q)
-        # Asking for the attention probabilities is how this function is asked for its LSE; they stay empty.
+        # This function returns its LSE where the attention probabilities are asked for; those stay empty.
         out_thd, lse_ht, _ = self._kernel(
             q,
             k,

@@ -1,4 +1,4 @@
-"""Attention over pages: a kernel that follows block tables attends a whole decode batch in one call, without views.
+"""Attention over pages of a cache: a kernel that follows block tables attends a whole decode batch in one call.
 
 Shapes: B sequences with one query each, P pages of a cache, G tokens a page, M pages of the longest table, H query
 heads, K key/value heads, D head dimension.
@@ -12,15 +12,16 @@ from typing import ClassVar, Protocol, TypeGuard
 
 import torch
 
-from cp_core.attention.interface import AttentionBackend, Partial, empty_partial
+from cp_core.attention.interface import AttentionBackend
+from cp_core.attention.partial import Partial, empty_partial
 
 
 @dataclass(frozen=True, slots=True)
 class PagedShards:
     """One rank's shards of a batch: pages k[P, G, K, D] and v[P, G, K, D] of one layer, in any order.
 
-    table[B, M] (int32, on their device) names each sequence's pages in stored order; what follows its last page is
-    never read but must be a page's number. `stored` are the tokens of each, 0 where this rank holds none.
+    table[B, M] (int32, on their device) names each sequence's pages in stored order. Entries after its last page are
+    never read but must be numbers of pages. `stored` are the tokens of each, 0 where this rank holds none.
     """
 
     k: torch.Tensor
@@ -32,14 +33,14 @@ class PagedShards:
         return len(self.stored)
 
     def of(self, rows: Sequence[int]) -> PagedShards:
-        """The shards of some sequences, in that order; every row, in order, without a copy."""
+        """Return the shards of some sequences, in that order; all rows in order take no copy."""
         if list(rows) == list(range(len(self))):
             return self
         return PagedShards(self.k, self.v, self.table[list(rows)], tuple(self.stored[row] for row in rows))
 
 
 class PagedBackend(AttentionBackend, Protocol):
-    """A kernel that takes block tables. Its pages hold a multiple of `page_multiple` tokens."""
+    """Kernel that takes block tables. Its pages hold a multiple of `page_multiple` tokens."""
 
     page_multiple: ClassVar[int]
 
@@ -49,13 +50,13 @@ class PagedBackend(AttentionBackend, Protocol):
 
 
 def takes_pages(backend: AttentionBackend, page_tokens: int) -> TypeGuard[PagedBackend]:
-    """Whether the backend follows block tables over pages of so many tokens."""
+    """Return whether the backend follows block tables over pages of so many tokens."""
     multiple = getattr(backend, "page_multiple", 0)
     return bool(multiple) and page_tokens % multiple == 0
 
 
 def attend_pages(backend: PagedBackend, q_bhd: torch.Tensor, shards: PagedShards, scale: float) -> Partial:
-    """The part of q[B, H, D] over the shards; (0, -inf) where nothing is stored: no kernel sees an empty sequence."""
+    """Return the part of q[B, H, D] over the shards; (0, -inf) where nothing is stored, without a kernel call."""
     filled = [row for row, stored in enumerate(shards.stored) if stored]
     if len(filled) == len(shards):
         return backend.paged_attention(q_bhd, shards, scale=scale) if filled else empty_partial(q_bhd)
@@ -67,6 +68,6 @@ def attend_pages(backend: PagedBackend, q_bhd: torch.Tensor, shards: PagedShards
 
 
 def cumulative(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
-    """int32[B + 1]: 0, then the sums of the first 1, 2, .. B lengths, as varlen kernels take them."""
+    """Return int32[B + 1]: 0, then the sums of the first 1, 2, .. B lengths, as varlen kernels take them."""
     ends = torch.tensor([0, *lengths], dtype=torch.int32)
     return ends.cumsum(0, dtype=torch.int32).to(device)

@@ -1,4 +1,4 @@
-"""The attention of one rank's queries over one rank's keys of one sequence, without any mask.
+"""Attention of one rank's queries over one rank's keys of one sequence, without any mask.
 
 Chunks of a sequence are in order of position, and all cached tokens precede them. So with the queries in slot s and
 the keys in slot u of a ring with N slots (chunks s, 2N-1-s and u, 2N-1-u):
@@ -23,8 +23,8 @@ from dataclasses import dataclass
 
 import torch
 
-from cp_core.attention.interface import AttentionBackend, Partial
-from cp_core.attention.merge import Accumulator, merge
+from cp_core.attention.interface import AttentionBackend
+from cp_core.attention.partial import Accumulator, Partial, merge
 from cp_core.layout.prefill_plan import KvRun, Shard
 
 
@@ -41,7 +41,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class RowPartial:
-    """`partial` of the query rows `rows`."""
+    """Partial attention of the query rows `rows`."""
 
     rows: Rows
     partial: Partial
@@ -49,7 +49,7 @@ class RowPartial:
 
 @dataclass(frozen=True, slots=True)
 class KeyShard:
-    """The keys and values of `shard`: runs of cached tokens, and the new tokens, low then high, as one run."""
+    """Keys and values of `shard`: runs of cached tokens, and the new tokens, low then high, as one run."""
 
     shard: Shard
     cached: Sequence[KvRun]
@@ -63,7 +63,7 @@ class KeyShard:
 
 
 def seen_rows(queries: Shard, keys: Shard) -> tuple[Rows, ...]:
-    """The query rows that see any key of `keys`, as the ranges that `attend_pair` answers. None is empty."""
+    """Return the query rows that see any key of `keys`, as the ranges that `attend_pair` answers. None is empty."""
     low, high, both = Rows(0, queries.low), Rows(queries.low, queries.new), Rows(0, queries.new)
     new_rows, num_new = _rows_and_new_keys(queries, keys)
     ranges: tuple[Rows, ...]
@@ -79,10 +79,10 @@ def seen_rows(queries: Shard, keys: Shard) -> tuple[Rows, ...]:
 def attend_pair(
     backend: AttentionBackend, q_thd: torch.Tensor, queries: Shard, keys: KeyShard, scale: float
 ) -> list[RowPartial]:
-    """One RowPartial for each range of `seen_rows(queries, keys.shard)`, in that order.
+    """Return one RowPartial for each range of `seen_rows(queries, keys.shard)`, in that order.
 
     q_thd[T, H, D] holds the low, then the high queries. Cached and new keys are attended in separate calls even where
-    they lie side by side: so pass-KV, which finds them so, has the bits of pass-Q, which does not.
+    they lie side by side, as they do in pass-KV: so it has the bits of pass-Q.
     """
     ranges = seen_rows(queries, keys.shard)
     if not ranges:
@@ -111,7 +111,7 @@ def attend_pair(
 
 
 def _rows_and_new_keys(queries: Shard, keys: Shard) -> tuple[Rows, int]:
-    """The query rows that see new keys, and how many, from the first key on, they see (causally in the same slot)."""
+    """Return the query rows that see new keys, and the number of leading keys they see (causally in the same slot)."""
     if keys.slot == queries.slot:
         return Rows(0, queries.new), keys.new
     if keys.slot < queries.slot:

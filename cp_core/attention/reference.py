@@ -9,8 +9,8 @@ from typing import ClassVar
 
 import torch
 
-from cp_core.attention.interface import Partial, empty_partial
 from cp_core.attention.paged import PagedShards
+from cp_core.attention.partial import Partial, empty_partial
 
 
 class ReferenceAttention:

@@ -1,4 +1,4 @@
-"""torch's flash attention for CPUs, which alone of torch's CPU kernels returns the log-sum-exp.
+"""Kernel of torch's flash attention for CPUs, the only CPU kernel of torch that returns the log-sum-exp.
 
 Shapes: T query tokens, S stored tokens, H query heads, K key/value heads, G = H // K query heads of one KV head,
 D head dimension.
@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import torch
 
-from cp_core.attention.interface import Partial, empty_partial
+from cp_core.attention.partial import Partial, empty_partial
 from cp_core.layout.prefill_plan import KvRun
 
 # Up to this many tokens the G query heads of a KV head become G * T rows of one head: each K and V is then read once
@@ -20,10 +20,10 @@ MAX_FOLDED_TOKENS = 512
 
 
 class TorchCpuFlash:
-    """`aten::_scaled_dot_product_flash_attention_for_cpu`, with its traps (torch 2.13) kept from the callers.
+    """`aten::_scaled_dot_product_flash_attention_for_cpu`, guarded against its traps (torch 2.13).
 
     It dies of SIGFPE on zero lengths, aligns causal masks to the top left, and answers 16-bit inputs in 16 bits,
-    which would round every partial: those inputs are widened to fp32 first. K and V are read strided, without a copy.
+    which rounds every partial. Such inputs are widened to fp32 first. K and V are read strided, without a copy.
     """
 
     name: ClassVar[str] = "torch_cpu_flash"
@@ -64,7 +64,7 @@ class TorchCpuFlash:
         )
 
     def attend_rows(self, q: torch.Tensor, runs: Sequence[KvRun], *, scale: float) -> Partial:
-        """See RowAttention. What is the same for all rows is done once: per row are left two views and the kernel."""
+        """See RowAttention. Work common to all rows is done once, so a row costs two views and the kernel."""
         batch, num_heads, head_dim = q.shape
         num_kv_heads = runs[0].k.shape[1]
         q_bkgd = q.float().reshape(batch, 1, num_kv_heads, num_heads // num_kv_heads, head_dim)
@@ -82,7 +82,7 @@ class TorchCpuFlash:
 
 
 def _fold(q_thd: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
-    """q[T, H, D] as [1, K, T * G, D]; a view where T is 1."""
+    """Return q[T, H, D] as [1, K, T * G, D]; a view where T is 1."""
     num_tokens, num_heads, head_dim = q_thd.shape
     q_tkgd = q_thd.reshape(num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim)
     return q_tkgd.transpose(0, 1).reshape(1, num_kv_heads, -1, head_dim)

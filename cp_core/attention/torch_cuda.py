@@ -1,4 +1,4 @@
-"""torch's own flash attention for NVIDIA GPUs, which returns the log-sum-exp. Written against torch 2.13; not run yet.
+"""Kernel of torch's own flash attention for NVIDIA GPUs. Written against torch 2.13; not run yet.
 
 Shapes: T query tokens, S stored tokens, H query heads, K key/value heads, D head dimension.
 """
@@ -10,19 +10,20 @@ from typing import Any, ClassVar
 
 import torch
 
-from cp_core.attention.interface import Partial, empty_partial
 from cp_core.attention.paged import PagedShards, cumulative
+from cp_core.attention.partial import Partial, empty_partial
 
-# What the kernel is compiled for: head dimensions up to this one, in steps of 8.
+# The kernel is compiled for head dimensions up to this one, in steps of 8.
 MAX_HEAD_DIM = 256
 # Tokens of a page, where the flash kernels follow a block table.
 PAGE_MULTIPLE = 256
 
 
 class TorchCudaFlash:
-    """`aten::_scaled_dot_product_flash_attention`: 16-bit inputs, K/V heads shared by groups of query heads in the
-    kernel itself, fp32 natural-log LSE. Its out comes in 16 bits and is widened, so each partial is rounded once more
-    than on CPU. Zero lengths stay out of the kernel.
+    """`aten::_scaled_dot_product_flash_attention`: 16-bit inputs, grouped K/V heads, fp32 natural-log LSE.
+
+    Its out has 16 bits and is widened, so each partial is rounded once more than on CPU. Zero lengths never reach the
+    kernel.
     """
 
     name: ClassVar[str] = "torch_cuda_flash"
@@ -80,7 +81,7 @@ class TorchCudaFlash:
 
 
 def check_head_dim(head_dim: int) -> None:
-    """An invariant of the flash kernels; models that break it need the reference backend."""
+    """Assert an invariant of the flash kernels; models that break it need the reference backend."""
     assert head_dim <= MAX_HEAD_DIM and head_dim % 8 == 0, (
         f"flash attention has head dimensions that are multiples of 8 up to {MAX_HEAD_DIM}, not {head_dim}"
     )

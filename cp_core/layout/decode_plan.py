@@ -1,7 +1,7 @@
-"""Who computes which sequence of a decode batch, who holds what of it, and so what goes where. Pure Python, no torch.
+"""Plan of one decode step: the rank that computes each sequence, and the ranks that hold its KV. No torch.
 
 B sequences (rows) with one new token each, N ranks. Every rank derives the same plan, so lengths are exact and no batch
-ids travel with the queries (arXiv 2411.01783, algorithm 4, sends them).
+ids are sent with the queries (arXiv 2411.01783, algorithm 4, sends them).
 """
 
 from __future__ import annotations
@@ -12,7 +12,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
-    """`owners[i]` computes row i and stores its new token; `held[i][r]` tokens of it lie on rank r, the new one too."""
+    """Owner of each row and its tokens by rank.
+
+    `owners[i]` computes row i and stores its new token; `held[i][r]` tokens of it, with the new one, lie on rank r.
+    """
 
     num_ranks: int
     owners: tuple[int, ...]
@@ -27,24 +30,24 @@ class DecodePlan:
         return len(self.owners)
 
     def rows_of(self, rank: int) -> list[int]:
-        """The rows this rank computes, ascending."""
+        """Return the rows that a rank computes, ascending."""
         return [row for row, owner in enumerate(self.owners) if owner == rank]
 
     def held_by(self, rank: int, rows: Sequence[int]) -> list[int]:
-        """Those of `rows` of which the rank holds anything: the only ones it has a part of."""
+        """Return the rows among `rows` of which the rank holds any token: it has a part of no others."""
         return [row for row in rows if self.held[row][rank]]
 
-    def travelling(self, source: int, hop: int) -> list[int]:
-        """The rows of `source` whose queries reach rank source + hop: that rank, or one behind it, holds their keys."""
+    def sent_on(self, source: int, hop: int) -> list[int]:
+        """Return the rows of `source` whose queries reach rank source + hop: it, or one behind it, holds their keys."""
         later = [(source + step) % self.num_ranks for step in range(max(hop, 1), self.num_ranks)]
         return [row for row in self.rows_of(source) if hop == 0 or any(self.held[row][rank] for rank in later)]
 
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """The queries of `source` at one rank: `rows` of the batch, in the order of the message.
+    """Queries of `source` at one rank: `rows` of the batch, in the order of the message.
 
-    `answered` and `onward` are places in the message: what this rank attends, and what travels on.
+    `answered` and `onward` are places in the message: of queries that this rank attends, and that it sends on.
     """
 
     source: int
@@ -54,7 +57,7 @@ class Visit:
 
 
 class PassQRoute:
-    """What one rank does in every layer of a pass-Q step, worked out once a step.
+    """Work of one rank in every layer of a pass-Q step, derived once a step.
 
     `visits[j]` is hop j of N; the first is the rank's own queries. `returns[p]` are the places, among the rank's own
     rows, of those that rank p answers.
@@ -71,8 +74,8 @@ class PassQRoute:
 
 
 def _visit(plan: DecodePlan, rank: int, source: int, hop: int) -> Visit:
-    rows = plan.travelling(source, hop)
-    onward = set(plan.travelling(source, hop + 1))
+    rows = plan.sent_on(source, hop)
+    onward = set(plan.sent_on(source, hop + 1))
     answered = set(plan.held_by(rank, rows))
     return Visit(
         source,

@@ -1,4 +1,4 @@
-"""What all ranks know of a prefill step before it starts: who holds which tokens of which sequence.
+"""Plan of one prefill step, known to all ranks before it starts: the tokens of each sequence on each rank.
 
 Shapes: S stored tokens, K key/value heads, D head dimension.
 """
@@ -17,7 +17,7 @@ from cp_core.layout.shards import PrefillLayout
 
 @dataclass(frozen=True, slots=True)
 class KvRun:
-    """k[S, K, D] and v[S, K, D] of tokens stored side by side, as views of the cache."""
+    """Views of the cache: k[S, K, D] and v[S, K, D] of tokens stored side by side."""
 
     k: torch.Tensor
     v: torch.Tensor
@@ -44,7 +44,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class SequencePlan:
-    """`layout` of the sequence's new tokens; `cached[r]` tokens of it lie on rank r, in any order of position."""
+    """Layout of a sequence's new tokens; `cached[r]` tokens of it lie on rank r, in any order of position."""
 
     layout: PrefillLayout
     cached: tuple[int, ...]
@@ -62,13 +62,13 @@ class SequencePlan:
 
 @dataclass(frozen=True)
 class PrefillPlan:
-    """The sequences of a step, in the order in which every rank packs their tokens. Made once a step, not a layer."""
+    """Sequences of a step, in the order in which every rank packs their tokens. Made once a step, not a layer."""
 
     sequences: tuple[SequencePlan, ...]
 
     @cached_property
     def shards(self) -> tuple[tuple[Shard, ...], ...]:
-        """`shards[rank][sequence]`."""
+        """Shard of every sequence by rank: `shards[rank][sequence]`."""
         ranks = {sequence.layout.num_ranks for sequence in self.sequences}
         assert len(ranks) <= 1, f"sequences of rings of {ranks} ranks in one step"
         return tuple(
@@ -76,18 +76,18 @@ class PrefillPlan:
         )
 
     def of_rank(self, rank: int) -> tuple[Shard, ...]:
-        """The shards of one rank, one for each sequence."""
+        """Return the shards of one rank, one for each sequence."""
         return self.shards[rank] if self.sequences else ()
 
     def new_on(self, rank: int) -> int:
-        """New tokens of all sequences on a rank: the rows of its packed q."""
+        """Return the new tokens of all sequences on a rank: the rows of its packed q."""
         return sum(shard.new for shard in self.of_rank(rank))
 
     def stored_on(self, rank: int) -> int:
-        """Cached and new tokens of all sequences on a rank: the rows of its packed KV message."""
+        """Return the cached and new tokens of all sequences on a rank: the rows of its packed KV message."""
         return sum(shard.stored for shard in self.of_rank(rank))
 
 
 def split_new(rows: torch.Tensor, shards: Sequence[Shard]) -> tuple[torch.Tensor, ...]:
-    """Views of each sequence's rows of a packed q, k, v or out [T, ...]."""
+    """Return views of each sequence's rows of a packed q, k, v or out [T, ...]."""
     return rows.split([shard.new for shard in shards]) if shards else ()

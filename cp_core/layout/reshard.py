@@ -1,4 +1,4 @@
-"""How KV moves from any ring layout to any other: N to M ranks, tp to tp', exactly once. Pure Python and numpy.
+"""Plans of moving KV from any ring layout to any other: N to M ranks, tp to tp', exactly once. No torch.
 
 A rank is numbered cp_rank * tp + tp_rank. Tensor parallelism cuts the KV heads evenly: tp rank t of tp holds heads
 [t * K / tp, (t + 1) * K / tp) of the K heads of the model. Layers are not planned: every layer moves in the same way.
@@ -9,15 +9,17 @@ pieces as tokens. Intervals are therefore cut, matched and proved as numpy colum
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
 import numpy as np
+import numpy.typing as npt
 
 from cp_core.errors import ReshardError
-from cp_core.layout.intervals import Intervals, column
 from cp_core.layout.shards import ShardMap, TokenRange, coalesce
+
+Column = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +37,7 @@ class KvPiece:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """What one source rank sends to one destination rank, in ascending position. Never empty."""
+    """Pieces that one source rank sends to one destination rank, in ascending position. Never empty."""
 
     source: int
     destination: int
@@ -44,17 +46,17 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class ReshardPlan:
-    """Every route of one reshard, ordered by source, then destination. Only `plan_reshard` makes one: it is proved."""
+    """Every route of one reshard, ordered by source, then destination. Only `plan_reshard` makes one, and proves it."""
 
     routes: tuple[Route, ...]
 
     @property
     def pieces(self) -> dict[tuple[int, int], tuple[KvPiece, ...]]:
-        """The same by (source rank, destination rank)."""
+        """Pieces by (source rank, destination rank)."""
         return {(route.source, route.destination): route.pieces for route in self.routes}
 
     def from_rank(self, source: int) -> tuple[Route, ...]:
-        """What one source rank has to send."""
+        """Return the routes of one source rank."""
         return tuple(route for route in self.routes if route.source == source)
 
 
@@ -114,7 +116,7 @@ def prove(
     source_tp: int = 1,
     destination_tp: int = 1,
 ) -> None:
-    """Check a finished plan against the two maps, independently of how it was made.
+    """Check a finished plan against the two maps, independently of the way it was made.
 
     Raises ReshardError unless each destination rank gets each of its heads of each of its tokens exactly once, from a
     source rank that stores that head of that token at the stored index named.
@@ -151,7 +153,7 @@ def prove(
 
 
 def _head_ranges(num_kv_heads: int, tensor_parallel: int) -> tuple[range, ...]:
-    """The heads of each tp rank. Raises ReshardError where they do not divide evenly."""
+    """Return the heads of each tp rank. Raises ReshardError where they do not divide evenly."""
     if tensor_parallel < 1 or num_kv_heads % tensor_parallel:
         allowed = [size for size in range(1, num_kv_heads + 1) if num_kv_heads % size == 0]
         raise ReshardError(f"tp {tensor_parallel} does not divide {num_kv_heads} KV heads: allowed are {allowed}")
@@ -166,10 +168,109 @@ def _pieces(intervals: Intervals, head_start: int, head_stop: int) -> Iterator[K
 
 
 def _by_heads(pieces: Sequence[KvPiece]) -> Iterator[tuple[range, Intervals]]:
-    """Pieces as columns, one group for each head range (a planned route has one)."""
+    """Yield pieces as columns, once for each head range (a planned route has one)."""
     for start, stop in sorted({(piece.head_start, piece.head_stop) for piece in pieces}):
-        group = [piece for piece in pieces if (piece.head_start, piece.head_stop) == (start, stop)]
-        starts = column(piece.tokens.start for piece in group)
-        stops = column(piece.tokens.stop for piece in group)
-        stored = column(piece.source_stored for piece in group)
+        alike = [piece for piece in pieces if (piece.head_start, piece.head_stop) == (start, stop)]
+        starts = _column(piece.tokens.start for piece in alike)
+        stops = _column(piece.tokens.stop for piece in alike)
+        stored = _column(piece.source_stored for piece in alike)
         yield range(start, stop), Intervals(np.zeros_like(starts), starts, stops, stored)
+
+
+def _column(values: Iterable[int]) -> Column:
+    return np.fromiter(values, dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Intervals:
+    """Position ranges as columns: positions [start, stop) lie on `rank` from stored index `stored` on. No empties."""
+
+    rank: Column
+    start: Column
+    stop: Column
+    stored: Column
+
+    @classmethod
+    def of(cls, shards: ShardMap) -> Intervals:
+        """Return a map's ranges in ascending position. Raises ReshardError where a rank's order is not ascending."""
+        columns: list[Intervals] = []
+        for rank, ranges in enumerate(shards.ranks):
+            start = _column(item.start for item in ranges)
+            stop = _column(item.stop for item in ranges)
+            backwards = np.flatnonzero(start[1:] < stop[:-1])
+            if len(backwards):
+                at = int(backwards[0])
+                raise ReshardError(f"rank {rank} stores position {start[at + 1]} after position {stop[at] - 1}")
+            stored = np.cumsum(stop - start) - (stop - start)
+            columns.append(Intervals(np.full_like(start, rank), start, stop, stored))
+        return cls.merge(columns)
+
+    @classmethod
+    def merge(cls, columns: Sequence[Intervals]) -> Intervals:
+        """Return all intervals in ascending position, without empty ones."""
+        none = np.zeros(0, np.int64)
+        joined = cls(
+            np.concatenate([none, *(item.rank for item in columns)]),
+            np.concatenate([none, *(item.start for item in columns)]),
+            np.concatenate([none, *(item.stop for item in columns)]),
+            np.concatenate([none, *(item.stored for item in columns)]),
+        )
+        order = np.argsort(joined.start, kind="stable")
+        return joined.take(order[joined.start[order] < joined.stop[order]])
+
+    def take(self, which: npt.NDArray[np.int64] | npt.NDArray[np.bool_]) -> Intervals:
+        return Intervals(self.rank[which], self.start[which], self.stop[which], self.stored[which])
+
+    def clip(self, tokens: TokenRange) -> Intervals:
+        """Return the parts inside `tokens`; stored indices still count from the beginning of the shard."""
+        start, stop = np.maximum(self.start, tokens.start), np.minimum(self.stop, tokens.stop)
+        clipped = Intervals(self.rank, start, stop, self.stored + start - self.start)
+        return clipped.take(start < stop)
+
+    def joined(self) -> Intervals:
+        """Return the intervals with neighbours joined where both position and stored index run on."""
+        if len(self.start) < 2:
+            return self
+        touches = self.start[1:] == self.stop[:-1]
+        runs_on = touches & (self.stored[1:] - self.stored[:-1] == self.start[1:] - self.start[:-1])
+        first = np.flatnonzero(np.append(True, ~runs_on))
+        last = np.append(first[1:] - 1, len(self.start) - 1)
+        return Intervals(self.rank[first], self.start[first], self.stop[last], self.stored[first])
+
+    def index_at(self, positions: Column) -> Column:
+        """Return the index of the interval that holds each position; the intervals must cover them."""
+        return np.searchsorted(self.start, positions, side="right").astype(np.int64) - 1
+
+    def check_covers(self, tokens: TokenRange, side: str) -> None:
+        """Raise ReshardError, naming the first fault, unless every position of `tokens` is held once, and no other."""
+        expected = np.append(tokens.start, self.stop)
+        found = np.append(self.start, tokens.stop)
+        faults = np.flatnonzero(expected != found)
+        if not len(faults):
+            return
+        wanted, got = int(expected[faults[0]]), int(found[faults[0]])
+        fault = "is missing" if got > wanted else "is held twice or lies outside"
+        raise ReshardError(f"position {min(wanted, got)} {fault} on the {side} side of [{tokens.start}, {tokens.stop})")
+
+    def check_stores(self, pieces: Intervals, rank: int) -> None:
+        """Raise ReshardError unless these intervals of one source rank store the pieces at the stored indices named."""
+        at = self.index_at(pieces.start)
+        inside = at >= 0
+        if inside.all():
+            stored = self.stored[at] + pieces.start - self.start[at]
+            inside &= (pieces.stop <= self.stop[at]) & (pieces.stored == stored)
+        if not inside.all():
+            position = int(pieces.start[np.flatnonzero(~inside)[0]])
+            raise ReshardError(f"source rank {rank} does not store position {position} where the plan says")
+
+    def check_equals(self, wanted: Sequence[TokenRange], rank: int) -> None:
+        """Raise ReshardError unless these intervals, none overlapping, make up exactly `wanted`."""
+        overlaps = np.flatnonzero(self.start[1:] < self.stop[:-1])
+        if len(overlaps):
+            raise ReshardError(f"position {self.start[overlaps[0] + 1]} reaches destination rank {rank} twice")
+        breaks = np.flatnonzero(self.start[1:] != self.stop[:-1])
+        starts = self.start[np.append(0, breaks + 1)] if len(self.start) else self.start
+        stops = self.stop[np.append(breaks, len(self.stop) - 1)] if len(self.stop) else self.stop
+        right_starts = np.array_equal(starts, _column(item.start for item in wanted))
+        if not right_starts or not np.array_equal(stops, _column(item.stop for item in wanted)):
+            raise ReshardError(f"the tokens that reach destination rank {rank} are not those it expects")

@@ -1,4 +1,4 @@
-"""How the tokens of one sequence lie over the ranks of a ring. Pure Python: leaders and router use it without torch.
+"""Layout of one sequence's tokens over the ranks of a ring. Pure Python: leaders and router use it without torch.
 
 Positions are absolute token positions in the sequence. On every rank tokens are *stored* in the order in which they
 arrived, and they always arrive in ascending position: a turn's new tokens follow all cached ones, a decoded token
@@ -29,7 +29,7 @@ class TokenRange:
         return self.stop - self.start
 
     def intersect(self, other: TokenRange) -> TokenRange:
-        """The common part; empty (start == stop) where there is none."""
+        """Return the common part; empty (start == stop) where there is none."""
         start = max(self.start, other.start)
         return TokenRange(start, max(start, min(self.stop, other.stop)))
 
@@ -49,7 +49,7 @@ def coalesce(ranges: Iterable[TokenRange]) -> tuple[TokenRange, ...]:
 
 @dataclass(frozen=True, slots=True)
 class ShardMap:
-    """Which positions of one sequence each rank holds, in stored order. `ranks[r]` are the ranges of rank r."""
+    """Positions of one sequence on each rank, in stored order. `ranks[r]` are the ranges of rank r."""
 
     ranks: tuple[tuple[TokenRange, ...], ...]
 
@@ -71,11 +71,11 @@ class ShardMap:
         return sum(len(item) for ranges in self.ranks for item in ranges)
 
     def truncate(self, num_tokens: int) -> ShardMap:
-        """Keep positions below `num_tokens`: on every rank this is a prefix of its stored order."""
+        """Return the positions below `num_tokens`: on every rank a prefix of its stored order."""
         return self.within(TokenRange(0, num_tokens))
 
     def within(self, tokens: TokenRange) -> ShardMap:
-        """Only the positions in `tokens`."""
+        """Return the positions in `tokens`."""
         return ShardMap(tuple(coalesce(item.intersect(tokens) for item in ranges) for ranges in self.ranks))
 
     def extend(self, later: ShardMap) -> ShardMap:
@@ -105,7 +105,7 @@ class ShardMap:
 
 @dataclass(frozen=True, slots=True)
 class PrefillLayout:
-    """2N-chunk layout of a step's new tokens (arXiv 2411.01783, 3.5.1).
+    """Layout in 2N chunks of a step's new tokens (arXiv 2411.01783, 3.5.1).
 
     The new tokens are cut in 2N chunks whose sizes differ by at most one (the remainder goes to the first chunks).
     The rank in slot i computes chunks i ("low") and 2N-1-i ("high"), stored in that order. `slots[rank]` is a
@@ -125,18 +125,18 @@ class PrefillLayout:
         return TokenRange(self.start, self.start + self.num_tokens)
 
     def chunk(self, index: int) -> TokenRange:
-        """Positions of chunk `index` in 0..2N-1."""
+        """Return the positions of chunk `index` in 0..2N-1."""
         size, remainder = divmod(self.num_tokens, 2 * self.num_ranks)
         begin = self.start + index * size + min(index, remainder)
         return TokenRange(begin, begin + size + (index < remainder))
 
     def chunk_ids(self, rank: int) -> tuple[int, int]:
-        """(low, high) chunk numbers of a rank."""
+        """Return the (low, high) chunk numbers of a rank."""
         slot = self.slots[rank]
         return slot, 2 * self.num_ranks - 1 - slot
 
     def chunks(self, rank: int) -> tuple[TokenRange, TokenRange]:
-        """(low, high) positions of a rank; either may be empty."""
+        """Return the (low, high) positions of a rank; either may be empty."""
         low, high = self.chunk_ids(rank)
         return self.chunk(low), self.chunk(high)
 
@@ -144,7 +144,7 @@ class PrefillLayout:
         return sum(len(item) for item in self.chunks(rank))
 
     def owner_of(self, position: int) -> tuple[int, int]:
-        """(rank, index among the rank's local new tokens) of a new token."""
+        """Return (rank, index among the rank's local new tokens) of a new token."""
         for rank in range(self.num_ranks):
             low, high = self.chunks(rank)
             if low.start <= position < low.stop:
@@ -158,10 +158,10 @@ class PrefillLayout:
 
 
 def balanced_layout(start: int, num_tokens: int, held: Sequence[int]) -> PrefillLayout:
-    """Layout of `num_tokens` new tokens from position `start` for ranks that already hold `held` tokens.
+    """Lay out `num_tokens` new tokens from position `start` over ranks that already hold `held` tokens.
 
-    The fullest slots go to the emptiest ranks: with fixed slots rank 0 would get every turn's remainder, and a
-    conversation of many short turns would lie on it alone.
+    The fullest slots go to the emptiest ranks: with fixed slots rank 0 gets every turn's remainder, and a
+    conversation of many short turns lies on it alone.
     """
     num_ranks = len(held)
     identity = PrefillLayout(start, num_tokens, tuple(range(num_ranks)))
@@ -172,12 +172,12 @@ def balanced_layout(start: int, num_tokens: int, held: Sequence[int]) -> Prefill
 
 
 def append_owner(held: Sequence[int]) -> int:
-    """The rank that stores the next decoded token: the emptiest, the lowest of equals. Round-robin once even."""
+    """Return the rank that stores the next decoded token: the emptiest, the lowest of equals. Round-robin once even."""
     return min(range(len(held)), key=lambda rank: (held[rank], rank))
 
 
 def level_counts(held: Sequence[int], num_tokens: int) -> tuple[int, ...]:
-    """How many of `num_tokens` tokens each rank gets if each goes to `append_owner` of the moment (water-filling)."""
+    """Return the tokens that each rank gets of `num_tokens` if each goes to the `append_owner` of the moment."""
     counts = [0] * len(held)
     order = sorted(range(len(held)), key=lambda rank: (held[rank], rank))
     left = num_tokens
@@ -201,7 +201,7 @@ def spread(start: int, num_tokens: int, held: Sequence[int]) -> ShardMap:
 
 
 def appended(start: int, num_tokens: int, held: Sequence[int]) -> ShardMap:
-    """Where `num_tokens` decoded tokens from position `start` come to lie, one by one, each on `append_owner`."""
+    """Lay `num_tokens` decoded tokens from position `start` over ranks one by one, each on its `append_owner`."""
     counts = list(held)
     ranges: list[list[TokenRange]] = [[] for _ in held]
     for position in range(start, start + num_tokens):

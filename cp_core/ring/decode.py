@@ -1,9 +1,9 @@
-"""One layer's attention of a decode step over sharded KV: each rank attends its shard, the parts are merged.
+"""Attention of one layer of a decode step over sharded KV: each rank attends its shard, the parts are merged.
 
-Two variants. `sharded_decode`: every rank has every query, parts are gathered and merged everywhere (vLLM RFC #26133).
-`ring_decode`: each rank has the queries of its own rows, they go round, parts return (arXiv 2411.01783, algorithm 4).
-A rank that holds nothing of a sequence sends no part of it, so that sequences that lie on one rank cost nothing beside
-those that are spread.
+There are two variants. In `sharded_decode` every rank has every query, and parts are gathered and merged everywhere
+(vLLM RFC #26133). In `ring_decode` each rank has the queries of its own rows, which go round the ring, and parts return
+(arXiv 2411.01783, algorithm 4). A rank that holds nothing of a sequence sends no part of it, so sequences on one rank
+add no messages to those that are spread.
 
 Shapes: B sequences with one new token each, b of them this rank's own, S stored tokens, H query heads, K key/value
 heads, D head dimension, N ranks.
@@ -15,16 +15,15 @@ from collections.abc import Sequence
 
 import torch
 
-from cp_core.attention.interface import AttentionBackend, Partial, RowAttention, empty_partial
-from cp_core.attention.merge import Accumulator, finished_out, merge
+from cp_core.attention.interface import AttentionBackend, RowAttention
 from cp_core.attention.paged import PagedShards, attend_pages, takes_pages
+from cp_core.attention.partial import Accumulator, Partial, PartialBuffer, empty_partial, finished_out, merge
 from cp_core.layout.decode_plan import DecodePlan, PassQRoute, Visit
 from cp_core.layout.prefill_plan import KvRun
-from cp_core.ring.packing import PartialBuffer
 from cp_core.transport.interface import RingTransport
 
 Shards = Sequence[Sequence[KvRun]] | PagedShards
-"""This rank's part of each sequence: runs, attended as views one by one, or pages, for a backend that takes those."""
+"""Shards of this rank, one a sequence: runs, attended as views one by one, or pages for a backend that takes them."""
 
 
 def sharded_decode(
@@ -35,7 +34,7 @@ def sharded_decode(
     scale: float,
     plan: DecodePlan | None = None,
 ) -> torch.Tensor:
-    """out[B, H, D], in q's dtype and with the same bits on every rank, of q[B, H, D].
+    """Return out[B, H, D], in q's dtype and with the same bits on every rank, of q[B, H, D].
 
     `shards[i]` are this rank's runs of sequence i, the new token's KV among them on the rank that stores it; a shard
     may be empty. `plan` says which; without it every rank answers for every sequence. The parts are gathered (one
@@ -65,9 +64,9 @@ def ring_decode(
     backend: AttentionBackend,
     scale: float,
 ) -> torch.Tensor:
-    """out[b, H, D], in q's dtype, of the queries q[b, H, D] of this rank's own rows, in their order.
+    """Return out[b, H, D], in q's dtype, of the queries q[b, H, D] of this rank's own rows, in their order.
 
-    `shards[i]` are this rank's runs of row i of the whole batch. The next queries travel while these are attended; N-1
+    `shards[i]` are this rank's runs of row i of the whole batch. The next queries are sent while these attend: N-1
     exchanges and one all-to-all, or nothing if B is 0 or N is 1. b may be 0, and B less than N: nothing is padded.
     Within 4e-7 relative of `sharded_decode` for the same queries; the bits may differ, since how vectors are cut
     depends on the number of rows. Raises as that does.
@@ -82,7 +81,7 @@ def ring_decode(
 
     if not route.batch:
         return torch.empty_like(q)
-    # Nothing travels to oneself: the own part is put where the others' arrive.
+    # No message goes to the rank itself: its own part is put where the others' arrive.
     arrived = buffers_of([len(places) for places in route.returns])
     outgoing = buffers_of([0] * size)
     message = q.contiguous()
@@ -109,7 +108,7 @@ def ring_decode(
 
 
 def _onward(message_bhd: torch.Tensor, visit: Visit) -> torch.Tensor:
-    """What travels on: without a copy, unless some of it has no reader further on."""
+    """Return the queries to send on: a copy only if some have no reader further on."""
     return message_bhd if len(visit.onward) == len(visit.rows) else message_bhd[list(visit.onward)]
 
 
@@ -121,7 +120,7 @@ def _attend_rows(
     backend: AttentionBackend,
     scale: float,
 ) -> list[Partial]:
-    """The parts of queries q[places], which belong to these rows of the batch, over this rank's shards of them."""
+    """Return the parts of queries q[places], which belong to these rows of the batch, over this rank's shards."""
     queries = q_bhd if list(places) == list(range(q_bhd.shape[0])) else q_bhd[list(places)]
     if isinstance(shards, PagedShards):
         assert takes_pages(backend, shards.k.shape[1]), f"{backend.name} takes no pages of {shards.k.shape[1]} tokens"
@@ -133,7 +132,7 @@ def _attend_rows(
 
 
 def _attend_shard(q_1hd: torch.Tensor, runs: Sequence[KvRun], backend: AttentionBackend, scale: float) -> Partial:
-    """The part of one rank. A single run, the common case, is left to the last merge to check."""
+    """Return the part of one rank. The last merge checks the LSE of a single run, the common case."""
     filled = [run for run in runs if run.k.shape[0]]
     if len(filled) == 1:
         return backend.partial_attention(q_1hd, filled[0].k, filled[0].v, causal=False, scale=scale)
@@ -146,7 +145,7 @@ def _attend_shard(q_1hd: torch.Tensor, runs: Sequence[KvRun], backend: Attention
 
 
 def _merged(q_bhd: torch.Tensor, buffers: Sequence[PartialBuffer], rows: Sequence[Sequence[int]]) -> torch.Tensor:
-    """The merge, in rank order, of what each rank answered: buffers[r] holds the parts of rows[r] of q."""
+    """Merge the ranks' parts in rank order: buffers[r] holds the parts of rows[r] of q."""
     batch = q_bhd.shape[0]
     parts = []
     for buffer, answered in zip(buffers, rows, strict=True):

@@ -1,6 +1,6 @@
 """Ring pass-Q prefill, fused over sequences of any length (arXiv 2411.01783, algorithm 3).
 
-Every rank keeps its KV; the packed queries go round the ring, N - 1 hops, and the partial results return to the
+Every rank keeps its KV. The packed queries go round the ring, N - 1 hops, and the partial results return to the
 queries' owners by one all-to-all. Cheaper than pass-KV where few new tokens follow many cached ones.
 """
 
@@ -12,8 +12,8 @@ import torch
 
 from cp_core.attention.interface import AttentionBackend
 from cp_core.attention.pair import KeyShard, RowPartial, Rows, attend_pair, seen_rows
+from cp_core.attention.partial import Partial, PartialBuffer
 from cp_core.layout.prefill_plan import PrefillPlan, split_new
-from cp_core.ring.packing import PartialBuffer
 from cp_core.ring.pass_kv import SequenceParts
 from cp_core.transport.interface import RingTransport
 
@@ -26,7 +26,7 @@ def pass_q(
     backend: AttentionBackend,
     scale: float,
 ) -> list[SequenceParts]:
-    """The parts of this rank's queries: result[source][sequence]. The next Q travels while this one attends.
+    """Return the parts of this rank's queries: result[source][sequence]. The next queries are sent while some attend.
 
     q_thd[T, H, D] are this rank's queries of all sequences, contiguous; keys_of_sequence[i] its keys.
     Raises Unavailable.
@@ -35,7 +35,7 @@ def pass_q(
     num_heads, head_dim = q_thd.shape[1:]
     own = plan.of_rank(rank)
     parts: list[SequenceParts] = [[] for _ in range(size)]
-    # Nothing travels to oneself: the own part is kept as it is.
+    # No message goes to the rank itself: its own part stays where it is.
     returned = [PartialBuffer(0, num_heads, head_dim, q_thd.device)] * size
     message = q_thd
     for hop in range(size):
@@ -79,9 +79,16 @@ def _pack(answers: SequenceParts, num_heads: int, head_dim: int, device: torch.d
 
 
 def _unpack(buffer: PartialBuffer, expected: Sequence[Sequence[Rows]]) -> SequenceParts:
-    parts: list[RowPartial] = buffer.read([rows for ranges in expected for rows in ranges])
-    remaining = iter(parts)
-    return [[next(remaining) for _ in ranges] for ranges in expected]
+    """Return views of the consecutive ranges of rows that fill the buffer, sequence by sequence."""
+    start = 0
+    parts: SequenceParts = []
+    for ranges in expected:
+        parts.append([])
+        for rows in ranges:
+            stop = start + len(rows)
+            parts[-1].append(RowPartial(rows, Partial(buffer.out[start:stop], buffer.lse[start:stop])))
+            start = stop
+    return parts
 
 
 def _num_rows(expected: Sequence[Sequence[Rows]]) -> int:

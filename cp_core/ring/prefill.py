@@ -1,4 +1,4 @@
-"""One layer's attention of a prefill step on one rank of a ring: fused sequences, full or partial prefill, exact.
+"""Attention of one layer of a prefill step on one rank of a ring: fused sequences, full or partial prefill, exact.
 
 Shapes: T new tokens of this rank over all sequences, S stored tokens, H query heads, K key/value heads,
 D head dimension, N ranks. On a rank the new tokens of a sequence lie together, its low chunk before its high chunk.
@@ -13,12 +13,10 @@ import torch
 from cp_core.attention.interface import AttentionBackend
 from cp_core.attention.pair import KeyShard, merge_rows
 from cp_core.errors import ConfigError
-from cp_core.layout.prefill_plan import KvRun, PrefillPlan, SequencePlan, split_new
+from cp_core.layout.prefill_plan import KvRun, PrefillPlan, split_new
 from cp_core.ring.pass_kv import pass_kv
 from cp_core.ring.pass_q import pass_q
 from cp_core.transport.interface import RingTransport
-
-__all__ = ["KvRun", "PrefillPlan", "SequencePlan", "ring_prefill"]
 
 
 def ring_prefill(
@@ -32,7 +30,7 @@ def ring_prefill(
     scale: float,
     algorithm: str,
 ) -> torch.Tensor:
-    """out[T, H, D], in q's dtype, of q[T, H, D] over the cached and new keys of all ranks; k, v[T, K, D] are new.
+    """Return out[T, H, D], in q's dtype, of q[T, H, D] over cached and new keys of all ranks; k, v[T, K, D] are new.
 
     `cached[i]` are this rank's runs of sequence i without its new tokens; they are attended in place. `algorithm` is
     "pass_kv" or "pass_q" (arXiv 2411.01783, algorithms 2 and 3). Both give the same bits where a rank's cached tokens

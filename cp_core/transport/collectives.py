@@ -20,14 +20,14 @@ ONE_ROUND_BYTES = 64 << 10
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A tensor that goes to, or comes from, `peer`."""
+    """Tensor that goes to, or comes from, `peer`."""
 
     tensor: torch.Tensor
     peer: int
 
 
 class PointToPointRing(ABC):
-    """A RingTransport whose subclass moves one batch of messages: `_start`."""
+    """Base of a RingTransport whose subclass moves one batch of messages: `_start`."""
 
     def __init__(self, rank: int, size: int, timeout_seconds: float) -> None:
         assert 0 <= rank < size, f"rank {rank} in a ring of {size}"
@@ -91,7 +91,7 @@ class PointToPointRing(ABC):
 
 
 class TimedWork:
-    """A Work that adds the seconds waited for it to the transport's stats."""
+    """Work that adds the seconds waited for it to the transport's stats."""
 
     __slots__ = ("_stats", "_work")
 
@@ -109,10 +109,10 @@ class TimedWork:
 
 
 def all_reduce(partial: torch.Tensor, transport: RingTransport) -> torch.Tensor:
-    """The sum of every rank's `partial`, of its shape and dtype. Added in rank order and in fp32 at least.
+    """Return the sum of every rank's `partial`, of its shape and dtype, added in rank order and in fp32 at least.
 
     Moves (N - 1) * size bytes from each rank where N is 2 or the tensor is small, else 2 * (N - 1) / N * size.
-    Raises Unavailable if the group breaks.
+    Raises Unavailable if the ring breaks.
     """
     if transport.size == 1:
         return partial
@@ -130,7 +130,7 @@ def all_reduce(partial: torch.Tensor, transport: RingTransport) -> torch.Tensor:
 
 
 def join_last_dim(part: torch.Tensor, widths: tuple[int, ...], transport: RingTransport) -> torch.Tensor:
-    """Every rank's `part` [..., widths[rank]] beside each other: [..., sum(widths)]. Raises as `all_reduce`."""
+    """Return every rank's `part` [..., widths[rank]] side by side: [..., sum(widths)]. Raises as `all_reduce`."""
     if transport.size == 1:
         return part
     own = part.contiguous()

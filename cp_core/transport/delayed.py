@@ -1,7 +1,7 @@
-"""A ring whose messages take their time: what a slow link does to an algorithm, shown on one machine.
+"""Ring with delayed messages: the effect of a slow link on an algorithm, on one machine.
 
 Each message leaves when the link to its receiver is free, occupies it for bytes / rate, and arrives a latency later.
-Nobody is kept waiting but who waits for a message, as on a real link.
+Only a wait for a message takes time, as on a real link.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from cp_core.transport.interface import RingTransport, Work
 
 
 class Clock(Protocol):
-    """What time it is for a rank, seconds, the same for all ranks of a ring."""
+    """Time of a rank in seconds, the same for all ranks of a ring."""
 
     def now(self) -> float: ...
 
@@ -33,7 +33,7 @@ class Clock(Protocol):
 
 
 class WallClock:
-    """Real time."""
+    """Clock of real time."""
 
     def __init__(self) -> None:
         self._is_stopped = threading.Event()
@@ -50,7 +50,7 @@ class WallClock:
 
 
 class DelayedTransport(PointToPointRing):
-    """A rank's end of `inner`, an in-process ring as a rule, delayed. Its statistics count what it was asked for."""
+    """One rank's end of `inner`, usually an in-process ring, delayed. Its statistics count what callers sent."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class DelayedTransport(PointToPointRing):
         works: list[Work] = []
         arrivals = []
         for message in recvs:
-            # The moment of arrival goes before each message.
+            # Each message follows one with its moment of arrival.
             arrival = torch.empty(1, dtype=torch.float64)
             arrivals.append(arrival)
             works += [self._receive(arrival, message.peer), self._receive(message.tensor, message.peer)]
@@ -89,7 +89,7 @@ class DelayedTransport(PointToPointRing):
         return self._inner.exchange(torch.empty(0), peer, tensor, peer)
 
     def wait_until(self, moment: float, deadline: float) -> None:
-        """Wait for a message that arrives at `moment`; at `deadline`, both of the rank's clock, give up."""
+        """Wait for a message that arrives at `moment`, until `deadline`; both are times of the rank's clock."""
         self._clock.wait_until(min(moment, deadline))
         if self._clock.now() < min(moment, deadline):
             raise Unavailable(f"rank {self.rank} left the ring of {self.size}")
@@ -98,7 +98,7 @@ class DelayedTransport(PointToPointRing):
             raise Unavailable(f"rank {self.rank} waited too long for a message that is still under way")
 
     def now(self) -> float:
-        """Of the rank's clock, seconds."""
+        """Return the time of the rank's clock, seconds."""
         return self._clock.now()
 
     def close(self) -> None:
@@ -108,7 +108,7 @@ class DelayedTransport(PointToPointRing):
 
 
 class DelayedWork:
-    """The inner ring's operations of one batch, and when their messages arrive."""
+    """Operations of the inner ring for one batch, and the moments at which their messages arrive."""
 
     def __init__(self, transport: DelayedTransport, works: Sequence[Work], arrivals: Sequence[torch.Tensor]) -> None:
         self._transport = transport

@@ -1,4 +1,4 @@
-"""A ring whose ranks are threads of one process: the same semantics as the real one, for tests and for newcomers."""
+"""Ring whose ranks are threads of one process: the semantics of the real one, for tests and for newcomers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Pair = tuple[int, int]
 
 
 class InProcessRing:
-    """Makes one transport per rank; give each to its own thread. `timeout_seconds` is the deadline of every wait."""
+    """Ring of one transport per rank, each for its own thread. `timeout_seconds` is the deadline of every wait."""
 
     def __init__(self, size: int, timeout_seconds: float = 30.0) -> None:
         post = _Post()
@@ -37,7 +37,7 @@ class _Post:
 
 
 class InProcessTransport(PointToPointRing):
-    """One rank of an InProcessRing. What is sent is copied at once, so it may be overwritten before the wait."""
+    """One rank's end of an InProcessRing. Sent tensors are copied at once, so they may be written before the wait."""
 
     def __init__(self, rank: int, size: int, timeout_seconds: float, post: _Post) -> None:
         super().__init__(rank, size, timeout_seconds)
@@ -58,7 +58,7 @@ class InProcessTransport(PointToPointRing):
         return _Delivery(self, expected)
 
     def take(self, key: tuple[Pair, int], deadline: float) -> torch.Tensor:
-        """The message called `key`, once it is there. Raises Unavailable at `deadline` (time.monotonic)."""
+        """Wait for the message called `key` and return it. Raises Unavailable at `deadline` (time.monotonic)."""
         with self._post.changed:
             while key not in self._post.messages:
                 self._check_open()
@@ -83,7 +83,7 @@ class InProcessTransport(PointToPointRing):
 
 
 class _Delivery:
-    """Waits for the expected messages and copies each to its tensor."""
+    """Expected messages of one batch, each copied to its tensor once it is there."""
 
     def __init__(self, transport: InProcessTransport, expected: list[tuple[tuple[Pair, int], torch.Tensor]]) -> None:
         self._transport = transport

@@ -1,4 +1,4 @@
-"""How the ranks of one ring move tensors: what the ring algorithms need, and no more.
+"""Contract of a ring: the operations by which its ranks move tensors.
 
 All operations start at once and return a `Work`. Between the start and the end of `Work.wait()` a sent tensor may be
 read but not written, and a received one neither. Tensors are contiguous. Both sides know every size beforehand, so
@@ -16,7 +16,7 @@ import torch
 
 
 class Work(Protocol):
-    """An operation under way."""
+    """Operation under way."""
 
     def wait(self, timeout_seconds: float | None = None) -> None:
         """Return when the tensors may be used again.
@@ -29,10 +29,10 @@ class Work(Protocol):
 
 @dataclass(slots=True)
 class TransportStats:
-    """What a transport did since it was made.
+    """Counters of a transport since it was made.
 
-    `seconds_waited` is the time in which its user stood still for it. `seconds_under_way` that in which any message was
-    under way, whether or not anybody waited; None of a transport that does not see when a message is done.
+    `seconds_waited` is the time that its user spent in waits. `seconds_under_way` is the time in which any message was
+    under way, waited for or not; None for a transport that does not see when a message is done.
     """
 
     exchanges: int = 0

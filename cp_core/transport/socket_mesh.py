@@ -2,7 +2,7 @@
 
 Each rank calls all lower ranks. The caller proves by the ring's secret that it belongs to this ring and is the rank it
 says; the rank that answers proves the same. With TLS both show a certificate before. A stranger therefore never enters
-a ring. A silent stranger delays nobody, and many of them make room for later callers.
+a ring. Silent strangers delay no rank, and make room for later callers.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ def real_ring(
     store = RingStore(HOST, 0, timeout_seconds)
 
     def join(rank: int) -> RingTransport:
-        kept = store if rank == 0 else None
-        return connect_ring(HOST, store.port, name, rank, size, timeout_seconds, backend, store=kept, tls=tls)
+        own_store = store if rank == 0 else None
+        return connect_ring(HOST, store.port, name, rank, size, timeout_seconds, backend, store=own_store, tls=tls)
 
     with ThreadPoolExecutor(size) as pool:
         transports = [future.result() for future in [pool.submit(join, rank) for rank in range(size)]]

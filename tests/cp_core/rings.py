@@ -11,8 +11,9 @@ import torch
 
 from cp_core.attention.interface import AttentionBackend
 from cp_core.attention.torch_cpu import TorchCpuFlash
+from cp_core.layout.prefill_plan import KvRun, PrefillPlan, SequencePlan
 from cp_core.layout.shards import PrefillLayout
-from cp_core.ring.prefill import KvRun, PrefillPlan, SequencePlan, ring_prefill
+from cp_core.ring.prefill import ring_prefill
 from cp_core.transport.inprocess import InProcessRing
 from cp_core.transport.interface import RingTransport, TransportStats, Work
 from tests.oracles import Tokens
@@ -78,7 +79,7 @@ class PlacedSequence:
         return [position for chunk in self.layout.chunks(rank) for position in range(chunk.start, chunk.stop)]
 
     def cached_runs(self, rank: int) -> list[KvRun]:
-        """Views of one strided cache tensor, so that runs are as little contiguous as a paged cache's."""
+        """Return views of one strided cache tensor, so that runs are no more contiguous than a paged cache's."""
         positions = [p for p, owner in enumerate(self.cached_owner) if owner == rank]
         cache = torch.stack([self.tokens.k[positions], self.tokens.v[positions]], dim=1)
         return [

@@ -20,7 +20,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from cp_core.attention.interface import AttentionBackend, select_backend
+from cp_core.attention.backends import select_backend
+from cp_core.attention.interface import AttentionBackend
 from cp_core.cost.model import RingRates
 from cp_core.transport.interface import RingTransport
 from workers.decode.batch import BatchState

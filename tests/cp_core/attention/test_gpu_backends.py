@@ -1,5 +1,6 @@
-"""The GPU backends as far as a CPU can tell: what they hand to their kernels, what they make of the answer, and when
-they refuse. The kernels are replaced by the reference; none of this has been run on a GPU.
+"""GPU backends as far as a CPU can test them: arguments of their kernels, use of the results, and refusals.
+
+The reference replaces the kernels; none of this has been run on a GPU.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from cp_core.attention.backends import select_backend
 from cp_core.attention.flash_attn import FlashAttention
-from cp_core.attention.interface import AttentionBackend, select_backend
+from cp_core.attention.interface import AttentionBackend
 from cp_core.attention.paged import PagedBackend, PagedShards, attend_pages, takes_pages
 from cp_core.attention.reference import ReferenceAttention
 from cp_core.attention.torch_cuda import TorchCudaFlash
@@ -23,7 +25,7 @@ from tests.oracles import largest, oracle_partial, random_tokens
 def torch_kernel(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float, causal: bool, debug: bool, *, scale: float
 ) -> tuple[Any, ...]:
-    """The operator's shapes and dtypes, as torch itself works them out, filled by the reference."""
+    """Return tensors of the operator's shapes and dtypes, as torch derives them, filled by the reference."""
     shaped = torch.ops.aten._scaled_dot_product_flash_attention(
         *(each.to("meta") for each in (q, k, v)), dropout, causal, debug, scale=scale
     )
@@ -56,7 +58,7 @@ def varlen_kernel(
     return_attn_probs: bool = False,
     block_table: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, None]:
-    """The signature of flash-attn 2.7 and 2.8; lse comes as [H, T]."""
+    """Compute by the signature of flash-attn 2.7 and 2.8; lse is [H, T]."""
     assert return_attn_probs
     assert dropout_p == 0.0
     assert softmax_scale is not None

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cp_core.attention.interface import Partial
 from cp_core.attention.paged import PagedShards, attend_pages, takes_pages
+from cp_core.attention.partial import Partial
 from cp_core.attention.reference import ReferenceAttention
 from cp_core.attention.torch_cpu import TorchCpuFlash
 from cp_core.cost.decode import GATHER, VARIANTS

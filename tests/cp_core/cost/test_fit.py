@@ -36,7 +36,7 @@ def moved(profile: HardwareProfile, factor: float) -> HardwareProfile:
 
 
 def prefills(profile: HardwareProfile) -> list[PrefillSample]:
-    """What the profile itself would measure: rings, shares of cached tokens, tensor parallelism over hosts."""
+    """Predict samples by the profile itself: rings, shares of cached tokens, tensor parallelism over hosts."""
     shapes = [
         *((cp, 8, algorithm, new, cached) for cp in (1, 2, 4, 8) for algorithm in ("pass_kv", "pass_q")
           for new, cached in ((2000, 0), (2000, 100_000), (64_000, 0), (64_000, 64_000))),

@@ -1,4 +1,4 @@
-"""What a turn costs on a platform: overheads, sums over processes, chunks."""
+"""Cost of a turn on a platform: overheads, sums over processes, chunks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a decode plan says goes where: every part exactly once, and no query further than it is needed."""
+"""Decode plans: every part is sent exactly once, and no query further than it is needed."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_the_owner_expects_from_each_rank_what_that_rank_answers(plan: DecodePla
 def test_a_query_goes_no_further_than_the_last_rank_that_holds_keys_of_it() -> None:
     """Four ranks, all rows owned by rank 1: one lies there alone, one reaches rank 2, one rank 0 at the ring's end."""
     plan = DecodePlan(4, (1, 1, 1), ((0, 5, 0, 0), (0, 5, 1, 0), (3, 5, 0, 0)))
-    assert [plan.travelling(1, hop) for hop in range(5)] == [[0, 1, 2], [1, 2], [2], [2], []]
+    assert [plan.sent_on(1, hop) for hop in range(5)] == [[0, 1, 2], [1, 2], [2], [2], []]
 
 
 @pytest.mark.parametrize(

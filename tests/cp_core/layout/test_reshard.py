@@ -18,7 +18,7 @@ from cp_core.layout.shards import ShardMap, TokenRange, appended, balanced_layou
 
 @st.composite
 def conversations(draw: st.DrawFn, max_ranks: int = 4) -> ShardMap:
-    """A shard map as turns make it: prefilled chunks, decoded tokens, received ranges, now and then cut short."""
+    """Draw a shard map as turns make it: prefilled chunks, decoded tokens, received ranges, sometimes cut short."""
     num_ranks = draw(st.integers(1, max_ranks))
     shards = ShardMap.empty(num_ranks)
     for _ in range(draw(st.integers(1, 4))):
@@ -36,7 +36,7 @@ def conversations(draw: st.DrawFn, max_ranks: int = 4) -> ShardMap:
 
 
 def owners(owner_of_position: list[int]) -> ShardMap:
-    """A map from an owner for each position: any layout at all, also with ranks that hold nothing."""
+    """Return the map of an owner for each position: any layout, also with ranks that hold nothing."""
     ranks: list[list[TokenRange]] = [[] for _ in range(5)]
     for position, owner in enumerate(owner_of_position):
         ranks[owner].append(TokenRange(position, position + 1))

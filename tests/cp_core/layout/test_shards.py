@@ -29,13 +29,13 @@ helds = st.lists(st.integers(0, 40), min_size=1, max_size=8)
 
 
 def positions(shards: ShardMap) -> list[Tokens]:
-    """What each rank stores, token by token."""
+    """Return the positions that each rank stores, token by token."""
     return [[token for item in ranges for token in range(item.start, item.stop)] for ranges in shards.ranks]
 
 
 @st.composite
 def conversations(draw: st.DrawFn) -> ShardMap:
-    """Where a conversation lies after some turns, each prefilled in 2N chunks and then decoded."""
+    """Layout of a conversation after some turns, each prefilled in 2N chunks and then decoded."""
     shards = ShardMap.empty(draw(rings))
     for _ in range(draw(st.integers(0, 4))):
         new = balanced_layout(shards.num_tokens, draw(st.integers(0, 60)), shards.held)

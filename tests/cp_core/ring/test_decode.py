@@ -11,9 +11,9 @@ from cp_core.attention.torch_cpu import TorchCpuFlash
 from cp_core.cost.decode import GATHER, VARIANTS
 from cp_core.cost.model import PASS_Q
 from cp_core.layout.decode_plan import DecodePlan, PassQRoute
+from cp_core.layout.prefill_plan import KvRun
 from cp_core.layout.shards import append_owner
 from cp_core.ring.decode import ring_decode, sharded_decode
-from cp_core.ring.prefill import KvRun
 from cp_core.transport.inprocess import InProcessRing
 from cp_core.transport.interface import RingTransport, TransportStats
 from tests.cp_core.rings import PoisoningTransport, on_every_rank
@@ -25,7 +25,7 @@ SCALE = 0.125
 def decode_on_threads(
     variant: str, batch: list[Tokens], owners: list[list[int]], size: int, run: int = 1 << 30
 ) -> tuple[torch.Tensor, list[TransportStats]]:
-    """The last token of each sequence over all its tokens, token p on rank owners[i][p]: [B, H, D].
+    """Decode the last token of each sequence over all its tokens, token p on rank owners[i][p]: [B, H, D].
 
     Gathered it is proven the same on every rank; in pass-Q the rank that stores a sequence's last token computes it.
     Shards are cut from memory full of NaN.
@@ -59,7 +59,7 @@ def decode_on_threads(
 
 
 def poisoned_around(stored: torch.Tensor) -> torch.Tensor:
-    """The same values as a view into memory that is NaN before and behind them."""
+    """Return the same values as a view into memory that is NaN before and behind them."""
     memory = torch.full((stored.shape[0] + 4, *stored.shape[1:]), torch.nan, dtype=stored.dtype)
     memory[2:-2] = stored
     return memory[2:-2]

@@ -10,11 +10,12 @@ from typing import ClassVar
 import pytest
 import torch
 
-from cp_core.attention.interface import Partial
+from cp_core.attention.partial import Partial
 from cp_core.attention.reference import ReferenceAttention
 from cp_core.errors import Unavailable
+from cp_core.layout.prefill_plan import PrefillPlan, SequencePlan
 from cp_core.layout.shards import balanced_layout
-from cp_core.ring.prefill import PrefillPlan, SequencePlan, ring_prefill
+from cp_core.ring.prefill import ring_prefill
 from cp_core.transport.delayed import Clock, DelayedTransport, WallClock
 from cp_core.transport.inprocess import InProcessRing
 from cp_core.transport.interface import RingTransport
@@ -71,7 +72,7 @@ def prefill_seconds(
     latency_seconds: float,
     bytes_per_second: float = UNLIMITED,
 ) -> float:
-    """Of the slowest rank's clock, for a layer's attention of NUM_TOKENS new tokens."""
+    """Return the slowest rank's clock after a layer's attention of NUM_TOKENS new tokens."""
     tokens = random_tokens(NUM_TOKENS)
     held = (0,) * size
     plan = PrefillPlan((SequencePlan(balanced_layout(0, NUM_TOKENS, held), held),))

@@ -1,4 +1,4 @@
-"""The in-process ring keeps the rules of `RingTransport`."""
+"""In-process ring: it follows the rules of `RingTransport`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the ranks of a ring of sockets meet, and that nobody else comes in, or holds them up."""
+"""Connections of a ring of sockets: its ranks connect, and strangers neither enter nor delay it."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def guest(listener: RingListener, saying: bytes = b"") -> Iterator[socket.socket
 
 
 def is_sent_away(connection: socket.socket) -> bool:
-    """Whether the other end closes the connection; waits for it. TLS says why before."""
+    """Wait until the other end closes the connection; over TLS its alert comes before."""
     try:
         while connection.recv(4096):
             pass
@@ -144,7 +144,7 @@ def test_strangers_that_stay_silent_make_room_for_each_other_and_for_ranks(tls: 
 
 
 def test_a_rank_of_another_ring_is_refused(tls: PeerTls | None) -> None:
-    """As if a port had been taken again: the right rank, even with the right secret, of a ring of another name."""
+    """A port may be taken again: the right rank, even with the right secret, of a ring of another name."""
     with ranks(2, tls, seconds=1.0) as met:
         met.rendezvous[1] = replace(met.rendezvous[1], name="older")
         met.start(0, 1)
@@ -178,7 +178,7 @@ def test_who_answers_without_the_secret_is_no_rank() -> None:
 
 def test_a_rank_that_calls_nobody_gives_up_at_its_deadline(tls: PeerTls | None) -> None:
     with ranks(2, tls, seconds=0.3) as met:
-        met.start(1)  # rank 0's listener stands open, and nobody looks after it
+        met.start(1)  # rank 0 listens, and never accepts
         assert "rank 1 cannot reach rank 0" in met.error(1) or "in time" in met.error(1)
 
 
@@ -217,7 +217,7 @@ def test_the_name_in_the_certificate_is_the_host_or_the_one_that_is_told(authori
 
 
 def test_what_goes_between_ranks_with_tls_cannot_be_read_on_the_way(authority: Authority) -> None:
-    words = b"what nobody else is to read" * 100
+    words = b"a secret of the ranks alone" * 100
     with ranks(2, authority.peer()) as met, socket.create_server((HOST, 0)) as tap, ThreadPoolExecutor(2) as pool:
         seen = bytearray()
 

@@ -1,4 +1,4 @@
-"""What a ring of sockets promises beyond any ring's rules, with and without TLS: progress behind computation, order."""
+"""Promises of a ring of sockets beyond any ring's rules, with and without TLS: progress behind computation, order."""
 
 from __future__ import annotations
 
@@ -222,7 +222,7 @@ def test_what_moves_while_nobody_waits_is_counted_as_under_way_and_not_as_waited
             works.append(transport.exchange(pattern(HUGE_BYTES, transport.rank), peer, arrived[-1], peer))
         stats = [transport.stats for transport in transports]
         wanted = [pattern(HUGE_BYTES, 1 - transport.rank) for transport in transports]
-        # The last that the kernel holds whole is left there until somebody asks for it.
+        # The last message, which the kernel holds whole, stays there until a rank waits for it.
         moved = slice(HUGE_BYTES - LARGE_BYTES - 1024, HUGE_BYTES - LARGE_BYTES)
         assert all(each[moved].any() for each in wanted)
 

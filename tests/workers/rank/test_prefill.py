@@ -14,7 +14,7 @@ from typing import ClassVar
 import pytest
 import torch
 
-from cp_core.attention.interface import Partial
+from cp_core.attention.partial import Partial
 from cp_core.errors import Unavailable
 from tests.workers.models import KINDS, Oracle, random_tokens
 from tests.workers.rings import LocalRing, Turn, run_in_thread

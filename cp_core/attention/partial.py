@@ -1,4 +1,4 @@
-"""Exact merging of partial attention (arXiv 2411.01783, 3.3 and appendix B), in fp32, in the order the parts are given.
+"""Partial attention and its exact merge (arXiv 2411.01783, 3.3 and appendix B), in fp32, in the order of the parts.
 
 Shapes: M parts, T query tokens, H query heads, D head dimension.
 
@@ -12,17 +12,60 @@ lse = m + log s. A part that attended nothing has lse -inf and an out that may b
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
-from cp_core.attention.interface import Partial
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """Attention over a part of the keys, to be merged with the other parts.
+
+    out[T, H, D] and lse[T, H] are fp32 whatever the inputs' dtype (fp64 from the oracle); lse is the natural log of the
+    softmax denominator. Where lse is -inf nothing was attended and out is undefined, possibly NaN.
+    """
+
+    out: torch.Tensor
+    lse: torch.Tensor
+
+    def rows(self, start: int, stop: int) -> Partial:
+        """Return query rows [start, stop) as views."""
+        return Partial(self.out[start:stop], self.lse[start:stop])
+
+
+def empty_partial(q_thd: torch.Tensor, dtype: torch.dtype = torch.float32) -> Partial:
+    """Return the part that attended nothing: (0, -inf)."""
+    return Partial(
+        torch.zeros(q_thd.shape, dtype=dtype, device=q_thd.device),
+        torch.full(q_thd.shape[:2], -torch.inf, dtype=dtype, device=q_thd.device),
+    )
+
+
+class PartialBuffer:
+    """Message of the partials of T rows: one flat fp32 buffer with out[T, H, D], then lse[T, H], as views."""
+
+    def __init__(self, num_rows: int, num_heads: int, head_dim: int, device: torch.device) -> None:
+        num_out = num_rows * num_heads * head_dim
+        self.flat = torch.empty(num_out + num_rows * num_heads, dtype=torch.float32, device=device)
+        self.out = self.flat[:num_out].view(num_rows, num_heads, head_dim)
+        self.lse = self.flat[num_out:].view(num_rows, num_heads)
+
+    def fill(self, partials: Sequence[Partial]) -> None:
+        """Copy partials of all rows, in order."""
+        at = 0
+        for partial in partials:
+            stop = at + partial.lse.shape[0]
+            self.out[at:stop] = partial.out
+            self.lse[at:stop] = partial.lse
+            at = stop
+        assert at == self.lse.shape[0], f"{at} rows for a message of {self.lse.shape[0]}"
 
 
 def merge(parts: Sequence[Partial]) -> Partial:
     """Merge M >= 1 parts of the same rows. One part is returned as it is; otherwise the result is new memory.
 
-    out and lse keep the parts' dtype (fp32). Raises FloatingPointError if any lse is NaN: a kernel failed, or memory
-    that nobody filled was read as a result.
+    out and lse have the parts' dtype (fp32). Raises FloatingPointError if any lse is NaN: a kernel failed, or memory
+    without a result was read as one.
     """
     assert parts, "nothing to merge"
     if len(parts) == 1:
@@ -38,13 +81,8 @@ def merge(parts: Sequence[Partial]) -> Partial:
     return Partial(out_thd, lse_th)
 
 
-def merge_pair(first: Partial, second: Partial) -> Partial:
-    """Merge two parts."""
-    return merge((first, second))
-
-
 class Accumulator:
-    """Merges any number of parts of the same rows that come one by one, holding at most `max_pending` of them.
+    """Merge of any number of parts of the same rows that come one by one; at most `max_pending` are held.
 
     Up to `max_pending` parts the result has the bits of one `merge`; beyond, it is within 2e-7 relative of it.
     """
@@ -61,19 +99,19 @@ class Accumulator:
         self._pending.append(part)
 
     def result(self) -> Partial:
-        """The merge of all parts so far, at least one. Raises FloatingPointError if an lse is NaN."""
+        """Return the merge of all parts so far, at least one. Raises FloatingPointError if an lse is NaN."""
         self._pending = [merge(self._pending)]
         return self._pending[0]
 
 
 def finished_out(part: Partial) -> torch.Tensor:
-    """The part's out with rows that attended nothing set to 0: what a caller may use without looking at lse."""
+    """Return the part's out with rows that attended nothing set to 0: it may be used without looking at lse."""
     nothing_th = part.lse == -torch.inf
     return part.out.masked_fill(nothing_th[..., None], 0.0) if bool(nothing_th.any()) else part.out
 
 
 def _weights(lse_mth: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, bool]:
-    """(w_i / s, merged lse, whether any weight is 0 so that its out must not be touched)."""
+    """Return (w_i / s, merged lse, True if any weight is 0 so that its out must not be touched)."""
     highest_th = lse_mth.amax(dim=0)
     _check_lse(highest_th)
     weights_mth = torch.exp(lse_mth - highest_th.masked_fill(highest_th == -torch.inf, 0.0))
@@ -84,6 +122,6 @@ def _weights(lse_mth: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, bool]:
 
 
 def _check_lse(lse_th: torch.Tensor) -> None:
-    # amax and sum both hand a NaN on; sum would also make one of +inf and -inf.
+    # amax and sum both pass a NaN on; sum also makes one of +inf and -inf.
     if lse_th.numel() and bool(lse_th.amax().isnan()):
         raise FloatingPointError("the log-sum-exp of an attention partial is NaN")

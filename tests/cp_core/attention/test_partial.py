@@ -9,8 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cp_core.attention.interface import Partial, empty_partial
-from cp_core.attention.merge import Accumulator, finished_out, merge, merge_pair
+from cp_core.attention.partial import Accumulator, Partial, empty_partial, finished_out, merge
 from cp_core.attention.torch_cpu import TorchCpuFlash
 from tests.oracles import Tokens, largest, oracle_partial, random_tokens, relative_difference
 
@@ -19,7 +18,7 @@ NAN_PART = Partial(torch.full((4, 4, 64), torch.nan), torch.full((4, 4), -torch.
 
 
 def _parts(tokens: Tokens, bounds: list[int]) -> list[Partial]:
-    """The first four queries over the keys between each two bounds."""
+    """Attend the first four queries over the keys between each two bounds."""
     return [
         TorchCpuFlash().partial_attention(
             tokens.q[:4], tokens.k[start:stop], tokens.v[start:stop], causal=False, scale=SCALE
@@ -53,7 +52,7 @@ def test_the_order_and_the_grouping_of_parts_change_only_the_last_bits(order: li
     whole = merge(parts)
     folded = parts[order[0]]
     for index in order[1:]:
-        folded = merge_pair(folded, parts[index])
+        folded = merge((folded, parts[index]))
     for other in (merge([parts[index] for index in order]), folded):
         assert largest(other.out - whole.out) <= 2e-7 * largest(tokens.v)
         assert relative_difference(other.lse, whole.lse) <= 4e-7
