@@ -29,7 +29,7 @@ class ScopedRouter:
         self.tenant = tenant
         self._prefix = f"{tenant.name}/" if tenant.name else ""
         limit = tenant.max_kv_tokens
-        self._kv_quota = KvQuota(tenant=tenant.name, max_tokens=limit) if limit else None
+        self.kv_quota = KvQuota(tenant=tenant.name, max_tokens=limit) if limit else None
 
     def scoped(self, name: str) -> str:
         """A client's id as the router knows it; no id stays none."""
@@ -44,20 +44,20 @@ class ScopedRouter:
             error.args = (message, *error.args[1:])
         return error
 
+    def unscoped(self, name: str) -> str:
+        """Return an id of the router as the client gave it."""
+        return name.removeprefix(self._prefix)
+
     async def begin_turn(self, request: TurnRequest) -> BegunTurn:
-        scoped = replace(
-            request,
-            request_id=self.scoped(request.request_id),
-            conversation_id=self.scoped(request.conversation_id),
-            kv_quota=self._kv_quota,
-        )
-        return await self._shown(self._router.begin_turn(scoped))
+        """Begin a turn whose ids are scoped and whose quota is the tenant's: `RequestReader` makes such."""
+        assert request.request_id.startswith(self._prefix), "the request is another tenant's"
+        return await self._shown(self._router.begin_turn(request))
 
     async def abort_requests(self, request_ids: Sequence[str]) -> tuple[list[str], list[str]]:
         """(aborted, unknown); another tenant's are unknown."""
         # '' is no request of anybody's; asked for as it is, it stays unknown.
         answer = await self._shown(self._router.abort_requests([self.scoped(name) for name in request_ids]))
-        aborted, unknown = ([name.removeprefix(self._prefix) for name in names] for names in answer)
+        aborted, unknown = ([self.unscoped(name) for name in names] for names in answer)
         return aborted, unknown
 
     async def get_conversation(self, conversation_id: str) -> ConversationView:
@@ -70,7 +70,7 @@ class ScopedRouter:
         return replace(
             page,
             conversations=tuple(map(self._own, page.conversations)),
-            next_after=page.next_after.removeprefix(self._prefix),
+            next_after=self.unscoped(page.next_after),
         )
 
     async def fork_conversation(self, source_id: str, new_id: str, at_token: int | None) -> ConversationView:
@@ -88,8 +88,8 @@ class ScopedRouter:
         """With ids as the client gave them."""
         return replace(
             view,
-            conversation_id=view.conversation_id.removeprefix(self._prefix),
-            running_request_id=view.running_request_id.removeprefix(self._prefix),
+            conversation_id=self.unscoped(view.conversation_id),
+            running_request_id=self.unscoped(view.running_request_id),
         )
 
     async def _shown(self, call: Awaitable[T]) -> T:

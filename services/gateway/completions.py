@@ -5,17 +5,16 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import struct
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
 
 from orchestration.protocol.turns import TurnRequest
 from ringserve.v1 import inference_pb2
+from services.gateway.turn_stream import Responses
 
 QUEUED_RESPONSES = 64
 """At most so many responses wait for a slow client before the turns' streams wait too."""
-
-Responses = AsyncGenerator[inference_pb2.GenerateResponse, None]
 
 
 def turns_of(request: TurnRequest, num_completions: int) -> list[TurnRequest]:
@@ -39,39 +38,38 @@ def derived_seed(seed: int, index: int) -> int:
     return int.from_bytes(digest, "little")
 
 
-async def merged(streams: Sequence[Responses]) -> Responses:
-    """Responses as they come: the first stream's `start`, then those of all but their starts.
+async def merged(turns: Sequence[AbstractAsyncContextManager[Responses]]) -> Responses:
+    """Yield responses as they come: the first turn's `start`, then those of all turns but their starts.
 
-    The first failure ends all, and so does leaving early: every stream is closed.
+    The first failure ends all turns, and so does leaving early: every context is left.
     """
-    first = streams[0]
     arrived: asyncio.Queue[inference_pb2.GenerateResponse | Exception | None] = asyncio.Queue(QUEUED_RESPONSES)
 
-    async def pump(stream: Responses) -> None:
+    async def pump(turn: AbstractAsyncContextManager[Responses]) -> None:
         try:
-            async for response in stream:
-                if not response.HasField("start"):
-                    await arrived.put(response)
+            async with turn as responses:
+                async for response in responses:
+                    if not response.HasField("start"):
+                        await arrived.put(response)
             await arrived.put(None)
         except Exception as error:
             await arrived.put(error)
 
-    async with aclosing(first):
+    async with turns[0] as first:
         yield await anext(first)
-        pumps = [asyncio.create_task(pump(stream)) for stream in streams]
+        running: list[AbstractAsyncContextManager[Responses]] = [nullcontext(first), *turns[1:]]
+        pumps = [asyncio.create_task(pump(turn)) for turn in running]
         try:
-            left = len(pumps)
-            while left:
+            num_running = len(pumps)
+            while num_running:
                 response = await arrived.get()
                 if isinstance(response, Exception):
                     raise response
                 if response is None:
-                    left -= 1
+                    num_running -= 1
                 else:
                     yield response
         finally:
             for task in pumps:
                 task.cancel()
             await asyncio.gather(*pumps, return_exceptions=True)
-            for stream in streams:
-                await stream.aclose()

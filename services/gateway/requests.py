@@ -13,6 +13,7 @@ import numpy as np
 from cp_core.errors import InvalidRequest
 from orchestration.protocol.turns import MAX_PRIORITY, PromptMode, TurnRequest
 from ringserve.v1 import inference_pb2
+from services.auth.scoped_router import ScopedRouter
 from services.gateway.text import REPLACEMENT, StopRule, TextCodec
 from services.rpc.wire.contract import prompt_mode_from
 from workers.protocol.prefill_steps import Algorithm, TokenIds
@@ -36,8 +37,13 @@ class RequestReader:
         self._codec = codec
         self._max_seconds = max_seconds
 
-    def read(self, request: inference_pb2.GenerateRequest, seconds_left: float | None) -> TurnRequest:
-        """`seconds_left` is the client's own deadline. Raises InvalidRequest."""
+    def read(
+        self, request: inference_pb2.GenerateRequest, seconds_left: float | None, router: ScopedRouter
+    ) -> TurnRequest:
+        """Check a request and return its turn, with ids and quota for the router of its tenant.
+
+        `seconds_left` is the client's own deadline. Raises InvalidRequest.
+        """
         mode = prompt_mode_from(request.prompt_mode)
         if mode is None:
             raise InvalidRequest(f"prompt_mode: {request.prompt_mode} is not one of 0, 1, 2")
@@ -53,8 +59,9 @@ class RequestReader:
             )
         deadline = self._max_seconds if seconds_left is None else min(seconds_left, self._max_seconds)
         return TurnRequest(
-            request_id=identifier("request_id", request.request_id) or f"req-{uuid.uuid4().hex[:16]}",
-            conversation_id=identifier("conversation_id", request.conversation_id),
+            request_id=router.scoped(identifier("request_id", request.request_id) or f"req-{uuid.uuid4().hex[:16]}"),
+            conversation_id=router.scoped(identifier("conversation_id", request.conversation_id)),
+            kv_quota=router.kv_quota,
             prompt_mode=mode,
             token_ids=self._prompt(request),
             sampling=read_sampling(request.sampling_params, self._model),

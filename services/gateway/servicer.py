@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import ExitStack, aclosing, contextmanager
+from contextlib import ExitStack, aclosing, asynccontextmanager, contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -21,11 +21,11 @@ from services.auth.authenticator import Authenticator
 from services.auth.scoped_router import ScopedRouter
 from services.auth.tenants import Tenant
 from services.auth.tls import of_grpc
-from services.gateway.completions import Responses, merged, turns_of
+from services.gateway.completions import merged, turns_of
 from services.gateway.requests import RequestReader, identifier, named, num_completions, requests_to_abort, stop_rule
 from services.gateway.text import AnswerText, IncrementalText, StopRule, TextCodec
-from services.gateway.turn_stream import STOPPING, CallsUnderWay, TurnStream, TurnsUnderWay, TurnUnderWay
-from services.rpc.errors import answer, answer_stream, code_of
+from services.gateway.turn_stream import STOPPING, CallsUnderWay, Responses, TurnStream, TurnsUnderWay
+from services.rpc.errors import answer, answering, code_of
 from services.rpc.wire.contract import to_message
 from services.telemetry.metrics.gateway import GatewayMetrics
 from services.telemetry.metrics.registry import package_version
@@ -81,40 +81,33 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def Generate(
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
-        turn = answer_stream(context, self._generate_for(request, context))
-        async with aclosing(turn) as responses:  # type: ignore[type-var]
-            async for response in responses:
-                yield response
-
-    async def _generate_for(
-        self, request: inference_pb2.GenerateRequest, context: Context
-    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
-        tenant, trace_parent = self._caller(context), _metadata(context).get("traceparent", "")
-        turn = self.generate(request, tenant, context.time_remaining(), trace_parent)
-        async with aclosing(turn) as responses:
-            async for response in responses:
-                yield response
+        async with answering(context):
+            tenant, trace_parent = self._caller(context), _metadata(context).get("traceparent", "")
+            turn = self.generate(request, tenant, context.time_remaining(), trace_parent)
+            async with aclosing(turn) as responses:
+                async for response in responses:
+                    yield response
 
     async def generate(
         self, request: inference_pb2.GenerateRequest, tenant: Tenant, seconds_left: float | None, trace_parent: str = ""
     ) -> Responses:
-        """One turn, from whatever door; `trace_parent` is the client's own. Closing the iterator ends the turn.
+        """Serve a request of either endpoint; `trace_parent` is the client's own. Closing the iterator ends its turns.
 
         Raises RingserveError.
         """
-        started = time.monotonic()
+        started, router = time.monotonic(), self.router_for(tenant)
         with ExitStack() as held:
             held.enter_context(self._calls)
             with self._refusals_counted(started):
                 count = num_completions(request.sampling_params)
                 held.enter_context(self._authenticator.limits.turns(tenant, count))
-                turn_request = await asyncio.to_thread(self._reader.read, request, seconds_left)
-            rule, router = stop_rule(request.sampling_params), self.router_for(tenant)
+                turn_request = await asyncio.to_thread(self._reader.read, request, seconds_left, router)
+            rule = stop_rule(request.sampling_params)
             turns = [
-                self._turn(replace(each, trace_parent=trace_parent), router, rule, started, index)
+                self._turn(each, trace_parent, router, rule, started, index)
                 for index, each in enumerate(turns_of(turn_request, count))
             ]
-            async with aclosing(merged(turns) if count > 1 else turns[0]) as responses:
+            async with turns[0] if count == 1 else aclosing(merged(turns)) as responses:
                 async for response in responses:
                     yield response
 
@@ -127,29 +120,40 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             self._metrics.ended(code_of(error).name.lower(), time.monotonic() - started)
             raise
 
+    @asynccontextmanager
     async def _turn(
-        self, turn_request: TurnRequest, router: ScopedRouter, rule: StopRule, started: float, index: int
-    ) -> Responses:
-        """The responses of one answer."""
-        outcome, request_id = "cancelled", router.scoped(turn_request.request_id)
-        trace = TurnTrace(self._tracer, turn_request.trace_parent, request_id, router.tenant.name, started)
+        self,
+        turn_request: TurnRequest,
+        trace_parent: str,
+        router: ScopedRouter,
+        rule: StopRule,
+        started: float,
+        index: int,
+    ) -> AsyncIterator[Responses]:
+        """Begin the turn of one answer, and account for its end. Yields its responses."""
+        outcome, request_id = "cancelled", turn_request.request_id
+        trace = TurnTrace(self._tracer, trace_parent, request_id, router.tenant.name, started)
+        if trace.parent:
+            turn_request = replace(turn_request, trace_parent=trace.parent)
         self._metrics.began()
         turn = self._running.add(request_id)
+
+        def completed(complete: inference_pb2.GenerateComplete) -> None:
+            nonlocal outcome
+            outcome = complete.finish_reason
+            self._metrics.completed(complete)
+            trace.completed(complete)
+
         try:
             with turn:
-                begun = await router.begin_turn(replace(turn_request, trace_parent=trace.parent))
+                begun = await router.begin_turn(turn_request)
             self._note_plan(request_id, begun.turn_id, begun.prompt_tokens, begun.plan)
             trace.planned(begun)
             text = AnswerText(IncrementalText(self._codec), rule)
-            stream = TurnStream(turn_request, begun, text, started, index)
-            yield stream.start()
-            async with aclosing(stream.responses(self._peers.leader("decode", begun.decode_endpoint))) as responses:
-                while (response := await _next(turn, responses)) is not None:
-                    if response.HasField("complete"):
-                        outcome = response.complete.finish_reason
-                        self._metrics.completed(response.complete)
-                        trace.completed(response.complete)
-                    yield response
+            stream = TurnStream(turn_request, begun, text, started, index, router.unscoped)
+            decode = self._peers.leader("decode", begun.decode_endpoint)
+            async with aclosing(stream.responses(decode, turn, completed)) as responses:
+                yield responses
         except RingserveError as error:
             outcome = code_of(error).name.lower()
             if self._running.stopping.is_set():
@@ -307,12 +311,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
 def _metadata(context: Context) -> dict[str, str]:
     return {key: str(value) for key, value in context.invocation_metadata() or ()}
-
-
-async def _next(turn: TurnUnderWay, responses: Responses) -> inference_pb2.GenerateResponse | None:
-    """None at their end."""
-    with turn:
-        return await anext(responses, None)
 
 
 async def _nothing(router: ScopedRouter) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AbstractContextManager, aclosing, nullcontext
 
 from cp_core.errors import Unavailable
 from orchestration.protocol.ports import RingPort
@@ -23,13 +23,24 @@ from services.gateway.text import AnswerText
 from services.rpc.wire.contract import all_logprobs_to, note_chunks, note_lost, to_message
 from workers.protocol.decode_commands import FinishReason
 
+Responses = AsyncGenerator[inference_pb2.GenerateResponse, None]
+UNGUARDED = nullcontext()
+
 
 class TurnStream:
-    """Turns the events of a begun turn into responses."""
+    """Responses of one begun turn, made of the events that its decode leader sends."""
 
     def __init__(
-        self, request: TurnRequest, begun: BegunTurn, text: AnswerText, started: float, index: int = 0
+        self,
+        request: TurnRequest,
+        begun: BegunTurn,
+        text: AnswerText,
+        started: float,
+        index: int = 0,
+        shown: Callable[[str], str] = str,
     ) -> None:
+        """`started` is on the clock of `time.monotonic`; `shown` turns an id of the router into the client's own."""
+        self._shown = shown
         self._request = request
         self._begun = begun
         self._text = text
@@ -55,23 +66,36 @@ class TurnStream:
     def num_tokens(self) -> int:
         return len(self._tokens)
 
-    def start(self) -> inference_pb2.GenerateResponse:
-        """The response that opens the stream: the plan as decided."""
+    def _start(self) -> inference_pb2.GenerateResponse:
+        """Return the response that opens the stream: the plan as decided."""
         return inference_pb2.GenerateResponse(
             start=inference_pb2.GenerateStart(
-                request_id=self._request.request_id,
-                conversation_id=self._request.conversation_id,
+                request_id=self._shown(self._request.request_id),
+                conversation_id=self._shown(self._request.conversation_id),
                 prompt_tokens=self._begun.prompt_tokens,
                 cached_tokens=self._begun.plan.cached_tokens,
                 plan=self._plan,
             )
         )
 
-    async def responses(self, decode: RingPort) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
-        """Chunks, then the completion. Raises what ended a failed turn."""
+    async def responses(
+        self,
+        decode: RingPort,
+        waiting: AbstractContextManager[None] = UNGUARDED,
+        completed: Callable[[inference_pb2.GenerateComplete], None] = lambda complete: None,
+    ) -> Responses:
+        """Yield the start, the chunks and the completion. Raises what ended a failed turn.
+
+        `waiting` is entered around every wait for the decode leader; `completed` is called before the last response.
+        """
+        yield self._start()
         is_complete = False
         async with aclosing(decode.stream_turn(self._begun.turn_id)) as events:
-            async for event in events:
+            while True:
+                with waiting:
+                    event = await anext(events, None)
+                if event is None:
+                    break
                 if isinstance(event, PrefillReport):
                     self._note_prefill(event)
                 elif isinstance(event, ScoredEvent):
@@ -82,11 +106,15 @@ class TurnStream:
                     yield self._chunk(event)
                     is_complete = self._text.matched is not None
                     if is_complete:
-                        await decode.finish_turn(self._begun.turn_id, len(self._tokens))
+                        with waiting:
+                            await decode.finish_turn(self._begun.turn_id, len(self._tokens))
                 elif isinstance(event, EndingEvent):
-                    await decode.finish_turn(self._begun.turn_id, len(self._tokens))
+                    with waiting:
+                        await decode.finish_turn(self._begun.turn_id, len(self._tokens))
                 else:
-                    yield self._complete(event)
+                    last = self._complete(event)
+                    completed(last.complete)
+                    yield last
                     return
         raise Unavailable(f"the tokens of turn {self._begun.turn_id} ended before the turn did")
 

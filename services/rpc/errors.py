@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import AsyncIterator, Awaitable
+from contextlib import asynccontextmanager
 from typing import Any, NoReturn, TypeVar
 
 import grpc
@@ -99,22 +100,19 @@ async def _abort_internal(context: grpc.aio.ServicerContext[Any, Any]) -> NoRetu
     raise AssertionError("abort does not return")
 
 
+@asynccontextmanager
+async def answering(context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[None]:
+    """Run a handler's work: an error becomes its status, and no stack trace leaves the process."""
+    try:
+        yield
+    except RingserveError as error:
+        await _abort(context, error)
+    except Exception:  # the last place before the network: logged whole, shown as one sentence
+        await _abort_internal(context)
+
+
 async def answer(context: grpc.aio.ServicerContext[Any, Any], call: Awaitable[T]) -> T:
-    """Await a unary handler's work; an error becomes its status, and no stack trace leaves the process."""
-    try:
+    """Await a unary handler's work; an error becomes its status."""
+    async with answering(context):
         return await call
-    except RingserveError as error:
-        await _abort(context, error)
-    except Exception:  # the last door before the network: logged whole, shown as one sentence
-        await _abort_internal(context)
-
-
-async def answer_stream(context: grpc.aio.ServicerContext[Any, Any], items: AsyncIterator[T]) -> AsyncIterator[T]:
-    """The same for a stream."""
-    try:
-        async for item in items:
-            yield item
-    except RingserveError as error:
-        await _abort(context, error)
-    except Exception:  # as above
-        await _abort_internal(context)
+    raise AssertionError("abort does not return")

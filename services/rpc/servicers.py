@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -19,12 +19,11 @@ from orchestration.protocol.turns import (
     Reserve,
     ResumeTurn,
     RingRegistration,
-    TurnEvent,
     TurnOutcome,
     TurnRequest,
 )
 from ringserve.v1 import inference_pb2, rings_pb2, rings_pb2_grpc, router_pb2, router_pb2_grpc
-from services.rpc.errors import answer, answer_stream, error_named
+from services.rpc.errors import answer, answering, error_named
 from services.rpc.server import GrpcServer
 from services.rpc.wire.contract import event_to, from_message, to_message
 from services.telemetry.metrics.router import RouterMetrics
@@ -69,12 +68,9 @@ class RingServicer(rings_pb2_grpc.RingServiceServicer):
         self, request: rings_pb2.StreamTurnRequest, context: Context
     ) -> AsyncIterator[rings_pb2.TurnEvent]:
         # A caller that hangs up cancels this coroutine: `aclosing` tells the leader at once, not at garbage collection.
-        async with aclosing(await answer(context, self._open_stream(request.turn_id))) as events:
-            async for event in answer_stream(context, events):
+        async with answering(context), aclosing(self._leader.stream_turn(request.turn_id)) as events:
+            async for event in events:
                 yield event_to(event)
-
-    async def _open_stream(self, turn_id: str) -> AsyncGenerator[TurnEvent, None]:
-        return self._leader.stream_turn(turn_id)  # raises at once on a prefill ring
 
     async def FinishTurn(self, request: rings_pb2.FinishTurnRequest, context: Context) -> rings_pb2.FinishTurnResponse:
         await answer(context, self._leader.finish_turn(request.turn_id, request.num_tokens))

@@ -121,7 +121,7 @@ class HttpApi:
         # The first event is awaited here: a refusal is a status of its own, not an event of a stream.
         async with ended_by_hang_up(request.receive):
             first = await anext(events)
-        return EventStream(_with_first(first, events))
+        return EventStream(first, events)
 
     # --- asking ------------------------------------------------------------------------------------------------------
 
@@ -192,13 +192,6 @@ async def _events(
         yield _line(error_body(error))
         return
     yield DONE
-
-
-async def _with_first(first: bytes, events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
-    async with aclosing(events):
-        yield first
-        async for event in events:
-            yield event
 
 
 def _line(event: dict[str, Any]) -> bytes:

@@ -146,9 +146,12 @@ async def ended_by_hang_up(receive: Receive) -> AsyncIterator[None]:
 
 
 class EventStream:
-    """An ASGI response: the events of a turn, each a line of JSON. Closing `events` ends the turn."""
+    """ASGI response of a turn's events, `first` and then `events`, each a line of JSON. Closing them ends the turn."""
 
-    def __init__(self, events: AsyncGenerator[bytes, None], keep_alive_seconds: float = KEEP_ALIVE_SECONDS) -> None:
+    def __init__(
+        self, first: bytes, events: AsyncGenerator[bytes, None], keep_alive_seconds: float = KEEP_ALIVE_SECONDS
+    ) -> None:
+        self._first = first
         self._events = events
         self._keep_alive_seconds = keep_alive_seconds
 
@@ -172,6 +175,7 @@ class EventStream:
         try:
             async with aclosing(self._events), ended_by_hang_up(receive):
                 await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+                await body(self._first)
                 async for event in self._events:
                     await body(event)
                 pinger.cancel()

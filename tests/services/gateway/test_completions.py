@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import aclosing
 
 import numpy as np
 import pytest
@@ -12,7 +13,8 @@ from hypothesis import strategies as st
 from cp_core.errors import Unavailable
 from orchestration.protocol.turns import PromptMode, TurnRequest
 from ringserve.v1 import inference_pb2
-from services.gateway.completions import Responses, derived_seed, merged, turns_of
+from services.gateway.completions import derived_seed, merged, turns_of
+from services.gateway.turn_stream import Responses
 from workers.sampling.parameters import SamplingParameters
 
 Response = inference_pb2.GenerateResponse
@@ -69,7 +71,7 @@ class Stream:
 
 async def test_one_start_then_chunks_and_completions_as_they_come() -> None:
     streams = [Stream(0), Stream(1)]
-    responses = merged([stream.responses() for stream in streams])
+    responses = merged([aclosing(stream.responses()) for stream in streams])
     assert (await anext(responses)).start.request_id == "r/0"
     streams[1].may_go_on.set()
     assert (await anext(responses)).chunk.index == 1
@@ -81,7 +83,7 @@ async def test_one_start_then_chunks_and_completions_as_they_come() -> None:
 
 async def test_a_failure_ends_every_answer() -> None:
     streams = [Stream(0), Stream(1, Unavailable("gone")), Stream(2)]
-    responses = merged([stream.responses() for stream in streams])
+    responses = merged([aclosing(stream.responses()) for stream in streams])
     await anext(responses)
     streams[1].may_go_on.set()
     with pytest.raises(Unavailable, match="gone"):
@@ -91,7 +93,7 @@ async def test_a_failure_ends_every_answer() -> None:
 
 async def test_leaving_early_closes_every_answer() -> None:
     streams = [Stream(0), Stream(1)]
-    responses = merged([stream.responses() for stream in streams])
+    responses = merged([aclosing(stream.responses()) for stream in streams])
     await anext(responses)
     streams[0].may_go_on.set()
     await anext(responses)

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from cp_core.errors import InvalidRequest
-from orchestration.protocol.turns import PromptMode
+from orchestration.protocol.turns import KvQuota, PromptMode
 from ringserve.v1 import inference_pb2
+from services.auth.scoped_router import ScopedRouter
+from services.auth.tenants import ANYBODY, Tenant
 from services.gateway.requests import RequestReader
 from services.gateway.text import TextCodec
 from tests.orchestration.fake_ranks import MODEL
@@ -21,6 +23,8 @@ from workers.sampling.parameters import SamplingParameters, TokenBias
 Request = inference_pb2.GenerateRequest
 MODEL_WITH_ENDS = dataclasses.replace(MODEL, vocab_size=261, max_positions=1000, eos_token_ids=(257, 260))
 MAX_SECONDS = 600.0
+NOBODYS = ScopedRouter(None, ANYBODY)  # type: ignore[arg-type]
+"""Scope without a tenant: ids stay as they are."""
 APPEND = inference_pb2.PROMPT_MODE_APPEND
 WHOLE = inference_pb2.PROMPT_MODE_WHOLE_HISTORY
 
@@ -54,8 +58,18 @@ def tokenized(*ids: int) -> inference_pb2.GenerateRequest:
 # --- what is read ----------------------------------------------------------------------------------------------------
 
 
+def test_ids_and_quota_of_a_turn_are_its_tenants(reader: RequestReader) -> None:
+    acme = ScopedRouter(None, Tenant(name="acme", max_kv_tokens=7))  # type: ignore[arg-type]
+    turn = reader.read(text_request(request_id="r", conversation_id="c"), None, acme)
+    assert (turn.request_id, turn.conversation_id) == ("acme/r", "acme/c")
+    assert turn.kv_quota == KvQuota(tenant="acme", max_tokens=7)
+    unnamed = reader.read(text_request(), None, acme)
+    assert unnamed.request_id.startswith("acme/req-")
+    assert unnamed.conversation_id == ""
+
+
 def test_a_bare_prompt_gets_every_default(reader: RequestReader) -> None:
-    turn = reader.read(text_request("hé"), None)
+    turn = reader.read(text_request("hé"), None, NOBODYS)
     assert turn.token_ids.tolist() == list("hé".encode())
     assert turn.conversation_id == ""
     assert turn.prompt_mode is PromptMode.AUTO
@@ -63,28 +77,28 @@ def test_a_bare_prompt_gets_every_default(reader: RequestReader) -> None:
     assert (turn.sampling.temperature, turn.sampling.max_tokens) == (0.0, 16)
     assert turn.sampling.stop_token_ids == (257, 260)
     assert turn.request_id.startswith("req-")
-    assert turn.request_id != reader.read(text_request(), None).request_id
+    assert turn.request_id != reader.read(text_request(), None, NOBODYS).request_id
 
 
 def test_an_algorithm_is_taken_by_its_name_and_chosen_where_there_is_none(reader: RequestReader) -> None:
-    assert reader.read(text_request(), None).algorithm is None
-    assert reader.read(text_request(algorithm="pass_q"), None).algorithm is Algorithm.PASS_Q
+    assert reader.read(text_request(), None, NOBODYS).algorithm is None
+    assert reader.read(text_request(algorithm="pass_q"), None, NOBODYS).algorithm is Algorithm.PASS_Q
     with pytest.raises(InvalidRequest, match="'ring' is unknown; allowed are pass_kv, pass_q, decode_ring, or none"):
-        reader.read(text_request(algorithm="ring"), None)
+        reader.read(text_request(algorithm="ring"), None, NOBODYS)
 
 
 def test_what_the_client_names_is_kept(reader: RequestReader) -> None:
-    turn = reader.read(text_request(request_id="r1", conversation_id="Ünï 1", prompt_mode=WHOLE), None)
+    turn = reader.read(text_request(request_id="r1", conversation_id="Ünï 1", prompt_mode=WHOLE), None, NOBODYS)
     assert (turn.request_id, turn.conversation_id, turn.prompt_mode) == ("r1", "Ünï 1", PromptMode.WHOLE_HISTORY)
 
 
 def test_token_ids_are_taken_as_they_are(reader: RequestReader) -> None:
-    assert reader.read(tokenized(0, 260, 5), None).token_ids.tolist() == [0, 260, 5]
+    assert reader.read(tokenized(0, 260, 5), None, NOBODYS).token_ids.tolist() == [0, 260, 5]
 
 
 def test_a_chat_is_the_whole_history_by_the_models_template(reader: RequestReader, byte_codec: TextCodec) -> None:
     for mode in (0, WHOLE):
-        turn = reader.read(chat(("system", "be"), ("user", "hi"), mode=mode), None)
+        turn = reader.read(chat(("system", "be"), ("user", "hi"), mode=mode), None, NOBODYS)
         assert turn.prompt_mode is PromptMode.WHOLE_HISTORY
         assert turn.token_ids.tolist() == byte_codec.encode_chat([("system", "be"), ("user", "hi")]).tolist()
 
@@ -95,34 +109,36 @@ def test_a_chat_is_the_whole_history_by_the_models_template(reader: RequestReade
 def test_the_shorter_of_the_clients_deadline_and_ours_holds(
     reader: RequestReader, left: float | None, deadline: float
 ) -> None:
-    assert reader.read(text_request(), left).deadline_seconds == deadline
+    assert reader.read(text_request(), left, NOBODYS).deadline_seconds == deadline
 
 
 def test_stop_tokens_are_the_callers_and_the_models(reader: RequestReader) -> None:
-    assert reader.read(sampled(stop_token_ids=[9, 3, 9]), None).sampling.stop_token_ids == (3, 9, 257, 260)
+    assert reader.read(sampled(stop_token_ids=[9, 3, 9]), None, NOBODYS).sampling.stop_token_ids == (3, 9, 257, 260)
 
 
 def test_ignoring_the_end_of_sequence_leaves_the_callers_own_stop_tokens(reader: RequestReader) -> None:
-    assert reader.read(sampled(ignore_eos=True), None).sampling.stop_token_ids == ()
-    turn = reader.read(sampled(ignore_eos=True, stop_token_ids=[257]), None)
+    assert reader.read(sampled(ignore_eos=True), None, NOBODYS).sampling.stop_token_ids == ()
+    turn = reader.read(sampled(ignore_eos=True, stop_token_ids=[257]), None, NOBODYS)
     assert turn.sampling.stop_token_ids == (257,)
 
 
 def test_waiting_and_a_time_to_live_are_for_who_asks(reader: RequestReader) -> None:
-    turn = reader.read(text_request(conversation_id="c"), None)
+    turn = reader.read(text_request(conversation_id="c"), None, NOBODYS)
     assert (turn.wait, turn.conversation_ttl_seconds) == (False, None)
     for seconds in (0.0, 2.5, 1e9):
-        turn = reader.read(text_request(conversation_id="c", conversation_ttl_seconds=seconds, wait=True), None)
+        turn = reader.read(
+            text_request(conversation_id="c", conversation_ttl_seconds=seconds, wait=True), None, NOBODYS
+        )
         assert (turn.wait, turn.conversation_ttl_seconds) == (True, seconds)
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2**64 - 1])
 def test_a_given_seed_is_kept(reader: RequestReader, seed: int) -> None:
-    assert reader.read(sampled(seed=seed), None).sampling.seed == seed
+    assert reader.read(sampled(seed=seed), None, NOBODYS).sampling.seed == seed
 
 
 def test_a_seed_that_was_not_given_is_drawn(reader: RequestReader) -> None:
-    drawn = {reader.read(text_request(), None).sampling.seed for _ in range(20)}
+    drawn = {reader.read(text_request(), None, NOBODYS).sampling.seed for _ in range(20)}
     assert len(drawn) == 20
     assert all(0 <= seed < 2**64 for seed in drawn)
 
@@ -130,12 +146,12 @@ def test_a_seed_that_was_not_given_is_drawn(reader: RequestReader) -> None:
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 100.0])
 @pytest.mark.parametrize("max_tokens", [1, 1000])
 def test_the_limits_themselves_are_allowed(reader: RequestReader, temperature: float, max_tokens: int) -> None:
-    sampling = reader.read(sampled(temperature=temperature, max_tokens=max_tokens), None).sampling
+    sampling = reader.read(sampled(temperature=temperature, max_tokens=max_tokens), None, NOBODYS).sampling
     assert (sampling.temperature, sampling.max_tokens) == (temperature, max_tokens)
 
 
 def test_what_is_not_given_changes_nothing(reader: RequestReader) -> None:
-    sampling = reader.read(sampled(seed=3), None).sampling
+    sampling = reader.read(sampled(seed=3), None, NOBODYS).sampling
     ends = sampling.stop_token_ids
     assert sampling == SamplingParameters(seed=3, stop_token_ids=ends)
     assert not any([sampling.changes_logits, sampling.filters, sampling.ends_by_text])
@@ -155,7 +171,7 @@ def test_every_field_arrives(reader: RequestReader) -> None:
         "seed": 4,
     }
     request = sampled(**params, logit_bias={5: -1.5, 2: 3}, stop=["x"], ignore_eos=True, logprobs=0, prompt_logprobs=2)
-    assert reader.read(request, None).sampling == SamplingParameters(
+    assert reader.read(request, None, NOBODYS).sampling == SamplingParameters(
         **params,
         logit_bias=(TokenBias(2, 3.0), TokenBias(5, -1.5)),
         ends_by_text=True,
@@ -169,12 +185,12 @@ def test_no_token_would_be_left_to_draw(byte_codec: TextCodec) -> None:
     request = tokenized(0)
     request.sampling_params.CopyFrom(inference_pb2.SamplingParams(min_tokens=1, stop_token_ids=[0]))
     with pytest.raises(InvalidRequest, match="min_tokens: 1 is not allowed where every token is a stop token"):
-        tiny.read(request, None)
+        tiny.read(request, None, NOBODYS)
 
 
 @pytest.mark.parametrize("priority", [-100, 0, 100])
 def test_a_priority_is_kept(reader: RequestReader, priority: int) -> None:
-    assert reader.read(text_request(priority=priority), None).priority == priority
+    assert reader.read(text_request(priority=priority), None, NOBODYS).priority == priority
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------
@@ -284,11 +300,11 @@ def test_a_wrong_field_is_refused_with_its_value_and_what_is_allowed(
     reader: RequestReader, request_made: Callable[[], inference_pb2.GenerateRequest], says: str
 ) -> None:
     with pytest.raises(InvalidRequest, match="^" + re.escape(says)) as caught:
-        reader.read(request_made(), None)
+        reader.read(request_made(), None, NOBODYS)
     assert "\n" not in str(caught.value)
 
 
 def test_a_text_with_tokens_that_the_model_does_not_have_never_reaches_a_rank(byte_codec: TextCodec) -> None:
     small = RequestReader(dataclasses.replace(MODEL, vocab_size=100), byte_codec, MAX_SECONDS)
     with pytest.raises(InvalidRequest, match=r"input\.text\[1\]: token 122 is outside the vocabulary"):
-        small.read(text_request("azb"), None)
+        small.read(text_request("azb"), None, NOBODYS)

@@ -97,15 +97,18 @@ class Turn:
         self.stream = TurnStream(request, begun, AnswerText(IncrementalText(codec), rule), started=0.0)
 
     async def read(self) -> list[inference_pb2.GenerateResponse]:
-        return [response async for response in self.stream.responses(self.leader)]  # type: ignore[arg-type]
+        self.opened, *rest = [response async for response in self.stream.responses(self.leader)]  # type: ignore[arg-type]
+        assert self.opened.HasField("start")
+        return rest
 
 
 def tokens(text: bytes) -> TokensEvent:
     return TokensEvent(token_ids=tuple(text))
 
 
-def test_the_stream_opens_with_the_plan_as_decided(byte_codec: TextCodec) -> None:
-    start = Turn(byte_codec).stream.start().start
+async def test_the_stream_opens_with_the_plan_as_decided(byte_codec: TextCodec) -> None:
+    turn = Turn(byte_codec)
+    start = (await anext(turn.stream.responses(turn.leader))).start  # type: ignore[arg-type]
     assert (start.request_id, start.conversation_id) == ("r", "c")
     assert (start.prompt_tokens, start.cached_tokens) == (100, 97)
     assert (start.plan.algorithm, start.plan.reason, start.plan.prefill_seconds) == ("pass_q", "few new tokens", 0.0)
@@ -146,9 +149,10 @@ async def test_the_completion_shows_the_chunks_that_were_computed_instead_of_tho
         PlannedChunk(tokens=TokenRange(98, 100), algorithm=Algorithm.PASS_KV, num_turns=4),
     )
     turn = Turn(byte_codec, replace(REPORT, chunks=chunks), tokens(b"a"), finished(FinishReason.LENGTH))
-    planned = turn.stream.start().start.plan
+    *_, last = await turn.read()
+    planned = turn.opened.start.plan
     assert [(chunk.start, chunk.stop, chunk.num_turns) for chunk in planned.chunks] == [(97, 100, 0)]
-    plan = (await turn.read())[-1].complete.plan
+    plan = last.complete.plan
     assert [(chunk.start, chunk.stop, chunk.algorithm, chunk.num_turns) for chunk in plan.chunks] == [
         (97, 98, "pass_q", 1),
         (98, 100, "pass_kv", 4),
@@ -185,6 +189,7 @@ async def test_the_time_between_tokens_is_the_mean_after_the_first(
 async def test_what_ended_a_failed_turn_is_raised_after_its_tokens(byte_codec: TextCodec) -> None:
     turn = Turn(byte_codec, REPORT, tokens(b"a"), TurnCancelled("aborted"))
     responses = turn.stream.responses(turn.leader)  # type: ignore[arg-type]
+    await anext(responses)
     assert (await anext(responses)).chunk.text == "a"
     with pytest.raises(TurnCancelled, match="aborted"):
         await anext(responses)
@@ -199,6 +204,7 @@ async def test_a_stream_that_just_ends_is_a_failure(byte_codec: TextCodec) -> No
 async def test_leaving_early_closes_the_leaders_stream(byte_codec: TextCodec) -> None:
     turn = Turn(byte_codec, REPORT, tokens(b"a"), tokens(b"b"), finished(FinishReason.LENGTH))
     responses = turn.stream.responses(turn.leader)  # type: ignore[arg-type]
+    await anext(responses)
     await anext(responses)
     await responses.aclose()
     assert turn.leader.is_closed

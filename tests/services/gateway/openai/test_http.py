@@ -186,7 +186,8 @@ async def test_a_silent_stream_is_kept_open_by_comments() -> None:
         raise AssertionError("never")
 
     async with asyncio.timeout(10):
-        await EventStream(events(), keep_alive_seconds=0.05)({}, receive, send)
+        stream = events()
+        await EventStream(await anext(stream), stream, keep_alive_seconds=0.05)({}, receive, send)
     assert [body for body in sent if body != KEEP_ALIVE] == [None, b"data: first\n\n", b"data: second\n\n", b""]
     assert KEEP_ALIVE in sent
     assert sent[-1] == b""
