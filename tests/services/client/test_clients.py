@@ -20,7 +20,7 @@ from cp_core.errors import (
 from ringserve.v1 import inference_pb2, inference_pb2_grpc
 from services.client import AsyncClient, Client, Message, RetryPolicy, Sampling
 from services.gateway.text import TextCodec
-from services.rpc.errors import answer_stream
+from services.rpc.errors import answering
 from services.rpc.server import GrpcServer
 from tests.services.local_gateway import LocalGateway
 from tests.workers.models import Oracle, random_tokens
@@ -156,8 +156,9 @@ class Failing(inference_pb2_grpc.InferenceServicer):
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Any) -> AsyncIterator[Any]:
         self.requests.append(request.request_id)
-        async for response in answer_stream(context, self._attempt(self._attempts.pop(0))):
-            yield response
+        async with answering(context):
+            async for response in self._attempt(self._attempts.pop(0)):
+                yield response
 
     async def _attempt(self, steps: Sequence[Step]) -> AsyncIterator[inference_pb2.GenerateResponse]:
         yield inference_pb2.GenerateResponse(start=inference_pb2.GenerateStart())

@@ -14,7 +14,7 @@ from cp_core import errors
 from cp_core.errors import RingserveError, Unavailable
 from ringserve.v1 import inference_pb2, inference_pb2_grpc
 from services.client import Client
-from services.rpc.errors import CODES, MAX_MESSAGE, RETRY_KEY, answer, answer_stream, code_of, error_from, error_named
+from services.rpc.errors import CODES, MAX_MESSAGE, RETRY_KEY, answer, answering, code_of, error_from, error_named
 from services.rpc.server import GrpcServer
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -60,8 +60,9 @@ class Failing(inference_pb2_grpc.InferenceServicer):
     async def Generate(
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
-        async for response in answer_stream(context, self._fail_later()):
-            yield response
+        async with answering(context):
+            async for response in self._fail_later():
+                yield response
 
     async def _fail_later(self) -> AsyncIterator[inference_pb2.GenerateResponse]:
         yield inference_pb2.GenerateResponse()
