@@ -15,19 +15,19 @@ __all__ = ["ranks_are_threads"]
 
 @pytest.fixture(scope="session")
 def model_paths(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
-    """A model directory of every kind."""
+    """Write a model directory of every kind."""
     return {kind: save_model(kind, tmp_path_factory.mktemp(kind)) for kind in KINDS}
 
 
 @pytest.fixture(scope="session")
 def oracles(model_paths: Mapping[str, Path]) -> Mapping[str, Oracle]:
-    """Each of the models as transformers runs it."""
+    """Load every model as transformers runs it."""
     return {kind: Oracle(path) for kind, path in model_paths.items()}
 
 
 @pytest.fixture(scope="session")
 def builtin_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache directory for builtin models that is no user's."""
+    """Make a cache directory for builtin models."""
     return tmp_path_factory.mktemp("cache")
 
 

@@ -64,19 +64,19 @@ def save_model(kind: str, directory: Path) -> Path:
 
 
 class Oracle:
-    """A model as transformers runs it, on one process."""
+    """Oracle: a model as transformers runs it, on one process."""
 
     def __init__(self, path: Path) -> None:
         self._model: Any = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
 
     def logits(self, token_ids: Sequence[int]) -> Tensor:
-        """[T, vocab_size] of all positions."""
+        """Return logits [T, vocab_size] of all positions."""
         with torch.inference_mode():
             logits: Tensor = self._model(torch.tensor([list(token_ids)])).logits[0]
         return logits
 
     def greedy(self, token_ids: Sequence[int], num_tokens: int) -> list[int]:
-        """The tokens that follow, each by transformers' own cache of those before it."""
+        """Return the greedy tokens that follow, with transformers' own KV cache."""
         tokens: list[int] = []
         new, cache = list(token_ids), None
         with torch.inference_mode():
@@ -87,7 +87,7 @@ class Oracle:
         return tokens
 
     def generate(self, token_ids: Sequence[int], num_tokens: int, processors: Sequence[LogitsProcessor]) -> list[int]:
-        """The tokens that follow by transformers' own greedy generation with these processors."""
+        """Return the tokens that follow by transformers' own greedy generation with these processors."""
         with torch.inference_mode():
             ids = self._model.generate(
                 torch.tensor([list(token_ids)]),

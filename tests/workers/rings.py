@@ -1,4 +1,4 @@
-"""Rings whose ranks are threads of the test, with a leader that does no more than hand out blocks."""
+"""Rings whose ranks are threads of the test, with a leader that only hands out blocks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ WAIT_SECONDS = 60.0
 
 @dataclass
 class Conversation:
-    """One sequence on one ring: what is stored where, and every rank's block table."""
+    """Sequence on one ring: its shards and every rank's block table."""
 
     name: str
     shards: ShardMap
@@ -72,7 +72,7 @@ class LocalRing:
         decode_variant: str = "auto",
         attention_backend: str = "auto",
     ) -> None:
-        """`num_ranks` share the tokens; with `tp` each of them is `tp` workers that share the heads."""
+        """Start `num_ranks` ranks that share the tokens, each of `tp` workers that share the heads."""
         self.num_ranks = num_ranks
         self.tp = tp
         self.incarnation = f"test-0@{id(self)}"
@@ -121,17 +121,17 @@ class LocalRing:
         self._threads.shutdown()
 
     def together(self, call: Callable[[RankWorker, int], T]) -> list[T]:
-        """Call something on the compute thread of every rank at the same time; raises the first failure."""
+        """Run a call on the compute threads of all ranks at the same time; raises the first failure."""
         futures = [self._threads.submit(call, worker, rank) for rank, worker in enumerate(self.workers)]
         return [future.result(WAIT_SECONDS) for future in futures]
 
     def beside(self, call: Callable[[RankWorker, int], T]) -> list[T]:
-        """Call something on every rank while the compute threads may be decoding."""
+        """Run a call on every rank in another thread than the compute thread."""
         futures = [run_in_thread(partial(call, worker, rank)) for rank, worker in enumerate(self.workers)]
         return [future.result(WAIT_SECONDS) for future in futures]
 
     def open(self, name: str, max_tokens: int) -> Conversation:
-        """A conversation with room for `max_tokens` on every rank."""
+        """Open a conversation with room for `max_tokens` on every rank."""
         count = -(-max_tokens // BLOCK_TOKENS)
         blocks = tuple(tuple(free.pop() for _ in range(count)) for free in self._free)
         return Conversation(name, ShardMap.empty(self.num_ranks), blocks)
@@ -139,17 +139,17 @@ class LocalRing:
     # --- prefill -----------------------------------------------------------------------------------------------------
 
     def prefill(self, turns: Sequence[Turn], algorithm: Algorithm = Algorithm.PASS_KV) -> dict[str, int]:
-        """One step; the sampled tokens by conversation."""
+        """Run one step -> the sampled tokens by conversation."""
         steps = self.steps(turns, algorithm)
         outputs: list[PrefillOutput] = self.together(lambda worker, rank: worker.prefill(steps[rank]))
         return {name: token for output in outputs for name, token in output.tokens.items()}
 
     def prefill_logits(self, turns: Sequence[Turn], algorithm: Algorithm = Algorithm.PASS_KV) -> list[Tensor]:
-        """One step; per turn the logits of its new tokens [T, vocab_size] in the order of their positions."""
+        """Run one step -> per turn the logits of its new tokens [T, vocab_size] in the order of their positions."""
         steps = self.steps(turns, algorithm)
         outputs: list[Tensor] = self.together(lambda worker, rank: worker.prefill_logits(steps[rank]))
         gathered = []
-        # The tensor parallel ranks of one rank of the layout all have its logits.
+        # All tensor parallel ranks of one cp rank have its logits.
         for outputs_of_rank in zip(*[iter(outputs)] * self.tp, strict=True):
             assert all(torch.equal(output, outputs_of_rank[0]) for output in outputs_of_rank)
         outputs = outputs[:: self.tp]
@@ -166,7 +166,7 @@ class LocalRing:
         return gathered
 
     def steps(self, turns: Sequence[Turn], algorithm: Algorithm) -> list[PrefillStep]:
-        """The same step as each rank gets it; the conversations are taken to hold the new tokens from here on."""
+        """Make every rank's copy of one step, and note the new tokens in the conversations."""
         sequences: list[list[SequencePrefill]] = [[] for _ in self.workers]
         for turn in turns:
             conversation = turn.conversation
@@ -220,7 +220,7 @@ class LocalRing:
         sampling: SamplingParameters,
         history: TokenHistory = NO_HISTORY,
     ) -> None:
-        """Hand a prompt to the decode loop; from here on the conversation is taken to hold its tokens."""
+        """Submit a prompt to the decode loop, and note its tokens in the conversation."""
         held = conversation.held
         command = ComputePrompt(
             sequence_id=conversation.name,
@@ -239,14 +239,14 @@ class LocalRing:
         self.workers[0].submit([RemoveSequence(sequence_id=name)])
 
     def next_events(self) -> tuple[DecodeEvent, ...]:
-        """Wait for events that were not returned before."""
+        """Wait for new events."""
         answer = self.workers[0].poll(self._cursor, WAIT_SECONDS)
         assert answer.events, f"no event in {WAIT_SECONDS} s"
         self._cursor = answer.stop
         return answer.events
 
     def events_until_finished(self, names: Sequence[str]) -> dict[str, list[DecodeEvent]]:
-        """All events of these sequences up to their last."""
+        """Return all events of these sequences up to their last."""
         events: dict[str, list[DecodeEvent]] = {name: [] for name in names}
         left = set(names)
         while left:
@@ -257,15 +257,15 @@ class LocalRing:
         return events
 
     def decode(self, conversation: Conversation, token_id: int, sampling: SamplingParameters) -> list[int]:
-        """Decode one conversation to its end: the tokens after `token_id`; it holds their KV but for the last."""
+        """Decode one conversation to its end -> the tokens after `token_id`; all but the last have KV."""
         self.admit(conversation, token_id, sampling)
         events = self.events_until_finished([conversation.name])[conversation.name]
         tokens = [event.token_id for event in events if event.token_id is not None]
-        self.keep(conversation, token_id, tokens, events[-1].kv_tokens)
+        self.note_decoded(conversation, token_id, tokens, events[-1].kv_tokens)
         return tokens
 
-    def keep(self, conversation: Conversation, token_id: int, tokens: Sequence[int], kv_tokens: int) -> None:
-        """Note what decoding stored."""
+    def note_decoded(self, conversation: Conversation, token_id: int, tokens: Sequence[int], kv_tokens: int) -> None:
+        """Note the KV of decoded tokens in the conversation."""
         start = sum(conversation.held)
         conversation.shards = conversation.shards.extend(appended(start, kv_tokens - start, conversation.held))
         conversation.tokens = [*conversation.tokens, token_id, *tokens][:kv_tokens]
@@ -276,16 +276,16 @@ class LocalRing:
         assert self.decode_ended() == [None] * len(self.workers)
 
     def decode_ended(self) -> list[BaseException | None]:
-        """Wait for every rank's decode loop; how each ended."""
+        """Wait for every rank's decode loop -> the error of each, or None."""
         return [future.exception(WAIT_SECONDS) for future in self._decoding]
 
     def leave(self, rank: int) -> None:
-        """A rank dies: its end of the ring closes."""
+        """Close a rank's end of the ring, as its death does."""
         self.transports[rank].close()
 
 
 def run_in_thread(call: Callable[[], T]) -> Future[T]:
-    """Call something that blocks, beside the test."""
+    """Run a blocking call in a thread of its own."""
     future: Future[T] = Future()
 
     def run() -> None:

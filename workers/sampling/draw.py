@@ -54,17 +54,6 @@ def sample_rows(rows: Sequence[SampledRow], logits: Tensor) -> list[Sampled]:
     return [Sampled(token, _logprobs(row, each, token)) for row, token, each in zip(rows, tokens, logits, strict=True)]
 
 
-def choose_token(logits: Tensor, sampling: SamplingParameters, position: int) -> int:
-    """Sample one token from logits[V], for a sequence without history."""
-    return sample_rows([_Row(RowSampler(sampling), position)], logits[None])[0].token_id
-
-
-class _Row:
-    def __init__(self, sampler: RowSampler, next_position: int) -> None:
-        self.sampler = sampler
-        self.next_position = next_position
-
-
 def _draw_plain_rows(rows: Sequence[SampledRow], logits: Tensor, tokens: list[int]) -> None:
     plain = [number for number, row in enumerate(rows) if row.sampler.is_drawn and not row.sampler.is_special]
     if not plain:

@@ -1,4 +1,4 @@
-"""The batch that every rank keeps, what crosses the wire about it, and the leader's mailbox."""
+"""Decode batch of every rank, the encoding of its changes, and the leader's mailbox."""
 
 from __future__ import annotations
 

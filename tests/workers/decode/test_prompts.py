@@ -1,4 +1,4 @@
-"""Prompts that a decode ring computes itself, between two steps of its batch; caches are poisoned."""
+"""Prompts on a decode ring, between two steps of its batch; caches are poisoned."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from workers.protocol.decode_commands import AdmitSequence, ComputePrompt, Decod
 from workers.sampling.parameters import SamplingParameters, TokenBias, TokenHistory
 
 RING_SIZES = (1, 2, 3)
-# (cached tokens, new tokens): shards that are empty, uneven, and chunks that are.
+# (cached tokens, new tokens): empty and uneven shards, empty and uneven chunks.
 LENGTHS = ((1, 1), (1, 2), (2, 5), (33, 1), (33, 7), (40, 29))
 GREEDY = SamplingParameters(max_tokens=6)
 
@@ -27,7 +27,7 @@ Oracles = Mapping[str, Oracle]
 
 
 def prompt_event(ring: LocalRing, name: str) -> DecodeEvent:
-    """The next event of this sequence; others may come before."""
+    """Wait for the next event of this sequence; other events may come before."""
     while True:
         for event in ring.next_events():
             if event.sequence_id == name:
@@ -60,14 +60,14 @@ def test_a_prompt_computed_where_it_decodes_gives_the_tokens_of_one_process(
 def test_prompts_come_one_at_a_time_between_the_steps_of_a_running_batch(
     num_ranks: int, variant: str, model_paths: Models, oracles: Oracles
 ) -> None:
-    """However many wait, each of the batch's sequences has a token more between two of them."""
+    """Compute five waiting prompts: the batch has a step between any two of them."""
     oracle, sampling = oracles["llama_gqa"], SamplingParameters(max_tokens=40)
     with LocalRing(model_paths["llama_gqa"], num_ranks, decode_variant=variant) as ring:
         running, others = ring.open("running", 128), [ring.open(f"other-{number}", 64) for number in range(5)]
         turns = [Turn(running, random_tokens(9), sampling)]
         turns += [Turn(other, random_tokens(20, seed=number)) for number, other in enumerate(others)]
         first = ring.prefill(turns)["running"]
-        # All of them wait before the first step.
+        # All prompts wait before the first step.
         ring.admit(running, first, sampling)
         for number, other in enumerate(others):
             ring.compute(other, random_tokens(3, seed=100 + number), GREEDY)
@@ -102,7 +102,7 @@ def test_tensor_parallel_processes_compute_a_prompt_together(model_paths: Models
 
 @pytest.mark.parametrize("num_ranks", RING_SIZES)
 def test_the_token_is_drawn_as_a_prefill_ring_draws_it(num_ranks: int, model_paths: Models) -> None:
-    """With a seed, a penalty that looks at the prompt, and log-probabilities, whichever rank has the last token."""
+    """Draw with a seed, a penalty on the prompt and log-probabilities, with the last token on every rank in turn."""
     sampling = SamplingParameters(temperature=1.2, seed=7, repetition_penalty=1.3, logprobs=2, max_tokens=4)
     for new in (1, 2, 3, 8):
         prompt, more = random_tokens(13), random_tokens(new, seed=new)
@@ -135,7 +135,7 @@ def test_a_prompt_removed_before_its_turn_is_answered_and_never_computed(model_p
         ring.start_decode()
         left = prompt_event(ring, "gone")
         told = prompt_event(ring, "stays")
-        ring.remove("stays")  # too late: it has been computed, and there is nothing to answer
+        ring.remove("stays")  # too late: the prompt is computed, and no event follows
         ring.compute(ring.open("next", 16), random_tokens(3), GREEDY)
         assert prompt_event(ring, "next").token_id == oracles["llama_gqa"].greedy(random_tokens(3), 1)[0]
     assert (left.token_id, left.finish_reason, left.kv_tokens) == (None, FinishReason.ABORT, 10)
@@ -143,7 +143,7 @@ def test_a_prompt_removed_before_its_turn_is_answered_and_never_computed(model_p
 
 
 def test_nan_in_kv_breaks_the_ring_and_no_token_leaves_it(model_paths: Models) -> None:
-    """What is held is read, and nothing else: a table that claims more than was written meets the poison."""
+    """Claim more stored tokens than were written: the ranks read the poison."""
     with LocalRing(model_paths["llama_gqa"], 2) as ring:
         conversation = ring.open("a", 64)
         ring.prefill([Turn(conversation, random_tokens(8))])

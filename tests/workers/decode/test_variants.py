@@ -31,7 +31,7 @@ PROMPTS = {name: random_tokens(count, seed=count) for name, count in zip(ENDS, (
 
 
 def serve_all(ring: LocalRing, samplings: Mapping[str, SamplingParameters]) -> dict[str, list[int]]:
-    """Five sequences; three start together, two join one by one as others leave: all tokens of each."""
+    """Decode five sequences, of which two join as others leave -> all tokens of each."""
     conversations = {name: ring.open(name, 128) for name in ENDS}
     turns = [Turn(conversations[name], PROMPTS[name], samplings[name]) for name in ENDS]
     answers = {name: [first] for name, first in ring.prefill(turns).items()}
@@ -63,7 +63,7 @@ def greedy() -> dict[str, SamplingParameters]:
 def test_sequences_that_join_and_leave_get_the_tokens_of_one_process(
     variant: str, num_ranks: int, model_paths: Models, oracles: Oracles
 ) -> None:
-    """The batch is at times smaller than the ring: ranks without a row of their own take part."""
+    """Decode batches smaller than the ring: ranks without a row of their own take part."""
     with LocalRing(model_paths["llama_gqa"], num_ranks, decode_variant=variant) as ring:
         answers = serve_all(ring, greedy())
         assert [worker.status().decode_variant for worker in ring.workers] == [variant] * num_ranks
@@ -75,7 +75,7 @@ def test_sequences_that_join_and_leave_get_the_tokens_of_one_process(
 def test_a_kernel_that_follows_block_tables_gives_the_same_tokens(
     variant: str, num_ranks: int, model_paths: Models, oracles: Oracles
 ) -> None:
-    """The reference is such a kernel; blocks are scattered, and what was never written is NaN."""
+    """Decode with the reference, which follows block tables; blocks are scattered and unwritten slots are NaN."""
     with LocalRing(model_paths["llama_gqa"], num_ranks, decode_variant=variant, attention_backend="reference") as ring:
         answers = serve_all(ring, greedy())
     assert answers == {name: oracles["llama_gqa"].greedy(PROMPTS[name], end) for name, end in ENDS.items()}
@@ -94,7 +94,7 @@ def test_every_model_decodes_the_same_in_pass_q(kind: str, model_paths: Models, 
 
 @pytest.mark.parametrize("ring_transport", ["sockets", "nccl"])
 def test_pass_q_decodes_over_real_transports(ring_transport: str, model_paths: Models, oracles: Oracles) -> None:
-    """Two sequences on three ranks: messages without elements, of every length, in both directions."""
+    """Decode two sequences on three ranks: messages of every length, also empty, in both directions."""
     prompts = {"a": random_tokens(9, seed=1), "b": random_tokens(26, seed=2)}
     sampling = SamplingParameters(max_tokens=10)
     with (
@@ -158,7 +158,7 @@ def test_the_next_turn_prefills_upon_what_pass_q_stored(model_paths: Models, ora
 
 
 def test_a_short_prompt_on_one_rank_decodes_beside_a_spread_one(model_paths: Models, oracles: Oracles) -> None:
-    """A prompt of one token leaves two of three ranks empty of it; the other is spread over all."""
+    """Decode a sequence of one token, stored on one of three ranks, beside one stored on all."""
     prompts = {"short": random_tokens(1, seed=3), "long": random_tokens(50, seed=4)}
     sampling = SamplingParameters(max_tokens=8)
     for variant in VARIANTS:
@@ -192,7 +192,7 @@ def test_a_pass_q_step_takes_its_ring_once_a_layer_and_brings_its_tokens_once(mo
 
 
 def test_a_rank_that_draws_from_nan_breaks_the_ring_and_no_token_leaves_it(model_paths: Models) -> None:
-    """The first row belongs to a follower; its model is spoilt after the prefill."""
+    """Damage the model of a follower after the prefill; the first row is its row."""
     with LocalRing(model_paths["llama_gqa"], 2, decode_variant=PASS_Q) as ring:
         conversation = ring.open("a", 64)
         first = ring.prefill([Turn(conversation, random_tokens(9), SamplingParameters())])["a"]

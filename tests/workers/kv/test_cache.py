@@ -28,7 +28,7 @@ def small_cache(*, num_blocks: int = 64, dtype: torch.dtype = torch.float32) -> 
 
 
 def numbered(num_tokens: int, *, first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V whose every value names its token."""
+    """Make K and V whose every value names its token."""
     k = torch.arange(first, first + num_tokens, dtype=torch.float32).reshape(-1, 1, 1).expand(-1, 2, 3).contiguous()
     return k, -k - 1
 
@@ -153,7 +153,7 @@ def test_a_cache_far_larger_than_memory_in_use_costs_only_what_is_written() -> N
     cache.write(3, (65535,), 0, k, k)
     status = Path("/proc/self/status").read_text(encoding="ascii")
     resident_kib = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS"))
-    # 16 GiB are reserved; the process with torch in it stays far below that.
+    # The cache reserves 16 GiB; the process with torch stays far below that.
     assert resident_kib < 4 * 1024 * 1024
 
 

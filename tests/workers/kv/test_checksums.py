@@ -1,4 +1,4 @@
-"""KV that is not what its source summed up is refused, whole, before a byte of it is stored."""
+"""Checksums of KV: a frame with a wrong one is refused as a whole, before a byte of it is stored."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_block_written_while_its_source_sends_it_is_noticed(monkeypatch: pytes
     send = DestinationConnection.send
 
     def send_late(connection: DestinationConnection, frame: Frame, payload: list[memoryview]) -> None:
-        """Somebody writes to the block between the sum and the send."""
+        """Write to the block between its checksum and its send."""
         source.k_layers[0].fill_(1.0)
         send(connection, frame, payload)
 

@@ -1,4 +1,4 @@
-"""The wire format: what is encoded is decoded, and nothing else is."""
+"""Wire format of KV frames: every frame decodes as it was encoded, and nothing else decodes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def layer(starts: list[int], counts: list[int]) -> LayerFrame:
 
 
 def header_of(**changes: Any) -> bytes:
-    """A layer frame's header with some fields replaced."""
+    """Make a layer frame's header with some fields replaced."""
     frame = encode(layer([4, 9], [5, 1]))[PREFIX.size :]
     packed: bytes = msgpack.packb(msgpack.unpackb(frame) | changes)
     return packed
@@ -156,6 +156,6 @@ def test_any_value_in_any_field_is_decoded_or_refused(name: str, value: object) 
 
 
 def test_a_header_that_claims_a_huge_list_is_refused_without_making_room_for_it() -> None:
-    # msgpack array32 with 2**32 - 1 elements, of which none follows.
+    # A msgpack array32 of 2**32 - 1 elements, without the elements.
     with pytest.raises(TransferError, match="broken header"):
         decode_header(b"\x81\xa3key\xdd\xff\xff\xff\xff", 0)

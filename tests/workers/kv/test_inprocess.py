@@ -1,4 +1,4 @@
-"""The in-process KV network keeps the rules of the real one."""
+"""In-process KV network: the rules are those of the real one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OTHER_BLOCKS = (2, 1, 0)
 
 
 class Pair:
-    """A source with the truth in it and a destination full of NaN."""
+    """Source with known KV, and a destination full of NaN."""
 
     def __init__(self) -> None:
         network = InProcessNetwork()

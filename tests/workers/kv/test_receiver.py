@@ -1,4 +1,4 @@
-"""What a receiver refuses, what it survives, and that nothing refused is ever written."""
+"""KV receiver: refusals and failures of its sources; nothing refused is ever written."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from workers.kv.frames import (
 
 
 def check_still_serves(receiver: KvReceiver, cache: KvCache, source: HandSource) -> None:
-    """A whole transfer over this connection arrives."""
+    """Check that a whole transfer over this connection arrives."""
     receiver.expect(expect_of(key_of("afterwards"), TOKENS, BLOCKS))
     source.send_whole(TRUTH, name="afterwards")
     receiver.wait_sealed(key_of("afterwards"), WAIT_SECONDS)
@@ -54,7 +54,7 @@ def refusal(source: HandSource) -> RefusedFrame:
     return reply
 
 
-# --- what arrives ----------------------------------------------------------------------------------------------------
+# --- arrivals --------------------------------------------------------------------------------------------------------
 
 
 def test_pieces_in_any_order_of_layers_and_frames_seal_the_transfer(
@@ -97,7 +97,7 @@ def test_an_unsealed_transfer_says_how_much_is_missing_when_the_wait_is_over(rec
     assert receiver.num_open == 1
 
 
-# --- what is refused, while the connection goes on -------------------------------------------------------------------
+# --- refusals that the connection survives ---------------------------------------------------------------------------
 
 
 def test_a_token_that_arrives_twice_is_refused_and_ends_the_transfer(
@@ -195,7 +195,7 @@ def test_a_source_that_gives_up_ends_the_wait(receiver: KvReceiver, source: Hand
         receiver.wait_sealed(key_of(), WAIT_SECONDS)
 
 
-# --- what ends the connection, while the receiver goes on ------------------------------------------------------------
+# --- failures that end the connection and that the receiver survives -------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""From `expect` to `drop`: which bytes may land in a rank's blocks, and since when none may."""
+"""Reservation of blocks for a transfer, from `expect` to `drop`: the bytes that may be written, and until when."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_late_frames_of_a_dropped_transfer_are_read_and_refused(
     source.send_rows(TRUTH, 0, [(0, TOKENS)])
     source.send(SettleFrame(key_of()))
     assert isinstance(source.reply(), SettledFrame)
-    # Half a frame is on its way when the transfer is dropped and its blocks go to another one.
+    # Half a frame is under way when the transfer is dropped and its blocks go to another one.
     payload = TRUTH.payload(1, range(TOKENS))
     frame = encode(layer_frame(key_of(), 1, [(0, TOKENS)]), len(payload)) + payload
     source.connection.sendall(frame[:-100])

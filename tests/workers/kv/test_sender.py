@@ -1,4 +1,4 @@
-"""What a sender does when its destination refuses, stalls or goes, and when its own side gives up."""
+"""KV sender: destinations that refuse, stall or disconnect, and transfers abandoned by the source."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def begin_and_send_layers(sender: KvSender, destination: HandDestination, num_la
     destination.accept()
 
 
-# --- what is sent ----------------------------------------------------------------------------------------------------
+# --- frames ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_layer_leaves_when_it_is_ready_and_not_before(sender: KvSender, destination: HandDestination) -> None:
@@ -121,7 +121,7 @@ def test_scattered_pieces_of_a_shard_travel_in_one_frame(sender: KvSender, desti
     assert payload == TRUTH.payload(0, range(TOKENS))
 
 
-# --- what goes wrong at the destination ------------------------------------------------------------------------------
+# --- failures of the destination -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("is_stale", "error"), [(True, StaleIncarnation), (False, TransferError)])
@@ -208,7 +208,7 @@ def test_one_transfer_that_is_refused_does_not_hold_up_another(cache: KvCache, s
     TRUTH.check(other, BLOCKS, range(TOKENS))
 
 
-# --- what goes wrong here --------------------------------------------------------------------------------------------
+# --- failures of the source ------------------------------------------------------------------------------------------
 
 
 def test_layers_that_never_become_ready_end_finish_at_its_timeout(
@@ -232,13 +232,13 @@ def test_abandoning_tells_the_destination_and_ends_finish(sender: KvSender, dest
         with pytest.raises(TransferError, match="was abandoned"):
             finishing.result(5.0)
     assert destination.receive()[0] == AbandonFrame(key_of(), "it was abandoned")
-    # The layers of a step that runs on are nobody's business any more.
+    # Later layers of the running step are ignored.
     sender.layer_ready(key_of(), 0)
     assert sender.num_open == 0
 
 
 def big_cache() -> KvCache:
-    """32 MiB of KV in one layer: more than socket buffers hold, so a sender gets stuck if nobody reads."""
+    """Make 32 MiB of KV in one layer: more than socket buffers hold, so the send blocks until the peer reads."""
     cache = KvCache(num_layers=1, num_blocks=2048, block_tokens=16, num_kv_heads=2, head_dim=64)
     cache.k_layers[0].fill_(1.0)
     cache.v_layers[0].fill_(1.0)

@@ -1,4 +1,4 @@
-"""Whoever reaches a KV port and is no rank: sent away in time, and no harm to those who are."""
+"""Strangers at a KV port: closed in time, without harm to ranks."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def talk_until(talker: HandSource, deadline: float) -> None:
 
 
 def test_who_talks_without_end_and_says_nothing_is_sent_away_in_time() -> None:
-    """Each byte comes soon after the one before, and a frame is well formed as far as it goes."""
+    """Send a well-formed frame byte by byte, each soon after the one before."""
     cache, foreign = cache_of(), replace(key_of(), destination="decode-0/0")
     frame = encode(layer_frame(foreign, 0, [(0, 3)]), MAX_PAYLOAD_BYTES)
     with (
@@ -112,7 +112,7 @@ def test_a_crowd_of_silent_strangers_keeps_no_rank_out(tls: PeerTls | None) -> N
     receiver = KvReceiver(cache, DESTINATION, max_connections=4, greeting_seconds=60.0, tls=tls)
     try:
         with crowd(receiver.endpoint, 6) as strangers:
-            # The oldest make room for the younger ones.
+            # The oldest strangers make room for younger ones.
             assert [stranger.is_cut_off() for stranger in strangers[:2]] == [True, True]
             check_transfer(receiver, cache, tls)
             assert strangers[2].is_cut_off()

@@ -1,4 +1,4 @@
-"""KV connections with TLS: who is taken, what can be read on the way, and that nothing else changes."""
+"""KV connections with TLS: accepted and refused peers, encryption, and otherwise the rules of plain TCP."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from workers.kv.sockets import KvStream
 
 
 def refusal_of(receiver: KvReceiver, tls: PeerTls | None) -> str:
-    """Why a source with `tls` cannot send."""
+    """Return the error of a source with `tls` that cannot send."""
     source = cache_of()
     TRUTH.store(source, BLOCKS, range(TOKENS))
     with sending(source, tls=tls) as sender, pytest.raises((Unavailable, TransferError)) as caught:
@@ -100,7 +100,7 @@ def test_a_source_with_tls_does_not_talk_plainly_to_a_receiver_without(authority
         with sending(cache, tls=authority.peer()) as sender, pytest.raises(Unavailable, match="TLS failed"):
             sender.send_all(send_of(key_of(), plain.endpoint, TOKENS, BLOCKS), WAIT_SECONDS)
         assert key_of().transfer_id.encode() not in heard.result(WAIT_SECONDS)
-    # Ours takes it for a stranger, and goes on.
+    # The receiver treats it as a stranger and continues.
     cache = cache_of()
     with receiving(cache) as receiver, hand_source(receiver.endpoint) as source:
         assert "cannot be reached" in refusal_of(receiver, authority.peer())
@@ -147,7 +147,7 @@ def test_kv_cannot_be_read_on_the_way(authority: Authority) -> None:
 def test_files_that_were_replaced_count_for_the_next_connection(
     authority: Authority, stranger: Authority, tmp_path: Path
 ) -> None:
-    """As when a certificate is renewed while the ranks run."""
+    """Replace the certificate while the ranks run, as a renewal does."""
 
     def lay_out(by: Authority) -> PeerTls:
         signed = by.sign("renewed")
@@ -169,7 +169,7 @@ def test_files_that_were_replaced_count_for_the_next_connection(
 
 
 def private_pair(tls: PeerTls) -> tuple[KvStream, KvStream]:
-    """The ends of one connection: who called, who was called."""
+    """Make the two ends of one connection: (client, server)."""
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
         calling = pool.submit(
             lambda: tls.call(socket.create_connection(listener.getsockname(), WAIT_SECONDS), "127.0.0.1")
@@ -181,7 +181,7 @@ def private_pair(tls: PeerTls) -> tuple[KvStream, KvStream]:
 
 @pytest.mark.parametrize("counts", [(1, 16384, 3), (16383, 16385, 1 << 20), (300_000, 7, 300_001)])
 def test_both_directions_move_at_once_whatever_the_sizes(authority: Authority, counts: tuple[int, ...]) -> None:
-    """OpenSSL's state is one for both directions: reading while another thread writes must not break it."""
+    """Read in one thread while another writes: OpenSSL has one state for both directions."""
     first, second = private_pair(authority.peer())
     messages = [torch.randint(0, 256, (count,), dtype=torch.uint8) for count in counts] * 20
 
@@ -207,7 +207,7 @@ def test_both_directions_move_at_once_whatever_the_sizes(authority: Authority, c
 
 
 def test_what_openssl_has_decrypted_already_is_readable(authority: Authority) -> None:
-    """Two messages in one record: a poll for the second would wait for ever."""
+    """Send two messages in one record: a poll for the second alone would never return."""
     first, second = private_pair(authority.peer())
     first.send([memoryview(b"onetwo")])
     three = bytearray(3)
@@ -233,7 +233,7 @@ def test_closing_one_end_wakes_who_waits_on_it(authority: Authority) -> None:
         assert began.wait(WAIT_SECONDS)
         second.shut()
         second.close()
-        with contextlib.suppress(ConnectionError):  # where it was closed before the wait began
+        with contextlib.suppress(ConnectionError):  # if it was closed before the wait began
             assert waiting.result(5.0)
     with pytest.raises(ConnectionError):
         second.send([memoryview(b"nothing")])
@@ -264,7 +264,7 @@ def test_no_block_is_read_after_a_transfer_over_tls_was_given_up(authority: Auth
         cache.v_layers[0].fill_(torch.nan)
         sender.close()
         received, part = bytearray(), bytearray(1 << 16)
-        with contextlib.suppress(OSError):  # it is broken off in the middle of a record
+        with contextlib.suppress(OSError):  # the connection ends in the middle of a record
             while count := connection.recv_into(part):
                 received += part[:count]
         connection.close()

@@ -1,4 +1,4 @@
-"""KV moved between rings through real sockets, checked bit for bit."""
+"""KV transfers between rings through real sockets, checked bit for bit."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def tls(request: pytest.FixtureRequest, authority: Authority) -> PeerTls | None:
 
 
 class Rings:
-    """A source ring that holds a sequence, a destination ring full of NaN, each rank with its own sockets."""
+    """Source ring with a sequence and destination ring full of NaN, each rank with its own sockets."""
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ class Rings:
 
 
 def conversation(num_ranks: int) -> ShardMap:
-    """Two turns: a prefill of 37 tokens, 11 decoded ones, and another prefill of 20."""
+    """Make the shards of two turns: a prefill of 37 tokens, 11 decoded tokens, and a prefill of 20."""
     first = balanced_layout(0, 37, (0,) * num_ranks).shard_map()
     decoded = first.extend(appended(37, 11, first.held))
     return decoded.extend(balanced_layout(48, 20, decoded.held).shard_map())

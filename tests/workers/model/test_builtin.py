@@ -1,4 +1,4 @@
-"""builtin:tiny is an ordinary model directory, the same everywhere, that writes readable text."""
+"""Builtin model: an ordinary model directory, the same on every machine, with readable answers."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cp_core.errors import ModelRefused
+from tests.workers.sampling.one_row import choose_token
 from workers.model.builtin import cache_directory, resolve_model_path
 from workers.model.info import read_model_info
-from workers.sampling.draw import choose_token
 from workers.sampling.parameters import SamplingParameters
 
 TEXT = "".join(topics.values())
@@ -50,7 +50,7 @@ def test_the_same_files_are_written_everywhere(tiny: Path, tmp_path: Path) -> No
 
 
 def test_the_weights_are_those_of_version_1(tiny: Path) -> None:
-    """Whoever changes them must raise TINY_VERSION, or old caches would serve another model under the same name."""
+    """Check the weights: a change needs a new TINY_VERSION, or old caches would serve another model by this name."""
     assert tiny.name == "tiny-1"
     assert digests(tiny)["model.safetensors"].startswith("303248b3f2a6cc54")
 

@@ -1,4 +1,4 @@
-"""What is loaded, and what is refused by which name."""
+"""Model loading, and refusals of models by the name of the feature."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_end_of_sequence_ids_of_the_generation_config_win(edited_config: Callabl
 
 
 def test_one_layer_asks_for_attention_once_and_gets_no_mask(model_paths: Mapping[str, Path]) -> None:
-    """Shapes that the hook hands on: q[T,H,D], k and v[T,K,D], without a copy; positions that jump are no matter."""
+    """Check the hook's q[T,H,D], k and v[T,K,D], passed without a copy, at positions with gaps."""
     seen = []
 
     class Recorder:

@@ -48,7 +48,7 @@ def test_cp2_tp2_gives_the_logits_of_transformers(
 def test_tensor_parallel_rings_decode_the_tokens_of_transformers(
     kind: str, num_ranks: int, variant: str, model_paths: Mapping[str, Path], oracles: Mapping[str, Oracle]
 ) -> None:
-    """Of three ranks one has no row of its own to compute, and no logits to make."""
+    """Decode on three ranks, of which one has no row to compute and no logits to make."""
     prompts = {"a": random_tokens(29), "b": random_tokens(1, seed=2)}
     sampling = SamplingParameters(max_tokens=12)
     with LocalRing(model_paths[kind], num_ranks, tp=2, decode_variant=variant) as ring:
@@ -69,7 +69,7 @@ def test_tensor_parallel_rings_decode_the_tokens_of_transformers(
 def test_tensor_parallel_rings_draw_as_one_process_and_may_change_the_variant_at_every_step(
     model_paths: Mapping[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first process chooses, the others hear of it: had each its own choice, theirs would not fit."""
+    """Let the first process choose the variant for all: the choices of the others would not fit."""
     prompts = {"a": random_tokens(29), "b": random_tokens(12, seed=2)}
     samplings = {
         name: SamplingParameters(temperature=0.8, seed=seed, max_tokens=16) for seed, name in enumerate(prompts)

@@ -1,4 +1,4 @@
-"""The decode loop on a ring of ranks against transformers' greedy tokens, with poisoned caches."""
+"""Decode loop on a ring of ranks against transformers' greedy tokens, with poisoned caches."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Oracles = Mapping[str, Oracle]
 
 
 def start_turn(ring: LocalRing, conversation: Conversation, tokens: list[int], sampling: SamplingParameters) -> int:
-    """Prefill; the first token."""
+    """Prefill a prompt -> the first token."""
     return ring.prefill([Turn(conversation, tokens, sampling)])[conversation.name]
 
 
@@ -46,7 +46,7 @@ def test_decoded_tokens_are_those_of_one_process(
 
 @pytest.mark.parametrize("num_ranks", RING_SIZES)
 def test_sequences_join_and_leave_a_running_batch(num_ranks: int, model_paths: Models, oracles: Oracles) -> None:
-    """Five sequences of their own length and end; two join only once the first of the others has finished."""
+    """Decode five sequences of different lengths and ends; two join once the first of the others has finished."""
     lengths = {"a": 5, "b": 40, "c": 1, "d": 17, "e": 64}
     ends = {"a": 30, "b": 3, "c": 12, "d": 25, "e": 2}
     prompts = {name: random_tokens(count, seed=count) for name, count in lengths.items()}
@@ -77,7 +77,7 @@ def test_sequences_join_and_leave_a_running_batch(num_ranks: int, model_paths: M
 def test_the_next_turn_prefills_upon_what_decoding_stored(
     num_ranks: int, model_paths: Models, oracles: Oracles
 ) -> None:
-    """Turn 2 on the KV of turn 1's prompt and answer, decoded tokens spread one by one over the ranks."""
+    """Run turn 2 on the KV of turn 1's prompt and answer, whose tokens lie one by one on the ranks."""
     prompt, question, sampling = random_tokens(21), random_tokens(9, seed=2), SamplingParameters(max_tokens=14)
     with LocalRing(model_paths["qwen3"], num_ranks) as ring:
         conversation = ring.open("a", 128)
@@ -170,7 +170,7 @@ def test_a_sequence_removed_before_it_ran_is_answered_too(model_paths: Models) -
 def test_an_idle_ring_keeps_its_followers_waiting_beyond_their_patience(
     model_paths: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Heartbeats every 10 ms, patience 0.5 s: after 1.5 s without work the ring still decodes."""
+    """Send heartbeats every 10 ms to followers that wait 0.5 s: after 1.5 s without work the ring still decodes."""
     monkeypatch.setattr("workers.decode.loop.HEARTBEAT_SECONDS", 0.01)
     monkeypatch.setattr("workers.decode.messages.SILENCE_SECONDS", 0.5)
     with LocalRing(model_paths["llama_gqa"], 2) as ring:
@@ -216,7 +216,7 @@ def test_stopping_ends_every_rank_without_an_error(model_paths: Models) -> None:
 def test_a_sequence_without_room_for_its_next_token_pauses_and_goes_on_where_it_was(
     model_paths: Models, oracles: Oracles
 ) -> None:
-    """Tables that end after 17 + 5 tokens, then after 9 more, then not at all: the same tokens as in one go."""
+    """Decode with tables that end after 17 + 5 tokens, then after 9 more, then never: the tokens are the same."""
     prompt, sampling = random_tokens(17), SamplingParameters(max_tokens=30)
     with LocalRing(model_paths["llama_gqa"], 2) as ring:
         conversation = ring.open("a", 64)
@@ -230,7 +230,7 @@ def test_a_sequence_without_room_for_its_next_token_pauses_and_goes_on_where_it_
             events: list[DecodeEvent] = []
             while not (events and events[-1].has_left):
                 events += ring.next_events()
-            ring.keep(conversation, told[-1], tokens_of(events), events[-1].kv_tokens)
+            ring.note_decoded(conversation, told[-1], tokens_of(events), events[-1].kv_tokens)
             told += tokens_of(events)
             assert events[-1].kv_tokens == len(prompt) + len(told) - 1
             if num_blocks < 16:
@@ -245,7 +245,7 @@ def test_a_sequence_without_room_for_its_next_token_pauses_and_goes_on_where_it_
 def test_tables_grow_under_a_running_sequence(
     variant: str, num_ranks: int, model_paths: Models, oracles: Oracles
 ) -> None:
-    """Room comes at the sequence's own step border and at later ones; of what has left it is passed over."""
+    """Grow tables at the sequence's own step boundary and at later ones, and for a sequence that has left."""
     prompt, sampling = random_tokens(9), SamplingParameters(max_tokens=40)
     with LocalRing(model_paths["llama_gqa"], num_ranks, decode_variant=variant) as ring:
         conversation, other = ring.open("a", 64), ring.open("b", 64)
@@ -269,7 +269,7 @@ def test_tables_grow_under_a_running_sequence(
             events += ring.next_events()
         told = [first, *tokens_of([event for event in events if event.sequence_id == "a"])]
         if events[-1].is_starved:  # on a busy machine the loop may be faster than the later commands
-            ring.keep(conversation, first, told[1:], events[-1].kv_tokens)
+            ring.note_decoded(conversation, first, told[1:], events[-1].kv_tokens)
             conversation.blocks = tables
             ring.admit(conversation, told[-1], sampling, num_generated=len(told))
             told += tokens_of(ring.events_until_finished(["a"])["a"])

@@ -1,4 +1,4 @@
-"""A turn on two rings: prefilled here, its KV streamed by layers, decoded there, and what was decoded sent back."""
+"""Turn on two rings: prefill on one, KV streamed by layers, decode on the other, and its KV sent back."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def expect(ring: LocalRing, key: TransferKey, conversation: Conversation, coming
 def sends(
     key: TransferKey, source: Conversation, held: ShardMap, destination: LocalRing, coming: ShardMap, tokens: TokenRange
 ) -> tuple[tuple[KvSend, ...], ...]:
-    """What each source rank sends of `tokens`, of which it holds `held`."""
+    """Plan the sends of each source rank for `tokens`, of which it holds `held`."""
     plan = plan_reshard(held, coming.within(tokens), tokens, num_kv_heads=NUM_KV_HEADS)
     parts: list[list[KvPart]] = [[] for _ in source.blocks]
     for route in plan.routes:
@@ -42,7 +42,7 @@ def sends(
 
 
 def arrived(source: LocalRing, destination: LocalRing, key: TransferKey) -> int:
-    """Wait for both sides; the bytes that moved."""
+    """Wait for both sides -> the bytes that moved."""
     sent = source.together(lambda worker, _: worker.finish_sends(key, WAIT_SECONDS).payload_bytes)
     received = destination.together(lambda worker, _: worker.await_kv(key, WAIT_SECONDS).payload_bytes)
     assert sum(sent) == sum(received)
@@ -76,7 +76,7 @@ def test_two_turns_over_two_rings_have_the_tokens_of_one_process(
         answer = [first, *decode.decode(there, first, sampling)]
         assert answer == oracles["llama_gqa"].greedy(prompt, 11)
 
-        # Back goes what decoding stored; the ring that prefilled goes on upon it.
+        # The KV of decoded tokens goes back, and the prefill ring continues with it.
         made = TokenRange(len(prompt), sum(there.held))
         back = spread(made.start, len(made), here.held)
         key = TransferKey("turn-2", 1, decode.incarnation, prefill.incarnation)
@@ -110,7 +110,7 @@ def test_a_hand_off_that_was_dropped_fails_its_sender_and_not_the_step(model_pat
 def test_ranks_meet_over_a_real_ring_and_compute_the_same(
     ring_transport: str, used: str, model_paths: Models, oracles: Oracles
 ) -> None:
-    """Two ranks join through a store, prefill and decode."""
+    """Join two ranks through a store, prefill and decode."""
     prompt, sampling = random_tokens(19), SamplingParameters(max_tokens=8)
     with gloo_as_nccl(), LocalRing(model_paths["llama_gqa"], 2, ring_transport=ring_transport) as ring:
         assert [info.ring_transport for info in ring.infos] == [used, used]

@@ -1,6 +1,6 @@
 """Prefill on a ring of ranks against transformers on one process: whole-model logits within 2e-5, in fp32.
 
-Caches are poisoned with NaN, so that a slot read before it was written cannot go unseen.
+Caches are poisoned with NaN, so that a read of an unwritten slot shows.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def assert_same(logits: torch.Tensor, wanted: torch.Tensor) -> None:
 def test_three_turns_have_the_logits_of_one_process(
     kind: str, num_ranks: int, algorithm: Algorithm, model_paths: Models, oracles: Oracles
 ) -> None:
-    """Full prefill of 65 tokens, then partial ones of 7 and 31: no cached count is divisible by 2N for N > 1."""
+    """Prefill 65 tokens, then 7 and 31 more: no cached count is divisible by 2N for N > 1."""
     tokens = random_tokens(103)
     with LocalRing(model_paths[kind], num_ranks) as ring:
         conversation = ring.open("a", 103)
@@ -55,7 +55,7 @@ def test_three_turns_have_the_logits_of_one_process(
 def test_short_prompts_leave_ranks_without_tokens(
     num_tokens: int, algorithm: Algorithm, model_paths: Models, oracles: Oracles
 ) -> None:
-    """On 3 ranks prompts of 1 and 2 tokens reach one or two of them; the others take part with nothing."""
+    """Prefill prompts of 1 and 2 tokens on 3 ranks: ranks without tokens take part."""
     tokens = random_tokens(num_tokens, seed=num_tokens)
     with LocalRing(model_paths["llama_gqa"], 3) as ring:
         logits = ring.prefill_logits([Turn(ring.open("a", num_tokens), tokens)], algorithm)[0]
@@ -67,7 +67,7 @@ def test_short_prompts_leave_ranks_without_tokens(
 def test_sequences_of_any_length_share_a_step(
     num_ranks: int, algorithm: Algorithm, model_paths: Models, oracles: Oracles
 ) -> None:
-    """A new prompt, a continued one, one of a single token, and one with cached but no new tokens."""
+    """Prefill a new prompt, a continued one, one of a single token, and one with cached but no new tokens."""
     first, second, third, idle = (random_tokens(count, seed=count) for count in (40, 29, 1, 12))
     with LocalRing(model_paths["qwen3"], num_ranks) as ring:
         a, b, c, d = (ring.open(name, 64) for name in "abcd")
@@ -82,7 +82,7 @@ def test_sequences_of_any_length_share_a_step(
 
 @pytest.mark.parametrize("num_ranks", RING_SIZES)
 def test_many_small_chunks_equal_one_large_one(num_ranks: int, model_paths: Models, oracles: Oracles) -> None:
-    """Chunks of 1 to 9 tokens with the algorithms in turn, over stored orders that are no longer those of positions."""
+    """Prefill chunks of 1 to 9 tokens with the algorithms in turn, over stored orders that differ from positions."""
     tokens = random_tokens(45)
     with LocalRing(model_paths["mistral"], num_ranks) as ring:
         conversation = ring.open("a", 64)
@@ -120,7 +120,7 @@ def test_sampled_first_tokens_are_the_same_on_rings_of_any_size(model_paths: Mod
 
 
 class FailingBackend:
-    """An attention kernel that runs out of memory."""
+    """Attention kernel that runs out of memory."""
 
     name: ClassVar[str] = "failing"
 

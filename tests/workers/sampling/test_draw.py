@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.sampling.draw import choose_token
+from tests.workers.sampling.one_row import choose_token
 from workers.sampling.parameters import SamplingParameters
 
 
@@ -19,7 +19,7 @@ def test_greedy_takes_the_largest_and_the_first_of_equals() -> None:
 
 
 def test_draws_follow_the_softmax_of_the_logits() -> None:
-    """20,000 draws: each share is within four standard deviations (0.0142 at most) of its probability."""
+    """Draw 20,000 tokens: each share is within four standard deviations (0.0142 at most) of its probability."""
     logits, temperature = torch.tensor([0.0, 1.0, 2.0, -1.0]), 1.3
     wanted = torch.softmax(logits.double() / temperature, 0)
     sampling = SamplingParameters(temperature=temperature, seed=11)
@@ -54,7 +54,7 @@ def test_a_token_of_probability_zero_is_never_drawn(seed: int) -> None:
 
 
 def test_draws_hardly_hang_on_the_last_bits_of_the_logits() -> None:
-    """Rings of different size differ by about 1e-6 in their logits: at most 1 in 1,000 draws may fall elsewhere."""
+    """Draw with noise of 1e-6, as between rings of different size: at most 1 in 1,000 tokens may differ."""
     logits = torch.randn(300, generator=torch.Generator().manual_seed(0))
     noise = 1e-6 * torch.randn(300, generator=torch.Generator().manual_seed(1))
     sampling = SamplingParameters(temperature=1.0, seed=5)

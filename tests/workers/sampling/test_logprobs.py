@@ -1,4 +1,4 @@
-"""Log-probabilities are those of the model's logits, whatever the sampling does to them afterwards."""
+"""Log-probabilities of the raw logits, independent of later processing."""
 
 from __future__ import annotations
 

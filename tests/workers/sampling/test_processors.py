@@ -22,7 +22,8 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from workers.sampling.draw import choose_token, sample_rows
+from tests.workers.sampling.one_row import choose_token
+from workers.sampling.draw import sample_rows
 from workers.sampling.parameters import SamplingParameters, TokenBias, TokenHistory
 from workers.sampling.processors import RowSampler, filtered
 
@@ -32,13 +33,13 @@ seeds = st.integers(0, 2**32 - 1)
 
 
 def random_logits(seed: int, spread: float = 4.0) -> Tensor:
-    """[V] fp64, all different."""
+    """Make logits [V] in fp64, all different."""
     return spread * torch.randn(VOCAB_SIZE, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 @st.composite
 def samplings(draw: st.DrawFn) -> SamplingParameters:
-    """Every feature on or off by itself."""
+    """Draw sampling parameters with each feature on or off."""
 
     def maybe(default: Any, values: st.SearchStrategy[Any]) -> Any:
         return draw(st.just(default) | values)
@@ -57,7 +58,7 @@ def samplings(draw: st.DrawFn) -> SamplingParameters:
 
 
 def processors(sampling: SamplingParameters, num_prompt: int) -> LogitsProcessorList:
-    """As transformers' generate would list them, in its order."""
+    """Make transformers' processors in the order of its generate."""
     listed: list[Any] = []
     if sampling.logit_bias:
         listed.append(SequenceBiasLogitsProcessor([[[item.token_id], item.bias] for item in sampling.logit_bias]))
@@ -88,7 +89,7 @@ def test_the_distribution_is_that_of_transformers(
     ids: Any = torch.tensor([prompt + answer])
     theirs = processors(sampling, len(prompt))(ids, _scores(logits))
     ours = RowSampler(sampling, TokenHistory.of(sampling, prompt, answer)).process(logits.numpy())
-    # Their bias is kept in fp32.
+    # transformers' bias is in fp32.
     np.testing.assert_allclose(ours, theirs[0].numpy(), rtol=1e-6, atol=1e-6)
     theirs = warpers(sampling)(ids, _scores(torch.from_numpy(ours)))[0]
     kept = filtered((ours - ours.max()) / sampling.temperature, sampling)
@@ -110,7 +111,7 @@ def test_the_greedy_token_is_that_of_transformers(
 
 
 def _scores(logits: Tensor) -> Any:
-    """[1, V], their own to change."""
+    """Make a copy [1, V] that processors may change."""
     return logits[None].clone()
 
 
@@ -124,7 +125,7 @@ class Row:
 def test_a_row_told_token_by_token_equals_one_told_at_once(
     sampling: SamplingParameters, answer: list[int], told_before: int, seed: int
 ) -> None:
-    """A sequence moves between rings with the tokens so far; logits may have been looked at in between."""
+    """Resume a sequence with its tokens so far, before or after its first logits."""
     sampling = replace(sampling, presence_penalty=0.7, frequency_penalty=-0.3)
     prompt, logits = [3, 3, 5], random_logits(seed).numpy()
     row = RowSampler(sampling, TokenHistory.of(sampling, prompt, answer[:told_before]))
@@ -140,7 +141,7 @@ def test_a_row_told_token_by_token_equals_one_told_at_once(
 def test_presence_and_frequency_count_the_answer_and_not_the_prompt(
     seed: int, answer: list[int], presence: float, frequency: float
 ) -> None:
-    """OpenAI: mu[j] -> mu[j] - c[j] * frequency - (1 if c[j] > 0 else 0) * presence."""
+    """Check OpenAI's formula: mu[j] -> mu[j] - c[j] * frequency - (1 if c[j] > 0 else 0) * presence."""
     logits = random_logits(seed).numpy()
     sampling = SamplingParameters(presence_penalty=presence, frequency_penalty=frequency)
     ours = RowSampler(sampling, TokenHistory.of(sampling, list(range(VOCAB_SIZE)), answer)).process(logits)
@@ -153,7 +154,7 @@ def test_presence_and_frequency_count_the_answer_and_not_the_prompt(
 
 @given(st.lists(st.integers(-3, 3), min_size=2, max_size=30), st.floats(0.01, 0.99))
 def test_among_equals_at_the_border_of_top_p_the_smaller_ids_stay(levels: list[int], top_p: float) -> None:
-    """Transformers leaves open which of them stay, but how many do is the same."""
+    """Compare the number of tokens that stay: transformers leaves open which of equal ones do."""
     logits = np.array(levels, dtype=np.float64)
     kept = np.isfinite(filtered(logits, SamplingParameters(temperature=1.0, top_p=top_p)))
     theirs = TopPLogitsWarper(top_p)(torch.zeros(1, 1), torch.from_numpy(logits)[None])

@@ -1,4 +1,4 @@
-"""A sequence that joins a batch with a part of its answer is drawn as if it had never left."""
+"""Resumed sequences: one that joins a batch with a part of its answer gets the same tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is counted of a rank's steps, with transports whose times are set by hand."""
+"""Times of a rank's steps, with transports whose times are set by hand."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from workers.protocol.ranks import STEP_BOUNDS
 
 
 class Time:
-    """Stands still until it is told."""
+    """Clock that the test moves."""
 
     def __init__(self) -> None:
         self.now = 100.0

@@ -1,0 +1,24 @@
+"""Sampling of one row without history."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from workers.sampling.draw import sample_rows
+from workers.sampling.parameters import SamplingParameters
+from workers.sampling.processors import RowSampler
+
+
+@dataclass
+class Row:
+    """Row of a sequence whose token at `next_position` is to be sampled."""
+
+    sampler: RowSampler
+    next_position: int
+
+
+def choose_token(logits: Tensor, sampling: SamplingParameters, position: int) -> int:
+    """Sample one token from logits[V]."""
+    return sample_rows([Row(RowSampler(sampling), position)], logits[None])[0].token_id
