@@ -22,7 +22,7 @@ from cp_core.attention.backends import select_backend
 from cp_core.cost.decode import VARIANTS
 from cp_core.transport.connect import RingStore, connect_ring
 from workers.decode.batch import BatchChange, BatchState
-from workers.decode.choice import DecodeChoice
+from workers.decode.loop import DecodeChoice
 from workers.decode.step import DecodePass
 from workers.kv.cache import KvCache
 from workers.model.builtin import resolve_model_path

@@ -12,7 +12,7 @@ from cp_core.layout.decode_plan import DecodePlan
 from cp_core.layout.shards import append_owner
 from workers.kv.cache import SlotRun, runs
 from workers.protocol.decode_commands import AdmitSequence, ComputePrompt, GrowSequence
-from workers.sampling.processors import RowSampler
+from workers.sampling.sampler import RowSampler
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,7 +62,7 @@ class HeaderChannel:
     """Channel of headers from the first rank to all others.
 
     `hops` are this rank's rings in the order in which a header passes them: a header arrives by the first and leaves by
-    the second. Besides the ring of rank 0 these are, with tensor parallelism, the tensor parallel groups of cp ranks.
+    the second. Besides the ring of rank 0 these are, with tensor parallelism, the tensor parallel rings of cp ranks.
     """
 
     def __init__(self, hops: Sequence[RingTransport], max_batch: int, device: torch.device) -> None:

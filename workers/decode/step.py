@@ -28,16 +28,16 @@ from workers.progress import StepClock
 from workers.protocol.decode_commands import ComputePrompt
 from workers.protocol.prefill_steps import Algorithm, PrefillStep, SequencePrefill
 from workers.protocol.transfers import TransferKey
-from workers.sampling.draw import sample_rows
 from workers.sampling.parameters import Sampled
+from workers.sampling.sampler import sample_rows
 
 
 class DecodePass:
     """Decode steps of a ring over distributed KV. A row is computed by every rank (`gather`) or by one (`pass_q`).
 
     The variant may change from step to step: both leave the same KV on the same ranks. With tensor parallelism each
-    rank of the ring is a tensor parallel group of processes, each in the ring of its own heads. The group makes the
-    logits together, and its first process samples.
+    rank of the ring is several processes, each in the ring of its own heads. They make the logits together, and the
+    first of them samples.
     """
 
     def __init__(

@@ -1,4 +1,6 @@
-"""Frames of a KV connection: prefix, msgpack header, raw payload. Every value is checked before it is used.
+"""Frames of a KV connection, their encoding, and the cutting of KV into frames.
+
+A frame is prefix, msgpack header and raw payload. Every value is checked before it is used.
 
     prefix    magic "RSKV", version, header length, payload length: 20 bytes, big endian
     header    msgpack map: kind, key, and the fields of that kind
@@ -14,16 +16,20 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 from typing import Any
 
 import msgpack
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from cp_core.errors import TransferError
+from cp_core.layout.reshard import KvPiece
+from workers.kv.cache import MAX_COPIES, KvCache, SlotRun, runs_of, slots_of
 from workers.protocol.transfers import TransferKey
 
 MAGIC = b"RSKV"
@@ -249,3 +255,91 @@ class _Fields:
         if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MAX_NUMBER:
             raise TransferError(f"KV frame whose {name!r} is no number in 0 to {MAX_NUMBER}")
         return value
+
+
+# --- cutting ---------------------------------------------------------------------------------------------------------
+
+
+# Payload bytes of one frame: large enough that its fixed cost is negligible, small enough to stay in a CPU cache in the
+# receiver's staging buffer (docs/decisions/0003-kv-carrier.md).
+FRAME_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class FrameLayout:
+    """Content of one frame and its slots here, the same for every layer. `heads` counts this rank's heads from 0."""
+
+    starts: Column
+    counts: Column
+    head_start: int
+    head_stop: int
+    heads: slice
+    runs: tuple[SlotRun, ...]
+
+    def of_layer(self, key: TransferKey, layer: int, cache: KvCache, checksum: int | None = None) -> LayerFrame:
+        """Return the frame of one layer."""
+        return LayerFrame(
+            key, layer, cache.dtype_name, self.head_start, self.head_stop, self.starts, self.counts, checksum
+        )
+
+    def payload(self, layer: int, cache: KvCache) -> list[memoryview]:
+        """Return K, then V of the frame's tokens: the cache's own memory where possible, else one packed copy."""
+        is_whole = self.heads == slice(0, cache.num_kv_heads)
+        if is_whole and cache.device.type == "cpu" and len(self.runs) <= MAX_COPIES:
+            views = cache.views(layer, self.runs)
+            return [*(_bytes(view.k) for view in views), *(_bytes(view.v) for view in views)]
+        packed = cache.read_runs(layer, self.runs, heads=self.heads)
+        return [_bytes(packed.k.contiguous().cpu()), _bytes(packed.v.contiguous().cpu())]
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    # As bytes, because numpy knows no bfloat16.
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
+
+
+class OutgoingPart:
+    """Share of one source rank for one destination: pieces cut into frames."""
+
+    def __init__(self, pieces: tuple[KvPiece, ...], blocks: tuple[int, ...], cache: KvCache) -> None:
+        self._pieces = pieces
+        self._blocks = blocks
+        self._cache = cache
+
+    @cached_property
+    def frames(self) -> tuple[FrameLayout, ...]:
+        """Frames of the pieces, cut once by the thread that sends the first layer: decode shards have a piece a token.
+
+        Raises TransferError where a piece is not in this rank's blocks and heads, or pieces do not ascend.
+        """
+        return tuple(
+            frame
+            for heads in sorted({(piece.head_start, piece.head_stop) for piece in self._pieces})
+            for frame in self._cut(*heads)
+        )
+
+    def _cut(self, head_start: int, head_stop: int) -> Iterator[FrameLayout]:
+        cache = self._cache
+        pieces = [piece for piece in self._pieces if (piece.head_start, piece.head_stop) == (head_start, head_stop)]
+        counts = np.array([len(piece.tokens) for piece in pieces], dtype=np.int64)
+        within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        positions = np.repeat(np.array([piece.tokens.start for piece in pieces], dtype=np.int64), counts) + within
+        stored = np.repeat(np.array([piece.source_stored for piece in pieces], dtype=np.int64), counts) + within
+        if (np.diff(positions) <= 0).any():
+            raise TransferError(f"the pieces to send do not ascend from position {positions[0]} on")
+        if stored.min() < 0 or stored.max() >= len(self._blocks) * cache.block_tokens:
+            raise TransferError(
+                f"{len(self._blocks)} blocks do not hold the stored indices {stored.min()} to {stored.max()}"
+            )
+        if head_start < cache.heads.start or head_stop > cache.heads.stop or head_start >= head_stop:
+            raise TransferError(f"KV heads [{head_start}, {head_stop}) are not on this rank")
+        slots = slots_of(self._blocks, stored, cache.block_tokens)
+        heads = slice(head_start - cache.head_start, head_stop - cache.head_start)
+        token_bytes = 2 * (head_stop - head_start) * cache.head_dim * cache.dtype.itemsize
+        step = max(1, min(FRAME_BYTES // token_bytes, MAX_PIECES))
+        for first in range(0, len(positions), step):
+            # Runs of positions are pieces on the wire, runs of slots are views of memory: they need not coincide.
+            spans = runs_of(positions[first : first + step])
+            starts = np.array([span.start for span in spans], dtype=np.int64)
+            lengths = np.array([len(span) for span in spans], dtype=np.int64)
+            runs = runs_of(slots[first : first + step])
+            yield FrameLayout(starts, lengths, head_start, head_stop, heads, runs)

@@ -8,10 +8,9 @@ import torch
 
 from cp_core.errors import RingserveError, TransferError, Unavailable
 from workers.kv.cache import KvCache
-from workers.kv.frames import checksum_of
+from workers.kv.frames import OutgoingPart, checksum_of
 from workers.kv.incoming import TransferTable
-from workers.kv.outgoing import OutgoingPart, OutgoingTransfer
-from workers.kv.sender import KvSender
+from workers.kv.sender import KvSender, OutgoingTransfer
 
 
 class InProcessReceiver(TransferTable):

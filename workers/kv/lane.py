@@ -11,8 +11,17 @@ import torch
 from cp_core.errors import ConfigError, RingserveError, StaleIncarnation, TransferError, Unavailable
 from cp_core.transport.peer_tls import PeerTls, reason_of
 from workers.kv.cache import KvCache
-from workers.kv.frames import AbandonFrame, Frame, RefusedFrame, SettledFrame, SettleFrame, checksum_of, encode
-from workers.kv.outgoing import OutgoingPart, OutgoingTransfer
+from workers.kv.frames import (
+    AbandonFrame,
+    Frame,
+    OutgoingPart,
+    RefusedFrame,
+    SettledFrame,
+    SettleFrame,
+    checksum_of,
+    encode,
+)
+from workers.kv.sender import OutgoingTransfer
 from workers.kv.sockets import call
 from workers.protocol.transfers import TransferKey
 

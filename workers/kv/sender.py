@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Protocol
 
 import torch
@@ -13,9 +14,116 @@ import torch
 from cp_core.errors import RingserveError, StaleIncarnation, TransferError, Unavailable
 from cp_core.transport.peer_tls import PeerTls
 from workers.kv.cache import KvCache
+from workers.kv.frames import OutgoingPart
 from workers.kv.lane import Lane
-from workers.kv.outgoing import OutgoingPart, OutgoingTransfer
 from workers.protocol.transfers import KvSend, TransferKey, TransferReport
+
+
+class OutgoingState(Enum):
+    """State of an `OutgoingTransfer`, which draws the transitions."""
+
+    SENDING = auto()
+    SETTLED = auto()
+    FAILED = auto()
+    ABANDONED = auto()
+
+
+class OutgoingTransfer:
+    """Transfer with counts of the parts still to be sent and confirmed.
+
+        SENDING ──all sent and confirmed──> SETTLED
+           ├──refused, or a connection broke──> FAILED
+           └──abandoned here──> ABANDONED
+
+    The blocks are the leader's; they may be read from `begin` until the state is not SENDING any more and no
+    connection is in the middle of a frame (`Lane.release` waits for that).
+    """
+
+    def __init__(self, key: TransferKey) -> None:
+        self.key = key
+        self._state = OutgoingState.SENDING
+        self._error: RingserveError | None = None
+        self._unsent = 0
+        self._unconfirmed: set[str] = set()
+        self._payload_bytes = 0
+        self._began: float | None = None
+        self._ended = 0.0
+        self._changed = threading.Condition()
+
+    @property
+    def is_sending(self) -> bool:
+        with self._changed:
+            return self._state is OutgoingState.SENDING
+
+    def add(self, num_layer_parts: int) -> None:
+        """Add (layer, destination) pairs to be sent."""
+        with self._changed:
+            self._unsent += num_layer_parts
+
+    def begin_part(self, endpoint: str) -> None:
+        """Note that a connection to `endpoint` is about to send a part, and has to confirm it."""
+        with self._changed:
+            self._unconfirmed.add(endpoint)
+            if self._began is None:
+                self._began = time.monotonic()
+
+    def sent_part(self, payload_bytes: int) -> None:
+        """Note that one (layer, destination) pair is sent."""
+        with self._changed:
+            self._unsent -= 1
+            self._payload_bytes += payload_bytes
+            self._changed.notify_all()
+
+    def confirmed(self, endpoint: str) -> None:
+        """Note that the destination has everything."""
+        with self._changed:
+            self._unconfirmed.discard(endpoint)
+            self._ended = time.monotonic()
+            self._changed.notify_all()
+
+    def fail(self, error: RingserveError) -> None:
+        """Stop sending and raise `error` in waiting calls."""
+        self._end(OutgoingState.FAILED, error)
+
+    def abandon(self) -> None:
+        """Stop sending: the source rank gives the transfer up."""
+        self._end(OutgoingState.ABANDONED, TransferError(f"{self} was abandoned"))
+
+    def wait_sent(self, deadline: float) -> frozenset[str]:
+        """Wait until every layer is sent to every destination -> the endpoints that have to confirm.
+
+        `deadline` is on the monotonic clock. Raises the error that ended the transfer, TransferError at the deadline.
+        """
+        with self._changed:
+            self._wait(lambda: self._unsent == 0, deadline)
+            if self._unsent:
+                raise TransferError(f"{self} has {self._unsent} parts that are not sent in time")
+            return frozenset(self._unconfirmed)
+
+    def wait_confirmed(self, deadline: float) -> TransferReport:
+        """Wait until every destination confirmed; the transfer is SETTLED then. Raises as `wait_sent` does."""
+        with self._changed:
+            self._wait(lambda: not self._unconfirmed, deadline)
+            if self._unconfirmed:
+                raise TransferError(f"{self} is not confirmed in time by {', '.join(sorted(self._unconfirmed))}")
+            self._state = OutgoingState.SETTLED
+            seconds = 0.0 if self._began is None else self._ended - self._began
+            return TransferReport(payload_bytes=self._payload_bytes, seconds=seconds)
+
+    def __str__(self) -> str:
+        return f"transfer {self.key.transfer_id!r} attempt {self.key.attempt}"
+
+    def _wait(self, is_done: Callable[[], bool], deadline: float) -> None:
+        self._changed.wait_for(lambda: self._error is not None or is_done(), max(0.0, deadline - time.monotonic()))
+        if self._error is not None:
+            raise type(self._error)(str(self._error))
+
+    def _end(self, state: OutgoingState, error: RingserveError) -> None:
+        with self._changed:
+            if self._state is OutgoingState.SENDING:
+                self._state = state
+                self._error = error
+                self._changed.notify_all()
 
 
 class Carrier(Protocol):

@@ -1,8 +1,8 @@
 """Tensor parallelism inside a rank's model: transformers' plan determines the cuts, a ring carries the sums.
 
-transformers executes its plan only where the tensor parallel ranks are all of torch's default process group. Beside a
+transformers executes its plan only where the tensor parallel ranks are all of torch's default process tensor. Beside a
 context parallel axis it refuses; with one axis of a device mesh it silently leaves every weight whole. So the plan is
-the model's, and cutting and summing happen here. No default group is needed, and a broken tensor parallel group ends
+the model's, and cutting and summing happen here. No default group is needed, and a broken tensor parallel ring ends
 like any other broken ring.
 
 T tokens.
@@ -34,13 +34,13 @@ class TensorParallel:
         self._transport: RingTransport | None = None
 
     def connect(self, transport: RingTransport) -> None:
-        """Use this ring of the tensor parallel group from now on."""
-        assert (transport.rank, transport.size) == (self.rank, self.size), "a place in another tensor parallel group"
+        """Use this ring of the tensor parallel ring from now on."""
+        assert (transport.rank, transport.size) == (self.rank, self.size), "a place in another tensor parallel ring"
         self._transport = transport
 
     @property
     def transport(self) -> RingTransport:
-        assert self._transport is not None, "the tensor parallel group is not connected"
+        assert self._transport is not None, "the tensor parallel ring is not connected"
         return self._transport
 
     def bounds(self, total: int, rank: int) -> tuple[int, int]:
@@ -84,28 +84,28 @@ class TensorParallel:
             head.weight = embedding.weight
 
 
-def _cut_columns(group: TensorParallel, module: Module) -> None:
+def _cut_columns(tensor: TensorParallel, module: Module) -> None:
     """Cut the output features; the input is whole: y_r = x W_r^T + b_r."""
     assert isinstance(module, Linear)
-    start, stop = group.share(module.out_features)
+    start, stop = tensor.share(module.out_features)
     module.weight = _piece(module.weight[start:stop])
     if module.bias is not None:
         module.bias = _piece(module.bias[start:stop])
     module.out_features = stop - start
 
 
-def _cut_columns_and_join(group: TensorParallel, module: Module) -> None:
+def _cut_columns_and_join(tensor: TensorParallel, module: Module) -> None:
     """Cut as `_cut_columns` does and join the ranks' outputs: y = [y_0, y_1, ...]."""
     assert isinstance(module, Linear)
-    widths = group.widths(module.out_features)
-    _cut_columns(group, module)
-    module.register_forward_hook(lambda _module, _inputs, output: join_last_dim(output, widths, group.transport))
+    widths = tensor.widths(module.out_features)
+    _cut_columns(tensor, module)
+    module.register_forward_hook(lambda _module, _inputs, output: join_last_dim(output, widths, tensor.transport))
 
 
-def _cut_rows(group: TensorParallel, module: Module) -> None:
+def _cut_rows(tensor: TensorParallel, module: Module) -> None:
     """Cut the input features, as the previous layer left them, and sum the outputs: y = sum_r x_r W_r^T + b."""
     assert isinstance(module, Linear)
-    start, stop = group.share(module.in_features)
+    start, stop = tensor.share(module.in_features)
     module.weight = _piece(module.weight[:, start:stop])
     module.in_features = stop - start
     # Added once, to the sum. It stays a parameter, under another name, so that the model moves it to its device.
@@ -113,28 +113,28 @@ def _cut_rows(group: TensorParallel, module: Module) -> None:
     module.register_parameter("bias", None)
 
     def summed(module: Module, _inputs: tuple[Any, ...], output: Tensor) -> Tensor:
-        total, bias = all_reduce(output, group.transport), module._parameters["whole_bias"]
+        total, bias = all_reduce(output, tensor.transport), module._parameters["whole_bias"]
         return total if bias is None else total + bias
 
     module.register_forward_hook(summed)
 
 
-def _cut_vocabulary(group: TensorParallel, module: Module) -> None:
+def _cut_vocabulary(tensor: TensorParallel, module: Module) -> None:
     """Cut the rows of the embedding; one rank contributes a token's row, the other ranks contribute zeros."""
     assert isinstance(module, Embedding)
-    start, stop = group.share(module.num_embeddings)
+    start, stop = tensor.share(module.num_embeddings)
     module.weight = _piece(module.weight[start:stop])
     module.num_embeddings, module.padding_idx = stop - start, None
 
     def looked_up(input: Tensor) -> Tensor:
         outside = (input < start) | (input >= stop)
         rows = torch.nn.functional.embedding((input - start).masked_fill(outside, 0), module.weight)
-        return all_reduce(rows.masked_fill(outside.unsqueeze(-1), 0.0), group.transport)
+        return all_reduce(rows.masked_fill(outside.unsqueeze(-1), 0.0), tensor.transport)
 
     module.forward = looked_up  # type: ignore[method-assign]
 
 
-def _leave_whole(group: TensorParallel, module: Module) -> None:
+def _leave_whole(tensor: TensorParallel, module: Module) -> None:
     """Leave norms of single heads whole, as every rank needs them."""
 
 

@@ -20,7 +20,7 @@ from workers.kv.cache import KvCache, SlotRun
 from workers.model.loading import LoadedModel
 from workers.protocol.prefill_steps import PrefillStep, SequencePrefill
 from workers.protocol.transfers import TransferKey
-from workers.sampling.processors import RowSampler
+from workers.sampling.sampler import RowSampler
 
 
 @dataclass(frozen=True, slots=True)

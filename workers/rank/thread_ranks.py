@@ -38,7 +38,7 @@ class ThreadRendezvous:
         self._tensor_rings: list[InProcessRing] = []
 
     def join(self, worker: RankWorker, rank: int, tp: int) -> None:
-        """Attach a started worker to its ring and, with tensor parallelism, to its tensor parallel group."""
+        """Attach a started worker to its ring and, with tensor parallelism, to its tensor parallel ring."""
         cp = self._num_ranks // tp
         if not self._rings:
             self._rings = [InProcessRing(cp, self._timeout_seconds) for _ in range(tp)]

@@ -25,8 +25,7 @@ from cp_core.attention.interface import AttentionBackend
 from cp_core.cost.model import RingRates
 from cp_core.transport.interface import RingTransport
 from workers.decode.batch import BatchState
-from workers.decode.choice import DecodeChoice
-from workers.decode.loop import FollowingLoop, LeadingLoop, LoopWork
+from workers.decode.loop import DecodeChoice, FollowingLoop, LeadingLoop, LoopWork
 from workers.decode.mailbox import DecodeMailbox
 from workers.decode.messages import LEADER, HeaderChannel
 from workers.decode.step import DecodePass, DecodePrompts
@@ -43,9 +42,8 @@ from workers.protocol.ranks import RankEndpoints, RankInfo, RankSpec, RankStatus
 from workers.protocol.transfers import BlockPair, KvExpect, KvSend, TransferKey, TransferReport
 from workers.rank.joining import RingJoining
 from workers.rank.probe import probe_decode_rates, probe_rates
-from workers.sampling.draw import sample_rows
-from workers.sampling.logprobs import logprobs_of
 from workers.sampling.parameters import TokenLogprobs
+from workers.sampling.sampler import logprobs_of, sample_rows
 
 # A decode loop sends its last header within a heartbeat of its stop; after this time it is ended from outside.
 STOP_SECONDS = 3.0
@@ -269,7 +267,7 @@ class RankWorker:
                 raise
 
     def _header_hops(self, ring: RingTransport) -> tuple[RingTransport, ...]:
-        """Return the rings of a header's path: the ring of the first heads, then each rank's tensor parallel group."""
+        """Return the rings of a header's path: the ring of the first heads, then each rank's tensor parallel ring."""
         if self._tensor is None:
             return (ring,)
         return (ring, self._tensor) if self.parts.spec.tp_rank == 0 else (self._tensor,)

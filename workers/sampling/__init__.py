@@ -1,1 +1,1 @@
-"""Sampling of next tokens from logits. Steps call `draw.sample_rows`; `parameters` needs no torch."""
+"""Sampling of next tokens from logits. Steps call `sampler.sample_rows`; `parameters` needs no torch."""

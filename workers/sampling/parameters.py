@@ -20,7 +20,7 @@ class SamplingParameters:
 
     The draw at position p depends only on (seed, p), so it is the same for every ring size and batch.
     `stop_token_ids` includes the model's end-of-sequence ids unless the caller ignores them. `top_k` 0 disables the
-    filter. `workers.sampling.processors` has the formulas and their order. `logprobs` and `prompt_logprobs` are the
+    filter. `workers.sampling.sampler` has the formulas and their order. `logprobs` and `prompt_logprobs` are the
     numbers of most likely tokens reported beside the chosen one; None means no log-probabilities. With `ends_by_text`
     the reader of the tokens decides where the answer ends.
     """

@@ -24,9 +24,9 @@ from tests.workers.kv.kv_peers import hand_source
 from tests.workers.models import Oracle, random_tokens
 from workers.kv import KvSender
 from workers.kv.cache import KvCache
-from workers.kv.frames import LayerFrame, checksum_of
+from workers.kv.frames import LayerFrame, OutgoingPart, checksum_of
 from workers.kv.lane import Lane
-from workers.kv.outgoing import OutgoingPart, OutgoingTransfer
+from workers.kv.sender import OutgoingTransfer
 
 WAIT_SECONDS = 20.0
 PROMPT_TOKENS = 101

@@ -18,7 +18,7 @@ from cp_core.transport.inprocess import InProcessRing
 from tests.gloo import gloo_as_nccl
 from tests.workers.models import KINDS, Oracle, random_tokens
 from tests.workers.rings import LocalRing, Turn
-from workers.decode.choice import DecodeChoice
+from workers.decode.loop import DecodeChoice
 from workers.decode.messages import Header, HeaderChannel, HeaderKind
 from workers.protocol.prefill_steps import Algorithm
 from workers.sampling.parameters import SamplingParameters

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from workers.sampling.draw import sample_rows
 from workers.sampling.parameters import SamplingParameters
-from workers.sampling.processors import RowSampler
+from workers.sampling.sampler import RowSampler, sample_rows
 
 
 @dataclass

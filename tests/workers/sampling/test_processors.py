@@ -23,9 +23,8 @@ from transformers.generation.logits_process import (
 )
 
 from tests.workers.sampling.one_row import choose_token
-from workers.sampling.draw import sample_rows
 from workers.sampling.parameters import SamplingParameters, TokenBias, TokenHistory
-from workers.sampling.processors import RowSampler, filtered
+from workers.sampling.sampler import RowSampler, filtered, sample_rows
 
 VOCAB_SIZE = 40
 tokens = st.integers(0, VOCAB_SIZE - 1)
