@@ -22,7 +22,7 @@ REQUIRED: Object = {
 SECURE: Object = {
     "gateway": {
         "insecure": False,
-        "tls": {"secretName": "door", "clientCertificates": True},
+        "tls": {"secretName": "gateway-tls", "clientCertificates": True},
         "tokens": {"secretName": "tenants", "key": "who.yaml"},
     },
     "internalTls": {"insecure": False, "secretName": "inside"},

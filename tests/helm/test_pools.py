@@ -125,7 +125,7 @@ def test_a_chart_with_pools_lints_strictly() -> None:
         ),
         (
             merged(CUDA, {"prefill": {"pools": {"short": {"parallelism": {"cp": 2, "tp": 1}, "ranksPerPod": 2}}}}),
-            "prefill.pools.short.resources: model.device is cuda and 2 processes run in a pod",
+            "prefill.pools.short.resources: limit nvidia.com/gpu is ",
         ),
         (
             {"decode": {"replicas": 60, "pools": {"a": {"replicas": 41, "parallelism": {"cp": 1, "tp": 1}}}}},

@@ -26,15 +26,15 @@ CASES: dict[str, tuple[Mapping[str, Any], str]] = {
     ),
     "a CUDA image without GPUs": (
         {"model": {"device": "cuda"}},
-        "prefill.resources: model.device is cuda and 1 processes run in a pod, so its limit nvidia.com/gpu must be 1 ",
+        "prefill.resources: limit nvidia.com/gpu is 0; model.device cuda and 1 processes in a pod need 1",
     ),
     "fewer GPUs than processes": (
         merged(CUDA, {"prefill": {"resources": {"limits": {"nvidia.com/gpu": 2}}}}),
-        "must be 4 and is 2",
+        "limit nvidia.com/gpu is 2; model.device cuda and 4 processes in a pod need 4",
     ),
     "GPUs for a CPU image": (
         {"decode": {"resources": {"limits": {"nvidia.com/gpu": 1}}}},
-        "decode.resources: 1 GPUs are asked for and model.device is cpu",
+        "decode.resources: 1 GPUs would be idle, since model.device is cpu",
     ),
     "a model directory on no volume": (
         {"model": {"path": "/models/llama"}},
@@ -44,7 +44,7 @@ CASES: dict[str, tuple[Mapping[str, Any], str]] = {
         {"model": {"path": "/data/llama", "volume": {"emptyDir": {}}}},
         "model.path: /data/llama does not lie under model.mountPath /models",
     ),
-    "doors open to all, and nobody said so": (
+    "an open gateway without gateway.insecure": (
         {"gateway": {"insecure": False}},
         "gateway.tls.secretName and gateway.tokens.secretName: required, since the whole cluster reaches the gateway",
     ),
@@ -54,43 +54,43 @@ CASES: dict[str, tuple[Mapping[str, Any], str]] = {
     ),
     "certificates of clients without TLS": (
         {"gateway": {"tls": {"clientCertificates": True}}},
-        "gateway.tls.clientCertificates: clients can prove themselves only to a gateway with gateway.tls.secretName",
+        "gateway.tls.clientCertificates: clients show certificates only with gateway.tls.secretName",
     ),
-    "ranks open to all, and nobody said so": (
+    "open ranks without internalTls.insecure": (
         {"internalTls": {"insecure": False}},
-        "internalTls.secretName: required, since the whole cluster reaches router, leaders and ranks",
+        "internalTls.secretName: required, since the cluster reaches router, leaders and ranks",
     ),
-    "a Ray open to all, and nobody said so": (
+    "an open Ray without internalTls.insecure": (
         {"internalTls": {"insecure": False, "secretName": "inside"}, "ray": {"tokenAuthentication": False}},
-        "ray.tokenAuthentication: required, since whoever reaches Ray can run code",
+        "ray.tokenAuthentication: true is required, since Ray runs any peer's code",
     ),
-    "certificates that name nobody": (
+    "certificates without a server name": (
         {"internalTls": {"secretName": "inside", "serverName": ""}},
         "internalTls.serverName: required with internalTls.secretName",
     ),
-    "rings of GPUs that do not encrypt, and nobody said so": (
+    "rings of GPUs without encryption and without allowPlainRing": (
         merged(CUDA, {"internalTls": {"secretName": "inside"}}),
-        "internalTls.allowPlainRing: required, since with model.device cuda rings go by NCCL",
+        "internalTls.allowPlainRing: true is required with model.device cuda, since NCCL does not encrypt",
     ),
-    "an autoscaler upside down": (
+    "a maximum below the minimum": (
         {"gateway": {"autoscaling": {"minReplicas": 5}}},
         "gateway.autoscaling: maxReplicas 4 is less than minReplicas 5",
     ),
-    "ring pods that scale without the autoscaler": (
+    "limits for the autoscaler while it is off": (
         {"decode": {"maxReplicas": 2}},
         "decode.maxReplicas: 2 is for Ray's autoscaler, which is off",
     ),
-    "more pods kept than there are rings": (
+    "a minimum of pods above the number of rings": (
         merged(AUTOSCALED, {"prefill": {"minReplicas": 3}}),
         "prefill.minReplicas: 3 is more than the 2 rings of prefill.replicas",
     ),
-    "fewer pods than there are rings": (
+    "a maximum of pods below the number of rings": (
         merged(AUTOSCALED, {"prefill": {"maxReplicas": 1}}),
         "prefill.maxReplicas: 1 is less than the 2 rings of prefill.replicas",
     ),
     "a gateway that is ended before its turns": (
         {"gateway": {"terminationGracePeriodSeconds": 19}},
-        "gateway.terminationGracePeriodSeconds: 19 leaves turns no time after preStopSeconds 5",
+        "gateway.terminationGracePeriodSeconds: 19 leaves turns no time; preStopSeconds 5 + 15 is the minimum",
     ),
     "a misspelt key": ({"prefil": {}}, "prefil"),
     "a misspelt inner key": ({"prefill": {"replica": 2}}, "replica"),

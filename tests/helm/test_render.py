@@ -147,7 +147,7 @@ def test_a_guarded_gateway_reads_its_secrets_where_they_are_mounted() -> None:
     assert config.auth.tokens == "/etc/ringserve-tokens/who.yaml"
     secrets = {volume["name"]: volume["secret"]["secretName"] for volume in pod["volumes"] if "secret" in volume}
     mounts = {mount["name"]: mount for mount in container["volumeMounts"]}
-    assert secrets == {"tls": "door", "tokens": "tenants", "internal": "inside"}
+    assert secrets == {"tls": "gateway-tls", "tokens": "tenants", "internal": "inside"}
     for name in secrets:
         assert (mounts[name]["mountPath"], mounts[name]["readOnly"]) == (f"/etc/ringserve-{name}", True)
     for component in ("head", "prefill", "decode"):

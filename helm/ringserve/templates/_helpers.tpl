@@ -26,7 +26,8 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | quote }}
 {{- end }}
 
 {{- define "ringserve.image" -}}
-{{- $repository := required "image.repository: required; build an image with the repository's Dockerfile and say where it is" .Values.image.repository -}}
+{{- $message := "image.repository: required; build an image with the project's Dockerfile and name its repository" -}}
+{{- $repository := required $message .Values.image.repository -}}
 {{ $repository }}:{{ .Values.image.tag | default (printf "%s-%s" .Chart.AppVersion .Values.model.device) }}
 {{- end }}
 

@@ -1,6 +1,6 @@
 {{/*
-All pools as a JSON array: prefill before decode, each role's own pool before the further ones by name. ringserve numbers
-the rings in this order. A further pool inherits its role's values, except its size and its number of rings.
+All pools as a JSON array: prefill before decode, each role's own pool before the further ones by name. ringserve
+numbers the rings in this order. A further pool inherits its role's values, except its size and its number of rings.
 */}}
 {{- define "ringserve.pools" -}}
 {{- $pools := list }}
@@ -12,7 +12,9 @@ the rings in this order. A further pool inherits its role's values, except its s
 {{- range $key, $value := $own }}
 {{- $values = set $values $key $value }}
 {{- end }}
-{{- $pools = append $pools (dict "role" $role "key" (printf "%s.pools.%s" $role $name) "group" (printf "%s-%s" $role $name) "name" $name "values" $values) }}
+{{- $key := printf "%s.pools.%s" $role $name }}
+{{- $group := printf "%s-%s" $role $name }}
+{{- $pools = append $pools (dict "role" $role "key" $key "group" $group "name" $name "values" $values) }}
 {{- end }}
 {{- end }}
 {{- toJson $pools }}
