@@ -35,8 +35,8 @@ from cp_core.attention.backends import select_backend
 from cp_core.attention.interface import AttentionBackend
 from cp_core.attention.partial import Partial
 from cp_core.cost.model import RingRates
-from cp_core.layout.prefill_plan import KvRun
 from cp_core.layout.shards import level_counts
+from cp_core.layout.step_plans import KvRun
 from cp_core.transport.interface import RingTransport, TransportStats, Work
 from services.offline.bench.model_rank import BLOCK_TOKENS
 from services.offline.bench.ring_processes import RingProcesses, Seat

@@ -11,7 +11,7 @@ from typing import ClassVar, Protocol, runtime_checkable
 import torch
 
 from cp_core.attention.partial import Partial
-from cp_core.layout.prefill_plan import KvRun
+from cp_core.layout.step_plans import KvRun
 
 
 class AttentionBackend(Protocol):

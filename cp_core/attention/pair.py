@@ -25,7 +25,7 @@ import torch
 
 from cp_core.attention.interface import AttentionBackend
 from cp_core.attention.partial import Accumulator, Partial, merge
-from cp_core.layout.prefill_plan import KvRun, Shard
+from cp_core.layout.step_plans import KvRun, Shard
 
 
 @dataclass(frozen=True, slots=True)

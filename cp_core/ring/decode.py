@@ -18,8 +18,7 @@ import torch
 from cp_core.attention.interface import AttentionBackend, RowAttention
 from cp_core.attention.paged import PagedShards, attend_pages, takes_pages
 from cp_core.attention.partial import Accumulator, Partial, PartialBuffer, empty_partial, finished_out, merge
-from cp_core.layout.decode_plan import DecodePlan, PassQRoute, Visit
-from cp_core.layout.prefill_plan import KvRun
+from cp_core.layout.step_plans import DecodePlan, KvRun, PassQRoute, Visit
 from cp_core.transport.interface import RingTransport
 
 Shards = Sequence[Sequence[KvRun]] | PagedShards

@@ -13,7 +13,7 @@ import torch
 
 from cp_core.attention.interface import AttentionBackend
 from cp_core.attention.pair import KeyShard, RowPartial, attend_pair
-from cp_core.layout.prefill_plan import KvRun, PrefillPlan, Shard
+from cp_core.layout.step_plans import KvRun, PrefillPlan, Shard
 from cp_core.transport.interface import RingTransport
 
 SequenceParts = list[list[RowPartial]]

@@ -13,7 +13,7 @@ import torch
 from cp_core.attention.interface import AttentionBackend
 from cp_core.attention.pair import KeyShard, merge_rows
 from cp_core.errors import ConfigError
-from cp_core.layout.prefill_plan import KvRun, PrefillPlan, split_new
+from cp_core.layout.step_plans import KvRun, PrefillPlan, split_new
 from cp_core.ring.pass_kv import pass_kv
 from cp_core.ring.pass_q import pass_q
 from cp_core.transport.interface import RingTransport

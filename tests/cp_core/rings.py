@@ -11,8 +11,8 @@ import torch
 
 from cp_core.attention.interface import AttentionBackend
 from cp_core.attention.torch_cpu import TorchCpuFlash
-from cp_core.layout.prefill_plan import KvRun, PrefillPlan, SequencePlan
 from cp_core.layout.shards import PrefillLayout
+from cp_core.layout.step_plans import KvRun, PrefillPlan, SequencePlan
 from cp_core.ring.prefill import ring_prefill
 from cp_core.transport.inprocess import InProcessRing
 from cp_core.transport.interface import RingTransport, TransportStats, Work

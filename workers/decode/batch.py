@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cp_core.layout.decode_plan import DecodePlan
 from cp_core.layout.shards import append_owner
+from cp_core.layout.step_plans import DecodePlan
 from workers.kv.cache import SlotRun, runs
 from workers.protocol.decode_commands import AdmitSequence, ComputePrompt, GrowSequence
 from workers.sampling.sampler import RowSampler

@@ -14,9 +14,8 @@ from torch import Tensor
 from cp_core.attention.interface import AttentionBackend
 from cp_core.attention.paged import PagedShards, takes_pages
 from cp_core.cost.model import PASS_Q
-from cp_core.layout.decode_plan import DecodePlan, PassQRoute
-from cp_core.layout.prefill_plan import KvRun
 from cp_core.layout.shards import balanced_layout
+from cp_core.layout.step_plans import DecodePlan, KvRun, PassQRoute
 from cp_core.ring.decode import ring_decode, sharded_decode
 from cp_core.transport.interface import RingTransport
 from workers.decode.batch import BatchState

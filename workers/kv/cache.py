@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from cp_core.layout.prefill_plan import KvRun
+from cp_core.layout.step_plans import KvRun
 
 Slots = npt.NDArray[np.int64]
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from cp_core.attention.interface import AttentionBackend
-from cp_core.layout.prefill_plan import PrefillPlan, SequencePlan
+from cp_core.layout.step_plans import PrefillPlan, SequencePlan
 from cp_core.ring.prefill import ring_prefill
 from cp_core.transport.interface import RingTransport
 from workers.kv.cache import KvCache, SlotRun

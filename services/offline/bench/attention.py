@@ -19,8 +19,8 @@ from torch.distributed.tensor.experimental import _attention as torch_attention
 
 from cp_core.attention.backends import select_backend
 from cp_core.errors import ConfigError
-from cp_core.layout.prefill_plan import KvRun, PrefillPlan, SequencePlan
 from cp_core.layout.shards import balanced_layout, level_counts
+from cp_core.layout.step_plans import KvRun, PrefillPlan, SequencePlan
 from cp_core.ring.prefill import ring_prefill
 from cp_core.transport.connect import find_store
 from services.offline.bench.figures import GEMM, Target, attention_flops, gemm_flops, paired_ratio

@@ -14,7 +14,7 @@ from cp_core.attention.partial import Partial
 from cp_core.attention.reference import ReferenceAttention
 from cp_core.attention.torch_cpu import TorchCpuFlash
 from cp_core.cost.decode import GATHER, VARIANTS
-from cp_core.layout.decode_plan import DecodePlan, PassQRoute
+from cp_core.layout.step_plans import DecodePlan, PassQRoute
 from cp_core.ring.decode import ring_decode, sharded_decode
 from cp_core.transport.inprocess import InProcessRing
 from cp_core.transport.interface import RingTransport

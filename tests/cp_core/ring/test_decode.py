@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from cp_core.attention.torch_cpu import TorchCpuFlash
 from cp_core.cost.decode import GATHER, VARIANTS
 from cp_core.cost.model import PASS_Q
-from cp_core.layout.decode_plan import DecodePlan, PassQRoute
-from cp_core.layout.prefill_plan import KvRun
 from cp_core.layout.shards import append_owner
+from cp_core.layout.step_plans import DecodePlan, KvRun, PassQRoute
 from cp_core.ring.decode import ring_decode, sharded_decode
 from cp_core.transport.inprocess import InProcessRing
 from cp_core.transport.interface import RingTransport, TransportStats

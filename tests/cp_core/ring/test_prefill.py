@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from cp_core.attention.reference import ReferenceAttention
 from cp_core.errors import ConfigError, InvalidRequest
-from cp_core.layout.prefill_plan import KvRun, PrefillPlan, SequencePlan
 from cp_core.layout.shards import PrefillLayout, balanced_layout
+from cp_core.layout.step_plans import KvRun, PrefillPlan, SequencePlan
 from cp_core.ring.prefill import ring_prefill
 from cp_core.transport.inprocess import InProcessRing
 from tests.cp_core.rings import PlacedSequence, prefill_on_threads

@@ -16,8 +16,8 @@ import torch
 
 from cp_core.attention.torch_cpu import TorchCpuFlash
 from cp_core.errors import ConfigError, Unavailable
-from cp_core.layout.prefill_plan import KvRun
 from cp_core.layout.shards import PrefillLayout
+from cp_core.layout.step_plans import KvRun
 from cp_core.ring.decode import sharded_decode
 from cp_core.transport.connect import RingStore, connect_ring
 from cp_core.transport.interface import RingTransport

@@ -13,8 +13,8 @@ import torch
 from cp_core.attention.partial import Partial
 from cp_core.attention.reference import ReferenceAttention
 from cp_core.errors import Unavailable
-from cp_core.layout.prefill_plan import PrefillPlan, SequencePlan
 from cp_core.layout.shards import balanced_layout
+from cp_core.layout.step_plans import PrefillPlan, SequencePlan
 from cp_core.ring.prefill import ring_prefill
 from cp_core.transport.delayed import Clock, DelayedTransport, WallClock
 from cp_core.transport.inprocess import InProcessRing

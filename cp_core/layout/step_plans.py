@@ -1,0 +1,170 @@
+"""Plans of prefill and decode steps, which every rank knows before the step: the tokens and rows of each rank.
+
+Shapes: S stored tokens, K key/value heads, D head dimension; B sequences (rows) of a decode batch with one new token
+each, N ranks. Every rank derives the same plan of a decode step, so lengths are exact and no batch ids are sent with
+the queries (arXiv 2411.01783, algorithm 4, sends them).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from cp_core.errors import InvalidRequest
+from cp_core.layout.shards import PrefillLayout
+
+
+@dataclass(frozen=True, slots=True)
+class KvRun:
+    """Views of the cache: k[S, K, D] and v[S, K, D] of tokens stored side by side."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One rank's part of one sequence, in tokens. Its new tokens are chunks `slot` (low) and 2N-1-slot (high)."""
+
+    slot: int
+    cached: int
+    low: int
+    high: int
+
+    @property
+    def new(self) -> int:
+        return self.low + self.high
+
+    @property
+    def stored(self) -> int:
+        """Tokens whose K and V the rank holds in this step."""
+        return self.cached + self.low + self.high
+
+
+@dataclass(frozen=True, slots=True)
+class SequencePlan:
+    """Layout of a sequence's new tokens; `cached[r]` tokens of it lie on rank r, in any order of position."""
+
+    layout: PrefillLayout
+    cached: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.cached) != self.layout.num_ranks or min(self.cached) < 0:
+            raise InvalidRequest(
+                f"cached is {self.cached}; allowed is one count >= 0 for each of {self.layout.num_ranks}"
+            )
+
+    def shard(self, rank: int) -> Shard:
+        low, high = self.layout.chunks(rank)
+        return Shard(self.layout.slots[rank], self.cached[rank], len(low), len(high))
+
+
+@dataclass(frozen=True)
+class PrefillPlan:
+    """Sequences of a step, in the order in which every rank packs their tokens. Made once a step, not a layer."""
+
+    sequences: tuple[SequencePlan, ...]
+
+    @cached_property
+    def shards(self) -> tuple[tuple[Shard, ...], ...]:
+        """Shard of every sequence by rank: `shards[rank][sequence]`."""
+        ranks = {sequence.layout.num_ranks for sequence in self.sequences}
+        assert len(ranks) <= 1, f"sequences of rings of {ranks} ranks in one step"
+        return tuple(
+            tuple(sequence.shard(rank) for sequence in self.sequences) for rank in range(max(ranks, default=0))
+        )
+
+    def of_rank(self, rank: int) -> tuple[Shard, ...]:
+        """Return the shards of one rank, one for each sequence."""
+        return self.shards[rank] if self.sequences else ()
+
+    def new_on(self, rank: int) -> int:
+        """Return the new tokens of all sequences on a rank: the rows of its packed q."""
+        return sum(shard.new for shard in self.of_rank(rank))
+
+    def stored_on(self, rank: int) -> int:
+        """Return the cached and new tokens of all sequences on a rank: the rows of its packed KV message."""
+        return sum(shard.stored for shard in self.of_rank(rank))
+
+
+def split_new(rows: torch.Tensor, shards: Sequence[Shard]) -> tuple[torch.Tensor, ...]:
+    """Return views of each sequence's rows of a packed q, k, v or out [T, ...]."""
+    return rows.split([shard.new for shard in shards]) if shards else ()
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePlan:
+    """Owner of each row and its tokens by rank.
+
+    `owners[i]` computes row i and stores its new token; `held[i][r]` tokens of it, with the new one, lie on rank r.
+    """
+
+    num_ranks: int
+    owners: tuple[int, ...]
+    held: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        assert len(self.owners) == len(self.held), f"{len(self.owners)} owners of {len(self.held)} sequences"
+        assert all(len(held) == self.num_ranks for held in self.held), "one count a rank"
+        assert all(0 <= owner < self.num_ranks for owner in self.owners), "owners are ranks of the ring"
+
+    def __len__(self) -> int:
+        return len(self.owners)
+
+    def rows_of(self, rank: int) -> list[int]:
+        """Return the rows that a rank computes, ascending."""
+        return [row for row, owner in enumerate(self.owners) if owner == rank]
+
+    def held_by(self, rank: int, rows: Sequence[int]) -> list[int]:
+        """Return the rows among `rows` of which the rank holds any token: it has a part of no others."""
+        return [row for row in rows if self.held[row][rank]]
+
+    def sent_on(self, source: int, hop: int) -> list[int]:
+        """Return the rows of `source` whose queries reach rank source + hop: it, or one behind it, holds their keys."""
+        later = [(source + step) % self.num_ranks for step in range(max(hop, 1), self.num_ranks)]
+        return [row for row in self.rows_of(source) if hop == 0 or any(self.held[row][rank] for rank in later)]
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """Queries of `source` at one rank: `rows` of the batch, in the order of the message.
+
+    `answered` and `onward` are places in the message: of queries that this rank attends, and that it sends on.
+    """
+
+    source: int
+    rows: tuple[int, ...]
+    answered: tuple[int, ...]
+    onward: tuple[int, ...]
+
+
+class PassQRoute:
+    """Work of one rank in every layer of a pass-Q step, derived once a step.
+
+    `visits[j]` is hop j of N; the first is the rank's own queries. `returns[p]` are the places, among the rank's own
+    rows, of those that rank p answers.
+    """
+
+    def __init__(self, plan: DecodePlan, rank: int) -> None:
+        size = plan.num_ranks
+        self.rank = rank
+        self.batch = len(plan)
+        self.own = plan.rows_of(rank)
+        self.visits = [_visit(plan, rank, (rank - hop) % size, hop) for hop in range(size)]
+        place = {row: index for index, row in enumerate(self.own)}
+        self.returns = [[place[row] for row in plan.held_by(peer, self.own)] for peer in range(size)]
+
+
+def _visit(plan: DecodePlan, rank: int, source: int, hop: int) -> Visit:
+    rows = plan.sent_on(source, hop)
+    onward = set(plan.sent_on(source, hop + 1))
+    answered = set(plan.held_by(rank, rows))
+    return Visit(
+        source,
+        tuple(rows),
+        tuple(place for place, row in enumerate(rows) if row in answered),
+        tuple(place for place, row in enumerate(rows) if row in onward),
+    )
