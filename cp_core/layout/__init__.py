@@ -1,1 +1,1 @@
-"""Layouts: which tokens lie on which rank, what a step moves, and how KV is resharded. Pure Python and numpy."""
+"""Layouts: tokens on ranks, plans of steps, and plans of resharding KV."""

@@ -194,7 +194,7 @@ def level_counts(held: Sequence[int], num_tokens: int) -> tuple[int, ...]:
 
 
 def spread(start: int, num_tokens: int, held: Sequence[int]) -> ShardMap:
-    """Lay positions [start, start + num_tokens) over ranks as one contiguous range each, levelling what they hold."""
+    """Lay positions [start, start + num_tokens) over ranks as one contiguous range each, levelling their counts."""
     counts = level_counts(held, num_tokens)
     bounds = accumulate(counts, initial=start)
     return ShardMap(tuple(coalesce([TokenRange(begin, end)]) for begin, end in pairwise(bounds)))

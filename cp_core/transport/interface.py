@@ -2,7 +2,7 @@
 
 All operations start at once and return a `Work`. Between the start and the end of `Work.wait()` a sent tensor may be
 read but not written, and a received one neither. Tensors are contiguous. Both sides know every size beforehand, so
-lengths are exact and a tensor without elements puts nothing on the wire. Messages of a pair of ranks arrive in the
+lengths are exact and a tensor without elements puts no byte on the wire. Messages of a pair of ranks arrive in the
 order in which they were issued; every rank issues its operations in the same order.
 """
 

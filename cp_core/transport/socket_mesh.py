@@ -111,7 +111,7 @@ def connect_mesh(listener: RingListener, rendezvous: Rendezvous) -> dict[int, so
 
 @dataclass(slots=True)
 class _Caller:
-    """Connection of an unproven caller, and the part of its greeting that has come. `awaits` is what to poll for."""
+    """Connection of an unproven caller, and the part of its greeting that has come. `awaits` are poll events."""
 
     connection: socket.socket
     has_tls: bool

@@ -2,8 +2,8 @@
 
 Both sides know every size, so nothing but payload is on the wire. A caller that starts messages hands the kernel at
 once as much as it takes, and a caller that waits moves bytes itself. On busy cores every change of thread waits for the
-scheduler, so small messages need none (docs/decisions/0004). One background thread, the mover, moves what does not fit
-in the kernel's buffers while no caller waits.
+scheduler, so small messages need none (docs/decisions/0004). One background thread, the mover, moves bytes that do
+not fit in the kernel's buffers while no caller waits.
 
     OPEN --close()--> CLOSED   in order, if nothing is under way: peers that expect nothing more never notice
       |
@@ -86,7 +86,7 @@ class Link:
         return (select.POLLIN if self.recvs else 0) | (select.POLLOUT if self.sends else 0)
 
     def move(self) -> None:
-        """Send what the kernel takes and receive what it has; sets `is_lost` if the peer is gone."""
+        """Send the bytes that the kernel takes and receive those it has; set `is_lost` if the peer is gone."""
         try:
             self._send()
             self._receive()

@@ -17,7 +17,7 @@ HOST = "127.0.0.1"
 def real_ring(
     backend: str, size: int, timeout_seconds: float = 20.0, name: str = "ring", tls: PeerTls | None = None
 ) -> Iterator[list[RingTransport]]:
-    """Every rank's end of a ring of `size`."""
+    """Yield every rank's end of a ring of `size`."""
     store = RingStore(HOST, 0, timeout_seconds)
 
     def join(rank: int) -> RingTransport:

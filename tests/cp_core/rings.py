@@ -38,7 +38,7 @@ def on_every_rank(transports: Sequence[RingTransport], act: Callable[[RingTransp
 
 
 class PoisoningTransport:
-    """Fills every tensor that will be received with NaN first: what no message brings would show in the result."""
+    """Transport that fills every tensor with NaN before it is received: a missing message shows in the result."""
 
     def __init__(self, inner: RingTransport) -> None:
         self._inner = inner
@@ -64,7 +64,7 @@ class PoisoningTransport:
 
 @dataclass(frozen=True)
 class PlacedSequence:
-    """A sequence whose first tokens are cached: position p on rank `cached_owner[p]`, in runs of `run` tokens."""
+    """Sequence whose first tokens are cached: position p on rank `cached_owner[p]`, in runs of `run` tokens."""
 
     tokens: Tokens
     layout: PrefillLayout
@@ -90,7 +90,7 @@ class PlacedSequence:
 
 @dataclass(frozen=True)
 class PrefillResult:
-    """`outs[i][T_i, H, D]` of each sequence's new tokens in order of position, and each rank's transport counts."""
+    """Output `outs[i][T_i, H, D]` of each sequence's new tokens by position, and each rank's transport counts."""
 
     outs: list[torch.Tensor]
     stats: list[TransportStats] = field(default_factory=list)
@@ -104,7 +104,7 @@ def prefill_on_threads(
     backend: AttentionBackend | None = None,
     transports: Sequence[RingTransport] = (),
 ) -> PrefillResult:
-    """`ring_prefill` over the given ring, or else an in-process one of `size` ranks."""
+    """Run `ring_prefill` over the given ring, or else an in-process one of `size` ranks."""
     plan = PrefillPlan(tuple(sequence.plan for sequence in sequences))
     transports = [PoisoningTransport(each) for each in transports or InProcessRing(size).transports]
     shape = sequences[0].tokens if sequences else Tokens(*(torch.zeros(0, 2, 64),) * 3)

@@ -59,7 +59,7 @@ def test_lengths_around_the_kernels_blocks_match_the_oracle(backend: AttentionBa
 @pytest.mark.parametrize("backend", BACKENDS, ids=_names)
 @pytest.mark.parametrize("causal", [False, True])
 def test_narrow_inputs_give_fp32_partials(backend: AttentionBackend, dtype: torch.dtype, causal: bool) -> None:
-    """Rounded to the dtype, at most 1.05 of its rounding floor; before that as good as fp32."""
+    """Rounded to the dtype, at most 1.05 of its rounding floor; before rounding as exact as fp32."""
     tokens = random_tokens(130, dtype=dtype)
     _check(backend, tokens.q, tokens.k, tokens.v, causal=causal)
     part = backend.partial_attention(tokens.q, tokens.k, tokens.v, causal=causal, scale=0.125)

@@ -25,7 +25,7 @@ SCALE = 0.125
 
 
 def scattered(stored: list[tuple[torch.Tensor, torch.Tensor]], page_tokens: int, seed: int = 0) -> PagedShards:
-    """Sequences of k[S, K, D] and v[S, K, D] over pages in random order of a cache that is otherwise NaN."""
+    """Scatter sequences of k[S, K, D] and v[S, K, D] over pages in random order of a cache that is otherwise NaN."""
     needed = [-(-k.shape[0] // page_tokens) for k, _ in stored]
     numbers = random.Random(seed).sample(range(sum(needed) + 3), sum(needed))
     shape = (sum(needed) + 3, page_tokens, 2, 64)
@@ -51,7 +51,7 @@ def scattered(stored: list[tuple[torch.Tensor, torch.Tensor]], page_tokens: int,
 def test_any_spread_of_any_batch_over_pages_matches_the_oracle(
     variant: str, size: int, lengths: list[int], page_tokens: int, data: st.DataObject
 ) -> None:
-    """Ranks that hold nothing of some sequence, or of any; pages whose last tokens were never written."""
+    """Ranks may hold nothing of some sequences, or of all; the last tokens of some pages were never written."""
     batch = [random_tokens(length, seed=index) for index, length in enumerate(lengths)]
     owners = [data.draw(st.lists(st.integers(0, size - 1), min_size=each, max_size=each)) for each in lengths]
     for row, out in enumerate(decode_over_pages(variant, batch, owners, size, page_tokens)):

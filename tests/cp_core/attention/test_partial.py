@@ -1,4 +1,4 @@
-"""Merging parts is exact, whatever is empty and however the parts are grouped."""
+"""Merge of parts: exact with empty parts and in any order and nesting."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_parts_of_any_cut_merge_to_the_whole(inner: list[int], dtype: torch.dtyp
 @given(order=st.permutations(range(6)), seed=st.integers(0, 1000))
 @settings(max_examples=40, deadline=None)
 def test_the_order_and_the_grouping_of_parts_change_only_the_last_bits(order: list[int], seed: int) -> None:
-    """Permuted, or folded two by two: at most 2e-7 of max |v|."""
+    """Permuted or folded parts differ by at most 2e-7 of max |v|."""
     tokens = random_tokens(120, seed=seed)
     parts = _parts(tokens, [0, 20, 21, 60, 80, 110, 120])
     whole = merge(parts)

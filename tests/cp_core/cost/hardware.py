@@ -1,4 +1,4 @@
-"""A profile with round numbers, and a model small enough to count by hand."""
+"""Profile with round numbers, and a model small enough to count by hand."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def test_pass_q_by_hand() -> None:
 
 
 def test_gathered_parts_by_hand() -> None:
-    """Every rank computes all 5 rows, 3 of which cost extra, over its half of the tokens, and sends nothing before."""
+    """Every rank computes all 5 rows, 3 of which cost extra, over its half of the tokens, and sends no query."""
     cost = step(cp=2, batch=5, variant="gather")
     assert cost.call_seconds == pytest.approx(0.02 + 5 * 50 * 16 / 1e4 + 3 * 0.003)
     assert cost.layer_attention_seconds == cost.call_seconds

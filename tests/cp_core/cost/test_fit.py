@@ -1,4 +1,4 @@
-"""Fits find what made the samples."""
+"""Fits: they find the constants that made the samples."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MODEL = published_model()
 
 
 def moved(profile: HardwareProfile, factor: float) -> HardwareProfile:
-    """With every constant that is fitted `factor` times as large."""
+    """Return the profile with every fitted constant `factor` times as large."""
     prefill = {name: factor * getattr(profile.prefill, name) for name in PREFILL_CONSTANTS}
     decode = {name: factor * getattr(profile.decode, name) for name in DECODE_CONSTANTS}
     return replace(profile, prefill=replace(profile.prefill, **prefill), decode=replace(profile.decode, **decode))
@@ -69,7 +69,7 @@ def test_prefill_constants_are_found_again_from_what_they_predict() -> None:
 
 
 def pairs(profile: HardwareProfile, slowed: float) -> tuple[list[PrefillSample], list[PrefillRatio]]:
-    """Cells by both algorithms, every second one on a machine that was `slowed` for both of them; and their ratios."""
+    """Cells by both algorithms, every second one on a machine that was `slowed` for both, and their ratios."""
     samples = [
         PrefillSample(cp=4, tp=8, algorithm=algorithm, new_tokens=new, cached_tokens=cached, seconds=1.0)
         for new in (500, 2000, 8000, 32_000)

@@ -41,7 +41,7 @@ def test_a_border_in_the_number_of_new_tokens_is_found(border: int, cached: int)
 
 
 def test_a_turn_that_was_measured_wrong_does_not_move_the_border_where_most_time_is_lost() -> None:
-    """One short turn says that pass-KV is a little faster there, against five that say otherwise."""
+    """One short turn has pass-KV a little faster, against five that have pass-Q faster."""
     turns = [comparison(1000 * step, 100_000, 2.0, 1.8 if step < 6 else 2.2) for step in range(1, 12)]
     turns[2] = comparison(3000, 100_000, 1.99, 2.0)
     fit = fit_empirical(turns)

@@ -1,4 +1,4 @@
-"""Bytes of weights, of KV, and what is left."""
+"""Bytes of weights, of KV, and of the remaining memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The predicted prefill time: by hand, against published times, and its general rules."""
+"""Predicted prefill time: by hand, against published times, and its general rules."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_a_ring_of_one_communicates_nothing() -> None:
 
 @given(overlap=st.floats(0.0, 1.0), algorithm=st.sampled_from(["pass_kv", "pass_q"]))
 def test_what_does_not_pass_behind_attention_is_exposed(overlap: float, algorithm: str) -> None:
-    """TINY's message and iteration are of like length, so that the share that hides is the share that is missing."""
+    """TINY's message and iteration are of like length, so the hidden share is the missing share."""
     cost, none, full = (
         predict_prefill(TINY, PrefillRates(ring=replace(RING, overlap=share)), 4, algorithm, 32, 32)
         for share in (overlap, 0.0, 1.0)

@@ -1,4 +1,4 @@
-"""Hardware profiles: those shipped, and what a file must hold."""
+"""Hardware profiles: the shipped ones, and the rules of a file."""
 
 from __future__ import annotations
 

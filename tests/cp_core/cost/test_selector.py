@@ -1,4 +1,4 @@
-"""The selection rules against the paper's table 4 (arXiv 2411.01783), and what they answer to people."""
+"""Selection rules against the paper's table 4 (arXiv 2411.01783), and their reasons in words."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def table_4() -> list[Row]:
 
 
 def llama_405b(tensor_parallel: int = 1) -> ModelShape:
-    """Llama 3 405B, or one tensor-parallel share of it."""
+    """Return the shape of Llama 3 405B, or one tensor parallel share of it."""
     return ModelShape(
         num_layers=126,
         hidden_size=16384,
@@ -68,7 +68,7 @@ def llama_405b(tensor_parallel: int = 1) -> ModelShape:
 
 
 def fitted_rates() -> PrefillRates:
-    """Per GPU, fitted to the paper's tables 4 and 5; the overhead is that of 4 ranks with cached tokens."""
+    """Return the rates of a GPU fitted to the paper's tables 4 and 5; the overhead is that of 4 ranks with cached tokens."""
     return PrefillRates(
         ring=RingRates(
             gemm_flops=llama_405b(8).linear_flops_per_token / 209.7e-6,

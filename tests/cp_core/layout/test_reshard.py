@@ -50,7 +50,7 @@ def positions(shards: ShardMap, rank: int) -> list[int]:
 def deliveries(
     plan: ReshardPlan, source: ShardMap, source_tp: int, head_share: int
 ) -> dict[int, list[tuple[int, int]]]:
-    """(position, head) pairs that reach each destination rank, each checked to be stored where its piece says."""
+    """Return the (position, head) pairs that reach each destination rank, each checked against its piece."""
     arrived: dict[int, list[tuple[int, int]]] = {}
     stored = [positions(source, rank) for rank in range(source.num_ranks)]
     for route in plan.routes:
@@ -215,7 +215,7 @@ def test_the_proof_notices_any_single_tampered_piece(source: ShardMap, data: st.
 
 
 def test_planning_takes_as_long_as_there_are_tokens() -> None:
-    """Counted, not timed: a quadratic planner would take minutes for what is decoded token by token."""
+    """Count comparisons instead of seconds: a quadratic planner takes minutes for KV that was decoded token by token."""
 
     def lines_run(num_tokens: int) -> int:
         source, destination = appended(0, num_tokens, (0, 0)), spread(0, num_tokens, (0, 0, 0))

@@ -134,7 +134,7 @@ def test_spread_gives_each_rank_one_run_and_levels_what_they_hold(held: list[int
     assert shards.held == level_counts(held, count)
     after = [own + more for own, more in zip(held, shards.held, strict=True)]
     grown = [total for total, more in zip(after, shards.held, strict=True) if more]
-    # Whoever got a token has no more than one above the emptiest.
+    # A rank that got a token has no more than one above the emptiest.
     assert not grown or max(grown) - min(after) <= 1
 
 

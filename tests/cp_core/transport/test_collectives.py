@@ -1,4 +1,4 @@
-"""Sums over ranks: right, the same bits everywhere, and no more on the wire than they need."""
+"""Sums over ranks: correct, the same bits on every rank, and the least bytes on the wire."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from cp_core.transport.inprocess import InProcessRing
 from cp_core.transport.interface import RingTransport
 
 LARGE = ONE_ROUND_BYTES // 4 + 7
-"""Elements of fp32: more than one round's bytes, and a number that no size of group divides."""
+"""Elements of fp32: more than one round's bytes, and a number that no ring size divides."""
 
 
 def on_all(size: int, call: Callable[[RingTransport], Tensor]) -> tuple[list[Tensor], list[RingTransport]]:
-    """Call on every rank at the same time; the results, and the transports for their counts."""
+    """Call on every rank at the same time. Return the results, and the transports for their counts."""
     transports = InProcessRing(size).transports
     with ThreadPoolExecutor(size) as threads:
         return list(threads.map(call, transports)), list(transports)

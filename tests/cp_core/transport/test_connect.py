@@ -140,7 +140,7 @@ def test_a_wait_ends_at_its_deadline(backend: str) -> None:
 
 
 def _rank_until_killed(backend: str, rank: int, port: int, told: Connection) -> None:
-    """Rank 1 and 2 of 3: says when it has joined, then waits for a message that never comes."""
+    """Join as rank 1 or 2 of 3, report it, then wait for a message that never comes."""
     with gloo_as_nccl():
         ring = connect_ring(HOST, port, "doomed", rank, 3, 60.0, backend)
     told.send("joined")

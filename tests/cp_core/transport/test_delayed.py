@@ -1,4 +1,4 @@
-"""Messages take the time they are given, and ring attention hides it behind what it computes meanwhile."""
+"""Delayed messages take their given time, and ring attention hides it behind its computation."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NUM_TOKENS = 64
 
 
 class RankClock:
-    """A rank's own time: it passes where the rank computes, and where it waits. No scheduler can disturb it."""
+    """Clock of one rank, which advances where the rank computes or waits: no scheduler disturbs it."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
@@ -43,7 +43,7 @@ class RankClock:
 
 
 class TimedAttention:
-    """Attention of which every call takes `seconds` of the rank's time: one call is one iteration of the ring."""
+    """Attention whose every call takes `seconds` of the rank's time: one call is one iteration of the ring."""
 
     name: ClassVar[str] = "timed"
 
@@ -99,7 +99,7 @@ def test_a_message_that_takes_less_than_an_iteration_costs_nothing(size: int, al
     alone = prefill_seconds(size, algorithm, RankClock, 1.0, 0.0)
     delayed = prefill_seconds(size, algorithm, RankClock, 1.0, 0.9)
     assert alone == pytest.approx(size)
-    # Pass-Q ends with an all-to-all, behind which there is nothing to compute: it shows, once.
+    # Pass-Q ends with an all-to-all that no computation hides.
     exposed = 0.9 if algorithm == "pass_q" else 0.0
     assert delayed == pytest.approx(alone + exposed)
     if algorithm == "pass_kv":
@@ -118,7 +118,7 @@ def test_a_slow_link_shows_what_computing_does_not_hide() -> None:
 
 
 def test_communication_hides_under_compute_by_the_clock_on_the_wall() -> None:
-    """The least of several runs: whatever else the machine does only ever adds time."""
+    """Return the least of several runs: other load on the machine only adds time."""
     alone = min(prefill_seconds(3, "pass_kv", WallClock, 0.08, 0.0) for _ in range(4))
     hidden = min(prefill_seconds(3, "pass_kv", WallClock, 0.08, 0.05) for _ in range(4))
     exposed = prefill_seconds(3, "pass_kv", WallClock, 0.08, 0.13)

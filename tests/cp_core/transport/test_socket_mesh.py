@@ -30,7 +30,7 @@ def tls(request: pytest.FixtureRequest, authority: Authority) -> PeerTls | None:
 
 
 class Ranks:
-    """Threads that meet. `listeners` listen from the start; every rank may be told another rendezvous."""
+    """Ranks as threads. `listeners` listen from the start; a test may change the rendezvous of each rank."""
 
     def __init__(self, size: int, tls: PeerTls | None = None, seconds: float = SECONDS) -> None:
         self.listeners = [RingListener(HOST) for _ in range(size)]
@@ -58,7 +58,7 @@ class Ranks:
         return str(caught.value)
 
     def check_they_talk(self) -> None:
-        """Every rank's number reaches every other."""
+        """Assert that every rank's number reaches every other."""
         rings = [self.ring(rank) for rank in sorted(self._joining)]
         received = [[torch.full((1,), torch.nan) for _ in rings] for _ in rings]
         works = [
@@ -117,7 +117,7 @@ def test_strangers_are_refused_and_hold_up_nobody(tls: PeerTls | None) -> None:
     with ranks(2, tls) as met:
         met.start(0)
         listener = met.listeners[0]
-        # A rank that is right with a proof that is not, half a greeting, none at all, and one who goes at once.
+        # An awaited rank with a wrong proof, half a greeting, none at all, and a caller that leaves at once.
         with (
             guest(listener, (1).to_bytes(4, "big") + bytes(32)) as liar,
             guest(listener, b"GET / HTTP/1.1\r\n\r\n" + bytes(80)) as lost,

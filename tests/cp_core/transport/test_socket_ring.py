@@ -42,7 +42,7 @@ def test_every_rank_gets_what_every_other_sent_small_and_large(size: int, tls: P
 
         def act(transport: RingTransport) -> bool:
             rank = transport.rank
-            # From 1 byte to more than twice what is large; rank 0 sends itself and others nothing.
+            # From 1 byte to more than twice LARGE_BYTES; rank 0 sends no bytes to itself and others.
             lengths = [[(peer * source * 131071) % (3 * LARGE_BYTES) for peer in range(size)] for source in range(size)]
             arrived = [torch.zeros(lengths[source][rank], dtype=torch.uint8) for source in range(size)]
             transport.all_to_all(
@@ -76,7 +76,7 @@ def test_a_large_message_arrives_while_nobody_waits_for_it(tls: PeerTls | None) 
         sent, received = pattern(HUGE_BYTES, 1), torch.zeros(HUGE_BYTES, dtype=torch.uint8)
         receiving = right.exchange(torch.empty(0), 0, received, 0)
         sending = left.exchange(sent, 1, torch.empty(0), 1)
-        # Neither rank waits. What may still lie in the kernel, because it is small, is at the end.
+        # Neither rank waits. Only the small message at the end may still lie in the kernel.
         deadline = time.monotonic() + 20.0
         while not torch.equal(received[: -2 * LARGE_BYTES], sent[: -2 * LARGE_BYTES]):
             assert time.monotonic() < deadline, "the message does not move"
@@ -111,7 +111,7 @@ def test_a_slow_reader_is_waited_for_until_the_deadline(tls: PeerTls | None) -> 
         with pytest.raises(Unavailable, match="rank 0 lost rank 1 after its deadline"):
             sending.wait(timeout_seconds=0.3)
         assert 0.3 <= time.monotonic() - started < 3.0
-        # Rank 0 gave up with a part of it sent, so there is no saying where the next message would begin.
+        # Rank 0 passed its deadline in the middle of a message, so the start of the next one is unknown.
         work = right.exchange(torch.empty(0), 0, torch.empty(HUGE_BYTES, dtype=torch.uint8), 0)
         with pytest.raises(Unavailable, match="rank 1 lost rank 0"):
             work.wait()
@@ -164,7 +164,7 @@ def test_a_ring_of_sockets_leaves_no_thread_and_no_descriptor_behind(tls: PeerTl
 
 
 def _send_half(port: int, told: Connection) -> None:
-    """Rank 1 of 3: sends a message that rank 0 does not read to its end in time."""
+    """Join as rank 1 of 3, and send a message that rank 0 does not read to its end in time."""
     ring = connect_ring(HOST, port, "doomed", 1, 3, 60.0, "sockets")
     ring.exchange(torch.ones(HUGE_BYTES, dtype=torch.uint8), 0, torch.empty(0), 0)
     told.send("sending")
@@ -190,7 +190,7 @@ def test_a_death_in_the_middle_of_a_large_message_surfaces_on_everybody_at_once(
             assert process.pid is not None
             started = time.monotonic()
             os.kill(process.pid, signal.SIGKILL)
-            # Either may hear of it first, from the dead rank's kernel, and the other then from it.
+            # Either rank may notice first, by the dead rank's kernel; the other then notices by it.
             for wait, reason in zip(waits, ["rank 0 lost rank [12]", "rank 2 lost rank [01]"], strict=True):
                 with pytest.raises(Unavailable, match=reason):
                     wait.result(timeout=10)
@@ -249,7 +249,7 @@ def test_messages_are_under_way_at_least_as_long_as_they_are_waited_for() -> Non
                 transport.gather_all(pattern(100, transport.rank), arrived).wait()
             stats = transport.stats
             assert stats.seconds_under_way is not None
-            # Looking at the clock once more at the end of each wait, and the thread's turns, are not messages.
+            # The clock is read once more at the end of each wait, and threads change: neither is time of messages.
             return 0.0 < stats.seconds_under_way >= stats.seconds_waited * 0.5
 
         assert on_every_rank(transports, act) == [True] * 3
