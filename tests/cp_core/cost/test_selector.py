@@ -68,7 +68,7 @@ def llama_405b(tensor_parallel: int = 1) -> ModelShape:
 
 
 def fitted_rates() -> PrefillRates:
-    """Return the rates of a GPU fitted to the paper's tables 4 and 5; the overhead is that of 4 ranks with cached tokens."""
+    """Return rates of a GPU, fitted to the paper's tables 4 and 5; the overhead is of 4 ranks with cached tokens."""
     return PrefillRates(
         ring=RingRates(
             gemm_flops=llama_405b(8).linear_flops_per_token / 209.7e-6,

@@ -215,7 +215,7 @@ def test_the_proof_notices_any_single_tampered_piece(source: ShardMap, data: st.
 
 
 def test_planning_takes_as_long_as_there_are_tokens() -> None:
-    """Count comparisons instead of seconds: a quadratic planner takes minutes for KV that was decoded token by token."""
+    """Count lines instead of seconds: a quadratic planner takes minutes for KV that was decoded token by token."""
 
     def lines_run(num_tokens: int) -> int:
         source, destination = appended(0, num_tokens, (0, 0)), spread(0, num_tokens, (0, 0, 0))
