@@ -1,11 +1,11 @@
-"""How fast each candidate moves KV from one process to another over loopback, gloo's one-way send as the yardstick.
+"""Rate of each candidate that moves KV between two processes over loopback (decision 0003), beside gloo's send.
 
     python bench/kv_carrier.py --megabytes 64 --messages 262144,1048576,4194304 --json
 
-Two processes, one thread of computation each. A run counts from the first byte offered until the receiver has said that
-it holds the last one. Every candidate's bytes end in memory that was there before: a message buffer, or for
-`kv_transfer` (this project's own sender and receiver, with their checks and the copy from staging) the cache itself.
-Candidates that are not installed are left out, and named. `--tls` measures what encryption costs `kv_transfer`.
+The two processes have one thread of computation each. A run lasts from the first byte offered until the receiver
+confirms the last one. All bytes end in preallocated memory: a message buffer, or for `kv_transfer` (this project's own
+sender and receiver, with their checks and the copy from staging) the cache itself. Candidates that are not installed
+are skipped and named. `--tls` measures the cost of encryption.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ CERTIFICATE = "BENCH_CERTIFICATE"
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """`count` messages of `message_bytes`, sent `repeats` times after one time for practice."""
+    """Load of `count` messages of `message_bytes`, sent `repeats` times after a warm-up."""
 
     message_bytes: int
     count: int
@@ -51,9 +51,9 @@ class Load:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One candidate at one message size; gigabytes (1e9 bytes) a second, and what a gigabyte cost both processes.
+    """Row of one candidate at one message size: rates in 1e9 bytes a second, processor seconds of both processes.
 
-    Where other programs use the cores the rates say little; the processor time still tells the candidates apart.
+    Processor time distinguishes candidates even where other programs use the cores.
     """
 
     carrier: str
@@ -77,9 +77,9 @@ def receive_sockets(load: Load, pipe: Connection) -> None:
     with connection:
         for _ in range(load.repeats + 1):
             for _ in range(load.count):
-                left = buffer
-                while left.nbytes:
-                    left = left[connection.recv_into(left) :]
+                unfilled = buffer
+                while unfilled.nbytes:
+                    unfilled = unfilled[connection.recv_into(unfilled) :]
             connection.sendall(b"k")
 
 
@@ -205,7 +205,7 @@ def send_gloo(load: Load, pipe: Connection) -> Runs:
 
 
 def kv_cache(load: Load) -> Any:
-    """A cache whose layer is one message: K and V of 8 heads of 64 in fp32, 4 KiB a token."""
+    """Make a cache whose layer is one message: K and V of 8 heads of 64 in float32, 4 KiB a token."""
     import torch
 
     from workers.kv.cache import KvCache
@@ -235,12 +235,12 @@ def receive_kv_transfer(load: Load, pipe: Connection, tls: Any = None) -> None:
 
 
 def send_kv_transfer(load: Load, pipe: Connection) -> Runs:
-    """As configured by default: with a checksum of every frame."""
+    """Send with a checksum of every frame, the default."""
     yield from _send_kv(load, pipe, checksums=True)
 
 
 def send_kv_transfer_unsummed(load: Load, pipe: Connection) -> Runs:
-    """With `kv_cache.checksums` off."""
+    """Send with `kv_cache.checksums` off."""
     yield from _send_kv(load, pipe, checksums=False)
 
 
@@ -253,7 +253,7 @@ def send_kv_transfer_tls(load: Load, pipe: Connection) -> Runs:
 
 
 def bench_tls() -> Any:
-    """By the certificate that `main` has made for this run: one that signs itself."""
+    """Return TLS by the self-signed certificate of this run."""
     from cp_core.transport.peer_tls import PeerTls
 
     cert = f"{os.environ[CERTIFICATE]}/cert.pem"
@@ -283,7 +283,7 @@ def _send_kv(load: Load, pipe: Connection, *, checksums: bool, tls: Any = None) 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A carrier: what its two processes do, and which package it needs."""
+    """Carrier with the work of its two processes, and the package that it needs."""
 
     name: str
     package: str
@@ -291,16 +291,16 @@ class Candidate:
     send: Callable[[Load, Connection], Runs]
 
 
-OURS = Candidate("kv_transfer", "torch", receive_kv_transfer, send_kv_transfer)
+KV_TRANSFER = Candidate("kv_transfer", "torch", receive_kv_transfer, send_kv_transfer)
 CANDIDATES = (
     Candidate("gloo", "torch", receive_gloo, send_gloo),
     Candidate("sockets", "socket", receive_sockets, send_sockets),
     Candidate("zeromq", "zmq", receive_zeromq, send_zeromq),
     Candidate("grpc", "grpc", receive_grpc, send_grpc),
-    OURS,
+    KV_TRANSFER,
     Candidate("kv unsummed", "torch", receive_kv_transfer, send_kv_transfer_unsummed),
 )
-TLS_CANDIDATES = (OURS, Candidate("kv tls", "torch", receive_kv_transfer_tls, send_kv_transfer_tls))
+TLS_CANDIDATES = (KV_TRANSFER, Candidate("kv tls", "torch", receive_kv_transfer_tls, send_kv_transfer_tls))
 
 
 def cpu_seconds(pids: Sequence[int]) -> float:
@@ -310,7 +310,7 @@ def cpu_seconds(pids: Sequence[int]) -> float:
 
 
 def measure_here(candidate: Candidate, load: Load, peer: Connection, peer_pid: int, result: Connection) -> None:
-    """The sending process: time every run, and tell."""
+    """Time every run in the sending process, and send the results."""
     seconds: list[float] = []
     for run in candidate.send(load, peer):
         run()
@@ -326,13 +326,13 @@ def measure_here(candidate: Candidate, load: Load, peer: Connection, peer_pid: i
 
 
 def measure(candidate: Candidate, load: Load) -> Row:
-    """Both processes are new, so that no candidate inherits another's threads."""
+    """Measure one candidate in new processes, so that it inherits no threads."""
     spawn = multiprocessing.get_context("spawn")
     sender_end, receiver_end = spawn.Pipe()
-    result, told = spawn.Pipe(duplex=False)
+    result, result_end = spawn.Pipe(duplex=False)
     receiver = spawn.Process(target=candidate.receive, args=(load, receiver_end), daemon=True)
     receiver.start()
-    arguments = (candidate, load, sender_end, receiver.pid, told)
+    arguments = (candidate, load, sender_end, receiver.pid, result_end)
     sender = spawn.Process(target=measure_here, args=arguments, daemon=True)
     sender.start()
     try:
@@ -354,7 +354,7 @@ def measure(candidate: Candidate, load: Load) -> Row:
 
 
 def make_certificate() -> None:
-    """In a directory that goes with this process."""
+    """Make a certificate in a directory that is removed at exit."""
     directory = tempfile.mkdtemp()
     atexit.register(shutil.rmtree, directory)
     words = f"openssl req -x509 -newkey ed25519 -nodes -days 2 -subj /CN=bench -addext subjectAltName=IP:{HOST}".split()

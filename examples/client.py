@@ -1,4 +1,4 @@
-"""The typed client: a conversation of two turns, the first one streamed."""
+"""Conversation of two turns by the typed client, the first one streamed."""
 
 import argparse
 import os

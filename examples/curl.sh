@@ -1,5 +1,5 @@
 #!/bin/sh
-# HTTP by hand: which model is served, then a streamed completion in a conversation.
+# HTTP with curl: the served model, then a streamed completion in a conversation.
 set -eu
 url=${1:-http://127.0.0.1:8000}
 token=${RINGSERVE_TOKEN:-none}

@@ -1,4 +1,4 @@
-"""The contract as it is: one turn by the stubs that protoc generates."""
+"""One turn over gRPC, by the stubs that protoc generates."""
 
 import argparse
 import os

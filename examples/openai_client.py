@@ -1,4 +1,4 @@
-"""OpenAI's client: a chat of two turns whose first one stays cached, by one extra field."""
+"""Chat of two turns by OpenAI's client; one extra field lets the first turn stay cached."""
 
 import argparse
 import os

@@ -1,13 +1,10 @@
-"""`ringserve bench`: measure a service, or rings of processes on this machine beside what others do in the same run."""
+"""`ringserve bench`: measure a service, or rings of processes beside reference implementations in the same run."""
 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable
 from pathlib import Path
-
-from rich.console import Console
 
 from cp_core.errors import ConfigError
 from cp_core.transport.ring_backend import SERVING
@@ -23,7 +20,7 @@ from services.offline.bench.report import (
     with_load,
     write_plot,
 )
-from services.offline.terminal import Tell, progress_bar
+from services.offline.terminal import Tell, console, progress_bar
 from workers.protocol.prefill_steps import RING_ALGORITHMS, Algorithm
 
 EXAMPLE = """example:
@@ -31,10 +28,10 @@ EXAMPLE = """example:
   ringserve bench prefill --ranks 1,2 --tokens 4096,16384 --plot prefill.png
   ringserve bench decode --context 2048,16384,65536 --ranks 1,2 --batch 1,8 --json
 """
-HELP = """Everything in one run is measured in turn, round after round; figures are medians with least and most.
-Ratios are medians over the rounds. Targets are those for 2 cores that do nothing else."""
+HELP = """All contenders of a run alternate, round after round; figures are medians with least and most.
+Ratios are medians over the rounds. Targets hold for 2 otherwise idle cores."""
 DECODE_HELP = """Time between tokens. The KV of the contexts is random numbers, written directly: nothing is prefilled.
-With --layers the weights are drawn too. What a step costs depends on neither."""
+With --layers the weights are random too. The cost of a step depends on neither."""
 DECODE_LAYERS = 16
 LEAST_STEPS = 4
 PIPE_WIDTH = 120
@@ -50,7 +47,10 @@ def add(commands: Subcommands) -> None:
     attention = _add_kind(kinds, "attention", "one layer's attention by ring size, beside torch's own ring attention")
     attention.add_argument("--tokens", type=_counts, default=[4096, 16384], help="(default: 4096,16384)")
     attention.add_argument(
-        "--cached", type=int, default=0, help="tokens before the new ones; only our own rings know them (default: 0)"
+        "--cached",
+        type=int,
+        default=0,
+        help="cached tokens before the new ones; measures ringserve's rings alone (default: 0)",
     )
     for name, default in (("--heads", 8), ("--kv-heads", 2), ("--head-dim", 64)):
         attention.add_argument(name, type=_count, default=default, help=f"(default: {default})")
@@ -144,7 +144,7 @@ def _run(options: argparse.Namespace, total: int, measure: Callable[[Tell], Repo
     if options.json:
         print(to_json(report))
     else:
-        Console(width=None if sys.stdout.isatty() else PIPE_WIDTH).print(to_table(report))
+        console(pipe_width=PIPE_WIDTH).print(to_table(report))
         print(*closing_lines(report), sep="\n")
     return 0
 
@@ -154,12 +154,12 @@ def _add_kind(kinds: Subcommands, name: str, summary: str, description: str | No
         name, help=summary, description=description or summary, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--ranks", type=_counts, default=[1, 2], help="ring sizes (default: 1,2)")
-    parser.add_argument("--rounds", type=_count, default=5, help="measurements of each thing (default: 5)")
+    parser.add_argument("--rounds", type=_count, default=5, help="measurements of each contender (default: 5)")
     parser.add_argument(
         "--transport",
         choices=RING_TRANSPORTS,
         default=RING_TRANSPORTS[0],
-        help="of the rings' messages (default: auto)",
+        help="transport of the rings' messages (default: auto)",
     )
     parser.add_argument("--json", action="store_true", help="print the report as one JSON object")
     parser.add_argument(
@@ -176,10 +176,10 @@ def _add_model_option(parser: argparse.ArgumentParser) -> None:
 
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no count; allowed are whole numbers of 1 or more")
+        raise argparse.ArgumentTypeError(f"{text!r} is no count; allowed are integers of 1 or more")
     return int(text)
 
 
 def _counts(text: str) -> list[int]:
-    """Numbers with commas, each once."""
+    """Parse distinct counts, separated by commas."""
     return list(dict.fromkeys(map(_count, text.split(","))))

@@ -1,4 +1,4 @@
-"""`ringserve bench load`: open-loop load on a whole service, running already or started for the measurement."""
+"""`ringserve bench load`: open-loop load on a whole service, already running or started for the measurement."""
 
 from __future__ import annotations
 
@@ -6,13 +6,10 @@ import argparse
 import asyncio
 import json
 import math
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
 import grpc
-from rich.box import SIMPLE
-from rich.console import Console
 from rich.table import Table
 
 from cp_core.errors import ConfigError, Unavailable
@@ -20,15 +17,15 @@ from services.cli.options import Subcommands, add_serving_options, serving
 from services.offline.bench.load.replay import KINDS, Arrival, RequestKind, draw_trace, read_trace, replay, write_trace
 from services.offline.bench.load.summary import Bounds, LoadReport, Percentiles, summarize, write_load_plot
 from services.offline.bench.report import load_now, require_matplotlib
-from services.offline.terminal import progress_bar
+from services.offline.terminal import console, progress_bar, simple_table
 
 EXAMPLE = """example:
   ringserve bench load --rate 2 --duration 60 --mix short:0.8,long:0.2
   ringserve bench load --start --rate 4 --duration 60 --mix short:1 --every long:10 --plot load.png
   ringserve bench load --target 127.0.0.1:50051 --trace requests.jsonl --json
 """
-HELP = """Requests arrive by chance at a rate (Poisson), whatever became of those before, and besides at fixed
-intervals with --every. A kind is NAME=PROMPT or LEAST-MOST:ANSWER in tokens."""
+HELP = """Requests arrive at random at a rate (Poisson), whatever the state of earlier ones, and with --every also at
+fixed intervals. A kind is NAME=PROMPT or LEAST-MOST:ANSWER in tokens."""
 PIPE_WIDTH = 120
 
 
@@ -43,19 +40,21 @@ def add(kinds: Subcommands) -> None:
     parser.add_argument("--rate", type=_positive, default=1.0, help="requests a second (default: 1)")
     parser.add_argument("--duration", type=_positive, default=60.0, help="seconds of arrivals (default: 60)")
     parser.add_argument(
-        "--mix", default="short:1", help="weights of the kinds that arrive by chance (default: short:1)"
+        "--mix", default="short:1", help="weights of the kinds that arrive at random (default: short:1)"
     )
-    parser.add_argument("--every", default="", metavar="KIND:SECONDS", help="one of a kind at fixed intervals besides")
+    parser.add_argument("--every", default="", metavar="KIND:SECONDS", help="also one of a kind at fixed intervals")
     defaults = " ".join(f"{kind.name}={kind.least_prompt}-{kind.most_prompt}:{kind.max_tokens}" for kind in KINDS)
     parser.add_argument(
         "--kind", action="append", metavar="NAME=TOKENS:ANSWER", help=f"another kind; repeatable (default: {defaults})"
     )
-    parser.add_argument("--trace", type=Path, metavar="FILE", help="arrivals from a file of JSON lines, not by chance")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="arrivals from a file of JSON lines, not at random")
     parser.add_argument("--save-trace", type=Path, metavar="FILE", help="write the arrivals that were drawn")
     parser.add_argument("--ttft-bound", type=_positive, default=2.0, help="seconds, for goodput (default: 2)")
     parser.add_argument("--ttit-bound", type=_positive, default=0.1, help="seconds, for goodput (default: 0.1)")
-    parser.add_argument("--timeout", type=_positive, default=300.0, help="of each request, seconds (default: 300)")
-    parser.add_argument("--seed", type=int, default=0, help="of arrivals and prompts (default: 0)")
+    parser.add_argument(
+        "--timeout", type=_positive, default=300.0, help="deadline of each request, seconds (default: 300)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of arrivals and prompts (default: 0)")
     add_serving_options(parser)
     parser.add_argument("--json", action="store_true", help="print the report as one JSON object")
     parser.add_argument(
@@ -78,14 +77,14 @@ def run(options: argparse.Namespace) -> int:
                 )
             )
         except grpc.aio.AioRpcError as failure:
-            raise Unavailable(f"{target} cannot be asked what it serves: {failure.details()}") from None
+            raise Unavailable(f"{target} does not answer: {failure.details()}") from None
     report = summarize(outcomes, bounds, _settings(options), (before, load_now()))
     if options.plot is not None:
         write_load_plot(report, outcomes, options.plot)
     if options.json:
         print(json.dumps(asdict(report)))
     else:
-        Console(width=None if sys.stdout.isatty() else PIPE_WIDTH).print(_table(report))
+        console(pipe_width=PIPE_WIDTH).print(_table(report))
         print(*_closing_lines(report), sep="\n")
     return 0 if any(outcome.status == "ok" for outcome in outcomes) else 1
 
@@ -101,7 +100,9 @@ def _trace(options: argparse.Namespace) -> list[Arrival]:
         kinds=kinds, rate=options.rate, duration=options.duration, mix=mix, every=every, seed=options.seed
     )
     if not trace:
-        raise ConfigError(f"--duration: nobody came in {options.duration:g} s; give a longer one or a higher --rate")
+        raise ConfigError(
+            f"--duration: no request arrives in {options.duration:g} s; give a longer one or a higher --rate"
+        )
     if options.save_trace is not None:
         write_trace(options.save_trace, trace)
     return trace
@@ -110,14 +111,13 @@ def _trace(options: argparse.Namespace) -> list[Arrival]:
 def _settings(options: argparse.Namespace) -> str:
     if options.trace is not None:
         return f"arrivals of {options.trace}"
-    every = f", besides {options.every} s" if options.every else ""
+    every = f", plus {options.every} s" if options.every else ""
     return f"{options.rate:g} requests/s for {options.duration:g} s, {options.mix}{every}, seed {options.seed}"
 
 
 def _table(report: LoadReport) -> Table:
-    table = Table(title=f"load: {report.settings}", box=SIMPLE)
-    for header in ("kind", "requests", "ended", "what", "p50 ms", "p90 ms", "p99 ms", "most", "good"):
-        table.add_column(header, justify="left" if header in ("kind", "ended", "what") else "right", no_wrap=True)
+    headers = ("kind", "requests", "ended", "what", "p50 ms", "p90 ms", "p99 ms", "most", "good")
+    table = simple_table(*headers, left_aligned=("kind", "ended", "what"), title=f"load: {report.settings}")
     for kind in report.kinds:
         ended = ", ".join(f"{count} {status}" for status, count in sorted(kind.statuses.items()))
         for number, (name, figures) in enumerate((("TTFT", kind.ttft), ("TTIT", kind.ttit), ("queue", kind.queue))):
@@ -153,12 +153,12 @@ def _positive(text: str) -> float:
 
 
 def _numbers(option: str, text: str, kinds: dict[str, RequestKind]) -> dict[str, float]:
-    """`name:number` with commas. Raises ConfigError."""
+    """Parse `name:number` pairs, separated by commas. Raises ConfigError."""
     numbers = {}
     for part in filter(None, text.split(",")):
         name, _, number = part.partition(":")
         if name not in kinds:
-            raise ConfigError(f"{option}: {name!r} is no kind; there are {', '.join(kinds)}, more with --kind")
+            raise ConfigError(f"{option}: {name!r} is no kind; allowed are {', '.join(kinds)}, more with --kind")
         try:
             numbers[name] = _positive(number)
         except argparse.ArgumentTypeError as error:
@@ -167,7 +167,7 @@ def _numbers(option: str, text: str, kinds: dict[str, RequestKind]) -> dict[str,
 
 
 def _kind(text: str) -> RequestKind:
-    """Raises ConfigError."""
+    """Parse a kind of request. Raises ConfigError."""
     name, _, sizes = text.partition("=")
     prompt, _, answer = sizes.partition(":")
     least, dash, most = prompt.partition("-")

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from dataclasses import asdict
 
-from rich.box import SIMPLE
-from rich.console import Console
 from rich.table import Table
 
 from cp_core.errors import ConfigError
@@ -16,15 +13,15 @@ from services.cli.options import Subcommands
 from services.offline.bench.report import load_now
 from services.offline.bench.router import RouterLoad, RouterReport, measure_router
 from services.offline.planning.models import planned_model, to_model_info
-from services.offline.terminal import progress_bar
+from services.offline.terminal import console, progress_bar, simple_table
 
 EXAMPLE = """example:
   ringserve bench router
   ringserve bench router --conversations 1000 --rings 50 --tokens 10000 --json
 """
-HELP = """A real router in this process, with rings that reserve at once and compute nothing. Half of the rings are for
-prefill; they are of 1, 2, 4 and 8 ranks and measured rates that differ by 10%. A decision is one BeginTurn: match the
-prompt, choose the rings, reserve, plan. Turns come one after the other; gRPC is not part of it."""
+HELP = """A real router in this process, with rings that reserve at once and compute nothing. Half of the rings are
+prefill rings; rings have 1, 2, 4 or 8 ranks and rates that differ by 10%. A decision is one BeginTurn: match the
+prompt, choose the rings, reserve, plan. Turns come one after the other, without gRPC."""
 TARGET_MILLISECONDS = 1.0
 PIPE_WIDTH = 120
 MOST = 1_000_000
@@ -41,10 +38,10 @@ def add(kinds: Subcommands) -> None:
     defaults = RouterLoad()
     parser.add_argument("--model", metavar="DIR_OR_NAME", default="llama3-8b", help="(default: llama3-8b)")
     for name, what in (
-        ("conversations", "that the router knows"),
+        ("conversations", "conversations that the router knows"),
         ("rings", "rings, half of them for prefill"),
-        ("turns", "of each conversation"),
-        ("tokens", "of a first prompt"),
+        ("turns", "turns of each conversation"),
+        ("tokens", "tokens of a first prompt"),
         ("follow-up", "tokens of each further prompt"),
     ):
         default = getattr(defaults, name.replace("-", "_"))
@@ -69,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
         target = {"target_milliseconds": TARGET_MILLISECONDS, "is_met": _is_met(report)}
         print(json.dumps(asdict(report) | target | {"load": machine}))
     else:
-        Console(width=None if sys.stdout.isatty() else PIPE_WIDTH).print(_table(report))
+        console(pipe_width=PIPE_WIDTH).print(_table(report))
         print(*_closing_lines(report, machine), sep="\n")
     return 0
 
@@ -80,9 +77,7 @@ def _is_met(report: RouterReport) -> bool:
 
 def _table(report: RouterReport) -> Table:
     title = f"router: {report.conversations} conversations, {report.rings} rings, {report.decisions} decisions"
-    table = Table(title=title, box=SIMPLE)
-    for header in ("what", "mean ms", "p50", "p99", "most"):
-        table.add_column(header, justify="left" if header == "what" else "right", no_wrap=True)
+    table = simple_table("what", "mean ms", "p50", "p99", "most", left_aligned=("what",), title=title)
     rows = {
         "decision": report.decision,
         "its processor time": report.processor,
@@ -102,7 +97,7 @@ def _closing_lines(report: RouterReport, machine: tuple[float, float]) -> list[s
         f"the longest {report.longest_pause:.1f} ms",
         f"{report.bytes_per_conversation / 1e3:.1f} kB a conversation at rest, "
         f"{report.token_bytes_per_conversation / 1e3:.1f} kB of them token ids",
-        f"{report.kept_share:.1%} of follow-ups went to the rings of the turn before, {report.direct_share:.1%} to be "
-        f"computed by their decode ring itself; {report.rings_used} rings used",
+        f"{report.kept_share:.1%} of follow-ups went to the rings of the turn before, {report.direct_share:.1%} were "
+        f"computed by their decode ring; {report.rings_used} rings used",
         f"one process, turns one after the other; load {machine[0]:.1f} before and {machine[1]:.1f} after",
     ]

@@ -1,19 +1,16 @@
-"""`ringserve bench selection`: what choosing between pass-KV and pass-Q is worth on links of several rates."""
+"""`ringserve bench selection`: worth of the choice between pass-KV and pass-Q on links of several rates."""
 
 from __future__ import annotations
 
 import argparse
-import sys
 from dataclasses import replace
 from pathlib import Path
-
-from rich.console import Console
 
 from cp_core.errors import ConfigError
 from services.cli.options import Subcommands
 from services.offline.bench.report import load_now, require_matplotlib
 from services.offline.calibration.measurement import Cell
-from services.offline.terminal import progress_bar
+from services.offline.terminal import console, progress_bar
 from services.offline.units import parse_token_counts
 from workers.model.builtin import resolve_model_path
 from workers.model.info import read_model_info
@@ -25,7 +22,7 @@ EXAMPLE = """example:
 HELP = """Rings of processes on this machine, each rank in a network namespace of its own, on links of a given rate
 (Linux; needs root or user namespaces, and iproute2). At every rate a ring is calibrated as `ringserve calibrate` does,
 by prefills of --fit-new and --fit-cached. Then both algorithms prefill every T of --new after every P of --cached in
-turn, round after round; the table says what each way to choose takes, and loses against the better one of each cell."""
+alternation, round after round; the table shows the seconds of each policy and its loss against the better algorithm."""
 PIPE_WIDTH = 120
 MOST_RANKS = 16
 DEFAULTS = {
@@ -41,14 +38,14 @@ DEFAULTS = {
 def add(kinds: Subcommands) -> None:
     parser = kinds.add_parser(
         "selection",
-        help="pass-KV or pass-Q, by links of several rates: what each way to choose loses",
+        help="pass-KV or pass-Q on links of several rates: the loss of each policy",
         description=HELP,
         epilog=EXAMPLE,
         formatter_class=argparse.RawTextHelpFormatter,
     )
     for name, metavar, what in (
         ("ranks", "N,...", "ring sizes"),
-        ("rates", "RATE,...", "of each rank's link, as `tc` writes them"),
+        ("rates", "RATE,...", "rates of each rank's link, in the notation of `tc`"),
         ("new", "T,...", "new tokens that are judged"),
         ("cached", "P,...", "cached tokens before them"),
         ("fit-new", "T,...", "new tokens of the prefills that calibrate"),
@@ -56,7 +53,7 @@ def add(kinds: Subcommands) -> None:
     ):
         default = DEFAULTS[name.replace("-", "_")]
         parser.add_argument(f"--{name}", metavar=metavar, default=default, help=f"{what} (default: {default})")
-    parser.add_argument("--rounds", type=int, default=3, help="of every prefill; medians count (default: 3)")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of every prefill; medians count (default: 3)")
     parser.add_argument("--model", default="builtin:tiny", metavar="DIR", help="(default: builtin:tiny)")
     parser.add_argument("--json", action="store_true", help="print the report as one JSON object")
     parser.add_argument(
@@ -66,7 +63,7 @@ def add(kinds: Subcommands) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    # These load torch, which other commands do not wait for.
+    # These import torch, which slows the start of other commands.
     from services.offline.bench.selection.links import parse_rate
     from services.offline.bench.selection.measure import SelectionSettings, measured_in_namespaces
     from services.offline.bench.selection.results import (
@@ -97,37 +94,38 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print(selection_json(report))
     else:
-        console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
         for table in (losses_table(report), wrong_table(report)):
             if table is not None:
-                console.print(table)
+                console(pipe_width=PIPE_WIDTH).print(table)
         print(*closing_lines(report), sep="\n")
-    # Last: what took minutes to measure has been said by now.
+    # Last, since a failure must not hide the report.
     if options.plot is not None:
         write_selection_plot(report, options.plot)
     return 1 if report.disagreements else 0
 
 
 def _given(options: argparse.Namespace, name: str) -> tuple[str, str]:
-    """An option's name and text."""
+    """Return an option's name and text."""
     return name, getattr(options, name.removeprefix("--").replace("-", "_"))
 
 
 def _ranks(text: str) -> tuple[int, ...]:
-    """Raises ConfigError."""
+    """Parse ring sizes. Raises ConfigError."""
     for item in text.split(","):
         if not item.strip().isdecimal() or not 2 <= int(item) <= MOST_RANKS:
-            raise ConfigError(f"--ranks: {item!r} is no ring that sends; allowed are 2 to {MOST_RANKS}")
+            raise ConfigError(f"--ranks: {item!r} is no size of a ring with links; allowed are 2 to {MOST_RANKS}")
     return tuple(dict.fromkeys(map(int, text.split(","))))
 
 
 def _check(options: argparse.Namespace, most_tokens: int) -> None:
-    """What would be found only after measuring. Raises ConfigError, ModelRefused."""
+    """Check what would otherwise fail only after measuring. Raises ConfigError, ModelRefused."""
     if options.rounds < 1:
-        raise ConfigError(f"--rounds: {options.rounds} are none; allowed are 1 or more")
+        raise ConfigError(f"--rounds: {options.rounds} is out of range; allowed are 1 or more")
     room = read_model_info(resolve_model_path(options.model)).max_positions
     if most_tokens > room:
-        raise ConfigError(f"--new, --cached: {most_tokens} tokens are too long for {options.model}; it takes {room}")
+        raise ConfigError(
+            f"--new, --cached: {most_tokens} tokens are too long for {options.model}; allowed are at most {room}"
+        )
     if options.plot is not None:
         require_matplotlib()
         if not options.plot.absolute().parent.is_dir():

@@ -1,28 +1,25 @@
-"""`ringserve calibrate`: measure rings that serve, and write the profile that their router then plans by."""
+"""`ringserve calibrate`: measure serving rings, and write the profile that their router plans by."""
 
 from __future__ import annotations
 
 import argparse
-import sys
 from dataclasses import replace
 from pathlib import Path
-
-from rich.console import Console
 
 from cp_core.cost.profile import format_profile
 from cp_core.errors import ConfigError
 from services.cli.options import Subcommands, add_serving_options, client_of, serving
 from services.client import Client
 from services.offline.bench.report import require_matplotlib
-from services.offline.calibration.fitting import Calibration, calibrate, profile_before, shape_of
-from services.offline.calibration.measurement import Calibrator, grid, room_of
+from services.offline.calibration.fitting import Calibration, calibrate, profile_from_rings, shape_of
+from services.offline.calibration.measurement import Calibrator, grid, max_sequence_tokens
 from services.offline.calibration.report import (
     calibration_json,
     calibration_table,
     closing_lines,
     write_calibration_plot,
 )
-from services.offline.terminal import progress_bar
+from services.offline.terminal import console, progress_bar
 from services.offline.units import parse_token_counts
 from workers.protocol.prefill_steps import RING_ALGORITHMS
 
@@ -31,16 +28,15 @@ EXAMPLE = """example:
   ringserve calibrate --start --config cluster.yaml --tokens 1k,8k,64k --cached 0,64k,512k --plot calibration.png
   ringserve up --config cluster.yaml --set router.profile=measured.json
 """
-HELP = """Runs a grid of prefills, each by both algorithms, and fits to them what the rings measured of themselves:
-rates, links, overheads, and the empirical selector. Nothing else should be served meanwhile."""
-PIPE_WIDTH = 150
+HELP = """Runs a grid of prefills by both algorithms and fits to them the rates that the rings measured of themselves:
+rates, links, overheads, and the empirical selector. Serve nothing else meanwhile."""
 PROFILE_NAME = "measured"
 
 
 def add(commands: Subcommands) -> None:
     parser = commands.add_parser(
         "calibrate",
-        help="measure rings that serve, and fit a profile to plan by",
+        help="measure serving rings, and fit a profile to plan by",
         description=HELP,
         epilog=EXAMPLE,
         formatter_class=argparse.RawTextHelpFormatter,
@@ -48,14 +44,16 @@ def add(commands: Subcommands) -> None:
     add_serving_options(parser)
     parser.add_argument("--tokens", metavar="T,...", help="new tokens (default: of 32,128,512,2048 those that fit)")
     parser.add_argument("--cached", metavar="P,...", help="cached tokens (default: of 0,1024,4096 those that fit)")
-    parser.add_argument("--repeats", type=int, default=5, help="of every prefill; the median counts (default: 5)")
-    parser.add_argument("--timeout", type=float, default=300.0, help="of each turn, seconds (default: 300)")
-    parser.add_argument("--seed", type=int, default=0, help="of the prompts (default: 0)")
+    parser.add_argument("--repeats", type=int, default=5, help="runs of every prefill; the median counts (default: 5)")
+    parser.add_argument("--timeout", type=float, default=300.0, help="deadline of each turn, seconds (default: 300)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the prompts (default: 0)")
     parser.add_argument(
         "--write", type=Path, metavar="FILE", help="write the profile, for router.profile and --hardware"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw it; needs matplotlib, the extra `plot`")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE.png", help="draw the fit; needs matplotlib, the extra `plot`"
+    )
     parser.set_defaults(run=run)
 
 
@@ -74,7 +72,7 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print(calibration_json(calibration))
         return 0
-    Console(width=None if sys.stdout.isatty() else PIPE_WIDTH).print(calibration_table(calibration))
+    console().print(calibration_table(calibration))
     print(*closing_lines(calibration), sep="\n")
     if options.write is not None:
         print(f"written: {options.write}; plan by it with --set router.profile={options.write}")
@@ -85,9 +83,9 @@ def _calibrate(
     client: Client, options: argparse.Namespace, new_tokens: list[int] | None, cached_tokens: list[int] | None
 ) -> Calibration:
     model, server = client.model_info(), client.server_info()
-    cells = grid(new_tokens, cached_tokens, room_of(model, server))
+    cells = grid(new_tokens, cached_tokens, max_sequence_tokens(model, server))
     name = PROFILE_NAME if options.write is None else options.write.stem
-    before = profile_before(model, server.rings, name)
+    before = profile_from_rings(model, server.rings, name)
     calibrator = Calibrator(client, repeats=options.repeats, timeout=options.timeout, seed=options.seed)
     with progress_bar(len(cells) * len(RING_ALGORITHMS) * options.repeats, "prefills") as tell:
         measurements = calibrator.prefills(cells, tell)
@@ -102,11 +100,11 @@ def _calibrate(
 
 
 def _check(options: argparse.Namespace) -> None:
-    """What would be found only after measuring."""
+    """Check what would otherwise fail only after measuring. Raises ConfigError."""
     if options.repeats < 1:
-        raise ConfigError(f"--repeats: {options.repeats} are none; allowed are 1 or more")
+        raise ConfigError(f"--repeats: {options.repeats} is out of range; allowed are 1 or more")
     if not options.timeout > 0:
-        raise ConfigError(f"--timeout: {options.timeout} is no time; allowed is any above 0")
+        raise ConfigError(f"--timeout: {options.timeout} is no duration; allowed are numbers above 0")
     for key in ("write", "plot"):
         path = getattr(options, key)
         if path is not None and not path.absolute().parent.is_dir():

@@ -1,4 +1,4 @@
-"""`ringserve chat`: a conversation on the terminal. Every turn shows its plan."""
+"""`ringserve chat`: a conversation on the terminal, with the plan of every turn."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
         try:
             client.delete_conversation(conversation)
         except NotFound:
-            return 0  # nothing was said
+            return 0  # no turn was run
     return 0
 
 

@@ -1,4 +1,4 @@
-"""`ringserve conversations`: which there are, what the rings keep of them, forks, and ends."""
+"""`ringserve conversations`: list, show, fork and delete conversations."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ def add(commands: Subcommands) -> None:
         formatter_class=argparse.RawTextHelpFormatter,
     )
     verbs = parser.add_subparsers(required=True, metavar="VERB")
-    listing = _verb(verbs, "list", "every conversation, with what each kind of ring keeps of it", run_list)
-    listing.add_argument("--prefix", default="", help="only those whose id begins with it")
-    show = _verb(verbs, "show", "where the KV of one lies now", run_show)
+    listing = _verb(verbs, "list", "every conversation, with the tokens that its rings retain", run_list)
+    listing.add_argument("--prefix", default="", help="only ids with this prefix")
+    show = _verb(verbs, "show", "location of a conversation's KV", run_show)
     show.add_argument("id")
-    fork = _verb(verbs, "fork", "begin a new one with the history of another", run_fork)
+    fork = _verb(verbs, "fork", "begin a new conversation with the history of another", run_fork)
     fork.add_argument("source")
     fork.add_argument("new")
     fork.add_argument("--at-token", type=int, metavar="N", help="only the first N tokens (default: all)")
-    delete = _verb(verbs, "delete", "forget one and free its KV", run_delete)
+    delete = _verb(verbs, "delete", "delete a conversation and free its KV", run_delete)
     delete.add_argument("id")
 
 
@@ -94,7 +94,7 @@ def run_delete(options: argparse.Namespace) -> int:
 
 
 def _count(value: int | None) -> int | None:
-    """Raises InvalidRequest for what the contract's type cannot carry."""
+    """Check a count against the contract's type. Raises InvalidRequest."""
     if value is not None and not 0 < value < 2**32:
         raise InvalidRequest(f"--at-token: {value} is out of range; allowed are 1 to {2**32 - 1}")
     return value
@@ -104,14 +104,14 @@ def _show(view: inference_pb2.GetConversationResponse, as_json: bool) -> None:
     if as_json:
         _print_json(view)
         return
-    kept = ", ".join(
+    retained = ", ".join(
         f"{place.num_tokens} on {place.ring} ({'+'.join(str(rank.num_tokens) for rank in place.ranks)})"
         for place in view.placements
     )
     running = f", {view.running_request_id} running, {view.num_waiting} waiting" if view.running_request_id else ""
     print(
         f"{view.conversation_id}: {view.num_tokens} tokens, {view.num_turns} turns{running}; "
-        f"kept at epoch {view.epoch}: {kept or 'nothing'}"
+        f"kept at epoch {view.epoch}: {retained or 'nothing'}"
     )
 
 

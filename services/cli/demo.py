@@ -26,15 +26,18 @@ EXAMPLE = """example:
 """
 EXIT_INTERRUPTED = 130
 FOLLOW_UP_TOOK = {
-    "pass_kv": "the follow-up took pass-KV: by what the rings measured at their start, no slower than pass-Q here",
-    "pass_q": "the follow-up took pass-Q: its queries are few, and the keys and values stay where they are",
-    "decode_ring": "the follow-up was computed by the decode ring, which keeps the conversation: no KV had to move",
+    "pass_kv": "the follow-up took pass-KV: by the rates of the rings it is no slower than pass-Q here",
+    "pass_q": "the follow-up took pass-Q: its queries are few, and keys and values stay in place",
+    "decode_ring": "the follow-up was computed by the decode ring, which retains the conversation: no KV moved",
 }
 
 
 def add(commands: Subcommands) -> None:
     parser = commands.add_parser(
-        "demo", help="watch the main job", epilog=EXAMPLE, formatter_class=argparse.RawTextHelpFormatter
+        "demo",
+        help="run a two-turn conversation and check every token",
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawTextHelpFormatter,
     )
     parser.add_argument("--tokens", type=int, default=8192, help="tokens of the document, at least (default: 8192)")
     parser.add_argument("--max-tokens", type=int, default=64, help="tokens of each answer (default: 64)")
@@ -99,7 +102,7 @@ def _report(
     console.print(_table(turns))
     for verdict in verdicts:
         outcome = "equal, token for token" if verdict.is_equal else f"DIFFERENT: transformers says {verdict.expected}"
-        console.print(f"turn {verdict.title}: {outcome} (closest call {verdict.smallest_lead:.2g} logits)")
+        console.print(f"turn {verdict.title}: {outcome} (smallest lead {verdict.smallest_lead:.2g} logits)")
     console.print(FOLLOW_UP_TOOK[turns[-1].answer["plan"]["algorithm"]])
     passed = all(verdict.is_equal for verdict in verdicts)
     console.print(f"{'done' if passed else 'FAILED'} in {seconds:.1f} s; nothing is left running")
@@ -116,7 +119,7 @@ def _report(
 
 
 def _table(turns: list[DemoTurn]) -> Table:
-    """One column a turn."""
+    """Return a table with a column for each turn."""
     table = Table("", *(turn.title for turn in turns))
     plans = [turn.answer["plan"] for turn in turns]
     table.add_row("new tokens T", *(f"{plan['new_tokens']}" for plan in plans))

@@ -1,4 +1,4 @@
-"""`ringserve explain`: how a turn would be computed, why, and what every other way would cost."""
+"""`ringserve explain`: the algorithm of a turn, the reason, and the cost of every alternative."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ EXAMPLE = """example:
   ringserve explain --model llama3-70b --hardware gti --tokens 8k --ranks 2 --tp 8 --json
   ringserve explain --model llama3-8b --tokens 20 --cached 128k --missing 300 --ranks 4 --decode-ranks 2
 """
-HELP = """Predicted by a hardware profile, for one turn computed in one step on an idle ring; * marks what is chosen.
-Several sizes (--ranks 1,2,4) are set beside each other; * marks the ring that a router would take.
+HELP = """Predicted by a hardware profile, for one turn computed in one step on an idle ring; * marks the choice.
+Several sizes (--ranks 1,2,4) are compared; * marks the ring that a router would take.
 Linear layers, tensor parallel sums, attention, messages exposed and hidden behind it, all-to-all, overhead."""
 NUM_CONSTANTS = 3
 
@@ -37,7 +37,7 @@ NUM_CONSTANTS = 3
 def add(commands: Subcommands) -> None:
     parser = commands.add_parser(
         "explain",
-        help="say how a turn would be computed, and why",
+        help="explain how a turn would be computed",
         description=HELP,
         epilog=EXAMPLE,
         formatter_class=argparse.RawTextHelpFormatter,
@@ -51,13 +51,13 @@ def add(commands: Subcommands) -> None:
     parser.add_argument("--ranks", metavar="N,...", required=True, help="ranks of the ring, or of several to compare")
     parser.add_argument("--tp", metavar="N,...", default="1", help="processes of a rank (default: 1)")
     parser.add_argument(
-        "--decode-ranks", metavar="N", type=int, help="ranks of the decode ring that keeps P: it may compute T itself"
+        "--decode-ranks", metavar="N", type=int, help="ranks of the decode ring that retains P: it may compute T itself"
     )
     parser.add_argument("--decode-tp", metavar="N", type=int, default=1, help="processes of a rank there (default: 1)")
     parser.add_argument(
-        "--missing", metavar="TOKENS", default="0", help="cached tokens that only the decode ring keeps (default: 0)"
+        "--missing", metavar="TOKENS", default="0", help="cached tokens that only the decode ring retains (default: 0)"
     )
-    parser.add_argument("--selector", choices=POLICIES, default="auto", help="who chooses (default: auto)")
+    parser.add_argument("--selector", choices=POLICIES, default="auto", help="selection policy (default: auto)")
     parser.add_argument(
         "--fit", metavar="ALPHA,BETA,GAMMA", help="constants of the empirical selector, as --fit=-1,1,12"
     )
@@ -68,7 +68,7 @@ def add(commands: Subcommands) -> None:
 def run(options: argparse.Namespace) -> int:
     for key, value in (("--decode-ranks", options.decode_ranks), ("--decode-tp", options.decode_tp)):
         if value is not None and value < 1:
-            raise ConfigError(f"{key}: {value} is none; allowed are 1 or more")
+            raise ConfigError(f"{key}: {value} is out of range; allowed are 1 or more")
     model, profile = planned_model(options.model), read_profile(options.hardware)
     ranks, widths = parse_sizes("--ranks", options.ranks), parse_sizes("--tp", options.tp)
     for tp in (*widths, options.decode_tp):
@@ -123,5 +123,5 @@ def _fit(text: str) -> EmpiricalFit:
     except ValueError:
         values = []
     if len(values) != NUM_CONSTANTS:
-        raise ConfigError(f"--fit: {text!r} are no three numbers; allowed are those like -1.059,1.145,12.68")
+        raise ConfigError(f"--fit: {text!r} is not three numbers; allowed are values like -1.059,1.145,12.68")
     return EmpiricalFit(alpha=values[0], beta=values[1], gamma=values[2])

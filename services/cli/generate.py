@@ -1,4 +1,4 @@
-"""`ringserve generate`: one turn."""
+"""`ringserve generate`: run one turn."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def add(commands: Subcommands) -> None:
     prompt.add_argument(
         "--messages", type=Path, metavar="FILE.json", help='chat messages: [{"role":..., "content":...}]'
     )
-    parser.add_argument("--conversation", default="", metavar="ID", help="go on with, or begin, this conversation")
+    parser.add_argument("--conversation", default="", metavar="ID", help="continue or begin this conversation")
     parser.add_argument(
         "--mode",
         choices=MODES,
         default="auto",
-        help="is the prompt only what is new, or the whole history? (default: auto)",
+        help="prompt is the new text only, or the whole history (default: auto)",
     )
     add_sampling_options(parser)
     add_answer_options(parser)
@@ -52,14 +52,14 @@ def add(commands: Subcommands) -> None:
         "--conversation-ttl",
         type=float,
         metavar="SECONDS",
-        help="forget the conversation so long after its last use; 0: never",
+        help="delete the conversation this long after its last use; 0: never",
     )
     parser.add_argument("--priority", type=int, default=0, metavar="N", help="-100 to 100, higher first (default: 0)")
     parser.add_argument(
         "--algorithm",
         choices=[each.value for each in Algorithm],
         default="",
-        help="of the prefill; the tokens are the same (default: chosen)",
+        help="algorithm of the prefill; the tokens are the same (default: chosen)",
     )
     parser.add_argument("--request-id", default="", help="name the request, e.g. to abort it")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
@@ -108,7 +108,7 @@ def _show(text: str) -> None:
 
 
 def _nothing(text: str) -> None:
-    """JSON is printed whole, at the end."""
+    """Ignore a piece of text: JSON is printed whole, at the end."""
 
 
 def _read_json(path: Path) -> object:

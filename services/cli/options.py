@@ -1,4 +1,4 @@
-"""Options that several subcommands share."""
+"""Options that several subcommands share, and the cluster or gateway that they name."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def add_config_options(parser: argparse.ArgumentParser) -> None:
 
 
 def config_of(options: argparse.Namespace) -> Config:
-    """Raises ConfigError."""
+    """Load the configuration that the options name. Raises ConfigError."""
     overrides: dict[str, str] = {}
     for item in options.set or ():
         key, equals, value = item.partition("=")
@@ -47,17 +47,17 @@ def config_of(options: argparse.Namespace) -> Config:
 
 def add_target_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", help="gateway, HOST:PORT (default: that of the local cluster)")
-    parser.add_argument("--tls-ca", type=Path, metavar="FILE", help="call by TLS; who signed the gateway's certificate")
-    parser.add_argument("--tls-cert", type=Path, metavar="FILE", help="our own certificate, for mutual TLS")
-    parser.add_argument("--tls-key", type=Path, metavar="FILE", help="its key")
+    parser.add_argument("--tls-ca", type=Path, metavar="FILE", help="use TLS; authority of the gateway's certificate")
+    parser.add_argument("--tls-cert", type=Path, metavar="FILE", help="client certificate, for mutual TLS")
+    parser.add_argument("--tls-key", type=Path, metavar="FILE", help="key of the client certificate")
     parser.add_argument("--tls-server-name", default="", metavar="NAME", help="name in the gateway's certificate")
     parser.add_argument("--name", default="default", help="name of the local cluster (default: default)")
 
 
 def client_of(options: argparse.Namespace, target: str = "") -> Client:
-    """A client of the target. The token comes from the environment: a command line is everybody's to read.
+    """Return a client of the target; its token comes from the environment, since command lines are public.
 
-    Raises NotFound when neither a target nor a local cluster is there, ConfigError for files that cannot be read.
+    Raises NotFound without a target and a local cluster, ConfigError for files that cannot be read.
     """
     tls = None
     if options.tls_ca or options.tls_cert or options.tls_key:
@@ -68,7 +68,7 @@ def client_of(options: argparse.Namespace, target: str = "") -> Client:
 
 
 def target_of(options: argparse.Namespace) -> str:
-    """Raises NotFound when neither a target nor a local cluster is there."""
+    """Return the address of the gateway. Raises NotFound without a target and a local cluster."""
     target = options.target or require_state(options.name).gateway
     if not target:
         raise NotFound(f"the cluster {options.name!r} runs no gateway of its own; give --target HOST:PORT")
@@ -76,20 +76,20 @@ def target_of(options: argparse.Namespace) -> str:
 
 
 def check_drain_seconds(seconds: float) -> None:
-    """Raises ConfigError."""
+    """Check --drain-seconds. Raises ConfigError."""
     if not 0 <= seconds <= MAX_DRAIN_SECONDS:
         raise ConfigError(f"--drain-seconds: {seconds:g} is not allowed; use 0 to {MAX_DRAIN_SECONDS:g}")
 
 
 def add_router_options(parser: argparse.ArgumentParser) -> None:
-    """Of commands for operators, who reach the router; clients reach gateways only."""
+    """Add the options of operators' commands, which call the router; clients call gateways only."""
     parser.add_argument("--target", help="router, HOST:PORT (default: that of the local cluster)")
     parser.add_argument("--name", default="default", help="name of the local cluster (default: default)")
     add_config_options(parser)
 
 
 def router_of(options: argparse.Namespace) -> str:
-    """Raises NotFound when neither a target nor a local cluster is there."""
+    """Return the address of the router. Raises NotFound without a target and a local cluster."""
     return str(options.target or require_state(options.name).router)
 
 
@@ -101,7 +101,10 @@ def add_serving_options(parser: argparse.ArgumentParser) -> None:
 
 @contextmanager
 def serving(options: argparse.Namespace) -> Iterator[str]:
-    """Its gateway, HOST:PORT. Raises ConfigError for options that do not go together."""
+    """Yield the gateway of a measurement, HOST:PORT, of a running cluster or of one started for the context.
+
+    Raises ConfigError for options that exclude each other.
+    """
     if not options.start:
         if options.config is not None or options.set:
             raise ConfigError("--config and --set: only for a cluster that --start starts")
@@ -110,7 +113,7 @@ def serving(options: argparse.Namespace) -> Iterator[str]:
     if options.target is not None:
         raise ConfigError("--target: a cluster that --start starts has its own")
     config = config_of(options)
-    # On ports of the system's choice, so that it stands beside any other; its log lines would tear the bar.
+    # Free ports avoid clashes with other clusters; info lines would break the progress bar.
     gateway = replace(config.gateway, listen="127.0.0.1:0", metrics="", http="")
     cluster = LocalCluster(replace(config, gateway=gateway, logs=LogConfig(level="warning")))
     try:

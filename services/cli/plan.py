@@ -1,4 +1,4 @@
-"""`ringserve plan`: size a cluster by prediction, or set the predictions beside published times."""
+"""`ringserve plan`: size a cluster by prediction, or compare predictions with published times."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ EXAMPLE = """example:
   ringserve plan --model ./my-model --hardware ./measured.json --context 64k --cp 1,2,4 --tp 2 --plot plan.png
   ringserve plan --reproduce --plot figures/
 """
-HELP = """Predicts time to first token, time between tokens, KV memory and throughput of rings, and how many of which
-shape a traffic mix needs. 128k is 128,000 tokens. Times are predictions: --reproduce shows what they are worth."""
+HELP = """Predicts time to first token, time between tokens, KV memory and throughput of rings, and the number and
+shape of rings that a traffic mix needs. 128k is 128,000 tokens. --reproduce shows the errors of such predictions."""
 CP_SIZES = (1, 2, 4, 8, 16, 32, 64)
 
 
@@ -68,15 +68,18 @@ def add(commands: Subcommands) -> None:
     parser.add_argument("--tp", metavar="N,...", help="processes of a rank (default: the most on one host)")
     parser.add_argument("--rate", metavar="TURNS", help="traffic, e.g. 0.1/s or 360/h: proposes a cluster for it")
     parser.add_argument("--output", metavar="TOKENS", default="256", help="tokens a turn writes (default: 256)")
-    parser.add_argument("--ttft", metavar="TIME", help="mean time to first token that must be kept, e.g. 60s")
-    parser.add_argument("--ttit", metavar="TIME", help="time between tokens that must be kept, e.g. 100ms")
+    parser.add_argument("--ttft", metavar="TIME", help="limit of the mean time to first token, e.g. 60s")
+    parser.add_argument("--ttit", metavar="TIME", help="limit of the time between tokens, e.g. 100ms")
     parser.add_argument("--max-batch", type=int, default=32, help="sequences a decode ring takes (default: 32)")
     parser.add_argument(
         "--reproduce", action="store_true", help="published times of arXiv 2411.01783 beside predictions"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
-        "--plot", type=Path, metavar="PATH", help="draw it: FILE.png, with --reproduce a directory; needs matplotlib"
+        "--plot",
+        type=Path,
+        metavar="PATH",
+        help="draw the plan: FILE.png, with --reproduce a directory; needs matplotlib",
     )
     parser.set_defaults(run=run)
 
@@ -108,7 +111,7 @@ def run_reproduction(options: argparse.Namespace) -> int:
 def run_plan(options: argparse.Namespace) -> int:
     for name in ("model", "context"):
         if getattr(options, name) is None:
-            raise ConfigError(f"--{name}: nothing is given; it is needed unless with --reproduce")
+            raise ConfigError(f"--{name}: no value is given; it is required without --reproduce")
     model, profile = planned_model(options.model), read_profile(options.hardware)
     workload, traffic = _workload(options), _traffic(options)
     shapes = [RingShape(cp=cp, tp=tp) for tp in _tp_sizes(options, model, profile) for cp in _cp_sizes(options)]
@@ -143,7 +146,7 @@ def _print_plan(
     print(f"{model.name} on {profile.name}: the smallest ring that holds it is cp {shape.cp} x tp {shape.tp}")
     if workload.longest > model.max_positions:
         made_for = format_tokens(model.max_positions)
-        print(f"{model.name} was made for {made_for} tokens: longer contexts are timed, not vouched for")
+        print(f"{model.name} was made for {made_for} tokens: longer contexts are predicted without regard to quality")
 
 
 def _print_proposal(proposal: Proposal, workload: Workload, traffic: Traffic) -> None:
@@ -162,7 +165,7 @@ def _workload(options: argparse.Namespace) -> Workload:
 
 
 def _traffic(options: argparse.Namespace) -> Traffic | None:
-    """None without --rate; limits without it are refused, since there is nothing they could limit."""
+    """Return the traffic, None without --rate. Raises ConfigError for limits without a rate."""
     if options.rate is None:
         for name in ("ttft", "ttit"):
             if getattr(options, name) is not None:
@@ -184,7 +187,7 @@ def _cp_sizes(options: argparse.Namespace) -> list[int]:
 
 
 def _tp_sizes(options: argparse.Namespace, model: PlannedModel, profile: HardwareProfile) -> list[int]:
-    """Those asked for, else the largest that divides the KV heads and stays on one host."""
+    """Return the given sizes, by default the largest that divides the KV heads and fits one host."""
     if options.tp is None:
         heads = model.shape.num_kv_heads
         return [max(size for size in range(1, profile.processes_per_host + 1) if heads % size == 0)]

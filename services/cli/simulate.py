@@ -1,20 +1,16 @@
-"""`ringserve simulate`: a trace over hundreds of rings, in simulated time."""
+"""`ringserve simulate`: run a trace over hundreds of rings, in simulated time."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import re
-import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
-from rich.box import SIMPLE
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from cp_core.cost.profile import read_profile
@@ -29,13 +25,14 @@ from services.offline.simulator.results import SimulationResult, write_simulatio
 from services.offline.simulator.simulation import Simulation
 from services.offline.simulator.trace import (
     FirstPrompts,
-    MadeTrace,
+    SyntheticTrace,
     TracedConversation,
     TraceShape,
     around,
     format_trace,
     read_trace,
 )
+from services.offline.terminal import bar, console, simple_table
 from services.offline.units import format_seconds, parse_seconds, parse_tokens
 
 EXAMPLE = """example:
@@ -44,16 +41,15 @@ EXAMPLE = """example:
     --first 500-4k:50,8k-128k:45,1m:5 --jobs 2 --plot day.png
   ringserve simulate --model llama3-70b --prefill 200x4x8 --decode 100x1x8 --trace trace.jsonl --json
 """
-HELP = """Conversations of several turns arrive at a cluster of rings; what each turn takes is predicted by a hardware
-profile, and who computes it how is decided by the code that decides it in a running cluster. Placements: `router` is
-that of the service, `least_loaded` and `round_robin` look at no KV, `kv_aware` weighs queues, which it knows as they
-are at every moment, against the KV that rings hold. Pools are RINGSxCPxTP. The same seed makes the same conversations;
-they begin most often in the middle of the time."""
+HELP = """Conversations of several turns arrive at a cluster of rings. A hardware profile predicts durations; the code
+of a running cluster decides. Placements: `router` is that of the service; `least_loaded` and `round_robin` ignore KV;
+`kv_aware` weighs exact queues against the KV that rings hold. Pools are RINGSxCPxTP. A seed fixes the conversations;
+most of them begin in the middle of the time."""
 PIPE_WIDTH = 170
 MAX_TURNS = 1000
 MAX_JOBS = 64
 
-Trace = MadeTrace | list[TracedConversation]
+Trace = SyntheticTrace | list[TracedConversation]
 
 
 def add(commands: Subcommands) -> None:
@@ -71,20 +67,24 @@ def add(commands: Subcommands) -> None:
     parser.add_argument("--placement", default=",".join(POLICIES), help=f"(default: {','.join(POLICIES)})")
     parser.add_argument("--chunk", metavar="TOKENS", default="64k", help="longest prefill step (default: 64k)")
     parser.add_argument("--max-batch", type=int, default=32, help="sequences a decode ring takes (default: 32)")
-    parser.add_argument("--trace", type=Path, help="conversations, one JSON object a line (default: made up)")
+    parser.add_argument("--trace", type=Path, help="conversations, one JSON object a line (default: synthetic)")
     size = parser.add_mutually_exclusive_group()
-    size.add_argument("--conversations", type=int, default=1000, help="of a made-up trace (default: 1000)")
-    size.add_argument("--busy", type=float, metavar="SHARE", help="or as many as keep prefill rings so busy, e.g. 0.6")
+    size.add_argument(
+        "--conversations", type=int, default=1000, help="conversations of a synthetic trace (default: 1000)"
+    )
+    size.add_argument(
+        "--busy", type=float, metavar="SHARE", help="as many conversations as keep prefill rings this busy, e.g. 0.6"
+    )
     parser.add_argument(
         "--first",
         metavar="TOKENS[-TOKENS][:WEIGHT],...",
         default="4k,32k,128k",
-        help="of first prompts; single sizes vary by half (default: 4k,32k,128k)",
+        help="sizes of first prompts; single sizes vary by half (default: 4k,32k,128k)",
     )
-    parser.add_argument("--turns", type=float, default=4.0, help="of a conversation, on average (default: 4)")
-    parser.add_argument("--answer", metavar="TOKENS", default="300", help="of an answer, on average (default: 300)")
-    parser.add_argument("--time", metavar="TIME", default="1h", help="in which they begin (default: 1h)")
-    parser.add_argument("--seed", type=int, default=0, help="of a made-up trace (default: 0)")
+    parser.add_argument("--turns", type=float, default=4.0, help="mean turns of a conversation (default: 4)")
+    parser.add_argument("--answer", metavar="TOKENS", default="300", help="mean tokens of an answer (default: 300)")
+    parser.add_argument("--time", metavar="TIME", default="1h", help="span in which conversations begin (default: 1h)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of a synthetic trace (default: 0)")
     parser.add_argument("--write-trace", type=Path, metavar="FILE", help="write the trace, as --trace takes it")
     parser.add_argument("--jobs", type=int, default=1, help="placements simulated at a time (default: 1)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -109,19 +109,19 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps({"results": [asdict(result) for result in results]}))
     else:
-        Console(width=None if sys.stdout.isatty() else PIPE_WIDTH).print(_table(results), _size_table(results))
-        print(f"{results[0].num_turns} turns of {len(trace)} conversations; TTFT since a turn was first asked for")
+        console(pipe_width=PIPE_WIDTH).print(_table(results), _size_table(results))
+        print(
+            f"{results[0].num_turns} turns of {len(trace)} conversations; TTFT counts from the first request of a turn"
+        )
     return 0
 
 
 def _simulated(cluster: ClusterShape, trace: Trace, placements: Sequence[str], jobs: int) -> list[SimulationResult]:
-    """By every placement. Each is wrong before the first one runs."""
+    """Simulate every placement. Raises ConfigError for an unknown one before the first runs."""
     for placement in placements:
         if placement not in POLICIES:
             raise ConfigError(f"--placement: {placement!r} is unknown; allowed are {', '.join(POLICIES)}")
-    # The bar goes to standard error: standard output is the result's.
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    with bar() as progress:
         if jobs > 1:
             task = progress.add_task("placements", total=len(placements))
             with ProcessPoolExecutor(max_workers=jobs) as pool:
@@ -147,7 +147,7 @@ def _cluster(options: argparse.Namespace) -> ClusterShape:
         require_tp(model, pool.tp)
     for key, value in (("--max-batch", options.max_batch), ("--conversations", options.conversations)):
         if value < 1:
-            raise ConfigError(f"{key}: {value} is none; allowed are 1 or more")
+            raise ConfigError(f"{key}: {value} is out of range; allowed are 1 or more")
     if not 1 <= options.jobs <= MAX_JOBS:
         raise ConfigError(f"--jobs: {options.jobs} is out of range; allowed are 1 to {MAX_JOBS}")
     return ClusterShape(
@@ -175,9 +175,9 @@ def _trace(options: argparse.Namespace, cluster: ClusterShape) -> Trace:
     )
     if options.busy is not None:
         if not 0.0 < options.busy <= 1.0:
-            raise ConfigError(f"--busy: {options.busy} is no share; allowed is anything above 0 and up to 1")
+            raise ConfigError(f"--busy: {options.busy} is no share; allowed are numbers above 0 and up to 1")
         shape = replace(shape, num_conversations=conversations_for(options.busy, cluster, shape, options.seed))
-    return MadeTrace(shape, options.seed)
+    return SyntheticTrace(shape, options.seed)
 
 
 def _first(item: str) -> FirstPrompts:
@@ -206,7 +206,7 @@ def _pool(key: str, text: str) -> PoolShape:
 def _table(results: Sequence[SimulationResult]) -> Table:
     times = ("TTFT p50", "p90", "p99", "mean", "queue p50", "p99", "TTIT")
     shares = ("cached", "moved", "recomputed", "pass-Q", "busy", "busiest", "batches")
-    table = _new_table(("placement", *times, *shares, "asked again"))
+    table = simple_table("placement", *times, *shares, "asked again", left_aligned=("placement",))
     for each in results:
         seconds = (each.ttft.p50, each.ttft.p90, each.ttft.p99, each.ttft.mean, each.queue.p50, each.queue.p99)
         tokens = (each.moved_tokens / each.prompt_tokens, each.recomputed_tokens / each.prompt_tokens)
@@ -217,17 +217,11 @@ def _table(results: Sequence[SimulationResult]) -> Table:
 
 
 def _size_table(results: Sequence[SimulationResult]) -> Table:
-    table = _new_table(("placement", "new tokens", "turns", "TTFT p50", "p90", "p99", "most"))
+    headers = ("placement", "new tokens", "turns", "TTFT p50", "p90", "p99", "most")
+    table = simple_table(*headers, left_aligned=headers[:2])
     for each in results:
         for name, times in each.ttft_of_size.items():
             if times.count:
                 cells = map(format_seconds, (times.p50, times.p90, times.p99, times.most))
                 table.add_row(each.placement, name, str(times.count), *cells)
-    return table
-
-
-def _new_table(headers: Sequence[str]) -> Table:
-    table = Table(box=SIMPLE)
-    for header in headers:
-        table.add_column(header, justify="left" if header in ("placement", "new tokens") else "right", no_wrap=True)
     return table

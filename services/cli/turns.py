@@ -1,4 +1,4 @@
-"""Options of commands that say how tokens are drawn and where an answer ends."""
+"""Sampling options of commands that run turns, and the display of a turn's plan."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from services.offline.units import format_seconds
 from services.rpc.answer import plan_line
 
 UNSIGNED = {"max_tokens": 32, "seed": 64, "top_k": 32, "min_tokens": 32, "n": 32, "logprobs": 32, "prompt_logprobs": 32}
-"""Bits of the contract's unsigned numbers."""
+"""Bits of the contract's unsigned fields."""
 
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
-    """Those of every answer."""
+    """Add the sampling options of every answer."""
     parser.add_argument("--max-tokens", type=int, default=64, metavar="N", help="new tokens at most (default: 64)")
     parser.add_argument("--min-tokens", type=int, default=0, metavar="N", help="no stop within the first N tokens")
     parser.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0 is greedy (default: 0)")
@@ -47,14 +47,14 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_answer_options(parser: argparse.ArgumentParser) -> None:
-    """Those of a single turn."""
+    """Add the options of a single turn."""
     parser.add_argument("--n", type=int, default=1, metavar="N", help="answers to the prompt (default: 1)")
     parser.add_argument("--logprobs", type=int, metavar="N", help="with --json: of each token and the N most likely")
     parser.add_argument("--prompt-logprobs", type=int, metavar="N", help="the same of the prompt's tokens")
 
 
 def sampling_of(options: argparse.Namespace) -> inference_pb2.SamplingParams:
-    """Raises InvalidRequest for what the contract's types cannot carry."""
+    """Convert the options. Raises InvalidRequest for values that the contract's types cannot hold."""
     given = vars(options)
     for name, bits in UNSIGNED.items():
         value = given.get(name)
@@ -83,7 +83,7 @@ def sampling_of(options: argparse.Namespace) -> inference_pb2.SamplingParams:
 
 
 def check_ids(name: str, ids: object) -> list[int]:
-    """A list of token ids. Raises InvalidRequest."""
+    """Check a list of token ids. Raises InvalidRequest."""
     if not isinstance(ids, list):
         raise InvalidRequest(f"{name}: must be a list of token ids, e.g. [1, 2, 3]")
     for place, token in enumerate(ids):
@@ -101,16 +101,16 @@ def _bias(item: str) -> tuple[int, float]:
 
 
 def show_plan(complete: inference_pb2.GenerateComplete) -> None:
-    """On standard error: the plan in a line, and the prefill rings that were compared."""
+    """Print the plan in a line, and a table of the compared prefill rings, on standard error."""
     print(plan_line(complete), file=sys.stderr, flush=True)
     if complete.plan.ring_alternatives:
         console(stderr=True).print(ring_table(complete.plan))
 
 
 def ring_table(plan: inference_pb2.Plan) -> Table:
-    """One line a ring, the quickest first; * marks the one that was taken."""
-    table = simple_table(
-        "", "ring", "cp", "tp", "predicted", "queue", "moving KV", "prefill", "hand-off", "stall", left=("", "ring")
+    """Return a table with a line for each ring, the quickest first; * marks the chosen one."""
+    headers = ("", "ring", "cp", "tp", "predicted", "queue", "moving KV", "prefill", "hand-off", "stall")
+    table = simple_table(*headers, left_aligned=headers[:2])
     )
     for each in sorted(plan.ring_alternatives, key=lambda each: each.total_seconds):
         parts = (each.queue_seconds, each.move_seconds, each.prefill_seconds, each.handoff_seconds, each.stall_seconds)

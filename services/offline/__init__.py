@@ -1,1 +1,1 @@
-"""Benches, planning, calibration, simulation and the demo: nothing here serves a request."""
+"""Benches, planning, calibration, simulation and the demo; none of them serves a request."""

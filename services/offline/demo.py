@@ -1,4 +1,4 @@
-"""The main job in one go: a long document, a follow-up, both checked against stock transformers."""
+"""Demo: a long document and a follow-up, both checked against stock transformers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FOLLOW_UP = "\nAnd in one short sentence?\n"
 
 @dataclass(frozen=True, kw_only=True)
 class DemoTurn:
-    """One turn as served: its whole prompt, and the object that `generate --json` would print."""
+    """Served turn: its whole prompt, and the object that `generate --json` prints."""
 
     title: str
     prompt: list[int]
@@ -31,7 +31,7 @@ class DemoTurn:
 
 
 def demo_config() -> Config:
-    """Two rings of two on loopback, on ports of the system's choice."""
+    """Return the configuration of two rings of two ranks on loopback, on free ports."""
     return Config(
         prefill=PrefillConfig(cp=2, chunk_tokens=16384),
         decode=DecodeConfig(cp=2, max_batch=8),
@@ -42,18 +42,18 @@ def demo_config() -> Config:
 
 
 def document(codec: TextCodec, num_tokens: int) -> str:
-    """Real text of at least `num_tokens` tokens: Python's own reference, which every Python carries."""
+    """Return at least `num_tokens` tokens of real text from the reference that every Python carries."""
     text = ""
     for line in "".join(topics[name] for name in sorted(topics)).splitlines(keepends=True):
         text += line
-        # A token is at most a few characters and at least one byte: count only when it can be enough.
+        # A token is at least one byte: encode only when the text can be long enough.
         if len(text.encode()) >= num_tokens and len(codec.encode(text)) >= num_tokens:
             return text
     raise RingserveError(f"Python's topics have fewer than {num_tokens} tokens")
 
 
 class DemoConversation:
-    """Plays the turns against a gateway. `show` gets the answer's text as it streams."""
+    """Conversation of the demo with a gateway."""
 
     def __init__(self, client: Client, codec: TextCodec, max_tokens: int) -> None:
         self._client = client
@@ -62,7 +62,7 @@ class DemoConversation:
         self._history: list[int] = []
 
     def ask(self, title: str, text: str, show: Callable[[str], None]) -> DemoTurn:
-        """Send only what is new; the service knows the rest."""
+        """Send only the new text of a turn; `show` gets the answer's text as it streams."""
         new = self._codec.encode(text).tolist()
         request = inference_pb2.GenerateRequest(
             tokenized=inference_pb2.TokenizedInput(input_ids=new),
@@ -86,7 +86,7 @@ class DemoConversation:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What the check against transformers found for one turn."""
+    """Verdict of the check of one turn against transformers."""
 
     title: str
     is_equal: bool

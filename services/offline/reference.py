@@ -1,4 +1,4 @@
-"""Stock transformers on one process: what every answer of ringserve must equal, token for token."""
+"""Stock transformers in one process: the reference that every answer must equal, token for token."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from transformers.utils.logging import disable_progress_bar
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """A greedy answer and the smallest lead of its tokens over the runner-up, in logits."""
+    """Greedy answer, and the smallest lead of its tokens over the second-best token, in logits."""
 
     token_ids: list[int]
     smallest_lead: float
 
 
 class StockModel:
-    """A model directory as transformers itself runs it, in float32 on the CPU."""
+    """Model directory that transformers runs in float32 on the CPU."""
 
     def __init__(self, path: Path) -> None:
         disable_progress_bar()

@@ -1,4 +1,4 @@
-"""Tables for the terminal, as all commands that compare draw them."""
+"""Tables and progress bars on the terminal."""
 
 from __future__ import annotations
 
@@ -12,38 +12,35 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 PIPE_WIDTH = 150
-"""Columns where the output is no terminal."""
+"""Columns of a table where the output is no terminal."""
+
+Tell = Callable[[str], None]
+"""Callback that counts one finished measurement; the text names it."""
 
 
-def simple_table(*headers: str, left: Collection[str] = (), title: str | None = None) -> Table:
-    """Numbers stand at the right, columns in `left` at the left; no line is broken."""
+def simple_table(*headers: str, left_aligned: Collection[str] = (), title: str | None = None) -> Table:
+    """Return an empty table; columns are right-aligned but for those in `left_aligned`, and no line wraps."""
     table = Table(box=SIMPLE, title=title)
     for header in headers:
-        table.add_column(header, justify="left" if header in left else "right", no_wrap=True)
+        table.add_column(header, justify="left" if header in left_aligned else "right", no_wrap=True)
     return table
 
 
-def console(*, stderr: bool = False) -> Console:
-    """As wide as the terminal, or wide enough for our tables."""
+def console(*, stderr: bool = False, pipe_width: int = PIPE_WIDTH) -> Console:
+    """Return a console as wide as the terminal, or `pipe_width` columns wide without one."""
     stream = sys.stderr if stderr else sys.stdout
-    return Console(width=None if stream.isatty() else PIPE_WIDTH, stderr=stderr)
+    return Console(width=None if stream.isatty() else pipe_width, stderr=stderr)
 
 
-Tell = Callable[[str], None]
-"""One more is done; the text says what."""
+def bar() -> Progress:
+    """Return a progress bar on standard error, which vanishes at its end; standard output is the report's."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=Console(stderr=True), transient=True)
 
 
 @contextmanager
 def progress_bar(total: int, description: str = "starting") -> Iterator[Tell]:
-    """While the context lasts, how many of `total` are done."""
-    progress = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=Console(stderr=True),
-        transient=True,
-    )
-    with progress:
+    """Show within the context how many of `total` measurements are done."""
+    with bar() as progress:
         task = progress.add_task(description, total=total)
         yield lambda what: progress.update(task, advance=1, description=what)

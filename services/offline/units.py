@@ -1,4 +1,4 @@
-"""Numbers as people write them: 128k tokens, 0.1/s, 60s."""
+"""Parsers and formats of numbers on the command line: 128k tokens, 0.1/s, 60s."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ TOKENS = {"": 1, "k": 1_000, "m": 1_000_000}
 SECONDS = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
 MAX_TOKENS = 1_000_000_000
 MAX_SIZE = 4096
-"""Ranks, and processes of a rank."""
+"""Most ranks of a ring, and most processes of a rank."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ContextShare:
-    """Turns whose prompt, cached tokens included, has `tokens` tokens: `share` of all turns (0 to 1)."""
+    """Share (0 to 1) of turns whose prompt, cached tokens included, has `tokens` tokens."""
 
     tokens: int
     share: float
 
 
 def parse_tokens(key: str, text: str) -> int:
-    """ "128k" is 128,000 and "1m" is 1,000,000. Raises ConfigError."""
+    """Parse a number of tokens: "128k" is 128,000, "1m" is 1,000,000. Raises ConfigError."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([km]?)", text.strip().lower())
     tokens = round(float(found[1]) * TOKENS[found[2]]) if found else 0
     if not 1 <= tokens <= MAX_TOKENS:
@@ -33,12 +33,15 @@ def parse_tokens(key: str, text: str) -> int:
 
 
 def parse_token_counts(key: str, text: str, least: int = 1) -> list[int]:
-    """ "0,512,2k", each once, in their order of size; 0 only where `least` is. Raises ConfigError."""
+    """Parse "0,512,2k" into sorted distinct counts; 0 is allowed only where `least` is 0. Raises ConfigError."""
     return sorted({0 if least == 0 and item.strip() == "0" else parse_tokens(key, item) for item in text.split(",")})
 
 
 def parse_contexts(key: str, text: str) -> tuple[ContextShare, ...]:
-    """ "128k:9,1m:1" is nine turns of 128k for each of 1m; without weights all are as frequent. Raises ConfigError."""
+    """Parse contexts and their weights: "128k:9,1m:1" is nine turns of 128k for each of 1m.
+
+    Without weights all contexts are equally frequent. Raises ConfigError.
+    """
     weights: dict[int, float] = {}
     for item in text.split(","):
         size, colon, weight = item.partition(":")
@@ -51,7 +54,7 @@ def parse_contexts(key: str, text: str) -> tuple[ContextShare, ...]:
 
 
 def parse_seconds(key: str, text: str) -> float:
-    """ "60s", "500ms", "2min". Raises ConfigError."""
+    """Parse a duration: "60s", "500ms", "2min". Raises ConfigError."""
     found = re.fullmatch(r"([\d.]+)\s*(ms|s|min|h)", text.strip().lower())
     if found is None:
         raise ConfigError(f"{key}: {text!r} is no duration; allowed are those like 500ms, 60s or 2min")
@@ -59,7 +62,7 @@ def parse_seconds(key: str, text: str) -> float:
 
 
 def parse_rate(key: str, text: str) -> float:
-    """Turns a second, of "0.1/s", "6/min" or "360/h". Raises ConfigError."""
+    """Parse "0.1/s", "6/min" or "360/h" into turns a second. Raises ConfigError."""
     found = re.fullmatch(r"([\d.]+)\s*/\s*(s|min|h)", text.strip().lower())
     if found is None:
         raise ConfigError(f"{key}: {text!r} is no rate; allowed are those like 0.1/s, 6/min or 360/h")
@@ -67,7 +70,7 @@ def parse_rate(key: str, text: str) -> float:
 
 
 def parse_sizes(key: str, text: str) -> list[int]:
-    """ "1,2,4", each once. Raises ConfigError."""
+    """Parse "1,2,4" into distinct sizes. Raises ConfigError."""
     sizes = [int(item) if item.isdecimal() else 0 for item in text.split(",")]
     if not all(1 <= size <= MAX_SIZE for size in sizes):
         raise ConfigError(f"{key}: {text!r} is no list of sizes; allowed are numbers of 1 to {MAX_SIZE}, with commas")
@@ -75,14 +78,14 @@ def parse_sizes(key: str, text: str) -> list[int]:
 
 
 def format_seconds(seconds: float) -> str:
-    """Three digits, in the unit that suits."""
+    """Format seconds or milliseconds with three digits."""
     if seconds >= 1.0:
         return f"{seconds:.3g} s" if seconds < 1000.0 else f"{seconds:.0f} s"
     return f"{seconds * 1e3:.3g} ms"
 
 
 def format_tokens(tokens: int) -> str:
-    """The shortest exact form: 128k, 1m, 4096."""
+    """Format a number of tokens in the shortest exact form: 128k, 1m, 4096."""
     for suffix, size in (("m", TOKENS["m"]), ("k", TOKENS["k"])):
         if tokens % size == 0:
             return f"{tokens // size}{suffix}"

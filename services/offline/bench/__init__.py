@@ -1,1 +1,1 @@
-"""Measurements behind `ringserve bench`: rings of processes on this machine, one thread a rank."""
+"""Measurements of `ringserve bench`: rings of processes on this machine, one thread a rank."""

@@ -1,6 +1,6 @@
-"""One rank of the attention bench: the same layer by our rings, by torch's own ring, and by one plain call.
+"""`ringserve bench attention`: one layer's causal attention by ring size, beside torch's own ring and one plain call.
 
-T tokens of this rank, H query heads, K KV heads, D head dimension.
+T tokens of a rank, H query heads, K KV heads, D head dimension.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from cp_core.ring.prefill import ring_prefill
 from cp_core.transport.connect import find_store
 from services.offline.bench.figures import GEMM, Target, attention_flops, gemm_flops, paired_ratio
 from services.offline.bench.report import Report, Row
-from services.offline.bench.ring_processes import RING_TIMEOUT_SECONDS, RingProcesses, Seat
+from services.offline.bench.ring_processes import RING_TIMEOUT_SECONDS, RankPlace, RingProcesses
 from services.offline.bench.rounds import Contender, Sample, Series, alternate, timed, timed_gemm
 
 PASS_KV = "pass-KV"
@@ -36,7 +36,7 @@ SDPA = "SDPA"
 RINGS = {PASS_KV: "pass_kv", PASS_Q: "pass_q"}
 TORCH_RINGS = {TORCH_GATHER: "allgather", TORCH_SHIFT: "alltoall"}
 
-# fp32 on the same inputs; the two sum in another order.
+# float32 on the same inputs, summed in another order.
 MOST_DIFFERENCE = 1e-4
 
 
@@ -49,9 +49,9 @@ class AttentionShape:
 
 @dataclass(frozen=True, slots=True)
 class AttentionTask:
-    """`what` over `tokens` new tokens of the whole ring after `cached` ones, `repeats` times.
+    """Attention by the contender `what` over `tokens` new tokens of the ring after `cached` ones, `repeats` times.
 
-    Only our own rings know cached tokens; `threads` only matter to SDPA.
+    Only ringserve's rings take cached tokens; `threads` matter to SDPA alone.
     """
 
     what: str
@@ -61,12 +61,12 @@ class AttentionTask:
     threads: int = 1
 
 
-class AttentionStation:
-    """A rank with inputs of its own. Whatever is compared is checked to give the same output."""
+class AttentionRank:
+    """Rank of the attention bench with its own inputs; all contenders must give the same output."""
 
-    def __init__(self, shape: AttentionShape, seat: Seat) -> None:
+    def __init__(self, shape: AttentionShape, place: RankPlace) -> None:
         self._shape = shape
-        self._seat = seat
+        self._place = place
         self._backend = select_backend("auto", "cpu", torch.float32)
         self._prepared: tuple[int, int] | None = None
         self._plan: PrefillPlan
@@ -75,13 +75,13 @@ class AttentionStation:
         self._v: Tensor
         self._cached: list[KvRun]
         self._expected: Tensor | None = None
-        if seat.num_ranks > 1:
-            store = PrefixStore("torch", find_store(seat.host, seat.port, RING_TIMEOUT_SECONDS))
-            distributed.init_process_group("gloo", store=store, rank=seat.rank, world_size=seat.num_ranks)
+        if place.num_ranks > 1:
+            store = PrefixStore("torch", find_store(place.host, place.port, RING_TIMEOUT_SECONDS))
+            distributed.init_process_group("gloo", store=store, rank=place.rank, world_size=place.num_ranks)
 
     def measure(self, task: AttentionTask) -> Sample:
         if task.what == GEMM:
-            return timed_gemm(self._seat.transport)
+            return timed_gemm(self._place.transport)
         self._prepare(task.tokens, task.cached)
         outs: list[Tensor] = []
 
@@ -89,7 +89,7 @@ class AttentionStation:
             outs[:] = [self._attend(task.what)]
 
         torch.set_num_threads(task.threads)
-        sample = timed(self._seat.transport, attend, task.repeats)
+        sample = timed(self._place.transport, attend, task.repeats)
         torch.set_num_threads(1)
         self._check(task.what, outs[0])
         return sample
@@ -99,10 +99,10 @@ class AttentionStation:
             distributed.destroy_process_group()
 
     def _prepare(self, tokens: int, cached: int) -> None:
-        """Draw q[T,H,D], k and v[T,K,D] of this rank and what it has cached; the same for all contenders of a size."""
+        """Draw q[T,H,D], k and v[T,K,D] of this rank and its cached KV, the same for all contenders of a size."""
         if self._prepared == (tokens, cached):
             return
-        size, rank, shape = self._seat.num_ranks, self._seat.rank, self._shape
+        size, rank, shape = self._place.num_ranks, self._place.rank, self._shape
         held = level_counts((0,) * size, cached)
         layout = balanced_layout(cached, tokens, held)
         self._plan = PrefillPlan((SequencePlan(layout, held),))
@@ -118,7 +118,7 @@ class AttentionStation:
         self._prepared, self._expected = (tokens, cached), None
 
     def _attend(self, what: str) -> Tensor:
-        """-> [T,H,D]."""
+        """Return the attention output [T,H,D] of one contender."""
         if what in RINGS:
             return ring_prefill(
                 self._q,
@@ -126,7 +126,7 @@ class AttentionStation:
                 self._v,
                 [self._cached],
                 self._plan,
-                self._seat.transport,
+                self._place.transport,
                 self._backend,
                 self._shape.head_dim**-0.5,
                 RINGS[what],
@@ -140,7 +140,7 @@ class AttentionStation:
         return out.squeeze(0).transpose(0, 1)
 
     def _torch_ring(self, rotation: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Private, and without types: what `context_parallel` calls, without its dispatcher."""
+        """Call the private function behind torch's `context_parallel`, without its dispatcher."""
         private: Any = torch_attention
         private.set_rotate_method(rotation)
         out: Tensor = private._templated_ring_attention(
@@ -161,7 +161,7 @@ FASTER_THAN_TORCH_TOKENS = 4096
 
 # About a twentieth of a second on one core.
 WORTH_TIMING_FLOPS = 2.5e9
-# Where messages rule and not arithmetic.
+# Limit where messages take longer than arithmetic.
 MOST_REPEATS = 50
 
 Measured = Mapping[tuple[str, int], Series]
@@ -172,7 +172,7 @@ def num_measurements(ranks: Sequence[int], tokens: Sequence[int], num_rounds: in
 
 
 def num_repeats(flops: float, ranks: int) -> int:
-    """How often to repeat something so short that a clock, or a waking thread, would weigh in it."""
+    """Return the repeats of a measurement so that clock and thread wakeups do not weigh in it."""
     return min(MOST_REPEATS, max(1, round(WORTH_TIMING_FLOPS * ranks / flops)))
 
 
@@ -185,10 +185,10 @@ def measure_attention(
     transport: str = "auto",
     tell: Callable[[str], None] = lambda name: None,
 ) -> Report:
-    """All contenders in turn for each number of new tokens, `num_rounds` times after one for practice.
+    """Measure all contenders in alternation for each number of new tokens, in `num_rounds` rounds after a warm-up.
 
-    With `cached` tokens before the new ones there is nobody to compare with. Raises ConfigError for tokens that
-    torch's own ring cannot cut, Unavailable if a rank fails.
+    With `cached` tokens only ringserve's rings are measured. Raises ConfigError for tokens that torch's ring cannot
+    cut, Unavailable if a rank fails.
     """
     for count in tokens if not cached else ():
         for size in ranks:
@@ -199,7 +199,7 @@ def measure_attention(
     rows: list[Row] = []
     targets: list[Target] = []
     with ExitStack() as stack:
-        made = partial(AttentionStation, shape)
+        made = partial(AttentionRank, shape)
         rings = {size: stack.enter_context(RingProcesses(size, made, transport)) for size in ranks}
         alone = None if cached else stack.enter_context(RingProcesses(1, made))
         for count in tokens:
@@ -252,7 +252,7 @@ def _row(flops: float, tokens: int, series: Series, measured: Measured) -> Row:
         tokens=tokens,
         seconds=series.figures,
         cpu_seconds=median(series.cpu_seconds),
-        # torch's own ring waits where nobody counts.
+        # The waits of torch's ring are not counted.
         wait_seconds=max(series.wait_seconds) if name in RINGS else None,
         speedup=None if compared is None else paired_ratio(compared.seconds, series.seconds),
         cpu_speedup=None if compared is None else paired_ratio(compared.cpu_seconds, series.cpu_seconds),
@@ -261,7 +261,7 @@ def _row(flops: float, tokens: int, series: Series, measured: Measured) -> Row:
 
 
 def _targets(ranks: Sequence[int], tokens: int, measured: Measured) -> list[Target]:
-    """Against whichever way of torch's own ring is the faster here."""
+    """Compare pass-KV with the faster variant of torch's own ring."""
     targets = []
     for size in ranks:
         if size == 1:

@@ -1,4 +1,4 @@
-"""One rank of the decode bench: a rank worker whose decode loop runs all the time, over KV of random numbers."""
+"""`ringserve bench decode`: TTIT by context, ring size and batch, over KV of random numbers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cp_core.layout.shards import level_counts
 from services.offline.bench.figures import Target, paired_ratio
 from services.offline.bench.model_rank import BLOCK_TOKENS, blocks_for, start_worker, with_layers
 from services.offline.bench.report import Report, Row
-from services.offline.bench.ring_processes import RingProcesses, Seat
+from services.offline.bench.ring_processes import RankPlace, RingProcesses
 from services.offline.bench.rounds import Contender, Sample, Series, alternate, peak_memory_bytes
 from workers.model.info import read_model_info
 from workers.protocol.decode_commands import AdmitSequence
@@ -30,37 +30,40 @@ LOOP_END_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class DecodeCase:
-    """`batch` sequences of `context` tokens each, decoded for `steps` steps."""
+    """Case of `batch` sequences of `context` tokens each, decoded for `steps` steps."""
 
     context: int
     batch: int
     steps: int
 
     def blocks_per_sequence(self, num_ranks: int) -> int:
-        """On each rank, with room for what is decoded."""
+        """Return the blocks of a sequence on each rank, with room for the decoded tokens."""
         return blocks_for(self.context // num_ranks + 1 + self.steps + 1)
 
     def kv_tokens(self) -> int:
-        """Of the whole ring."""
+        """Return the KV slots of the whole ring, in tokens."""
         return self.batch * BLOCK_TOKENS * self.blocks_per_sequence(1)
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeTask:
-    """A case, served as `policy` says: by a variant, or by what the ring's rule takes (`auto`)."""
+    """Case decoded by one policy: a variant, or the variant that the ring's rule chooses (`auto`)."""
 
     case: DecodeCase
     policy: str
 
 
-class DecodeStation:
-    """`steps` steps at a time. The first rank submits the batch, and sees a step end when its tokens come."""
+class DecodeRank:
+    """Rank of the decode bench: a worker with a running decode loop.
 
-    def __init__(self, model: str, cases: tuple[DecodeCase, ...], seat: Seat) -> None:
-        self._seat = seat
-        num_blocks = max(case.batch * case.blocks_per_sequence(seat.num_ranks) for case in cases)
-        self._worker = start_worker(seat, "decode", model, num_blocks, max(case.batch for case in cases))
-        self._worker.fill_kv(seat.rank)
+    The first rank submits the batch and takes a step to end when its tokens arrive.
+    """
+
+    def __init__(self, model: str, cases: tuple[DecodeCase, ...], place: RankPlace) -> None:
+        self._place = place
+        num_blocks = max(case.batch * case.blocks_per_sequence(place.num_ranks) for case in cases)
+        self._worker = start_worker(place, "decode", model, num_blocks, max(case.batch for case in cases))
+        self._worker.fill_kv(place.rank)
         self._worker.probe()
         self._cursor = 0
         self._burst = 0
@@ -68,8 +71,8 @@ class DecodeStation:
         self._loop.start()
 
     def measure(self, task: DecodeTask) -> Sample:
-        """Seconds of one step, the mean over the case's steps: TTIT. Ranks but the first have none to tell."""
-        if self._seat.rank:
+        """Measure TTIT as the mean over the case's steps, in seconds; other ranks than the first answer 0."""
+        if self._place.rank:
             return Sample(seconds=0.0, peak_memory_bytes=peak_memory_bytes())
         case = task.case
         self._burst += 1
@@ -77,13 +80,13 @@ class DecodeStation:
         self._worker.submit([self._admission(case, row) for row in range(case.batch)])
         times: list[float] = []
         first_steps = 0
-        left = case.batch
-        while left:
+        num_running = case.batch
+        while num_running:
             events = self._worker.poll(self._cursor, EVENT_SECONDS)
             assert events.events, f"no token in {EVENT_SECONDS:g} s"
             times.append(time.perf_counter())
             self._cursor = events.stop
-            left -= sum(event.finish_reason is not None for event in events.events)
+            num_running -= sum(event.finish_reason is not None for event in events.events)
             if len(times) == 1:
                 first_steps = len(events.events) // case.batch
         assert first_steps < case.steps, f"all {case.steps} tokens came at once"
@@ -95,8 +98,8 @@ class DecodeStation:
         self._loop.join(LOOP_END_SECONDS)
 
     def _admission(self, case: DecodeCase, row: int) -> AdmitSequence:
-        """Blocks of a sequence lie together, as they do in a cache that was empty."""
-        ranks = self._seat.num_ranks
+        """Return the admission of one sequence, whose blocks are contiguous."""
+        ranks = self._place.num_ranks
         each = case.blocks_per_sequence(ranks)
         return AdmitSequence(
             sequence_id=f"bench-{self._burst}-{row}",
@@ -108,7 +111,7 @@ class DecodeStation:
         )
 
 
-# The KV of all rings stands in memory at once; a machine that begins to swap measures its disk.
+# The KV of all rings is in memory at once, and swapping would measure the disk.
 SHARE_OF_MEMORY = 0.8
 
 # Targets on 2 cores, fp32, one thread a rank, one sequence.
@@ -117,7 +120,7 @@ LONG_OVER_ONE = 0.65
 SHORT_CONTEXT = 2048
 SHORT_OVER_ONE = 1.2
 SHORT_LAYERS = 16
-# The rule that chooses between variants may lose so much against the better one.
+# Largest accepted ratio of the rule's variant to the better one.
 AUTO = "auto"
 AUTO_OVER_BEST = 1.05
 
@@ -129,7 +132,7 @@ def num_measurements(ranks: Sequence[int], cases: Sequence[DecodeCase], num_roun
 
 
 def _policies(num_ranks: int) -> Sequence[str]:
-    """One rank has no choice."""
+    """Return the policies of a ring; one rank has no choice."""
     return VARIANT_POLICIES if num_ranks > 1 else (GATHER,)
 
 
@@ -142,7 +145,7 @@ def measure_decode(
     transport: str = "auto",
     tell: Callable[[str], None] = lambda name: None,
 ) -> Report:
-    """All rings in turn for each case. A case whose KV does not fit in memory is left out, and named in the notes.
+    """Measure all rings in alternation for each case; the notes name cases whose KV does not fit in memory.
 
     Raises ModelRefused, Unavailable, ConfigError where no case fits.
     """
@@ -153,7 +156,7 @@ def measure_decode(
         fitting = fitting_cases(info, ranks, cases, psutil.virtual_memory().available)
         if not fitting:
             raise ConfigError(f"--context: the KV of no case fits in {SHARE_OF_MEMORY:.0%} of the free memory")
-        made = partial(DecodeStation, str(path), tuple(fitting))
+        made = partial(DecodeRank, str(path), tuple(fitting))
         rings = {size: stack.enter_context(RingProcesses(size, made, transport)) for size in ranks}
         for case in fitting:
             contenders = [
@@ -167,7 +170,7 @@ def measure_decode(
             targets += _targets(info, case, measured)
     settings = f"{info.name}, {info.num_layers} layers, H{info.num_heads}/K{info.num_kv_heads}/D{info.head_dim}, "
     settings += f"{info.dtype}, KV of random numbers, one thread a rank, transport {transport}"
-    notes = tuple(_left_out(info, ranks, case) for case in cases if case not in fitting)
+    notes = tuple(_exclusion_note(info, ranks, case) for case in cases if case not in fitting)
     return Report(bench="decode", settings=settings, rows=tuple(rows), targets=tuple(targets), notes=notes)
 
 
@@ -181,9 +184,9 @@ def _kv_bytes(info: ModelInfo, ranks: Sequence[int], case: DecodeCase) -> int:
     return len(ranks) * case.kv_tokens() * info.kv_bytes_per_token
 
 
-def _left_out(info: ModelInfo, ranks: Sequence[int], case: DecodeCase) -> str:
+def _exclusion_note(info: ModelInfo, ranks: Sequence[int], case: DecodeCase) -> str:
     size = _kv_bytes(info, ranks, case) / 1e9
-    return f"left out: context {case.context}, batch {case.batch} takes {size:.1f} GB of KV over all rings"
+    return f"skipped: context {case.context}, batch {case.batch} takes {size:.1f} GB of KV over all rings"
 
 
 def _row(case: DecodeCase, series: Series, measured: Measured) -> Row:
@@ -204,7 +207,7 @@ def _targets(info: ModelInfo, case: DecodeCase, measured: Measured) -> list[Targ
 
 
 def _rule_targets(case: DecodeCase, measured: Measured) -> list[Target]:
-    """How much the rule loses, in each ring that has a choice."""
+    """Return the loss of the rule against the better variant, for each ring that has a choice."""
     targets = []
     for ranks in (ranks for name, ranks in measured if name == AUTO):
         best = min(

@@ -1,4 +1,4 @@
-"""What repeated measurements come to. Seconds throughout."""
+"""Figures of repeated measurements, their targets, and the floating-point operations of the measured work."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 from workers.protocol.ranks import ModelInfo
 
-# The yardstick of every run, by this name in every report.
 GEMM = "GEMM"
+"""Name of the matrix product that every run measures as its reference rate."""
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Median, least and most of `count` values."""
+    """Median, least and most of `count` values, in seconds."""
 
     median: float
     least: float
@@ -27,13 +27,13 @@ class Figures:
 
 
 def paired_ratio(above: Sequence[float], below: Sequence[float]) -> float:
-    """Median of above[i] / below[i]. Both of a pair were measured in the same round: what slowed one slowed both."""
+    """Return the median of above[i] / below[i]; pairs share a round, so that a slow machine slows both."""
     return statistics.median(a / b for a, b in zip(above, below, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Something to be reached: `value` at least `limit`, or at most."""
+    """Target of a measurement: `value` is at least, or at most, `limit`."""
 
     text: str
     value: float
@@ -49,23 +49,23 @@ class Target:
         return f"{self.text}: {self.value:.3f}, {bound} {self.limit:g}: {'met' if self.is_met else 'MISSED'}"
 
 
-# A square product of this size keeps one core at its full rate, and takes it a fifth of a second.
 GEMM_SIZE = 2048
+"""Rows of the square matrices of the reference product, which takes one core a fifth of a second."""
 
 
 def gemm_flops() -> float:
-    """One product of two square matrices of GEMM_SIZE."""
+    """Return the operations of one product of two square matrices of GEMM_SIZE; a multiply-add counts two."""
     return 2.0 * GEMM_SIZE**3
 
 
 def attention_flops(num_tokens: int, num_heads: int, head_dim: int, cached_tokens: int = 0) -> float:
-    """Causal attention of one layer: only the pairs that are seen count."""
+    """Return the operations of causal attention of one layer; only visible pairs count, softmax does not."""
     pairs = num_tokens * cached_tokens + num_tokens * (num_tokens + 1) / 2
     return 4.0 * num_heads * head_dim * pairs
 
 
 def prefill_flops(info: ModelInfo, num_tokens: int) -> float:
-    """A whole model over `num_tokens` new tokens, logits of the last one only."""
+    """Return the operations of a model over `num_tokens` new tokens, with logits of the last; norms do not count."""
     projections = info.hidden_size * info.head_dim * (2 * info.num_heads + 2 * info.num_kv_heads)
     layer = 2.0 * num_tokens * (projections + 3 * info.hidden_size * info.intermediate_size)
     attention = attention_flops(num_tokens, info.num_heads, info.head_dim)

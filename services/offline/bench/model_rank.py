@@ -1,4 +1,4 @@
-"""Starting a rank worker for a measurement, and the models that are measured."""
+"""Rank workers and models of measurements."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from services.offline.bench.ring_processes import Seat
+from services.offline.bench.ring_processes import RankPlace
 from workers.model.builtin import resolve_model_path
 from workers.model.info import read_model_info
 from workers.protocol.ranks import RankSettings, RankSpec
@@ -24,15 +24,15 @@ def blocks_for(num_tokens: int) -> int:
     return -(-num_tokens // BLOCK_TOKENS)
 
 
-def start_worker(seat: Seat, role: str, model: str, num_blocks: int, max_batch: int = 1) -> RankWorker:
-    """A started worker at its place in the ring. Raises ModelRefused, Unavailable."""
+def start_worker(place: RankPlace, role: str, model: str, num_blocks: int, max_batch: int = 1) -> RankWorker:
+    """Start a worker at its place in the ring. Raises ModelRefused, Unavailable."""
     worker = RankWorker()
     worker.start(
         RankSpec(
             ring=f"bench-{role}",
-            rank=seat.rank,
-            num_ranks=seat.num_ranks,
-            incarnation=f"bench-{role}@{seat.port}",
+            rank=place.rank,
+            num_ranks=place.num_ranks,
+            incarnation=f"bench-{role}@{place.port}",
             settings=RankSettings(
                 model_path=model,
                 num_blocks=num_blocks,
@@ -41,15 +41,15 @@ def start_worker(seat: Seat, role: str, model: str, num_blocks: int, max_batch: 
             ),
         )
     )
-    worker.attach(seat.transport)
+    worker.attach(place.transport)
     return worker
 
 
 @contextmanager
 def with_layers(model: str, num_layers: int | None) -> Iterator[Path]:
-    """The directory of `model`, or while the context lasts one of its shape with so many layers of drawn weights.
+    """Yield the directory of `model`, or a temporary one of its shape with `num_layers` layers of random weights.
 
-    What a step costs depends on the shape, not on the weights. Raises ModelRefused.
+    The cost of a step depends on the shape, not on the weights. Raises ModelRefused.
     """
     path = resolve_model_path(model)
     if num_layers is None or read_model_info(path).num_layers == num_layers:

@@ -1,4 +1,4 @@
-"""One rank of the prefill bench: a whole model over a prompt, by a ring of rank workers or by transformers itself."""
+"""`ringserve bench prefill`: TTFT of a whole model by ring size, beside transformers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cp_core.layout.shards import balanced_layout
 from services.offline.bench.figures import GEMM, Target, gemm_flops, paired_ratio, prefill_flops
 from services.offline.bench.model_rank import blocks_for, start_worker
 from services.offline.bench.report import Report, Row
-from services.offline.bench.ring_processes import RingProcesses, Seat
+from services.offline.bench.ring_processes import RankPlace, RingProcesses
 from services.offline.bench.rounds import Contender, Sample, Series, alternate, timed, timed_gemm
 from services.offline.reference import StockModel
 from workers.model.builtin import resolve_model_path
@@ -27,26 +27,26 @@ from workers.sampling.parameters import SamplingParameters
 
 @dataclass(frozen=True, slots=True)
 class PrefillTask:
-    """`token_ids` is the prompt, None for a matrix product; `threads` only matter to transformers."""
+    """Prefill of the prompt `token_ids`, or a matrix product if it is None; `threads` matter to transformers alone."""
 
     token_ids: TokenIds | None
     threads: int = 1
 
 
-class RingStation:
-    """A rank worker. Its time ends with the sampled token: TTFT without the service around it."""
+class PrefillRank:
+    """Rank worker of the prefill bench; its time ends with the sampled token: TTFT without the service."""
 
-    def __init__(self, model: str, max_tokens: int, algorithm: Algorithm, seat: Seat) -> None:
-        self._seat = seat
+    def __init__(self, model: str, max_tokens: int, algorithm: Algorithm, place: RankPlace) -> None:
+        self._place = place
         self._algorithm = algorithm
         # The 2N-chunk layout gives no rank more than two tokens over its share.
-        self._num_blocks = blocks_for(max_tokens // seat.num_ranks + 2)
-        self._worker = start_worker(seat, "prefill", model, self._num_blocks)
+        self._num_blocks = blocks_for(max_tokens // place.num_ranks + 2)
+        self._worker = start_worker(place, "prefill", model, self._num_blocks)
 
     def measure(self, task: PrefillTask) -> Sample:
         if task.token_ids is None:
-            return timed_gemm(self._seat.transport)
-        held = (0,) * self._seat.num_ranks
+            return timed_gemm(self._place.transport)
+        held = (0,) * self._place.num_ranks
         sequence = SequencePrefill(
             sequence_id="bench",
             token_ids=task.token_ids,
@@ -56,38 +56,38 @@ class RingStation:
             sample=SamplingParameters(),
         )
         step = PrefillStep(algorithm=self._algorithm, sequences=(sequence,))
-        return timed(self._seat.transport, lambda: self._worker.prefill(step))
+        return timed(self._place.transport, lambda: self._worker.prefill(step))
 
     def close(self) -> None:
         self._worker.stop()
 
 
-class StockStation:
-    """transformers in a process of its own, with as many threads as a ring has ranks."""
+class StockRank:
+    """Transformers in a separate process, with as many threads as a ring has ranks."""
 
-    def __init__(self, model: str, seat: Seat) -> None:
-        self._seat = seat
+    def __init__(self, model: str, place: RankPlace) -> None:
+        self._place = place
         self._stock = StockModel(resolve_model_path(model))
 
     def measure(self, task: PrefillTask) -> Sample:
         assert task.token_ids is not None, "transformers measures no matrix product"
         prompt = task.token_ids.tolist()
         torch.set_num_threads(task.threads)
-        return timed(self._seat.transport, lambda: self._stock.greedy(prompt, 1))
+        return timed(self._place.transport, lambda: self._stock.greedy(prompt, 1))
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Release nothing."""
 
 
 def drawn_prompt(num_tokens: int, vocab_size: int) -> TokenIds:
-    """Any tokens: what a prefill costs does not depend on them."""
+    """Draw a prompt; the cost of a prefill does not depend on its tokens."""
     return np.random.default_rng(num_tokens).integers(vocab_size, size=num_tokens, dtype=np.int64)
 
 
 RING = "ring"
 STOCK = "transformers"
-# Practice need not be long: what is made on first use is made by any prompt.
-PRACTICE_TOKENS = 512
+# Any prompt warms up what is allocated on first use.
+WARM_UP_TOKENS = 512
 
 # Targets on 2 cores, fp32, one thread a rank, a model of at least ten million parameters with D=64.
 SCALING_TOKENS = 16384
@@ -111,20 +111,20 @@ def measure_prefill(
     transport: str = "auto",
     tell: Callable[[str], None] = lambda name: None,
 ) -> Report:
-    """All rings and transformers in turn for each number of tokens.
+    """Measure all rings and transformers in alternation for each number of tokens.
 
-    The processes are new for each, so that peak memory is that of this prompt. Raises ModelRefused, Unavailable.
+    Every number has new processes, so that peak memory is that of its prompt. Raises ModelRefused, Unavailable.
     """
     info = read_model_info(resolve_model_path(model), "float32")
     rows: list[Row] = []
     targets: list[Target] = []
     for count in tokens:
         with ExitStack() as stack:
-            made = partial(RingStation, model, count, algorithm)
+            made = partial(PrefillRank, model, count, algorithm)
             rings = {size: stack.enter_context(RingProcesses(size, made, transport)) for size in ranks}
-            # One for each number of threads: a pool that has grown stays.
-            stocks = {size: stack.enter_context(RingProcesses(1, partial(StockStation, model))) for size in ranks}
-            alternate(_contenders(rings, stocks, min(count, PRACTICE_TOKENS), info), 1, tell)
+            # One process for each number of threads: a thread pool never shrinks.
+            stocks = {size: stack.enter_context(RingProcesses(1, partial(StockRank, model))) for size in ranks}
+            alternate(_contenders(rings, stocks, min(count, WARM_UP_TOKENS), info), 1, tell)
             measured = alternate(_contenders(rings, stocks, count, info), num_rounds, tell)
         rows += [_row(info, count, series, measured) for series in measured.values()]
         targets += _targets(rows[-len(measured) :], count, measured)

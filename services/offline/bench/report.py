@@ -1,4 +1,4 @@
-"""What a bench says in the end: a table for people, JSON for programs."""
+"""Reports of a bench: a table for people, JSON for programs, and a plot. matplotlib is an optional extra."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.box import SIMPLE
 from rich.table import Table
 
 from cp_core.errors import ConfigError
 from services.offline.bench.figures import GEMM, Figures, Target
+from services.offline.terminal import simple_table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One contender at one size. `tokens` are the new ones of a prefill, the context of a decode step.
+    """Row of one contender at one size. `tokens` are the new ones of a prefill, or the context of a decode step.
 
-    `ranks` are ring ranks, or the threads of something that is no ring. `cpu_seconds` is the processor time
-    of the busiest rank, which other programs disturb less. `speedup` and `cpu_speedup` are against one rank.
+    `ranks` are those of a ring, or the threads of another contender. `cpu_seconds` is the processor time of the
+    busiest rank, which other programs disturb less. `speedup` and `cpu_speedup` are relative to one rank.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """Rows and targets; `notes` name what was left out; `load` is the machine's 1-minute load before and after."""
+    """Report of a bench; `notes` name skipped cases, `load` is the machine's 1-minute load before and after."""
 
     bench: str
     settings: str
@@ -67,7 +67,7 @@ def to_json(report: Report) -> str:
 
 
 def to_table(report: Report) -> Table:
-    """One line a row; columns of which no row knows anything are left out."""
+    """Return a table of the rows without empty columns."""
     columns: dict[str, list[str]] = {
         "tokens": [str(row.tokens) for row in report.rows],
         "batch": [str(row.batch) if report.bench == "decode" else "" for row in report.rows],
@@ -83,15 +83,14 @@ def to_table(report: Report) -> Table:
         "peak MB": [_optional(row.peak_memory_bytes, "{:.0f}", 1e-6) for row in report.rows],
     }
     known = {header: cells for header, cells in columns.items() if any(cells)}
-    table = Table(title=f"{report.bench}: {report.settings}", box=SIMPLE)
-    for header in known:
-        table.add_column(header, justify="left" if header == "what" else "right", no_wrap=True)
+    table = simple_table(*known, left_aligned=("what",), title=f"{report.bench}: {report.settings}")
     for cells in zip(*known.values(), strict=True):
         table.add_row(*cells)
     return table
 
 
 def closing_lines(report: Report) -> Sequence[str]:
+    """Return the targets, the notes, a legend and the load of the machine."""
     cores = len(os.sched_getaffinity(0))
     before, after = report.load
     return [
@@ -112,17 +111,17 @@ def _optional(value: float | None, form: str, scale: float = 1.0) -> str:
     return "" if value is None else form.format(value * scale)
 
 
-AXIS_ROOM = 1.4
+AXIS_MARGIN = 1.4
 
 
 def require_matplotlib() -> None:
-    """Raises ConfigError, before anything is measured."""
+    """Raise ConfigError without matplotlib, before anything is measured."""
     if find_spec("matplotlib") is None:
         raise ConfigError("--plot needs matplotlib; install it with: pip install 'ringserve[plot]'")
 
 
 def write_plot(report: Report, path: Path) -> None:
-    """Median seconds over tokens with least and most, one line a contender. Raises ConfigError for the path."""
+    """Draw median, least and most seconds over tokens, one line a contender. Raises ConfigError for the path."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9.0, 6.0), layout="constrained")
@@ -130,7 +129,7 @@ def write_plot(report: Report, path: Path) -> None:
     lines: dict[str, list[Row]] = {}
     for row in report.rows:
         batch = f", batch {row.batch}" if report.bench == "decode" else ""
-        # The matrix product is the yardstick and has no tokens.
+        # The reference matrix product has no tokens.
         if row.name != GEMM:
             lines.setdefault(f"{row.name}, {row.ranks}{batch}", []).append(row)
     for label, rows in lines.items():
@@ -141,8 +140,8 @@ def write_plot(report: Report, path: Path) -> None:
     tokens = sorted({row.tokens for row in report.rows})
     axes.set_xscale("log")
     axes.set_yscale("log")
-    # Without room on both sides a single size would be an axis of no length.
-    axes.set_xlim(tokens[0] / AXIS_ROOM, tokens[-1] * AXIS_ROOM)
+    # Margins on both sides: a single size would give an axis of zero length.
+    axes.set_xlim(tokens[0] / AXIS_MARGIN, tokens[-1] * AXIS_MARGIN)
     axes.set_xticks([], minor=True)
     axes.set_xticks(tokens, [str(count) for count in tokens])
     axes.grid(True, which="both", alpha=0.3)
@@ -151,7 +150,7 @@ def write_plot(report: Report, path: Path) -> None:
 
 
 def save_figure(figure: Figure, path: Path) -> None:
-    """Raises ConfigError for the path."""
+    """Write a figure. Raises ConfigError for the path."""
     try:
         figure.savefig(path, dpi=120)
     except (OSError, ValueError) as error:

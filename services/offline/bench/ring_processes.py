@@ -1,4 +1,4 @@
-"""Where the processes of a ring meet."""
+"""Rings of processes that wait for tasks, so that several rings exist at once and are measured in alternation."""
 
 from __future__ import annotations
 
@@ -18,32 +18,29 @@ from services.offline.bench.rounds import Sample
 
 
 class Network(Protocol):
-    """What a rank's process and the one that measures do before the rank opens anything: enter, connect, settle.
-
-    It is pickled into every rank's process.
-    """
+    """Network of a ring: steps that precede a rank's first connection, pickled into every rank's process."""
 
     @property
     def host(self) -> str:
-        """The address of rank 0, as the ranks see it."""
+        """Address of rank 0, as the ranks see it."""
         ...
 
     def enter(self) -> None:
-        """In the rank's process, first of all. Raises Unavailable."""
+        """Enter the network, first of all, in the rank's process. Raises Unavailable."""
         ...
 
     def connect(self, rank: int, pid: int) -> None:
-        """In the measuring process, when the rank's has entered. Raises Unavailable."""
+        """Connect the rank's process, in the measuring process, after it entered. Raises Unavailable."""
         ...
 
     def settle(self, rank: int) -> None:
-        """In the rank's process, when it is connected. Raises Unavailable."""
+        """Configure the connected rank, in the rank's process. Raises Unavailable."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Loopback:
-    """This machine's own: there is nothing to do."""
+    """Loopback network, which needs no preparation."""
 
     host: str = "127.0.0.1"
 
@@ -58,15 +55,13 @@ class Loopback:
 
 
 RING_TIMEOUT_SECONDS = 600.0
-# For one task, and for a rank to be ready: imports, weights and the filling of a large cache.
+# Limit of one task, and of a rank's start: imports, weights and the filling of a large cache.
 TASK_SECONDS = 600.0
 JOIN_SECONDS = 10.0
 
 
-class Station(Protocol):
-    """What one rank does. It measures the same task at the same time as its peers; `RingProcesses.ask` may be answered
-    by something else than a sample.
-    """
+class BenchRank(Protocol):
+    """Work of one rank, which measures a task together with its peers; `ask` allows other answers than samples."""
 
     def measure(self, task: Any) -> Any: ...
 
@@ -74,8 +69,8 @@ class Station(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
-    """A rank's place: `transport` leads to its peers, the store at `host` and `port` to whatever else wants to meet."""
+class RankPlace:
+    """Place of a rank: the `transport` to its peers, and `host` and `port` of the store for other rendezvous."""
 
     rank: int
     num_ranks: int
@@ -86,28 +81,27 @@ class Seat:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a rank gave up, in words."""
+    """Reason why a rank failed, in words."""
 
     text: str
 
 
 class RingProcesses:
-    """`num_ranks` processes, one thread each, with a station made by `make(seat)` in every one of them.
+    """Ring of `num_ranks` processes of one thread, each with the bench rank that `make(place)` returns.
 
-    `transport` is what moves the ring's messages, as in the configuration; `network` is where the processes meet.
-    A context manager: at its end the processes are gone. Raises Unavailable when a rank fails or does not answer in
-    TASK_SECONDS.
+    `transport` moves the ring's messages, as in the configuration; the processes rendezvous in `network`. The context
+    ends with all processes gone. Raises Unavailable when a rank fails or does not answer within TASK_SECONDS.
     """
 
     def __init__(
         self,
         num_ranks: int,
-        make: Callable[[Seat], Station],
+        make: Callable[[RankPlace], BenchRank],
         transport: str = "auto",
         network: Network | None = None,
     ) -> None:
         self._network: Network = network or Loopback()
-        # Each is forked from a process of one thread that has imported what all of them need.
+        # Ranks are forked from a process of one thread with all imports done.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__, (make.func if isinstance(make, partial) else make).__module__])
         self._pipes: list[Connection] = []
@@ -125,7 +119,7 @@ class RingProcesses:
         try:
             for rank, process in enumerate(self._processes):
                 self._answer(rank)
-                assert process.pid is not None, "it has answered, so it runs"
+                assert process.pid is not None, "a process that answered runs"
                 self._network.connect(rank, process.pid)
             for pipe in self._pipes:
                 pipe.send(None)
@@ -148,11 +142,11 @@ class RingProcesses:
         self._kill()
 
     def measure(self, task: object) -> list[Sample]:
-        """Give every rank the task; their samples, by rank."""
+        """Give every rank the task and return their samples, by rank."""
         return self.ask(task)
 
     def ask(self, task: object) -> list[Any]:
-        """Give every rank the task; their answers, by rank."""
+        """Give every rank the task and return their answers, by rank."""
         for pipe in self._pipes:
             pipe.send(task)
         return [self._answer(rank) for rank in range(len(self._pipes))]
@@ -163,7 +157,7 @@ class RingProcesses:
                 raise Unavailable(f"rank {rank} of {len(self._pipes)} did not answer in {TASK_SECONDS:g} s")
             answer = self._pipes[rank].recv()
         except (EOFError, ConnectionResetError) as error:
-            raise Unavailable(f"rank {rank} of {len(self._pipes)} ended without a word") from error
+            raise Unavailable(f"rank {rank} of {len(self._pipes)} ended unexpectedly") from error
         if isinstance(answer, Failure):
             raise Unavailable(f"rank {rank} of {len(self._pipes)} failed: {answer.text}")
         return answer
@@ -175,11 +169,9 @@ class RingProcesses:
 
 
 def serve(
-    rank: int, num_ranks: int, make: Callable[[Seat], Station], backend: str, network: Network, pipe: Connection
+    rank: int, num_ranks: int, make: Callable[[RankPlace], BenchRank], backend: str, network: Network, pipe: Connection
 ) -> None:
-    """The life of one rank's process: enter the network, meet the others, then an answer for every task until None
-    comes.
-    """
+    """Run one rank's process: enter the network, connect to its peers, then answer every task until None arrives."""
     torch.set_num_threads(1)
     try:
         network.enter()
@@ -196,13 +188,13 @@ def serve(
         transport = connect_ring(
             network.host, port, "bench", rank, num_ranks, RING_TIMEOUT_SECONDS, backend, store=store
         )
-        station = make(Seat(rank, num_ranks, network.host, port, transport))
+        bench_rank = make(RankPlace(rank, num_ranks, network.host, port, transport))
         pipe.send(None)
         while (task := pipe.recv()) is not None:
-            pipe.send(station.measure(task))
-        station.close()
+            pipe.send(bench_rank.measure(task))
+        bench_rank.close()
         transport.close()
     except (EOFError, KeyboardInterrupt):
-        return  # the measuring process is gone, or the user wants it to be
+        return  # the measuring process has ended, or the user interrupts it
     except Exception as error:
         pipe.send(Failure(f"{type(error).__name__}: {error}"))

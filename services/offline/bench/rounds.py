@@ -1,4 +1,4 @@
-"""One measurement as one rank sees it."""
+"""Measurements in rounds: contenders alternate, so that a drifting machine affects all of them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from services.offline.bench.figures import GEMM_SIZE, Figures
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """Seconds from a common start to this rank's end; processor seconds of all its threads; seconds spent waiting for
-    messages; the most memory the process has held since it began.
+    """Sample of one rank.
+
+    `seconds` run from a common start to this rank's end; `cpu_seconds` are those of all its threads, `wait_seconds`
+    those spent waiting for messages, `peak_memory_bytes` the most memory since the process began.
     """
 
     seconds: float
@@ -26,8 +28,8 @@ class Sample:
 
 
 def timed(transport: RingTransport, run: Callable[[], object], repeats: int = 1) -> Sample:
-    """Wait for all ranks, then time `run`, the mean of `repeats`. Collective."""
-    line_up(transport)
+    """Wait for all ranks, then time the mean of `repeats` calls of `run`. Collective."""
+    barrier(transport)
     waited = transport.stats.seconds_waited
     cpu, start = time.process_time(), time.perf_counter()
     for _ in range(repeats):
@@ -40,28 +42,28 @@ def timed(transport: RingTransport, run: Callable[[], object], repeats: int = 1)
     )
 
 
-def line_up(transport: RingTransport) -> None:
-    """Return when every rank has come here."""
+def barrier(transport: RingTransport) -> None:
+    """Return when every rank has called this."""
     transport.gather_all(torch.zeros(1), list(torch.empty(transport.size, 1))).wait()
 
 
 def timed_gemm(transport: RingTransport) -> Sample:
-    """One matrix product on every rank at the same time: the rate that there is to be had."""
+    """Time one matrix product on every rank at once, which gives the reference rate."""
     left, right = torch.ones(GEMM_SIZE, GEMM_SIZE), torch.ones(GEMM_SIZE, GEMM_SIZE)
     return timed(transport, lambda: torch.mm(left, right))
 
 
 def peak_memory_bytes() -> int:
-    """Linux's own high-water mark of this process. (`getrusage` would pass on that of the process that started it.)"""
+    """Return Linux's high-water mark of this process; `getrusage` would inherit that of the parent."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
-    raise AssertionError("the kernel tells no VmHWM")
+    raise AssertionError("the kernel reports no VmHWM")
 
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """Something to be measured. `run` answers with one sample a rank."""
+    """Contender of a bench; `run` returns one sample a rank."""
 
     name: str
     ranks: int
@@ -70,7 +72,7 @@ class Contender:
 
 @dataclass(slots=True)
 class Series:
-    """The samples of one contender, one entry a round. A ring is as slow as its slowest rank."""
+    """Samples of one contender by round; a ring is as slow as its slowest rank."""
 
     contender: Contender
     rounds: list[list[Sample]] = field(default_factory=list)
@@ -81,7 +83,7 @@ class Series:
 
     @property
     def cpu_seconds(self) -> list[float]:
-        """Of the busiest rank."""
+        """Processor seconds of the busiest rank, by round."""
         return [max(sample.cpu_seconds for sample in ranks) for ranks in self.rounds]
 
     @property
@@ -100,9 +102,9 @@ class Series:
 def alternate(
     contenders: Sequence[Contender], num_rounds: int, tell: Callable[[str], None] = lambda name: None
 ) -> dict[tuple[str, int], Series]:
-    """Measure all contenders once a round, every second round backwards; the series by (name, ranks).
+    """Measure all contenders once a round, every second round in reverse; return the series by (name, ranks).
 
-    `tell` hears of each measurement that is done.
+    `tell` is called after each measurement.
     """
     series = {(each.name, each.ranks): Series(each) for each in contenders}
     for number in range(num_rounds):

@@ -1,4 +1,4 @@
-"""How fast a router decides: the real one, with rings that say yes at once and compute nothing."""
+"""`ringserve bench router`: decisions a second of the real router, with rings that answer at once."""
 
 from __future__ import annotations
 
@@ -41,15 +41,16 @@ from workers.sampling.parameters import SamplingParameters
 INCARNATION = "first"
 VOCABULARY = 32_000
 MEMORY_SAMPLE = 100
-"""Conversations over which memory is taken: tracing it makes everything slow."""
+"""Conversations in the measurement of memory, whose tracing is slow."""
 SIZES = (1, 2, 4, 8)
-"""Ranks of the rings, in turn."""
+"""Ranks of the rings, in rotation."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RouterLoad:
-    """What the router is asked: `turns` turns in each of `conversations`, a prompt of `tokens` tokens and then
-    `follow_up` more each time; `rings` rings, half of them for prefill, of different sizes and rates.
+    """Load of the router: `turns` turns in each conversation, the first of `tokens` tokens, the others of `follow_up`.
+
+    Half of the `rings` are prefill rings; their sizes and rates differ.
     """
 
     conversations: int = 10_000
@@ -63,7 +64,7 @@ class RouterLoad:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spread:
-    """Milliseconds."""
+    """Distribution of durations, in milliseconds."""
 
     mean: float
     p50: float
@@ -73,13 +74,13 @@ class Spread:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RouterReport:
-    """`decision` is matching, placing, reserving with rings that answer at once, and the plan: `begin_turn` whole.
-    `processor` is the processor time of the same decisions, which other work on the machine lengthens little.
-    `placement` is the choice of rings alone. `kept_share` is of follow-ups: those whose rings were the ones before;
-    `direct_share`: those that their decode ring was to compute itself. Pauses are those of Python's garbage collection,
-    all of them within turns.
+    """Report of the router bench.
 
-    Bytes are those of a conversation that rests, its token ids (8 bytes each) told beside.
+    `decision` is a whole `begin_turn`: matching, placement, reservations and the plan. `processor` is its processor
+    time, which other work on the machine hardly lengthens. `placement` is the choice of rings alone. `kept_share` is
+    the share of follow-ups on the rings of the turn before, `direct_share` the share that the decode ring computes.
+    Pauses are those of Python's garbage collection, all of them within turns. Bytes are those of an idle
+    conversation; `token_bytes_per_conversation` counts its token ids, 8 bytes each.
     """
 
     decisions: int
@@ -101,12 +102,12 @@ class RouterReport:
 
 @cache
 def _shards(start: int, count: int, num_ranks: int) -> ShardMap:
-    """Remembered: what a ring's leader computes is no part of a router's decision."""
+    """Return the shards of a run of tokens; they are cached, since a ring's leader computes them in service."""
     return spread(start, count, (0,) * num_ranks)
 
 
-class YesRing:
-    """Both a prefill and a decode ring: it keeps what it is given, and has done everything at once."""
+class InstantRing:
+    """Prefill and decode ring that retains all KV and finishes every request at once."""
 
     def __init__(self, registration: RingRegistration) -> None:
         self.registration = registration
@@ -135,7 +136,7 @@ class YesRing:
             self._kept.pop(kv_id, None)
 
     async def abort_turn(self, turn_id: str, error: RingserveError) -> None:
-        """There is nothing to end."""
+        """Ignore the request: no turn of this ring runs."""
 
     async def admit(self, admit: Admit) -> None:
         raise AssertionError("no prefill ring of this bench admits anything")
@@ -162,24 +163,24 @@ class YesRing:
         raise AssertionError("no ring of this bench is drained")
 
     async def get_status(self) -> RingStatus:
-        raise AssertionError("nobody asks for the status of a ring of this bench")
+        raise AssertionError("no ring of this bench is asked for its status")
 
     def stream_turn(self, turn_id: str) -> AsyncGenerator[TurnEvent, None]:
         raise AssertionError("no turn of this bench is streamed")
 
 
-class YesRings:
-    """`Peers` by endpoint."""
+class InstantRings:
+    """Registry of the bench's rings, in the place of the router's `Peers`."""
 
     def __init__(self, registrations: Sequence[RingRegistration]) -> None:
-        self.rings = {each.endpoint: YesRing(each) for each in registrations}
+        self.rings = {each.endpoint: InstantRing(each) for each in registrations}
 
-    def leader(self, role: str, endpoint: str) -> YesRing:
+    def leader(self, role: str, endpoint: str) -> InstantRing:
         return self.rings[endpoint]
 
 
 def measure_router(model: ModelInfo, load: RouterLoad, tell: Callable[[str], None]) -> RouterReport:
-    """Run the load twice, the second time a part of it with its memory traced. `tell` hears of every turn."""
+    """Run the load, then a part of it with its memory traced; `tell` is called for every turn."""
     bench = _Bench(model, load)
     with _Pauses() as pauses:
         asyncio.run(bench.run(load.conversations, tell))
@@ -187,7 +188,7 @@ def measure_router(model: ModelInfo, load: RouterLoad, tell: Callable[[str], Non
     gc.collect()
     tracemalloc.start()
     count = min(MEMORY_SAMPLE, load.conversations)
-    asyncio.run(sample.run(1, lambda name: None, first=count))  # what every router has is not a conversation's
+    asyncio.run(sample.run(1, lambda name: None, first=count))  # memory that every router has
     gc.collect()
     before = tracemalloc.get_traced_memory()[0]
     asyncio.run(sample.run(count, lambda name: None))
@@ -217,7 +218,7 @@ def measure_router(model: ModelInfo, load: RouterLoad, tell: Callable[[str], Non
 
 
 class _Pauses:
-    """Seconds of each garbage collection while it is entered."""
+    """Durations of each garbage collection within the context, in seconds."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -238,21 +239,21 @@ class _Pauses:
 
 
 class _Bench:
-    """One router and what is measured of it."""
+    """Router under load, with its measurements."""
 
     def __init__(self, model: ModelInfo, load: RouterLoad) -> None:
         self._load = load
         self._draw = random.Random(load.seed)
         self._ids = np.random.default_rng(load.seed)
         self._registrations = [self._registration(number) for number in range(load.rings)]
-        self._peers = YesRings(self._registrations)
+        self._peers = InstantRings(self._registrations)
         settings = RouterSettings(max_conversations=load.conversations + 1, max_positions=1 << 30)
         self._router = Router(settings, Planner(model, PlannerSettings()), self._peers)
         self._where: dict[str, tuple[str, str]] = {}
         self.forget_figures()
 
     def forget_figures(self) -> None:
-        """Let go of what is the bench's own."""
+        """Release the memory of the bench itself."""
         self.seconds: list[float] = []
         self.processor_seconds: list[float] = []
         self.whole_seconds = 0.0
@@ -290,7 +291,7 @@ class _Bench:
         )
 
     async def run(self, count: int, tell: Callable[[str], None], *, first: int = 0) -> None:
-        """All turns of `count` conversations, round after round: meanwhile all conversations rest but one."""
+        """Run all turns of `count` conversations, one turn of each a round; all conversations but one are idle."""
         for registration in self._registrations:
             await self._router.register_ring(registration)
         choose = self._router._placements.choose
@@ -330,7 +331,7 @@ class _Bench:
         self.rings_used.update((plan.prefill_ring, plan.decode_ring))
         is_direct = plan.algorithm is Algorithm.DECODE_RING
         before = self._where.get(name, ("", ""))
-        # A turn that its decode ring computes leaves the prefill ring what it keeps.
+        # A turn that its decode ring computes leaves the KV on the prefill ring.
         where = before[0] if is_direct else plan.prefill_ring, plan.decode_ring
         if turn:
             self.num_follow_ups += 1

@@ -1,1 +1,1 @@
-"""Measures rings that serve by real prefills, and fits a hardware profile and the empirical selector to them."""
+"""Calibration of serving rings: real prefills, and the hardware profile and empirical selector fitted to them."""

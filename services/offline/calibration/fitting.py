@@ -1,4 +1,4 @@
-"""A profile before it is fitted: what rings measured of themselves when they started."""
+"""Fit of a hardware profile: the rings' own rates first, then the constants that real prefills imply."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from services.offline.calibration.measurement import Cell, Measurement
 from workers.model.info import ELEMENT_BYTES
 
 LEAST_SECONDS = 1e-6
-"""Of a constant before it is fitted: one that is 0 would stay so."""
+"""Least start value of a fitted constant, in seconds; the fit would leave a 0 unchanged."""
 
 
 def shape_of(model: inference_pb2.GetModelInfoResponse) -> ModelShape:
-    """Raises Unavailable where the service is too old to tell."""
+    """Return the shape of a served model. Raises Unavailable where the service is too old to state it."""
     if not model.intermediate_size or model.dtype not in ELEMENT_BYTES:
-        raise Unavailable("the service does not tell its model's sizes; it is older than this ringserve")
+        raise Unavailable("the service does not state its model's sizes; it is older than this ringserve")
     return ModelShape(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
@@ -39,21 +39,21 @@ def shape_of(model: inference_pb2.GetModelInfoResponse) -> ModelShape:
     )
 
 
-def profile_before(
+def profile_from_rings(
     model: inference_pb2.GetModelInfoResponse, rings: Sequence[inference_pb2.RingInfo], name: str
 ) -> HardwareProfile:
-    """What the prefill rings measured of themselves when they started; nothing is known of decode but the weights.
+    """Return the profile that follows from the rates that prefill rings measured at their start.
 
-    Raises Unavailable where no ring told its rates.
+    Of decode only the weights are known. Raises Unavailable where no ring states its rates.
     """
     rings = [ring for ring in rings if ring.role == "prefill" and ring.HasField("rates")]
     if not rings:
-        raise Unavailable("no prefill ring has told its rates; is one ready, and as new as this ringserve?")
+        raise Unavailable("no prefill ring states its rates; is one ready, and as new as this ringserve?")
     # A ring of one rank has no links to measure.
     linked = [ring for ring in rings if ring.num_ranks > 1] or rings
     element_bytes = ELEMENT_BYTES[model.dtype]
     weights = model.num_parameters * element_bytes
-    return profile_of_rates(
+    return profile_from_rates(
         RingRates(
             gemm_flops=median(ring.rates.gemm_flops for ring in rings),
             attention_flops=median(ring.rates.attention_flops for ring in rings),
@@ -71,10 +71,10 @@ def profile_before(
     )
 
 
-def profile_of_rates(
+def profile_from_rates(
     rates: RingRates, *, name: str, element_bytes: int, processes_per_host: int, memory_bytes: float
 ) -> HardwareProfile:
-    """What a rank measured of itself and its link, in a profile's form; elements are those of the model."""
+    """Convert the rates that a rank measured of itself and its link to a profile; elements are the model's."""
     gemm, link = rates.gemm_flops, rates.link_bytes_per_second
     latency = max(LEAST_SECONDS, rates.link_latency_seconds)
     return HardwareProfile(
@@ -97,7 +97,7 @@ def profile_of_rates(
             cached_overhead_seconds=LEAST_SECONDS,
         ),
         decode=DecodeConstants(
-            # Two operations an element: as fast as the products of many rows read them, so that weights take least.
+            # Two operations an element, at the rate of products of many rows: a lower bound of the weights' time.
             weight_bytes_per_second=gemm / 2 * element_bytes,
             kv_bytes_per_second=gemm / 2 * element_bytes,
             attention_seconds=latency,
@@ -113,7 +113,7 @@ def profile_of_rates(
 
 
 TRUST = 0.05
-"""How wrong a sample may get before a constant leaves what the ring measured of itself by a factor of e."""
+"""Relative error of a sample that weighs as much as moving a constant by a factor of e from the ring's own rate."""
 OF_EVERY_RING = ("layer_overhead_seconds", "gemm_flops", "attention_flops")
 OF_RANKS = (
     "link_latency_seconds",
@@ -126,12 +126,12 @@ OF_CACHED = ("cached_overhead_seconds",)
 OF_SHARED_HEADS = ("host_sum_bytes_per_second",)
 DECODE_CONSTANTS = ("attention_seconds", "kv_bytes_per_second")
 LEAST_OVERLAP = 0.05
-"""Before it is fitted: a ring that found none would keep none."""
+"""Least start value of the fitted overlap; the fit would leave a 0 unchanged."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Errors:
-    """Relative ones of predictions, rms and worst."""
+    """Relative errors of predictions, rms and worst."""
 
     rms: float
     worst: float
@@ -139,8 +139,10 @@ class Errors:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """A measurement beside what is predicted for it: by the rings' own rates, by all measurements, by half of them
-    that it was not among (None where half are too few).
+    """Measurement beside its predictions, in seconds.
+
+    `by_rates` follows from the rings' own rates, `fitted` from all measurements, `held_out` from the half without this
+    one (None where half are too few).
     """
 
     measurement: Measurement
@@ -151,8 +153,10 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Calibration:
-    """`losses` are what each way to choose takes beyond the faster algorithm of every cell, as a share; empty where
-    no ring has more than one rank. `steps` are (sample, predicted seconds) of decode.
+    """Fitted profile with its errors.
+
+    `losses` are the shares of time by which each selection exceeds the faster algorithm of every cell; they are empty
+    where no ring has several ranks. `steps` are decode samples with their predicted seconds.
     """
 
     profile: HardwareProfile
@@ -166,9 +170,9 @@ class Calibration:
 def calibrate(
     model: ModelShape, before: HardwareProfile, measurements: Sequence[Measurement], steps: Sequence[StepSample]
 ) -> Calibration:
-    """Fits `before` to the measurements, and judges the fit on those that it was not fitted to.
+    """Fit `before` to the measurements, and judge the fit on held-out ones.
 
-    Raises ConfigError for fewer measurements than can tell anything.
+    Raises ConfigError for too few measurements.
     """
     if len(measurements) < len(OF_EVERY_RING):
         raise ConfigError(
@@ -187,7 +191,7 @@ def calibrate(
         for place, each in enumerate(measurements)
     )
     pairs = _pairs(rows)
-    # One pair leaves nothing to choose between.
+    # One pair cannot fix a selector.
     selector = fit_empirical([_comparison(kv, q) for kv, q in pairs]) if len(pairs) > 1 else None
     weights = weight_bytes(model)
     profile = _with_decode(model, weights, replace(fitted, empirical=selector), steps)
@@ -214,7 +218,7 @@ def _fitted(model: ModelShape, before: HardwareProfile, measurements: Sequence[M
         names += OF_CACHED
     if any(sample.tp > 1 for sample in samples):
         names += OF_SHARED_HEADS
-    # What the shortest prefill took is mostly overhead, and a start near it finds the way.
+    # The shortest prefill is mostly overhead: a good start value.
     overhead = min(sample.seconds / (1 + len(sample.cuts)) for sample in samples) / model.num_layers / 2
     overlap = max(LEAST_OVERLAP, before.prefill.overlap)
     start = replace(before, prefill=replace(before.prefill, layer_overhead_seconds=overhead, overlap=overlap))
@@ -222,7 +226,7 @@ def _fitted(model: ModelShape, before: HardwareProfile, measurements: Sequence[M
 
 
 def _ratios(measurements: Sequence[Measurement]) -> list[PrefillRatio]:
-    """pass-Q over pass-KV wherever both took turns in a cell, cut alike."""
+    """Return the ratios of pass-Q to pass-KV in cells that both measured with the same cuts."""
     places = {
         (each.ring, each.sample.cuts, each.cell, each.sample.algorithm): at for at, each in enumerate(measurements)
     }
@@ -231,14 +235,14 @@ def _ratios(measurements: Sequence[Measurement]) -> list[PrefillRatio]:
         below = places.get((ring, cuts, cell, PASS_KV))
         if algorithm == PASS_Q and below is not None:
             q, kv = measurements[above].seconds, measurements[below].seconds
-            # A round that one of them lacks leaves nothing side by side.
+            # Without equally many rounds there are no pairs.
             value = paired_ratio(q, kv) if len(q) == len(kv) else median(q) / median(kv)
             found.append(PrefillRatio(above=above, below=below, value=value))
     return found
 
 
 def _held_out(model: ModelShape, before: HardwareProfile, measurements: Sequence[Measurement]) -> list[float] | None:
-    """Seconds of each by what is fitted to every second cell, those that it is not among; None for too few cells."""
+    """Predict each measurement by a fit to the other half of the cells; None for too few cells."""
     cells = sorted({each.cell for each in measurements})
     half_of: dict[Cell, int] = {cell: place % 2 for place, cell in enumerate(cells)}
     halves = [[each for each in measurements if half_of[each.cell] == half] for half in (0, 1)]
@@ -251,7 +255,7 @@ def _held_out(model: ModelShape, before: HardwareProfile, measurements: Sequence
 def _with_decode(
     model: ModelShape, weights: WeightBytes, profile: HardwareProfile, steps: Sequence[StepSample]
 ) -> HardwareProfile:
-    """Unchanged where too few steps were measured."""
+    """Fit the decode constants; return the profile unchanged for too few steps."""
     if len(steps) < len(DECODE_CONSTANTS):
         return profile
     quickest = min(step.seconds for step in steps) / model.num_layers
@@ -260,7 +264,7 @@ def _with_decode(
 
 
 def _pairs(rows: Sequence[Row]) -> list[tuple[Row, Row]]:
-    """Both algorithms of a cell on one ring: pass-KV, pass-Q."""
+    """Return (pass-KV, pass-Q) of every cell that one ring measured by both algorithms."""
     by_place: dict[tuple[str, Cell], dict[str, Row]] = {}
     for row in rows:
         place = (row.measurement.ring, row.measurement.cell)
@@ -271,21 +275,21 @@ def _pairs(rows: Sequence[Row]) -> list[tuple[Row, Row]]:
 def _losses(pairs: Sequence[tuple[Row, Row]], selector: EmpiricalFit | None) -> tuple[tuple[str, float], ...]:
     if not pairs:
         return ()
-    ways: dict[str, list[bool]] = {
+    is_pass_kv: dict[str, list[bool]] = {
         "auto, calibrated": [not is_clearly_less(q.fitted, kv.fitted) for kv, q in pairs],
         "auto, by the rings' own rates": [not is_clearly_less(q.by_rates, kv.by_rates) for kv, q in pairs],
         "always pass_kv": [True] * len(pairs),
         "always pass_q": [False] * len(pairs),
     }
     if all(row.held_out is not None for pair in pairs for row in pair):
-        ways["auto, calibrated on other cells"] = [
+        is_pass_kv["auto, calibrated on other cells"] = [
             not is_clearly_less(q.held_out or 0.0, kv.held_out or 0.0) for kv, q in pairs
         ]
     comparisons = [_comparison(kv, q) for kv, q in pairs]
     if selector is not None:
-        ways["empirical, fitted"] = [empirical(each.turn, selector).algorithm == PASS_KV for each in comparisons]
+        is_pass_kv["empirical, fitted"] = [empirical(each.turn, selector).algorithm == PASS_KV for each in comparisons]
     best = best_seconds(comparisons)
-    return tuple((name, beyond_best(comparisons, taken) / best) for name, taken in ways.items())
+    return tuple((name, beyond_best(comparisons, taken) / best) for name, taken in is_pass_kv.items())
 
 
 def _comparison(kv: Row, q: Row) -> Comparison:

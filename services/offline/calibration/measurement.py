@@ -1,4 +1,4 @@
-"""Which prefills are measured: new tokens T after cached ones P."""
+"""Measurements of serving rings: real prefills of a grid of cells by both algorithms, and some decode steps."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from workers.protocol.prefill_steps import RING_ALGORITHMS, Algorithm
 NEW_TOKENS = (32, 128, 512, 2048)
 CACHED_TOKENS = (0, 1024, 4096)
 ANSWER_TOKENS = 17
-"""Of a turn whose decode steps are measured; of every other one token is taken."""
+"""Tokens of an answer whose decode steps are measured; every other answer has one token."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
 class Cell:
-    """T new tokens after P cached ones."""
+    """Cell of the grid: T new tokens after P cached ones."""
 
     cached_tokens: int
     new_tokens: int
 
 
-def room_of(model: inference_pb2.GetModelInfoResponse, server: inference_pb2.GetServerInfoResponse) -> int:
-    """The longest sequence that every ring that serves, and the model, can take."""
+def max_sequence_tokens(model: inference_pb2.GetModelInfoResponse, server: inference_pb2.GetServerInfoResponse) -> int:
+    """Return the longest sequence that the model and every serving ring can hold."""
     rooms = [ring.capacity_tokens for ring in server.rings if ring.capacity_tokens]
     return min([model.max_context_length, *rooms])
 
 
 def grid(new_tokens: Sequence[int] | None, cached_tokens: Sequence[int] | None, room: int) -> list[Cell]:
-    """Every T after every P. Of the defaults (None) those that fit; what was asked for has to.
+    """Return the cells of every T after every P; of the defaults (None) only those that fit.
 
-    Raises ConfigError where something that was asked for does not fit, or nothing does.
+    Raises ConfigError where an explicit cell does not fit, or no cell does.
     """
     cells = []
     for cached in cached_tokens or CACHED_TOKENS:
@@ -57,12 +57,12 @@ def grid(new_tokens: Sequence[int] | None, cached_tokens: Sequence[int] | None, 
 
 
 MOST_TRIES = 3
-"""A run that was disturbed is tried again so often."""
+"""Attempts at one undisturbed run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measurement:
-    """One cell by one algorithm on one ring. `sample` has the median of `seconds`, which are of each run."""
+    """Runs of one cell by one algorithm on one ring; `sample` has the median of their `seconds`."""
 
     ring: str
     sample: PrefillSample
@@ -82,7 +82,10 @@ class _Run:
 
 
 class Calibrator:
-    """Asks a gateway. Prompts are random tokens, the same for the same `seed`; `timeout` bounds each turn, seconds."""
+    """Client of a gateway that measures its rings.
+
+    Prompts are random tokens fixed by `seed`; `timeout` bounds each turn, in seconds.
+    """
 
     def __init__(self, client: Client, *, repeats: int, timeout: float, seed: int) -> None:
         self._client = client
@@ -93,11 +96,9 @@ class Calibrator:
         self._tp = {ring.name: ring.tp or 1 for ring in client.server_info().rings}
 
     def prefills(self, cells: Sequence[Cell], tell: Callable[[str], None] = lambda name: None) -> list[Measurement]:
-        """Every cell, in rounds, so that what slows the machine for a while slows both algorithms. `tell` hears of
-        each run.
+        """Measure every cell in rounds, so that a slow machine slows both algorithms; `tell` is called for each run.
 
-        A ring of one rank has nothing to choose: it is measured by pass-KV alone. Raises Busy where other turns always
-        shared a cell's steps.
+        A ring of one rank is measured by pass-KV alone. Raises Busy where other turns always shared a cell's steps.
         """
         runs: dict[tuple[Cell, Algorithm], list[_Run]] = {
             (cell, name): [] for cell in cells for name in RING_ALGORITHMS
@@ -105,7 +106,7 @@ class Calibrator:
         for cached in sorted({cell.cached_tokens for cell in cells}):
             with self._conversation(cached) as (conversation, prefix):
                 of_prefix = [cell for cell in cells if cell.cached_tokens == cached]
-                # What a process does for the first time takes longer.
+                # The first run of a process takes longer.
                 self._run(conversation, prefix, of_prefix[0], Algorithm.PASS_KV)
                 for round_number in range(self._repeats):
                     for cell in of_prefix:
@@ -116,7 +117,7 @@ class Calibrator:
         return [found for (cell, name), taken in runs.items() for found in self._by_ring(cell, name, taken)]
 
     def steps(self, contexts: Sequence[int]) -> list[StepSample]:
-        """Time between the tokens of short answers after prompts of these lengths, alone in their batch."""
+        """Measure the TTIT of short answers after prompts of these lengths, alone in their batch."""
         samples = []
         for context in contexts:
             complete = self._generate(self._tokens(context), "", ANSWER_TOKENS, "")
@@ -135,7 +136,7 @@ class Calibrator:
 
     @contextmanager
     def _conversation(self, cached: int) -> Iterator[tuple[str, list[int]]]:
-        """A conversation of `cached` tokens that the prefill ring keeps, and is rid of afterwards."""
+        """Make a conversation of `cached` tokens on the prefill ring, and delete it afterwards."""
         if not cached:
             yield "", []
             return
@@ -144,7 +145,7 @@ class Calibrator:
             self._generate(prefix, name, 1, "")
             yield name, prefix
         finally:
-            # There is none yet, or what failed has ended it with its turn.
+            # A failed turn may have left no conversation, or ended it.
             with suppress(NotFound, Busy, Unavailable):
                 self._client.delete_conversation(name)
 
@@ -158,7 +159,7 @@ class Calibrator:
         )
 
     def _run(self, conversation: str, prefix: list[int], cell: Cell, algorithm: Algorithm) -> _Run | None:
-        """None where it measured something else than was asked for."""
+        """Run one prefill; return None where it shared its steps or lost its cache."""
         prompt = prefix + self._tokens(cell.new_tokens)
         plan = self._generate(prompt, conversation, 1, algorithm).plan
         is_alone = all(chunk.num_turns == 1 and chunk.algorithm == algorithm for chunk in plan.chunks)
@@ -172,7 +173,7 @@ class Calibrator:
         )
 
     def _by_ring(self, cell: Cell, algorithm: Algorithm, runs: Sequence[_Run]) -> Iterator[Measurement]:
-        """Runs that were cut alike on one ring; those of the most usual cuts where they differ."""
+        """Yield for each ring a measurement of its runs with the most frequent cuts."""
         for ring in sorted({run.ring for run in runs}):
             of_ring = [run for run in runs if run.ring == ring]
             ranks = of_ring[0].ranks

@@ -1,4 +1,4 @@
-"""What was measured beside what is predicted: a table, closing lines, one JSON object, a picture."""
+"""Reports of a calibration, measured beside predicted: a table, closing lines, one JSON object, a plot."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.box import SIMPLE
 from rich.table import Table
 
 from cp_core.cost.model import PASS_KV, PASS_Q
 from services.offline.bench.report import save_figure
 from services.offline.calibration.fitting import Calibration, Errors, Row
+from services.offline.terminal import simple_table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,10 +21,9 @@ COLORS = {PASS_KV: "C0", PASS_Q: "C1"}
 
 
 def calibration_table(calibration: Calibration) -> Table:
-    """One line a prefill; times in milliseconds."""
-    table = Table(title="prefills: measured and predicted", box=SIMPLE)
-    for header in ("ring", "T", "P", "algorithm", "measured ms", "least", "most", "own rates", "fitted", "held out"):
-        table.add_column(header, justify="left" if header in ("ring", "algorithm") else "right", no_wrap=True)
+    """Return a table with a line for each prefill; times in milliseconds."""
+    headers = ("ring", "T", "P", "algorithm", "measured ms", "least", "most", "own rates", "fitted", "held out")
+    table = simple_table(*headers, left_aligned=("ring", "algorithm"), title="prefills: measured and predicted")
     for row in calibration.rows:
         sample, seconds = row.measurement.sample, row.measurement.seconds
         table.add_row(
@@ -41,6 +40,7 @@ def calibration_table(calibration: Calibration) -> Table:
 
 
 def closing_lines(calibration: Calibration) -> list[str]:
+    """Return the errors of the fit, the losses of each selection, and the decode steps."""
     lines = [f"fitted to all: {_errors(calibration.fitted)}"]
     if calibration.held_out is not None:
         lines.append(f"each half of the cells by constants of the other: {_errors(calibration.held_out)}")
@@ -58,7 +58,7 @@ def closing_lines(calibration: Calibration) -> list[str]:
 
 
 def calibration_json(calibration: Calibration) -> str:
-    """One object; seconds throughout."""
+    """Format one JSON object; all times in seconds."""
     return json.dumps(
         {
             "profile": asdict(calibration.profile),
@@ -82,7 +82,7 @@ def calibration_json(calibration: Calibration) -> str:
 
 
 def write_calibration_plot(calibration: Calibration, path: Path) -> None:
-    """Predicted over measured seconds, and how pass-Q compares with pass-KV. Raises ConfigError for the path."""
+    """Draw predicted over measured seconds, and pass-Q over pass-KV. Raises ConfigError for the path."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11.0, 4.8), layout="constrained")
@@ -107,7 +107,7 @@ def _draw_predictions(axes: Axes, calibration: Calibration) -> None:
 
 
 def _draw_ratios(axes: Axes, calibration: Calibration) -> None:
-    """Points are measured, lines predicted; above 1 pass-KV is faster."""
+    """Draw measured ratios as points and predicted ones as lines; above 1 pass-KV is faster."""
     by_algorithm = {
         (row.measurement.ring, row.measurement.cell, row.measurement.sample.algorithm): row for row in calibration.rows
     }
@@ -135,5 +135,5 @@ def _errors(errors: Errors) -> str:
 
 
 def _off(row: Row, predicted: float) -> str:
-    """A prediction, and how far off it is."""
+    """Format a prediction with its relative error."""
     return f"{predicted * 1e3:.2f} {predicted / row.measurement.sample.seconds - 1.0:+.0%}"

@@ -1,1 +1,1 @@
-"""Sizes clusters with the cost model, explains choices, and sets its predictions beside published times."""
+"""Planning by the cost model: cluster sizes, explanations of choices, and predictions beside published times."""

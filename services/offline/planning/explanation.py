@@ -1,4 +1,4 @@
-"""A turn whose decode ring computes the new tokens itself, beside the way over a prefill ring."""
+"""Explanation of one turn: the chosen algorithm, the reason, and the predicted cost of every alternative."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from workers.protocol.prefill_steps import Algorithm
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DirectWay:
-    """`cost` of the step on a decode ring of `shape` that keeps all cached tokens.
+class DirectPrefill:
+    """Prefill of a turn on the decode ring itself, beside the same turn over a prefill ring.
 
-    The other way fetches what the prefill ring lacks of them, computes the new ones, and hands their KV over.
+    `cost` is that of one step on a decode ring of `shape` that retains all cached tokens. Over a prefill ring, the
+    missing cached tokens are fetched, the new tokens are computed, and their KV is handed over. Seconds.
     """
 
     shape: RingShape
@@ -39,7 +40,7 @@ class DirectWay:
         return self.cost.total_seconds < self.over_prefill_seconds
 
 
-def direct_way(
+def predict_direct(
     model: PlannedModel,
     profile: HardwareProfile,
     *,
@@ -49,8 +50,8 @@ def direct_way(
     cached_tokens: int,
     missing_tokens: int,
     prefill_seconds: float,
-) -> DirectWay:
-    """Between idle rings, where nobody waits for either. Raises ConfigError for more missing tokens than are cached."""
+) -> DirectPrefill:
+    """Predict both kinds of prefill on idle rings. Raises ConfigError for more missing tokens than cached ones."""
     if not 0 <= missing_tokens <= cached_tokens:
         raise ConfigError(f"--missing: {missing_tokens} is out of range; allowed are 0 to the {cached_tokens} cached")
 
@@ -64,7 +65,7 @@ def direct_way(
             prefill_seconds=0.0,
         ).wire_seconds
 
-    return DirectWay(
+    return DirectPrefill(
         shape=decode,
         cost=predict_turn(
             model.shape,
@@ -86,7 +87,7 @@ DECODE_RING = Algorithm.DECODE_RING.value
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Alternative:
-    """A way to compute the turn. `is_chosen` for exactly one."""
+    """Alternative that computes the turn; exactly one of an explanation is chosen."""
 
     name: str
     cost: PrefillCost
@@ -95,9 +96,10 @@ class Alternative:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Explanation:
-    """`selections` say what other policies would take, by their names; `step` is the decode step that follows.
+    """Choice for one turn with all alternatives.
 
-    `chosen` is what a prefill ring takes; where `direct` is sooner, and no algorithm is forced, none is needed.
+    `chosen` is the selection of a prefill ring; it is not used where `direct` is sooner and no algorithm is forced.
+    `selections` are those of the other policies, by name. `step` is the decode step that follows.
     """
 
     new_tokens: int
@@ -108,17 +110,17 @@ class Explanation:
     alternatives: tuple[Alternative, ...]
     selections: tuple[tuple[str, Selection], ...]
     step: StepCost
-    direct: DirectWay | None = None
+    direct: DirectPrefill | None = None
 
     @property
     def seconds(self) -> float:
-        """Of the chosen way."""
+        """Predicted seconds of the chosen alternative."""
         return next(each.cost.total_seconds for each in self.alternatives if each.is_chosen)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RingComparison:
-    """The same turn on idle rings of several sizes. `chosen` is one of them, the one that a router would take."""
+    """Comparison of one turn on idle rings of several sizes; `chosen` is the ring that a router would take."""
 
     rings: tuple[Explanation, ...]
     chosen: Explanation
@@ -126,7 +128,10 @@ class RingComparison:
 
 
 def compare_rings(rings: Sequence[Explanation]) -> RingComparison:
-    """As a router does with idle rings that keep nothing of the turn: the quickest, of those that tie the smallest."""
+    """Choose as a router does among idle rings that retain nothing of the turn.
+
+    The quickest ring wins; among rings that tie with it the smallest does.
+    """
     quickest = min(rings, key=lambda ring: ring.seconds)
     tied = [ring for ring in rings if ring.seconds <= quickest.seconds * (1 + TIE)]
     chosen = min(tied, key=lambda ring: (ring.shape.num_processes, ring.seconds))
@@ -148,9 +153,9 @@ def explain_turn(
     decode: RingShape | None = None,
     missing_tokens: int = 0,
 ) -> Explanation:
-    """What `policy` takes for T new tokens after P cached ones, in one step, beside every other way.
+    """Explain the selection of `policy` for T new tokens after P cached ones, computed in one step.
 
-    `decode` is the ring that keeps all cached tokens, of which the prefill ring lacks `missing_tokens`. Raises
+    `decode` is the ring that retains all cached tokens; the prefill ring lacks `missing_tokens` of them. Raises
     InvalidRequest for a turn without new tokens, ConfigError for an unknown policy, "empirical" without `fit`, or more
     missing tokens than cached ones.
     """
@@ -167,11 +172,11 @@ def explain_turn(
             model.shape, profile, cp=cp, tp=shape.tp, algorithm=algorithm, new_tokens=new, cached_tokens=cached
         )
 
-    ways = {name: cost(shape.cp, name, new_tokens, cached_tokens) for name in (PASS_KV, PASS_Q)}
+    by_ring = {name: cost(shape.cp, name, new_tokens, cached_tokens) for name in (PASS_KV, PASS_Q)}
     others: dict[str, PrefillCost] = {}
     direct = None
     if decode is not None and cached_tokens:
-        direct = direct_way(
+        direct = predict_direct(
             model,
             profile,
             prefill=shape,
@@ -179,10 +184,10 @@ def explain_turn(
             new_tokens=new_tokens,
             cached_tokens=cached_tokens,
             missing_tokens=missing_tokens,
-            prefill_seconds=ways[chosen.algorithm].total_seconds,
+            prefill_seconds=by_ring[chosen.algorithm].total_seconds,
         )
         others[DECODE_RING] = direct.cost
-    is_direct = direct is not None and direct.is_sooner and policy not in ways
+    is_direct = direct is not None and direct.is_sooner and policy not in by_ring
     taken = DECODE_RING if is_direct else chosen.algorithm
     if cached_tokens:
         others["everything computed again, pass_kv"] = cost(shape.cp, PASS_KV, new_tokens + cached_tokens, 0)
@@ -195,7 +200,7 @@ def explain_turn(
         policy=policy,
         chosen=chosen,
         alternatives=tuple(
-            Alternative(name=name, cost=each, is_chosen=name == taken) for name, each in (ways | others).items()
+            Alternative(name=name, cost=each, is_chosen=name == taken) for name, each in (by_ring | others).items()
         ),
         selections=tuple((name, select(name, turn, share, rates, fit)) for name in deciding if name != policy),
         step=fastest_step(

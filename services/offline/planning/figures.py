@@ -1,4 +1,4 @@
-"""Pictures of plans, and figures like 6 to 9 of arXiv 2411.01783. matplotlib is an optional extra."""
+"""Figures of plans, and figures 6 to 9 of arXiv 2411.01783 redrawn. matplotlib is an optional extra."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FULL = 128_000
 
 
 def write_plan_figure(title: str, forecasts: Sequence[RingForecast], path: Path) -> None:
-    """TTFT and TTIT over the context, one line a ring that fits. Raises ConfigError for the path."""
+    """Draw TTFT and TTIT over the context, one line for each ring that fits. Raises ConfigError for the path."""
     figure = _figure(11.0, 4.8, title)
     for place, name in enumerate(("ttft_seconds", "ttit_seconds"), start=1):
         axes = figure.add_subplot(1, 2, place, xlabel="context, tokens", ylabel=f"{name[:4].upper()}, seconds")
@@ -38,14 +38,14 @@ def write_plan_figure(title: str, forecasts: Sequence[RingForecast], path: Path)
                 seconds = [getattr(context, name) for context in forecast.contexts]
                 axes.plot(tokens, seconds, marker="o", label=f"cp {forecast.shape.cp} x tp {forecast.shape.tp}")
         _log_tokens(axes, sorted({context.tokens for each in forecasts for context in each.contexts}))
-        # Times between tokens differ by little, times to the first by a lot.
+        # TTIT differs by little between rings, TTFT by orders of magnitude.
         axes.set_yscale("log" if name == "ttft_seconds" else "linear")
         axes.legend()
     save_figure(figure, path)
 
 
 def write_published_figures(directory: Path) -> list[Path]:
-    """Four PNG files in `directory`, which is made. Lines are predictions, crosses what was published."""
+    """Write four PNG files into `directory`, which is created. Lines are predictions, crosses published times."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -64,7 +64,7 @@ def write_published_figures(directory: Path) -> list[Path]:
 
 
 def _latency() -> Figure:
-    """Figure 6: full prefill on both platforms."""
+    """Draw figure 6: full prefill on both platforms."""
     figure = _figure(11.0, 4.8, "Llama 3 405B, full prefill by pass-KV, TP8 a rank (as figure 6)")
     for place, (platform, rings) in enumerate({"gtt": HOSTS, "gti": (1, 2, 4)}.items(), start=1):
         profile = read_profile(platform)
@@ -83,7 +83,7 @@ def _latency() -> Figure:
 
 
 def _scaling() -> Figure:
-    """Figure 7: how much faster more hosts are, by context parallelism and by tensor parallelism over hosts."""
+    """Draw figure 7: scaling over hosts, by context parallelism and by tensor parallelism."""
     profile = read_profile("gtt")
     figure = _figure(6.5, 4.8, "Latency of one host over that of N, 128K tokens (as figure 7)")
     axes = figure.add_subplot(xlabel="hosts of 8 GPUs", ylabel="scaling ratio")
@@ -109,7 +109,7 @@ def _scaling() -> Figure:
 
 
 def _long_contexts() -> Figure:
-    """Figure 8: 128K to 1M on 8 and 16 hosts."""
+    """Draw figure 8: 128K to 1M tokens on 8 and 16 hosts."""
     profile = read_profile("gtt")
     figure = _figure(6.5, 4.8, "TTFT of 128K to 1M tokens (as figure 8)")
     axes = figure.add_subplot(xlabel="context, tokens", ylabel="TTFT, seconds")
@@ -124,7 +124,7 @@ def _long_contexts() -> Figure:
 
 
 def _speed_ratio() -> Figure:
-    """Figure 9: pass-KV against pass-Q over the miss rate, by the shipped profile."""
+    """Draw figure 9: pass-KV against pass-Q over the miss rate, by the shipped profile."""
     rows = [row for row in reproduce().prefills if row.table == "4"]
     misses = [row.sample.new_tokens / (row.sample.new_tokens + row.sample.cached_tokens) for row in table_4()[::2]]
     pairs = list(zip(rows[::2], rows[1::2], strict=True))
@@ -140,7 +140,7 @@ def _speed_ratio() -> Figure:
 
 
 def _crosses(axes: Axes, cp: int, tp: int, color: str, most: int) -> None:
-    """The published full prefills of this size."""
+    """Mark the published full prefills of this size."""
     known = [
         (row.sample.new_tokens, row.sample.seconds)
         for row in published_prefills()
@@ -165,7 +165,7 @@ def _figure(width: float, height: float, title: str) -> Figure:
 
 def _log_tokens(axes: Axes, tokens: Sequence[int]) -> None:
     axes.set_xscale("log")
-    # Without room on both sides a single size would be an axis of no length.
+    # Margins on both sides: a single size would give an axis of zero length.
     axes.set_xlim(tokens[0] / 1.3, tokens[-1] * 1.3)
     axes.set_xticks([], minor=True)
     axes.set_xticks(tokens, [format_tokens(count) for count in tokens])

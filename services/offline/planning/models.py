@@ -1,4 +1,4 @@
-"""The model that is planned for: a shipped shape by its name, or any directory with a config.json."""
+"""Models to plan for: a shipped shape by its name, or any directory with a config.json."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BFLOAT16_BYTES = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedModel:
-    """`max_positions` is how long a context the model was made for; nothing is refused beyond it, a note says so."""
+    """Shape and weights of a model; contexts beyond `max_positions` are planned too, with a note."""
 
     name: str
     shape: ModelShape
@@ -29,14 +29,14 @@ class PlannedModel:
 
 
 def shipped_models() -> Mapping[str, Mapping[str, Any]]:
-    """Sizes by name."""
+    """Return the sizes of the shipped models, by name."""
     content = json.loads(files("services.offline.planning").joinpath("models.json").read_text(encoding="utf-8"))
     models: Mapping[str, Mapping[str, Any]] = content["models"]
     return models
 
 
 def planned_model(name: str) -> PlannedModel:
-    """By a shipped name, else of a model directory or `builtin:tiny`. Raises ConfigError or ModelRefused."""
+    """Return a shipped model, or that of a directory or `builtin:tiny`. Raises ConfigError or ModelRefused."""
     if (sizes := shipped_models().get(name)) is not None:
         return _from_sizes(name, sizes)
     try:
@@ -55,7 +55,7 @@ def planned_model(name: str) -> PlannedModel:
 
 
 def to_model_info(model: PlannedModel) -> ModelInfo:
-    """As the planner of a router takes it."""
+    """Convert a model for the planner of a router."""
     shape = model.shape
     return ModelInfo(
         name=model.name,

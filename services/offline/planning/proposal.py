@@ -1,8 +1,8 @@
-"""How many prefill and decode rings, and of which shape, serve a traffic mix with the fewest processes.
+"""Proposal of a cluster: number and shape of the rings that serve a traffic mix with the fewest processes.
 
-Prefill rings are queues that take one turn at a time, first come first served, turns arriving at random and shared out
-evenly: mean wait = r E[S^2] / (2 (1 - r E[S])) for r turns a second to each ring (Pollaczek and Khinchine). Decode
-rings hold r * tokens * TTIT sequences at a time (Little).
+A prefill ring is a queue that serves one turn at a time in order of arrival; arrivals are random and spread evenly.
+Its mean wait is r E[S^2] / (2 (1 - r E[S])) for r turns a second (Pollaczek and Khinchine). A decode ring holds
+r * tokens * TTIT sequences at a time (Little).
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from services.offline.planning.models import PlannedModel
 from services.offline.planning.sizing import RingForecast, RingShape, Workload
 from services.offline.units import format_seconds, format_tokens
 
-# A queue that is busier waits for long, and longer with every burst.
+# Above this share the mean wait grows steeply, and every burst lengthens it.
 MAX_BUSY = 0.8
 MAX_RINGS = 100_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traffic:
-    """Turns a second over the whole cluster, each writing `output_tokens`. Limits are of means; None sets none."""
+    """Traffic over the whole cluster, each turn writing `output_tokens`; limits apply to means, None is no limit."""
 
     turns_per_second: float
     output_tokens: int
@@ -38,8 +38,10 @@ class Traffic:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillPool:
-    """`busy` is the share of time a ring computes; `ttft_seconds` of each context are means: waiting, prefill, what of
-    the migration is exposed, and the first decode step.
+    """Prefill rings of one shape.
+
+    `busy` is the share of time that a ring computes. `ttft_seconds` are the means of each context: wait, prefill,
+    exposed migration and the first decode step.
     """
 
     shape: RingShape
@@ -55,7 +57,7 @@ class PrefillPool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodePool:
-    """`batch` sequences a ring at most, with `ttit_seconds` then."""
+    """Decode rings of one shape; `ttit_seconds` is that of a full batch of `batch` sequences."""
 
     shape: RingShape
     num_rings: int
@@ -70,7 +72,7 @@ class DecodePool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Proposal:
-    """A prefill and a decode pool that serve the traffic."""
+    """Prefill and decode pool that serve the traffic."""
 
     prefill: PrefillPool
     decode: DecodePool
@@ -81,7 +83,7 @@ class Proposal:
 
     @property
     def ratio(self) -> str:
-        """Prefill to decode processes, in lowest terms."""
+        """Ratio of prefill to decode processes, in lowest terms."""
         common = math.gcd(self.prefill.num_processes, self.decode.num_processes)
         return f"{self.prefill.num_processes // common}:{self.decode.num_processes // common}"
 
@@ -93,26 +95,26 @@ def propose(
     traffic: Traffic,
     forecasts: Sequence[RingForecast],
 ) -> Proposal:
-    """The fewest processes that keep the limits, over all rings that fit. Raises ConfigError where none does."""
+    """Find the pools with the fewest processes that meet the limits. Raises ConfigError where no ring does."""
     fitting = [forecast for forecast in forecasts if not forecast.refusal]
     decodes = [_decode_pool(model, profile, workload, traffic, forecast) for forecast in fitting]
-    kept = [pool for pool in decodes if pool]
-    if not kept:
+    within_limit = [pool for pool in decodes if pool]
+    if not within_limit:
         raise ConfigError(_decode_refusal(workload, traffic, fitting))
-    decode = min(kept, key=lambda pool: (pool.num_processes, pool.ttit_seconds))
+    decode = min(within_limit, key=lambda pool: (pool.num_processes, pool.ttit_seconds))
     prefills = [_prefill_pool(model, profile, workload, traffic, forecast, decode) for forecast in fitting]
     quick = [pool for pool in prefills if pool]
     if not quick:
         best = min(max(context.ttft_seconds for context in forecast.contexts) for forecast in fitting)
         raise ConfigError(
-            f"--ttft: {format_seconds(traffic.max_ttft_seconds or 0.0)} cannot be kept; the fastest of the rings takes "
-            f"{format_seconds(best)} for the slowest context when nothing waits, and then migrates its KV"
+            f"--ttft: {format_seconds(traffic.max_ttft_seconds or 0.0)} cannot be met; the fastest ring takes "
+            f"{format_seconds(best)} for the slowest context without a queue, and then migrates its KV"
         )
     return Proposal(prefill=min(quick, key=lambda pool: (pool.num_processes, max(pool.ttft_seconds))), decode=decode)
 
 
 def mean_wait_seconds(turns_per_second: float, service_seconds: Sequence[float], shares: Sequence[float]) -> float:
-    """In the queue of one ring; infinite where turns come faster than they are served."""
+    """Return the mean wait in the queue of one ring; infinite where turns arrive faster than they are served."""
     mean = sum(share * seconds for share, seconds in zip(shares, service_seconds, strict=True))
     square = sum(share * seconds**2 for share, seconds in zip(shares, service_seconds, strict=True))
     busy = turns_per_second * mean
@@ -127,7 +129,7 @@ def _prefill_pool(
     forecast: RingForecast,
     decode: DecodePool,
 ) -> PrefillPool | None:
-    """The fewest rings of one shape; None where even a turn that waits for nothing comes too late."""
+    """Return the fewest rings of one shape; None where a turn without any wait already exceeds the limit."""
     service = [context.ttft_seconds for context in forecast.contexts]
     shares = [context.share for context in workload.contexts]
     after = [
@@ -148,7 +150,7 @@ def _prefill_pool(
         return None
     mean = sum(share * seconds for share, seconds in zip(shares, service, strict=True))
     square = sum(share * seconds**2 for share, seconds in zip(shares, service, strict=True))
-    # wait <= slack, solved for the rate of one ring.
+    # wait <= slack, solved for the rate of one ring
     per_ring = min(MAX_BUSY / mean, math.inf if slack == math.inf else 2.0 * slack / (square + 2.0 * slack * mean))
     rings = _at_least_one(traffic.turns_per_second / per_ring)
     rate = traffic.turns_per_second / rings
@@ -165,7 +167,7 @@ def _prefill_pool(
 def _decode_pool(
     model: PlannedModel, profile: HardwareProfile, workload: Workload, traffic: Traffic, forecast: RingForecast
 ) -> DecodePool | None:
-    """The fewest rings of one shape; None where a batch of one does not fit, or misses the limit."""
+    """Return the fewest rings of one shape; None where a batch of one does not fit or exceeds the limit."""
     shape = forecast.shape
     mean = sum(context.share * context.tokens for context in workload.contexts) + traffic.output_tokens
     memory = process_memory(
@@ -177,7 +179,7 @@ def _decode_pool(
         step_tokens=traffic.max_batch,
         context_tokens=0,
     )
-    # The longest must fit in any case; the rest of the batch is as long as the mean.
+    # The longest context must always fit; the other sequences of the batch have the mean length.
     spare = memory.max_tokens(shape.cp) - (workload.longest + traffic.output_tokens)
     if spare < 0:
         return None
@@ -207,15 +209,15 @@ def _decode_pool(
 def _decode_refusal(workload: Workload, traffic: Traffic, fitting: Sequence[RingForecast]) -> str:
     if traffic.max_ttit_seconds is None:
         tokens = format_tokens(workload.longest)
-        return f"--output: {traffic.output_tokens} tokens after {tokens} fit none of the rings; allowed are fewer"
+        return f"--output: {traffic.output_tokens} tokens after {tokens} fit no ring; allowed are fewer"
     best = min(context.ttit_seconds for forecast in fitting for context in forecast.contexts)
     return (
-        f"--ttit: {format_seconds(traffic.max_ttit_seconds)} cannot be kept; the fastest of the rings takes "
+        f"--ttit: {format_seconds(traffic.max_ttit_seconds)} cannot be met; the fastest ring takes "
         f"{format_seconds(best)} a token, alone and with the shortest context"
     )
 
 
 def _at_least_one(rings: float) -> int:
     if rings > MAX_RINGS:
-        raise ConfigError(f"--rate: it takes {rings:.3g} rings; allowed are {MAX_RINGS} or fewer")
+        raise ConfigError(f"--rate: the traffic needs {rings:.3g} rings; allowed are {MAX_RINGS} or fewer")
     return max(1, math.ceil(rings))

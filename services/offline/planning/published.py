@@ -1,4 +1,4 @@
-"""The tables of arXiv 2411.01783: Llama 3 405B with FP8 MLPs on the platform GTT. Times in seconds."""
+"""Tables of arXiv 2411.01783: Llama 3 405B with FP8 MLPs on the platform GTT. Times in seconds."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ PROFILE = "gtt"
 TABLE_4_RANKS = 4
 TABLE_5_TOKENS = 128_000
 TP = 8
-# The partial outputs of the paper's pass-Q return in bf16.
+# The paper's pass-Q returns partial outputs in bf16.
 PARTIAL_BYTES = 2
-# A column of a table that is not the whole of something counts a tenth of one that is: table 8's columns do not add up
-# to its last one.
+# Weight of a column that is a part of another one: the columns of table 8 do not add up to its last one.
 PART_WEIGHT = 0.1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PublishedPrefill:
-    """A published TTFT. `label` names its row."""
+    """Published TTFT; `label` names its row."""
 
     table: str
     label: str
@@ -35,7 +34,7 @@ class PublishedPrefill:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PublishedStep:
-    """A published TTIT, or a column of table 8."""
+    """Published TTIT, or a column of table 8."""
 
     table: str
     label: str
@@ -43,13 +42,13 @@ class PublishedStep:
 
 
 def published_model() -> PlannedModel:
-    """The paper's own, its partials in bf16."""
+    """Return the paper's model, with partial outputs in bf16."""
     model = planned_model(MODEL)
     return replace(model, shape=replace(model.shape, partial_bytes=PARTIAL_BYTES))
 
 
 def table_4() -> list[PublishedPrefill]:
-    """Pass-KV, then pass-Q, of each of 14 turns."""
+    """Return the rows of 14 turns, pass-KV and then pass-Q of each."""
     rows = []
     for row in _read("prefill_pass_kv_vs_pass_q.csv"):
         new, cached = int(row["new_tokens_T"]), int(row["cached_tokens_P"])
@@ -68,7 +67,7 @@ def table_4() -> list[PublishedPrefill]:
 
 
 def full_prefills() -> list[PublishedPrefill]:
-    """TTFT of tables 6 and 7 and of section 4.2, each once, in the order of tp, cp and context."""
+    """Return the TTFT of tables 6 and 7 and of section 4.2, each once, in the order of tp, cp and context."""
     found: dict[tuple[int, int, int], PublishedPrefill] = {}
     for row in _read("ttft_ttit_ms.csv"):
         cp, tp = _parallelism(row["parallelism"])
@@ -77,13 +76,13 @@ def full_prefills() -> list[PublishedPrefill]:
             cp=cp, tp=tp, algorithm=PASS_KV, new_tokens=context, cached_tokens=0, seconds=float(row["ttft_ms"]) / 1e3
         )
         label = f"{row['parallelism']} T={context}"
-        # Table 7 repeats two TTFT of table 6.
+        # Table 7 repeats two rows of table 6.
         found.setdefault((tp, cp, context), PublishedPrefill(table=row["table"], label=label, sample=sample))
     return [found[key] for key in sorted(found)]
 
 
 def token_times() -> list[PublishedStep]:
-    """TTIT of tables 6 and 7, repeated ones once. The tables disagree on CP2 at 128K: both values are there."""
+    """Return the TTIT of tables 6 and 7, each once; both values of CP2 at 128K, where the tables disagree."""
     rows: dict[StepSample, PublishedStep] = {}
     for row in _read("ttft_ttit_ms.csv"):
         if row["ttit_ms"]:
@@ -97,8 +96,9 @@ def token_times() -> list[PublishedStep]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PublishedIteration:
-    """A row of table 5, of CP4 and 128,000 tokens in all: seconds of one ring iteration's exchange and attention, and
-    of pass-Q's one all-to-all.
+    """Row of table 5, on CP4 with 128,000 tokens in all.
+
+    Seconds of the exchange and the attention of one ring iteration, and of pass-Q's one all-to-all.
     """
 
     algorithm: str
@@ -113,7 +113,7 @@ class PublishedIteration:
 
 
 def table_5() -> list[PublishedIteration]:
-    """Its four rows."""
+    """Return the four rows of table 5."""
     return [
         PublishedIteration(
             algorithm=row["algorithm"],
@@ -127,7 +127,7 @@ def table_5() -> list[PublishedIteration]:
 
 
 def table_8() -> list[PublishedStep]:
-    """Its columns, those that are 0 left out."""
+    """Return the columns of table 8 without those that are 0."""
     columns = {
         "attention_op_us": StepPart.CALL,
         "ring_attention_us": StepPart.ATTENTION,
@@ -140,7 +140,7 @@ def table_8() -> list[PublishedStep]:
         cp, tp = _parallelism(row["parallelism"])
         context, batch = int(row["context_tokens"]), int(row["batch"])
         for column, part in columns.items():
-            # One rank's whole and its ring are its one attention call.
+            # On one rank the whole and the ring columns are its one attention call.
             is_repeated = cp == 1 and part in (StepPart.CALL, StepPart.ATTENTION)
             if float(row[column]) and not is_repeated:
                 weight = 1.0 if part is StepPart.WHOLE else PART_WEIGHT
@@ -164,6 +164,6 @@ def _read(name: str) -> Iterator[Mapping[str, str]]:
 
 
 def _parallelism(name: str) -> tuple[int, int]:
-    """(cp, tp) of "CP2+TP8" or "TP16"."""
+    """Parse "CP2+TP8" or "TP16" into (cp, tp)."""
     sizes = dict(re.findall(r"(CP|TP)(\d+)", name))
     return int(sizes.get("CP", 1)), int(sizes["TP"])

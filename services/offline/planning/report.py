@@ -1,4 +1,4 @@
-"""What planning says in the end: tables for people, JSON for programs."""
+"""Reports of planning: tables for people, JSON for programs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import partial
 
 from rich.table import Table
 
-from services.offline.planning.explanation import DirectWay, Explanation, RingComparison
+from services.offline.planning.explanation import DirectPrefill, Explanation, RingComparison
 from services.offline.planning.proposal import Proposal, Traffic
 from services.offline.planning.reproduction import ReproducedRow, Reproduction
 from services.offline.planning.sizing import GIGABYTE, RingForecast, Workload
@@ -17,18 +17,18 @@ from services.offline.terminal import simple_table
 from services.offline.units import format_seconds, format_tokens
 
 CHOSEN = "chosen, from T = 1,280 to 128,000"
-LEFT = ("row", "what", "how", "", "pool", CHOSEN)
-_table = partial(simple_table, left=LEFT)
+LEFT_ALIGNED = ("row", "what", "how", "", "pool", CHOSEN)
+_table = partial(simple_table, left_aligned=LEFT_ALIGNED)
 
 
 def plan_json(forecasts: Sequence[RingForecast], proposal: Proposal | None) -> str:
-    """One object: `rings`, and `proposal`, which is null where no rate was given."""
+    """Format one JSON object: `rings`, and `proposal`, which is null without a rate."""
     proposed = None if proposal is None else asdict(proposal) | {"ratio": proposal.ratio}
     return json.dumps({"rings": [asdict(forecast) for forecast in forecasts], "proposal": proposed})
 
 
 def plan_table(forecasts: Sequence[RingForecast]) -> Table:
-    """One line a ring and context, those that do not fit marked so."""
+    """Return a table with a line for each ring and context; "no" marks rings that do not fit."""
     table = _table(
         "", "cp", "tp", "context", "algorithm", "TTFT", "tokens/s", "TTIT", "KV GB a process", "contexts that fit"
     )
@@ -50,7 +50,7 @@ def plan_table(forecasts: Sequence[RingForecast]) -> Table:
 
 
 def proposal_table(proposal: Proposal) -> Table:
-    """The two pools."""
+    """Return a table of the two pools."""
     table = _table("pool", "rings", "cp", "tp", "processes", "busy or batch", "seconds")
     prefill, decode = proposal.prefill, proposal.decode
     ttft = ", ".join(map(format_seconds, prefill.ttft_seconds))
@@ -78,7 +78,7 @@ def proposal_table(proposal: Proposal) -> Table:
 
 
 def proposal_lines(proposal: Proposal, workload: Workload, traffic: Traffic) -> list[str]:
-    """What the proposal comes to, in words."""
+    """Return the summary of a proposal in words."""
     mix = ", ".join(f"{each.share:.0%} of {format_tokens(each.tokens)}" for each in workload.contexts)
     return [
         f"prefill:decode {proposal.ratio} by processes, {proposal.num_processes} in all, for "
@@ -87,12 +87,12 @@ def proposal_lines(proposal: Proposal, workload: Workload, traffic: Traffic) -> 
 
 
 def explanation_json(explanation: Explanation) -> str:
-    """One object, each alternative with its sum."""
+    """Format one JSON object, each alternative with its total."""
     return json.dumps(_explanation_dict(explanation))
 
 
 def comparison_json(comparison: RingComparison) -> str:
-    """One object: `rings`, each as an explanation of its own, the `chosen` one's shape, and why."""
+    """Format one JSON object: the explanations of all `rings`, the shape of the `chosen` one, and the reason."""
     rings = [_explanation_dict(each) for each in comparison.rings]
     return json.dumps({"rings": rings, "chosen": asdict(comparison.chosen.shape), "reason": comparison.reason})
 
@@ -104,7 +104,7 @@ def _explanation_dict(explanation: Explanation) -> dict[str, object]:
 
 
 def comparison_table(comparison: RingComparison) -> Table:
-    """One line a ring; * marks the one that a router would take."""
+    """Return a table with a line for each ring; * marks the ring that a router would take."""
     table = _table(
         "", "cp", "tp", "processes", "algorithm", "prefill", "linear", "attention", "exposed", "a token after"
     )
@@ -123,13 +123,13 @@ def comparison_table(comparison: RingComparison) -> Table:
 
 
 def comparison_line(comparison: RingComparison) -> str:
-    """The choice and its reason."""
+    """Return the choice and its reason."""
     chosen = comparison.chosen
     return f"{chosen.shape} takes {format_seconds(chosen.seconds)}: {comparison.reason}"
 
 
 def explanation_table(explanation: Explanation) -> Table:
-    """One line a way to compute the turn."""
+    """Return a table with a line for each alternative."""
     table = _table("", "how", "total", "linear", "sums", "attention", "exposed", "hidden", "all-to-all", "overhead")
     for each in explanation.alternatives:
         cost = each.cost
@@ -154,7 +154,7 @@ def explanation_table(explanation: Explanation) -> Table:
 
 
 def explanation_lines(explanation: Explanation) -> list[str]:
-    """The choice and its reason, and what the other policies would take."""
+    """Return the choice, its reason, and the selections of the other policies."""
     step = explanation.step
     return [
         *([] if explanation.direct is None else [_direct_line(explanation.direct)]),
@@ -164,23 +164,23 @@ def explanation_lines(explanation: Explanation) -> list[str]:
     ]
 
 
-def _direct_line(direct: DirectWay) -> str:
-    told, over = format_seconds(direct.cost.total_seconds), format_seconds(direct.over_prefill_seconds)
+def _direct_line(direct: DirectPrefill) -> str:
+    seconds, over = format_seconds(direct.cost.total_seconds), format_seconds(direct.over_prefill_seconds)
     parts = ((direct.move_seconds, "pull"), (direct.prefill_seconds, "prefill"), (direct.handoff_seconds, "hand-off"))
-    way = ", ".join(f"{name} {format_seconds(seconds)}" for seconds, name in parts)
+    steps = ", ".join(f"{name} {format_seconds(part)}" for part, name in parts)
     verdict = "sooner" if direct.is_sooner else "no sooner"
     ring = f"a decode ring of {direct.shape.cp} ranks"
-    return f"{ring} takes {told} itself, {verdict} than by a prefill ring: {over} ({way})"
+    return f"{ring} takes {seconds} itself, {verdict} than by a prefill ring: {over} ({steps})"
 
 
 def reproduction_json(reproduction: Reproduction) -> str:
-    """One object with rows, selectors and targets."""
+    """Format one JSON object with rows, selectors and targets."""
     targets = [asdict(target) | {"is_met": target.is_met} for target in reproduction.targets]
     return json.dumps(asdict(reproduction) | {"targets": targets})
 
 
 def reproduction_tables(reproduction: Reproduction) -> list[Table]:
-    """Row by row: published, predicted, error; then the selectors."""
+    """Return tables of published and predicted times with their errors, then one of the selectors."""
     selectors = _table("what", "right of 14", "worst loss", CHOSEN, title="Selection on table 4")
     for score in reproduction.selectors:
         marks = " ".join("KV" if name == "pass_kv" else "Q" for name in score.chosen)

@@ -1,4 +1,8 @@
-"""What each way to choose between pass-KV and pass-Q takes on the 14 turns of arXiv 2411.01783, table 4."""
+"""Published times of arXiv 2411.01783 beside the predictions of the cost model, and the selectors on its table 4.
+
+Every TTFT is predicted twice: by the shipped profile, which is fitted to all rows, and by constants fitted to the half
+of the rows without it. The second error measures how far a prediction can be trusted.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +31,7 @@ from services.offline.planning.published import (
 )
 
 NOMINAL_FLOPS, NOMINAL_LINK = 800e12, 50e9
-# What the columns of table 5 come to.
+# Rates that follow from the columns of table 5.
 TABLE_5_FLOPS, TABLE_5_LINK = 515e12, 26e9
 PRINTED = EmpiricalFit(alpha=-1.059, beta=1.145, gamma=12.112)
 
@@ -36,7 +40,7 @@ Chooser = Callable[[Turn], str]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SelectorScore:
-    """`chosen` of each turn. `worst_loss` is what its worst choice takes beyond the best, relative."""
+    """Score of one selector; `worst_loss` is the relative excess of its worst choice over the better algorithm."""
 
     name: str
     is_calibrated: bool
@@ -46,7 +50,7 @@ class SelectorScore:
 
 
 def comparisons() -> list[Comparison]:
-    """The turns of table 4 with both their times."""
+    """Return the turns of table 4 with their times by both algorithms."""
     rows = table_4()
     return [
         Comparison(
@@ -59,7 +63,7 @@ def comparisons() -> list[Comparison]:
 
 
 def score_selectors(profile: HardwareProfile) -> tuple[SelectorScore, ...]:
-    """Each as it is printed, by nominal rates, by those of table 5, and calibrated on these turns."""
+    """Score the selectors by nominal rates, by those of table 5, as printed, and calibrated on these turns."""
     turns, whole = comparisons(), published_model().shape
     share = whole.share(TP)
     first, fifth = (fit_compute_per_byte(rule, whole, turns) for rule in (algorithm_1, algorithm_5))
@@ -84,7 +88,7 @@ def score_selectors(profile: HardwareProfile) -> tuple[SelectorScore, ...]:
         (f"Algorithm 5, C/BW {fifth:.0f}", True, lambda turn: algorithm_5(turn, whole, fifth, 1.0).algorithm),
         ("empirical, fitted", True, lambda turn: empirical(turn, fit).algorithm),
         ("cost model, the smaller time", True, smaller),
-        # Ties within 2% go to pass-KV: that is wrong by the letter on two turns, and costs under 2%.
+        # Ties within 2% go to pass-KV, which costs under 2%.
         ("auto: cost model with ties", False, auto),
     ]
     return tuple(_score(name, is_calibrated, chooser, turns) for name, is_calibrated, chooser in named)
@@ -127,7 +131,7 @@ ROWS_OF_TABLE_4 = 14
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReproducedRow:
-    """Seconds. `held_out` is predicted by constants that were fitted without this row; only TTFT have it."""
+    """Published and predicted seconds; `held_out`, for TTFT only, is predicted by constants fitted without the row."""
 
     table: str
     label: str
@@ -137,7 +141,7 @@ class ReproducedRow:
 
     @property
     def error(self) -> float:
-        """Relative."""
+        """Relative error of the prediction."""
         return self.predicted / self.published - 1.0
 
     @property
@@ -147,7 +151,7 @@ class ReproducedRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reproduction:
-    """Rows, what each selector takes on table 4, and what was to be reached."""
+    """Rows of all tables, the selectors on table 4, and the targets."""
 
     prefills: tuple[ReproducedRow, ...]
     iterations: tuple[ReproducedRow, ...]
@@ -158,7 +162,7 @@ class Reproduction:
 
 
 def reproduce() -> Reproduction:
-    """Predicts everything that was published. A second of work."""
+    """Predict every published time; takes about a second."""
     profile, model = read_profile(PROFILE), published_model()
     published = [*table_4(), *full_prefills()]
     checkered = _held_out(profile, published, _checkered_half(published))
@@ -201,7 +205,7 @@ def root_mean_square(errors: Sequence[float]) -> float:
 
 
 def _iterations(profile: HardwareProfile) -> Iterator[ReproducedRow]:
-    """Table 5. Its exchanges are transfers alone; a hop of the model includes the wait for a late peer."""
+    """Reproduce table 5, whose exchanges are transfers alone; a hop of the model includes the wait for a late peer."""
     model = published_model().shape
     for row in table_5():
         cost = predict_turn(
@@ -274,7 +278,7 @@ def _at_most(text: str, value: float, limit: float) -> Target:
 
 
 def _held_out(profile: HardwareProfile, published: Sequence[PublishedPrefill], is_first: Sequence[bool]) -> list[float]:
-    """Seconds of each row, predicted by constants that were fitted to the other half."""
+    """Predict the seconds of each row by constants fitted to the other half."""
     model = published_model().shape
     fitted = {
         half: fit_prefill(
@@ -286,7 +290,7 @@ def _held_out(profile: HardwareProfile, published: Sequence[PublishedPrefill], i
 
 
 def _checkered_half(published: Sequence[PublishedPrefill]) -> list[bool]:
-    """Of each turn of table 4 one algorithm, in turn; of the others every second row."""
+    """Mark one algorithm of each turn of table 4 in alternation, and every second row of the other tables."""
     halves = []
     for place, row in enumerate(published):
         turn, algorithm = divmod(place, 2)
@@ -295,5 +299,5 @@ def _checkered_half(published: Sequence[PublishedPrefill]) -> list[bool]:
 
 
 def _half_by_turn(published: Sequence[PublishedPrefill]) -> list[bool]:
-    """Every second turn of table 4 with both its algorithms; of the others every second row."""
+    """Mark every second turn of table 4 with both algorithms, and every second row of the other tables."""
     return [(place // 2 if row.table == "4" else place) % 2 == 0 for place, row in enumerate(published)]

@@ -1,4 +1,4 @@
-"""What one ring of cp x tp processes would do: memory, TTFT, TTIT and throughput, per context."""
+"""Forecast of one ring of cp x tp processes: memory, TTFT, TTIT and throughput, per context."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GIGABYTE = 1e9
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RingShape:
-    """cp ranks of tp processes each."""
+    """Ring of cp ranks of tp processes each."""
 
     cp: int
     tp: int
@@ -35,10 +35,10 @@ class RingShape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ContextForecast:
-    """One context on one ring that does nothing else. Seconds; bytes of one process.
+    """Forecast of one context on an otherwise idle ring. Seconds; bytes of one process.
 
-    `ttft_seconds` has neither waiting nor migration in it; `ttit_seconds` is that of a batch of one. `max_contexts`
-    of this length fit the ring's KV.
+    `ttft_seconds` contains neither queue nor migration; `ttit_seconds` is that of a batch of one. The ring's KV holds
+    `max_contexts` of this length.
     """
 
     tokens: int
@@ -54,7 +54,7 @@ class ContextForecast:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RingForecast:
-    """`refusal` says what does not fit, and is empty where all does."""
+    """Forecast of one ring; `refusal` states what does not fit, and is empty where everything fits."""
 
     shape: RingShape
     memory: ProcessMemory
@@ -64,8 +64,9 @@ class RingForecast:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
-    """Turns of these contexts, `cached_share` of each (0 to below 1) kept from earlier turns, cut into chunks of
-    `chunk_tokens`; None computes each in one step.
+    """Turns of these contexts, of each a `cached_share` (0 to below 1) cached from earlier turns.
+
+    New tokens are cut into chunks of `chunk_tokens`; None computes each turn in one step.
     """
 
     contexts: tuple[ContextShare, ...]
@@ -77,18 +78,18 @@ class Workload:
         return max(context.tokens for context in self.contexts)
 
     def cached_tokens(self, tokens: int) -> int:
-        """Of a context of `tokens`; at least one token is new."""
+        """Return the cached tokens of a context of `tokens`; at least one token is new."""
         return min(tokens - 1, int(tokens * self.cached_share))
 
     @property
     def step_tokens(self) -> int:
-        """The most tokens that are computed at once."""
+        """Most tokens that one step computes."""
         most = max(context.tokens - self.cached_tokens(context.tokens) for context in self.contexts)
         return min(most, self.chunk_tokens or most)
 
 
 def require_tp(model: PlannedModel, tp: int) -> None:
-    """Raises ConfigError unless every one of tp processes gets as many whole KV heads as the others."""
+    """Raise ConfigError unless tp processes get equally many whole KV heads."""
     heads = model.shape.num_kv_heads
     if heads % tp:
         allowed = ", ".join(str(size) for size in range(1, heads + 1) if heads % size == 0)
@@ -96,7 +97,7 @@ def require_tp(model: PlannedModel, tp: int) -> None:
 
 
 def forecast_ring(model: PlannedModel, profile: HardwareProfile, shape: RingShape, workload: Workload) -> RingForecast:
-    """Everything one such ring would do. Times are there even where the memory does not suffice."""
+    """Forecast one ring; times are predicted even where the memory does not suffice."""
     memory = process_memory(
         model.shape,
         model.weights,
@@ -115,7 +116,7 @@ def forecast_ring(model: PlannedModel, profile: HardwareProfile, shape: RingShap
 def fastest_turn(
     model: PlannedModel, profile: HardwareProfile, shape: RingShape, workload: Workload, tokens: int
 ) -> tuple[str, PrefillCost]:
-    """The algorithm that `auto` would take for a whole turn, and its cost: ties within 2% go to pass-KV."""
+    """Return the algorithm that `auto` selects for a whole turn, and its cost; ties within 2% go to pass-KV."""
     cached = workload.cached_tokens(tokens)
     kv, q = (
         predict_turn(
@@ -134,7 +135,7 @@ def fastest_turn(
 
 
 def first_that_fits(forecasts: Sequence[RingForecast]) -> RingForecast:
-    """The smallest ring that holds everything. Raises ConfigError with the largest one's sentence."""
+    """Return the smallest ring that holds everything. Raises ConfigError with the refusal of the largest ring."""
     fitting = [forecast for forecast in forecasts if not forecast.refusal]
     if not fitting:
         largest = max(forecasts, key=lambda forecast: forecast.shape.num_processes)

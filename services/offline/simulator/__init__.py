@@ -1,1 +1,1 @@
-"""Runs a trace over hundreds of rings: time is simulated, decisions are those of the planner and the router."""
+"""Simulator of a trace over hundreds of rings: time is simulated, decisions are the planner's and the router's."""

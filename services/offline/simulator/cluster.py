@@ -1,4 +1,4 @@
-"""The rings of a simulated cluster, what they announce, and how long their work takes."""
+"""Rings of a simulated cluster, their registrations, the duration of their steps, and the load that fills them."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from orchestration.prefill.scheduler import PrefillScheduler, ScheduledStep
 from orchestration.protocol.settings import PrefillScheduling
 from orchestration.protocol.turns import RingRegistration
 from services.offline.simulator.rings import Clock, SimulatedDecodeRing, SimulatedPrefillRing
-from services.offline.simulator.trace import MadeTrace, TracedConversation, TraceShape
+from services.offline.simulator.trace import SyntheticTrace, TracedConversation, TraceShape
 from workers.protocol.ranks import ModelInfo
 
-# Mean contexts of a decode batch are rounded to this: a step of 1,000 tokens more takes no longer that one could see.
+# Tokens to which the mean context of a decode batch is rounded; the effect on a step is negligible.
 CONTEXT_GRAIN = 1_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PoolShape:
-    """`num_rings` rings of cp ranks of tp processes."""
+    """Pool of `num_rings` rings of cp ranks of tp processes."""
 
     num_rings: int
     cp: int
@@ -38,7 +38,7 @@ class PoolShape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClusterShape:
-    """What is simulated, but for who decides and what is asked of it."""
+    """Hardware, model and limits of a simulated cluster."""
 
     model: ModelInfo
     weights: WeightBytes
@@ -51,7 +51,7 @@ class ClusterShape:
 
 
 class StepTimes:
-    """Seconds of prefill steps on the rings of a cluster, by its hardware profile."""
+    """Durations of prefill steps on the rings of a cluster, by its hardware profile. Seconds."""
 
     def __init__(self, shape: ClusterShape) -> None:
         scheduling = shape.scheduling
@@ -65,14 +65,14 @@ class StepTimes:
         self._costs = RingCosts(shape.model, profile=shape.profile)
         self._ring = registration_of(shape, "prefill", capacity_tokens=0)
         rates = shape.profile.prefill
-        # Of a step without cached tokens, and of one with them.
+        # [without cached tokens, with cached tokens]
         self._overheads = [
             shape.model.num_layers * rates.rates(shape.prefill.cp, is_cached=is_cached).layer_overhead_seconds
             for is_cached in (False, True)
         ]
 
     def of(self, step: ScheduledStep) -> float:
-        """Of all pieces, which share the step's overhead: the largest of theirs."""
+        """Return the seconds of a step; its pieces share the largest of their overheads."""
         seconds = largest = 0.0
         for piece in step.pieces:
             start = piece.tokens.start
@@ -82,16 +82,16 @@ class StepTimes:
         return seconds + largest
 
     def alone(self, tokens: TokenRange) -> float:
-        """Of a prompt that has a ring to itself, each step by the faster algorithm."""
+        """Return the seconds of a prompt on an idle ring, each step by the faster algorithm."""
         steps = cut(self.work, self.limits, tokens)
         costs = (self._costs.seconds(self._ring, len(step), step.start) for step in steps)
         return sum(cost.by(cost.fastest) for cost in costs)
 
 
 class Cluster:
-    """`registry` is the router's own, which knows all rings; `longest` is the longest conversation that comes.
+    """Rings of a simulated cluster and the router's `registry` of them.
 
-    Raises ConfigError where a ring cannot hold that.
+    Raises ConfigError where a ring cannot hold the `longest` conversation.
     """
 
     def __init__(self, shape: ClusterShape, clock: Clock, longest: int) -> None:
@@ -117,15 +117,15 @@ class Cluster:
                 )
 
     def pull_seconds(self, tokens: int) -> float:
-        """To fetch KV from a decode ring, which computes nothing and is hidden by nothing."""
+        """Return the seconds to fetch KV from a decode ring, which no computation hides."""
         return self._moving(tokens, 0.0) if tokens else 0.0
 
     def exposed_seconds(self, tokens: int, prefill_seconds: float) -> float:
-        """After a prefill, until all KV that the decode ring lacked is there."""
+        """Return the seconds from the end of a prefill until the decode ring has all missing KV."""
         return self._moving(tokens, prefill_seconds)
 
     def check_integrity(self) -> None:
-        """No token of KV is counted twice or lost."""
+        """Assert that no token of KV is counted twice or lost."""
         for kv in (*(ring.kv for ring in self.prefill.values()), *(ring.kv for ring in self.decode.values())):
             kv.check_integrity()
 
@@ -143,7 +143,7 @@ class Cluster:
 
     def _prefill_rings(self, registration: RingRegistration) -> list[SimulatedPrefillRing]:
         times, pool = StepTimes(self._shape), self._shape.prefill
-        # As the leader of a ring begins: as if steps were matrix products alone.
+        # The first rate of a ring's leader too: matrix products alone.
         rate = pool.cp * pool.tp * registration.rates.gemm_flops / times.work.flops_per_unit
         rings = []
         for number in range(pool.num_rings):
@@ -175,7 +175,7 @@ class Cluster:
         return lambda batch, context: rounded(batch, round(context / CONTEXT_GRAIN))
 
     def _announced(self, registration: RingRegistration, number: int) -> RegisteredRing:
-        """Ring `number` of a pool, as the router's registry knows it."""
+        """Register ring `number` of a pool and return its entry in the router's registry."""
         name = f"{registration.role}-{number}"
         self.registry.register(replace(registration, name=name, endpoint=f"{name}:1"))
         ring = self.registry.named(registration.role, name)
@@ -197,7 +197,7 @@ class Cluster:
 
 
 def registration_of(shape: ClusterShape, role: str, *, capacity_tokens: int) -> RingRegistration:
-    """What a ring of one of the pools would measure of itself and announce."""
+    """Return the registration that a ring of one of the pools would announce."""
     pool = shape.prefill if role == "prefill" else shape.decode
     return RingRegistration(
         role=role,
@@ -216,19 +216,22 @@ def registration_of(shape: ClusterShape, role: str, *, capacity_tokens: int) -> 
 
 
 SAMPLE = 10_000
-"""Conversations whose mean is taken: of a long tail, the mean of fewer differs by more than 5% from run to run."""
+"""Conversations in the mean load; the tail is long, so that smaller samples vary by more than 5%."""
 
 
 def conversations_for(busy_share: float, cluster: ClusterShape, shape: TraceShape, seed: int) -> int:
-    """Of `shape`, whatever number that has, if nothing that was computed once is computed again. One at least."""
+    """Return the number of conversations, at least one, that keeps the prefill rings busy for a share of their time.
+
+    No token is assumed to be computed twice; the number in `shape` is ignored.
+    """
     times = StepTimes(cluster)
-    sample = MadeTrace(replace(shape, num_conversations=SAMPLE), seed)
+    sample = SyntheticTrace(replace(shape, num_conversations=SAMPLE), seed)
     mean = sum(prefill_seconds(times, conversation) for conversation in sample) / SAMPLE
     return max(1, round(busy_share * cluster.prefill.num_rings * shape.seconds / mean))
 
 
 def prefill_seconds(times: StepTimes, conversation: TracedConversation) -> float:
-    """Of all its turns, each after all before it, alone on a ring."""
+    """Return the prefill seconds of all turns, each after the turns before it, on an idle ring."""
     turns = conversation.turns
     starts = accumulate((turn.new_tokens + turn.output_tokens for turn in turns), initial=0)
     return sum(

@@ -1,4 +1,4 @@
-"""Which rings a simulated turn goes to: as the router decides, by less than it knows, or by what no router knows."""
+"""Placement policies of simulated turns: the router's own, two that ignore KV, and one with exact queues."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from services.offline.simulator.cluster import Cluster
 from services.offline.simulator.rings import SimulatedPrefillRing
 
 MAX_MORE_TURNS = 8
-"""Decode rings are compared by their turns alone: fewer more than this are no reason to leave a conversation's KV."""
+"""Most turns by which a decode ring with the conversation's KV may exceed the emptiest one and still be chosen."""
 
 
 class PlacementPolicy(Protocol):
-    """The router's `RingPlacer` is one."""
+    """Policy that chooses rings; the router's `RingPlacer` is one."""
 
     def choose(self, turn: WantedTurn, refused: Collection[RegisteredRing] = ()) -> Choice:
-        """Raises Unavailable where all rings have refused."""
+        """Choose the rings of a turn. Raises Unavailable where all rings have refused."""
         ...
 
 
 class RoundRobin:
-    """The next ring of each pool, whatever it holds."""
+    """Policy that takes the next ring of each pool, regardless of its KV."""
 
     def __init__(self, cluster: Cluster, planner: Planner) -> None:
         self._rings = {
@@ -51,7 +51,7 @@ class RoundRobin:
 
 
 class LeastLoaded:
-    """The rings of the shortest queue and of the fewest turns, as far as the router knows, whatever they hold."""
+    """Policy by the shortest queue and the fewest turns that the router knows of, regardless of KV."""
 
     def __init__(self, cluster: Cluster, planner: Planner) -> None:
         self._registry = cluster.registry
@@ -72,8 +72,10 @@ class LeastLoaded:
 
 
 class KvAware:
-    """Knows every queue as it is. The prefill ring where waiting and computing end first: the conversation's own, or
-    the idlest other. Its own decode ring, unless others have many turns fewer.
+    """Policy that knows every queue exactly.
+
+    It takes the prefill ring with the earliest end of the prefill: the conversation's own or the idlest other ring.
+    It takes the conversation's own decode ring unless another ring has far fewer turns.
     """
 
     def __init__(self, cluster: Cluster, planner: Planner) -> None:

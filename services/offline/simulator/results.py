@@ -1,4 +1,4 @@
-"""What came of a simulated run. Millions of turns are tallied as they end, in arrays of plain numbers."""
+"""Results of a simulated run: a tally of millions of turns in plain arrays, its percentiles, and their plot."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from services.offline.bench.report import save_figure
 
 HOUR = 3600.0
 SIZES = {"short": 8_000, "document": 250_000, "longest": 1 << 62}
-"""By how many tokens a turn computed at least would have to be computed: its new ones, at most these."""
+"""Most new tokens of a turn in each class of size."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TurnRecord:
-    """One finished turn. Seconds: `asked` at first, `queue_seconds` until its first step began, `ttft_seconds` until
-    its first token, `decode_seconds` of the decode ring until its last.
+    """Finished turn.
 
-    Of its prompt `new_tokens` were never computed before; of those before them `moved_tokens` came from the decode
-    ring, `recomputed_tokens` were computed again, and the rest was kept.
+    `asked` is the time of its first request; `queue_seconds` run until its first step, `ttft_seconds` until its first
+    token, `decode_seconds` on the decode ring until its last. `new_tokens` of the prompt were never computed before.
+    Of the tokens before them `moved_tokens` came from the decode ring, `recomputed_tokens` were computed again, and
+    the other tokens were cached.
     """
 
     asked: float
@@ -37,7 +38,7 @@ class TurnRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Percentiles:
-    """Seconds of `count` turns; zeros where there are none."""
+    """Percentiles of `count` values, in seconds; zeros without any."""
 
     count: int
     mean: float
@@ -49,12 +50,12 @@ class Percentiles:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SimulationResult:
-    """Of all turns of one placement. `cached_share` is of all prompt tokens, `busy_share` of the prefill rings' time,
-    `batch_share` of the places in decode batches, over the whole run.
+    """Result of all turns of one placement.
 
-    `ttft_of_size` is by new tokens (`SIZES`), `ttft_of_hour` by the hour of the trace in which a turn was asked.
-    `pass_q_share` is of the turns; `num_refusals` counts rings that had no room for a turn, `num_retries` the turns
-    that found no ring and asked again later. `computed_tokens` are those of the rings' steps.
+    `cached_share` is of all prompt tokens, `busy_share` of the prefill rings' time, `batch_share` of the places in
+    decode batches over the whole run, `pass_q_share` of the turns. `ttft_of_size` is by new tokens (`SIZES`),
+    `ttft_of_hour` by the hour of a turn's first request. `num_refusals` counts rings without room for a turn,
+    `num_retries` turns that found no ring and asked again. `computed_tokens` are those of the rings' steps.
     """
 
     placement: str
@@ -82,7 +83,7 @@ class SimulationResult:
 
 @dataclass(slots=True)
 class Tally:
-    """Of the turns so far."""
+    """Tally of the turns that have ended."""
 
     ttft: dict[str, array[float]] = field(default_factory=lambda: {name: array("d") for name in SIZES})
     queue: array[float] = field(default_factory=lambda: array("d"))
@@ -98,7 +99,7 @@ class Tally:
     decode_seconds: float = 0.0
 
     def note(self, record: TurnRecord) -> None:
-        """Enter a turn that has ended."""
+        """Add a turn that has ended."""
         size = next(name for name, most in SIZES.items() if record.new_tokens <= most)
         self.ttft[size].append(record.ttft_seconds)
         self.queue.append(record.queue_seconds)
@@ -116,7 +117,7 @@ class Tally:
 
 
 def percentiles(values: Sequence[float]) -> Percentiles:
-    """Of values in any order."""
+    """Return the percentiles of values in any order."""
     if not values:
         return Percentiles(count=0, mean=0.0, p50=0.0, p90=0.0, p99=0.0, most=0.0)
     ordered = sorted(values)
@@ -127,13 +128,16 @@ def percentiles(values: Sequence[float]) -> Percentiles:
 
 
 def percentile(ordered: Sequence[float], share: float) -> float:
-    """The smallest of the values, in ascending order, that `share` of them do not exceed."""
+    """Return the smallest of the ascending values that `share` of them do not exceed."""
     place = max(0, -(-int(share * len(ordered) * 1_000_000) // 1_000_000) - 1)
     return ordered[place]
 
 
 def write_simulation_plot(results: Sequence[SimulationResult], path: Path) -> None:
-    """A line for each placement. Hours and sizes without a turn are left out. Raises ConfigError for the path."""
+    """Draw TTFT by hour and by size, a line for each placement, without empty hours and sizes.
+
+    Raises ConfigError for the path.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12.0, 5.0), layout="constrained")

@@ -1,4 +1,4 @@
-"""Simulated time: what is due is done in order, and nothing takes time but what says so."""
+"""Simulated time, and the prefill and decode rings that live in it with the KV they retain."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from orchestration.prefill.scheduler import Piece, PrefillScheduler, ScheduledSt
 from orchestration.protocol.turns import PlannedChunk, PrefillReport
 
 ANNOUNCE_SECONDS = 2.0
-"""How often simulated rings tell the router how they are, as real ones do."""
+"""Seconds between two reports of a simulated ring to the router, as of real rings."""
 
 
 class Clock:
-    """Events of one simulation. Of those due at the same instant the one that was entered first is first."""
+    """Queue of the events of one simulation; events due at the same instant run in order of entry."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -26,69 +26,74 @@ class Clock:
         self._order = count()
 
     def after(self, seconds: float, event: Callable[[], None]) -> None:
-        """Do `event` when so many seconds, 0 or more, have passed."""
+        """Run `event` after that many simulated seconds, 0 or more."""
         assert seconds >= 0.0, f"time cannot go back by {seconds} s"
         heapq.heappush(self._due, (self.now + seconds, next(self._order), event))
 
     def run(self) -> None:
-        """Until nothing is due any more."""
+        """Run all events until none is due."""
         while self._due:
             self.now, _, event = heapq.heappop(self._due)
             event()
 
 
-class KeptKv:
-    """`capacity` tokens of a ring. A conversation is pinned while a turn of it runs, and kept afterwards."""
+class RetainedKv:
+    """KV of a ring, counted in tokens.
+
+    A conversation is pinned while its turn runs and retained afterwards; the least recently used is evicted first.
+    """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self._kept: OrderedDict[int, int] = OrderedDict()
+        self._retained: OrderedDict[int, int] = OrderedDict()
         self._pinned: dict[int, int] = {}
         self._used = 0
         self.num_pinned_tokens = 0
 
     def held(self, conversation: int) -> int:
-        """Tokens of it that are here."""
-        return self._kept.get(conversation, 0)
+        """Return the retained tokens of a conversation."""
+        return self._retained.get(conversation, 0)
 
     def try_pin(self, conversation: int, tokens: int) -> bool:
-        """Room for `tokens` of the conversation, kept ones of others evicted if need be. False, and nothing changed,
-        where running turns leave less.
+        """Pin `tokens` of the conversation, evicting retained KV of others if necessary.
+
+        Return False and change nothing where running turns leave less room.
         """
         if self.num_pinned_tokens + tokens > self.capacity:
             return False
-        self._used += tokens - self._kept.pop(conversation, 0)
+        self._used += tokens - self._retained.pop(conversation, 0)
         self._pinned[conversation] = tokens
         self.num_pinned_tokens += tokens
         while self._used > self.capacity:
-            _, evicted = self._kept.popitem(last=False)
+            _, evicted = self._retained.popitem(last=False)
             self._used -= evicted
         return True
 
-    def settle(self, conversation: int, keep: int) -> None:
-        """The turn has ended: its first `keep` tokens stay while there is room."""
+    def unpin(self, conversation: int, retain: int) -> None:
+        """End a turn: its first `retain` tokens stay while there is room."""
         pinned = self._pinned.pop(conversation)
         self.num_pinned_tokens -= pinned
-        self._used += keep - pinned
-        if keep:
-            self._kept[conversation] = keep
+        self._used += retain - pinned
+        if retain:
+            self._retained[conversation] = retain
 
     def drop(self, conversation: int) -> None:
-        """What is kept of it is freed. Idempotent."""
-        self._used -= self._kept.pop(conversation, 0)
+        """Free the retained KV of a conversation. Idempotent."""
+        self._used -= self._retained.pop(conversation, 0)
 
     def check_integrity(self) -> None:
-        """Nothing is counted twice or lost, and nothing is beyond the capacity."""
+        """Assert that no token is counted twice or lost, and that all fit the capacity."""
         assert self.num_pinned_tokens == sum(self._pinned.values()), "pinned tokens do not add up"
-        assert self._used == sum(self._kept.values()) + self.num_pinned_tokens, "tokens do not add up"
+        assert self._used == sum(self._retained.values()) + self.num_pinned_tokens, "tokens do not add up"
         assert self._used <= self.capacity, "more is held than fits"
-        assert not self._kept.keys() & self._pinned.keys(), "a conversation is both kept and pinned"
+        assert not self._retained.keys() & self._pinned.keys(), "a conversation is both retained and pinned"
 
 
 @dataclass(slots=True, eq=False)
 class PrefillingTurn:
-    """`chunks` are those of its plan. `done` is told when its last token is computed: what the turn really took, and
-    when its first step began.
+    """Turn on a prefill ring, with the `chunks` of its plan.
+
+    `done` is called after its last token, with the report of the prefill and the time when its first step began.
     """
 
     turn_id: str
@@ -100,7 +105,10 @@ class PrefillingTurn:
 
 
 class SimulatedPrefillRing:
-    """`entry` is its entry in the router's registry; `step_seconds` says how long a step takes."""
+    """Prefill ring that runs the steps of a real prefill scheduler, one after the other.
+
+    `entry` is its entry in the router's registry; `step_seconds` predicts the duration of a step.
+    """
 
     def __init__(
         self,
@@ -110,7 +118,7 @@ class SimulatedPrefillRing:
         step_seconds: Callable[[ScheduledStep], float],
     ) -> None:
         self.entry = entry
-        self.kv = KeptKv(entry.registration.capacity_tokens)
+        self.kv = RetainedKv(entry.registration.capacity_tokens)
         self.busy_seconds = 0.0
         self.computed_tokens = 0
         self._clock = clock
@@ -122,22 +130,22 @@ class SimulatedPrefillRing:
 
     @property
     def predicted_wait(self) -> float:
-        """Seconds of all that waits or is being computed, at the rate of the steps of late."""
+        """Predicted seconds of all queued and running work, at the rate of recent steps."""
         return self._scheduler.load / self._scheduler.rate
 
     def reserve(self, turn_id: str, tokens: TokenRange) -> None:
-        """A place in the queue for these new tokens. Raises CapacityExceeded, with when to retry."""
+        """Reserve room in the queue for these new tokens. Raises CapacityExceeded with the time to retry."""
         self._scheduler.reserve(turn_id, tokens=tokens, priority=0, now=self._clock.now)
 
     def enter(self, turn: PrefillingTurn) -> None:
-        """A reserved turn may compute."""
+        """Let a reserved turn compute."""
         self._turns[turn.turn_id] = turn
         self._scheduler.ready(turn.turn_id, turn.chunks)
         if not self._is_computing:
             self._next()
 
     def _announce(self) -> None:
-        """Tell the router what a real ring tells it every few seconds; of what no step changes it needs no word."""
+        """Report to the router what a real ring reports every few seconds."""
         scheduler = self._scheduler
         free = self.kv.capacity - self.kv.num_pinned_tokens
         self.entry.tell(scheduler.load, scheduler.rate, free, self._clock.now)
@@ -163,14 +171,14 @@ class SimulatedPrefillRing:
         self._next()
 
     def _enter(self, piece: Piece, step: ScheduledStep, seconds: float) -> None:
-        """In the turn's own record, which ends with its last piece."""
+        """Record a computed piece in its turn, which ends with the last one."""
         turn = self._turns[piece.turn_id]
         self.computed_tokens += len(piece.tokens)
         turn.seconds += seconds
         turn.computed.append(PlannedChunk(tokens=piece.tokens, algorithm=step.algorithm, num_turns=len(step.pieces)))
         if piece.tokens.stop == turn.chunks[-1].tokens.stop:
             del self._turns[piece.turn_id]
-            assert turn.started is not None, "it was computed"
+            assert turn.started is not None, "a computed turn has started"
             turn.done(PrefillReport(prefill_seconds=turn.seconds, chunks=tuple(turn.computed)), turn.started)
 
 
@@ -179,7 +187,7 @@ StepSeconds = Callable[[int, float], float]
 
 @dataclass(slots=True, eq=False)
 class DecodingTurn:
-    """`context` tokens while it decodes. `first` is told when its first token is there, `last` when its last is."""
+    """Turn in a decode batch, of `context` tokens; `first` and `last` are called with its first and last token."""
 
     context: int
     output_tokens: int
@@ -188,13 +196,16 @@ class DecodingTurn:
 
 
 class SimulatedDecodeRing:
-    """`entry` is its entry in the router's registry; `step_seconds(batch, mean context)` says how long a step takes."""
+    """Decode ring that samples one token a step for every sequence of its batch; other turns wait for a place.
+
+    `entry` is its entry in the router's registry; `step_seconds(batch, mean context)` predicts a step.
+    """
 
     def __init__(self, entry: RegisteredRing, clock: Clock, max_batch: int, step_seconds: StepSeconds) -> None:
         self.entry = entry
-        self.kv = KeptKv(entry.registration.capacity_tokens)
+        self.kv = RetainedKv(entry.registration.capacity_tokens)
         self.largest_batch = 0
-        self.sequence_seconds = 0.0  # of its batch, over all its time
+        self.sequence_seconds = 0.0  # batch size integrated over time
         self._clock = clock
         self._max_batch = max_batch
         self._step_seconds = step_seconds
@@ -202,7 +213,7 @@ class SimulatedDecodeRing:
         self._running: list[tuple[float, int, DecodingTurn]] = []
         self._order = count()
         self._context = 0
-        # Steps are counted, not simulated one by one: between changes of the batch all take equally long.
+        # Steps are counted, not simulated one by one: between two changes of the batch all take equally long.
         self._steps = 0.0
         self._step = 0.0
         self._since = 0.0
@@ -210,12 +221,12 @@ class SimulatedDecodeRing:
         self._announces_at = 0.0
 
     def admit(self, turn: DecodingTurn) -> None:
-        """Its KV is here: it joins the batch, or waits for a place in it."""
+        """Let a turn whose KV has arrived join the batch, or wait for a place in it."""
         self._waiting.append(turn)
         self._change()
 
     def _change(self) -> None:
-        """Count the steps until now, let waiting turns in, and see when the next one is done."""
+        """Count the steps until now, admit waiting turns, and schedule the end of the next turn."""
         self._count_steps()
         entered = []
         while self._waiting and len(self._running) < self._max_batch:
@@ -234,7 +245,7 @@ class SimulatedDecodeRing:
         self._clock.after(max(0.0, due - self._steps) * self._step, lambda: self._finish(epoch))
 
     def _count_steps(self) -> None:
-        """Those until now, before the batch is another one."""
+        """Count the steps of the present batch until now."""
         if self._running:
             seconds = self._clock.now - self._since
             self._steps += seconds / self._step
@@ -243,7 +254,7 @@ class SimulatedDecodeRing:
 
     def _finish(self, epoch: int) -> None:
         if epoch != self._epoch:
-            return  # the batch has changed since: another event stands for this one
+            return  # the batch has changed since: a later event replaces this one
         self._count_steps()
         _, _, turn = heapq.heappop(self._running)
         self._context -= turn.context

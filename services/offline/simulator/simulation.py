@@ -1,8 +1,7 @@
-"""One simulated run: conversations arrive, turns are placed, planned, prefilled, migrated and decoded.
+"""Simulation of one run: conversations arrive; turns are placed, planned, prefilled, migrated and decoded.
 
-What happens to a turn: placed -> reserved on both rings (else placed elsewhere, else asked again later) -> KV pulled
-from the decode ring where the plan says so -> queue -> steps -> what of the migration is exposed -> decode batch ->
-think -> next turn.
+A turn: placed -> reserved on both rings (or placed elsewhere, or asked again later) -> KV pulled from the decode ring
+if the plan says so -> queue -> steps -> exposed part of the migration -> decode batch -> think time -> next turn.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ from services.offline.simulator.trace import TracedConversation, TracedTurn
 from workers.protocol.prefill_steps import Algorithm
 
 RETRY_SECONDS = 5.0
-"""After which a turn that found no room asks again, where no ring said when."""
+"""Seconds until a refused turn asks again, where no ring gave a time."""
 
 
 @dataclass(slots=True, eq=False)
 class _Conversation:
-    """`tokens` of all finished turns; `at` is the next turn's number. The places are those of the turn before."""
+    """Conversation: the `tokens` of its finished turns, the number `at` of its next turn, and where its KV lies."""
 
     number: int
     traced: TracedConversation
@@ -55,7 +54,7 @@ class _Conversation:
 
 @dataclass(slots=True, eq=False)
 class _Turn:
-    """A turn that rings have room for. Times are the clock's."""
+    """Turn with reservations on both rings. Times are those of the clock."""
 
     conversation: _Conversation
     asked: float
@@ -63,7 +62,7 @@ class _Turn:
     plan: TurnPlan
     placed: LoadShare
     lacking: int
-    """Tokens whose KV the decode ring is to get."""
+    """Tokens whose KV the decode ring lacks."""
     started: float = 0.0
     admitted: float = 0.0
     first_at: float = 0.0
@@ -74,7 +73,7 @@ class _Turn:
 
 
 class Simulation:
-    """Runs once. `trace` is iterated over twice, in the order in which its conversations begin.
+    """Run of a trace under one placement; `trace` is iterated twice, in the order in which conversations begin.
 
     Raises ConfigError for an unknown placement, or where a ring cannot hold the longest conversation.
     """
@@ -95,7 +94,7 @@ class Simulation:
         self._tell: Callable[[], None] = lambda: None
 
     def run(self, tell: Callable[[], None] = lambda: None) -> SimulationResult:
-        """All turns of the trace, to the last token. `tell` hears of every conversation that begins."""
+        """Run all turns of the trace to the last token; `tell` is called for every conversation that begins."""
         self._tell = tell
         self._expect(enumerate(self._trace))
         self._clock.run()
@@ -105,7 +104,7 @@ class Simulation:
     # --- a turn ------------------------------------------------------------------------------------------------------
 
     def _expect(self, coming: Iterator[tuple[int, TracedConversation]]) -> None:
-        """The next conversation, and when it begins the one after it."""
+        """Schedule the next conversation, which schedules the one after it when it begins."""
         number, traced = next(coming, (0, None))
         if traced is None:
             return
@@ -123,7 +122,7 @@ class Simulation:
             self._clock.after(conversation.turn.think_seconds, lambda: self._arrive(conversation, self._clock.now))
 
     def _arrive(self, conversation: _Conversation, asked: float) -> None:
-        """Place the turn, elsewhere where a ring has no room, as often as the router does; or let it ask again."""
+        """Place the turn, with as many attempts as the router makes, or let it ask again later."""
         prompt = conversation.tokens + conversation.turn.new_tokens
         wanted = WantedTurn(
             num_tokens=prompt,
@@ -162,7 +161,7 @@ class Simulation:
         choice: Choice,
         refused: list[RegisteredRing],
     ) -> _Turn | None:
-        """None, and nothing changed, where a ring has no room for the KV: it is entered in `refused`.
+        """Reserve both rings; return None, change nothing and extend `refused` where a ring has no room for the KV.
 
         Raises CapacityExceeded where the prefill ring's queue is full.
         """
@@ -172,14 +171,14 @@ class Simulation:
         before = [ring.kv.held(number) for ring in rings]
         has_room = [prefill.kv.try_pin(number, prompt), decode.kv.try_pin(number, prompt + wanted.answer_tokens)]
 
-        def give_back() -> None:
+        def roll_back() -> None:
             for ring, held, has in zip(rings, before, has_room, strict=True):
                 if has:
-                    ring.kv.settle(number, held)
+                    ring.kv.unpin(number, held)
 
         if not all(has_room):
             refused.extend(ring.entry for ring, has in zip(rings, has_room, strict=True) if not has)
-            give_back()
+            roll_back()
             return None
         on_prefill, on_decode = (
             min(wanted.match_tokens, held) if wanted.is_at(ring.entry) else 0
@@ -192,14 +191,14 @@ class Simulation:
                 retained_on_decode=on_decode,
                 prefill=choice.prefill.registration,
                 decode=choice.decode.registration,
-                left=self._left(number, wanted, choice),
+                left=self._on_previous_rings(number, wanted, choice),
             ),
             mode=PromptMode.APPEND if conversation.tokens else PromptMode.NEW,
         )
         try:
             prefill.reserve(_turn_id(conversation), TokenRange(plan.cached_tokens, prompt))
         except CapacityExceeded:
-            give_back()
+            roll_back()
             raise
         placed = self.cluster.registry.place(
             choice.prefill, choice.decode, prefill_seconds=choice.prefill_seconds, num_tokens=prompt
@@ -208,8 +207,8 @@ class Simulation:
         choice.decode.num_turns += 1
         return _Turn(conversation, asked, choice, plan, placed, lacking=prompt - on_decode)
 
-    def _left(self, number: int, wanted: WantedTurn, choice: Choice) -> list[RetainedPrefix]:
-        """What rings keep that the conversation leaves: turns take it along where the router places them."""
+    def _on_previous_rings(self, number: int, wanted: WantedTurn, choice: Choice) -> list[RetainedPrefix]:
+        """Return the KV on rings that the conversation leaves; only turns that the router places take it along."""
         if not isinstance(self._policy, RingPlacer):
             return []
         rings: list[SimulatedPrefillRing | SimulatedDecodeRing] = []
@@ -229,7 +228,7 @@ class Simulation:
         self._clock.after(self.cluster.pull_seconds(turn.moved), lambda: ring.enter(prefilling))
 
     def _hand_off(self, turn: _Turn, report: PrefillReport, started: float) -> None:
-        """The prompt stays on the prefill ring; the decode ring has the turn's place already."""
+        """Retain the prompt on the prefill ring and migrate the missing KV to the reserved decode ring."""
         turn.started = started
         ring = turn.choice.prefill
         ring.num_turns -= 1
@@ -237,7 +236,7 @@ class Simulation:
         self._planner.note_prefill(ring.registration, report)
         conversation = turn.conversation
         prompt = conversation.tokens + conversation.turn.new_tokens
-        self.cluster.prefill[ring.name].kv.settle(conversation.number, prompt)
+        self.cluster.prefill[ring.name].kv.unpin(conversation.number, prompt)
         exposed = self.cluster.exposed_seconds(turn.lacking, report.prefill_seconds)
         self._clock.after(exposed, lambda: self._decode(turn, prompt))
 
@@ -255,7 +254,7 @@ class Simulation:
         conversation, plan = turn.conversation, turn.plan
         output = conversation.turn.output_tokens
         turn.choice.decode.num_turns -= 1
-        self.cluster.decode[turn.choice.decode.name].kv.settle(conversation.number, prompt + output)
+        self.cluster.decode[turn.choice.decode.name].kv.unpin(conversation.number, prompt + output)
         self._tally.note(
             TurnRecord(
                 asked=turn.asked,
@@ -271,14 +270,14 @@ class Simulation:
             )
         )
         self._leave(conversation, turn.choice)
-        conversation.prefill = _placement(turn.choice.prefill, prompt)
-        conversation.decode = _placement(turn.choice.decode, prompt + output)
+        conversation.prefill = _location(turn.choice.prefill, prompt)
+        conversation.decode = _location(turn.choice.decode, prompt + output)
         conversation.tokens = prompt + output
         conversation.at += 1
         self._next_turn(conversation)
 
     def _leave(self, conversation: _Conversation, choice: Choice) -> None:
-        """Rings where the conversation was before are told to free its KV."""
+        """Free the conversation's KV on the rings that it has left."""
         if conversation.prefill is not None and conversation.prefill.ring != choice.prefill.name:
             self.cluster.prefill[conversation.prefill.ring].kv.drop(conversation.number)
         if conversation.decode is not None and conversation.decode.ring != choice.decode.name:
@@ -320,7 +319,7 @@ def _turn_id(conversation: _Conversation) -> str:
     return f"{conversation.number}-{conversation.at}"
 
 
-def _placement(ring: RegisteredRing, num_tokens: int) -> KvLocation:
-    """On which of the ring's ranks they lie is of no concern here."""
+def _location(ring: RegisteredRing, num_tokens: int) -> KvLocation:
+    """Return the location of KV on a ring, without its ranks, which the simulation ignores."""
     shards = ShardMap(((TokenRange(0, num_tokens),),))
     return KvLocation(ring=ring.name, incarnation=ring.registration.incarnation, shards=shards)

@@ -1,4 +1,4 @@
-"""What clients do: conversations of turns, each sent a while after the answer before it."""
+"""Traces of simulated clients: conversations of turns, each sent some time after the answer before it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from cp_core.errors import ConfigError
 DAY = 86_400.0
 MAX_TOKENS = 1_000_000_000
 SPREAD = 1.5
-"""By which first prompts of one size differ, up and down."""
+"""Factor by which first prompts of one size vary, up and down."""
 FIELDS = {"new_tokens", "output_tokens", "think_seconds"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TracedTurn:
-    """`new_tokens` after all that was said before, sent `think_seconds` after the last answer; the answer's tokens."""
+    """Turn of `new_tokens` after the conversation so far, sent `think_seconds` after the last answer."""
 
     new_tokens: int
     output_tokens: int
@@ -30,20 +30,20 @@ class TracedTurn:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TracedConversation:
-    """Begins at `start_seconds`, plus the first turn's think time."""
+    """Conversation that begins at `start_seconds` plus the first turn's think time."""
 
     start_seconds: float
     turns: tuple[TracedTurn, ...]
 
     @property
     def num_tokens(self) -> int:
-        """Of all prompts and answers."""
+        """Tokens of all prompts and answers."""
         return sum(turn.new_tokens + turn.output_tokens for turn in self.turns)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FirstPrompts:
-    """Prompts that begin conversations: of `least` to `most` tokens, each power of that range equally often."""
+    """First prompts of conversations, of `least` to `most` tokens, log-uniformly distributed."""
 
     least: int
     most: int
@@ -51,15 +51,16 @@ class FirstPrompts:
 
 
 def around(tokens: int) -> FirstPrompts:
-    """Sizes that differ from `tokens` by a factor of up to `SPREAD`."""
+    """Return first prompts that differ from `tokens` by a factor of up to `SPREAD`."""
     return FirstPrompts(least=max(1, round(tokens / SPREAD)), most=round(tokens * SPREAD))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TraceShape:
-    """A made-up trace. A conversation has `mean_turns` turns on average; follow-ups add `follow_up_tokens` on average.
+    """Parameters of a synthetic trace.
 
-    Starts follow the day: `swing` more than the average at its middle, as many fewer at its ends.
+    A conversation has `mean_turns` turns on average; follow-ups add `follow_up_tokens` on average. The rate of starts
+    is higher than its mean by the share `swing` in the middle of the time, and lower by as much at both ends.
     """
 
     num_conversations: int
@@ -72,10 +73,10 @@ class TraceShape:
     swing: float = 0.5
 
 
-class MadeTrace:
-    """Conversations of a shape, in the order in which they begin: the same each time for the same seed.
+class SyntheticTrace:
+    """Conversations drawn from a shape, in the order in which they begin; a seed fixes them.
 
-    They are made while they are iterated over: a day of a large cluster is millions of turns.
+    Each iteration draws them anew: a day of a large cluster has millions of turns.
     """
 
     def __init__(self, shape: TraceShape, seed: int) -> None:
@@ -116,7 +117,7 @@ def _turn(shape: TraceShape, draw: random.Random, new: int, think: float) -> Tra
 
 
 def read_trace(path: Path) -> list[TracedConversation]:
-    """One JSON object a line, {"start_seconds": s, "turns": [{"new_tokens", "output_tokens", "think_seconds"}]}.
+    """Read one JSON object a line: {"start_seconds": s, "turns": [{"new_tokens", "output_tokens", "think_seconds"}]}.
 
     Raises ConfigError, naming the line.
     """
@@ -131,7 +132,7 @@ def read_trace(path: Path) -> list[TracedConversation]:
 
 
 def format_trace(trace: Iterable[TracedConversation]) -> Iterator[str]:
-    """The lines that `read_trace` takes."""
+    """Format the lines that `read_trace` takes."""
     return (json.dumps(asdict(conversation)) + "\n" for conversation in trace)
 
 

@@ -60,7 +60,7 @@ def test_plan_for_people_says_what_fits_and_what_is_proposed(capsys: pytest.Capt
     shown = capsys.readouterr().out
     assert "no: llama3-405b-fp8 on cp 1 x tp 8 does not fit" in shown
     assert "the smallest ring that holds it is cp 8 x tp 8" in shown
-    assert "was made for 131072 tokens: longer contexts are timed, not vouched for" in shown
+    assert "was made for 131072 tokens: longer contexts are predicted without regard to quality" in shown
     assert "prefill:decode" in shown
 
 
@@ -158,8 +158,8 @@ def test_a_plan_is_drawn_even_with_a_single_context(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("plan",), "--model: nothing is given"),
-        (("plan", *MODEL), "--context: nothing is given"),
+        (("plan",), "--model: no value is given"),
+        (("plan", *MODEL), "--context: no value is given"),
         (("plan", "--model", "gpt", "--context", "8k"), "--model: 'gpt' is unknown; allowed are llama3-8b"),
         (("plan", *MODEL, "--context", "8k", "--hardware", "none"), "hardware profile 'none' is unknown"),
         (("plan", *MODEL, "--context", "8k", "--tp", "3"), "--tp: 3 does not divide the 8 KV heads"),
@@ -173,7 +173,7 @@ def test_a_plan_is_drawn_even_with_a_single_context(tmp_path: Path) -> None:
         (("plan", "--model", "llama3-405b", "--context", "8k"), "llama3-405b on cp 64 x tp 8 does not fit: a process"),
         (("explain", *MODEL, "--tokens", "0", "--ranks", "2"), "--tokens: '0' is no number of tokens"),
         (("explain", *MODEL, "--tokens", "1", "--ranks", "0"), "--ranks: '0' is no list of sizes"),
-        (("explain", *MODEL, "--tokens", "1", "--ranks", "2", "--fit", "1,2"), "--fit: '1,2' are no three numbers"),
+        (("explain", *MODEL, "--tokens", "1", "--ranks", "2", "--fit", "1,2"), "--fit: '1,2' is not three numbers"),
         (("explain", *MODEL, "--tokens", "1", "--ranks", "2", "--tp", "3"), "--tp: 3 does not divide the 8 KV heads"),
     ],
 )

@@ -36,7 +36,7 @@ def test_rings_that_serve_are_measured_and_their_profile_is_written(
 def test_what_cannot_be_measured_is_one_sentence(cluster: Cluster, tmp_path: Path) -> None:
     for options, sentence in (
         (("--tokens", "900m"), "nothing fits rings of"),
-        (("--repeats", "0"), "--repeats: 0 are none; allowed are 1 or more"),
+        (("--repeats", "0"), "--repeats: 0 is out of range; allowed are 1 or more"),
         (("--write", str(tmp_path / "nowhere" / "x.json")), "its directory does not exist"),
         (("--tokens", "many"), "--tokens: 'many' is no number of tokens"),
     ):

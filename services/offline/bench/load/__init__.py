@@ -1,1 +1,1 @@
-"""Open-loop load on a running service: who comes when, what they met, what it comes to."""
+"""Open-loop load on a running service: arrivals, their replay, and a summary of the outcomes."""

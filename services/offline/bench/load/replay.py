@@ -1,4 +1,8 @@
-"""Who comes when: drawn by chance from a rate and a mix, or read from a file. Times in seconds from the start."""
+"""Arrivals of requests, drawn at random or read from a file, and their replay against a gateway.
+
+The replay is open-loop: each request is sent at its time, whatever the state of the others. Times in seconds from the
+start.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,7 @@ from services.rpc.server import OPTIONS
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestKind:
-    """Requests of one sort: prompts of `least_prompt` to `most_prompt` tokens, uniformly, `max_tokens` of answer."""
+    """Kind of request: prompts of `least_prompt` to `most_prompt` tokens, uniformly, and answers of `max_tokens`."""
 
     name: str
     least_prompt: int
@@ -29,7 +33,7 @@ class RequestKind:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arrival:
-    """One request of a trace."""
+    """Request of a trace."""
 
     at: float
     kind: str
@@ -52,8 +56,9 @@ def draw_trace(
     every: Mapping[str, float],
     seed: int,
 ) -> list[Arrival]:
-    """Poisson arrivals of `rate` a second whose kinds are drawn by the weights of `mix`, and besides them one of each
-    kind in `every` at that interval, first after half of it. The same seed gives the same trace, and the chance
+    """Draw Poisson arrivals of `rate` a second with kinds by the weights of `mix`, plus kinds at fixed intervals.
+
+    Each kind in `every` arrives at its interval, first after half of it. A seed fixes the trace, and the random
     arrivals do not depend on `every`.
     """
     generator = np.random.default_rng(seed)
@@ -79,7 +84,7 @@ def _arrival(kind: RequestKind, at: float, generator: np.random.Generator) -> Ar
 
 
 def write_trace(path: Path, trace: Sequence[Arrival]) -> None:
-    """One JSON object a line. Raises ConfigError for the path."""
+    """Write one JSON object a line. Raises ConfigError for the path."""
     try:
         path.write_text("".join(json.dumps(asdict(arrival)) + "\n" for arrival in trace), encoding="utf-8")
     except OSError as error:
@@ -87,7 +92,7 @@ def write_trace(path: Path, trace: Sequence[Arrival]) -> None:
 
 
 def read_trace(path: Path) -> list[Arrival]:
-    """Raises ConfigError naming the line."""
+    """Read a trace. Raises ConfigError with the number of a bad line."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -119,7 +124,7 @@ OK = "ok"
 
 @dataclass(slots=True)
 class Outcome:
-    """What one request met. Seconds; `sent` and `ended` from the start of the run, `gaps` between tokens.
+    """Outcome of one request. Seconds; `sent` and `ended` from the start of the run, `gaps` between tokens.
 
     `status` is "ok", or the gRPC status code's name in lower case.
     """
@@ -135,17 +140,17 @@ class Outcome:
 
     @property
     def ttit(self) -> float:
-        """The mean over this request's tokens after the first, 0 without any."""
+        """Mean over this request's tokens after the first, 0 without any."""
         return sum(self.gaps) / len(self.gaps) if self.gaps else 0.0
 
 
 async def replay(
     target: str, trace: Sequence[Arrival], timeout: float, seed: int, tell: Callable[[str], None] = lambda status: None
 ) -> list[Outcome]:
-    """The outcomes in the order of the trace; `tell` hears the status of each request that ends.
+    """Replay a trace and return the outcomes in its order; `tell` gets the status of each request that ends.
 
-    `timeout` is each request's own deadline. Prompts are random tokens, and answers go on to their last token.
-    Raises grpc.aio.AioRpcError where the gateway cannot even say what it serves.
+    `timeout` is the deadline of each request. Prompts are random tokens, and answers ignore end-of-sequence tokens.
+    Raises grpc.aio.AioRpcError where the gateway does not name its model.
     """
     async with grpc.aio.insecure_channel(target, options=OPTIONS) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
@@ -196,7 +201,7 @@ async def _serve(
             if outcome.ttft is None:
                 outcome.ttft, count = now - outcome.sent, count - 1
                 outcome.num_tokens += 1
-            # Tokens that came together each waited an equal share.
+            # Tokens of one message share its gap equally.
             outcome.gaps += [(now - previous) / count] * count if count else []
             outcome.num_tokens += count
             previous = now

@@ -1,4 +1,4 @@
-"""What a replayed trace comes to: percentiles by kind, throughput, and goodput under bounds."""
+"""Summary of a replayed trace: percentiles by kind, throughput, goodput under bounds, and a plot."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ PERCENTILES = (50, 90, 99)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bounds:
-    """Seconds that a request may take to its first token, and on average for each further one."""
+    """Bounds of goodput, in seconds: the TTFT of a request, and the mean of its TTIT."""
 
     ttft: float
     ttit: float
 
-    def are_kept(self, outcome: Outcome) -> bool:
+    def are_met(self, outcome: Outcome) -> bool:
         return (
             outcome.status == OK
             and outcome.ttft is not None
@@ -33,7 +33,7 @@ class Bounds:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Percentiles:
-    """Seconds; 0 of nothing."""
+    """Percentiles in seconds; zeros without values."""
 
     p50: float
     p90: float
@@ -50,9 +50,10 @@ class Percentiles:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KindSummary:
-    """Requests of one kind, or `all`. `ttit` is over every wait between two tokens, `lag` how late they were sent.
+    """Summary of the requests of one kind, or of `all`.
 
-    `statuses` counts how they ended; `good` is the share of those that were sent which kept both bounds.
+    `ttit` is over every gap between two tokens, `lag` the delay of sending. `statuses` counts the outcomes; `good` is
+    the share of the sent requests that met both bounds.
     """
 
     kind: str
@@ -67,7 +68,7 @@ class KindSummary:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadReport:
-    """`seconds` from the first request sent to the last one ended; rates are over them."""
+    """Report of a load; rates are over the `seconds` from the first request sent to the last one ended."""
 
     settings: str
     seconds: float
@@ -84,22 +85,22 @@ class LoadReport:
 def summarize(
     outcomes: Sequence[Outcome], bounds: Bounds, settings: str, load: tuple[float, float] = (0.0, 0.0)
 ) -> LoadReport:
-    """Of at least one outcome."""
+    """Summarize at least one outcome."""
     seconds = max(outcome.ended for outcome in outcomes) - min(outcome.sent for outcome in outcomes)
     done = [outcome for outcome in outcomes if outcome.status == OK]
     names = sorted({outcome.arrival.kind for outcome in outcomes})
-    rings = {name: [each for each in outcomes if each.arrival.kind == name] for name in names}
-    if len(rings) > 1:
-        rings["all"] = list(outcomes)
+    by_kind = {name: [each for each in outcomes if each.arrival.kind == name] for name in names}
+    if len(by_kind) > 1:
+        by_kind["all"] = list(outcomes)
     return LoadReport(
         settings=settings,
         seconds=seconds,
         requests_per_second=len(done) / seconds,
-        good_requests_per_second=sum(map(bounds.are_kept, outcomes)) / seconds,
+        good_requests_per_second=sum(map(bounds.are_met, outcomes)) / seconds,
         prompt_tokens_per_second=sum(outcome.arrival.prompt_tokens for outcome in done) / seconds,
         completion_tokens_per_second=sum(outcome.num_tokens for outcome in outcomes) / seconds,
         bounds=bounds,
-        kinds=tuple(_summary(name, ring, bounds) for name, ring in rings.items()),
+        kinds=tuple(_summary(name, of_kind, bounds) for name, of_kind in by_kind.items()),
         load=load,
     )
 
@@ -113,12 +114,12 @@ def _summary(kind: str, outcomes: Sequence[Outcome], bounds: Bounds) -> KindSumm
         ttit=Percentiles.of([gap for outcome in outcomes for gap in outcome.gaps]),
         queue=Percentiles.of([outcome.queue for outcome in outcomes if outcome.status == OK]),
         lag=Percentiles.of([outcome.sent - outcome.arrival.at for outcome in outcomes]),
-        good=sum(map(bounds.are_kept, outcomes)) / len(outcomes),
+        good=sum(map(bounds.are_met, outcomes)) / len(outcomes),
     )
 
 
 def write_load_plot(report: LoadReport, outcomes: Sequence[Outcome], path: Path) -> None:
-    """Time to first token over the time of arrival, and how large a share of requests and tokens waited how long.
+    """Draw TTFT over the time of arrival, and the distributions of TTFT and of gaps between tokens.
 
     Raises ConfigError for the path.
     """

@@ -1,1 +1,1 @@
-"""Measurement behind `ringserve bench selection`: rings whose ranks are in network namespaces, on links of any rate."""
+"""Choice between pass-KV and pass-Q measured on links of known rate, in network namespaces."""

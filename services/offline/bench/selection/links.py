@@ -1,9 +1,9 @@
-"""Links between the ranks of a ring on one machine: a network namespace for each rank, cables to a bridge, and a rate.
+"""Links of known rate between ranks on one machine: a network namespace for each rank and cables to a bridge.
 
     hub namespace:  ring-N (bridge) -- port-PID ...        rank's namespace:  eth0, its egress shaped by `tc tbf`
 
-Nothing has to be removed: a namespace lives as long as its processes, and takes its devices along. Whoever is not root
-is root in a user namespace of its own, where the kernel allows that.
+A namespace and its devices vanish with its last process. Without root, a user namespace serves where the kernel allows
+it.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ PROGRAMS = {"unshare": "util-linux", "ip": "iproute2", "tc": "iproute2"}
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 DEVICE = "eth0"
 
-# What passes at once after a silence. A real link lets nothing pass, so it is short: it hides the time of small
-# messages. Two whole frames have to fit.
+# Bytes that pass at once after an idle time. It is short, since it hides the time of small messages, but holds two
+# whole frames.
 BURST_SECONDS = 0.5e-3
 LEAST_BURST_BYTES = 2 * 1514
-# What may wait to be sent. A queue that drops would measure TCP's recovery.
+# Bytes that may wait to be sent. A queue that drops packets would measure TCP's recovery.
 QUEUE_SECONDS = 1.0
 LEAST_QUEUE_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class LinkRate:
-    """Bits a second in each direction, as `tc` counts them: with the headers of every frame."""
+    """Rate of a link in each direction; like `tc` it counts the headers of every frame."""
 
     bits_per_second: float
 
@@ -54,7 +54,7 @@ class LinkRate:
 
 
 def parse_rate(text: str) -> LinkRate:
-    """As `tc` writes it. Raises ConfigError."""
+    """Parse a rate in the notation of `tc`. Raises ConfigError."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", text)
     if found is None or not float(found[1]):
         raise ConfigError(f"--rates: {text!r} is no rate; allowed are those like 500kbit, 50mbit, 1gbit")
@@ -62,16 +62,16 @@ def parse_rate(text: str) -> LinkRate:
 
 
 class Links(Network, Protocol):
-    """A network whose links can be given a rate."""
+    """Network whose links take a rate."""
 
     def shape(self, transport: RingTransport, rate: LinkRate) -> RingTransport:
-        """In a rank's process, between steps: what it sends by from now on, at `rate`. Raises Unavailable."""
+        """Return the transport at `rate` for later steps; called in a rank's process. Raises Unavailable."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ShapedLinks:
-    """Of one ring; no other of this process has its `number`, 1 to 255. `make_bridge` comes before its ranks."""
+    """Shaped links of one ring with a unique `number`, 1 to 255; `make_bridge` precedes its ranks."""
 
     number: int
 
@@ -80,11 +80,11 @@ class ShapedLinks:
         return address_of(self.number, 0)
 
     def make_bridge(self) -> None:
-        """In the hub namespace. Raises Unavailable."""
+        """Make the ring's bridge, in the hub namespace. Raises Unavailable."""
         run_all(bridge_commands(self.number))
 
     def enter(self) -> None:
-        """Leave for a network namespace of one's own: what this thread, and those that it starts, open from now on."""
+        """Move this thread, and all that it starts, into a new network namespace."""
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.unshare(CLONE_NEWNET):
             raise Unavailable(f"no network namespace: {os.strerror(ctypes.get_errno())}")
@@ -96,7 +96,7 @@ class ShapedLinks:
         run_all(address_commands(self.number, rank))
 
     def shape(self, transport: RingTransport, rate: LinkRate) -> RingTransport:
-        """The kernel shapes what the same transport sends."""
+        """Let the kernel shape the traffic of the same transport."""
         run_all(shape_commands(rate))
         return transport
 
@@ -106,13 +106,13 @@ def address_of(number: int, rank: int) -> str:
 
 
 def bridge_commands(number: int) -> list[Command]:
-    """In the hub namespace."""
+    """Return the commands for a ring's bridge, in the hub namespace."""
     name = f"ring-{number}"
     return [("ip", "link", "add", "name", name, "type", "bridge"), ("ip", "link", "set", name, "up")]
 
 
 def cable_commands(number: int, pid: int) -> list[Command]:
-    """In the hub namespace: from the bridge into that of process `pid`."""
+    """Return the commands for the cable from the bridge to process `pid`, in the hub namespace."""
     port = f"port-{pid}"
     return [
         ("ip", "link", "add", "name", port, "type", "veth", "peer", "name", DEVICE, "netns", str(pid)),
@@ -121,7 +121,7 @@ def cable_commands(number: int, pid: int) -> list[Command]:
 
 
 def address_commands(number: int, rank: int) -> list[Command]:
-    """In the rank's namespace. A rank reaches itself by `lo`."""
+    """Return the commands for a rank's address, in its namespace; `lo` leads to the rank itself."""
     return [
         ("ip", "link", "set", "lo", "up"),
         ("ip", "address", "add", f"{address_of(number, rank)}/24", "dev", DEVICE),
@@ -130,7 +130,7 @@ def address_commands(number: int, rank: int) -> list[Command]:
 
 
 def shape_commands(rate: LinkRate) -> list[Command]:
-    """In the rank's namespace: what leaves it, to all others together, at this rate."""
+    """Return the command that shapes a rank's egress to all peers together, in its namespace."""
     burst = max(LEAST_BURST_BYTES, round(rate.bytes_per_second * BURST_SECONDS))
     queue = max(LEAST_QUEUE_BYTES, round(rate.bytes_per_second * QUEUE_SECONDS))
     shaper = ("tbf", "rate", f"{rate.bits_per_second:.0f}bit", "burst", str(burst), "limit", str(queue))
@@ -138,7 +138,7 @@ def shape_commands(rate: LinkRate) -> list[Command]:
 
 
 def run_all(commands: Sequence[Command]) -> None:
-    """One after the other. Raises Unavailable with what the first that fails says."""
+    """Run commands in order. Raises Unavailable with the output of the first that fails."""
     for command in commands:
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_SECONDS, check=False)
@@ -151,9 +151,9 @@ def run_all(commands: Sequence[Command]) -> None:
 
 
 def isolation() -> Command:
-    """What to put before a command so that it runs in a network namespace of its own, where it may make others.
+    """Return the prefix of a command that runs it in a new network namespace, where it may make others.
 
-    Raises Unavailable where neither root nor a user namespace of one's own may do that, or a program is missing.
+    Raises Unavailable where neither root nor a user namespace is allowed to, or a program is missing.
     """
     for program, package in PROGRAMS.items():
         if shutil.which(program) is None:
@@ -167,6 +167,5 @@ def isolation() -> Command:
         else:
             return prefix
     raise Unavailable(
-        f"this machine lets nobody but root make network namespaces (of user namespaces it says: {answers[-1]}); "
-        f"run it as root"
+        f"this machine lets only root make network namespaces (a user namespace failed: {answers[-1]}); run it as root"
     )

@@ -1,4 +1,9 @@
-"""`ringserve bench selection`: rings on links of several rates, calibrated, then measured by both algorithms."""
+"""`ringserve bench selection`: rings on links of several rates, calibrated, then measured by both algorithms.
+
+The measurement runs in a process of its own network namespace, which holds only the rings' bridges. That process is
+this module run as a program; it reads pickled settings from standard input and writes pickled messages to standard
+output.
+"""
 
 from __future__ import annotations
 
@@ -21,17 +26,17 @@ from cp_core.errors import RingserveError, Unavailable
 from services.offline.bench.ring_processes import RingProcesses
 from services.offline.bench.rounds import Contender, Series, alternate
 from services.offline.bench.selection.links import LinkRate, Links, ShapedLinks, isolation
-from services.offline.bench.selection.results import RingResult, SelectionReport, judge, noise_loss, weigh
-from services.offline.bench.selection.station import (
+from services.offline.bench.selection.rank import (
     Compare,
     Difference,
     Prefill,
     Prefilled,
     Probe,
-    SelectionStation,
+    SelectionRank,
     Shape,
 )
-from services.offline.calibration.fitting import Calibration, calibrate, profile_of_rates
+from services.offline.bench.selection.results import RingResult, SelectionReport, judge, noise_loss, score_policies
+from services.offline.calibration.fitting import Calibration, calibrate, profile_from_rates
 from services.offline.calibration.measurement import Cell, Measurement
 from workers.model.builtin import resolve_model_path
 from workers.model.info import read_model_info
@@ -43,7 +48,7 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SelectionSettings:
-    """`cells` are judged by what was fitted to `fit_cells`; each is measured `rounds` times by each algorithm."""
+    """Settings: `cells` are judged by a fit to `fit_cells`; each is measured `rounds` times by each algorithm."""
 
     model: str
     ranks: tuple[int, ...]
@@ -59,7 +64,7 @@ class SelectionSettings:
 
     @property
     def most_tokens(self) -> int:
-        """Of a sequence."""
+        """Most tokens of a sequence."""
         return max(cell.cached_tokens + cell.new_tokens for cell in self.all_cells)
 
     @property
@@ -70,7 +75,7 @@ class SelectionSettings:
 def measure_selection(
     settings: SelectionSettings, links_of: Callable[[int], Links], tell: Tell = lambda what: None
 ) -> SelectionReport:
-    """One ring after the other, each at every rate. `links_of` makes the links of a ring of so many ranks.
+    """Measure the rings one after the other, each at every rate; `links_of(num_ranks)` makes a ring's links.
 
     Raises ModelRefused, Unavailable, ConfigError for too few cells to fit a profile.
     """
@@ -81,9 +86,9 @@ def measure_selection(
         links = links_of(size)
         cached = tuple(sorted({cell.cached_tokens for cell in settings.all_cells}))
         most_new = max(cell.new_tokens for cell in settings.all_cells)
-        made = partial(SelectionStation, settings.model, cached, most_new, links)
+        made = partial(SelectionRank, settings.model, cached, most_new, links)
         with RingProcesses(size, made, network=links) as ring:
-            # Before the links are shaped: outputs do not depend on them, and what is done first takes longer.
+            # Before the links are shaped, since outputs do not depend on them; it warms up the ranks too.
             for cell in settings.all_cells:
                 disagreements += _compare(ring, size, cell)
                 tell(f"{size} ranks: comparing outputs")
@@ -110,11 +115,11 @@ def _compare(ring: RingProcesses, size: int, cell: Cell) -> list[str]:
 def _measure_ring(
     settings: SelectionSettings, info: ModelInfo, ring: RingProcesses, size: int, rate: LinkRate, tell: Tell
 ) -> tuple[RingResult, list[str]]:
-    """Probe, calibrate, judge; and where both algorithms sampled different tokens."""
+    """Probe, calibrate and judge one ring; return its result and the cells with different tokens."""
     where = f"{size} ranks, {rate}"
-    # The first rank's, as in a ring that serves.
+    # The rates of the first rank, as in a ring that serves.
     measured: RingRates = ring.ask(Probe())[0]
-    before = profile_of_rates(
+    before = profile_from_rates(
         measured, name=where, element_bytes=info.element_bytes, processes_per_host=1, memory_bytes=1.0
     )
     tell_fit, tell_judged = (lambda _, what=what: tell(f"{where}: {what}") for what in ("calibrating", "measuring"))
@@ -141,7 +146,7 @@ def _measure_ring(
         fitted=calibration.fitted,
         held_out=calibration.held_out,
         cells=cells,
-        ways=weigh(cells, size),
+        ways=score_policies(cells, size),
         noise=noise_loss(cells, size),
     )
     return result, [text for found in (fit_series, series) for text in _different_tokens(size, found)]
@@ -151,7 +156,7 @@ MeasuredCells = dict[tuple[Cell, Algorithm], Series]
 
 
 def _alternate(ring: RingProcesses, size: int, cells: Sequence[Cell], num_rounds: int, tell: Tell) -> MeasuredCells:
-    """Both algorithms of a cell beside each other, all cells once a round."""
+    """Measure all cells once a round, each by both algorithms in succession."""
     both = {
         (cell, name): Contender(f"{name} of {_name(size, cell)}", size, partial(ring.measure, Prefill(cell, name)))
         for cell, name in product(cells, (Algorithm.PASS_KV, Algorithm.PASS_Q))
@@ -179,7 +184,7 @@ def _measurements(where: str, size: int, series: MeasuredCells) -> list[Measurem
 
 
 def _different_tokens(size: int, series: MeasuredCells) -> list[str]:
-    """Cells whose runs did not all sample the same token."""
+    """Return the cells whose runs sampled different tokens."""
     tokens: dict[Cell, set[int]] = {}
     for (cell, _), found in series.items():
         tokens.setdefault(cell, set()).update(
@@ -199,28 +204,28 @@ def _name(size: int, cell: Cell) -> str:
     return f"{size} ranks, {cell.new_tokens} after {cell.cached_tokens}"
 
 
-# Ranks that are told to end need no longer.
+# Limit of an orderly end of all ranks.
 END_SECONDS = 20.0
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """One more is measured."""
+class Progress:
+    """Message after each measurement."""
 
     what: str
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The error that ended the measurement, in words."""
+    """Message with the error that ended the measurement."""
 
     why: str
 
 
 def measured_in_namespaces(settings: SelectionSettings, tell: Tell) -> SelectionReport:
-    """Measure in a process that has a network of its own. Raises Unavailable for whatever ends it without a report."""
+    """Measure in a process with its own network. Raises Unavailable if it ends without a report."""
     command = [*isolation(), sys.executable, "-m", "services.offline.bench.selection.measure"]
-    # torch warns that addresses have no names there.
+    # torch warns of addresses without names there.
     environment = os.environ | {"TORCH_CPP_LOG_LEVEL": "ERROR"}
     started = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
     with _ended(started) as hub:
@@ -233,13 +238,13 @@ def measured_in_namespaces(settings: SelectionSettings, tell: Tell) -> Selection
                     raise Unavailable(news.why)
                 tell(news.what)
         except (EOFError, BrokenPipeError, pickle.UnpicklingError) as error:
-            raise Unavailable("the process that measures ended without a word") from error
+            raise Unavailable("the measuring process ended unexpectedly") from error
     return news
 
 
 @contextmanager
 def _ended(hub: subprocess.Popen[bytes]) -> Iterator[subprocess.Popen[bytes]]:
-    """Whatever happens, it and its ranks are gone in the end. Where it is to end early it is told, and ends them."""
+    """End the measuring process and its ranks with the context; on an error it gets SIGTERM first."""
     try:
         yield hub
     except BaseException:
@@ -263,9 +268,9 @@ def _shaped(num_ranks: int) -> ShapedLinks:
 
 
 def main() -> int:
-    # Not SIGINT, which whoever started us may have left ignored.
+    # SIGTERM, since the parent may have left SIGINT ignored.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    # What libraries print must not come between.
+    # Output of libraries must not mix with the messages.
     out: IO[bytes] = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
 
@@ -275,19 +280,19 @@ def main() -> int:
 
     try:
         settings = pickle.load(sys.stdin.buffer)
-        report = measure_selection(settings, _shaped, lambda what: send(Told(what)))
+        report = measure_selection(settings, _shaped, lambda what: send(Progress(what)))
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         send(report)
     except RingserveError as error:
         send(Failed(str(error)))
     except (KeyboardInterrupt, EOFError, BrokenPipeError):
-        # Whoever started us does not want it any more, or is gone.
+        # The parent has interrupted the measurement, or has ended.
         return 1
     return 0
 
 
 if __name__ == "__main__":
-    # By its own name: the parent could not unpickle what is of `__main__`.
+    # By its own name: the parent cannot unpickle classes of `__main__`.
     from services.offline.bench.selection.measure import main as named_main
 
     raise SystemExit(named_main())

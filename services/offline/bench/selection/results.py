@@ -1,4 +1,4 @@
-"""What each way to choose between pass-KV and pass-Q takes on prefills that were measured by both. Pure."""
+"""Results of the selection bench: scores of selection policies on measured prefills, and their reports."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from itertools import product
 from pathlib import Path
 from statistics import median
 
-from rich.box import SIMPLE
 from rich.table import Table
 
 from cp_core.cost.fit_selector import Comparison, best_seconds, beyond_best
@@ -21,14 +20,15 @@ from services.offline.bench.report import save_figure
 from services.offline.bench.selection.links import LinkRate
 from services.offline.calibration.fitting import Errors
 from services.offline.calibration.measurement import Cell
+from services.offline.terminal import simple_table
 
 OWN_RATES = "auto, uncalibrated"
-"""`auto` by what the ring measured of itself when it started: what it takes without a profile."""
+"""Name of `auto` by the rates that a ring measured at its start, as used without a profile."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JudgedCell:
-    """Seconds of every round by each algorithm, what is predicted for both, and what each way to choose takes."""
+    """Cell with the seconds of every round by each algorithm, both predictions, and the choice of every policy."""
 
     cell: Cell
     pass_kv: tuple[float, ...]
@@ -43,9 +43,11 @@ class JudgedCell:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Way:
-    """A way to choose: seconds over all cells, the share of them beyond the better algorithm of each cell, and the
-    cells where it took the other one.
+class PolicyScore:
+    """Score of a selection policy over all cells.
+
+    `loss` is the relative excess of its `seconds` over the better algorithm of each cell; `wrong` are the cells where
+    it chose the slower one.
     """
 
     name: str
@@ -56,8 +58,10 @@ class Way:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RingResult:
-    """One ring at one rate. `measured` is what it found of itself, `profile` what was fitted to its prefills, `fitted`
-    and `held_out` how far that was off on them. `noise` is what even measuring each cell beforehand would lose.
+    """Result of one ring at one rate.
+
+    `measured` are the rates of its own probe, `profile` the fit to its prefills, `fitted` and `held_out` the errors of
+    the fit. `noise` is the loss of a choice by an earlier measurement of the same cells.
     """
 
     ranks: int
@@ -67,13 +71,13 @@ class RingResult:
     fitted: Errors
     held_out: Errors | None
     cells: tuple[JudgedCell, ...]
-    ways: tuple[Way, ...]
+    ways: tuple[PolicyScore, ...]
     noise: float | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SelectionReport:
-    """`disagreements` say where the algorithms gave different outputs; there must be none."""
+    """Report of the selection bench; `disagreements` name cells with different outputs, of which there must be none."""
 
     settings: str
     rings: tuple[RingResult, ...]
@@ -82,13 +86,13 @@ class SelectionReport:
 
 
 def judged_cells(new_tokens: Sequence[int], cached_tokens: Sequence[int], fitted: Sequence[Cell]) -> tuple[Cell, ...]:
-    """Every T after every P. Raises ConfigError for one that the cost model was fitted to: it would judge itself."""
+    """Return the cells of every T after every P. Raises ConfigError for a cell that the cost model is fitted to."""
     cells = tuple(Cell(cached_tokens=cached, new_tokens=new) for cached, new in product(cached_tokens, new_tokens))
     for cell in cells:
         if cell in fitted:
             raise ConfigError(
                 f"--new, --cached: {cell.new_tokens} tokens after {cell.cached_tokens} are also of --fit-new and "
-                f"--fit-cached; what is judged must not be what was fitted"
+                f"--fit-cached; judged cells must differ from fitted ones"
             )
     return cells
 
@@ -102,7 +106,7 @@ def judge(
     pass_kv: Sequence[float],
     pass_q: Sequence[float],
 ) -> JudgedCell:
-    """What every policy chooses by the profile as a router does, and `auto` by the one `before` it was fitted."""
+    """Judge a cell: the choices of all policies by the fitted profile, and of `auto` by the one `before` the fit."""
     turn = Turn(new_tokens=cell.new_tokens, cached_tokens=cell.cached_tokens, num_ranks=num_ranks)
     rates, own = (each.prefill.rates(num_ranks, is_cached=cell.cached_tokens > 0) for each in (fitted, before))
     chosen = {name: select(name, turn, model, rates, fitted.empirical).algorithm for name in POLICIES}
@@ -120,19 +124,20 @@ def judge(
     )
 
 
-def weigh(cells: Sequence[JudgedCell], num_ranks: int) -> tuple[Way, ...]:
-    """Every way to choose, by the medians of all rounds; the best of each cell first, which loses nothing."""
+def score_policies(cells: Sequence[JudgedCell], num_ranks: int) -> tuple[PolicyScore, ...]:
+    """Score every policy by the medians of all rounds, after the best choice of each cell, which loses nothing."""
     comparisons = [_comparison(cell, num_ranks) for cell in cells]
     names = list(cells[0].chosen)
     chosen = {"best of each cell": [cell.best for cell in cells]} | {
         name: [cell.chosen[name] for cell in cells] for name in names
     }
-    return tuple(_way(name, cells, comparisons, algorithms) for name, algorithms in chosen.items())
+    return tuple(_score(name, cells, comparisons, algorithms) for name, algorithms in chosen.items())
 
 
 def noise_loss(cells: Sequence[JudgedCell], num_ranks: int) -> float | None:
-    """What is lost by taking in each half of the rounds what was better in the other: so much is noise, which nobody
-    can foresee. None for a single round.
+    """Return the loss of choosing in each half of the rounds what was better in the other half; None for one round.
+
+    This loss is noise, which no policy can avoid.
     """
     halves = [[_every_second(cell, start) for cell in cells] for start in (0, 1)]
     if any(not cell.pass_kv or not cell.pass_q for half in halves for cell in half):
@@ -145,10 +150,12 @@ def noise_loss(cells: Sequence[JudgedCell], num_ranks: int) -> float | None:
     return lost / best
 
 
-def _way(name: str, cells: Sequence[JudgedCell], comparisons: Sequence[Comparison], algorithms: Sequence[str]) -> Way:
+def _score(
+    name: str, cells: Sequence[JudgedCell], comparisons: Sequence[Comparison], algorithms: Sequence[str]
+) -> PolicyScore:
     beyond, best = beyond_best(comparisons, [each == PASS_KV for each in algorithms]), best_seconds(comparisons)
     wrong = tuple(each.cell for each, algorithm in zip(cells, algorithms, strict=True) if algorithm != each.best)
-    return Way(name=name, seconds=best + beyond, loss=beyond / best, wrong=wrong)
+    return PolicyScore(name=name, seconds=best + beyond, loss=beyond / best, wrong=wrong)
 
 
 def _comparison(cell: JudgedCell, num_ranks: int) -> Comparison:
@@ -171,14 +178,13 @@ def _every_second(cell: JudgedCell, start: int) -> JudgedCell:
 
 
 WANTED = 0.03
-"""At most so much `auto` should lose."""
+"""Largest loss wanted of `auto`."""
 
 
 def losses_table(report: SelectionReport) -> Table:
-    """Seconds over all cells of each way to choose, and what of them is lost against the better one of each cell."""
-    table = Table(title=f"selection: {report.settings}", box=SIMPLE)
-    for header in ("ranks", "rate", "way to choose", "seconds", "loss", "wrong cells"):
-        table.add_column(header, justify="left" if header == "way to choose" else "right", no_wrap=True)
+    """Return a table of every policy's seconds over all cells, and its loss."""
+    headers = ("ranks", "rate", "way to choose", "seconds", "loss", "wrong cells")
+    table = simple_table(*headers, left_aligned=("way to choose",), title=f"selection: {report.settings}")
     for ring in report.rings:
         for number, way in enumerate(ring.ways):
             lead = ("", "") if number else (str(ring.ranks), str(ring.rate))
@@ -187,10 +193,9 @@ def losses_table(report: SelectionReport) -> Table:
 
 
 def wrong_table(report: SelectionReport) -> Table | None:
-    """Cells where `auto`, calibrated, took the slower algorithm; None where there are none."""
-    table = Table(title="cells where auto took the slower one", box=SIMPLE)
-    for header in ("ranks", "rate", "T", "P", "pass-KV ms", "least", "most", "pass-Q ms", "least", "most", "lost"):
-        table.add_column(header, justify="right", no_wrap=True)
+    """Return a table of the cells where calibrated `auto` chose the slower algorithm; None without any."""
+    headers = ("ranks", "rate", "T", "P", "pass-KV ms", "least", "most", "pass-Q ms", "least", "most", "lost")
+    table = simple_table(*headers, title="cells where auto took the slower one")
     for ring in report.rings:
         for cell in ring.cells:
             if cell.chosen["auto"] == cell.best:
@@ -209,11 +214,12 @@ def wrong_table(report: SelectionReport) -> Table | None:
 
 
 def closing_lines(report: SelectionReport) -> list[str]:
+    """Return the rates, the fit, the loss of `auto`, and any disagreement."""
     lines = []
     for ring in report.rings:
         own, fitted = ring.measured, ring.profile.prefill
-        noise = "" if ring.noise is None else f"; what was better in every other round would lose {ring.noise:.1%}"
-        held_out = "" if ring.held_out is None else f", {ring.held_out.rms:.1%} rms on cells that were left out"
+        noise = "" if ring.noise is None else f"; the better algorithm of every other round would lose {ring.noise:.1%}"
+        held_out = "" if ring.held_out is None else f", {ring.held_out.rms:.1%} rms on held-out cells"
         lines.append(
             f"{ring.ranks} ranks, {ring.rate}: link {own.link_bytes_per_second * 8e-6:.0f} Mbit/s by itself, "
             f"{fitted.link_bytes_per_second * 8e-6:.0f} fitted, overlap {own.overlap:.2f}; "
@@ -229,13 +235,13 @@ def closing_lines(report: SelectionReport) -> list[str]:
 
 
 def selection_json(report: SelectionReport) -> str:
-    """One object; seconds throughout, rates as texts."""
+    """Format one JSON object; all times in seconds, rates as texts."""
     rings = [asdict(ring) | {"rate": str(ring.rate)} for ring in report.rings]
     return json.dumps(asdict(report) | {"rings": rings})
 
 
 def write_selection_plot(report: SelectionReport, path: Path) -> None:
-    """For each ring and rate how pass-Q compares with pass-KV: points are medians with least and most, lines predicted.
+    """Draw pass-Q over pass-KV for each ring and rate: medians with least and most as points, predictions as lines.
 
     Raises ConfigError for the path.
     """
@@ -269,7 +275,7 @@ def write_selection_plot(report: SelectionReport, path: Path) -> None:
 
 
 def _by_cached(ring: RingResult) -> dict[int, list[JudgedCell]]:
-    """In the order of new tokens."""
+    """Return the cells by cached tokens, in the order of new tokens."""
     found: dict[int, list[JudgedCell]] = {}
     for cell in sorted(ring.cells, key=lambda each: each.cell):
         found.setdefault(cell.cell.cached_tokens, []).append(cell)

@@ -6,24 +6,24 @@ from functools import partial
 import pytest
 
 from cp_core.errors import Unavailable
-from services.offline.bench.ring_processes import RingProcesses, Seat
+from services.offline.bench.ring_processes import RankPlace, RingProcesses
 from services.offline.bench.rounds import Sample, timed
 
 
 class Breakable:
     """Sends its rank round; fails or ends on demand."""
 
-    def __init__(self, broken_rank: int, seat: Seat) -> None:
-        self._seat = seat
+    def __init__(self, broken_rank: int, place: RankPlace) -> None:
+        self._place = place
         self._broken_rank = broken_rank
 
     def measure(self, task: str) -> Sample:
-        if self._seat.rank == self._broken_rank:
+        if self._place.rank == self._broken_rank:
             if task == "fail":
                 raise ValueError("out of luck")
             if task == "end":
                 os._exit(1)
-        return timed(self._seat.transport, lambda: None)
+        return timed(self._place.transport, lambda: None)
 
     def close(self) -> None:
         """Nothing is held."""
@@ -38,7 +38,7 @@ def test_every_rank_answers_every_task_until_one_fails_in_words() -> None:
 
 def test_rank_whose_process_ends_is_noticed_at_once() -> None:
     with (
-        pytest.raises(Unavailable, match="rank 0 of 2 ended without a word"),
+        pytest.raises(Unavailable, match="rank 0 of 2 ended unexpectedly"),
         RingProcesses(2, partial(Breakable, 0)) as ring,
     ):
         ring.measure("end")

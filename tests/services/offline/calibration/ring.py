@@ -1,4 +1,4 @@
-"""A client of rings that take exactly what a profile predicts, and noise."""
+"""Fake client of rings whose durations follow a profile, with noise."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ INFO = inference_pb2.GetModelInfoResponse(
 
 
 def truth() -> HardwareProfile:
-    """What the rings are: slower than they measured of themselves in every respect."""
+    """Return the true profile of the rings, slower than their own rates in every respect."""
     gtt = read_profile("gtt")
     prefill = replace(
         gtt.prefill,
@@ -61,9 +61,10 @@ def server(num_ranks: int) -> inference_pb2.GetServerInfoResponse:
 
 @dataclass
 class FakeClient:
-    """Answers as a gateway does. `shared` prefills are reported as computed together with another turn. While both
-    algorithms of a cell are measured the rings are slower by the same share, up to `drift`. Prefills of `disturbed`
-    (new tokens, cached tokens, algorithm) take four times as long, each time.
+    """Fake client that answers as a gateway does.
+
+    `shared` prefills are reported as computed together with another turn. Both algorithms of a cell are slower by the
+    same share, up to `drift`. Prefills of `disturbed` (new tokens, cached tokens, algorithm) take four times as long.
     """
 
     num_ranks: int = 4

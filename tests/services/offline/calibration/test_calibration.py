@@ -13,8 +13,8 @@ from cp_core.cost.profile import format_profile, read_profile
 from cp_core.errors import Busy, ConfigError, Unavailable
 from ringserve.v1 import inference_pb2
 from services.client import Client
-from services.offline.calibration.fitting import Calibration, calibrate, profile_before, shape_of
-from services.offline.calibration.measurement import ANSWER_TOKENS, Calibrator, Cell, grid, room_of
+from services.offline.calibration.fitting import Calibration, calibrate, profile_from_rings, shape_of
+from services.offline.calibration.measurement import ANSWER_TOKENS, Calibrator, Cell, grid, max_sequence_tokens
 from services.offline.calibration.report import calibration_json, closing_lines, write_calibration_plot
 from tests.services.offline.calibration.ring import INFO, FakeClient, server
 
@@ -25,7 +25,7 @@ def calibrated(client: FakeClient, cells: list[Cell] | None = None, repeats: int
     calibrator = Calibrator(cast(Client, client), repeats=repeats, timeout=60.0, seed=0)
     measurements = calibrator.prefills(cells or CELLS)
     steps = calibrator.steps([1000, 50_000])
-    before = profile_before(INFO, client.server_info().rings, "measured")
+    before = profile_from_rings(INFO, client.server_info().rings, "measured")
     return calibrate(shape_of(INFO), before, measurements, steps)
 
 
@@ -154,13 +154,13 @@ def test_sizes_that_were_asked_for_must_fit() -> None:
 
 
 def test_the_smallest_ring_says_how_much_fits() -> None:
-    assert room_of(INFO, server(2)) == 100_000
-    assert room_of(INFO, inference_pb2.GetServerInfoResponse()) == INFO.max_context_length
+    assert max_sequence_tokens(INFO, server(2)) == 100_000
+    assert max_sequence_tokens(INFO, inference_pb2.GetServerInfoResponse()) == INFO.max_context_length
 
 
 def test_rings_that_tell_no_rates_cannot_be_calibrated() -> None:
-    with pytest.raises(Unavailable, match="no prefill ring has told its rates"):
-        profile_before(INFO, [inference_pb2.RingInfo(role="prefill", name="prefill-0")], "x")
+    with pytest.raises(Unavailable, match="no prefill ring states its rates"):
+        profile_from_rings(INFO, [inference_pb2.RingInfo(role="prefill", name="prefill-0")], "x")
 
 
 def test_too_few_prefills_fit_nothing() -> None:

@@ -150,15 +150,13 @@ def test_limits_that_no_ring_keeps_are_refused_with_the_best_that_can_be_had() -
     load = workload("1m")
     candidates = forecasts(load, (16, 32))
     quick = Traffic(turns_per_second=0.1, output_tokens=16, max_ttft_seconds=10.0)
-    with pytest.raises(ConfigError, match=r"--ttft: 10 s cannot be kept; the fastest of the rings takes 39\.\d s"):
+    with pytest.raises(ConfigError, match=r"--ttft: 10 s cannot be met; the fastest ring takes 39\.\d s"):
         propose(MODEL, PROFILE, load, quick, candidates)
-    with pytest.raises(
-        ConfigError, match=r"--ttit: 20 ms cannot be kept; the fastest of the rings takes 5\d(\.\d)? ms"
-    ):
+    with pytest.raises(ConfigError, match=r"--ttit: 20 ms cannot be met; the fastest ring takes 5\d(\.\d)? ms"):
         propose(MODEL, PROFILE, load, replace(quick, max_ttft_seconds=None, max_ttit_seconds=0.02), candidates)
-    with pytest.raises(ConfigError, match="--output: 900000000 tokens after 1m fit none of the rings"):
+    with pytest.raises(ConfigError, match="--output: 900000000 tokens after 1m fit no ring"):
         propose(MODEL, PROFILE, load, Traffic(turns_per_second=0.1, output_tokens=900_000_000), candidates)
-    with pytest.raises(ConfigError, match=r"--rate: it takes .* rings; allowed are 100000 or fewer"):
+    with pytest.raises(ConfigError, match=r"--rate: the traffic needs .* rings; allowed are 100000 or fewer"):
         propose(MODEL, PROFILE, load, Traffic(turns_per_second=1e6, output_tokens=16), candidates)
 
 

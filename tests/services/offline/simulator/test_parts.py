@@ -23,15 +23,15 @@ from services.offline.simulator.results import percentile
 from services.offline.simulator.rings import (
     Clock,
     DecodingTurn,
-    KeptKv,
     PrefillingTurn,
+    RetainedKv,
     SimulatedDecodeRing,
     SimulatedPrefillRing,
 )
 from services.offline.simulator.trace import (
     DAY,
     FirstPrompts,
-    MadeTrace,
+    SyntheticTrace,
     TracedConversation,
     TracedTurn,
     TraceShape,
@@ -69,26 +69,26 @@ def test_events_happen_in_order_of_time_and_then_of_entry() -> None:
 
 
 def test_the_least_recently_used_conversation_makes_room_and_pinned_ones_never_do() -> None:
-    kv = KeptKv(100)
+    kv = RetainedKv(100)
     for conversation, tokens in ((1, 40), (2, 30), (3, 30)):
         assert kv.try_pin(conversation, tokens)
-        kv.settle(conversation, tokens)
+        kv.unpin(conversation, tokens)
     assert kv.try_pin(1, 50), "10 more are needed, and the second is the oldest now"
     assert [kv.held(conversation) for conversation in (1, 2, 3)] == [0, 0, 30]
     assert not kv.try_pin(4, 51), "only 50 are not pinned"
     assert kv.held(3) == 30, "nothing was evicted in vain"
-    kv.settle(1, 50)
+    kv.unpin(1, 50)
     assert kv.held(1) == 50
     kv.check_integrity()
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 60), st.integers(0, 60), st.booleans()), max_size=60))
 def test_no_token_is_ever_counted_twice_or_lost(turns: list[tuple[int, int, int, bool]]) -> None:
-    kv, pinned = KeptKv(100), dict[int, int]()
+    kv, pinned = RetainedKv(100), dict[int, int]()
     for conversation, tokens, keep, ends in turns:
         if conversation in pinned:
             if ends:
-                kv.settle(conversation, min(keep, pinned.pop(conversation)))
+                kv.unpin(conversation, min(keep, pinned.pop(conversation)))
         elif kv.try_pin(conversation, tokens):
             pinned[conversation] = tokens
         else:
@@ -98,7 +98,7 @@ def test_no_token_is_ever_counted_twice_or_lost(turns: list[tuple[int, int, int,
 
 
 def prefill_ring(clock: Clock, scheduling: PrefillScheduling) -> SimulatedPrefillRing:
-    """A token takes 0.1 s whatever is before it; a step takes at most 10 tokens."""
+    """Make a ring whose tokens take 0.1 s each, in steps of at most 10 tokens."""
     work = WorkModel(pairs_per_token=1e12, flops_per_unit=1.0)
     limits = StepLimits(budget=10.0, tokens=10, min_chunk=1)
     scheduler = PrefillScheduler("prefill-0", work, limits, scheduling, rate=10.0)
@@ -180,9 +180,9 @@ def test_percentiles_are_values_that_occurred() -> None:
 
 def test_a_made_trace_is_the_same_for_the_same_seed_and_has_the_asked_for_shape() -> None:
     shape = TraceShape(num_conversations=4000, mean_turns=3.0)
-    trace = list(MadeTrace(shape, 7))
-    assert trace == list(MadeTrace(shape, 7)) != list(MadeTrace(shape, 8))
-    assert len(MadeTrace(shape, 7)) == len(trace) == 4000
+    trace = list(SyntheticTrace(shape, 7))
+    assert trace == list(SyntheticTrace(shape, 7)) != list(SyntheticTrace(shape, 8))
+    assert len(SyntheticTrace(shape, 7)) == len(trace) == 4000
     assert [one.start_seconds for one in trace] == sorted(one.start_seconds for one in trace)
     assert sum(len(one.turns) for one in trace) / len(trace) == pytest.approx(3.0, rel=0.1)
     firsts = [one.turns[0].new_tokens for one in trace]
@@ -192,7 +192,7 @@ def test_a_made_trace_is_the_same_for_the_same_seed_and_has_the_asked_for_shape(
 
 @pytest.mark.parametrize("swing", [0.0, 0.5, 1.0])
 def test_conversations_begin_most_often_in_the_middle_of_the_day(swing: float) -> None:
-    trace = list(MadeTrace(TraceShape(num_conversations=8000, swing=swing), 7))
+    trace = list(SyntheticTrace(TraceShape(num_conversations=8000, swing=swing), 7))
     middle = sum(0.25 * DAY < one.start_seconds < 0.75 * DAY for one in trace)
     # Half of the day, and the integral of its wave.
     assert middle / len(trace) == pytest.approx(0.5 + swing / math.pi, abs=0.02)
@@ -201,7 +201,7 @@ def test_conversations_begin_most_often_in_the_middle_of_the_day(swing: float) -
 
 def test_first_prompts_come_as_often_as_they_weigh_and_as_often_by_any_factor() -> None:
     kinds = (FirstPrompts(least=100, most=100, weight=1.0), FirstPrompts(least=1000, most=16_000, weight=3.0))
-    firsts = [one.turns[0].new_tokens for one in MadeTrace(TraceShape(num_conversations=8000, first=kinds), 2)]
+    firsts = [one.turns[0].new_tokens for one in SyntheticTrace(TraceShape(num_conversations=8000, first=kinds), 2)]
     long = [tokens for tokens in firsts if tokens > 100]
     assert len(long) / len(firsts) == pytest.approx(0.75, abs=0.02)
     assert (min(long), max(long)) == pytest.approx((1000, 16_000), rel=0.01)
@@ -209,7 +209,7 @@ def test_first_prompts_come_as_often_as_they_weigh_and_as_often_by_any_factor() 
 
 
 def test_a_trace_written_is_the_same_when_it_is_read(tmp_path: Path) -> None:
-    trace = list(MadeTrace(TraceShape(num_conversations=20, first=(around(500),)), 3))
+    trace = list(SyntheticTrace(TraceShape(num_conversations=20, first=(around(500),)), 3))
     path = tmp_path / "trace.jsonl"
     path.write_text("".join(format_trace(trace)))
     assert read_trace(path) == trace

@@ -20,7 +20,14 @@ from services.offline.simulator.cluster import ClusterShape, PoolShape, StepTime
 from services.offline.simulator.placement import POLICIES
 from services.offline.simulator.results import SimulationResult
 from services.offline.simulator.simulation import Simulation
-from services.offline.simulator.trace import FirstPrompts, MadeTrace, TracedConversation, TracedTurn, TraceShape, around
+from services.offline.simulator.trace import (
+    FirstPrompts,
+    SyntheticTrace,
+    TracedConversation,
+    TracedTurn,
+    TraceShape,
+    around,
+)
 from workers.protocol.ranks import ModelInfo
 
 MODEL = ModelInfo(
@@ -58,7 +65,7 @@ def simulate(trace: Iterable[TracedConversation], *, placement: str = "router", 
 
 
 def seconds_of(new: int, cached: int = 0, algorithm: str = "pass_kv") -> float:
-    """What the cost model says of one prefill step on the prefill ring."""
+    """Predict one prefill step on the prefill ring by the cost model."""
     return predict_turn(
         MODEL.shape, CLUSTER.profile, cp=2, tp=2, algorithm=algorithm, new_tokens=new, cached_tokens=cached
     ).total_seconds
@@ -155,7 +162,9 @@ BUSY = {
 @pytest.mark.parametrize("placement", sorted(POLICIES))
 def test_no_token_is_lost_or_computed_that_nobody_asked_for(placement: str) -> None:
     """Every turn ends; what rings computed is what was new and what was lost; what is cached was not computed."""
-    trace = list(MadeTrace(TraceShape(num_conversations=80, seconds=10.0, first=(around(2000), around(20_000))), 5))
+    trace = list(
+        SyntheticTrace(TraceShape(num_conversations=80, seconds=10.0, first=(around(2000), around(20_000))), 5)
+    )
     result = simulate(trace, placement=placement, **BUSY)
     turns = [turn for each in trace for turn in each.turns]
     assert result.num_turns == len(turns) == result.queue.count == sum(each.count for each in result.ttft_of_hour)
@@ -178,7 +187,7 @@ def test_no_token_is_lost_or_computed_that_nobody_asked_for(placement: str) -> N
 
 
 def test_every_turn_of_every_conversation_is_answered_by_every_placement() -> None:
-    trace = MadeTrace(TraceShape(num_conversations=200, seconds=600.0, first=(around(2000), around(20_000))), 5)
+    trace = SyntheticTrace(TraceShape(num_conversations=200, seconds=600.0, first=(around(2000), around(20_000))), 5)
     for placement in POLICIES:
         result = simulate(
             trace,
@@ -195,7 +204,7 @@ def test_every_turn_of_every_conversation_is_answered_by_every_placement() -> No
 @pytest.mark.parametrize("placement", sorted(POLICIES))
 def test_the_same_trace_gives_the_same_result(placement: str) -> None:
     shape = TraceShape(num_conversations=40, seconds=10.0, first=(around(2000), around(20_000)))
-    once, again, other = (simulate(MadeTrace(shape, seed), placement=placement, **BUSY) for seed in (5, 5, 6))
+    once, again, other = (simulate(SyntheticTrace(shape, seed), placement=placement, **BUSY) for seed in (5, 5, 6))
     assert once == again != other
 
 
@@ -208,7 +217,7 @@ def test_rings_are_as_busy_as_the_load_was_made_for() -> None:
     alone = PrefillScheduling(fuse=False)
     cluster = replace(CLUSTER, scheduling=alone, **pools)  # type: ignore[arg-type]
     shape = replace(shape, num_conversations=conversations_for(0.5, cluster, shape, 3))
-    result = Simulation(cluster, MadeTrace(shape, 4), "router").run()
+    result = Simulation(cluster, SyntheticTrace(shape, 4), "router").run()
     assert result.busy_share * result.simulated_seconds / shape.seconds == pytest.approx(0.5, rel=0.05)
 
 
@@ -230,7 +239,7 @@ def test_a_conversation_that_moves_is_sent_whole_and_leaves_nothing_behind() -> 
 
 
 def test_looking_at_kept_kv_beats_taking_rings_in_turn() -> None:
-    trace = MadeTrace(TraceShape(num_conversations=600, seconds=900.0), 11)
+    trace = SyntheticTrace(TraceShape(num_conversations=600, seconds=900.0), 11)
     pools = {"prefill": PoolShape(num_rings=30, cp=2, tp=2), "decode": PoolShape(num_rings=20, cp=1, tp=2)}
     turns = simulate(trace, placement="round_robin", **pools)
     assert turns.cached_share < 0.2

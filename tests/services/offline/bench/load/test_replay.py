@@ -150,14 +150,14 @@ async def test_the_command_prints_the_report_and_draws_it(tmp_path: Path, capsys
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("--mix", "tiny:1"), "--mix: 'tiny' is no kind; there are short, long, more with --kind"),
+        (("--mix", "tiny:1"), "--mix: 'tiny' is no kind; allowed are short, long, more with --kind"),
         (("--mix", "short:0"), "--mix: 'short:0' is not NAME:NUMBER"),
         (("--mix", ""), "--mix: names no kind"),
         (("--kind", "tiny=5"), "--kind: 'tiny=5' is not NAME=TOKENS:ANSWER"),
         (("--kind", "tiny=5-3:1"), "--kind: 'tiny=5-3:1' needs a name"),
         (("--set", "prefill.cp=1"), "--config and --set: only for a cluster that --start starts"),
         (("--target", "here:1", "--start"), "--target: a cluster that --start starts has its own"),
-        (("--target", "127.0.0.1:1"), "127.0.0.1:1 cannot be asked what it serves"),
+        (("--target", "127.0.0.1:1"), "127.0.0.1:1 does not answer"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_in_one_sentence(

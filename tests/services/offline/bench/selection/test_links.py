@@ -34,7 +34,7 @@ def test_what_is_no_rate_is_refused_with_those_that_are(text: str) -> None:
 
 
 def shaper_of(rate: str) -> dict[str, str]:
-    """The parameters of tbf by name."""
+    """Return the parameters of tbf by name."""
     ((*command, kind, rate_key, rate_text, burst_key, burst, queue_key, queue),) = shape_commands(parse_rate(rate))
     assert command == ["tc", "qdisc", "replace", "dev", "eth0", "root"]
     assert kind == "tbf"
@@ -93,7 +93,7 @@ def test_who_may_not_make_namespaces_is_told_who_may(monkeypatch: pytest.MonkeyP
         raise Unavailable("`unshare` failed: Operation not permitted")
 
     monkeypatch.setattr("services.offline.bench.selection.links.run_all", refuse)
-    with pytest.raises(Unavailable, match=r"lets nobody but root make network namespaces .* not permitted.*as root"):
+    with pytest.raises(Unavailable, match=r"lets only root make network namespaces .* not permitted.*as root"):
         isolation()
 
 

@@ -10,7 +10,14 @@ from cp_core.cost.model import PASS_KV, PASS_Q, ModelShape, predict_prefill
 from cp_core.cost.profile import read_profile
 from cp_core.cost.selector import POLICIES, EmpiricalFit
 from cp_core.errors import ConfigError
-from services.offline.bench.selection.results import OWN_RATES, JudgedCell, judge, judged_cells, noise_loss, weigh
+from services.offline.bench.selection.results import (
+    OWN_RATES,
+    JudgedCell,
+    judge,
+    judged_cells,
+    noise_loss,
+    score_policies,
+)
 from services.offline.calibration.measurement import Cell
 
 SHAPE = ModelShape(
@@ -44,7 +51,7 @@ CELLS = [
 
 
 def test_a_way_loses_what_its_choices_take_beyond_the_better_one_of_each_cell_by_medians() -> None:
-    ways = {way.name: way for way in weigh(CELLS, 2)}
+    ways = {way.name: way for way in score_policies(CELLS, 2)}
     assert list(ways) == ["best of each cell", "auto", PASS_KV, PASS_Q]
     assert [way.seconds for way in ways.values()] == pytest.approx([6.0, 7.0, 9.0, 7.0])
     assert [way.loss for way in ways.values()] == pytest.approx([0.0, 1 / 6, 0.5, 1 / 6])

@@ -25,6 +25,7 @@ from services.offline.bench.selection.measure import (
     measure_selection,
     measured_in_namespaces,
 )
+from services.offline.bench.selection.rank import Difference
 from services.offline.bench.selection.results import (
     SelectionReport,
     closing_lines,
@@ -33,7 +34,6 @@ from services.offline.bench.selection.results import (
     write_selection_plot,
     wrong_table,
 )
-from services.offline.bench.selection.station import Difference
 from services.offline.calibration.measurement import Cell
 
 # A ring of processes starts, and prefills over slow links.
@@ -203,12 +203,15 @@ def test_who_interrupts_or_is_refused_leaves_nothing_running(settings: Selection
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("--ranks", "1"), "--ranks: '1' is no ring that sends; allowed are 2 to 16"),
+        (("--ranks", "1"), "--ranks: '1' is no size of a ring with links; allowed are 2 to 16"),
         (("--rates", "fast"), "--rates: 'fast' is no rate"),
         (("--new", "0"), "--new: '0' is no number of tokens"),
         (("--new", "32", "--cached", "0"), "--new, --cached: 32 tokens after 0 are also of --fit-new"),
-        (("--rounds", "0"), "--rounds: 0 are none; allowed are 1 or more"),
-        (("--cached", "9m"), "--new, --cached: 9000768 tokens are too long for builtin:tiny; it takes 131072"),
+        (("--rounds", "0"), "--rounds: 0 is out of range; allowed are 1 or more"),
+        (
+            ("--cached", "9m"),
+            "--new, --cached: 9000768 tokens are too long for builtin:tiny; allowed are at most 131072",
+        ),
         (("--model", "builtin:none"), "there is no builtin model 'none'"),
         (("--plot", "/nowhere/at/all.png"), "--plot: /nowhere/at/all.png cannot be written, its directory"),
     ],

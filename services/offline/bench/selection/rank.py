@@ -1,6 +1,6 @@
-"""One rank of the selection bench: prefixes in its cache, and prefills after them by either algorithm.
+"""Rank of the selection bench: prefixes in its cache, and prefills after them by either algorithm.
 
-T tokens here.
+T tokens of this rank.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from cp_core.cost.model import RingRates
 from cp_core.layout.shards import balanced_layout
 from services.offline.bench.model_rank import blocks_for, start_worker
 from services.offline.bench.prefill import drawn_prompt
-from services.offline.bench.ring_processes import Seat
+from services.offline.bench.ring_processes import RankPlace
 from services.offline.bench.rounds import Sample, timed
 from services.offline.bench.selection.links import LinkRate, Links
 from services.offline.calibration.measurement import Cell
@@ -21,28 +21,28 @@ from workers.model.info import read_model_info
 from workers.protocol.prefill_steps import Algorithm, PrefillStep, SequencePrefill
 from workers.sampling.parameters import SamplingParameters
 
-# Tokens of one step while a prefix is made: bounds its memory.
+# Tokens of one step of a prefix; bounds its memory.
 PREFIX_STEP_TOKENS = 4096
 NAME = "bench"
-# Of the largest logit: both sum the same products in fp32, in another order.
+# Share of the largest logit: both algorithms sum the same products in float32, in another order.
 MOST_DIFFERENCE = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Give the links a rate; answered with None."""
+    """Task that gives the links a rate; answered with None."""
 
     rate: LinkRate
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Measure the rank and its link, as a ring does when it starts; answered with RingRates."""
+    """Task that measures the rank and its link, as a ring does at its start; answered with RingRates."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """One step; answered with Prefilled."""
+    """Task of one prefill step; answered with Prefilled."""
 
     cell: Cell
     algorithm: Algorithm
@@ -50,53 +50,53 @@ class Prefill:
 
 @dataclass(frozen=True, slots=True)
 class Compare:
-    """A cell by both algorithms; answered with Difference."""
+    """Task of one cell by both algorithms; answered with Difference."""
 
     cell: Cell
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prefilled(Sample):
-    """`token` is what was sampled, None on ranks that do not have the last token."""
+    """Sample with the sampled `token`, None on ranks without the last position."""
 
     token: int | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """The largest between two algorithms' logits of the tokens here, and the largest logit; 0 without tokens."""
+    """Largest difference between two algorithms' logits on this rank, and the largest logit; 0 without tokens."""
 
     most: float
     largest: float
 
     @property
     def is_rounding(self) -> bool:
-        """NaN is none."""
+        """True if the difference is one of rounding; a NaN is not."""
         return self.most <= MOST_DIFFERENCE * self.largest
 
 
 @dataclass(frozen=True, slots=True)
 class _Prefix:
-    """P cached tokens, `held` by each rank, and the blocks here that they and what follows have to themselves."""
+    """Prefix of cached tokens: those `held` by each rank, and this rank's blocks of the prefix and the new tokens."""
 
     held: tuple[int, ...]
     blocks: tuple[int, ...]
 
 
-class SelectionStation:
-    """Prefixes of all `cached` lengths lie beside each other: a prefill overwrites what the last one wrote after it."""
+class SelectionRank:
+    """Rank with a prefix of every length in `cached`; a prefill overwrites the new tokens of the last one."""
 
-    def __init__(self, model: str, cached: tuple[int, ...], most_new: int, links: Links, seat: Seat) -> None:
+    def __init__(self, model: str, cached: tuple[int, ...], most_new: int, links: Links, place: RankPlace) -> None:
         self._links = links
-        self._seat = seat
-        self._transport = seat.transport
+        self._place = place
+        self._transport = place.transport
         self._vocabulary = read_model_info(resolve_model_path(model)).vocab_size
-        # No rank gets more than two tokens over its share of a prefix's step, and of a prefill.
+        # A rank gets at most two tokens over its share of a step.
         each = [
-            blocks_for(sum(-(-tokens // seat.num_ranks) + 2 for tokens in (*_prefix_steps(prefix), most_new)))
+            blocks_for(sum(-(-tokens // place.num_ranks) + 2 for tokens in (*_prefix_steps(prefix), most_new)))
             for prefix in cached
         ]
-        self._worker = start_worker(seat, "prefill", model, sum(each))
+        self._worker = start_worker(place, "prefill", model, sum(each))
         self._prefixes: dict[int, _Prefix] = {}
         first = 0
         for prefix, count in zip(cached, each, strict=True):
@@ -106,7 +106,7 @@ class SelectionStation:
     def measure(self, task: Any) -> Prefilled | Difference | RingRates | None:
         match task:
             case Shape(rate):
-                self._transport = self._links.shape(self._seat.transport, rate)
+                self._transport = self._links.shape(self._place.transport, rate)
                 self._worker.attach(self._transport)
                 return None
             case Probe():
@@ -128,15 +128,15 @@ class SelectionStation:
         )
 
     def _compare(self, cell: Cell) -> Difference:
-        """logits[T, vocab_size] of every new token here, not only of the last one."""
+        """Compare the logits[T, vocab_size] of every new token of this rank."""
         kv, q = (self._worker.prefill_logits(self._step(cell, name)) for name in (Algorithm.PASS_KV, Algorithm.PASS_Q))
         if not kv.numel():
             return Difference(most=0.0, largest=0.0)
         return Difference(most=float((kv - q).abs().max()), largest=float(kv.abs().max()))
 
     def _made(self, cached: int, blocks: tuple[int, ...]) -> _Prefix:
-        """Prefill a prefix; collective."""
-        held, tokens, start = (0,) * self._seat.num_ranks, drawn_prompt(cached, self._vocabulary), 0
+        """Prefill a prefix. Collective."""
+        held, tokens, start = (0,) * self._place.num_ranks, drawn_prompt(cached, self._vocabulary), 0
         for count in _prefix_steps(cached):
             layout = balanced_layout(start, count, held)
             piece = SequencePrefill(
@@ -161,5 +161,5 @@ class SelectionStation:
 
 
 def _prefix_steps(cached: int) -> list[int]:
-    """Tokens of each step that makes a prefix."""
+    """Return the tokens of each step that makes a prefix."""
     return [min(PREFIX_STEP_TOKENS, cached - start) for start in range(0, cached, PREFIX_STEP_TOKENS)]

@@ -1,12 +1,12 @@
-"""What each part of the scheduling is worth under load: one service at a time, the same arrivals for all.
+"""Worth of each part of the scheduling under load (decisions 0007 and 0008), with the same arrivals for all.
 
-    python bench/load.py --rate 2 --duration 60 --every 10
-    python bench/load.py --only "with long" --only "with long, no fusing"
+    python bench/prefill_scheduling.py --rate 2 --duration 60 --every 10
+    python bench/prefill_scheduling.py --only "with long" --only "with long, no fusing"
 
-Short prompts alone, then with a long one at fixed intervals, then that again with fusing, chunking (a long prompt runs
-all its steps in a row) and continuous batching switched off one by one. Each is `ringserve bench load --start` with
-other settings, so the models and ports are its own. Prints one JSON object a line: seconds of the short requests, and
-how their p99 compares with that of short prompts alone.
+The variants are short prompts alone, then with a long one at fixed intervals, then also without fusing, without
+chunking (a long prompt runs all its steps in a row) and without continuous batching. Each variant runs
+`ringserve bench load --start` with its own settings. The output is one JSON object a line: seconds of the short
+requests, and the ratio of their p99 to that of short prompts alone.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def main() -> int:
         action="append",
         choices=VARIANTS,
         metavar="NAME",
-        help=f"these and the first; repeatable: {' | '.join(VARIANTS)}",
+        help=f"only these and the first; repeatable: {' | '.join(VARIANTS)}",
     )
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="for every variant")
     options = parser.parse_args()

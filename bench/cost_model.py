@@ -1,10 +1,10 @@
-"""The whole service on this machine: time to first token by ring size, beside transformers; start-up; overheads.
+"""Predicted and measured prefill of the whole service (decision 0011), with TTFT beside transformers and start-up.
 
-    python bench/service.py --ranks 1,2 --tokens 8192 --runs 5
+    python bench/cost_model.py --ranks 1,2 --tokens 8192 --runs 5
 
-One thread a rank; transformers has two. Each cluster is started, measured and stopped in turn, `--rounds` times,
-with transformers between them, so that a machine that drifts drifts under all. Prints one JSON object a line: medians,
-with least and most, in seconds.
+Ranks have one thread, transformers has two. Clusters start, run and stop in alternation with transformers, `--rounds`
+times, so that a drifting machine affects all. The output is one JSON object a line: medians with least and most, in
+seconds.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ringserve.v1 import inference_pb2
 from services.client import Client
 from services.cluster.local import LocalCluster
 from services.config import Config, PrefillConfig
-from services.offline.bench.prefill import PrefillTask, StockStation
+from services.offline.bench.prefill import PrefillTask, StockRank
 from services.offline.bench.ring_processes import RingProcesses
 from services.offline.demo import demo_config
 from services.rpc.answer import collect
@@ -67,7 +67,7 @@ def _measure_cluster(seen: dict[str, list[float]], cp: int, tokens: int, runs: i
         cluster.start()
         seen[f"start-up cp{cp}"].append(time.perf_counter() - started)
         with Client(cluster.gateway_address) as client:
-            _turn(client, _prompt(64, 1), 2)  # whatever is made on first use
+            _turn(client, _prompt(64, 1), 2)  # warm-up
             for run in range(runs):
                 done = _turn(client, _prompt(tokens, 1000 * seed + run), 1)
                 seen[f"ttft cp{cp}"].append(done.ttft_seconds)
@@ -98,7 +98,7 @@ def _turn(client: Client, prompt: Sequence[int], max_tokens: int) -> inference_p
 
 
 def _stock(threads: int, tokens: int, runs: int) -> list[float]:
-    with RingProcesses(1, partial(StockStation, "builtin:tiny")) as process:
+    with RingProcesses(1, partial(StockRank, "builtin:tiny")) as process:
         tasks = [PrefillTask(np.array(_prompt(tokens, run)), threads) for run in range(runs + 1)]
         return [process.measure(task)[0].seconds for task in tasks][1:]
 
