@@ -1,4 +1,4 @@
-"""Every example that needs nothing but Python and a shell runs as its page says."""
+"""Every example that needs only Python and a shell runs as documented."""
 
 from __future__ import annotations
 

@@ -41,9 +41,9 @@ def add(commands: Subcommands) -> None:
     delete.add_argument("id")
 
 
-def _verb(verbs: Subcommands, name: str, says: str, run: object) -> argparse.ArgumentParser:
+def _verb(verbs: Subcommands, name: str, summary: str, run: object) -> argparse.ArgumentParser:
     parser = verbs.add_parser(
-        name, help=says, epilog=EXAMPLE, formatter_class=argparse.RawTextHelpFormatter, description=says
+        name, help=summary, epilog=EXAMPLE, formatter_class=argparse.RawTextHelpFormatter, description=summary
     )
     add_target_options(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -57,7 +57,7 @@ def run_list(options: argparse.Namespace) -> int:
     if options.json:
         _print_json(found)
         return 0
-    table = Table("conversation", "tokens", "turns", "idle s", "forgotten after s", "kept prefill/decode", "running")
+    table = Table("conversation", "tokens", "turns", "idle s", "deleted after s", "retained prefill/decode", "running")
     for item in found.conversations:
         waiting = f" +{item.num_waiting} waiting" if item.num_waiting else ""
         table.add_row(
@@ -111,7 +111,7 @@ def _show(view: inference_pb2.GetConversationResponse, as_json: bool) -> None:
     running = f", {view.running_request_id} running, {view.num_waiting} waiting" if view.running_request_id else ""
     print(
         f"{view.conversation_id}: {view.num_tokens} tokens, {view.num_turns} turns{running}; "
-        f"kept at epoch {view.epoch}: {retained or 'nothing'}"
+        f"retained at epoch {view.epoch}: {retained or 'nothing'}"
     )
 
 

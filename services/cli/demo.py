@@ -101,7 +101,9 @@ def _report(
 ) -> int:
     console.print(_table(turns))
     for verdict in verdicts:
-        outcome = "equal, token for token" if verdict.is_equal else f"DIFFERENT: transformers says {verdict.expected}"
+        outcome = (
+            "equal, token for token" if verdict.is_equal else f"DIFFERENT: transformers answers {verdict.expected}"
+        )
         console.print(f"turn {verdict.title}: {outcome} (smallest lead {verdict.smallest_lead:.2g} logits)")
     console.print(FOLLOW_UP_TOOK[turns[-1].answer["plan"]["algorithm"]])
     passed = all(verdict.is_equal for verdict in verdicts)

@@ -111,7 +111,6 @@ def ring_table(plan: inference_pb2.Plan) -> Table:
     """Return a table with a line for each ring, the quickest first; * marks the chosen one."""
     headers = ("", "ring", "cp", "tp", "predicted", "queue", "moving KV", "prefill", "hand-off", "stall")
     table = simple_table(*headers, left_aligned=headers[:2])
-    )
     for each in sorted(plan.ring_alternatives, key=lambda each: each.total_seconds):
         parts = (each.queue_seconds, each.move_seconds, each.prefill_seconds, each.handoff_seconds, each.stall_seconds)
         table.add_row(

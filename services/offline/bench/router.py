@@ -111,15 +111,15 @@ class InstantRing:
 
     def __init__(self, registration: RingRegistration) -> None:
         self.registration = registration
-        self._kept: dict[str, int] = {}
+        self._retained: dict[str, int] = {}
 
     async def reserve(self, request: Reserve) -> Reservation:
-        kept = min(request.match_tokens, self._kept.get(request.kv_id, 0))
+        retained = min(request.match_tokens, self._retained.get(request.kv_id, 0))
         ranks = self.registration.num_ranks
         return Reservation(
             incarnation=INCARNATION,
-            retained_tokens=kept,
-            shards=_shards(kept, request.num_tokens - kept, ranks),
+            retained_tokens=retained,
+            shards=_shards(retained, request.num_tokens - retained, ranks),
             kv_endpoints=(),
         )
 
@@ -131,9 +131,9 @@ class InstantRing:
 
     async def settle(self, kv_id: str, turn_id: str, retain_tokens: int) -> None:
         if retain_tokens:
-            self._kept[kv_id] = retain_tokens
+            self._retained[kv_id] = retain_tokens
         else:
-            self._kept.pop(kv_id, None)
+            self._retained.pop(kv_id, None)
 
     async def abort_turn(self, turn_id: str, error: RingserveError) -> None:
         """Ignore the request: no turn of this ring runs."""
@@ -154,7 +154,7 @@ class InstantRing:
         raise AssertionError("no conversation of this bench is forked")
 
     async def get_retained(self, kv_ids: Sequence[str]) -> RetainedKv:
-        return RetainedKv(incarnation=INCARNATION, num_tokens=tuple(self._kept.get(name, 0) for name in kv_ids))
+        return RetainedKv(incarnation=INCARNATION, num_tokens=tuple(self._retained.get(name, 0) for name in kv_ids))
 
     async def drain(self, seconds: float) -> None:
         raise AssertionError("no ring of this bench is drained")
@@ -209,7 +209,7 @@ def measure_router(model: ModelInfo, load: RouterLoad, tell: Callable[[str], Non
         num_pauses=len(pauses.seconds),
         longest_pause=1e3 * max(pauses.seconds, default=0.0),
         pauses_share=sum(pauses.seconds) / bench.whole_seconds,
-        kept_share=bench.num_kept / max(1, bench.num_follow_ups),
+        kept_share=bench.num_on_same_rings / max(1, bench.num_follow_ups),
         direct_share=bench.num_direct / max(1, bench.num_follow_ups),
         rings_used=len(bench.rings_used),
         bytes_per_conversation=num_bytes / count,
@@ -259,10 +259,10 @@ class _Bench:
         self.whole_seconds = 0.0
         self.placement_seconds: list[float] = []
         self.rings_used: set[str] = set()
-        self.num_kept = self.num_direct = self.num_follow_ups = 0
+        self.num_on_same_rings = self.num_direct = self.num_follow_ups = 0
         self._where.clear()
         for ring in self._peers.rings.values():
-            ring._kept.clear()
+            ring._retained.clear()
 
     def _registration(self, number: int) -> RingRegistration:
         def about(value: float) -> float:
@@ -335,7 +335,7 @@ class _Bench:
         where = before[0] if is_direct else plan.prefill_ring, plan.decode_ring
         if turn:
             self.num_follow_ups += 1
-            self.num_kept += where == before
+            self.num_on_same_rings += where == before
             self.num_direct += is_direct
         self._where[name] = where
         ring = self._peers.leader("decode", begun.decode_endpoint)

@@ -27,7 +27,7 @@ from cp_core.cost.selector import (
 )
 from cp_core.errors import ConfigError, InvalidRequest
 
-TABLE_4 = Path(__file__).parents[2] / "data" / "prefill_pass_kv_vs_pass_q.csv"
+TABLE_4 = Path(__file__).parents[3] / "services/offline/planning/published/prefill_pass_kv_vs_pass_q.csv"
 
 
 @dataclass(frozen=True)

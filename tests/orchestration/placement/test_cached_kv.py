@@ -18,12 +18,13 @@ from orchestration.placement.cached_kv import (
     choose_source,
 )
 from orchestration.placement.planner import Planner, PlannerSettings, PromptOnRings
-from orchestration.protocol.turns import CachedSource, PromptMode, RingRegistration, TurnPlan
+from orchestration.protocol.turns import CachedSource, PromptMode, TurnPlan
 from tests.orchestration.fake_ranks import MODEL
+from tests.rings import CPU_RATES as RATES
+from tests.rings import registration
 
 RETAINED = CachedSource(source="kept_on_prefill", tokens=TokenRange(0, 60))
 PULLED = CachedSource(source="pulled_from_decode", tokens=TokenRange(60, 90))
-RATES = RingRates(gemm_flops=1e9, attention_flops=1e9, link_bytes_per_second=1e8, link_latency_seconds=1e-3)
 
 
 def chosen(policy: str, pull: float, recompute: float, on_prefill: int = 60, on_decode: int = 90) -> CachedKv:
@@ -100,29 +101,16 @@ def test_a_ring_that_the_conversation_leaves_is_named() -> None:
 def test_what_is_pulled_comes_from_the_ring_that_keeps_most_of_equals_the_turns_own(
     on_decode: int, kept: list[int], source: str, ring: str
 ) -> None:
-    left = [RetainedPrefix(registration(RATES, f"other-{number}"), count) for number, count in enumerate(kept)]
-    prompt = PromptOnRings(4096, 60, on_decode, registration(RATES), registration(RATES), left)
+    left = [RetainedPrefix(registration(name=f"other-{number}"), count) for number, count in enumerate(kept)]
+    prompt = PromptOnRings(4096, 60, on_decode, registration(), registration(), left)
     plan = Planner(MODEL, PlannerSettings(missing_kv=PULL)).plan(prompt, mode=PromptMode.APPEND)
     last = plan.cached_sources[-1]
     assert (last.source, last.ring) == (source, ring)
     assert plan.cached_tokens == last.tokens.stop == max([on_decode, *kept])
 
 
-def registration(rates: RingRates, name: str = "ring", num_ranks: int = 2) -> RingRegistration:
-    return RingRegistration(
-        role="prefill",
-        name=name,
-        endpoint="host:1",
-        incarnation="ring-1",
-        num_ranks=num_ranks,
-        rates=rates,
-        capacity_tokens=1 << 20,
-        chunk_tokens=1 << 20,
-    )
-
-
 def planned(on_prefill: int, on_decode: int, rates: RingRates, num_ranks: int = 2) -> TurnPlan:
-    ring = registration(rates, num_ranks=num_ranks)
+    ring = registration(rates=rates, num_ranks=num_ranks)
     return Planner(MODEL, PlannerSettings()).plan(
         PromptOnRings(
             num_tokens=4096, retained_on_prefill=on_prefill, retained_on_decode=on_decode, prefill=ring, decode=ring

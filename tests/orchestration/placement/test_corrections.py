@@ -13,22 +13,14 @@ from cp_core.cost.model import RingRates
 from cp_core.layout.shards import TokenRange
 from orchestration.placement.corrections import LEAST, LIKE, WINDOW, RingCorrections
 from orchestration.placement.planner import Planner, PlannerSettings, PromptOnRings
-from orchestration.protocol.turns import PlannedChunk, PrefillReport, PromptMode, RingRegistration, TurnPlan
+from orchestration.protocol.turns import PlannedChunk, PrefillReport, PromptMode, TurnPlan
 from orchestration.protocol.views import Correction
 from tests.orchestration.fake_ranks import MODEL
+from tests.rings import registration
 from workers.protocol.prefill_steps import RING_ALGORITHMS, Algorithm
 
 KV, Q = Algorithm.PASS_KV, Algorithm.PASS_Q
-RING = RingRegistration(
-    role="prefill",
-    name="ring",
-    endpoint="host:1",
-    incarnation="first",
-    num_ranks=2,
-    rates=RingRates(gemm_flops=1e9, attention_flops=1e9, link_bytes_per_second=1e8, link_latency_seconds=1e-3),
-    capacity_tokens=1 << 20,
-    chunk_tokens=512,
-)
+RING = registration(chunk_tokens=512)
 OTHER = replace(RING, name="other")
 WORK = 100.0
 """Like that of turns of 64 to 256 work units."""

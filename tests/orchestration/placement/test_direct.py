@@ -14,7 +14,9 @@ from orchestration.placement.planner import Planner, PlannerSettings, PromptOnRi
 from orchestration.placement.registry import RegisteredRing
 from orchestration.placement.wanted_turn import WantedTurn
 from orchestration.protocol.turns import PlannedChunk, PrefillReport, PromptMode, TurnPlan
-from tests.orchestration.placement.test_placer import MODEL, RATES, SLOW_LINKS, Cluster, at
+from tests.orchestration.placement.test_placer import SLOW_LINKS, Cluster, at
+from tests.rings import GPU_RATES as RATES
+from tests.rings import LLAMA_8B as MODEL
 from workers.protocol.prefill_steps import Algorithm
 
 HISTORY = 50_000

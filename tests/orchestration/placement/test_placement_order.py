@@ -19,7 +19,9 @@ from orchestration.placement.registry import LoadShare, RegisteredRing, RingRegi
 from orchestration.placement.wanted_turn import WantedTurn
 from orchestration.protocol.turns import RingRegistration
 from tests.orchestration.placement.exhaustive_placement import ExhaustivePlacer
-from tests.orchestration.placement.test_placer import MODEL, RATES, SLOW_LINKS
+from tests.orchestration.placement.test_placer import SLOW_LINKS
+from tests.rings import GPU_RATES as RATES
+from tests.rings import LLAMA_8B as MODEL
 
 RETAINED = 0.9
 """Of a conversation's tokens, where it has been: the rest was evicted."""

@@ -17,28 +17,13 @@ from orchestration.placement.placer import LEAVE_SECONDS, MAX_ALTERNATIVES, TIE,
 from orchestration.placement.planner import Planner, PlannerSettings
 from orchestration.placement.registry import RegisteredRing, RingRegistry
 from orchestration.placement.wanted_turn import Choice, WantedTurn
-from orchestration.protocol.turns import PlannedChunk, PrefillReport, RingRegistration
+from orchestration.protocol.turns import PlannedChunk, PrefillReport
+from tests.rings import GPU_RATES as RATES
+from tests.rings import LLAMA_8B as MODEL
+from tests.rings import registration
 from workers.protocol.prefill_steps import Algorithm
-from workers.protocol.ranks import ModelInfo
 
-RATES = RingRates(gemm_flops=4e14, attention_flops=3e14, link_bytes_per_second=2e10, link_latency_seconds=2e-5)
 SLOW_LINKS = replace(RATES, link_bytes_per_second=1e9, link_latency_seconds=5e-3)
-MODEL = ModelInfo(
-    name="llama",
-    model_type="llama",
-    dtype="bfloat16",
-    num_layers=32,
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    vocab_size=128256,
-    max_positions=1 << 20,
-    num_parameters=0,
-    element_bytes=2,
-    eos_token_ids=(),
-)
 
 
 class Cluster:
@@ -50,17 +35,8 @@ class Cluster:
         self.placer = RingPlacer(self.rings, self.planner)
 
     def add(self, role: str, name: str, num_ranks: int = 2, **changes: object) -> RegisteredRing:
-        registration = RingRegistration(
-            role=role,
-            name=name,
-            endpoint=f"{name}:1",
-            incarnation="first",
-            num_ranks=num_ranks,
-            rates=RATES,
-            capacity_tokens=2_000_000,
-            chunk_tokens=65_536,
-        )
-        self.rings.register(replace(registration, **changes))  # type: ignore[arg-type]
+        fields = {"num_ranks": num_ranks, "rates": RATES, "capacity_tokens": 2_000_000, "chunk_tokens": 65_536}
+        self.rings.register(registration(role, name, **(fields | changes)))
         ring = self.rings.named(role, name)
         assert ring is not None
         return ring

@@ -11,8 +11,9 @@ from cp_core.cost.model import RingRates
 from cp_core.cost.profile import read_profile
 from cp_core.errors import ConfigError
 from orchestration.placement.planner import Planner, PlannerSettings, PromptOnRings
-from orchestration.protocol.turns import PromptMode, RingRegistration, TurnPlan
+from orchestration.protocol.turns import PromptMode, TurnPlan
 from tests.orchestration.fake_ranks import MODEL
+from tests.rings import registration
 from workers.protocol.prefill_steps import RING_ALGORITHMS
 
 # Links so fast that what is left is computing.
@@ -21,17 +22,7 @@ RATES = RingRates(gemm_flops=1e9, attention_flops=1e9, link_bytes_per_second=1e1
 
 def planned(tp: int, rates: RingRates = RATES) -> TurnPlan:
     """A plan of 4096 new tokens for a ring of two ranks of `tp` processes."""
-    ring = RingRegistration(
-        role="prefill",
-        name="ring",
-        endpoint="host:1",
-        incarnation="ring-1",
-        num_ranks=2,
-        tp=tp,
-        rates=rates,
-        capacity_tokens=1 << 20,
-        chunk_tokens=1 << 20,
-    )
+    ring = registration(tp=tp, rates=rates)
     planner = Planner(replace(MODEL, num_heads=8, num_kv_heads=4), PlannerSettings())
     return planner.plan(
         PromptOnRings(num_tokens=4096, retained_on_prefill=0, retained_on_decode=0, prefill=ring, decode=ring),
@@ -62,17 +53,7 @@ def test_a_share_of_heads_that_cannot_be_is_refused() -> None:
 
 
 def test_a_long_prompt_is_planned_in_chunks_that_get_shorter_but_not_too_short() -> None:
-    ring = RingRegistration(
-        role="prefill",
-        name="ring",
-        endpoint="host:1",
-        incarnation="ring-1",
-        num_ranks=2,
-        rates=RATES,
-        capacity_tokens=1 << 20,
-        chunk_tokens=512,
-        min_chunk_tokens=100,
-    )
+    ring = registration(rates=RATES, chunk_tokens=512, min_chunk_tokens=100)
     plan = Planner(MODEL, PlannerSettings()).plan(
         PromptOnRings(num_tokens=4096, retained_on_prefill=100, retained_on_decode=40, prefill=ring, decode=ring),
         mode=PromptMode.NEW,
@@ -89,17 +70,7 @@ def test_a_long_prompt_is_planned_in_chunks_that_get_shorter_but_not_too_short()
 def test_a_profile_predicts_in_place_of_what_the_ring_measured(tp: int) -> None:
     profile = read_profile("gtt")
     model = replace(MODEL, num_heads=8, num_kv_heads=4)
-    ring = RingRegistration(
-        role="prefill",
-        name="ring",
-        endpoint="host:1",
-        incarnation="ring-1",
-        num_ranks=2,
-        tp=tp,
-        rates=RATES,
-        capacity_tokens=1 << 20,
-        chunk_tokens=1 << 20,
-    )
+    ring = registration(tp=tp, rates=RATES)
     plan = Planner(model, PlannerSettings(profile=profile)).plan(
         PromptOnRings(num_tokens=4096, retained_on_prefill=96, retained_on_decode=96, prefill=ring, decode=ring),
         mode=PromptMode.NEW,
@@ -110,16 +81,7 @@ def test_a_profile_predicts_in_place_of_what_the_ring_measured(tp: int) -> None:
 
 
 def test_a_turn_that_asks_for_an_algorithm_gets_it_in_every_chunk() -> None:
-    ring = RingRegistration(
-        role="prefill",
-        name="ring",
-        endpoint="host:1",
-        incarnation="ring-1",
-        num_ranks=2,
-        rates=RATES,
-        capacity_tokens=1 << 20,
-        chunk_tokens=512,
-    )
+    ring = registration(rates=RATES, chunk_tokens=512)
     for name in RING_ALGORITHMS:
         plan = Planner(MODEL, PlannerSettings(selector="pass_kv")).plan(
             PromptOnRings(num_tokens=4096, retained_on_prefill=0, retained_on_decode=0, prefill=ring, decode=ring),

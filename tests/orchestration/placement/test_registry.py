@@ -9,19 +9,11 @@ import pytest
 from cp_core.cost.model import RingRates
 from orchestration.placement.registry import RegisteredRing, RingRegistry
 from orchestration.protocol.turns import RingRegistration
+from tests.rings import registration as ring_registration
 
 
 def registration(name: str, incarnation: str = "first", role: str = "prefill") -> RingRegistration:
-    return RingRegistration(
-        role=role,
-        name=name,
-        endpoint=f"{name}:1",
-        incarnation=incarnation,
-        num_ranks=2,
-        rates=RingRates(gemm_flops=1, attention_flops=1, link_bytes_per_second=1, link_latency_seconds=1),
-        capacity_tokens=100,
-        chunk_tokens=10,
-    )
+    return ring_registration(role, name, incarnation=incarnation, capacity_tokens=100, chunk_tokens=10)
 
 
 class Time:

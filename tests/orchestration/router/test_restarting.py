@@ -20,6 +20,7 @@ from orchestration.protocol.turns import PromptMode, Reservation, Reserve, RingR
 from orchestration.protocol.views import RingStatus
 from orchestration.router.returns import RingReturns
 from tests.orchestration.service import Answer, Service
+from tests.rings import registration as ring_registration
 from tests.waiting import eventually
 from tests.workers.models import random_tokens
 from workers.rank.thread_ranks import ThreadRanks
@@ -67,16 +68,8 @@ class Restarting(Service):
 
 
 def registration(name: str, incarnation: str) -> RingRegistration:
-    return RingRegistration(
-        role=name.partition("-")[0],
-        name=name,
-        endpoint=name,
-        incarnation=incarnation,
-        num_ranks=2,
-        rates=RingRates(gemm_flops=0, attention_flops=0, link_bytes_per_second=0, link_latency_seconds=0),
-        capacity_tokens=100,
-        chunk_tokens=10,
-    )
+    role = name.partition("-")[0]
+    return ring_registration(role, name, endpoint=name, incarnation=incarnation, capacity_tokens=100, chunk_tokens=10)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""`ringserve plan` and `ringserve explain`, as they are typed."""
+"""`ringserve plan` and `ringserve explain` from the command line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ringserve simulate`, as it is typed."""
+"""`ringserve simulate` from the command line."""
 
 from __future__ import annotations
 

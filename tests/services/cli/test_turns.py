@@ -1,4 +1,4 @@
-"""What commands show of plans and of pools."""
+"""Plans and pools on the terminal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from services.client.results import MAPPER, Plan
 
 
 def complete(*rings: tuple[str, int, int, float]) -> inference_pb2.GenerateComplete:
-    """(name, ranks, processes a rank, queue seconds) of rings that prefill in 5 ms."""
+    """Make a turn with alternatives (name, ranks, processes a rank, queue seconds) that prefill in 5 ms."""
     alternatives = [
         inference_pb2.RingAlternative(
             ring=name,

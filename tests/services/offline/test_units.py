@@ -1,4 +1,4 @@
-"""Numbers as people write them."""
+"""Numbers on the command line."""
 
 from __future__ import annotations
 

@@ -38,12 +38,11 @@ from services.offline.bench.selection.rank import (
 from services.offline.bench.selection.results import RingResult, SelectionReport, judge, noise_loss, score_policies
 from services.offline.calibration.fitting import Calibration, calibrate, profile_from_rates
 from services.offline.calibration.measurement import Cell, Measurement
+from services.offline.terminal import Tell
 from workers.model.builtin import resolve_model_path
 from workers.model.info import read_model_info
 from workers.protocol.prefill_steps import RING_ALGORITHMS, Algorithm
 from workers.protocol.ranks import ModelInfo
-
-Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,4 +1,4 @@
-"""What the benches compute from what they measure."""
+"""Arithmetic of the benches."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The picture of a report."""
+"""Plot of a report."""
 
 from importlib import util
 from pathlib import Path

@@ -11,7 +11,7 @@ from services.offline.bench.rounds import Sample, timed
 
 
 class Breakable:
-    """Sends its rank round; fails or ends on demand."""
+    """Bench rank that fails or ends on demand."""
 
     def __init__(self, broken_rank: int, place: RankPlace) -> None:
         self._place = place
@@ -26,7 +26,7 @@ class Breakable:
         return timed(self._place.transport, lambda: None)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Release nothing."""
 
 
 def test_every_rank_answers_every_task_until_one_fails_in_words() -> None:

@@ -1,4 +1,4 @@
-"""`ringserve bench router`: a small load, and what is asked of it wrongly."""
+"""`ringserve bench router`: a small load, and wrong options."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from services.cli.main import main
 
 
-def test_it_counts_every_decision_and_says_what_a_conversation_takes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_counts_every_decision_and_sentence_what_a_conversation_takes(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--conversations", "30", "--rings", "8", "--turns", "3", "--tokens", "200"]
     assert main(["bench", "router", *sizes, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
@@ -19,7 +19,7 @@ def test_it_counts_every_decision_and_says_what_a_conversation_takes(capsys: pyt
     assert 0.0 < report["processor"]["p50"] <= report["processor"]["p99"] <= report["processor"]["most"]
     assert 0.0 <= report["pauses_share"] < 1.0
     assert (report["num_pauses"] > 0) == (report["longest_pause"] > 0.0)
-    assert report["kept_share"] == 1.0, "nothing waits anywhere, so no conversation leaves its KV"
+    assert report["kept_share"] == 1.0, "no ring has a queue, so no conversation leaves its KV"
     assert 0.0 <= report["direct_share"] <= 1.0
     assert report["bytes_per_conversation"] > report["token_bytes_per_conversation"] > 0.0
     assert report["is_met"] == (report["decision"]["p99"] < report["target_milliseconds"])
@@ -31,8 +31,10 @@ def test_the_table_tells_the_target(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("option", "value", "says"), [("--rings", "1", "--rings: 1 is out of range"), ("--turns", "0", "--turns: 0")]
+    ("option", "value", "sentence"), [("--rings", "1", "--rings: 1 is out of range"), ("--turns", "0", "--turns: 0")]
 )
-def test_sizes_out_of_range_are_refused(option: str, value: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sizes_out_of_range_are_refused(
+    option: str, value: str, sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["bench", "router", option, value]) == 1
-    assert says in capsys.readouterr().err
+    assert sentence in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Calibration finds what rings are from how long prefills take on them."""
+"""Calibration of rings from the durations of their prefills."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def calibrated(client: FakeClient, cells: list[Cell] | None = None, repeats: int
 
 @pytest.fixture(scope="module")
 def exact() -> Calibration:
-    """Of rings without noise."""
+    """Return a calibration of rings without noise."""
     return calibrated(FakeClient())
 
 

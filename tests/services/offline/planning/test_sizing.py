@@ -1,4 +1,4 @@
-"""What a ring would do, what does not fit it, and how many of them a traffic mix needs."""
+"""Forecasts of rings, refusals of what does not fit, and proposals for a traffic mix."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_tp_must_divide_the_kv_heads() -> None:
 
 
 def test_the_wait_is_that_of_a_simulated_queue() -> None:
-    """Random arrivals at 0.08/s, 4 s or 12 s of service: a first come first served queue of 200,000 turns."""
+    """Simulate a queue of 200,000 turns with random arrivals at 0.08/s and 4 s or 12 s of service."""
     draw = random.Random(7)
     clock = free_at = waited = 0.0
     for _ in range(200_000):

@@ -1,4 +1,4 @@
-"""Clock, kept KV, rings and traces of the simulator, each alone."""
+"""Clock, retained KV, rings and traces of the simulator, each alone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from orchestration.placement.prefill_work import StepLimits, WorkModel
 from orchestration.placement.registry import RegisteredRing
 from orchestration.prefill.scheduler import PrefillScheduler, ScheduledStep
 from orchestration.protocol.settings import PrefillScheduling
-from orchestration.protocol.turns import PlannedChunk, RingRegistration
+from orchestration.protocol.turns import PlannedChunk
 from services.offline.simulator.results import percentile
 from services.offline.simulator.rings import (
     Clock,
@@ -39,24 +39,12 @@ from services.offline.simulator.trace import (
     format_trace,
     read_trace,
 )
+from tests.rings import registration
 from workers.protocol.prefill_steps import Algorithm
-
-RATES = RingRates(gemm_flops=1e9, attention_flops=1e9, link_bytes_per_second=1e9, link_latency_seconds=0.0)
 
 
 def registered(role: str, capacity: int = 1000) -> RegisteredRing:
-    return RegisteredRing(
-        RingRegistration(
-            role=role,
-            name=f"{role}-0",
-            endpoint="",
-            incarnation="1",
-            num_ranks=1,
-            rates=RATES,
-            capacity_tokens=capacity,
-            chunk_tokens=1000,
-        )
-    )
+    return RegisteredRing(registration(role, f"{role}-0", num_ranks=1, capacity_tokens=capacity, chunk_tokens=1000))
 
 
 def test_events_happen_in_order_of_time_and_then_of_entry() -> None:
@@ -85,10 +73,10 @@ def test_the_least_recently_used_conversation_makes_room_and_pinned_ones_never_d
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 60), st.integers(0, 60), st.booleans()), max_size=60))
 def test_no_token_is_ever_counted_twice_or_lost(turns: list[tuple[int, int, int, bool]]) -> None:
     kv, pinned = RetainedKv(100), dict[int, int]()
-    for conversation, tokens, keep, ends in turns:
+    for conversation, tokens, retain, ends in turns:
         if conversation in pinned:
             if ends:
-                kv.unpin(conversation, min(keep, pinned.pop(conversation)))
+                kv.unpin(conversation, min(retain, pinned.pop(conversation)))
         elif kv.try_pin(conversation, tokens):
             pinned[conversation] = tokens
         else:
@@ -116,7 +104,7 @@ def arriving(ring: SimulatedPrefillRing, name: str, tokens: int, done: list[tupl
 
 
 def test_a_prefill_ring_takes_the_steps_of_the_prefill_scheduler() -> None:
-    """30 tokens in steps of 10; 5 that come meanwhile join a step of it where steps are shared, and wait where not."""
+    """Compute 30 tokens in steps of 10; 5 later ones join a step if steps are shared, and wait otherwise."""
     finished = {}
     for is_shared in (True, False):
         clock, done = Clock(), list[tuple[str, float]]()
@@ -143,7 +131,7 @@ def test_a_full_queue_says_when_to_ask_again() -> None:
 
 
 def test_a_decode_batch_slows_down_with_every_sequence_and_speeds_up_again() -> None:
-    """A step takes 1 s for each sequence: 4 tokens alone until 2 s, then both together at 2 s a step."""
+    """Run steps of 1 s a sequence: one alone until 2 s, then two together at 2 s a step."""
     clock, seen = Clock(), []
     ring = SimulatedDecodeRing(registered("decode"), clock, 2, lambda batch, _: float(batch))
 

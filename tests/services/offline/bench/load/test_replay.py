@@ -1,4 +1,4 @@
-"""A trace against a gateway that answers as the test says, and what it comes to."""
+"""Arrivals at random and from a file, their replay against a scripted gateway, and its summary."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ VOCABULARY = 40
 
 
 class Gateway:
-    """Refuses prompts of 13 tokens; holds the others until two are there, then answers two tokens and two at once."""
+    """Gateway that refuses prompts of 13 tokens and answers the others, two tokens at a time, once two have arrived."""
 
     def __init__(self) -> None:
         self.seen: list[inference_pb2.GenerateRequest] = []
@@ -78,17 +78,17 @@ def arrival(prompt_tokens: int, at: float = 0.0, kind: str = "short") -> Arrival
 
 
 async def test_requests_do_not_wait_for_each_other_and_failures_are_counted() -> None:
-    """The first is answered only when the second has come: a load that waited would never end."""
-    told: list[str] = []
+    """Hold the first request until the second arrives: a load that waited would never end."""
+    statuses: list[str] = []
     async with serving() as (gateway, target):
-        outcomes = await replay(target, [arrival(7), arrival(13, 0.01), arrival(9, 0.02)], 30.0, 1, told.append)
+        outcomes = await replay(target, [arrival(7), arrival(13, 0.01), arrival(9, 0.02)], 30.0, 1, statuses.append)
     assert [outcome.status for outcome in outcomes] == ["ok", "resource_exhausted", "ok"]
-    assert sorted(told) == ["ok", "ok", "resource_exhausted"]
+    assert sorted(statuses) == ["ok", "ok", "resource_exhausted"]
     assert [outcome.num_tokens for outcome in outcomes] == [4, 0, 4]
     assert [len(outcome.gaps) for outcome in outcomes] == [3, 0, 3]
     first = outcomes[0]
     assert first.ttft is not None
-    assert first.ttft >= 0.015, "it was held until the third was sent, 20 ms after it"
+    assert first.ttft >= 0.015, "the gateway held it until the third request, 20 ms later"
     assert (first.queue, outcomes[1].ttft) == (0.25, None)
     for request in gateway.seen:
         assert END not in request.tokenized.input_ids

@@ -1,4 +1,4 @@
-"""How links get their rate: commands as data, and what fails in one sentence."""
+"""Commands that give links their rate, and their failures in one sentence."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_rate_is_read_and_shown_as_tc_writes_it(text: str, bits: float) -> Non
 
 
 @pytest.mark.parametrize("text", ["", "50", "0mbit", "-1mbit", "1Gbit", "fast", "1 gbit"])
-def test_what_is_no_rate_is_refused_with_those_that_are(text: str) -> None:
+def test_a_bad_rate_is_refused_with_allowed_ones(text: str) -> None:
     with pytest.raises(ConfigError, match=f"--rates: {text!r} is no rate; allowed are those like 500kbit, 50mbit"):
         parse_rate(text)
 
@@ -41,7 +41,7 @@ def shaper_of(rate: str) -> dict[str, str]:
     return {rate_key: rate_text, burst_key: burst, queue_key: queue}
 
 
-def test_what_leaves_a_rank_is_shaped_with_a_burst_of_half_a_millisecond() -> None:
+def test_egress_of_a_rank_is_shaped_with_a_burst_of_half_a_millisecond() -> None:
     assert shaper_of("1gbit") == {"rate": "1000000000bit", "burst": "62500", "limit": "125000000"}
 
 
@@ -63,7 +63,7 @@ def test_each_ring_has_its_bridge_and_each_rank_its_cable_and_address() -> None:
     assert ("ip", "address", "add", "10.77.4.3/24", "dev", "eth0") in address_commands(4, 2)
 
 
-def test_a_command_that_fails_is_told_with_what_it_said() -> None:
+def test_a_failed_command_is_reported_with_its_output() -> None:
     with pytest.raises(Unavailable, match="`cat /no-such-file` failed: cat: /no-such-file: No such file"):
         run_all([("true",), ("cat", "/no-such-file"), ("never-run",)])
 
@@ -73,7 +73,7 @@ def test_a_program_that_is_not_there_is_named() -> None:
         run_all([("no-such-program",)])
 
 
-def test_a_missing_program_is_told_before_anything_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_program_is_reported_before_any_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "services.offline.bench.selection.links.shutil.which", lambda name: None if name == "tc" else name
     )
@@ -83,12 +83,12 @@ def test_a_missing_program_is_told_before_anything_is_tried(monkeypatch: pytest.
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever this machine has."""
+    """Pretend that all programs are installed."""
     monkeypatch.setattr("services.offline.bench.selection.links.shutil.which", lambda name: name)
 
 
 @pytest.mark.usefixtures("installed")
-def test_who_may_not_make_namespaces_is_told_who_may(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_namespaces_the_error_names_root(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(commands: object) -> None:
         raise Unavailable("`unshare` failed: Operation not permitted")
 

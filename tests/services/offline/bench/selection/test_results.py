@@ -1,4 +1,4 @@
-"""What ways to choose lose: the arithmetic."""
+"""Arithmetic of the losses of selection policies."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ CELLS = [
 ]
 
 
-def test_a_way_loses_what_its_choices_take_beyond_the_better_one_of_each_cell_by_medians() -> None:
+def test_a_policy_loses_the_excess_of_its_choices_over_the_better_algorithm_of_each_cell_by_medians() -> None:
     ways = {way.name: way for way in score_policies(CELLS, 2)}
     assert list(ways) == ["best of each cell", "auto", PASS_KV, PASS_Q]
     assert [way.seconds for way in ways.values()] == pytest.approx([6.0, 7.0, 9.0, 7.0])
@@ -58,16 +58,16 @@ def test_a_way_loses_what_its_choices_take_beyond_the_better_one_of_each_cell_by
     assert [[wrong.new_tokens for wrong in way.wrong] for way in ways.values()] == [[], [2], [2, 3], [1]]
 
 
-def test_noise_is_what_even_measuring_beforehand_would_lose() -> None:
+def test_noise_is_the_loss_of_a_choice_by_earlier_measurements() -> None:
     steady = [cell(1, [1.0, 1.0], [2.0, 2.0], PASS_KV)]
     assert noise_loss(steady, 2) == 0.0
-    # Of two rounds each says the opposite of the other: the choice is wrong in both.
+    # The two rounds contradict each other: the choice by either is wrong in the other.
     torn = [cell(1, [1.0, 3.0], [2.0, 2.0], PASS_KV)]
     assert noise_loss(torn, 2) == pytest.approx(((2.0 - 1.0) + (3.0 - 2.0)) / 3.0)
     assert noise_loss([cell(1, [1.0], [2.0], PASS_KV)], 2) is None
 
 
-def test_what_is_judged_is_not_what_was_fitted() -> None:
+def test_judged_cells_differ_from_fitted_ones() -> None:
     fitted = [Cell(cached_tokens=10, new_tokens=2)]
     assert len(judged_cells([1, 2], [0, 20], fitted)) == 4
     with pytest.raises(ConfigError, match="2 tokens after 10 are also of --fit-new and --fit-cached"):
@@ -75,7 +75,7 @@ def test_what_is_judged_is_not_what_was_fitted() -> None:
 
 
 def test_each_policy_chooses_by_the_fitted_profile_and_auto_also_by_the_rates_before() -> None:
-    """Links that are fast before and slow after: `auto` turns from pass-KV to pass-Q."""
+    """Fit links that are slower than probed: `auto` turns from pass-KV to pass-Q."""
     gtt = read_profile("gtt")
     gtt = replace(gtt, empirical=EmpiricalFit(alpha=0.0, beta=0.0, gamma=1.0))
     rates = replace(gtt.prefill, gemm_flops=1e9, attention_flops=1e9, link_latency_seconds=1e-6)

@@ -1,4 +1,4 @@
-"""Rings on slow links, measured and judged: with delayed messages everywhere, in namespaces where they may be made."""
+"""Selection bench of rings on slow links: with delayed messages, and in namespaces where the machine allows them."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ SLOW = parse_rate("8mbit")
 
 @dataclass(frozen=True, slots=True)
 class DelayedLinks(Loopback):
-    """Messages of processes on loopback take as long as on links of the rate."""
+    """Loopback whose messages take as long as on links of the rate."""
 
     def shape(self, transport: RingTransport, rate: LinkRate) -> RingTransport:
         return DelayedTransport(transport, 1e-4, rate.bytes_per_second)
 
 
 class Garbling(DelayedTransport):
-    """The partial results of pass-Q never arrive."""
+    """Transport that loses the partial results of pass-Q."""
 
     def all_to_all(self, send: Sequence[torch.Tensor], recv: Sequence[torch.Tensor]) -> Work:
         work = super().all_to_all(send, [torch.empty_like(each) for each in recv])
@@ -70,7 +70,7 @@ class GarblingLinks(Loopback):
 
 @pytest.fixture(scope="module")
 def settings() -> Iterator[SelectionSettings]:
-    """Of one layer: links rule, whatever else the machine does."""
+    """Return settings with a model of one layer, so that links dominate."""
     torch.manual_seed(0)
     with with_layers("builtin:tiny", 1) as model:
         yield SelectionSettings(
@@ -80,9 +80,9 @@ def settings() -> Iterator[SelectionSettings]:
 
 @pytest.fixture(scope="module")
 def report(settings: SelectionSettings) -> SelectionReport:
-    told: list[str] = []
-    report = measure_selection(settings, lambda num_ranks: DelayedLinks(), told.append)
-    assert len(told) == settings.num_measurements
+    names: list[str] = []
+    report = measure_selection(settings, lambda num_ranks: DelayedLinks(), names.append)
+    assert len(names) == settings.num_measurements
     return report
 
 
@@ -97,7 +97,7 @@ def test_on_slow_links_auto_takes_the_algorithm_that_sends_less(report: Selectio
     assert losses["auto"] == losses["best of each cell"] == 0.0
     assert losses["pass_kv"] > 1.0, "a prefix of 1500 tokens went through the link"
     assert losses["pass_q"] > 0.0
-    # A load on the machine makes a link slower, never faster.
+    # Load on the machine only slows a link.
     assert 0 < ring.measured.link_bytes_per_second < 1.05 * SLOW.bytes_per_second
 
 
@@ -106,7 +106,7 @@ def test_both_algorithms_gave_the_same_outputs(report: SelectionReport) -> None:
     assert any("the same logits and tokens" in line for line in closing_lines(report))
 
 
-def test_a_ring_whose_algorithms_disagree_is_told(settings: SelectionSettings) -> None:
+def test_a_ring_whose_algorithms_disagree_is_names(settings: SelectionSettings) -> None:
     garbled = measure_selection(replace(settings, rates=(parse_rate("1gbit"),)), lambda num_ranks: GarblingLinks())
     assert garbled.disagreements
     assert all("were sampled after the same prompt" in text for text in garbled.disagreements)
@@ -140,7 +140,7 @@ def test_the_report_is_a_table_json_and_a_picture(report: SelectionReport, tmp_p
 
 
 def why_no_namespaces() -> str:
-    """Empty where this machine lets us make them."""
+    """Return why this machine makes no namespaces, or an empty text."""
     try:
         isolation()
     except Unavailable as refusal:
@@ -149,39 +149,39 @@ def why_no_namespaces() -> str:
 
 
 def is_refused(settings: SelectionSettings) -> bool:
-    """Where nobody may make namespaces: by the sentence that says why, before anything is measured."""
-    why, told = why_no_namespaces(), list[str]()
+    """Return True if namespaces are refused, after checking the reason and that nothing was measured."""
+    why, names = why_no_namespaces(), list[str]()
     if not why:
         return False
     assert re.search("run it as root|is not installed; on Debian", why)
     with pytest.raises(Unavailable, match=re.escape(why)):
-        measured_in_namespaces(settings, told.append)
-    assert told == []
+        measured_in_namespaces(settings, names.append)
+    assert names == []
     return True
 
 
-def test_ranks_in_namespaces_meet_on_links_of_the_rate_or_who_may_make_them_is_told(
+def test_ranks_in_namespaces_meet_on_links_of_the_rate_or_the_refusal_names_root(
     settings: SelectionSettings,
 ) -> None:
     own_devices, own_children = sorted(os.listdir("/sys/class/net")), psutil.Process().children(recursive=True)
-    told: list[str] = []
+    names: list[str] = []
     if is_refused(settings):
         return
-    report = measured_in_namespaces(settings, told.append)
-    assert len(told) == settings.num_measurements
+    report = measured_in_namespaces(settings, names.append)
+    assert len(names) == settings.num_measurements
     assert report.disagreements == ()
     (ring,) = report.rings
     assert 0 < ring.measured.link_bytes_per_second < 1.05 * SLOW.bytes_per_second
     by_cell = {cell.cell: cell for cell in ring.cells}
     assert by_cell[LONG].best == "pass_q"
-    # What cannot be faster than the link: keys and values of half of all tokens, in one layer.
+    # Least bytes on the link: keys and values of half of all tokens, in one layer.
     sent = (LONG.cached_tokens + LONG.new_tokens) // 2 * 2 * 2 * 64 * 4
     assert min(by_cell[LONG].pass_kv) > 0.9 * sent / SLOW.bytes_per_second
     assert sorted(os.listdir("/sys/class/net")) == own_devices
     assert psutil.Process().children(recursive=True) == own_children
 
 
-def test_who_interrupts_or_is_refused_leaves_nothing_running(settings: SelectionSettings) -> None:
+def test_an_interrupted_or_refused_measurement_leaves_nothing_running(settings: SelectionSettings) -> None:
     own_children = psutil.Process().children(recursive=True)
     running: list[psutil.Process] = []
 
@@ -194,8 +194,8 @@ def test_who_interrupts_or_is_refused_leaves_nothing_running(settings: Selection
         return
     with pytest.raises(KeyboardInterrupt):
         measured_in_namespaces(settings, interrupt)
-    assert len(running) >= 3, "the hub and two ranks"
-    # They are the hub's children: nobody but the kernel tells when they are gone.
+    assert len(running) >= 3, "the measuring process and two ranks"
+    # They are children of the measuring process, so they are polled.
     _, alive = psutil.wait_procs(running, timeout=20)
     assert alive == []
 
