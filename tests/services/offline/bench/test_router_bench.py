@@ -9,7 +9,7 @@ import pytest
 from services.cli.main import main
 
 
-def test_it_counts_every_decision_and_sentence_what_a_conversation_takes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_counts_every_decision_and_the_memory_of_a_conversation(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--conversations", "30", "--rings", "8", "--turns", "3", "--tokens", "200"]
     assert main(["bench", "router", *sizes, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
