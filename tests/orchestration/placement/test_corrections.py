@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cp_core.cost.model import RingRates
 from cp_core.layout.shards import TokenRange
 from orchestration.placement.corrections import LEAST, LIKE, WINDOW, RingCorrections
 from orchestration.placement.planner import Planner, PlannerSettings, PromptOnRings

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cp_core.cost.model import RingRates
 from cp_core.errors import Unavailable
 from cp_core.layout.shards import TokenRange, spread
 from orchestration.placement.corrections import LEAST

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from cp_core.cost.model import RingRates
 from orchestration.placement.registry import RegisteredRing, RingRegistry
 from orchestration.protocol.turns import RingRegistration
 from tests.rings import registration as ring_registration

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from cp_core.cost.model import RingRates
 from cp_core.errors import Busy, CapacityExceeded, DeadlineExceeded, InvalidRequest, NotBegun, NotFound, TurnCancelled
 from orchestration.decode.leader import DecodeLeader
 from orchestration.placement.registry import RingRegistry

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cp_core.cost.model import RingRates
 from cp_core.errors import CapacityExceeded, ConfigError
 from cp_core.layout.shards import TokenRange
 from orchestration.placement.prefill_work import StepLimits, WorkModel
