@@ -1,1 +1,1 @@
-"""The control plane: router, conversations, placement, schedulers, ring leaders. Decides what; workers know how."""
+"""Control plane: router, conversations, placement, schedulers, ring leaders. It decides what; workers know how."""

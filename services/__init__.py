@@ -1,1 +1,1 @@
-"""The doors and the wiring: gateway, ring servers, router server, client, command line, configuration."""
+"""Servers and commands: gateway, ring and router servers, client, command line, configuration; offline studies."""

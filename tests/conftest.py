@@ -13,20 +13,20 @@ from tests.waiting import WatchedLoop
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--fuzz-count", type=int, default=1000, help="generated requests of tests/services/fuzz")
+    parser.addoption("--fuzz-count", type=int, default=1000, help="generated requests of tests/services/gateway/fuzz")
 
 
-# How long an example takes tells how busy the machine is. A commit passes or fails the same way each time; who looks
-# for more takes other examples in every run by --hypothesis-profile=explore.
+# The time of an example depends on the machine's load, so it has no deadline. Each run takes the same examples, so that
+# a commit always passes or fails alike; --hypothesis-profile=explore takes other examples in every run.
 settings.register_profile("explore", deadline=None, derandomize=False)
 settings.register_profile("any machine", deadline=None, derandomize=True)
 settings.load_profile("any machine")
 
 
 class ByFile(LoadScopeScheduling):  # type: ignore[misc]
-    """Tests of a file share what it made, and stay in one process. Those that share a cluster all stay in one.
+    """Scheduler that runs the tests of a file in one process, and all tests of a shared cluster in one.
 
-    `--dist loadgroup` would do, but for pytest 9.2, whose node ids xdist 3.8 adds no groups to.
+    `--dist loadgroup` does not work with pytest 9.2: xdist 3.8 does not change its node ids.
     """
 
     def __init__(self, config: pytest.Config, log: Producer) -> None:
@@ -54,9 +54,9 @@ def is_of_a_cluster(path: str) -> bool:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes longest begins first: at the end the processes are done at about the same time.
+    """Run the longest tests first, so that the processes finish at about the same time.
 
-    A cluster's first test waits for its start, on a machine that other tests keep busy.
+    A cluster's first test waits for its start, on a machine that other tests use.
     """
     items.sort(key=lambda item: not is_of_a_cluster(item.nodeid))
     for item in items:
@@ -65,7 +65,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    gc.freeze()  # what all the modules made stays: looking for garbage among it takes long, and pytest looks often
+    gc.freeze()  # objects of modules stay: a search for garbage among them is slow, and pytest searches often
 
 
 def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> Mapping[str, type[WatchedLoop]]:
@@ -74,11 +74,11 @@ def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> M
 
 @pytest.fixture(scope="session")
 def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    """One that our processes trust."""
+    """Make the authority that ringserve's processes trust."""
     return Authority.make(tmp_path_factory.mktemp("tls") / "ours")
 
 
 @pytest.fixture(scope="session")
 def stranger(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    """One that nobody trusts."""
+    """Make an authority that no process trusts."""
     return Authority.make(tmp_path_factory.mktemp("tls") / "theirs")
