@@ -1,1 +1,1 @@
-"""Who may do what: bearer tokens name tenants, and a tenant sees its own conversations only."""
+"""Authentication: tokens and certificates name tenants, and a tenant sees its own conversations only."""

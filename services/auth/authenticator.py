@@ -1,4 +1,4 @@
-"""Who calls, by the file of tenants."""
+"""Authentication of every call by the file of tenants, and the limits on a tenant's turns in this process."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from services.auth.tls import Certificate
 log = logging.getLogger(__name__)
 
 RELOAD_SECONDS = 1.0
-"""How soon a changed file counts."""
+"""Seconds after which a changed file is read."""
 SCHEME = "bearer "
 
 
 class TokenFile:
-    """The file of tenants, read again when it changes. A changed file that is wrong is logged and changes nothing."""
+    """File of tenants, read again when it changes. A changed file with an error is logged and changes nothing."""
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time, *, takes_certificates: bool = True) -> None:
-        """`clock` tells seconds since the epoch. Raises ConfigError.
+        """Read the file. `clock` tells seconds since the epoch. Raises ConfigError.
 
-        `takes_certificates`: whether the doors ask for certificates. A file that names some is refused where not.
+        `takes_certificates` tells that the endpoints ask for certificates; without it a file that names some is
+        refused.
         """
         self._path = path
         self._clock = clock
@@ -37,9 +38,9 @@ class TokenFile:
         self._looked_at = clock()
 
     def tenant_of(self, authorization: str | None, certificate: Certificate | None = None) -> Tenant:
-        """By the value of an Authorization header, by the client's certificate, or by both, which must agree.
+        """Return the tenant of an Authorization header, of a client's certificate, or of both, which must agree.
 
-        Raises Unauthenticated, which never quotes a token and never tells whose a certificate is.
+        Raises Unauthenticated, which never quotes a token and never tells which tenant a certificate belongs to.
         """
         self._look()
         shown = None if certificate is None else self._tenant_shown(certificate)
@@ -51,7 +52,7 @@ class TokenFile:
         return tenant
 
     def _tenant_shown(self, certificate: Certificate) -> Tenant | None:
-        """None for a certificate that names no tenant: it lets in, and a token says who it is."""
+        """Return the tenant that a certificate names, or None: the certificate admits, and a token names the tenant."""
         known = self._tenants.certificates
         found = {tenant.name: tenant for name in certificate.names if (tenant := known.get(name)) is not None}
         if len(found) > 1:
@@ -96,31 +97,36 @@ def _stamp(path: Path) -> tuple[int, int, int]:
 
 
 class Authenticator:
-    """Without a file of tokens everybody is the one tenant without a name. `limits` are those of this process."""
+    """Authentication at both endpoints of a gateway.
+
+    Without a file of tokens every caller is one tenant without a name.
+
+    `limits` are those of this process.
+    """
 
     def __init__(self, tokens: TokenFile | None = None) -> None:
         self._tokens = tokens
         self.limits = TenantLimits()
 
     def tenant_of(self, authorization: str | None, certificate: Certificate | None = None) -> Tenant:
-        """By the value of an Authorization header, or of the gRPC metadata of that name, or by what TLS has verified.
+        """Return the tenant of an Authorization header or gRPC metadata of that name, or of the client's certificate.
 
-        Raises Unauthenticated.
+        TLS has verified the certificate. Raises Unauthenticated.
         """
         return ANYBODY if self._tokens is None else self._tokens.tenant_of(authorization, certificate)
 
     def check_operator(self, tenant: Tenant) -> None:
-        """Raises Forbidden: the state of the whole service tells of other tenants."""
+        """Refuse a tenant that is no operator. Raises Forbidden: the state of the whole service shows other tenants."""
         if not tenant.is_operator:
             raise Forbidden(f"tenant {tenant.name!r} is no operator and may not ask for the state of the service")
 
 
 BUSY_RETRY_SECONDS = 1.0
-"""How soon one of a tenant's turns may have ended; nobody knows."""
+"""Seconds until a tenant's turn may have ended: a guess, as the gateway cannot predict it."""
 
 
 class TenantLimits:
-    """Turns by tenant. `clock` tells seconds."""
+    """Running turns and turns begun lately, by tenant. `clock` tells seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -129,7 +135,10 @@ class TenantLimits:
 
     @contextmanager
     def turns(self, tenant: Tenant, count: int = 1) -> Iterator[None]:
-        """Around so many turns that run together. Raises CapacityExceeded; InvalidRequest where it can never be."""
+        """Count turns that run together, as a context.
+
+        Raises CapacityExceeded, and InvalidRequest for what can never be.
+        """
         limit, running = tenant.max_concurrent_turns, self._running[tenant.name]
         if limit and running + count > limit:
             _check_possible(tenant, count, limit, "at a time")
@@ -147,7 +156,7 @@ class TenantLimits:
                 del self._running[tenant.name]
 
     def _take_allowance(self, tenant: Tenant, count: int) -> None:
-        """A bucket that fills evenly and holds what may begin in one minute."""
+        """Take from a bucket that fills evenly and holds the turns of one minute."""
         limit = tenant.max_turns_per_minute
         if not limit:
             return
@@ -163,7 +172,7 @@ class TenantLimits:
 
 
 def _check_possible(tenant: Tenant, count: int, limit: int, when: str) -> None:
-    """Waiting would not help. Raises InvalidRequest."""
+    """Refuse a count that no waiting makes possible. Raises InvalidRequest."""
     if count > limit:
         raise InvalidRequest(
             f"sampling_params.n: {count} answers are too many, tenant {tenant.name!r} may have {limit} {when}"

@@ -1,7 +1,7 @@
-"""The router as one tenant sees it. The router's ids are `tenant/id`: what is another's cannot even be named.
+"""Router as one tenant sees it. Ids at the router are `tenant/id`, so a tenant cannot name the ids of another.
 
-A tenant's name holds no slash, so that the first slash ends it and no two tenants' ids are ever the same. Without
-tenants ids are as the client gives them.
+A tenant's name holds no slash: the first slash ends it, and ids of two tenants never coincide. Without tenants, ids are
+as the client gives them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TError = TypeVar("TError", bound=RingserveError)
 
 
 class ScopedRouter:
-    """What doors may ask of the router for one tenant."""
+    """Router of one tenant, for the servers that clients call."""
 
     def __init__(self, router: RouterPort, tenant: Tenant) -> None:
         self._router = router
@@ -32,11 +32,11 @@ class ScopedRouter:
         self.kv_quota = KvQuota(tenant=tenant.name, max_tokens=limit) if limit else None
 
     def scoped(self, name: str) -> str:
-        """A client's id as the router knows it; no id stays none."""
+        """Return a client's id as the router knows it; an empty id stays empty."""
         return f"{self._prefix}{name}" if name else ""
 
     def shown(self, error: TError) -> TError:
-        """An error with ids as the client gave them."""
+        """Return an error with its ids as the client gave them."""
         if self._prefix and error.args:
             message = str(error.args[0])
             for quote in ("'", '"'):
@@ -49,13 +49,13 @@ class ScopedRouter:
         return name.removeprefix(self._prefix)
 
     async def begin_turn(self, request: TurnRequest) -> BegunTurn:
-        """Begin a turn whose ids are scoped and whose quota is the tenant's: `RequestReader` makes such."""
+        """Begin a turn from `RequestReader`, whose ids and quota are already the tenant's."""
         assert request.request_id.startswith(self._prefix), "the request is another tenant's"
         return await self._shown(self._router.begin_turn(request))
 
     async def abort_requests(self, request_ids: Sequence[str]) -> tuple[list[str], list[str]]:
-        """(aborted, unknown); another tenant's are unknown."""
-        # '' is no request of anybody's; asked for as it is, it stays unknown.
+        """Abort requests and return (aborted, unknown) ids; those of another tenant are unknown."""
+        # '' names no request; passed on as it is, it stays unknown.
         answer = await self._shown(self._router.abort_requests([self.scoped(name) for name in request_ids]))
         aborted, unknown = ([self.unscoped(name) for name in names] for names in answer)
         return aborted, unknown
@@ -64,7 +64,7 @@ class ScopedRouter:
         return self._own(await self._shown(self._router.get_conversation(self.scoped(conversation_id))))
 
     async def list_conversations(self, prefix: str, after: str, limit: int) -> ConversationList:
-        """The tenant's own only: the router is asked for ids that begin with its name."""
+        """List the tenant's own conversations: the router is asked for ids that begin with its name."""
         listing = self._router.list_conversations(f"{self._prefix}{prefix}", self.scoped(after), limit)
         page = await self._shown(listing)
         return replace(
@@ -81,11 +81,11 @@ class ScopedRouter:
         await self._shown(self._router.delete_conversation(self.scoped(conversation_id)))
 
     async def get_server_info(self) -> ServerView:
-        """Of the whole service; who may ask is the door's to decide."""
+        """Return the state of the whole service; the server decides who may ask."""
         return await self._shown(self._router.get_server_info())
 
     def _own(self, view: TView) -> TView:
-        """With ids as the client gave them."""
+        """Return a view with its ids as the client gave them."""
         return replace(
             view,
             conversation_id=self.unscoped(view.conversation_id),

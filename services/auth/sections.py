@@ -1,4 +1,7 @@
-"""The sections of the configuration that guard doors. Paths of secrets, never secrets."""
+"""Sections of the configuration about TLS and tokens, and the rule which addresses need them.
+
+Paths of secrets, never secrets.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,10 @@ SECRET_FILES = {"tls": ("cert", "key", "client_ca"), "internal_tls": ("cert", "k
 
 @dataclass(frozen=True, kw_only=True)
 class TlsConfig:
-    """TLS of the gateway's doors, gRPC and HTTP: PEM files. With `client_ca` clients must show a certificate of its."""
+    """TLS of the gateway's endpoints, gRPC and HTTP, from PEM files.
+
+    With `client_ca` clients must show a certificate that it signed.
+    """
 
     cert: str = ""
     key: str = ""
@@ -26,16 +32,17 @@ class TlsConfig:
 
     @property
     def files(self) -> ServerTls | None:
-        """None where the doors are plain."""
+        """Files of TLS, or None for plain endpoints."""
         return ServerTls(cert=self.cert, key=self.key, client_ca=self.client_ca) if self.cert else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class InternalTlsConfig:
-    """Mutual TLS between gateway, router, leaders and ranks: each shows `cert` and takes only what `ca` signed.
+    """Mutual TLS between gateway, router, leaders and ranks.
 
-    `server_name` is the name in that certificate, where it is not the host that is called. `insecure` lets them listen
-    beyond loopback without it. `allow_plain_ring` lets rings go by NCCL, which does not encrypt, all the same.
+    Each shows `cert` and accepts only certificates that `ca` signed. `server_name` is the name in that certificate,
+    where it differs from the host that is called. `insecure` allows listening beyond loopback without TLS.
+    `allow_plain_ring` allows NCCL, which does not encrypt, inside rings.
     """
 
     cert: str = ""
@@ -47,20 +54,23 @@ class InternalTlsConfig:
 
     @property
     def files(self) -> PeerTls | None:
-        """None where our processes talk plainly."""
+        """Files of mutual TLS, or None where our processes connect without TLS."""
         name = self.server_name
         return PeerTls(cert=self.cert, key=self.key, ca=self.ca, server_name=name) if self.cert else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class AuthConfig:
-    """`tokens` is the file that says which bearer tokens and certificates are whose; empty: everybody may call."""
+    """Authentication of clients.
+
+    `tokens` is the file of tenants with their tokens and certificates; empty admits every caller.
+    """
 
     tokens: str = ""
 
 
 def absolute_paths(section: str, part: Mapping[str, Any]) -> dict[str, Any]:
-    """A section with its paths of secrets made absolute: other processes, which may run elsewhere, read them."""
+    """Make the paths of secrets in a section absolute: other processes, which may run elsewhere, read them."""
     paths = SECRET_FILES.get(section, ())
     return {
         key: str(Path(value).expanduser().absolute()) if key in paths and isinstance(value, str) and value else value
@@ -69,7 +79,10 @@ def absolute_paths(section: str, part: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_sections(tls: TlsConfig, internal: InternalTlsConfig, router: str, ray_address: str) -> None:
-    """Raises ConfigError where one file lacks those that belong to it, or strangers would reach our own processes."""
+    """Check that files which belong together are given together, and that strangers reach no process of ours.
+
+    Raises ConfigError.
+    """
     if bool(tls.cert) != bool(tls.key):
         raise ConfigError("tls.cert: belongs together with tls.key; give both or neither")
     if tls.client_ca and not tls.cert:
@@ -80,7 +93,7 @@ def check_sections(tls: TlsConfig, internal: InternalTlsConfig, router: str, ray
 
 
 def check_ring(backend: str, internal: InternalTlsConfig, num_ranks: int) -> None:
-    """Raises ConfigError where ranks of a ring would talk plainly though all else inside is encrypted."""
+    """Refuse a plain transport between ranks while other connections inside are encrypted. Raises ConfigError."""
     if internal.cert and backend != "sockets" and num_ranks > 1 and not internal.allow_plain_ring:
         raise ConfigError(
             f"model.ring_transport: {backend} does not encrypt what the ranks of a ring send each other, and "
@@ -89,7 +102,7 @@ def check_ring(backend: str, internal: InternalTlsConfig, num_ranks: int) -> Non
 
 
 def check_files(tls: TlsConfig, internal: InternalTlsConfig, auth: AuthConfig) -> None:
-    """Say that a file of keys or tokens cannot be used now, and not after half a minute. Raises ConfigError."""
+    """Check files of keys and tokens now instead of half a minute into the start. Raises ConfigError."""
     if tls.files is not None:
         tls.files.http_context()
     if internal.files is not None:
@@ -101,13 +114,16 @@ def check_files(tls: TlsConfig, internal: InternalTlsConfig, auth: AuthConfig) -
 def check_public_endpoints(
     endpoints: Mapping[str, str], tls: TlsConfig, auth: AuthConfig, *, is_insecure: bool
 ) -> None:
-    """Doors by key are HOST:PORT. Raises ConfigError for one that strangers would reach."""
+    """Refuse an endpoint that strangers would reach.
+
+    `endpoints` maps configuration keys to HOST:PORT. Raises ConfigError.
+    """
     for key, address in endpoints.items():
         check_exposure(key, address, has_tls=bool(tls.cert), has_tokens=bool(auth.tokens), is_insecure=is_insecure)
 
 
 def is_loopback(address: str) -> bool:
-    """Whether HOST:PORT is reached from this machine only. A name is not looked up: it may change."""
+    """Return whether HOST:PORT is reached from this machine only. A name is not looked up: it may change."""
     host = address.rpartition(":")[0].strip("[]")
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -116,7 +132,7 @@ def is_loopback(address: str) -> bool:
 
 
 def check_exposure(key: str, address: str, *, has_tls: bool, has_tokens: bool, is_insecure: bool) -> None:
-    """Raises ConfigError for a door that strangers would reach."""
+    """Refuse an endpoint that strangers would reach. Raises ConfigError."""
     if is_insecure or not address or is_loopback(address) or (has_tls and has_tokens):
         return
     lacking = " and ".join(
@@ -129,9 +145,9 @@ def check_exposure(key: str, address: str, *, has_tls: bool, has_tokens: bool, i
 
 
 def check_inside(router: str, ray_address: str, *, has_tls: bool, is_insecure: bool) -> None:
-    """The doors between our own processes: the router's, and on a Ray cluster those of leaders and ranks.
+    """Refuse endpoints between our own processes that strangers would reach. Raises ConfigError.
 
-    Raises ConfigError where strangers would reach them.
+    These are the router's, and on a Ray cluster those of leaders and ranks.
     """
     if has_tls or is_insecure:
         return

@@ -1,4 +1,4 @@
-"""Tenants, and the file that says what is whose: tokens, by hashes with which nobody can call, and certificates.
+"""Tenants, and the file that lists their tokens, as hashes that are no use to a caller, and their certificates.
 
 ```yaml
 tenants:
@@ -33,17 +33,20 @@ from cp_core.errors import ConfigError
 from services.auth.tls import KINDS, CertificateName, certificate_name
 
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
-"""A tenant's name ends before the first slash of an id that the router knows."""
+"""Names of tenants. A name ends before the first slash of an id at the router."""
 SHA256 = re.compile(r"[0-9a-f]{64}")
 TOKEN_PREFIX = "rs-"
 LIMITS = {"max_concurrent_turns": 1_000_000, "max_turns_per_minute": 1_000_000, "max_kv_tokens": 10**15}
-"""And the most that each may be."""
+"""Limits of a tenant, with the highest value of each."""
 MAX_CERTIFICATE_NAME = 512
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tenant:
-    """Who calls. 0 is no limit. Those of turns hold in each gateway process by itself, that of KV in the service."""
+    """Caller of the service.
+
+    0 is no limit. Limits on turns hold in each gateway process, that on KV in the whole service.
+    """
 
     name: str
     max_concurrent_turns: int = 0
@@ -53,12 +56,12 @@ class Tenant:
 
 
 ANYBODY = Tenant(name="", is_operator=True)
-"""Everybody, where no tokens are configured."""
+"""Tenant of every caller where no tokens are configured."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Grant:
-    """Of a token; `expires` in seconds since the epoch."""
+    """Tenant of a token. `expires` is in seconds since the epoch."""
 
     tenant: Tenant
     expires: float | None
@@ -66,24 +69,24 @@ class Grant:
 
 @dataclass(frozen=True, kw_only=True)
 class Tenants:
-    """What the file says: grants by the hash of their token, and tenants by a name of a certificate."""
+    """Content of the file: grants by the hash of their token, and tenants by the names of certificates."""
 
     grants: Mapping[str, Grant]
     certificates: Mapping[CertificateName, Tenant]
 
 
 def new_token() -> str:
-    """256 random bits; so many that a plain hash is safe to store."""
+    """Return a new token of 256 random bits: enough that a plain hash is safe to store."""
     return TOKEN_PREFIX + secrets.token_urlsafe(32)
 
 
 def hash_of(token: str) -> str:
-    """What the file of tokens holds."""
+    """Return the hash of a token, as the file of tenants holds it."""
     return hashlib.sha256(token.encode()).hexdigest()
 
 
 def read_tenants(path: Path, *, takes_certificates: bool) -> Tenants:
-    """Raises ConfigError naming the entry; nothing of a token's hash is shown."""
+    """Read the file of tenants. Raises ConfigError, which names the entry and shows nothing of a token's hash."""
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -102,7 +105,9 @@ def read_tenants(path: Path, *, takes_certificates: bool) -> Tenants:
             raise ConfigError(f"{name}.name: {tenant.name!r} is there twice")
         names.add(tenant.name)
         if "certificates" in entry and not takes_certificates:
-            raise ConfigError(f"{name}.certificates: nobody is asked for one; give tls.client_ca, which signed them")
+            raise ConfigError(
+                f"{name}.certificates: clients are not asked for certificates; give tls.client_ca, which signed them"
+            )
         for number, certificate in enumerate(_certificates(f"{name}.certificates", entry)):
             if certificate in certificates:
                 raise ConfigError(f"{name}.certificates[{number}].{certificate[0]}: is there twice")

@@ -1,4 +1,7 @@
-"""TLS of our doors and between our own processes, from PEM files."""
+"""TLS of servers and between our own processes, from PEM files, and the names in a client's certificate.
+
+TLS has verified a client's certificate against `tls.client_ca` before its names are read, at either endpoint.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +19,15 @@ CIPHERS_SINCE = ssl.TLSVersion.TLSv1_2
 
 @dataclass(frozen=True, kw_only=True)
 class ServerTls:
-    """A public door's: its certificate and key, and the authority of clients' certificates where they must have one."""
+    """TLS of a public endpoint: certificate, key, and the authority of clients' certificates if it asks for them."""
 
     cert: str
     key: str
     client_ca: str = ""
 
     def grpc_credentials(self) -> grpc.ServerCredentials:
-        """Raises ConfigError for files that cannot be used."""
-        self.http_context()  # gRPC takes whatever it is given, and then answers nobody
+        """Load the files. Raises ConfigError for files that cannot be used."""
+        self.http_context()  # gRPC accepts any files, and then answers no client
         return grpc.ssl_server_credentials(
             [(read("tls.key", self.key), read("tls.cert", self.cert))],
             read("tls.client_ca", self.client_ca) if self.client_ca else None,
@@ -32,7 +35,7 @@ class ServerTls:
         )
 
     def http_context(self) -> ssl.SSLContext:
-        """Raises ConfigError for files that cannot be used."""
+        """Load the files. Raises ConfigError for files that cannot be used."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = CIPHERS_SINCE
         context.set_alpn_protocols(["http/1.1"])
@@ -43,7 +46,7 @@ class ServerTls:
 
 
 def peer_server(tls: PeerTls | None) -> grpc.ServerCredentials | None:
-    """Of a server for our own processes; None where they talk plainly. Raises ConfigError."""
+    """Return the credentials of a server for our own processes, or None without TLS. Raises ConfigError."""
     if tls is None:
         return None
     key, cert, authority = _files(tls)
@@ -51,7 +54,7 @@ def peer_server(tls: PeerTls | None) -> grpc.ServerCredentials | None:
 
 
 def peer_channel(tls: PeerTls | None) -> tuple[grpc.ChannelCredentials | None, tuple[tuple[str, str], ...]]:
-    """Credentials and options of a channel between our own processes; None where they talk plainly.
+    """Return credentials and options of a channel between our own processes; None without TLS.
 
     Raises ConfigError.
     """
@@ -70,10 +73,10 @@ def _files(tls: PeerTls) -> tuple[bytes, bytes, bytes]:
 
 
 KINDS = ("common_name", "dns", "uri")
-"""Names that may stand for a tenant: the subject's common name, and subject alternative names of two types."""
+"""Kinds of names that may stand for a tenant: the subject's common name, and two of its alternative names."""
 
 CertificateName = tuple[str, str]
-"""(one of KINDS, the name); DNS names in lower case."""
+"""Pair of one of KINDS and the name; DNS names are in lower case."""
 
 _GRPC_KEYS = {"x509_common_name": "common_name", "peer_dns": "dns", "peer_uri": "uri"}
 _ALTERNATIVE_TYPES = {"DNS": "dns", "URI": "uri"}
@@ -81,7 +84,7 @@ _ALTERNATIVE_TYPES = {"DNS": "dns", "URI": "uri"}
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """The names that a certificate proves. Types are kept apart: a DNS name is never taken for a common name."""
+    """Names that a certificate proves. Kinds are kept apart: a DNS name is never taken for a common name."""
 
     names: frozenset[CertificateName]
 
@@ -95,7 +98,7 @@ def certificate_name(kind: str, name: str) -> CertificateName:
 
 
 def of_grpc(auth_context: Mapping[str, Iterable[bytes]]) -> Certificate | None:
-    """Of a call's `auth_context`; None where the client showed no certificate."""
+    """Return the certificate of a call's `auth_context`, or None where the client showed none."""
     if "x509_pem_cert" not in auth_context:
         return None
     return Certificate.of(
@@ -106,7 +109,7 @@ def of_grpc(auth_context: Mapping[str, Iterable[bytes]]) -> Certificate | None:
 
 
 def of_ssl(connection: ssl.SSLObject | None) -> Certificate | None:
-    """Of a TLS connection; None where there is none, or the client showed no certificate."""
+    """Return the certificate of a TLS connection, or None without TLS or certificate."""
     shown = connection.getpeercert() if connection is not None else None
     if not shown:
         return None
@@ -114,5 +117,5 @@ def of_ssl(connection: ssl.SSLObject | None) -> Certificate | None:
     alternatives: Any = shown.get("subjectAltName", ())
     common = [value for part in subject for key, value in part if key == "commonName"]
     found = [(_ALTERNATIVE_TYPES[kind], value) for kind, value in alternatives if kind in _ALTERNATIVE_TYPES]
-    # gRPC tells the first common name only: a certificate must not say more at one door than at the other.
+    # gRPC tells the first common name only: a certificate proves the same at both endpoints.
     return Certificate.of([*(("common_name", value) for value in common[:1]), *found])

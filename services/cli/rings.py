@@ -19,8 +19,8 @@ DRAIN = """example:
   ringserve drain prefill-1 --seconds 60 --target 10.0.0.5:6380 --config cluster.yaml
   ringserve drain --node 10.0.0.7
 
-The ring takes no new turns, ends those that run, gives what it keeps of conversations to other rings of its role, those
-used last first, and leaves; 'ringserve undrain' brings it back.
+The ring takes no new turns, ends those that run, moves the retained KV of conversations to other rings of its role,
+latest used first, and leaves; 'ringserve undrain' brings it back.
 With --node every ring with a rank on that node leaves, and is started again when the node is gone.
 """
 UNDRAIN = """example:
@@ -89,7 +89,7 @@ def _moves(drain: DrainView | None) -> dict[str, int]:
 
 
 def _moves_told(drain: DrainView | None) -> str:
-    """What became of the conversations that the ring kept; later turns compute again what was not moved."""
+    """Say how many conversations of the ring were moved; later turns compute the others again."""
     if drain is None:
         return ""
     stayed = [
@@ -126,7 +126,7 @@ def _restart(options: argparse.Namespace, ring: str) -> Awaitable[None]:
 
 
 def _access(options: argparse.Namespace) -> RouterAccess:
-    """Raises NotFound, ConfigError."""
+    """Return the access to the router. Raises NotFound, ConfigError."""
     return RouterAccess(
         endpoint=router_of(options),
         tls=config_of(options).internal_tls.files,

@@ -1,4 +1,4 @@
-"""`ringserve status`: what a cluster consists of and how full it is."""
+"""`ringserve status`: rings of a cluster and their load."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _draw(info: inference_pb2.GetServerInfoResponse, path: Path) -> None:
-    """Raises ConfigError."""
+    """Draw the status as SVG. Raises ConfigError."""
     console = Console(record=True, file=io.StringIO(), width=PICTURE_COLUMNS)
     _show(console, info)
     try:
@@ -111,7 +111,7 @@ def _state(ring: inference_pb2.RingInfo) -> str:
 
 
 def _drain_line(drain: inference_pb2.RingDrain) -> str:
-    """How far a ring is with leaving, or how it left."""
+    """Return how far a ring is with leaving, or how it left."""
     stayed = drain.no_room + drain.failed
     return (
         f"{drain.ring} {'has left' if drain.has_left else 'drains'}: {drain.running_turns} turns, {drain.moved} "
@@ -120,7 +120,7 @@ def _drain_line(drain: inference_pb2.RingDrain) -> str:
 
 
 def pool_sizes(info: inference_pb2.GetServerInfoResponse) -> str:
-    """How many rings of which size each role has, the largest first."""
+    """Return how many rings of which size each role has, the largest first."""
     rings = Counter((ring.role, ring.num_ranks, ring.tp) for ring in info.rings)
     told = {role: "" for role in dict.fromkeys(ring.role for ring in info.rings)}
     for (role, cp, tp), count in sorted(rings.items(), key=lambda item: (-item[0][1], -item[0][2])):
@@ -130,7 +130,7 @@ def pool_sizes(info: inference_pb2.GetServerInfoResponse) -> str:
 
 
 def _waiting(ring: inference_pb2.RingInfo) -> str:
-    """Turns, and of a prefill ring their work beside its bound."""
+    """Return waiting turns, and for a prefill ring their work beside its bound."""
     if not ring.max_waiting_work:
         return str(ring.num_requests_waiting)
     return f"{ring.num_requests_waiting} ({ring.waiting_work:,.0f} of {ring.max_waiting_work:,.0f} work units)"

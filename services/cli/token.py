@@ -1,4 +1,4 @@
-"""`ringserve token`: a new bearer token, and the lines for the file of tokens."""
+"""`ringserve token`: a new bearer token, and the lines for the file of tenants."""
 
 from __future__ import annotations
 

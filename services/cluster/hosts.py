@@ -1,4 +1,4 @@
-"""What the actors host: a leader or the router, each with the gRPC server that is its door. Composed here."""
+"""Contents of the actors: a leader or the router, each with its gRPC server. Composed here."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ log = logging.getLogger(__name__)
 
 STOP_GRACE_SECONDS = 2.0
 RETURN_SECONDS = 30.0
-"""Beyond what a ring may take to start: for the one before it to end."""
+"""Seconds beyond a ring's start timeout, for its predecessor to end."""
 
 
 def reachable(address: str) -> str:
-    """The address by which others reach what listens on HOST:PORT: of every interface, that of this node."""
+    """Return the address by which others reach a server on HOST:PORT; for every interface, that of this node."""
     host, _, port = address.rpartition(":")
     if host in ("0.0.0.0", "[::]"):
         return f"{ray.util.get_node_ip_address()}:{port}"
@@ -56,7 +56,7 @@ def reachable(address: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class RouterHost:
-    """Builds the router. Picklable: an actor calls it."""
+    """Builder of the router. Picklable: an actor calls it."""
 
     config: Config
     model: ModelInfo
@@ -67,7 +67,7 @@ class RouterHost:
 
 
 class RunningRouter:
-    """The router behind its door."""
+    """Router with its gRPC server."""
 
     def __init__(self, host: RouterHost) -> None:
         set_up_logs("router", host.config.logs.level, host.config.logs.format)
@@ -128,10 +128,10 @@ class RunningRouter:
         )
 
     async def measure(self) -> None:
-        """A router has nothing to measure."""
+        """Do nothing: a router has nothing to measure."""
 
     async def wait_event(self) -> RingEvent:
-        """The ring that has left and is to be started again."""
+        """Wait for a ring that has left and is to be started again."""
         return await self._router.next_return()
 
     async def stop(self) -> None:
@@ -149,9 +149,9 @@ async def _close(endpoint: MetricsEndpoint | None) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class LeaderHost:
-    """Builds the leader of one ring of a pool. Picklable.
+    """Builder of the leader of one ring of a pool. Picklable.
 
-    `listen_host` empty: leader and ranks listen at their nodes' own.
+    With an empty `listen_host` leader and ranks listen at the addresses of their nodes.
     """
 
     config: Config
@@ -173,14 +173,14 @@ class LeaderHost:
         return RunningLeader(self)
 
     def resources(self) -> dict[str, float]:
-        """What one rank takes of a Ray node."""
+        """Return the resources that one rank takes of a Ray node."""
         taken = {"CPU": float(self.settings().ranks.num_threads)}
         if self.config.model.device == "cuda":
             taken["GPU"] = 1.0
         return taken | ({self.pool.resource: 1.0} if self.pool.resource else {})
 
     def metrics_address(self) -> str:
-        """Where this ring's leader serves its metrics; rings of one role take ports in a row."""
+        """Return the metrics address of this ring's leader; rings of one role take ports in a row."""
         metrics = self.config.metrics
         host, _, port = (metrics.prefill if self.role == "prefill" else metrics.decode).rpartition(":")
         return f"{host}:{int(port) and int(port) + self.pool.num_before + self.number}" if host else ""
@@ -225,7 +225,7 @@ class LeaderHost:
 
 
 class RunningLeader:
-    """A leader behind its door, announcing its ring to the router for as long as it serves."""
+    """Leader with its gRPC server, announcing its ring to the router for as long as it serves."""
 
     def __init__(self, host: LeaderHost) -> None:
         set_up_logs(host.name, host.config.logs.level, host.config.logs.format, ring=host.name)
@@ -240,7 +240,7 @@ class RunningLeader:
         self._metrics: MetricsEndpoint | None = None
 
     async def start(self) -> str:
-        """Door first, ring second: the ring is announced by its endpoint when it is ready."""
+        """Start the server, then the ring: a ready ring is announced by its endpoint."""
         host = self._host
         server = self._server = GrpcServer(peer_server(self._tls))
         router = self._peers.router(host.router_endpoint)
@@ -252,7 +252,7 @@ class RunningLeader:
             leader = DecodeLeader(host.settings(), ranks, self._peers, router, router.register_ring)
         RingServicer(leader).register(server)
         leader.tracer = self._tracer
-        leader.has_left = self._drained  # which is waited for already
+        leader.has_left = self._drained  # `wait_event` waits for it already
         self._leader = leader
         endpoint = await server.start(f"{host.listen_host or ray.util.get_node_ip_address()}:0", is_serving=False)
         try:
@@ -268,13 +268,13 @@ class RunningLeader:
         return endpoint
 
     async def _fault(self) -> str:
-        """What keeps our ring from serving."""
+        """Return why the ring does not serve, or nothing."""
         assert self._leader is not None, "the leader has started"
         ranks, stuck = self._leader.ring.rank_statuses.values(), self._leader.settings.stuck_timeout
         return ring_fault(await self._leader.get_status(), ranks, stuck)
 
     def _serve_metrics(self, leader: RingLeader) -> None:
-        """Before the ring starts: one that cannot start is seen as not ready, and not as missing."""
+        """Serve metrics before the ring starts: a ring that cannot start is seen as not ready, and not as missing."""
         host, address = self._host, self._host.metrics_address()
         if not address:
             return
@@ -293,7 +293,7 @@ class RunningLeader:
         await self._leader.measure()
 
     async def wait_event(self) -> RingEvent:
-        """Our ring, when it has drained: it is to be stopped, and stays away."""
+        """Wait until the ring has drained: it is then stopped, and stays away."""
         await self._drained.wait()
         return RingEvent(ring=self._host.name)
 
@@ -311,7 +311,7 @@ class RunningLeader:
 
 
 def router_profile(router: RouterConfig) -> HardwareProfile | None:
-    """Of `router.profile`, read where the configuration is: the router may run elsewhere.
+    """Return the profile of `router.profile`, read on the machine with the configuration: the router may run elsewhere.
 
     None where none is configured. Raises ConfigError, also where the selector needs constants that it does not hold.
     """
@@ -324,7 +324,7 @@ def router_profile(router: RouterConfig) -> HardwareProfile | None:
 
 
 def empirical_fit(router: RouterConfig, profile: HardwareProfile | None) -> EmpiricalFit | None:
-    """The configured constants, else the profile's. Raises ConfigError where the selector needs what neither has."""
+    """Return the configured constants, else the profile's. Raises ConfigError where the selector needs missing ones."""
     if router.alpha or router.beta or router.gamma:
         return EmpiricalFit(alpha=router.alpha, beta=router.beta, gamma=router.gamma)
     fit = None if profile is None else profile.empirical

@@ -1,7 +1,6 @@
-"""The leaders of a cluster's rings, kept running by whoever started them: after a failure, and after a drain when their
-ring is wanted again.
+"""Leaders of a cluster's rings: restarted after a failure, and after a drain when their ring is wanted again.
 
-    runs ──fails──> started again                  runs ──ring has drained──> away ──wanted──> started again
+runs ──fails──> started again                  runs ──ring has drained──> away ──wanted──> started again
 """
 
 from __future__ import annotations
@@ -22,23 +21,23 @@ from services.cluster.hosts import LeaderHost
 log = logging.getLogger(__name__)
 
 RESTART_SECONDS = 1.0
-"""Least time between two starts of one leader: one that cannot start must not keep the machine busy with trying."""
+"""Seconds between two starts of one leader at least: a leader that cannot start must not occupy the machine."""
 STOP_SECONDS = 10.0
 NODE_SECONDS = 300.0
-"""How long a ring that left because of its node waits for that node to go."""
+"""Seconds for a leaving node to go before its rings start elsewhere."""
 
 
 class Leader(Protocol):
-    """One leader's process."""
+    """Process of one leader."""
 
     host: LeaderHost
     started_at: float
 
     def has_left(self) -> bool:
-        """Whether the ring has drained."""
+        """Return whether the ring has drained."""
 
     def failure(self) -> str:
-        """Why it has to be started again, or nothing."""
+        """Return why the leader has to be started again, or nothing."""
 
     def end(self) -> None:
         """End the ring and the process, in order where that is possible."""
@@ -47,7 +46,7 @@ class Leader(Protocol):
 
 
 class RayLeader:
-    """`Leader` as an actor of that name. `serves` answers when the ring does, or by failing."""
+    """`Leader` as an actor of that name. `serves` resolves when the ring serves, or fails."""
 
     def __init__(self, host: LeaderHost, name: str) -> None:
         self.host = host
@@ -86,7 +85,7 @@ L = TypeVar("L", bound=Leader)
 
 @dataclass(slots=True)
 class _Away:
-    """A ring that has drained, and since when. `wanted`: it is to be started again."""
+    """Ring that has drained, and since when. `wanted`: it is to be started again."""
 
     host: LeaderHost
     since: float
@@ -94,9 +93,9 @@ class _Away:
 
 
 class RingKeeper(Generic[L]):
-    """Leaders by ring. `look` does what is to be done; call it again and again.
+    """Leaders by ring. `look` supervises them and is called again and again.
 
-    `start` makes a leader, `is_node_there` tells whether a node of the cluster lives, `clock` seconds.
+    `start` makes a leader, `is_node_there` tells whether a node of the cluster lives, `clock` returns seconds.
     """
 
     def __init__(
@@ -126,7 +125,7 @@ class RingKeeper(Generic[L]):
         self._leaders[host.name] = self._start(host, f"{host.name}-{self._num_made}")
 
     def want(self, event: RingEvent) -> None:
-        """A ring that has left, or is about to, is to be started again."""
+        """Note that a ring which has left, or is about to, is to be started again."""
         away = self._away.get(event.ring)
         if away is not None:
             away.wanted = event
@@ -134,10 +133,10 @@ class RingKeeper(Generic[L]):
             self._wanted[event.ring] = event
 
     def look(self) -> None:
-        """See off the leaders of rings that have drained, start again those that failed, and those that are wanted."""
+        """Stop the leaders of rings that have drained; restart leaders that failed and rings that are wanted."""
         for leader in self.leaders:
             if leader.has_left():
-                self._see_off(leader)
+                self._retire(leader)
             elif (reason := leader.failure()) and self._clock() - leader.started_at > RESTART_SECONDS:
                 log.warning("the leader of ring %s %s; it is started again", leader.host.name, reason)
                 leader.kill()
@@ -147,15 +146,15 @@ class RingKeeper(Generic[L]):
                 log.info("ring %s is started again", away.host.name)
                 self.make(away.host)
 
-    def _see_off(self, leader: L) -> None:
-        """The ring has drained: its processes end, and it stays away until it is wanted again."""
+    def _retire(self, leader: L) -> None:
+        """Stop the leader of a drained ring, which stays away until it is wanted again."""
         leader.end()
         name = leader.host.name
         del self._leaders[name]
         self._away[name] = _Away(leader.host, self._clock(), self._wanted.pop(name, None))
 
     def _may_return(self, away: _Away, wanted: RingEvent) -> bool:
-        """Not while a node it left is there still: its ranks would be put on it once more."""
+        """Return whether a ring may start: its ranks would be placed on a leaving node while that is there."""
         staying = [node for node in wanted.leaving_nodes if self._is_node_there(node)]
         if not staying:
             return True
@@ -170,7 +169,7 @@ def is_done(reference: Any) -> bool:
 
 
 def is_node_alive(address: str) -> bool:
-    """Whether Ray takes a node at that address for alive."""
+    """Return whether Ray takes a node at that address for alive."""
     return any(node["Alive"] and node["NodeManagerAddress"] == address for node in ray.nodes())
 
 

@@ -1,6 +1,6 @@
-"""Router, rings and a gateway process on a Ray of our own, or without gateway on a Ray cluster. `ringserve up` runs it.
+"""Cluster that `ringserve up` runs: router, rings and gateway on a Ray of its own, or without gateway on a Ray cluster.
 
-What is started here is ended here, by handle: Ray with its driver, the gateway by its process, whatever happens.
+It ends what it started, by handle: Ray with its driver, the gateway by its process, also after a failure.
 """
 
 from __future__ import annotations
@@ -51,19 +51,20 @@ log = logging.getLogger(__name__)
 
 ROUTER_NAME = "router"
 GATEWAY_STOP_SECONDS = 30.0
-"""It ends by itself: its turns have 2 s, the rings 3, its last words 2, each as long again on a busy machine."""
+"""Seconds for the gateway to end: its turns have 2 s, the rings 3, its last responses 2, twice that on a busy machine.
+"""
 ACTORS_STOP_SECONDS = 10.0
 POLL_SECONDS = 0.2
 JOIN_SECONDS = 1.0
-"""Between two attempts to join a Ray cluster."""
+"""Seconds between two attempts to join a Ray cluster."""
 
 
 class LocalCluster:
-    """`start`, then `watch`, both until `stopped` is set, then perhaps `drain`, then `stop`. `progress` gets one line
-    for each stage. When the gateway is to end, its turns have `drain_seconds` to end by themselves.
+    """Local cluster: `start`, then `watch`, both until `stopped` is set, then perhaps `drain`, then `stop`.
 
-    With `config.ray.address` it runs on that Ray cluster, which it leaves as it was. Router and leaders are on the node
-    it is called on, which so is where gateways and Prometheus find them.
+    `progress` gets one line for each stage. A gateway that is told to end lets its turns go on for `drain_seconds`.
+    With `config.ray.address` the cluster runs on that Ray cluster, which it leaves as it was. Router and leaders run on
+    the node of this process, where gateways and Prometheus find them.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class LocalCluster:
         self._with_gateway = with_gateway
         self._drain_seconds = drain_seconds
         self._stopped = stopped or threading.Event()
-        # Of its own, so that names of one that has just ended are not in the way.
+        # Each cluster has one of its own: names of a cluster that has just ended do not collide.
         self._namespace = f"ringserve-{uuid.uuid4().hex[:8]}"
         self._temp = Path(tempfile.mkdtemp(prefix="ringserve-"))
         self._rings = RingKeeper(RayLeader, is_node_alive)
@@ -92,7 +93,7 @@ class LocalCluster:
         self.router_endpoint = ""
 
     def start(self) -> None:
-        """Bring everything up; returns when the first request would be served.
+        """Start everything, and return when the first request can be served.
 
         Raises ConfigError, ModelRefused, Unavailable; StopRequest where a stop was asked for meanwhile.
         """
@@ -160,7 +161,10 @@ class LocalCluster:
         start_own_ray(max(1, needed), self._namespace, self._temp)
 
     def _join_ray(self) -> None:
-        """The cluster may be starting still: it has the start timeout. Raises Unavailable, ConfigError."""
+        """Join a Ray cluster, which may still be starting: it has the start timeout.
+
+        Raises Unavailable, ConfigError.
+        """
         forward_every_line()
         address, deadline = self._config.ray.address, time.monotonic() + self._config.timeouts.start
         while True:
@@ -231,13 +235,13 @@ class LocalCluster:
         assert self._gateway is not None, "no gateway was started"
         line = _read_line(self._gateway, self._config.timeouts.start)
         if not line:
-            raise ConfigError("the gateway did not start; its reason stands above")
+            raise ConfigError("the gateway did not start; its reason is above")
         addresses = json.loads(line)
         self.gateway_address, self.metrics_address = addresses["gateway"], addresses["metrics"]
         self.http_address = addresses["http"]
 
     def watch(self) -> None:
-        """Start again a leader or gateway that died, until stopped. Raises Unavailable when the router died."""
+        """Restart a leader or gateway that died, until stopped. Raises Unavailable when the router died."""
         wanted = self._router.wait_event.remote()
         while not self._stopped.wait(POLL_SECONDS):
             if is_done(wanted):
@@ -251,7 +255,7 @@ class LocalCluster:
                 self._await_gateway()
 
     def drain(self, insisted: threading.Event) -> None:
-        """Let the turns that run end, `drain_seconds` at most and not after `insisted` is set; new ones are refused."""
+        """Let running turns end, within `drain_seconds` and until `insisted` is set; new ones are refused."""
         if not self._drain_seconds:
             return
         self._progress(f"draining, for {self._drain_seconds:g} s at most")
@@ -290,12 +294,12 @@ class LocalCluster:
 
 
 def _model_name(path: str) -> str:
-    """What HTTP clients call the model where the configuration names nothing."""
+    """Return the name of the model over HTTP where the configuration gives none."""
     return path if path.startswith(BUILTIN_PREFIX) else Path(path).name
 
 
 def _from_router(reference: Any) -> Any:
-    """What the router's actor answered. Raises Unavailable where it is dead."""
+    """Return the answer of the router's actor. Raises Unavailable where it is dead."""
     try:
         return ray.get(reference)
     except RayError as error:
@@ -303,7 +307,7 @@ def _from_router(reference: Any) -> Any:
 
 
 def _check_free(key: str, address: str) -> None:
-    """Say that a port is in use now, and not after half a minute."""
+    """Check now that a port is free, instead of half a minute into the start. Raises ConfigError."""
     if not address:
         return
     host, _, port = address.rpartition(":")
@@ -317,7 +321,7 @@ def _check_free(key: str, address: str) -> None:
 
 
 def _read_line(process: subprocess.Popen[bytes], timeout: float) -> bytes:
-    """The first line the process prints, or nothing if it ends or `timeout` seconds pass before."""
+    """Return the first line of a process, or nothing if it ends or `timeout` seconds pass before."""
     lines: list[bytes] = []
     assert process.stdout is not None
     reader = threading.Thread(target=lambda: lines.append(process.stdout.readline()), daemon=True)  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""What an operator asks of the rings through the router's own access: to drain, to come back, and how they are."""
+"""Commands of an operator to the router: drain rings, bring them back, restart them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from services.rpc.peers import GrpcPeers, GrpcRouter
 
 POLL_SECONDS = 0.5
 LEAVE_SECONDS = 30.0
-"""Past its deadline, for a ring to end what it holds and to say that it leaves."""
+"""Seconds past its deadline for a ring to release its turns and to report that it leaves."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RouterAccess:
-    """The router's address. `progress` gets a line whenever there is something to tell."""
+    """Access to the router. `progress` gets one line for each change."""
 
     endpoint: str
     tls: PeerTls | None
@@ -37,9 +37,9 @@ class RouterAccess:
 
 
 async def drain_ring(access: RouterAccess, ring: str, *, seconds: float, force: bool) -> DrainView | None:
-    """Let a ring drain, and wait until it has left. Tells whenever there is less left to do.
+    """Drain a ring, and wait until it has left.
 
-    Returns how it went; None where the router was started anew meanwhile. Raises NotFound, Busy, InvalidRequest,
+    Returns the result; None where the router was restarted meanwhile. Raises NotFound, Busy, InvalidRequest,
     Unavailable, DeadlineExceeded.
     """
     async with access.router() as router:
@@ -48,9 +48,10 @@ async def drain_ring(access: RouterAccess, ring: str, *, seconds: float, force: 
 
 
 async def drain_node(access: RouterAccess, node: str, *, seconds: float) -> list[str]:
-    """Let every ring with a rank on a node drain, and wait until they have left; they start again when it is gone.
+    """Drain every ring with a rank on a node, and wait until they have left.
 
-    Returns their names, without those whose leaders cannot be told. Raises Unavailable, DeadlineExceeded.
+    They start again when the node is gone. Returns their names, without those whose leaders cannot be reached. Raises
+    Unavailable, DeadlineExceeded.
     """
     async with access.router() as router:
         rings = [ring.name for ring in (await router.get_server_info()).rings if node in ring.nodes]
@@ -61,7 +62,7 @@ async def drain_node(access: RouterAccess, node: str, *, seconds: float) -> list
 
 
 async def drain_all(access: RouterAccess, *, seconds: float) -> None:
-    """Let all rings drain at once, and wait until they have left: the service ends. Raises as `drain_node`."""
+    """Drain all rings at once, and wait until they have left: the service ends. Raises as `drain_node`."""
     async with access.router() as router:
         rings = [ring.name for ring in (await router.get_server_info()).rings if ring.state != AWAY]
         for ring in await _told(rings, lambda ring: router.drain_ring(ring, seconds, force=True), access.progress):
@@ -71,7 +72,7 @@ async def drain_all(access: RouterAccess, *, seconds: float) -> None:
 async def _told(
     rings: Sequence[str], tell: Callable[[str], Awaitable[None]], progress: Callable[[str], None]
 ) -> list[str]:
-    """Tell every ring; one that cannot be told must not keep the others."""
+    """Tell every ring; return those that could be told."""
     told = []
     for ring in rings:
         try:
@@ -84,7 +85,7 @@ async def _told(
 
 
 async def restart_ring(access: RouterAccess, ring: str, *, seconds: float, start_seconds: float) -> None:
-    """Let a ring drain and start again, and wait until it serves.
+    """Drain a ring, start it again, and wait until it serves.
 
     Raises NotFound, InvalidRequest, Unavailable, DeadlineExceeded.
     """
@@ -140,7 +141,7 @@ def _moves_told(drain: DrainView | None) -> str:
 
 
 async def _until(router: GrpcRouter, ring: str, holds: Callable[[ServerView], bool], seconds: float, what: str) -> None:
-    """Look again and again: the router tells nobody by itself."""
+    """Poll the router until a condition holds. Raises DeadlineExceeded."""
     deadline = time.monotonic() + seconds
     while not holds(await router.get_server_info()):
         if time.monotonic() > deadline:

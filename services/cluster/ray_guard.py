@@ -1,4 +1,4 @@
-"""Ray, whose calls are pickles: whoever gets in can run code. So a token guards it, always where we start it ourselves.
+"""Guard of Ray, whose calls are pickles: a process that reaches Ray can run code, so a token guards our own.
 
 Ray's control listens on the machine's own address even where its node is told to be 127.0.0.1.
 """
@@ -24,14 +24,14 @@ from cp_core.errors import ConfigError, Unavailable
 from services.cluster.stopping import keeping_handlers
 
 OBJECT_STORE_BYTES = 80 * 1024 * 1024
-"""The least Ray allows: no tensor ever passes through it."""
+"""Bytes of Ray's object store, the least allowed: no tensor passes through it."""
 PROBE_SECONDS = 10.0
 END_SECONDS = 8.0
 AUTH_PREFIX = "RAY_AUTH_"
 
 
 def start_own_ray(num_cpus: int, namespace: str, directory: Path) -> None:
-    """A Ray of this process and its children alone, for this machine. Raises Unavailable, and leaves nothing then."""
+    """Start a Ray for this process and its children alone. Raises Unavailable, and leaves nothing behind then."""
     _make_token()
     forward_every_line()
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -48,13 +48,13 @@ def start_own_ray(num_cpus: int, namespace: str, directory: Path) -> None:
                 _node_ip_address="127.0.0.1",
                 logging_level=logging.WARNING,
             )
-    except Exception as error:  # Ray raises nothing narrower where its processes do not come up in time
+    except Exception as error:  # Ray raises nothing narrower where its processes do not start in time
         end_left_behind(set(psutil.Process().children(recursive=True)) - others)
         raise Unavailable(f"Ray did not start: {reason_of(error)}") from error
 
 
 def end_left_behind(processes: Iterable[psutil.Process]) -> None:
-    """Agents of a Ray that has ended sometimes hang on their way out, and nobody else would ever end them."""
+    """End processes of a Ray that has ended: its agents sometimes hang on their way out."""
     _, alive = psutil.wait_procs(processes, timeout=END_SECONDS)
     for process in alive:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -62,13 +62,13 @@ def end_left_behind(processes: Iterable[psutil.Process]) -> None:
 
 
 def reason_of(error: Exception) -> str:
-    """What Ray says went wrong, in one line."""
+    """Return Ray's reason for an error, in one line."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
 
 
 def _make_token() -> None:
-    """One that only the children of this process know. Ray's own would lie in a file and stay the same."""
+    """Make a token that only the children of this process know. Ray's own would be in a file and stay the same."""
     os.environ["RAY_AUTH_MODE"] = "token"
     os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     # Ray has read both at its import. Its stubs do not know what else it has.
@@ -78,21 +78,24 @@ def _make_token() -> None:
 
 
 def without_ray_token(environment: Mapping[str, str]) -> dict[str, str]:
-    """An environment for processes that have no business with Ray, though clients reach them."""
+    """Return an environment without Ray's token, for processes that clients reach."""
     return {name: value for name, value in environment.items() if not name.startswith(AUTH_PREFIX)}
 
 
 def check_guarded(address: str, *, is_insecure: bool) -> None:
-    """`address` is that of the control (GCS) of a Ray that was joined. Raises ConfigError where it wants no token."""
+    """Check that a Ray that was joined, with its control (GCS) at `address`, wants a token. Raises ConfigError."""
     if not is_insecure and not asks_for_token(address):
         raise ConfigError(
-            f"ray.address: the Ray at {address} asks for no token, so that whoever reaches it can run code; "
+            f"ray.address: the Ray at {address} asks for no token, so any process that reaches it can run code; "
             f"start it with RAY_AUTH_MODE=token, or say internal_tls.insecure: true"
         )
 
 
 def asks_for_token(address: str, token: str = "") -> bool:
-    """Whether Ray's control refuses who shows this token, or none. One that only speaks TLS answers nobody here."""
+    """Return whether Ray's control refuses this token, or a call without one.
+
+    A control that only speaks TLS refuses too.
+    """
     metadata = (("authorization", f"Bearer {token}"),) if token else ()
     messages: Any = gcs_service_pb2
     with grpc.insecure_channel(address) as channel:
@@ -105,5 +108,5 @@ def asks_for_token(address: str, token: str = "") -> bool:
 
 
 def forward_every_line() -> None:
-    """Ray folds lines that differ by numbers alone, as those of two rings do. Its switch was read at its import."""
+    """Make Ray forward every line: it folds lines that differ by numbers alone, such as those of two rings."""
     vars(ray_logging)["RAY_DEDUP_LOGS"] = False

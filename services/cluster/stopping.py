@@ -1,7 +1,7 @@
-"""SIGINT and SIGTERM of a command that runs a cluster: a request to stop in order, noticed where that is safe.
+"""SIGINT and SIGTERM of a command that runs a cluster: a request for an orderly end, noticed where that is safe.
 
 An exception that a signal handler raises inside Ray's native code comes out as another error, or not at all. So the
-handler only sets an event, except where `interruptible` allows more.
+handler only sets an event, except inside `interruptible`.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopRequest(BaseException):
-    """A signal asked the command to stop. No `except Exception` on the way may take it for an error."""
+    """Request to stop, by a signal. No `except Exception` on the way may take it for an error."""
 
 
 class StopSignals:
-    """Takes over both signals for the rest of the process's life. `requested` is set by the first of them, `insisted`
-    by the second: what would end in its own time is to end now.
+    """Handler of both signals for the rest of the process's life.
+
+    The first signal sets `requested`. The second sets `insisted`: work that would end in its own time is to end now.
     """
 
     def __init__(self) -> None:
@@ -43,7 +44,7 @@ class StopSignals:
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Where no native code of others is at work: a signal ends the block at once."""
+        """End a block at once on a signal, where no native code of others runs."""
         check_stop(self.requested)
         self._may_raise = True
         try:
@@ -54,10 +55,10 @@ class StopSignals:
 
 @contextmanager
 def keeping_handlers() -> Iterator[None]:
-    """Around `ray.init`, which puts its own handlers before those that stand, for good.
+    """Restore the signal handlers after `ray.init`, which puts its own before them for good.
 
     Its native one logs a stack and sets an alarm that aborts the process three seconds after SIGTERM: too soon for an
-    orderly end on a busy machine, and what Ray started would be left behind.
+    orderly end on a busy machine, and Ray's processes would be left behind.
     """
     handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     try:
@@ -69,13 +70,13 @@ def keeping_handlers() -> Iterator[None]:
 
 
 def check_stop(requested: threading.Event) -> None:
-    """Raise StopRequest if that was asked for."""
+    """Raise StopRequest if a stop was requested."""
     if requested.is_set():
         raise StopRequest
 
 
 async def until_set(insisted: threading.Event, work: Coroutine[None, None, None]) -> None:
-    """Run `work` to its end, or give it up when `insisted` is set. Raises what it raises."""
+    """Run `work` to its end, or cancel it when `insisted` is set. Raises what it raises."""
     task = asyncio.create_task(work)
     while not task.done():
         if insisted.is_set():

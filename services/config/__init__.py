@@ -1,4 +1,4 @@
-"""One YAML file, one frozen tree, every default here: `load_config` makes a `Config`."""
+"""Configuration: one YAML file, one frozen tree, every default. `load_config` makes a `Config`."""
 
 from services.config.checks import LOG_LEVELS, METRIC_NAMES
 from services.config.reading import config_from, load_config

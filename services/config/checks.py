@@ -1,4 +1,4 @@
-"""What a configuration may hold. Every refusal is one sentence with the key, its value and what is allowed."""
+"""Checks of a configuration. An error is one sentence with the key, its value and what is allowed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ METRIC_NAMES = ("", "vllm")
 
 
 def check(config: Config) -> None:
-    """Raises ConfigError."""
+    """Check a configuration. Raises ConfigError."""
     if not config.model.path:
         raise ConfigError("model.path: '' is not allowed; give a model directory or builtin:tiny")
     _among("model.dtype", config.model.dtype, DTYPES)
@@ -90,7 +90,10 @@ def check(config: Config) -> None:
 
 
 def _metrics_ports(config: Config) -> None:
-    """Rings of a role take ports in a row: they must exist, and not be those of the other role on the same host."""
+    """Check the ports of metrics, which rings of a role take in a row.
+
+    They must exist, and differ from those of the other role on the same host.
+    """
     taken: list[tuple[str, str, int, int]] = []
     for role in ("prefill", "decode"):
         host, _, text = getattr(config.metrics, role).rpartition(":")

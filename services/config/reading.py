@@ -1,4 +1,4 @@
-"""Reads the configuration from its places. The environment is read here and nowhere else.
+"""Reader of the configuration from all its sources. The environment is read here and nowhere else.
 
 Order of precedence, highest first: `--set section.key=value`, environment `RINGSERVE_SECTION__KEY`, file, default.
 """
@@ -23,7 +23,7 @@ ENV_PREFIX = "RINGSERVE_"
 def load_config(
     path: Path | None = None, overrides: Mapping[str, str] | None = None, environment: Mapping[str, str] | None = None
 ) -> Config:
-    """Read, merge and check. Raises ConfigError naming the key, its value and what is allowed."""
+    """Read, merge and check the configuration. Raises ConfigError naming the key, its value and what is allowed."""
     values: dict[str, Any] = {}
     if path is not None:
         values = _read_file(path)
@@ -41,7 +41,7 @@ def load_config(
 def _put(values: dict[str, Any], kind: Any, path: Sequence[str], text: str, above: str = "") -> None:
     """Set one value, at its path from a section of `kind` downwards.
 
-    Where there is no place for it, it is left to be refused by its full name.
+    A path that does not exist is left to be refused by its full name.
     """
     key, *inner = path
     wanted = _kind_of(kind, key)
@@ -56,7 +56,7 @@ def _put(values: dict[str, Any], kind: Any, path: Sequence[str], text: str, abov
 
 
 def _kind_of(kind: Any, key: str) -> Any:
-    """What a key of a section, or of a mapping from names to sections, wants; None where there is no such key."""
+    """Return the type of a key of a section, or of a mapping from names to sections; None for an unknown key."""
     return get_args(kind)[1] if get_origin(kind) is Mapping else get_type_hints(kind).get(key)
 
 
@@ -65,7 +65,7 @@ def _holds_keys(kind: Any) -> bool:
 
 
 def _from_text(name: str, wanted: Any, text: str) -> Any:
-    """As it stands where a text is wanted, else read as YAML."""
+    """Return the text itself where a text is wanted, else its value as YAML."""
     if wanted is None or wanted is str:
         return text
     try:
@@ -95,7 +95,7 @@ def _yaml_fault(error: yaml.YAMLError) -> str:
 
 
 def config_from(values: Mapping[str, Mapping[str, Any]]) -> Config:
-    """A checked configuration from plain sections."""
+    """Return a checked configuration from plain sections."""
     sections = get_type_hints(Config)
     unknown = sorted(set(values) - set(sections))
     if unknown:
@@ -120,7 +120,7 @@ def _typed(name: str, value: Any, wanted: Any) -> Any:
         return _named_sections(name, get_args(wanted)[1], value)
     if wanted is float and not isinstance(value, bool):
         try:
-            return float(value)  # also of a text: YAML 1.1 takes 5e14 for one
+            return float(value)  # texts too: for YAML 1.1, 5e14 is a text
         except (TypeError, ValueError, OverflowError):
             pass
     elif isinstance(value, wanted) and isinstance(value, bool) == (wanted is bool):
@@ -129,7 +129,7 @@ def _typed(name: str, value: Any, wanted: Any) -> Any:
 
 
 def _named_sections(name: str, kind: type[Any], value: Any) -> dict[str, Any]:
-    """Sections of one kind by their names."""
+    """Return sections of one kind by their names."""
     keys = ", ".join(item.name for item in fields(kind))
     if not isinstance(value, dict):
         raise ConfigError(f"{name}: {value!r} is no mapping from names to {keys}")

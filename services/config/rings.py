@@ -1,4 +1,7 @@
-"""Sections about rings: how prompts are computed, how answers are decoded, and their KV."""
+"""Sections about rings and their pools, prefill, decode and KV.
+
+A role has a first pool, and may have further ones by name: rings of other sizes.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,14 @@ from orchestration.protocol.settings import PrefillScheduling
 
 POOL_NAME = re.compile(r"[a-z][a-z0-9]{0,15}")
 MAX_POOLS = 16
-"""Further ones of a role: each is part of the names of its rings, and so of metrics' labels."""
+"""Further pools of a role at most: each is part of the names of its rings, and so of metrics' labels."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PoolConfig:
-    """A further pool: `rings` rings of `cp` ranks of `tp` processes. All else it has in common with its role.
+    """Further pool: `rings` rings of `cp` ranks of `tp` processes. The rest is that of its role.
 
-    A process takes one unit of `resource` from its Ray node; empty: of the role's (`ray.prefill_resource`).
+    A process takes one unit of `resource` from its Ray node; empty takes the role's (`ray.prefill_resource`).
     """
 
     rings: int = 1
@@ -33,9 +36,9 @@ PoolsByName = Mapping[str, PoolConfig]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pool:
-    """One pool with all that its rings need to know. `name` is empty for a role's first pool.
+    """Pool with all that its rings need to know. `name` is empty for a role's first pool.
 
-    `num_before` rings of the role are in pools before this one: they have the metrics ports below.
+    `num_before` rings of the role are in pools before this one: they take the metrics ports below.
     """
 
     role: str
@@ -50,21 +53,21 @@ class Pool:
 
     @property
     def key(self) -> str:
-        """Where it stands in the configuration."""
+        """Key of the pool in the configuration."""
         return f"{self.role}.pools.{self.name}" if self.name else self.role
 
     @property
     def num_threads(self) -> int:
-        """Of all its rings together."""
+        """Threads of all its rings together."""
         return self.rings * self.cp * self.tp * self.threads_per_rank
 
     def ring_name(self, number: int) -> str:
-        """No other ring has it: names of pools begin with a letter."""
+        """Return the name of a ring, unique as names of pools begin with a letter."""
         return "-".join((self.role, *([self.name] if self.name else []), str(number)))
 
 
 def pools_of(role: str, first: PoolConfig, further: PoolsByName, *, max_waiting: int) -> tuple[Pool, ...]:
-    """The role's pools, the first one first, the others by name, however they were written down."""
+    """Return the role's pools: the first one, then the others by name."""
     pools: list[Pool] = []
     num_before = 0
     for name, each in (("", first), *sorted(further.items())):
@@ -86,7 +89,7 @@ def pools_of(role: str, first: PoolConfig, further: PoolsByName, *, max_waiting:
 
 
 def check_names(role: str, further: PoolsByName) -> None:
-    """Raises ConfigError."""
+    """Check the names of further pools. Raises ConfigError."""
     for name in further:
         if not POOL_NAME.fullmatch(name):
             raise ConfigError(
@@ -98,16 +101,17 @@ def check_names(role: str, further: PoolsByName) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillConfig:
-    """Prefill rings: `rings` of `cp` ranks, which share the tokens; each is `tp` processes, which share the heads.
-    `pools` are further ones, by name: rings of other sizes, which have all else in common with these.
+    """Prefill rings: `rings` of `cp` ranks, which share the tokens; each rank is `tp` processes, which share the heads.
 
-    A step computes at most `chunk_tokens` new tokens and `step_budget` work units: one is what the matrix products of a
-    token cost, attention counts by what it costs beside them; 0 is the work of `chunk_tokens` tokens with nothing
-    before them. Nor should it take longer than `step_seconds`, by what the ring measured of itself when it started:
-    about so long a short prompt may have to wait for a step of others; 0 sets no such limit. Long prompts are cut
-    accordingly, into chunks of at least `min_chunk_tokens`. `fuse` lets a step hold tokens of several turns,
-    `interleave` lets other turns in between the chunks of a long one. `ageing_seconds` of waiting make up for one step
-    of priority. A ring whose queue holds `max_queue_work` work units refuses more.
+    `pools` are further rings of other sizes, by name; their other settings are these. A step computes at most
+    `chunk_tokens` new tokens and `step_budget` work units. One unit is the cost of a token's matrix products; attention
+    counts relative to it. 0 takes the work of `chunk_tokens` tokens without a prefix.
+
+    A step aims to take at most `step_seconds`, by the rates that the ring measured at its start: about as long as a
+    short prompt may wait for a step of others; 0 sets no limit. Long prompts are cut accordingly, into chunks of at
+    least `min_chunk_tokens`. `fuse` lets a step hold tokens of several turns. `interleave` lets other turns run between
+    the chunks of a long one. `ageing_seconds` of waiting make up for one step of priority. A ring whose queue holds
+    `max_queue_work` work units refuses more.
     """
 
     rings: int = 1
@@ -140,16 +144,16 @@ class PrefillConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeConfig:
-    """Decode rings: `rings` of `cp` ranks of `tp` processes, and those of `pools`; each ring decodes up to `max_batch`
-    turns.
+    """Decode rings: `rings` of `cp` ranks of `tp` processes, and those of `pools`.
 
-    `variant` is how a ring decodes its batch: every rank all of it (`gather`), each rank a part (`pass_q`), or
-    whichever is predicted to be faster (`auto`). `preemption`: a turn begins with KV room for `headroom_tokens` of its
-    answer and grows; where no room is left the youngest turn gives way and is resumed later. Without, room for the
-    whole answer is set aside at once. `continuous`: turns join the batch at every step; without, when it is empty.
+    Each ring decodes up to `max_batch` turns. `variant` is how a ring decodes its batch: every rank all of it
+    (`gather`), each rank a part (`pass_q`), or the one predicted to be faster (`auto`). With `preemption` a turn begins
+    with KV room for `headroom_tokens` of its answer and grows; where no room is left the youngest turn is preempted and
+    resumed later. Without it, room for the whole answer is reserved at once. With `continuous` turns join the batch at
+    every step, without it when the batch is empty.
 
-    A ring computes up to `max_direct_tokens` new tokens of a turn whose other KV it keeps itself (0: none), where that
-    is predicted to be sooner than by a prefill ring and to hold up its batch no longer than `max_direct_seconds`.
+    A ring computes up to `max_direct_tokens` new tokens of a turn whose other KV it retains (0: none), where that is
+    predicted to be sooner than by a prefill ring and to delay its batch by at most `max_direct_seconds`.
     """
 
     rings: int = 1
@@ -171,10 +175,10 @@ class DecodeConfig:
 class KvCacheConfig:
     """KV of every rank: `tokens_per_rank` tokens in blocks of `block_tokens`, of its own heads where `tp` is not 1.
 
-    At most `kept_fraction` of it is kept between turns. `checksums` guard KV on its way between rings.
+    At most `kept_fraction` of it is retained between turns. `checksums` protect KV on its way between rings.
 
-    Kernels that follow block tables do so where `block_tokens` is a multiple of their page (256 on GPUs); elsewhere
-    runs of adjacent blocks are attended one by one.
+    Kernels that follow block tables need `block_tokens` to be a multiple of their page (256 on GPUs); otherwise runs of
+    adjacent blocks are attended one by one.
     """
 
     block_tokens: int = 16

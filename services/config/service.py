@@ -1,4 +1,4 @@
-"""Sections about the service as a whole: its model, its doors, what its processes tell."""
+"""Sections about the service as a whole: its model, its endpoints, its metrics and logs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """`path` is a Hugging Face model directory, or "builtin:tiny". `ring_transport` joins the ranks of a ring."""
+    """Model of the service. `path` is a Hugging Face model directory, or "builtin:tiny".
+
+    `ring_transport` joins the ranks of a ring.
+    """
 
     path: str = "builtin:tiny"
     dtype: str = "float32"
@@ -18,17 +21,16 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RouterConfig:
-    """How a turn's algorithm is selected.
+    """Router: selection of a turn's algorithm, and conversations.
 
-    `profile` is the file that `ringserve calibrate` wrote: times are predicted by it instead of what each ring measured
-    when it started. `compute_flops` (C, FLOP/s per rank) and `link_bytes_per_second` (BW) feed Algorithms 1 and 5; 0
-    takes those of the profile or the ring. alpha, beta and gamma are the constants of the empirical selector (natural
-    logarithm); they are fitted on one cluster, so there are no defaults that work; where all are 0 they are the
-    profile's.
+    `profile` is the file that `ringserve calibrate` wrote: it predicts times instead of each ring's own measurements.
+    `compute_flops` (C, FLOP/s per rank) and `link_bytes_per_second` (BW) feed Algorithms 1 and 5; 0 takes those of the
+    profile or the ring. alpha, beta and gamma are the constants of the empirical selector (natural logarithm). They are
+    fitted on one cluster, so no defaults would work; where all are 0 the profile's are taken.
 
-    KV that only the decode ring keeps is pulled, computed again, or whichever is predicted to be faster (`missing_kv`:
-    pull, recompute, auto). A conversation that names no time to live is forgotten `conversation_ttl_seconds` after its
-    last use (0: never); at most `max_waiting_turns` wait for one.
+    KV that only the decode ring retains is pulled, computed again, or treated in the way predicted to be faster
+    (`missing_kv`: pull, recompute, auto). A conversation that names no time to live is deleted
+    `conversation_ttl_seconds` after its last use (0: never); at most `max_waiting_turns` wait for one.
     """
 
     selector: str = "auto"
@@ -47,11 +49,10 @@ class RouterConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class GatewayConfig:
-    """Where clients call: gRPC at `listen`, OpenAI's HTTP at `http`; `metrics` serves Prometheus. Empty switches off
-    `http` and `metrics`.
+    """Gateway: gRPC at `listen`, OpenAI's HTTP at `http`, Prometheus at `metrics`. Empty switches off the last two.
 
-    `model_name` is what HTTP clients call the model; empty takes "builtin:tiny" or the name of the model's directory.
-    `max_seconds` bounds a turn. `insecure` allows to listen beyond loopback without TLS or tokens.
+    `model_name` is the model's name over HTTP; empty takes "builtin:tiny" or the name of the model's directory.
+    `max_seconds` bounds a turn. `insecure` allows listening beyond loopback without TLS or tokens.
     """
 
     listen: str = "127.0.0.1:50051"
@@ -64,11 +65,11 @@ class GatewayConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class MetricsConfig:
-    """Where router and ring leaders serve Prometheus; the gateway has `gateway.metrics`. Empty switches one off.
+    """Metrics endpoints of router and ring leaders; the gateway has `gateway.metrics`. Empty switches one off.
 
     Ring i of a role listens at the role's port + i, or at any free port where that is 0; i counts the first pool's
-    rings, then those of the others, by the pools' names. `also_as` "vllm" shows what vLLM has too under its names as
-    well.
+    rings, then those of the others, by the pools' names. `also_as` "vllm" shows series that vLLM has too under its
+    names as well.
     """
 
     router: str = "127.0.0.1:0"
@@ -79,7 +80,7 @@ class MetricsConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RayConfig:
-    """Where the rings run: a Ray of our own on this machine, or the cluster at `address` ("auto" or HOST:PORT).
+    """Ray: one of our own on this machine, or the cluster at `address` ("auto" or HOST:PORT).
 
     In a cluster every process listens at the address of its node. A rank takes one unit of its role's resource, or of
     its pool's own, which places it on the nodes that offer it; empty: on any node.
@@ -92,7 +93,7 @@ class RayConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TimeoutConfig:
-    """Deadlines between our own processes, seconds."""
+    """Deadlines between our own processes, in seconds."""
 
     start: float = 120.0
     step: float = 300.0
@@ -103,7 +104,7 @@ class TimeoutConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LogConfig:
-    """What every process writes to standard error: nothing below `level`, as lines for people (`human`) or `json`."""
+    """Logs on standard error: nothing below `level`, as lines for people (`human`) or `json`."""
 
     level: str = "info"
     format: str = "human"

@@ -1,4 +1,4 @@
-"""The configuration: one frozen tree, checked when it is made, every default in its sections."""
+"""Configuration: one frozen tree, checked when it is made, with every default in its sections."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from services.telemetry.tracing.tracer import TracingConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Everything `ringserve up` needs."""
+    """Configuration of everything that `ringserve up` starts."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     prefill: PrefillConfig = field(default_factory=PrefillConfig)
@@ -43,11 +43,11 @@ class Config:
 
     @property
     def pools(self) -> tuple[Pool, ...]:
-        """All of them, those of prefill first."""
+        """Pools of both roles, those of prefill first."""
         return (*self.pools_of("prefill"), *self.pools_of("decode"))
 
     def pools_of(self, role: str) -> tuple[Pool, ...]:
-        """Those of "prefill" or of "decode"."""
+        """Return the pools of "prefill" or of "decode"."""
         is_prefill = role == "prefill"
         section = self.prefill if is_prefill else self.decode
         first = PoolConfig(

@@ -1,1 +1,1 @@
-"""Gateway: everything a client meets, over gRPC and over OpenAI's HTTP. Runs no Ray."""
+"""Gateway: the servers that clients call, by gRPC and by OpenAI's HTTP. Runs no Ray."""

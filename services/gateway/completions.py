@@ -1,4 +1,4 @@
-"""Several answers to one prompt: each is a turn of its own, and their streams become one."""
+"""Several answers to one prompt: each is a turn, and their streams are merged into one."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ringserve.v1 import inference_pb2
 from services.gateway.turn_stream import Responses
 
 QUEUED_RESPONSES = 64
-"""At most so many responses wait for a slow client before the turns' streams wait too."""
+"""Responses that wait for a slow client before the turns' streams wait too."""
 
 
 def turns_of(request: TurnRequest, num_completions: int) -> list[TurnRequest]:
-    """One turn an answer. The first is the request itself; of the others only the answer is asked for."""
+    """Return one turn for each answer. The first is the request itself; the others ask for the answer alone."""
     others = [
         replace(
             request,
@@ -31,7 +31,7 @@ def turns_of(request: TurnRequest, num_completions: int) -> list[TurnRequest]:
 
 
 def derived_seed(seed: int, index: int) -> int:
-    """The seed of answer `index`, 64 bits: that of answer 0 is the request's own."""
+    """Return the seed of answer `index`, 64 bits: the seed of answer 0 is the request's own."""
     if index == 0:
         return seed
     digest = hashlib.blake2b(struct.pack("<QQ", seed, index), digest_size=8).digest()
@@ -39,9 +39,9 @@ def derived_seed(seed: int, index: int) -> int:
 
 
 async def merged(turns: Sequence[AbstractAsyncContextManager[Responses]]) -> Responses:
-    """Yield responses as they come: the first turn's `start`, then those of all turns but their starts.
+    """Yield responses as they arrive: the first turn's `start`, then those of all turns but their starts.
 
-    The first failure ends all turns, and so does leaving early: every context is left.
+    The first failure ends all turns, and so does closing the iterator: every context is left.
     """
     arrived: asyncio.Queue[inference_pb2.GenerateResponse | Exception | None] = asyncio.Queue(QUEUED_RESPONSES)
 

@@ -1,6 +1,6 @@
-"""The gateway as a process of its own. Ends on SIGTERM, on SIGINT, or when its parent is gone.
+"""Gateway as a process of its own. It ends on SIGTERM, on SIGINT, or when its parent has ended.
 
-A second signal gives its turns no more time.
+A second signal ends the turns that still run.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from workers.model.builtin import resolve_model_path
 from workers.model.info import read_model_info
 
 ABORT_GRACE_SECONDS = 5.0
-"""For the rings to let go of the others."""
-LAST_WORDS_SECONDS = 2.0
-"""For what has been written to reach the clients."""
+"""Seconds for the rings to release the turns that are aborted."""
+FLUSH_SECONDS = 2.0
+"""Seconds for written responses to reach the clients."""
 
 
 async def serve(settings: GatewaySettings) -> None:
@@ -72,8 +72,8 @@ async def serve(settings: GatewaySettings) -> None:
     watch = HealthWatch("the gateway", server, find_fault)
     endpoint = _serve_metrics(settings, metrics, peers, watch)
     metrics_address = endpoint.address if endpoint else ""
-    door = HttpApi(servicer, _model_name(settings), model.max_positions, authenticator)
-    http_server = HttpServer(door.app, settings.tls.http_context() if settings.tls else None)
+    api = HttpApi(servicer, _model_name(settings), model.max_positions, authenticator)
+    http_server = HttpServer(api.app, settings.tls.http_context() if settings.tls else None)
     http_address = await http_server.start(settings.http) if settings.http else ""
     address = await server.start(settings.listen, is_serving=False)
     watch.start()
@@ -88,7 +88,7 @@ async def serve(settings: GatewaySettings) -> None:
 
 
 def _tenants(settings: GatewaySettings) -> TokenFile | None:
-    """None: everybody may call."""
+    """Return the file of tenants, or None where every caller is admitted."""
     takes_certificates = settings.tls is not None and bool(settings.tls.client_ca)
     return TokenFile(Path(settings.tokens), takes_certificates=takes_certificates) if settings.tokens else None
 
@@ -96,29 +96,29 @@ def _tenants(settings: GatewaySettings) -> TokenFile | None:
 async def _close_servers(
     server: GrpcServer, http_server: HttpServer, end_turns: Awaitable[None], drain_seconds: float
 ) -> None:
-    """Take no new calls from now on, and close when `end_turns` says that no turn is under way.
+    """Refuse new calls from now on, and close when `end_turns` reports that no turn runs.
 
-    Calls that are no turns, as those of who watches our health, do not keep the doors open.
+    Calls that are no turns, such as health watches, do not delay the end.
     """
     closing = asyncio.gather(
         server.stop(drain_seconds + ABORT_GRACE_SECONDS), http_server.stop(drain_seconds + ABORT_GRACE_SECONDS)
     )
     await end_turns
-    await asyncio.wait([closing], timeout=LAST_WORDS_SECONDS)
+    await asyncio.wait([closing], timeout=FLUSH_SECONDS)
     http_server.hurry()
     await server.stop(0)
     await closing
 
 
 def _model_name(settings: GatewaySettings) -> str:
-    """What clients call the model over HTTP."""
+    """Return the name of the model over HTTP."""
     return settings.model_name or Path(settings.model).name
 
 
 def _serve_metrics(
     settings: GatewaySettings, metrics: GatewayMetrics, peers: GrpcPeers, watch: HealthWatch
 ) -> MetricsEndpoint | None:
-    """/metrics and probes of this gateway, and /targets: where the router and the rings serve theirs."""
+    """Serve /metrics and probes of this gateway, and /targets with the metrics endpoints of router and rings."""
     if not settings.metrics:
         return None
     shown: Collector = metrics.registry
@@ -136,7 +136,7 @@ def _serve_metrics(
 
 
 def run_gateway(settings: GatewaySettings) -> int:
-    """Exit status: 0 after an ordinary end, 1 after one sentence on standard error."""
+    """Run a gateway. Return 0 after an ordinary end, 1 after one sentence on standard error."""
     set_up_logs("gateway", settings.log_level, settings.log_format)
     try:
         asyncio.run(serve(settings))
@@ -147,7 +147,7 @@ def run_gateway(settings: GatewaySettings) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """What a local cluster starts; users have `ringserve gateway`."""
+    """Run the gateway of a local cluster; users have `ringserve gateway`."""
     parser = argparse.ArgumentParser(prog="python -m services.gateway.process")
     parser.add_argument("--settings", required=True, help="GatewaySettings as JSON")
     return run_gateway(GatewaySettings.from_json(parser.parse_args(arguments).settings))

@@ -1,4 +1,4 @@
-"""Reads a GenerateRequest: every field is checked here, and an error names field, value and what is allowed."""
+"""Reader of a GenerateRequest and its SamplingParams. Errors name the field, its value and what is allowed."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from workers.sampling.parameters import SamplingParameters, TokenBias
 MAX_ID_LENGTH = 256
 MAX_TTL_SECONDS = 1e9
 MAX_MESSAGES = 4096
-"""Of one chat: the chat template runs over all of them."""
+"""Messages of one chat: the chat template runs over all of them."""
 MAX_ABORTS = 1024
-"""Requests that one call may end: the router looks for each."""
+"""Requests that one call may abort: the router looks for each."""
 ROLES = ("system", "user", "assistant", "tool")
 
 
 class RequestReader:
-    """Knows the model's vocabulary and tokenizer, and the longest a turn may take."""
+    """Reader that knows the model's vocabulary and tokenizer, and the longest time of a turn."""
 
     def __init__(self, model: ModelInfo, codec: TextCodec, max_seconds: float) -> None:
         self._model = model
@@ -84,7 +84,7 @@ class RequestReader:
             raise InvalidRequest("input: none given; send text, tokenized or chat")
         if not len(ids):
             raise InvalidRequest(f"input.{kind}: the prompt has 0 tokens, at least 1 is needed")
-        # Also of a text: a tokenizer may know tokens that the model has no embedding for.
+        # Texts too: a tokenizer may know tokens that the model has no embedding for.
         check_vocabulary(
             "input.tokenized.input_ids" if kind == "tokenized" else f"input.{kind}", ids, self._model.vocab_size
         )
@@ -105,7 +105,7 @@ def _time_to_live(request: inference_pb2.GenerateRequest) -> float | None:
 
 
 def identifier(field: str, value: str) -> str:
-    """A name that a client chose. Raises InvalidRequest."""
+    """Check a name that a client chose, and return it. Raises InvalidRequest."""
     if len(value) > MAX_ID_LENGTH:
         raise InvalidRequest(f"{field}: {len(value)} characters are too many; at most {MAX_ID_LENGTH} are allowed")
     if not value.isprintable():
@@ -114,14 +114,14 @@ def identifier(field: str, value: str) -> str:
 
 
 def named(field: str, value: str) -> str:
-    """As `identifier`, of something that has to be named. Raises InvalidRequest."""
+    """Check a name that must not be empty, and return it. Raises InvalidRequest."""
     if not value:
         raise InvalidRequest(f"{field}: '' is not allowed; name a conversation")
     return identifier(field, value)
 
 
 def requests_to_abort(names: Sequence[str]) -> list[str]:
-    """Raises InvalidRequest."""
+    """Check the names of requests to abort, and return them. Raises InvalidRequest."""
     if len(names) > MAX_ABORTS:
         raise InvalidRequest(f"request_ids: {len(names)} are too many; at most {MAX_ABORTS} are allowed")
     return [identifier(f"request_ids[{place}]", name) for place, name in enumerate(names)]
@@ -173,7 +173,7 @@ MAX_COMPLETIONS = 16
 
 
 def read_sampling(params: inference_pb2.SamplingParams, model: ModelInfo) -> SamplingParameters:
-    """How the tokens of one answer are drawn. Raises InvalidRequest."""
+    """Return how the tokens of one answer are drawn. Raises InvalidRequest."""
     temperature = _within("temperature", params.temperature, 0.0, MAX_TEMPERATURE)
     max_tokens = params.max_tokens if params.HasField("max_tokens") else DEFAULT_MAX_TOKENS
     _within("max_tokens", max_tokens, 1, model.max_positions)
@@ -207,12 +207,12 @@ def read_sampling(params: inference_pb2.SamplingParams, model: ModelInfo) -> Sam
 
 
 def stop_rule(params: inference_pb2.SamplingParams) -> StopRule:
-    """Where the text of an answer ends. Raises InvalidRequest."""
+    """Return where the text of an answer ends. Raises InvalidRequest."""
     _within("stop", len(params.stop), 0, MAX_STOPS, "strings")
     for place, stop in enumerate(params.stop):
         _within(f"stop[{place}]", len(stop), 1, MAX_STOP_LENGTH, "characters")
         if REPLACEMENT in stop:
-            # It stands for bytes that are no character, and half a character is no reason to stop.
+            # U+FFFD stands for bytes of an incomplete character, which must not stop an answer.
             raise InvalidRequest(
                 f"sampling_params.stop[{place}]: {stop!r} holds the replacement character U+FFFD; any other is allowed"
             )
@@ -222,12 +222,12 @@ def stop_rule(params: inference_pb2.SamplingParams) -> StopRule:
 
 
 def num_completions(params: inference_pb2.SamplingParams) -> int:
-    """How many answers are wanted. Raises InvalidRequest."""
+    """Return the number of answers. Raises InvalidRequest."""
     return _within("n", params.n or 1, 1, MAX_COMPLETIONS)
 
 
 def check_vocabulary(field: str, ids: TokenIds, vocab_size: int) -> None:
-    """Raises InvalidRequest that names the first token which the model does not know."""
+    """Check that the model knows every token. Raises InvalidRequest, which names the first unknown one."""
     outside = np.flatnonzero(ids >= vocab_size)
     if len(outside):
         place = int(outside[0])
@@ -237,7 +237,7 @@ def check_vocabulary(field: str, ids: TokenIds, vocab_size: int) -> None:
 
 
 def _within(name: str, value: N, lowest: N, highest: N, unit: str = "") -> N:
-    """`value`; also refuses what is no number at all."""
+    """Return `value` if it is a number in the range. Raises InvalidRequest."""
     if math.isfinite(value) and lowest <= value <= highest:
         return value
     what = f"{value} {unit} are" if unit else f"{value} is"

@@ -1,4 +1,7 @@
-"""The gateway: the public `ringserve.v1.Inference`. Stateless, and no part of Ray: whoever reaches Ray can run code."""
+"""Servicer of the public `ringserve.v1.Inference`.
+
+The gateway is stateless and no part of Ray: a process that reaches Ray can run code.
+"""
 
 from __future__ import annotations
 
@@ -37,19 +40,19 @@ Context = grpc.aio.ServicerContext[Any, Any]
 T = TypeVar("T")
 
 DEFAULT_PAGE = 100
-"""Conversations on a page of a list."""
+"""Conversations on a page of a list, unless the client says otherwise."""
 
 ABORT_SECONDS = 3.0
-"""For the rings to let go of turns that a gateway ends."""
+"""Seconds for the rings to release turns that a gateway ends."""
 
 UNSETTLED = ("cancelled", "unavailable")
-"""Outcomes after which the router may still take the turn for running: it is told, once more than needed perhaps."""
+"""Outcomes after which the router may still hold the turn as running: the gateway aborts it there."""
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
-    """The public methods. Tokens come straight from the decode leader of each turn.
+    """Public methods. Tokens come straight from the decode leader of each turn.
 
-    Nothing here asks the router by itself: only a `ScopedRouter` of the tenant that calls does.
+    Calls reach the router through a `ScopedRouter` of the calling tenant only.
     """
 
     def __init__(
@@ -130,7 +133,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         started: float,
         index: int,
     ) -> AsyncIterator[Responses]:
-        """Begin the turn of one answer, and account for its end. Yields its responses."""
+        """Begin the turn of one answer, yield its responses, and account for its end."""
         outcome, request_id = "cancelled", turn_request.request_id
         trace = TurnTrace(self._tracer, trace_parent, request_id, router.tenant.name, started)
         if trace.parent:
@@ -182,7 +185,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         )
 
     def _abort_soon(self, request_id: str) -> asyncio.Task[None]:
-        """The gateway stops, the decode ring's leader died, or the client hung up: the ring may not know it."""
+        """Abort a turn in the background: the rings may not know that its gateway or client is gone."""
         task = asyncio.create_task(self._abort(request_id))
         self._aborts.add(task)
         task.add_done_callback(self._aborts.discard)
@@ -195,10 +198,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             log.warning("request %s could not be aborted: %s", request_id, error)
 
     async def end_turns(self, grace: float, hurry: asyncio.Event) -> None:
-        """The gateway stops: turns have `grace` seconds, or until `hurry`, to end by themselves; then they are ended.
+        """End the turns of a stopping gateway, after `grace` seconds or when `hurry` is set.
 
-        Returns when no turn is under way, of whatever door, or when those that were have been ended. Their clients hear
-        of it whatever the rings do, which have ABORT_SECONDS to let go.
+        Return when no turn of either endpoint runs, or when the remaining ones have been ended. Their clients are told
+        at once; the rings have ABORT_SECONDS to release them.
         """
         ends = [asyncio.create_task(event.wait()) for event in (self._calls.none, hurry)]
         await asyncio.wait(ends, timeout=grace, return_when=asyncio.FIRST_COMPLETED)
@@ -240,15 +243,15 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         )
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of token ids."""
+        """Return the text of token ids."""
         return self._codec.decode(token_ids)
 
     def router_for(self, tenant: Tenant) -> ScopedRouter:
-        """The router as a tenant sees it."""
+        """Return the router as a tenant sees it."""
         return ScopedRouter(self._whole_router, tenant)
 
     async def server_view(self) -> ServerView:
-        """The service as the router sees it. Raises Unavailable."""
+        """Return the state of the service as the router sees it. Raises Unavailable."""
         return await self._whole_router.get_server_info()
 
     async def GetServerInfo(
@@ -293,11 +296,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         return inference_pb2.DeleteConversationResponse()
 
     def _caller(self, context: Context) -> Tenant:
-        """Raises Unauthenticated."""
+        """Return the calling tenant. Raises Unauthenticated."""
         return self._authenticator.tenant_of(_metadata(context).get("authorization"), of_grpc(context.auth_context()))
 
     async def _answer(self, context: Context, ask: Callable[[ScopedRouter], Awaitable[T]]) -> T:
-        """What the router says to the tenant that calls; an error becomes its status."""
+        """Ask the router for the calling tenant; an error becomes its status."""
 
         async def asked() -> T:
             return await ask(self.router_for(self._caller(context)))
@@ -314,7 +317,7 @@ def _metadata(context: Context) -> dict[str, str]:
 
 
 async def _nothing(router: ScopedRouter) -> None:
-    """Asks the router nothing; the caller had to be known all the same."""
+    """Ask the router nothing: the call only needs a known caller."""
 
 
 async def _fork(router: ScopedRouter, request: inference_pb2.ForkConversationRequest) -> ConversationView:

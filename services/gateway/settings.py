@@ -1,4 +1,4 @@
-"""What a gateway process needs to know, as JSON from whoever starts it. Paths of secrets, never secrets."""
+"""Settings of a gateway process, as JSON from the process that starts it. Paths of secrets, never secrets."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from services.telemetry.tracing.tracer import TracingConfig
 
 @dataclass(frozen=True, kw_only=True)
 class GatewaySettings:
-    """`follow_stdin`: end when standard input closes, i.e. with the parent. `tokens` is the path of their file.
-    When the gateway is to end, its turns have `drain_seconds` to end by themselves.
+    """Settings of one gateway.
+
+    `follow_stdin` ends it when standard input closes, that is with its parent. `tokens` is the path of the file of
+    tenants. A gateway that is told to end lets its turns go on for `drain_seconds`.
     """
 
     listen: str

@@ -1,4 +1,4 @@
-"""One Generate call at the gateway: begins the turn, relays its tokens as text, measures what the client sees."""
+"""Turns at the gateway: tokens become text, times are as the client sees them, and running turns can be ended."""
 
 from __future__ import annotations
 
@@ -39,7 +39,10 @@ class TurnStream:
         index: int = 0,
         shown: Callable[[str], str] = str,
     ) -> None:
-        """`started` is on the clock of `time.monotonic`; `shown` turns an id of the router into the client's own."""
+        """Note when the request came, on the clock of `time.monotonic`, as `started`.
+
+        `shown` turns an id of the router into the client's own.
+        """
         self._shown = shown
         self._request = request
         self._begun = begun
@@ -59,7 +62,7 @@ class TurnStream:
 
     @property
     def ttit_seconds(self) -> float:
-        """Mean over the tokens after the first; 0 with fewer than two."""
+        """TTIT: mean over the tokens after the first; 0 with fewer than two."""
         return (self._last_at - self._first_at) / (len(self._tokens) - 1) if len(self._tokens) > 1 else 0.0
 
     @property
@@ -102,7 +105,7 @@ class TurnStream:
                     self._prompt_logprobs = all_logprobs_to(event.logprobs)
                 elif isinstance(event, TokensEvent):
                     if is_complete:
-                        continue  # decoded before the ring heard that the answer was complete
+                        continue  # decoded before the ring learned that the answer was complete
                     yield self._chunk(event)
                     is_complete = self._text.matched is not None
                     if is_complete:
@@ -188,7 +191,7 @@ STOPPING = "the gateway is stopping; retry at another"
 
 
 class CallsUnderWay:
-    """Counts what is inside of it, as a context; `none` is set while that is nothing."""
+    """Counter of running calls, as a context; `none` is set while there are none."""
 
     def __init__(self) -> None:
         self.none = asyncio.Event()
@@ -206,8 +209,9 @@ class CallsUnderWay:
 
 
 class TurnUnderWay:
-    """A turn that runs. A context around whatever it waits for, which raises Unavailable, at once, when the gateway
-    stops or has stopped.
+    """Running turn, and a context around every wait of it.
+
+    The context raises Unavailable at once when the gateway stops or has stopped.
     """
 
     def __init__(self, request_id: str, stopping: asyncio.Event) -> None:
@@ -222,18 +226,18 @@ class TurnUnderWay:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         task, self._waits = self._waits, None
-        # Where somebody else has cancelled it, alone or as well, that goes on.
+        # A cancellation by another task, alone or as well, is passed on.
         if kind is asyncio.CancelledError and self._stopping.is_set() and task is not None and not task.uncancel():
             raise Unavailable(STOPPING) from None
 
     def stop(self) -> None:
-        """Wait no longer."""
+        """Cancel the current wait."""
         if self._waits is not None:
             self._waits.cancel()
 
 
 class TurnsUnderWay:
-    """The turns that run; `stopping` is set when they are being ended."""
+    """Registry of running turns; `stopping` is set when they are being ended."""
 
     def __init__(self) -> None:
         self.stopping = asyncio.Event()
@@ -252,7 +256,7 @@ class TurnsUnderWay:
         return {turn.request_id for turn in self._turns}
 
     def stop(self) -> None:
-        """End every turn: now where it waits, else when what it has just told has been taken."""
+        """End every turn: at once where it waits, else when its latest response has been taken."""
         self.stopping.set()
         for turn in self._turns:
             turn.stop()

@@ -1,4 +1,4 @@
-"""Logs of every process, to standard error: one line an event, for people or as JSON for machines."""
+"""Logs of every process, to standard error: one line for each event, for people or as JSON for machines."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import TextIO
 
 LOG_FORMATS = ("human", "json")
 TURN_KEYS = ("request_id", "turn_id")
-"""What a line about one turn carries as `extra`, so that the turn can be followed through all processes."""
+"""Keys that a line about one turn carries as `extra`, so that the turn can be followed through all processes."""
 
 
 def set_up_logs(process: str, level: str = "info", form: str = "human", ring: str = "") -> None:
-    """Name the process in every line; nothing below `level` is written. Replaces what an earlier call set up.
+    """Set up the logs of a process, which every line names. Lines below `level` are dropped.
 
-    `form` is one of LOG_FORMATS. JSON lines have ts (UTC), level, process, logger and message, and where they apply
-    ring, request_id, turn_id and exception.
+    This replaces an earlier set-up. `form` is one of LOG_FORMATS. JSON lines have ts (UTC), level, process, logger and
+    message, and where they apply ring, request_id, turn_id and exception.
     """
     handler = logging.StreamHandler()
     line = f"%(asctime)s {process} %(levelname)s %(name)s: %(message)s"
@@ -28,7 +28,7 @@ def set_up_logs(process: str, level: str = "info", form: str = "human", ring: st
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a record, in one line."""
+    """Formatter of a record as one JSON object, in one line."""
 
     def __init__(self, process: str, ring: str = "") -> None:
         super().__init__()
@@ -57,9 +57,9 @@ RAY_PREFIX = re.compile(r"^(?:\x1b\[\d+m)?\((?P<who>[^()]*\bpid=\d+[^()]*)\)(?:\
 
 
 class JsonLines:
-    """A text stream that lets whole JSON objects through as they are, and makes one of every other line.
+    """Text stream that passes on whole JSON objects as they are, and makes one of every other line.
 
-    Ray forwards what its processes write with a prefix before each line, which would make JSON unreadable.
+    Ray prefixes each line that its processes write, which would make JSON unreadable.
     """
 
     def __init__(self, target: TextIO, process: str) -> None:

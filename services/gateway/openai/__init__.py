@@ -1,1 +1,1 @@
-"""The OpenAI-compatible door: HTTP and JSON in, the same turns as over gRPC."""
+"""OpenAI-compatible endpoint: HTTP and JSON, for the same turns as over gRPC."""

@@ -1,4 +1,4 @@
-"""The routes of the HTTP door. A thin translation: turns go the same way as those that come over gRPC."""
+"""Routes of the HTTP endpoint. A thin translation: turns take the same path as those over gRPC."""
 
 from __future__ import annotations
 
@@ -42,31 +42,31 @@ from services.rpc.server import MAX_MESSAGE_BYTES
 log = logging.getLogger(__name__)
 
 BODY_SECONDS = 60.0
-"""How long a client may take to send its request."""
+"""Seconds for a client to send its request."""
 HEALTH_SECONDS = 5.0
 DONE = b"data: [DONE]\n\n"
 
 
 class TurnService(Protocol):
-    """What the door needs of the gateway."""
+    """Service behind the HTTP endpoint: the gateway."""
 
     def generate(
         self, request: inference_pb2.GenerateRequest, tenant: Tenant, seconds_left: float | None, trace_parent: str
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
-        """One turn's responses. Raises RingserveError. Closing it ends the turn."""
+        """Yield the responses of a turn. Raises RingserveError. Closing the iterator ends the turn."""
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of token ids."""
+        """Return the text of token ids."""
 
     def router_for(self, tenant: Tenant) -> ScopedRouter:
-        """The router as a tenant sees it."""
+        """Return the router as a tenant sees it."""
 
     async def server_view(self) -> ServerView:
-        """The service as the router sees it. Raises Unavailable."""
+        """Return the state of the service as the router sees it. Raises Unavailable."""
 
 
 class HttpApi:
-    """OpenAI's paths for one model. `app` is the ASGI application."""
+    """HTTP API for one model, under OpenAI's paths. `app` is the ASGI application."""
 
     def __init__(
         self, service: TurnService, model_name: str, max_positions: int, authenticator: Authenticator | None = None
@@ -95,7 +95,7 @@ class HttpApi:
             exception_handlers={
                 RingserveError: _refuse,
                 HTTPException: _refuse_route,
-                ClientDisconnect: _nobody,
+                ClientDisconnect: _answer_hang_up,
                 Exception: _refuse_internal,
             },
         )
@@ -109,7 +109,7 @@ class HttpApi:
         return await self._turn(request, self._reader.completion, CompletionShape())
 
     async def _turn(self, request: Request, read: Callable[[Any], HttpTurn], shape: Shape) -> ASGIApp:
-        tenant = self._caller(request)  # first: strangers' bodies are not even read
+        tenant = self._caller(request)  # first: bodies of strangers are not read
         body = await _body(request)
         turn = await asyncio.to_thread(lambda: read(_parsed(body)))
         answer = TurnAnswer(shape, self._model_name, self._service.decode, turn)
@@ -123,7 +123,7 @@ class HttpApi:
             first = await anext(events)
         return EventStream(first, events)
 
-    # --- asking ------------------------------------------------------------------------------------------------------
+    # --- views -------------------------------------------------------------------------------------------------------
 
     async def _models(self, request: Request) -> Response:
         self._caller(request)
@@ -135,7 +135,7 @@ class HttpApi:
         return JSONResponse(self._model_json())
 
     def _caller(self, request: Request) -> Tenant:
-        """Raises Unauthenticated."""
+        """Return the calling tenant. Raises Unauthenticated."""
         return self._authenticator.tenant_of(request.headers.get("authorization"), certificate_of(request.scope))
 
     def _model_json(self) -> dict[str, Any]:
@@ -153,7 +153,7 @@ class HttpApi:
         return JSONResponse({"id": name, "object": "conversation.deleted", "deleted": True})
 
     async def _health(self, request: Request) -> Response:
-        """200 where a turn could be served now: the router answers, and a ring of each role serves."""
+        """Answer 200 where a turn can be served: the router answers, and a ring of each role serves."""
         try:
             async with asyncio.timeout(HEALTH_SECONDS):
                 view = await self._service.server_view()
@@ -174,7 +174,7 @@ async def _whole(responses: AsyncIterator[inference_pb2.GenerateResponse], answe
 async def _events(
     responses: AsyncIterator[inference_pb2.GenerateResponse], answer: TurnAnswer
 ) -> AsyncGenerator[bytes, None]:
-    """The stream's lines. An error after the first event is one more event, and the last."""
+    """Yield the lines of a stream. An error after the first event is one more event, and the last."""
     is_begun = False
     try:
         async with aclosing(responses) as closing:  # type: ignore[type-var]
@@ -199,7 +199,7 @@ def _line(event: dict[str, Any]) -> bytes:
 
 
 async def _body(request: Request) -> bytes:
-    """Raises BadHttpRequest for a body that is too large or comes too slowly."""
+    """Read the body. Raises BadHttpRequest for a body that is too large or too slow."""
     too_large = BadHttpRequest(413, f"the body is larger than {MAX_MESSAGE_BYTES} bytes", "too_large")
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > MAX_MESSAGE_BYTES:
@@ -236,7 +236,7 @@ async def _refuse(request: Request, error: Exception) -> Response:
 
 
 async def _refuse_route(request: Request, error: Exception) -> Response:
-    """A path or method that is not there."""
+    """Answer a request for an unknown path or method."""
     assert isinstance(error, HTTPException)
     words = {
         404: f"there is no {request.url.path[:200]}",
@@ -250,6 +250,6 @@ async def _refuse_internal(request: Request, error: Exception) -> Response:
     return _error_response(error)  # the server logs it: Starlette raises it again
 
 
-async def _nobody(request: Request, error: Exception) -> Response:
-    """The client hung up; the answer goes nowhere."""
+async def _answer_hang_up(request: Request, error: Exception) -> Response:
+    """Answer a client that has hung up; the answer is not sent."""
     return Response(status_code=499)

@@ -13,7 +13,7 @@ from services.rpc.errors import code_of
 
 INTERNAL = "internal error; the server's log has the details"
 RETRY_SECONDS = 1.0
-"""What `Retry-After` says where nobody knows better."""
+"""Seconds in `Retry-After` where the error names none."""
 
 # HTTP status and OpenAI's `type` and `code` of each gRPC status that a turn can end with.
 _SHAPES: dict[grpc.StatusCode, tuple[int, str, str | None]] = {
@@ -41,7 +41,7 @@ _PARAMETER = re.compile(r"^([a-z_]+(?:\[\d+\]|\.[a-z_]+)*): ")
 
 
 class BadHttpRequest(RingserveError):
-    """A request that HTTP itself has a status for: `status` says which."""
+    """Request that HTTP itself has a status for: `status`."""
 
     def __init__(self, status: int, message: str, code: str | None = None) -> None:
         super().__init__(message)
@@ -50,7 +50,7 @@ class BadHttpRequest(RingserveError):
 
 
 def status_of(error: BaseException) -> int:
-    """The HTTP status of an error; 500 for what has none."""
+    """Return the HTTP status of an error; 500 where it has none."""
     if isinstance(error, BadHttpRequest):
         return error.status
     shape = _SHAPES.get(code_of(error)) if isinstance(error, RingserveError) else None
@@ -58,7 +58,7 @@ def status_of(error: BaseException) -> int:
 
 
 def headers_of(error: BaseException) -> dict[str, str]:
-    """Headers that belong to an error."""
+    """Return the headers that belong to an error."""
     status = status_of(error)
     if status == 401:
         return {"WWW-Authenticate": "Bearer"}
@@ -69,7 +69,7 @@ def headers_of(error: BaseException) -> dict[str, str]:
 
 
 def error_body(error: BaseException) -> dict[str, Any]:
-    """`{"error": {...}}`. What is not one of our errors is not shown."""
+    """Return an error as `{"error": {...}}`. The text of a foreign error is not shown."""
     if isinstance(error, BadHttpRequest):
         return _body(str(error), "invalid_request_error", None, error.code)
     shape = _SHAPES.get(code_of(error)) if isinstance(error, RingserveError) else None

@@ -1,6 +1,6 @@
-"""Which fields of OpenAI's requests are understood: the one table. What it does not name is refused.
+"""Fields of OpenAI's requests, in one table. A field outside the table is refused.
 
-A field that a sampling parameter of the contract stands for needs one line in SAMPLING to be served.
+A field for a sampling parameter of the contract needs one line in SAMPLING to be served.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from cp_core.errors import InvalidRequest
 from orchestration.protocol.turns import MAX_PRIORITY
 
 Reader = Callable[[str, Any], Any]
-"""Takes a field's name and its JSON value, returns what the contract wants. Raises InvalidRequest."""
+"""Reader of a field: takes its name and JSON value, returns the contract's value. Raises InvalidRequest."""
 
 
 def number(name: str, value: Any) -> float:
@@ -25,7 +25,7 @@ def number(name: str, value: Any) -> float:
 
 
 def integer(bits: int) -> Reader:
-    """A reader of whole numbers from 0 that fit in so many bits."""
+    """Return a reader of whole numbers from 0 that fit in `bits` bits."""
 
     def read(name: str, value: Any) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << bits:
@@ -69,19 +69,19 @@ def token_ids(name: str, value: Any) -> list[int]:
 
 
 def stops(name: str, value: Any) -> list[str]:
-    """A string or a list of them."""
+    """Read a string or a list of strings."""
     if not isinstance(value, list):
         return [text(name, value)]
     return [text(f"{name}[{place}]", item) for place, item in enumerate(value)]
 
 
 def top_k(name: str, value: Any) -> int:
-    """VLLM's clients write -1 for all tokens."""
+    """Read a token limit; vLLM's clients write -1 for all tokens."""
     return 0 if value == -1 and not isinstance(value, bool) else int(integer(32)(name, value))
 
 
 def logit_bias(name: str, value: Any) -> dict[int, float]:
-    """JSON's keys are strings; these hold token ids."""
+    """Read biases by token id; keys of JSON are strings."""
     if not isinstance(value, dict):
         raise InvalidRequest(f"{name}: {shown(value)} is not allowed; give an object of token ids and numbers")
     biases = {}
@@ -93,7 +93,7 @@ def logit_bias(name: str, value: Any) -> dict[int, float]:
 
 
 def shown(value: Any) -> str:
-    """A value as a message quotes it, never at length."""
+    """Quote a value for a message, never at length."""
     words = repr(value)
     return words if len(words) <= 60 else f"{words[:56]} ..."
 
@@ -117,7 +117,7 @@ SAMPLING: dict[str, tuple[str, Reader]] = {
     "include_stop_str_in_output": ("include_stop_str_in_output", boolean),
     "n": ("n", integer(32)),
 }
-"""Field -> (field of SamplingParams, reader)."""
+"""Sampling fields: name -> (field of SamplingParams, reader)."""
 
 OURS: dict[str, Reader] = {"conversation_id": text, "request_id": text, "priority": priority}
 """Fields of the contract that OpenAI's requests lack; clients send them as extra fields (`extra_body`)."""
@@ -133,7 +133,7 @@ INERT = frozenset(
         "service_tier",
     }
 )
-"""Fields that ask for nothing of the answer."""
+"""Fields without effect on the answer."""
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": (),
@@ -154,11 +154,11 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "verbosity": ("medium",),
     "web_search_options": (),
 }
-"""Fields that are not supported -> values that ask for what is done anyway. null is always one."""
+"""Unsupported fields -> values that change nothing and are accepted. null always is."""
 
 
 def check_names(body: dict[str, Any], own: frozenset[str]) -> None:
-    """Refuse what is not understood. `own` are the fields that only this kind of request has. Raises InvalidRequest."""
+    """Refuse unknown fields. `own` are the fields that only this kind of request has. Raises InvalidRequest."""
     for name, value in body.items():
         if name in own or name in SAMPLING or name in OURS or name in INERT:
             continue
@@ -173,5 +173,5 @@ def check_names(body: dict[str, Any], own: frozenset[str]) -> None:
 
 
 def _same(value: Any, item: Any) -> bool:
-    """Equal, where 1 and 1.0 are, and 1 and true are not."""
+    """Return whether values are equal; 1 equals 1.0, and differs from true."""
     return bool(value == item) and isinstance(value, bool) == isinstance(item, bool)

@@ -1,4 +1,7 @@
-"""From OpenAI's JSON to a GenerateRequest. Shapes and types are checked here; values where every door checks them."""
+"""Translation of OpenAI's JSON to a GenerateRequest.
+
+Shapes and types are checked here; values where gRPC's are checked too.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,9 @@ from ringserve.v1 import inference_pb2
 from services.gateway.openai.fields import OURS, SAMPLING, boolean, check_names, integer, shown, text, token_ids
 
 DEFAULT_TEMPERATURE = 1.0
-"""OpenAI's. Over gRPC it is 0."""
+"""Default temperature of OpenAI. Over gRPC it is 0."""
 CHAT_MAX_TOKENS = 1024
-"""OpenAI lets a chat answer run to the model's limit; a ring has to set the room aside first."""
+"""Default `max_tokens` of a chat. OpenAI's is the model's limit; a ring has to reserve the room first."""
 
 COMMON = frozenset({"model", "stream", "stream_options"})
 CHAT = COMMON | {"messages", "logprobs", "top_logprobs"}
@@ -29,7 +32,7 @@ PROMPT_MODES = {
 
 @dataclass(frozen=True, kw_only=True)
 class HttpTurn:
-    """A turn asked for over HTTP, and how to answer it."""
+    """Turn asked for over HTTP, and the form of its answer."""
 
     request: inference_pb2.GenerateRequest
     stream: bool
@@ -37,15 +40,15 @@ class HttpTurn:
 
 
 class HttpRequestReader:
-    """Knows the served model by name and its longest sequence."""
+    """Reader of requests for one model, with its longest sequence."""
 
     def __init__(self, model_name: str, max_positions: int) -> None:
         self._model_name = model_name
-        # A quarter: the rest is for the prompt.
+        # a quarter: the rest is for the prompt
         self._chat_max_tokens = min(CHAT_MAX_TOKENS, max(1, max_positions // 4))
 
     def chat(self, body: Any) -> HttpTurn:
-        """Raises InvalidRequest, NotFound for another model."""
+        """Read a request. Raises InvalidRequest, and NotFound for another model."""
         values = self._values(body, CHAT)
         messages = values.get("messages")
         if not isinstance(messages, list):
@@ -65,7 +68,7 @@ class HttpRequestReader:
         return turn
 
     def completion(self, body: Any) -> HttpTurn:
-        """Raises InvalidRequest, NotFound for another model."""
+        """Read a request. Raises InvalidRequest, and NotFound for another model."""
         values = self._values(body, COMPLETION)
         prompt = _one_prompt(values.get("prompt"))
         turn = self._turn(values)
@@ -83,7 +86,7 @@ class HttpRequestReader:
         return turn
 
     def _values(self, body: Any, own: frozenset[str]) -> dict[str, Any]:
-        """The fields that ask for something."""
+        """Return the fields that are not null."""
         if not isinstance(body, dict):
             raise InvalidRequest("the body must be a JSON object")
         values = {name: value for name, value in body.items() if value is not None}
@@ -92,7 +95,7 @@ class HttpRequestReader:
         return values
 
     def check_model(self, name: str) -> None:
-        """Raises InvalidRequest, NotFound."""
+        """Check the name of the model. Raises InvalidRequest, NotFound."""
         if not name:
             raise InvalidRequest(f"model: none given; served is {self._model_name!r}")
         if name != self._model_name:
@@ -143,7 +146,7 @@ def _message(place: int, message: Any) -> inference_pb2.ChatMessage:
 
 
 def _content(name: str, content: Any) -> str:
-    """A string, or text parts, which follow each other."""
+    """Read content: a string, or text parts, which are joined."""
     if not isinstance(content, list):
         return text(name, content)
     pieces = []
@@ -155,7 +158,7 @@ def _content(name: str, content: Any) -> str:
 
 
 def _one_prompt(prompt: Any) -> str | list[Any]:
-    """The prompt of a completion: a text or token ids, or a list of one such."""
+    """Read the prompt of a completion: a text or token ids, or a list of one of them."""
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
         if len(prompt) > 1:
             raise InvalidRequest(f"prompt: {len(prompt)} prompts are given, 1 a request is supported")

@@ -1,4 +1,7 @@
-"""From a turn's responses to OpenAI's JSON. What OpenAI has no name for is in one extra field, `ringserve`."""
+"""Translation of a turn's responses to OpenAI's JSON.
+
+Values that OpenAI has no name for are in one extra field, `ringserve`.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +22,14 @@ from services.rpc.wire.contract import to_message
 
 Json = dict[str, Any]
 Decode = Callable[[Sequence[int]], str]
-"""The text of token ids. Half a character is shown as a replacement character."""
+"""Function that returns the text of token ids. Half a character is shown as a replacement character."""
 
 
 Logprobs = Sequence[inference_pb2.TokenLogprobs]
 
 
 class ChatShape:
-    """Chat completions. One object a turn; every event of a stream carries the same id."""
+    """Shape of chat completions. Every event of a stream carries the same id."""
 
     stream_object = "chat.completion.chunk"
     whole_object = "chat.completion"
@@ -54,7 +57,7 @@ class ChatShape:
 
 
 class CompletionShape:
-    """Completions of a text: the same verbs."""
+    """Shape of text completions, with the same methods."""
 
     stream_object = whole_object = "text_completion"
     id_prefix = "cmpl"
@@ -79,9 +82,9 @@ Shape = ChatShape | CompletionShape
 
 
 class TurnAnswer:
-    """A request's answers: `start` once, then `chunk`s and a `complete` of each, whole or as events of a stream.
+    """Answers of a request, whole or as events of a stream: `start` once, then `chunk`s and a `complete` of each.
 
-    `decode` gives the text of token ids, for log-probabilities.
+    `decode` returns the text of token ids, for log-probabilities.
     """
 
     def __init__(self, shape: Shape, model_name: str, decode: Decode, turn: HttpTurn) -> None:
@@ -96,7 +99,7 @@ class TurnAnswer:
         self._completes: list[inference_pb2.GenerateComplete] = []
 
     def events(self, response: inference_pb2.GenerateResponse) -> list[Json]:
-        """What a stream sends for one response."""
+        """Return the events that a stream sends for one response."""
         if response.HasField("start"):
             self._start = response.start
             extra: Json = {"ringserve": self._opening_extra()}
@@ -122,14 +125,14 @@ class TurnAnswer:
         return [self._event(self._shape.piece(chunk.index, chunk.text, logprobs))] if has_news else []
 
     def last_events(self) -> list[Json]:
-        """What a stream sends when every answer is complete. Raises Unavailable where one is not."""
+        """Return the events that a stream sends after the last answer. Raises Unavailable for an incomplete answer."""
         self._check_complete()
         if not self._include_usage:
             return []
         return [self._named(self._shape.stream_object) | {"choices": [], "usage": self._usage()}]
 
     def whole(self) -> Json:
-        """The one object of answers that are not streamed; `events` has seen all responses. Raises Unavailable."""
+        """Return the one object of answers that are not streamed, after all responses. Raises Unavailable."""
         self._check_complete()
         self._completes.sort(key=lambda complete: complete.index)
         extras = [self._extra(complete) for complete in self._completes]
@@ -150,7 +153,7 @@ class TurnAnswer:
             raise Unavailable("the stream ended without a completion")
 
     def _usage(self) -> Json:
-        """The prompt counts once."""
+        """Return the usage, in which the prompt counts once."""
         usage = next(complete.usage for complete in self._completes if complete.index == 0)
         completion = sum(complete.usage.completion_tokens for complete in self._completes)
         return {
@@ -190,7 +193,7 @@ class TurnAnswer:
 
 
 def conversation_json(view: ConversationView) -> Json:
-    """A conversation under OpenAI's name for one, with what is known of it in `ringserve`."""
+    """Return a conversation in OpenAI's shape, with its own fields in `ringserve`."""
     message = to_message(inference_pb2.GetConversationResponse, view)
     known = MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
     for numbered in (known, *known["placements"]):
@@ -209,7 +212,7 @@ def model_json(name: str, created: int, max_positions: int) -> Json:
 
 
 def chat_logprobs(found: Iterable[inference_pb2.TokenLogprobs], decode: Decode) -> Json:
-    """`logprobs` of a chat's choice."""
+    """Return `logprobs` of a chat's choice."""
     content = [
         _token(each.token_id, each.logprob, decode)
         | {"top_logprobs": [_token(token_id, logprob, decode) for token_id, logprob in _top(each)]}
@@ -219,7 +222,7 @@ def chat_logprobs(found: Iterable[inference_pb2.TokenLogprobs], decode: Decode) 
 
 
 def completion_logprobs(found: Iterable[inference_pb2.TokenLogprobs], decode: Decode, offset: int) -> Json:
-    """`logprobs` of a completion's choice, whose first token's text begins `offset` characters into the answer."""
+    """Return `logprobs` of a completion's choice, whose first token begins `offset` characters into the answer."""
     tokens, offsets = [], []
     for each in found:
         tokens.append(decode([each.token_id]))

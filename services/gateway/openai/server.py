@@ -1,4 +1,7 @@
-"""The HTTP server of a gateway: uvicorn in the gateway's own event loop, without its signal handlers and its logs."""
+"""HTTP server of a gateway: uvicorn in the gateway's own event loop, without its signal handlers and its logs.
+
+Streams of server-sent events stay open through silence, and work ends when its client has hung up.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ CERTIFICATE = "ringserve.certificate"
 
 
 class _Server(uvicorn.Server):
-    """Signals belong to the process, which ends every door in order."""
+    """Server without signal handlers: the process ends every server in order."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -32,7 +35,7 @@ class _Server(uvicorn.Server):
 
 
 class _Protocol(H11Protocol):
-    """One connection. What its client's certificate proves stands in the state of each of its requests."""
+    """One connection. The names of its client's certificate are in the state of each of its requests."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -40,14 +43,14 @@ class _Protocol(H11Protocol):
 
 
 def certificate_of(scope: Scope) -> Certificate | None:
-    """Of a request; None where its client showed none."""
+    """Return the certificate of a request, or None where its client showed none."""
     certificate = scope.get("state", {}).get(CERTIFICATE)
     assert certificate is None or isinstance(certificate, Certificate), "put there by our protocol"
     return certificate
 
 
 class HttpServer:
-    """One listening HTTP server: `start`, then `stop`."""
+    """Listening HTTP server: `start`, then `stop`."""
 
     def __init__(self, app: ASGIApp, tls: ssl.SSLContext | None = None) -> None:
         self._app = app
@@ -56,7 +59,7 @@ class HttpServer:
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self, listen: str) -> str:
-        """Listen on HOST:PORT (port 0: any free one); returns the address really listened on. Raises ConfigError."""
+        """Listen on HOST:PORT (port 0: any free one) and return the address listened on. Raises ConfigError."""
         host, _, wanted = listen.rpartition(":")
         listener = _listener(host, int(wanted))
         config = uvicorn.Config(
@@ -71,7 +74,7 @@ class HttpServer:
             h11_max_incomplete_event_size=MAX_HEADER_BYTES,
         )
         config.load()
-        config.ssl = self._tls  # made and proven by us; uvicorn would make its own from files
+        config.ssl = self._tls  # made and checked before; uvicorn would make its own from files
         self._server = _Server(config)
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
         return f"{host}:{listener.getsockname()[1]}"
@@ -88,7 +91,7 @@ class HttpServer:
         await self._serving
 
     def hurry(self) -> None:
-        """While it stops: wait for nobody any longer."""
+        """Stop waiting for running requests."""
         if self._server is not None:
             self._server.force_exit = True
 
@@ -111,7 +114,7 @@ def _listener(host: str, port: int) -> socket.socket:
 log = logging.getLogger(__name__)
 
 KEEP_ALIVE_SECONDS = 15.0
-"""A comment is sent after so long a silence: the prefill of a long prompt takes longer than proxies wait."""
+"""Seconds of silence before a comment is sent: the prefill of a long prompt takes longer than proxies wait."""
 KEEP_ALIVE = b": waiting\n\n"
 HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -122,7 +125,7 @@ HEADERS = [
 
 @asynccontextmanager
 async def ended_by_hang_up(receive: Receive) -> AsyncIterator[None]:
-    """The block is cancelled when the client hangs up: raises ClientDisconnect. The request's body has been read."""
+    """Cancel the block when the client hangs up, and raise ClientDisconnect. The request's body has been read."""
     task = asyncio.current_task()
     assert task is not None, "requests are served in tasks"
     is_gone = False
@@ -164,7 +167,7 @@ class EventStream:
             await send({"type": "http.response.body", "body": data, "more_body": more})
 
         async def keep_alive() -> None:
-            with suppress(OSError):  # the other task sends as well, and reports it
+            with suppress(OSError):  # the other task sends too, and reports the error
                 while True:
                     silent = asyncio.get_running_loop().time() - last
                     await asyncio.sleep(max(self._keep_alive_seconds - silent, 0.01))
@@ -181,17 +184,17 @@ class EventStream:
                 pinger.cancel()
                 await body(b"", more=False)
         except (ClientDisconnect, OSError):
-            log.info("a client hung up; its turn is ended")
+            log.info("the client hung up; its turn is ended")
         finally:
             pinger.cancel()
 
 
 MAX_HEADER_BYTES = 32 * 1024
-"""Of one request, its path included."""
+"""Bytes of the headers of one request, its path included. h11 bounds only headers that arrive in pieces."""
 
 
 class HeaderLimit:
-    """Middleware that refuses larger ones, before anything of theirs is looked at."""
+    """Middleware that refuses larger headers before any of their content is read."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

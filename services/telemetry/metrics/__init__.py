@@ -1,5 +1,5 @@
-"""What every process tells Prometheus. Names and buckets follow vLLM's where they mean the same.
+"""Metrics of every process for Prometheus. Names and buckets are those of vLLM where they mean the same.
 
-Each process has a registry of its own and no global one. What happens is counted where it happens; what is so (KV
-blocks, progress) is read when Prometheus asks. Labels take values of short, fixed lists, each there from the start.
+Each process has a registry of its own and no global one. Events are counted where they happen; states (KV blocks,
+progress) are read when Prometheus asks. Labels take values of short, fixed lists, each present from the start.
 """

@@ -1,4 +1,8 @@
-"""A small plain HTTP server for Prometheus and for probes: /metrics, /live, /ready, and at a gateway /targets."""
+"""Plain HTTP server for Prometheus and for probes: /metrics, /live, /ready, and at a gateway /targets.
+
+The probes tell what grpc.health.v1 tells, for clients that cannot show a certificate. /targets lists all metrics
+endpoints of a service, in the format of Prometheus' HTTP service discovery.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +32,14 @@ class Reply(NamedTuple):
 
 
 Page = Callable[[str], Reply]
-"""Accept header -> what is answered."""
+"""Page: from the Accept header to the reply."""
 TEXT = "text/plain; charset=utf-8"
 IDLE_SECONDS = 30.0
-"""A connection that asks nothing for so long is closed."""
+"""Seconds after which an idle connection is closed."""
 
 
 def metrics_page(source: Collector) -> Page:
-    """All of a registry in the format that the scraper prefers."""
+    """Return the page of a registry, in the format that the scraper prefers."""
 
     def page(accept: str) -> Reply:
         encode, content_type = choose_encoder(accept)
@@ -45,10 +49,13 @@ def metrics_page(source: Collector) -> Page:
 
 
 class MetricsEndpoint:
-    """Listens from the start until `close`."""
+    """HTTP server that listens until `close`."""
 
     def __init__(self, key: str, address: str, pages: Mapping[str, Page]) -> None:
-        """`key` names the setting in errors; `address` is HOST:PORT, port 0 any free one. Raises ConfigError."""
+        """Listen on `address`, HOST:PORT with port 0 for any free one; `key` names the setting in errors.
+
+        Raises ConfigError.
+        """
         host, _, port = address.rpartition(":")
         try:
             self._server = _Server((host.strip("[]"), int(port)), pages)
@@ -85,7 +92,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         try:
             reply = page(self.headers.get("Accept", ""))
-        except Exception:  # the last door before the network: logged whole, shown as one sentence
+        except Exception:  # the last place before the network: logged whole, shown as one sentence
             log.exception("the page %s failed", self.path)
             reply = Reply(TEXT, b"internal error; the process's log has the details\n", 500)
         self._send(reply)
@@ -102,8 +109,10 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def probe_pages(find_fault: Callable[[], str], loop: asyncio.AbstractEventLoop) -> dict[str, Page]:
-    """`find_fault`, called in any thread, says what keeps the process from serving; empty where nothing does. A process
-    whose `loop` no longer turns is not live, though the thread that answers here is.
+    """Return the pages /live and /ready.
+
+    `find_fault`, called in any thread, returns why the process does not serve; empty where it does. A process whose
+    event loop `loop` hangs is not live, though this server's threads answer.
     """
 
     def check_loop() -> None:
@@ -125,7 +134,7 @@ def probe_pages(find_fault: Callable[[], str], loop: asyncio.AbstractEventLoop) 
 
 
 def targets_of(view: ServerView, gateway: str) -> list[dict[str, object]]:
-    """This gateway, the router, and every ring that serves metrics. A lost ring is left out: its series go stale."""
+    """Return the targets: this gateway, the router, and every ring that serves metrics. Lost rings are left out."""
     found = [("gateway", "", gateway), ("router", "", view.metrics_endpoint)]
     found += [(ring.role, ring.name, ring.metrics_endpoint) for ring in view.rings]
     return [
@@ -138,7 +147,10 @@ def targets_of(view: ServerView, gateway: str) -> list[dict[str, object]]:
 def targets_page(
     get_server_info: Callable[[], Awaitable[ServerView]], gateway: Callable[[], str], loop: asyncio.AbstractEventLoop
 ) -> Page:
-    """Asks the router each time. `gateway` gives this gateway's own metrics address."""
+    """Return the page /targets, which asks the router each time.
+
+    `gateway` returns this gateway's own metrics address.
+    """
 
     async def ask() -> ServerView:
         async with asyncio.timeout(SCRAPE_SECONDS):

@@ -1,4 +1,4 @@
-"""What a gateway tells Prometheus: turns as their clients see them."""
+"""Metrics of a gateway: turns as their clients see them."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ REFUSALS = (
     "unauthenticated",
     "permission_denied",
 )
-"""Ends that are an answer to the client, by gRPC status."""
+"""Outcomes that are an answer to the client, by gRPC status."""
 FAILURES = ("cancelled", "deadline_exceeded", "unavailable", "internal")
 OUTCOMES = (FinishReason.STOP.value, FinishReason.LENGTH.value, *REFUSALS, *FAILURES)
 OTHER = "other"
-"""Of any value that is on no list: a label must not grow with what clients or later versions send."""
+"""Label of a value outside the lists: labels must not grow with what clients or later versions send."""
 SOURCES = ("kept_on_prefill", "pulled_from_decode", "pulled_from_other", "kept_on_decode")
 ALGORITHMS = tuple(algorithm.value for algorithm in Algorithm)
 
 
 class GatewayMetrics:
-    """All series of one gateway process, in a registry of its own."""
+    """Series of one gateway process, in a registry of its own."""
 
     def __init__(self) -> None:
         registry = self.registry = new_registry("gateway")
@@ -72,7 +72,7 @@ class GatewayMetrics:
         self._running.labels("gateway").inc()
 
     def ended(self, outcome: str, seconds: float) -> None:
-        """`outcome`: a finish reason, or a gRPC status name in lower case."""
+        """Count an ended request. `outcome` is a finish reason, or a gRPC status name in lower case."""
         self._running.labels("gateway").dec()
         self._requests.labels(_known(outcome, OUTCOMES)).inc()
         if outcome in REFUSALS:
@@ -80,7 +80,7 @@ class GatewayMetrics:
         self._whole.observe(seconds)
 
     def planned(self, algorithm: str, prompt_tokens: int, cached: dict[str, int]) -> None:
-        """A turn has its plan. `cached`: tokens that are not computed again, by where they come from."""
+        """Count a planned turn. `cached` maps sources to tokens that are not computed again."""
         self._plans.labels(_known(algorithm, ALGORITHMS)).inc()
         self._prompt_tokens.inc(prompt_tokens)
         self._prompt_length.observe(prompt_tokens)
@@ -88,7 +88,7 @@ class GatewayMetrics:
             self._cached.labels(_known(source, SOURCES)).inc(tokens)
 
     def completed(self, complete: inference_pb2.GenerateComplete) -> None:
-        """A turn came to its end and says how long each part of it took."""
+        """Observe the parts of a completed turn."""
         plan, tokens = complete.plan, complete.usage.completion_tokens
         self._generated.inc(tokens)
         self._ttft.observe(complete.ttft_seconds)
@@ -111,7 +111,7 @@ def _known(value: str, allowed: tuple[str, ...]) -> str:
 
 
 def _counter(registry: CollectorRegistry, name: str, help_text: str, label: str, values: tuple[str, ...]) -> Counter:
-    """A counter by one label, every value of which is there from the start: rate() needs the zero before the one."""
+    """Return a counter by one label, with every value present: rate() needs the zero before the one."""
     counter = Counter(f"ringserve_{name}", help_text, [label], registry=registry)
     for value in values:
         counter.labels(value)

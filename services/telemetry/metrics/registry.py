@@ -1,4 +1,4 @@
-"""What every process tells of itself, and the registry that its other series join."""
+"""Registry of a process's metrics, buckets of histograms in seconds, and copies of series under vLLM's names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 
 
 def new_registry(role: str) -> CollectorRegistry:
-    """A registry with memory, processor time and files of this process, and `ringserve_build_info`."""
+    """Return a registry with memory, processor time and files of this process, and `ringserve_build_info`."""
     disable_created_metrics()  # they double the series of every counter and no dashboard reads them
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
@@ -23,7 +23,7 @@ def new_registry(role: str) -> CollectorRegistry:
 
 
 def package_version() -> str:
-    """Of ringserve, as it is installed."""
+    """Return the version of the installed ringserve."""
     try:
         return version("ringserve")
     except PackageNotFoundError:
@@ -60,11 +60,11 @@ REQUEST = (
     480.0,
     960.0,
 )
-"""Whole requests and their parts: queue, prefill, migration, decode."""
+"""Buckets of whole requests and their parts: queue, prefill, migration, decode."""
 CONTROL = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
-"""What the control plane adds to a turn."""
+"""Buckets of the time that the control plane adds to a turn."""
 RATIO = (0.1, 0.2, 0.33, 0.5, 0.67, 0.8, 0.9, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
-"""Predicted over actual: 1 is a perfect prediction."""
+"""Buckets of predicted over actual: 1 is a perfect prediction."""
 TOKENS = (*(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5)), 1e6, 2e6)
 
 
@@ -88,7 +88,7 @@ RING_NAMES = {
 
 
 class WithVllmNames(Collector):
-    """A registry and its renamed copies. Copies carry `model_name` as vLLM's series do, and our own labels."""
+    """Registry with renamed copies of its series. Copies carry `model_name` as vLLM's do, and our own labels."""
 
     def __init__(self, collect: Callable[[], Iterable[Metric]], names: Mapping[str, str], model: str) -> None:
         self._collect = collect

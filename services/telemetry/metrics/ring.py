@@ -1,4 +1,4 @@
-"""What the leader of a ring tells Prometheus, for itself and for its ranks, which serve nothing over HTTP."""
+"""Metrics of a ring, from its leader, also for its ranks, which serve nothing over HTTP."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from workers.protocol.ranks import STEP_BOUNDS, RankStatus
 log = logging.getLogger(__name__)
 
 SCRAPE_SECONDS = 5.0
-"""A leader whose event loop does not answer in this time is reported as not ready."""
+"""Seconds for a leader's event loop to answer; later it is reported as not ready."""
 RING = ("role", "ring")
 RANK = (*RING, "rank")
 DECODE_VARIANTS = tuple(policy for policy in VARIANT_POLICIES if policy != "auto")
@@ -28,7 +28,7 @@ DECODE_VARIANTS = tuple(policy for policy in VARIANT_POLICIES if policy != "auto
 
 @dataclass(frozen=True, kw_only=True)
 class RingView:
-    """A ring just now: what operators may ask for anyway, and what only its leader knows of ranks and blocks."""
+    """Current state of a ring: its status, and ranks and evictions that only its leader knows."""
 
     status: RingStatus
     rank_statuses: tuple[RankStatus, ...]
@@ -36,7 +36,7 @@ class RingView:
 
 
 async def view_of(leader: RingLeader) -> RingView:
-    """Statuses of ranks are those that the ring's watch saw last, about a second ago."""
+    """Return the state of a leader's ring. Statuses of ranks are about a second old."""
     statuses = leader.ring.rank_statuses
     return RingView(
         status=await leader.get_status(),
@@ -46,7 +46,7 @@ async def view_of(leader: RingLeader) -> RingView:
 
 
 class RingCollector(Collector):
-    """Asks the leader how it is whenever Prometheus asks, in the leader's event loop: nothing is read half changed."""
+    """Collector that asks the leader in its event loop whenever Prometheus asks, so that no state is half changed."""
 
     def __init__(
         self, role: str, ring: str, get_view: Callable[[], Awaitable[RingView]], loop: asyncio.AbstractEventLoop
@@ -56,7 +56,7 @@ class RingCollector(Collector):
         self._loop = loop
 
     def collect(self) -> Iterator[Metric]:
-        """Series of the ring; of one that cannot tell, only that it is not ready."""
+        """Yield the series of the ring; for a ring that does not answer, only that it is not ready."""
         try:
             asked = asyncio.run_coroutine_threadsafe(self._ask(), self._loop)
             view = asked.result(SCRAPE_SECONDS)
@@ -148,7 +148,7 @@ class RingCollector(Collector):
         )
 
     def _step_times(self, ranks: Sequence[RankStatus]) -> HistogramMetricFamily:
-        """Of all ranks together: one has as many series as a hundred."""
+        """Return the step times of all ranks together: a hundred ranks have as many series as one."""
         family = HistogramMetricFamily("ringserve_step_time_seconds", "Forward passes of all ranks.", labels=RING)
         counts = [sum(each) for each in zip(*(rank.step_counts for rank in ranks), strict=True)]
         if counts:

@@ -1,4 +1,4 @@
-"""What the router tells Prometheus: plans, and the rings and conversations it knows."""
+"""Metrics of the router: plans, and the rings and conversations it knows."""
 
 from __future__ import annotations
 
@@ -28,8 +28,10 @@ ROLES = ("prefill", "decode")
 
 @dataclass(frozen=True, kw_only=True)
 class RouterView:
-    """What the router holds just now. `rings` are (role, name, whether turns go there), `corrections` (ring, algorithm,
-    least work of such turns, factor of later predictions).
+    """Current state of the router.
+
+    `rings` are (role, name, whether turns go there). `corrections` are (ring, algorithm, least work of such turns,
+    factor of later predictions).
     """
 
     conversations: int
@@ -41,7 +43,7 @@ class RouterView:
 
 
 class RouterMetrics:
-    """All series of the router process. `view` is called in `loop`."""
+    """Series of the router process. `view` is called in `loop`."""
 
     def __init__(self, selector: str, view: Callable[[], RouterView], loop: asyncio.AbstractEventLoop) -> None:
         registry = self.registry = new_registry("router")
@@ -86,7 +88,7 @@ MOVE = ("role", "reason")
 
 
 def _moves(totals: Sequence[MoveTotals]) -> Iterator[Metric]:
-    """Every pair of labels from the start: a rate over what has never been is 0, and not missing."""
+    """Yield the counters of moves, with every pair of labels present: the rate of an event that never happened is 0."""
     found = {(each.role, each.reason): each for each in totals}
     kept = "Kept KV that went from ring to ring, by the role of the ring that was left and why"
     moves = CounterMetricFamily("ringserve_router_kv_moves", f"{kept}.", labels=(*MOVE, "outcome"))

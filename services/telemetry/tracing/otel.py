@@ -27,17 +27,17 @@ from services.telemetry.tracing.tracer import CLOSE_SECONDS, NO_SPAN, OpenSpan
 log = logging.getLogger(__name__)
 
 EXPORT_SECONDS = 10.0
-"""What one batch has, with all that is tried again. It happens in a thread; the queue before it is bounded."""
+"""Seconds for one batch with all its retries. It is sent in a thread; the queue before it is bounded."""
 TRACE_PARENT = "traceparent"
 
 
 def exporter_to(endpoint: str) -> SpanExporter:
-    """`endpoint` is a URL, see `TracingConfig`."""
+    """Return an exporter to a collector's URL, see `TracingConfig`."""
     return OTLPSpanExporter(endpoint=endpoint, insecure=endpoint.startswith("http://"), timeout=EXPORT_SECONDS)
 
 
 class OtelTracer:
-    """A `ServiceTracer`. It has a provider of its own: nothing is set for the process as a whole."""
+    """`ServiceTracer` with a provider of its own: the process has no global one."""
 
     def __init__(self, exporter: SpanExporter, *, process: str, sample_ratio: float = 1.0) -> None:
         described = {SERVICE_NAME: "ringserve", SERVICE_INSTANCE_ID: process, SERVICE_VERSION: package_version()}
@@ -52,7 +52,7 @@ class OtelTracer:
         self._context = TraceContextTextMapPropagator()
 
     def begin(self, name: str, trace_parent: str, began: float, attributes: Attributes) -> OpenSpan:
-        """See `ServiceTracer`. A `trace_parent` that is none begins a trace of its own, as W3C has it."""
+        """Begin a span, see `ServiceTracer`. An invalid `trace_parent` begins a trace of its own, as W3C prescribes."""
         parent = self._parent(trace_parent) if trace_parent else Context()
         span = self._tracer.start_span(
             name, parent, kind=SpanKind.SERVER, attributes=attributes, start_time=_epoch_ns(began, _offset())
@@ -64,16 +64,16 @@ class OtelTracer:
         return _Open(span, carrier[TRACE_PARENT])
 
     def record(self, trace_parent: str, stretches: Sequence[Stretch]) -> None:
-        """See `Tracer`."""
+        """Record spans that have ended, see `Tracer`."""
         if trace_parent:
             self._record(self._parent(trace_parent), stretches, _offset())
 
     def flush(self) -> None:
-        """Send what has ended. Blocks."""
+        """Send the spans that have ended. Blocks."""
         self._provider.force_flush()
 
     def close(self) -> None:
-        """See `ServiceTracer`. The SDK itself would wait ten times as long for a collector that is away."""
+        """Close, see `ServiceTracer`. The SDK itself would wait ten times as long for a lost collector."""
         ending = threading.Thread(target=self._provider.shutdown, name="last-spans", daemon=True)
         ending.start()
         ending.join(CLOSE_SECONDS)
@@ -107,10 +107,10 @@ class _Open:
 
 
 def _offset() -> int:
-    """Nanoseconds from the epoch to the zero of `time.monotonic`; read anew, as clocks of the day are set."""
+    """Return nanoseconds from the epoch to the zero of `time.monotonic`; read each time, as clocks are set."""
     return time.time_ns() - time.monotonic_ns()
 
 
 def _epoch_ns(moment: float, offset: int) -> int:
-    """When a moment of `time.monotonic` was, in nanoseconds since the epoch."""
+    """Return a moment of `time.monotonic` in nanoseconds since the epoch."""
     return round(moment * 1e9) + offset

@@ -1,4 +1,4 @@
-"""What gateways and leaders see of traces, whether or not anybody collects them."""
+"""Traces of turns for gateways and leaders, with or without a collector."""
 
 from __future__ import annotations
 
@@ -15,57 +15,60 @@ from ringserve.v1 import inference_pb2
 from workers.protocol.decode_commands import FinishReason
 
 CLOSE_SECONDS = 3.0
-"""How long a process that ends waits for its last spans to be taken."""
+"""Seconds for a process that ends to send its last spans."""
 
 
 class OpenSpan(Protocol):
-    """Something that has begun. `trace_parent` is for whoever does a part of it; empty where it is not collected."""
+    """Span that has begun. `trace_parent` is for those who record a part of it; empty where nothing is collected."""
 
     @property
     def trace_parent(self) -> str: ...
 
     def note(self, attributes: Attributes) -> None:
-        """Say more about it."""
+        """Add attributes."""
 
     def end(self, error: str = "") -> None:
-        """It is over; `error` is why it failed."""
+        """End the span; `error` is why it failed."""
 
 
 class ServiceTracer(Tracer, Protocol):
-    """A process's door to the collector."""
+    """Tracer of a process."""
 
     def begin(self, name: str, trace_parent: str, began: float, attributes: Attributes) -> OpenSpan:
-        """Begin what was begun at `began` (`time.monotonic`), as a part of a client's trace if there is one."""
+        """Begin a span at `began` (`time.monotonic`), as a part of the client's trace if there is one."""
 
     def close(self) -> None:
-        """Send what is left, within CLOSE_SECONDS. May block."""
+        """Send the remaining spans, within CLOSE_SECONDS. May block."""
 
 
 class _NoSpan:
     trace_parent = ""
 
     def note(self, attributes: Attributes) -> None:
-        """Nobody asked."""
+        """Do nothing."""
 
     def end(self, error: str = "") -> None:
-        """Nobody asked."""
+        """Do nothing."""
 
 
 NO_SPAN = _NoSpan()
 
 
 class NoServiceTracer(NoTracer):
-    """Where no traces are collected."""
+    """Tracer that collects nothing."""
 
     def begin(self, name: str, trace_parent: str, began: float, attributes: Attributes) -> OpenSpan:
         return NO_SPAN
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing."""
 
 
 def tracer_for(config: TracingConfig, process: str) -> ServiceTracer:
-    """That of a process, e.g. "prefill-0". Raises ConfigError where the extra `otel` is needed and not installed."""
+    """Return the tracer of a process, e.g. "prefill-0".
+
+    Raises ConfigError where the extra `otel` is needed and missing.
+    """
     if not config.endpoint:
         return NoServiceTracer()
     check_installed(config)
@@ -75,15 +78,15 @@ def tracer_for(config: TracingConfig, process: str) -> ServiceTracer:
 
 
 LIBRARIES = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.grpc")
-"""What the extra `otel` brings."""
+"""Libraries of the extra `otel`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TracingConfig:
-    """`endpoint` is a collector that takes OTLP over gRPC, as a URL: http://HOST:PORT plain, https://HOST:PORT by TLS.
+    """Section of the configuration: `endpoint` is a collector that takes OTLP over gRPC.
 
-    Empty: nothing is traced. `sample_ratio` of the turns are, of those whose client does not say by itself
-    (`traceparent`) whether it wants to see them.
+    It is a URL: http://HOST:PORT plain, https://HOST:PORT by TLS; empty traces nothing. `sample_ratio` of the turns are
+    traced, of those whose client does not decide itself (`traceparent`).
     """
 
     endpoint: str = ""
@@ -91,7 +94,7 @@ class TracingConfig:
 
 
 def check_tracing(config: TracingConfig) -> None:
-    """Raises ConfigError for values that cannot be meant."""
+    """Check the values. Raises ConfigError."""
     if not 0.0 <= config.sample_ratio <= 1.0:
         raise ConfigError(f"tracing.sample_ratio: {config.sample_ratio} is out of range; allowed is 0.0 to 1.0")
     if config.endpoint and not _is_endpoint(config.endpoint):
@@ -101,7 +104,7 @@ def check_tracing(config: TracingConfig) -> None:
 
 
 def check_installed(config: TracingConfig) -> None:
-    """Raises ConfigError where traces are wanted and what sends them is not installed."""
+    """Check that the libraries are there if traces are wanted. Raises ConfigError."""
     if config.endpoint and not all(map(_is_installed, LIBRARIES)):
         raise ConfigError("tracing.endpoint: traces need OpenTelemetry; install 'ringserve[otel]'")
 
@@ -121,17 +124,18 @@ def _is_installed(name: str) -> bool:
         return False
 
 
-FINE = tuple(reason.value for reason in FinishReason)
+FINISHED = tuple(reason.value for reason in FinishReason)
 
 
 class TurnTrace:
-    """From the client's request to the last response. `parent` is for those who do a part of the turn.
+    """Span of a turn, from the client's request to the last response. `parent` is for those who record a part of it.
 
-    Its own part is `plan`: until the router has chosen the rings and they have reserved. The rings tell theirs.
+    It holds numbers and our own names, and nothing of prompt or answer. Its own part is `plan`: until the router has
+    chosen the rings and they have reserved. The rings record theirs.
     """
 
     def __init__(self, tracer: ServiceTracer, trace_parent: str, request_id: str, tenant: str, began: float) -> None:
-        """`trace_parent` is what the client sent, `began` on the clock of `time.monotonic`."""
+        """Begin the span at `began` (`time.monotonic`). `trace_parent` is the client's."""
         attributes = {"ringserve.request_id": request_id, **({"ringserve.tenant": tenant} if tenant else {})}
         self._tracer = tracer
         self._asked_at = time.monotonic()
@@ -142,7 +146,7 @@ class TurnTrace:
         return self._span.trace_parent
 
     def planned(self, begun: BegunTurn) -> None:
-        """The router has answered."""
+        """Note the plan of the router."""
         plan = begun.plan
         self._span.note(
             {
@@ -158,7 +162,7 @@ class TurnTrace:
         self._tracer.record(self.parent, [Stretch(name="plan", began=self._asked_at, ended=time.monotonic())])
 
     def completed(self, complete: inference_pb2.GenerateComplete) -> None:
-        """The answer is whole."""
+        """Note the length and the TTFT of the answer."""
         self._span.note(
             {
                 "gen_ai.usage.output_tokens": complete.usage.completion_tokens,
@@ -167,6 +171,6 @@ class TurnTrace:
         )
 
     def ended(self, outcome: str) -> None:
-        """With a finish reason, or the gRPC status of what ended it, in lower case."""
+        """End the span with a finish reason, or the gRPC status of an error in lower case."""
         self._span.note({"ringserve.outcome": outcome})
-        self._span.end("" if outcome in FINE else outcome)
+        self._span.end("" if outcome in FINISHED else outcome)

@@ -178,9 +178,9 @@ def test_certificates_that_no_door_asks_for_are_refused_before_anything_starts(
     tls = TlsConfig(cert=str(signed.cert), key=str(signed.key))
     for refused in (TlsConfig(), tls):
         with pytest.raises(
-            ConfigError, match=r"tenants\[0\].certificates: nobody is asked for one; give tls.client_ca"
+            ConfigError, match=r"tenants\[0\].certificates: clients are not asked for certificates; give tls.client_ca"
         ):
             check_files(refused, inside, auth)
     check_files(TlsConfig(cert=tls.cert, key=tls.key, client_ca=str(authority.own.cert)), inside, auth)
-    with pytest.raises(RingserveError, match="nobody is asked for one"):
+    with pytest.raises(RingserveError, match="clients are not asked for certificates"):
         TokenFile(file, takes_certificates=False)
