@@ -82,7 +82,7 @@ class LocalRing:
         self._decoding: list[Future[None]] = []
         self._cursor = 0
         rings = [InProcessRing(num_ranks, timeout_seconds=WAIT_SECONDS).transports for _ in range(tp)]
-        groups = [InProcessRing(tp, timeout_seconds=WAIT_SECONDS).transports for _ in range(num_ranks)]
+        heads = [InProcessRing(tp, timeout_seconds=WAIT_SECONDS).transports for _ in range(num_ranks)]
         self.transports = [rings[rank % tp][rank // tp] for rank in range(num_ranks * tp)]
 
         def start(worker: RankWorker, rank: int) -> RankInfo:
@@ -104,14 +104,14 @@ class LocalRing:
             )
             info = worker.start(spec, poisoned=True)
             if ring_transport is None:
-                worker.attach(self.transports[rank], groups[rank // tp][rank % tp] if tp > 1 else None)
+                worker.attach(self.transports[rank], heads[rank // tp][rank % tp] if tp > 1 else None)
             return info
 
         self.infos = [start(worker, rank) for rank, worker in enumerate(self.workers)]
         if ring_transport is not None:
             endpoints = tuple(worker.open_endpoints() for worker in self.workers)
-            meeting = RingSpec(name="test", endpoints=endpoints, secret="of a test", timeout_seconds=WAIT_SECONDS)
-            self.together(lambda worker, _: worker.join(meeting))
+            spec = RingSpec(name="test", endpoints=endpoints, secret="of a test", timeout_seconds=WAIT_SECONDS)
+            self.together(lambda worker, _: worker.join(spec))
 
     def __enter__(self) -> LocalRing:
         return self

@@ -1,1 +1,1 @@
-"""Decode loop of a ring's ranks: batch, headers, steps and the prompts computed between them."""
+"""Decode loop of a ring's ranks: mailbox, messages between ranks, the batch and its steps."""

@@ -24,10 +24,9 @@ from cp_core.cost.decode import (
 from cp_core.cost.model import ModelShape, RingRates
 from cp_core.errors import ConfigError
 from cp_core.layout.shards import append_owner
-from workers.decode.batch import BatchChange, BatchState
 from workers.decode.mailbox import DecodeMailbox
-from workers.decode.messages import HEARTBEAT_SECONDS, Header, HeaderChannel, HeaderKind
-from workers.decode.step import DecodePass, DecodePrompts
+from workers.decode.messages import HEARTBEAT_SECONDS, BatchChange, Header, HeaderChannel, HeaderKind
+from workers.decode.step import BatchState, DecodePass, DecodePrompts
 from workers.progress import Progress
 from workers.protocol.decode_commands import (
     AdmitSequence,
@@ -192,7 +191,7 @@ class LeadingLoop:
         return len(stored), sum(stored)
 
     def _change(self, commands: Sequence[DecodeCommand]) -> BatchChange:
-        """Remove finished sequences, follow the commands in order, then preempt the sequences without a free slot."""
+        """Remove finished sequences, follow the commands in order, then remove sequences without a free slot."""
         removed, self._finished = self._finished, []
         joining: dict[str, AdmitSequence] = {}
         growing: list[GrowSequence] = []
@@ -243,7 +242,7 @@ class LeadingLoop:
     def _take_out(
         self, name: str, reason: FinishReason | None, joining: dict[str, AdmitSequence], removed: list[str]
     ) -> DecodeEvent:
-        """Remove a sequence from the batch -> its event. Without a reason the sequence is preempted."""
+        """Remove a sequence from the batch -> its event. Without a reason the sequence is starved."""
         del self._generations[name]
         if name in joining:
             return _left(name, reason, joining.pop(name).position)

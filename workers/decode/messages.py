@@ -21,7 +21,6 @@ import torch
 
 from cp_core.cost.decode import GATHER, VARIANTS
 from cp_core.transport.interface import RingTransport
-from workers.decode.batch import BatchChange
 from workers.protocol.decode_commands import AdmitSequence, ComputePrompt, GrowSequence
 from workers.sampling.parameters import Sampled, SamplingParameters, TokenBias, TokenHistory, TokenLogprobs
 
@@ -33,6 +32,24 @@ HEARTBEAT_SECONDS = 1.0
 SILENCE_SECONDS = 15.0
 # Part of a seed that a draw uses, and the most that msgpack can carry.
 SIXTY_FOUR_BITS = 0xFFFF_FFFF_FFFF_FFFF
+
+
+@dataclass(frozen=True, slots=True)
+class BatchChange:
+    """Changes at a step boundary, in this order: sequences leave, sequences join, block tables grow.
+
+    `prompt` is computed before the batch's next step.
+    """
+
+    removed: tuple[str, ...] = ()
+    admitted: tuple[AdmitSequence, ...] = ()
+    grown: tuple[GrowSequence, ...] = ()
+    prompt: ComputePrompt | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self.removed or self.admitted or self.grown or self.prompt)
+
+
 UNCHANGED = BatchChange()
 
 

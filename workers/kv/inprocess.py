@@ -10,7 +10,8 @@ from cp_core.errors import RingserveError, TransferError, Unavailable
 from workers.kv.cache import KvCache
 from workers.kv.frames import OutgoingPart, checksum_of
 from workers.kv.incoming import TransferTable
-from workers.kv.sender import KvSender, OutgoingTransfer
+from workers.kv.outgoing import OutgoingTransfer
+from workers.kv.sender import KvSender
 
 
 class InProcessReceiver(TransferTable):

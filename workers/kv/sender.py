@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum, auto
 from typing import Protocol
 
 import torch
@@ -14,116 +14,192 @@ import torch
 from cp_core.errors import RingserveError, StaleIncarnation, TransferError, Unavailable
 from cp_core.transport.peer_tls import PeerTls
 from workers.kv.cache import KvCache
-from workers.kv.frames import OutgoingPart
-from workers.kv.lane import Lane
+from workers.kv.frames import (
+    AbandonFrame,
+    OutgoingPart,
+    SettleFrame,
+    checksum_of,
+)
+from workers.kv.outgoing import DestinationConnection, OutgoingTransfer
 from workers.protocol.transfers import KvSend, TransferKey, TransferReport
 
-
-class OutgoingState(Enum):
-    """State of an `OutgoingTransfer`, which draws the transitions."""
-
-    SENDING = auto()
-    SETTLED = auto()
-    FAILED = auto()
-    ABANDONED = auto()
+# Longest idle time of a lane's thread; later work starts another thread.
+IDLE_SECONDS = 30.0
+# Time that `release` gives a frame to finish before it breaks the connection.
+GRACE_SECONDS = 0.5
+JOIN_SECONDS = 10.0
 
 
-class OutgoingTransfer:
-    """Transfer with counts of the parts still to be sent and confirmed.
+class Lane:
+    """Queue of frames to one destination rank, sent in the order of the calls. The calls return at once; thread-safe.
 
-        SENDING ──all sent and confirmed──> SETTLED
-           ├──refused, or a connection broke──> FAILED
-           └──abandoned here──> ABANDONED
-
-    The blocks are the leader's; they may be read from `begin` until the state is not SENDING any more and no
-    connection is in the middle of a frame (`Lane.release` waits for that).
+    One thread sends the frames of a transfer one after the other, so `settle` covers everything sent before it. A
+    broken connection is replaced when there is something to send again; the transfers that it carried have failed.
     """
 
-    def __init__(self, key: TransferKey) -> None:
-        self.key = key
-        self._state = OutgoingState.SENDING
-        self._error: RingserveError | None = None
-        self._unsent = 0
-        self._unconfirmed: set[str] = set()
-        self._payload_bytes = 0
-        self._began: float | None = None
-        self._ended = 0.0
+    def __init__(
+        self,
+        endpoint: str,
+        cache: KvCache,
+        *,
+        connect_seconds: float,
+        stall_seconds: float,
+        checksums: bool = True,
+        tls: PeerTls | None = None,
+    ) -> None:
+        self.endpoint = endpoint
+        self._cache = cache
+        self._checksums = checksums
+        self._tls = tls
+        self._connect_seconds = connect_seconds
+        self._stall_seconds = stall_seconds
+        self._jobs: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._connection: DestinationConnection | None = None
+        self._reading: OutgoingTransfer | None = None
+        self._is_closed = False
 
-    @property
-    def is_sending(self) -> bool:
-        with self._changed:
-            return self._state is OutgoingState.SENDING
+    def send_layer(self, transfer: OutgoingTransfer, part: OutgoingPart, layer: int, ready: torch.Event | None) -> None:
+        """Send one layer of a part, once the device has reached `ready`."""
+        self._put(lambda: self._send_layer(transfer, part, layer, ready))
 
-    def add(self, num_layer_parts: int) -> None:
-        """Add (layer, destination) pairs to be sent."""
-        with self._changed:
-            self._unsent += num_layer_parts
+    def settle(self, transfer: OutgoingTransfer) -> None:
+        """Ask the destination to confirm everything sent so far."""
+        self._put(lambda: self._settle(transfer))
 
-    def begin_part(self, endpoint: str) -> None:
-        """Note that a connection to `endpoint` is about to send a part, and has to confirm it."""
-        with self._changed:
-            self._unconfirmed.add(endpoint)
-            if self._began is None:
-                self._began = time.monotonic()
+    def release(self, transfer: OutgoingTransfer) -> None:
+        """Wait until this lane reads no block of a transfer that is over, then tell the destination.
 
-    def sent_part(self, payload_bytes: int) -> None:
-        """Note that one (layer, destination) pair is sent."""
-        with self._changed:
-            self._unsent -= 1
-            self._payload_bytes += payload_bytes
-            self._changed.notify_all()
-
-    def confirmed(self, endpoint: str) -> None:
-        """Note that the destination has everything."""
-        with self._changed:
-            self._unconfirmed.discard(endpoint)
-            self._ended = time.monotonic()
-            self._changed.notify_all()
-
-    def fail(self, error: RingserveError) -> None:
-        """Stop sending and raise `error` in waiting calls."""
-        self._end(OutgoingState.FAILED, error)
-
-    def abandon(self) -> None:
-        """Stop sending: the source rank gives the transfer up."""
-        self._end(OutgoingState.ABANDONED, TransferError(f"{self} was abandoned"))
-
-    def wait_sent(self, deadline: float) -> frozenset[str]:
-        """Wait until every layer is sent to every destination -> the endpoints that have to confirm.
-
-        `deadline` is on the monotonic clock. Raises the error that ended the transfer, TransferError at the deadline.
+        A frame in progress may finish within GRACE_SECONDS; then the connection is broken.
         """
         with self._changed:
-            self._wait(lambda: self._unsent == 0, deadline)
-            if self._unsent:
-                raise TransferError(f"{self} has {self._unsent} parts that are not sent in time")
-            return frozenset(self._unconfirmed)
+            if not self._changed.wait_for(lambda: self._reading is not transfer, GRACE_SECONDS):
+                assert self._connection is not None, "a frame is being sent over no connection"
+                self._connection.break_off(f"a frame of {transfer} did not finish")
+                is_released = self._changed.wait_for(lambda: self._reading is not transfer, JOIN_SECONDS)
+                assert is_released, "a frame outlived its connection"
+        self._put(lambda: self._tell(transfer))
 
-    def wait_confirmed(self, deadline: float) -> TransferReport:
-        """Wait until every destination confirmed; the transfer is SETTLED then. Raises as `wait_sent` does."""
+    def close(self) -> None:
+        """End the thread and the connection; idempotent."""
         with self._changed:
-            self._wait(lambda: not self._unconfirmed, deadline)
-            if self._unconfirmed:
-                raise TransferError(f"{self} is not confirmed in time by {', '.join(sorted(self._unconfirmed))}")
-            self._state = OutgoingState.SETTLED
-            seconds = 0.0 if self._began is None else self._ended - self._began
-            return TransferReport(payload_bytes=self._payload_bytes, seconds=seconds)
+            self._is_closed = True
+            self._jobs.clear()
+            self._changed.notify_all()
+            thread, connection = self._thread, self._connection
+        if connection is not None:
+            connection.break_off("the KV sender is closed")
+        if thread is not None:
+            thread.join(JOIN_SECONDS)
+        if connection is not None:
+            connection.join(JOIN_SECONDS)
 
-    def __str__(self) -> str:
-        return f"transfer {self.key.transfer_id!r} attempt {self.key.attempt}"
-
-    def _wait(self, is_done: Callable[[], bool], deadline: float) -> None:
-        self._changed.wait_for(lambda: self._error is not None or is_done(), max(0.0, deadline - time.monotonic()))
-        if self._error is not None:
-            raise type(self._error)(str(self._error))
-
-    def _end(self, state: OutgoingState, error: RingserveError) -> None:
+    def _put(self, job: Callable[[], None]) -> None:
         with self._changed:
-            if self._state is OutgoingState.SENDING:
-                self._state = state
-                self._error = error
+            if self._is_closed:
+                return
+            self._jobs.append(job)
+            self._changed.notify_all()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=f"kv-to-{self.endpoint}", daemon=True)
+                self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            while (job := self._next()) is not None:
+                job()
+        finally:
+            # After a job that failed with a bug too: the next job gets a new thread.
+            with self._changed:
+                if self._thread is threading.current_thread():
+                    self._thread = None
+
+    def _next(self) -> Callable[[], None] | None:
+        """Wait for the next job; None after IDLE_SECONDS without one, and this thread is the lane's no more."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._jobs or self._is_closed, IDLE_SECONDS)
+            if self._jobs:
+                return self._jobs.popleft()
+            self._thread = None
+            return None
+
+    def _send_layer(
+        self, transfer: OutgoingTransfer, part: OutgoingPart, layer: int, ready: torch.Event | None
+    ) -> None:
+        connection = self._connection_for(transfer)
+        if connection is None:
+            return
+        sent = 0
+        try:
+            if ready is not None:
+                ready.synchronize()
+            for frame in part.frames:
+                # Under the lock that `release` waits with: a transfer that is over is never read.
+                with self._changed:
+                    if not transfer.is_sending:
+                        return
+                    self._reading = transfer
+                payload = frame.payload(layer, self._cache)
+                checksum = checksum_of(payload) if self._checksums else None
+                connection.send(frame.of_layer(transfer.key, layer, self._cache, checksum), payload)
+                sent += sum(buffer.nbytes for buffer in payload)
+                del payload
+            transfer.sent_part(sent)
+        except RingserveError as error:
+            transfer.fail(error)
+        except Exception as error:
+            # The device failed, or a bug: waiting callers get an error now, and the thread's traceback names the place.
+            transfer.fail(Unavailable(f"KV of {transfer} could not be read: {error}"))
+            raise
+        finally:
+            with self._changed:
+                self._reading = None
                 self._changed.notify_all()
+
+    def _settle(self, transfer: OutgoingTransfer) -> None:
+        connection = self._connection
+        if connection is None or not transfer.is_sending:
+            return
+        try:
+            connection.send(SettleFrame(transfer.key), [])
+        except RingserveError as error:
+            transfer.fail(error)
+
+    def _tell(self, transfer: OutgoingTransfer) -> None:
+        connection = self._connection
+        if connection is None or not connection.forget(transfer):
+            return
+        try:
+            connection.send(AbandonFrame(transfer.key, "it was abandoned"), [])
+        except Unavailable:
+            # The connection is gone, so the destination has ended its half of the transfer too.
+            return
+
+    def _connection_for(self, transfer: OutgoingTransfer) -> DestinationConnection | None:
+        """Return a connection that carries the transfer; None if none can be made, and the transfer fails."""
+        if not transfer.is_sending:
+            return None
+        try:
+            while True:
+                if self._connection is None or self._connection.is_broken:
+                    opened = DestinationConnection(
+                        self.endpoint,
+                        connect_seconds=self._connect_seconds,
+                        stall_seconds=self._stall_seconds,
+                        tls=self._tls,
+                    )
+                    with self._changed:
+                        self._connection = opened
+                        if self._is_closed:
+                            opened.break_off("the KV sender is closed")
+                            raise Unavailable("the KV sender is closed")
+                if self._connection.carry(transfer):
+                    transfer.begin_part(self.endpoint)
+                    return self._connection
+        except RingserveError as error:
+            transfer.fail(error)
+            return None
 
 
 class Carrier(Protocol):

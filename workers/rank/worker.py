@@ -24,11 +24,10 @@ from cp_core.attention.backends import select_backend
 from cp_core.attention.interface import AttentionBackend
 from cp_core.cost.model import RingRates
 from cp_core.transport.interface import RingTransport
-from workers.decode.batch import BatchState
 from workers.decode.loop import DecodeChoice, FollowingLoop, LeadingLoop, LoopWork
 from workers.decode.mailbox import DecodeMailbox
 from workers.decode.messages import LEADER, HeaderChannel
-from workers.decode.step import DecodePass, DecodePrompts
+from workers.decode.step import BatchState, DecodePass, DecodePrompts
 from workers.kv.cache import KvCache
 from workers.kv.receiver import KvReceiver
 from workers.kv.sender import KvSender

@@ -25,8 +25,8 @@ from tests.workers.models import Oracle, random_tokens
 from workers.kv import KvSender
 from workers.kv.cache import KvCache
 from workers.kv.frames import LayerFrame, OutgoingPart, checksum_of
-from workers.kv.lane import Lane
-from workers.kv.sender import OutgoingTransfer
+from workers.kv.outgoing import OutgoingTransfer
+from workers.kv.sender import Lane
 
 WAIT_SECONDS = 20.0
 PROMPT_TOKENS = 101

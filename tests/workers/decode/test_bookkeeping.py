@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from cp_core.errors import Unavailable
 from cp_core.layout.shards import appended
 from tests.workers.rings import run_in_thread
-from workers.decode.batch import BatchChange, BatchState
 from workers.decode.mailbox import DecodeMailbox
-from workers.decode.messages import decode_change, encode_change
+from workers.decode.messages import BatchChange, decode_change, encode_change
+from workers.decode.step import BatchState
 from workers.kv.cache import runs
 from workers.protocol.decode_commands import AdmitSequence, DecodeEvent, FinishReason, GrowSequence, RemoveSequence
 from workers.sampling.parameters import SamplingParameters, TokenBias, TokenHistory

@@ -11,9 +11,8 @@ from cp_core.cost.decode import VARIANTS
 from cp_core.errors import Unavailable
 from tests.workers.models import KINDS, Oracle, random_tokens
 from tests.workers.rings import LocalRing, Turn
-from workers.decode.batch import BatchChange
 from workers.decode.mailbox import DecodeMailbox
-from workers.decode.messages import decode_change, encode_change
+from workers.decode.messages import BatchChange, decode_change, encode_change
 from workers.protocol.decode_commands import AdmitSequence, ComputePrompt, DecodeEvent, FinishReason
 from workers.sampling.parameters import SamplingParameters, TokenBias, TokenHistory
 
@@ -199,6 +198,6 @@ def test_a_ring_measures_itself_between_two_steps_and_goes_on(
     assert [first, *(event.token_id for event in events)] == oracles["llama_gqa"].greedy(random_tokens(9), 60)
 
 
-def test_rates_that_nobody_measures_in_time_are_an_error() -> None:
+def test_rates_that_are_not_measured_in_time_are_an_error() -> None:
     with pytest.raises(Unavailable, match=r"measured nothing within 0\.0 s"):
         DecodeMailbox(1).ask_rates(0.01)

@@ -26,7 +26,7 @@ from tests.workers.kv.kv_peers import (
 )
 from workers.kv import KvSender
 from workers.kv.frames import Frame, LayerFrame, checksum_of
-from workers.kv.lane import DestinationConnection
+from workers.kv.outgoing import DestinationConnection
 
 
 def summed(layer: int, payload: bytes, name: str = "turn-1") -> LayerFrame:

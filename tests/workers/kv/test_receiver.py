@@ -187,7 +187,7 @@ def test_a_source_that_asks_about_nothing_is_told_so(receiver: KvReceiver, sourc
     assert "nothing of transfer 'turn-1' came over this connection" in source.refusal().reason
 
 
-def test_a_source_that_gives_up_ends_the_wait(receiver: KvReceiver, source: HandSource) -> None:
+def test_a_source_that_abandons_its_transfer_ends_the_wait(receiver: KvReceiver, source: HandSource) -> None:
     receiver.expect(expect_of(key_of(), TOKENS, BLOCKS))
     source.send_rows(TRUTH, 0, [(0, 3)])
     source.send(AbandonFrame(key_of(), "the turn was cancelled"))

@@ -160,7 +160,7 @@ def test_a_destination_that_goes_away_ends_finish_at_once(sender: KvSender, dest
             finishing.result(5.0)
 
 
-def test_a_destination_that_nobody_answers_for_is_unavailable(sender: KvSender) -> None:
+def test_a_destination_that_does_not_answer_is_unavailable(sender: KvSender) -> None:
     with hand_destination() as gone:
         endpoint = gone.endpoint
     with pytest.raises(Unavailable, match=f"the KV receiver at {endpoint} cannot be reached"):
@@ -304,7 +304,7 @@ def test_an_endpoint_that_is_none_fails_the_transfer(sender: KvSender) -> None:
         sender.send_all(send_of(key_of(), "nowhere", TOKENS, BLOCKS), WAIT_SECONDS)
 
 
-def test_a_layer_that_nobody_waits_for_is_a_bug_and_says_so(sender: KvSender, destination: HandDestination) -> None:
+def test_a_layer_that_no_share_waits_for_is_a_bug_and_says_so(sender: KvSender, destination: HandDestination) -> None:
     begin_and_send_layers(sender, destination, num_layers=1)
     with pytest.raises(TransferError, match="does not wait for layer 0"):
         sender.layer_ready(key_of(), 0)

@@ -63,7 +63,7 @@ def test_what_the_core_lacks_is_refused_by_its_name(changes: dict[str, object], 
         check_supported(PLAIN | changes)
 
 
-def test_families_nobody_has_compared_are_refused_with_those_that_are() -> None:
+def test_families_that_were_not_compared_are_refused_with_those_that_are() -> None:
     with pytest.raises(ModelRefused, match="'bloom' cannot be served; supported are llama, mistral, qwen2, qwen3"):
         check_supported({"model_type": "bloom"})
 

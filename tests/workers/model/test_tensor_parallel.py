@@ -1,4 +1,4 @@
-"""Context parallel rings whose ranks are tensor parallel groups, against transformers on one process."""
+"""Context parallel rings with tensor parallelism, against transformers on one process."""
 
 from __future__ import annotations
 

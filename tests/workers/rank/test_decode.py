@@ -182,13 +182,13 @@ def test_an_idle_ring_keeps_its_followers_waiting_beyond_their_patience(
         assert len(ring.decode(conversation, first, SamplingParameters(max_tokens=5))) == 4
 
 
-def test_a_follower_that_hears_nothing_gives_up(model_paths: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_follower_without_headers_ends_with_an_error(model_paths: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("workers.decode.messages.SILENCE_SECONDS", 0.2)
     with LocalRing(model_paths["llama_gqa"], 2) as ring, pytest.raises(Unavailable, match="waited too long"):
         ring.workers[1].run_decode()
 
 
-def test_a_ring_that_breaks_tells_whoever_polls(model_paths: Models) -> None:
+def test_a_ring_that_breaks_fails_waiting_polls(model_paths: Models) -> None:
     with LocalRing(model_paths["llama_gqa"], 3) as ring:
         conversation = ring.open("a", 1900)
         first = start_turn(ring, conversation, random_tokens(10), SamplingParameters())
@@ -213,7 +213,7 @@ def test_stopping_ends_every_rank_without_an_error(model_paths: Models) -> None:
         ring.workers[0].poll(0, 10.0)
 
 
-def test_a_sequence_without_room_for_its_next_token_pauses_and_goes_on_where_it_was(
+def test_a_sequence_without_room_for_its_next_token_leaves_and_resumes_where_it_was(
     model_paths: Models, oracles: Oracles
 ) -> None:
     """Decode with tables that end after 17 + 5 tokens, then after 9 more, then never: the tokens are the same."""

@@ -91,10 +91,10 @@ def test_the_distribution_is_that_of_transformers(
     # transformers' bias is in fp32.
     np.testing.assert_allclose(ours, theirs[0].numpy(), rtol=1e-6, atol=1e-6)
     theirs = warpers(sampling)(ids, _scores(torch.from_numpy(ours)))[0]
-    kept = filtered((ours - ours.max()) / sampling.temperature, sampling)
-    np.testing.assert_array_equal(np.isfinite(kept), np.isfinite(theirs.numpy()))
+    result = filtered((ours - ours.max()) / sampling.temperature, sampling)
+    np.testing.assert_array_equal(np.isfinite(result), np.isfinite(theirs.numpy()))
     np.testing.assert_allclose(
-        torch.softmax(torch.from_numpy(kept), 0), torch.softmax(theirs, 0), rtol=1e-9, atol=1e-12
+        torch.softmax(torch.from_numpy(result), 0), torch.softmax(theirs, 0), rtol=1e-9, atol=1e-12
     )
 
 
@@ -152,30 +152,30 @@ def test_presence_and_frequency_count_the_answer_and_not_the_prompt(
 
 
 @given(st.lists(st.integers(-3, 3), min_size=2, max_size=30), st.floats(0.01, 0.99))
-def test_among_equals_at_the_border_of_top_p_the_smaller_ids_stay(levels: list[int], top_p: float) -> None:
+def test_among_equals_at_the_boundary_of_top_p_the_smaller_ids_stay(levels: list[int], top_p: float) -> None:
     """Compare the number of tokens that stay: transformers leaves open which of equal ones do."""
     logits = np.array(levels, dtype=np.float64)
-    kept = np.isfinite(filtered(logits, SamplingParameters(temperature=1.0, top_p=top_p)))
+    finite = np.isfinite(filtered(logits, SamplingParameters(temperature=1.0, top_p=top_p)))
     theirs = TopPLogitsWarper(top_p)(torch.zeros(1, 1), torch.from_numpy(logits)[None])
-    assert kept.sum() == int(torch.isfinite(theirs).sum())
-    border = logits[kept].min()
-    equals = np.flatnonzero(logits == border)
-    assert kept[equals].tolist() == sorted(kept[equals].tolist(), reverse=True)
-    assert kept[logits > border].all()
+    assert finite.sum() == int(torch.isfinite(theirs).sum())
+    boundary = logits[finite].min()
+    equals = np.flatnonzero(logits == boundary)
+    assert finite[equals].tolist() == sorted(finite[equals].tolist(), reverse=True)
+    assert finite[logits > boundary].all()
 
 
 def test_all_equals_of_the_kth_stay() -> None:
-    kept = filtered(np.array([1.0, 2.0, 1.0, 3.0, 0.0]), SamplingParameters(temperature=1.0, top_k=3))
-    assert np.isfinite(kept).tolist() == [True, True, True, True, False]
+    result = filtered(np.array([1.0, 2.0, 1.0, 3.0, 0.0]), SamplingParameters(temperature=1.0, top_k=3))
+    assert np.isfinite(result).tolist() == [True, True, True, True, False]
 
 
 @given(samplings(), seeds)
 def test_only_tokens_that_pass_the_filters_are_drawn(sampling: SamplingParameters, seed: int) -> None:
     logits = random_logits(seed)
     processed = RowSampler(sampling).process(logits.numpy())
-    kept = np.isfinite(filtered((processed - processed.max()) / sampling.temperature, sampling))
+    finite = np.isfinite(filtered((processed - processed.max()) / sampling.temperature, sampling))
     for position in range(5):
-        assert kept[choose_token(logits, replace(sampling, seed=seed), position)]
+        assert finite[choose_token(logits, replace(sampling, seed=seed), position)]
 
 
 @given(st.lists(st.tuples(samplings(), st.booleans(), seeds, st.lists(tokens, max_size=6)), min_size=1, max_size=6))

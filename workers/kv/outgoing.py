@@ -1,0 +1,235 @@
+"""Outgoing transfers of a source rank, and the connection that carries them to one destination rank."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from enum import Enum, auto
+
+from cp_core.errors import ConfigError, RingserveError, StaleIncarnation, TransferError, Unavailable
+from cp_core.transport.peer_tls import PeerTls, reason_of
+from workers.kv.frames import (
+    Frame,
+    RefusedFrame,
+    SettledFrame,
+    encode,
+)
+from workers.kv.sockets import call
+from workers.protocol.transfers import TransferKey, TransferReport
+
+# Longest wait for a reply on an idle connection before checking whether the connection is broken.
+REPLY_SECONDS = 5.0
+
+
+class OutgoingState(Enum):
+    """State of an `OutgoingTransfer`, which draws the transitions."""
+
+    SENDING = auto()
+    SETTLED = auto()
+    FAILED = auto()
+    ABANDONED = auto()
+
+
+class OutgoingTransfer:
+    """Transfer with counts of the parts still to be sent and confirmed.
+
+        SENDING ──all sent and confirmed──> SETTLED
+           ├──refused, or a connection broke──> FAILED
+           └──abandoned here──> ABANDONED
+
+    The blocks are the leader's; they may be read from `begin` until the state is not SENDING any more and no
+    connection is in the middle of a frame (`Lane.release` waits for that).
+    """
+
+    def __init__(self, key: TransferKey) -> None:
+        self.key = key
+        self._state = OutgoingState.SENDING
+        self._error: RingserveError | None = None
+        self._unsent = 0
+        self._unconfirmed: set[str] = set()
+        self._payload_bytes = 0
+        self._began: float | None = None
+        self._ended = 0.0
+        self._changed = threading.Condition()
+
+    @property
+    def is_sending(self) -> bool:
+        with self._changed:
+            return self._state is OutgoingState.SENDING
+
+    def add(self, num_layer_parts: int) -> None:
+        """Add (layer, destination) pairs to be sent."""
+        with self._changed:
+            self._unsent += num_layer_parts
+
+    def begin_part(self, endpoint: str) -> None:
+        """Note that a connection to `endpoint` is about to send a part, and has to confirm it."""
+        with self._changed:
+            self._unconfirmed.add(endpoint)
+            if self._began is None:
+                self._began = time.monotonic()
+
+    def sent_part(self, payload_bytes: int) -> None:
+        """Note that one (layer, destination) pair is sent."""
+        with self._changed:
+            self._unsent -= 1
+            self._payload_bytes += payload_bytes
+            self._changed.notify_all()
+
+    def confirmed(self, endpoint: str) -> None:
+        """Note that the destination has everything."""
+        with self._changed:
+            self._unconfirmed.discard(endpoint)
+            self._ended = time.monotonic()
+            self._changed.notify_all()
+
+    def fail(self, error: RingserveError) -> None:
+        """Stop sending and raise `error` in waiting calls."""
+        self._end(OutgoingState.FAILED, error)
+
+    def abandon(self) -> None:
+        """Stop sending: the source rank gives the transfer up."""
+        self._end(OutgoingState.ABANDONED, TransferError(f"{self} was abandoned"))
+
+    def wait_sent(self, deadline: float) -> frozenset[str]:
+        """Wait until every layer is sent to every destination -> the endpoints that have to confirm.
+
+        `deadline` is on the monotonic clock. Raises the error that ended the transfer, TransferError at the deadline.
+        """
+        with self._changed:
+            self._wait(lambda: self._unsent == 0, deadline)
+            if self._unsent:
+                raise TransferError(f"{self} has {self._unsent} parts that are not sent in time")
+            return frozenset(self._unconfirmed)
+
+    def wait_confirmed(self, deadline: float) -> TransferReport:
+        """Wait until every destination confirmed; the transfer is SETTLED then. Raises as `wait_sent` does."""
+        with self._changed:
+            self._wait(lambda: not self._unconfirmed, deadline)
+            if self._unconfirmed:
+                raise TransferError(f"{self} is not confirmed in time by {', '.join(sorted(self._unconfirmed))}")
+            self._state = OutgoingState.SETTLED
+            seconds = 0.0 if self._began is None else self._ended - self._began
+            return TransferReport(payload_bytes=self._payload_bytes, seconds=seconds)
+
+    def __str__(self) -> str:
+        return f"transfer {self.key.transfer_id!r} attempt {self.key.attempt}"
+
+    def _wait(self, is_done: Callable[[], bool], deadline: float) -> None:
+        self._changed.wait_for(lambda: self._error is not None or is_done(), max(0.0, deadline - time.monotonic()))
+        if self._error is not None:
+            raise type(self._error)(str(self._error))
+
+    def _end(self, state: OutgoingState, error: RingserveError) -> None:
+        with self._changed:
+            if self._state is OutgoingState.SENDING:
+                self._state = state
+                self._error = error
+                self._changed.notify_all()
+
+
+class DestinationConnection:
+    """TCP connection to a KV receiver, from construction until `is_broken`; a thread of its own reads the replies.
+
+    One thread at a time may send; `break_off` may be called from any thread. When the connection ends, every transfer
+    that it carried fails unless it is confirmed.
+    """
+
+    def __init__(
+        self, endpoint: str, *, connect_seconds: float, stall_seconds: float, tls: PeerTls | None = None
+    ) -> None:
+        """Connect. Raises Unavailable for a malformed endpoint, and where no KV receiver of ours answers."""
+        self._endpoint = endpoint
+        try:
+            self._stream = call(endpoint, connect_seconds, stall_seconds, tls)
+        except OSError as error:
+            raise Unavailable(f"the KV receiver at {endpoint} cannot be reached: {reason_of(error)}") from error
+        except ConfigError as error:
+            raise Unavailable(f"the KV receiver at {endpoint} cannot be called: {error}") from error
+        self._lock = threading.Lock()
+        self._carried: dict[TransferKey, tuple[OutgoingTransfer, int]] = {}
+        self._end_reason: str | None = None
+        self._hearing = threading.Thread(target=self._hear, name=f"kv-replies-{endpoint}", daemon=True)
+        self._hearing.start()
+
+    @property
+    def is_broken(self) -> bool:
+        with self._lock:
+            return self._end_reason is not None
+
+    def carry(self, transfer: OutgoingTransfer) -> bool:
+        """Bind a transfer to this connection: they fail together. Return False if the connection is broken already."""
+        with self._lock:
+            if self._end_reason is not None:
+                return False
+            self._carried.setdefault(transfer.key, (transfer, 0))
+            return True
+
+    def send(self, frame: Frame, payload: list[memoryview]) -> None:
+        """Send one frame. Raises Unavailable when the connection breaks or stalls; it is broken then."""
+        payload_bytes = sum(buffer.nbytes for buffer in payload)
+        with self._lock:
+            if frame.key in self._carried:
+                transfer, before = self._carried[frame.key]
+                self._carried[frame.key] = (transfer, before + payload_bytes)
+        try:
+            self._stream.send([memoryview(encode(frame, payload_bytes)), *payload])
+        except OSError as error:
+            raise self._end(reason_of(error)) from error
+
+    def forget(self, transfer: OutgoingTransfer) -> bool:
+        """Unbind an abandoned transfer. Return True if it was bound."""
+        with self._lock:
+            return self._carried.pop(transfer.key, None) is not None
+
+    def break_off(self, reason: str) -> None:
+        """End the connection; a `send` in progress returns at once with an error."""
+        self._end(reason)
+
+    def join(self, seconds: float) -> None:
+        """Wait for the end of the thread that reads replies."""
+        self._hearing.join(seconds)
+
+    def _hear(self) -> None:
+        reason = "it was broken off"
+        try:
+            while not self.is_broken:
+                if self._stream.wait_readable(REPLY_SECONDS):
+                    frame, _ = self._stream.receive_frame()
+                    self._take(frame)
+        except OSError as error:
+            reason = reason_of(error)
+        except TransferError as error:
+            reason = str(error)
+        finally:
+            self._end(reason)
+            self._stream.close()
+
+    def _take(self, frame: Frame) -> None:
+        if not isinstance(frame, SettledFrame | RefusedFrame):
+            raise TransferError(f"a destination sent {type(frame).__name__}")
+        with self._lock:
+            transfer, payload_bytes = self._carried.pop(frame.key, (None, 0))
+        if transfer is None:
+            # The transfer was abandoned while the reply was under way.
+            return
+        if isinstance(frame, RefusedFrame):
+            refusal = StaleIncarnation if frame.is_stale else TransferError
+            transfer.fail(refusal(frame.reason))
+        elif frame.payload_bytes != payload_bytes:
+            transfer.fail(TransferError(f"{transfer}: {frame.payload_bytes} of {payload_bytes} bytes arrived"))
+        else:
+            transfer.confirmed(self._endpoint)
+
+    def _end(self, reason: str) -> Unavailable:
+        """End the connection once -> the error with the first reason."""
+        with self._lock:
+            if self._end_reason is None:
+                self._end_reason = reason
+            carried, self._carried = self._carried, {}
+            error = Unavailable(f"the KV receiver at {self._endpoint} is gone: {self._end_reason}")
+        self._stream.shut()
+        for transfer, _ in carried.values():
+            transfer.fail(error)
+        return error
