@@ -82,7 +82,7 @@ def _table(info: inference_pb2.GetServerInfoResponse) -> Table:
         "attention, transport, decode",
         "running",
         "waiting",
-        "KV blocks free/active/kept of total, a rank",
+        "KV blocks free/active/retained of total, a rank",
         "preempted",
         "rebuilds",
     )

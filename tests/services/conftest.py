@@ -9,7 +9,7 @@ from workers.model.builtin import write_tokenizer
 
 @pytest.fixture(scope="session")
 def byte_codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
-    """The tokenizer of `builtin:tiny`: token i < 256 is the byte i."""
+    """Return the tokenizer of `builtin:tiny`: token i < 256 is the byte i."""
     directory = tmp_path_factory.mktemp("tokenizer")
     write_tokenizer(directory)
     return TextCodec(directory)
@@ -17,7 +17,7 @@ def byte_codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
 
 @pytest.fixture(scope="session")
 def fallback_codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
-    """As SentencePiece models do: a few pieces, and `<0xNN>` tokens for the bytes of everything else."""
+    """Return a tokenizer like SentencePiece's: a few pieces, and `<0xNN>` tokens for the bytes of everything else."""
     pieces = [*(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abcé"]
     vocab = {piece: number for number, piece in enumerate(pieces)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True))

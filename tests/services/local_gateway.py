@@ -107,7 +107,7 @@ class LocalGateway:
 
 @pytest.fixture(scope="session")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny random model with a byte-level tokenizer."""
+    """Return a tiny random model with a byte-level tokenizer."""
     path = save_model("llama_gqa", tmp_path_factory.mktemp("model"))
     write_tokenizer(path)
     return path
@@ -125,7 +125,7 @@ def oracle(model_path: Path) -> Oracle:
 
 @pytest.fixture
 async def gateway(model_path: Path, codec: TextCodec) -> AsyncIterator[LocalGateway]:
-    """A gateway before a whole service. Every test leaves all its KV free or kept, and nothing running."""
+    """Start a gateway before a whole service. Every test leaves its KV free or retained, and nothing running."""
     async with LocalGateway(model_path, codec) as gateway:
         yield gateway
         await gateway.wait_idle()

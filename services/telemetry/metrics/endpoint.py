@@ -74,7 +74,7 @@ class MetricsEndpoint:
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
-    block_on_close = False  # a scraper that keeps its connection open must not keep the process
+    block_on_close = False  # an open connection of a scraper must not delay the end of the process
 
     def __init__(self, address: tuple[str, int], pages: Mapping[str, Page]) -> None:
         self.pages = pages

@@ -88,7 +88,7 @@ class RingCollector(Collector):
         yield _counter("ring_rebuilds", "Times the ring was lost and made again.", RING, [(own, status.rebuilds)])
         yield _counter(
             "kv_evictions",
-            "Kept sequences that gave way to others, since the last rebuild.",
+            "Retained sequences evicted for others, since the last rebuild.",
             RING,
             [(own, view.kv_evictions)],
         )
@@ -97,9 +97,7 @@ class RingCollector(Collector):
             yield _gauge("prefill_waiting_work", "Work units that wait.", RING, [(own, status.waiting_work)])
             yield _gauge("prefill_max_waiting_work", "Work units at most.", RING, [(own, status.max_waiting_work)])
         if status.role == "decode":
-            yield _counter(
-                "num_preemptions", "Turns that gave their KV to older ones.", RING, [(own, status.num_preemptions)]
-            )
+            yield _counter("num_preemptions", "Turns preempted for older ones.", RING, [(own, status.num_preemptions)])
             served = [((*own, variant), float(variant == status.decode_variant)) for variant in DECODE_VARIANTS]
             yield _gauge("ring_decode_variant", "1 for what served the latest decode step.", (*RING, "variant"), served)
 

@@ -90,10 +90,10 @@ MOVE = ("role", "reason")
 def _moves(totals: Sequence[MoveTotals]) -> Iterator[Metric]:
     """Yield the counters of moves, with every pair of labels present: the rate of an event that never happened is 0."""
     found = {(each.role, each.reason): each for each in totals}
-    kept = "Kept KV that went from ring to ring, by the role of the ring that was left and why"
-    moves = CounterMetricFamily("ringserve_router_kv_moves", f"{kept}.", labels=(*MOVE, "outcome"))
-    num_bytes = CounterMetricFamily("ringserve_router_kv_moved_bytes", f"{kept}: bytes.", labels=MOVE)
-    seconds = CounterMetricFamily("ringserve_router_kv_move_seconds", f"{kept}: seconds under way.", labels=MOVE)
+    moved = "Retained KV that moved between rings, by the role of the ring it left and the reason"
+    moves = CounterMetricFamily("ringserve_router_kv_moves", f"{moved}.", labels=(*MOVE, "outcome"))
+    num_bytes = CounterMetricFamily("ringserve_router_kv_moved_bytes", f"{moved}: bytes.", labels=MOVE)
+    seconds = CounterMetricFamily("ringserve_router_kv_move_seconds", f"{moved}: seconds under way.", labels=MOVE)
     for role, reason in product(ROLES, MoveReason):
         each = found.get((role, reason))
         moves.add_metric((role, reason, "moved"), each.num_moved if each else 0)

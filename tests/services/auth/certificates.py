@@ -1,4 +1,4 @@
-"""Certificates for tests, made by OpenSSL: an authority, what it signs, and another authority that nobody trusts."""
+"""Certificates for tests, made by OpenSSL: an authority, what it signs, and an authority without trust."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Signed:
 
 @dataclass(frozen=True)
 class Authority:
-    """One that signs."""
+    """Authority that signs certificates."""
 
     directory: Path
     own: Signed
@@ -47,7 +47,7 @@ class Authority:
         return signed
 
     def sign_expired(self, name: str) -> Signed:
-        """One that was valid until yesterday."""
+        """Return a certificate that was valid until yesterday."""
         signed = Signed(self.directory / f"{name}.pem", self.directory / f"{name}.key")
         request, extensions = self.directory / f"{name}.csr", self.directory / f"{name}.cnf"
         extensions.write_text("subjectAltName=DNS:localhost,IP:127.0.0.1\n")
@@ -59,7 +59,7 @@ class Authority:
         return signed
 
     def peer(self, signed: Signed | None = None, *, server_name: str = "", trusts: Authority | None = None) -> PeerTls:
-        """How one of our processes proves itself: by default one that this authority has signed for loopback."""
+        """Return the TLS files of one of our processes: by default signed by this authority for loopback."""
         signed = signed or self.sign("peer")
         ca = (trusts or self).own.cert
         return PeerTls(cert=str(signed.cert), key=str(signed.key), ca=str(ca), server_name=server_name)

@@ -29,7 +29,7 @@ IDS = ["", "c1", "c2", "c1/", "acme/c1", "\x7f", "ü", "z" * 256, "z" * 257]
 
 
 def hostile(draw: random.Random) -> inference_pb2.GenerateRequest:
-    """A request whose every field may be anything that its type can hold."""
+    """Return a request whose every field may be any value of its type."""
     mode: Any = draw.choice([0, 0, 0, 1, 2, 3, -1])
     request = inference_pb2.GenerateRequest(
         request_id=draw.choice(IDS), conversation_id=draw.choice(IDS), prompt_mode=mode
@@ -57,7 +57,7 @@ def hostile(draw: random.Random) -> inference_pb2.GenerateRequest:
 
 
 async def read(call: Any) -> list[inference_pb2.GenerateResponse]:
-    """The responses of a call, which may end in an error."""
+    """Return the responses of a call, which may end in an error."""
     responses = []
     with suppress(grpc.aio.AioRpcError):
         async for response in call:

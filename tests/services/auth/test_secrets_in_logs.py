@@ -1,4 +1,4 @@
-"""Whatever is logged, by whomever and at whatever level: no token of a request, right or wrong, is in it."""
+"""Logs at any level hold no token of a request, right or wrong."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ async def guarded(model_path: Path, codec: TextCodec, tmp_path: Path) -> AsyncIt
 
 
 async def over_grpc(gateway: LocalGateway, header: str) -> str:
-    """How a call ends, in the server's words."""
+    """Return the status and the message that end a call."""
     async with gateway.channel() as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
         request = inference_pb2.GetModelInfoRequest()

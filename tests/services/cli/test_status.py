@@ -1,4 +1,4 @@
-"""What `ringserve status` shows, on a terminal and as a picture."""
+"""Output of `ringserve status`, on a terminal and as a picture."""
 
 from __future__ import annotations
 

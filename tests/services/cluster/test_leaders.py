@@ -1,4 +1,4 @@
-"""Who starts leaders again, and when; decided without Ray."""
+"""Restarts of leaders and their times, decided without Ray."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Machine:
         return self.made[-1]
 
     def look(self, *, after: float = 2 * RESTART_SECONDS) -> int:
-        """How many leaders have been started when the keeper has looked."""
+        """Let the keeper look, and return how many leaders have been started."""
         self.now += after
         self.keeper.look()
         return len(self.made)

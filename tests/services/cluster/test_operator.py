@@ -1,4 +1,4 @@
-"""What operators ask of the rings, against a router behind its own server."""
+"""Commands of operators, against a router behind its own server."""
 
 from __future__ import annotations
 

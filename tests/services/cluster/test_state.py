@@ -118,7 +118,7 @@ def test_the_directory_follows_the_environment() -> None:
 
 @pytest.fixture
 def child() -> Iterator[subprocess.Popen[bytes]]:
-    """A process that ignores SIGTERM, and waits for its standard input."""
+    """Start a process that ignores SIGTERM, and waits for its standard input."""
     program = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); input()"
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", program], **pipes) as process:  # type: ignore[call-overload]

@@ -1,6 +1,4 @@
-"""Pools of further sizes in the configuration: from every place, with names of their own, and a sentence for what is
-wrong.
-"""
+"""Pools of further sizes in the configuration: from every source, by name, and a sentence for every error."""
 
 from __future__ import annotations
 

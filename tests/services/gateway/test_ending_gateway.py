@@ -1,4 +1,4 @@
-"""How a gateway ends its turns: in their own time, when that is over, or when somebody insists."""
+"""End of a gateway's turns: by themselves, when their time is over, or on a second signal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a client may send, and the sentence for everything it may not."""
+"""Requests that a client may send, and the sentence for every one that it may not."""
 
 from __future__ import annotations
 

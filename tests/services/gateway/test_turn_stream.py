@@ -1,4 +1,4 @@
-"""What a client sees of one turn: the plan, the tokens as text, and the account at the end."""
+"""Responses of one turn: the plan, the tokens as text, and the account at the end."""
 
 from __future__ import annotations
 

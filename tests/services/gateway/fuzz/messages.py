@@ -31,7 +31,7 @@ MAX_DEPTH = 4
 
 
 def filled(draw: random.Random, message: Any, share: float, depth: int = 0) -> Any:
-    """The message, with about `share` of its fields set to something that their type can hold."""
+    """Return the message, with about `share` of its fields set to a value of their type."""
     for field in message.DESCRIPTOR.fields:
         if draw.random() >= share or depth > MAX_DEPTH:
             continue

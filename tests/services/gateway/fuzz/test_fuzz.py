@@ -37,7 +37,7 @@ VERBS: dict[str, Any] = {
 
 
 def turn(draw: random.Random) -> inference_pb2.GenerateRequest:
-    """A turn; some with few fields set, so that they are answered."""
+    """Return a turn; some have few fields set, so that they are answered."""
     request: inference_pb2.GenerateRequest = filled(
         draw, inference_pb2.GenerateRequest(), draw.choice([0.05, 0.15, 0.5, 0.9])
     )

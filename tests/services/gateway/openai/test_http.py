@@ -31,7 +31,7 @@ async def is_served(http: httpx2.AsyncClient) -> bool:
 
 
 def refusal(answer: httpx2.Response, status: int) -> str:
-    """The sentence of a refusal that has OpenAI's shape."""
+    """Return the sentence of a refusal that has OpenAI's shape."""
     assert answer.status_code == status, answer.text
     error: dict[str, Any] = answer.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}

@@ -24,7 +24,7 @@ AS_ENCODED = [("system", "Be brief."), ("user", "Hello")]
 
 
 def extra(answer: Any) -> dict[str, Any]:
-    """The field that OpenAI's types do not know."""
+    """Return the field that OpenAI's types do not know."""
     fields: dict[str, Any] = answer.model_extra["ringserve"]
     return fields
 

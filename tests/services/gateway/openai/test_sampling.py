@@ -1,4 +1,4 @@
-"""How tokens are drawn and answers end, as OpenAI's client asks for it."""
+"""Sampling and ends of answers, as OpenAI's client asks for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a gateway counts and measures."""
+"""Counts and measurements of a gateway."""
 
 from __future__ import annotations
 

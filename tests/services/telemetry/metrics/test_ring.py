@@ -1,4 +1,4 @@
-"""What a ring's leader shows of itself and its ranks, read when it is asked for."""
+"""Metrics of a ring and its ranks, read when Prometheus asks."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def view(state: str = "ready", role: str = "decode") -> RingView:
 
 
 async def samples(collector: RingCollector | WithVllmNames) -> Mapping[str, float]:
-    """As Prometheus asks: from another thread, while the leader's event loop goes on."""
+    """Collect from another thread, as Prometheus does, while the leader's event loop goes on."""
     families = await asyncio.to_thread(lambda: list(collector.collect()))
     return {
         f"{sample.name}{{{','.join(f'{key}={sample.labels[key]}' for key in sorted(sample.labels))}}}": sample.value

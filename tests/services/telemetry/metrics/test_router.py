@@ -1,4 +1,4 @@
-"""What the router counts of its plans, and shows of what it knows."""
+"""Counts of the router's plans, and its state."""
 
 from __future__ import annotations
 

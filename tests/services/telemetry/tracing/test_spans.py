@@ -1,4 +1,4 @@
-"""What is told of a turn: one trace from the client's own span to the chunks on the rings, and never its text."""
+"""Trace of a turn: from the client's own span to the chunks on the rings, and never its text."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Traced:
             return last.complete  # type: ignore[no-any-return]
 
     async def spans(self) -> list[ReadableSpan]:
-        """Of all turns so far, when the last of them has been let go of everywhere."""
+        """Return the spans of all turns so far, when the last of them has been released everywhere."""
         await self.gateway.wait_idle()
         prefill = self.gateway.service.prefill
         await eventually(lambda: not prefill.num_turns and not self.gateway.service.decode.num_turns)

@@ -1,4 +1,4 @@
-"""Where our own processes may listen without TLS, and what may stay plain beside it."""
+"""Endpoints of our own processes: which may be plain, and where."""
 
 from __future__ import annotations
 
