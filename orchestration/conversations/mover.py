@@ -1,7 +1,7 @@
-"""Moves the kept KV of an idle conversation from one ring of a role to another: copied, entered, then freed.
+"""Move of an idle conversation's retained KV from one ring of a role to another: copied, entered, then released.
 
-The books change when the target has it whole; until then the conversation is where it was, whatever fails. Turns that
-come meanwhile wait for the move, which its deadline ends.
+The store changes when the target holds all of the KV. Until then the conversation is where it was, whatever fails.
+Turns that arrive meanwhile wait for the move, which has a deadline.
 """
 
 from __future__ import annotations
@@ -9,21 +9,67 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
+from dataclasses import dataclass
 
 from cp_core.errors import RingserveError, Unavailable
-from orchestration.conversations.move_counts import MoveCounts
 from orchestration.conversations.store import Conversation, ConversationStore
 from orchestration.placement.kv_locations import KvLocation
 from orchestration.placement.registry import RegisteredRing
 from orchestration.protocol.kv import TakeKv, TakenKv
 from orchestration.protocol.ports import Peers, RingPort
-from orchestration.protocol.views import MoveReason
+from orchestration.protocol.views import MoveReason, MoveTotals
 
 log = logging.getLogger(__name__)
 
 
+@dataclass(slots=True)
+class _Count:
+    num_moved: int = 0
+    num_failed: int = 0
+    payload_bytes: int = 0
+    seconds: float = 0.0
+
+
+class MoveCounts:
+    """Counts of moves since the router started, by the role of the ring that is left and by reason."""
+
+    def __init__(self) -> None:
+        self._counts: dict[tuple[str, MoveReason], _Count] = {}
+
+    def moved(self, role: str, reason: MoveReason, payload_bytes: int, seconds: float) -> None:
+        """Count a move."""
+        count = self._of(role, reason)
+        count.num_moved += 1
+        count.payload_bytes += payload_bytes
+        count.seconds += seconds
+
+    def failed(self, role: str, reason: MoveReason) -> None:
+        """Count a move that failed."""
+        self._of(role, reason).num_failed += 1
+
+    def totals(self) -> tuple[MoveTotals, ...]:
+        """Return the counts that are not zero."""
+        return tuple(
+            MoveTotals(
+                role=role,
+                reason=reason,
+                num_moved=count.num_moved,
+                num_failed=count.num_failed,
+                payload_bytes=count.payload_bytes,
+                seconds=count.seconds,
+            )
+            for (role, reason), count in sorted(self._counts.items())
+        )
+
+    def _of(self, role: str, reason: MoveReason) -> _Count:
+        return self._counts.setdefault((role, reason), _Count())
+
+
 class ConversationMover:
-    """`counts` learns of every move. Times in seconds: `transfer_timeout` is for the bytes of one move."""
+    """Mover of retained KV. `counts` learns of every move.
+
+    Times in seconds; `transfer_timeout` is for the bytes of one move.
+    """
 
     def __init__(
         self,
@@ -41,17 +87,17 @@ class ConversationMover:
         self._transfer_timeout = transfer_timeout
 
     async def retained_on(self, ring: RegisteredRing, conversations: list[Conversation]) -> list[int]:
-        """How many tokens of each a ring keeps of what the books say. Raises Unavailable."""
+        """Return how many tokens of each conversation a ring retains of what the store says. Raises Unavailable."""
         port = self._port(ring)
         try:
             async with asyncio.timeout(self._control_timeout):
-                kept = await port.get_retained([each.conversation_id for each in conversations])
+                retained = await port.get_retained([each.conversation_id for each in conversations])
         except TimeoutError:
-            raise Unavailable(f"ring {ring.name} did not say what it keeps") from None
+            raise Unavailable(f"ring {ring.name} did not say what it retains") from None
         counts = []
-        for conversation, num_tokens in zip(conversations, kept.num_tokens, strict=True):
+        for conversation, num_tokens in zip(conversations, retained.num_tokens, strict=True):
             place = conversation.places.at(ring.role)
-            is_there = place and (place.ring, place.incarnation) == (ring.name, kept.incarnation)
+            is_there = place and (place.ring, place.incarnation) == (ring.name, retained.incarnation)
             counts.append(min(num_tokens, place.num_tokens) if place and is_there else 0)
         return counts
 
@@ -63,9 +109,7 @@ class ConversationMover:
         num_tokens: int,
         reason: MoveReason,
     ) -> TakenKv:
-        """Move a conversation that can be moved. Raises CapacityExceeded where the target has no room, and what else
-        kept either ring from it.
-        """
+        """Move a conversation that can be moved. Raises CapacityExceeded where the target is full, and ring errors."""
         self._store.begin_move(conversation)
         try:
             taken = await self._copy(conversation.conversation_id, source, target, num_tokens)
@@ -106,10 +150,10 @@ class ConversationMover:
             return await self._port(target).take_kv(request)
 
     async def _free(self, kv_id: str, source: RegisteredRing) -> None:
-        """What stays behind is evicted sooner or later."""
+        """Release the source's copy. A copy that stays behind is evicted sooner or later."""
         try:
             async with asyncio.timeout(self._control_timeout):
-                await self._port(source).settle(kv_id, "", 0)
+                await self._port(source).settle(kv_id, "", retain_tokens=0)
         except (RingserveError, TimeoutError) as error:
             log.warning("ring %s could not free %s, which has moved: %s", source.name, kv_id, error)
 

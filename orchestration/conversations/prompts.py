@@ -1,4 +1,4 @@
-"""What a prompt means for its conversation: the longest common prefix, and whether it repeats the history."""
+"""Relation of a prompt to its conversation: the longest common prefix, and whether it repeats the history."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from orchestration.protocol.turns import PromptMode
 from workers.protocol.prefill_steps import TokenIds
 
 SHINGLE = 8
-"""Tokens in a row that must agree for a passage to count as repeated."""
+"""Consecutive tokens that must agree for a passage to count as repeated."""
 
 
 def common_prefix(left: TokenIds, right: TokenIds) -> int:
-    """How many leading tokens agree."""
+    """Return how many leading tokens agree."""
     shorter = min(len(left), len(right))
     differs = np.flatnonzero(left[:shorter] != right[:shorter])
     return int(differs[0]) if len(differs) else shorter
@@ -25,10 +25,11 @@ def _shingles(tokens: TokenIds) -> set[bytes]:
 
 
 def repeats_history(history: TokenIds, prompt: TokenIds) -> bool:
-    """Whether a prompt of unstated mode is the whole history: it begins with all of it, or carries most of it edited.
+    """Return whether a prompt of unstated mode is the whole history, as it was or edited.
 
-    Edited means: at least half of the prompt and a quarter of the history agree from the start (cut back and
-    continued), or at least half of the history's 8-token passages occur in the prompt (changed in the middle).
+    The whole history: the prompt begins with all of it. Edited: at least half of the prompt and a quarter of the
+    history agree from the start (cut back and continued), or at least half of the history's 8-token passages occur in
+    the prompt (changed in the middle).
     """
     shared = common_prefix(history, prompt)
     if shared == len(history):
@@ -42,7 +43,7 @@ def repeats_history(history: TokenIds, prompt: TokenIds) -> bool:
 
 
 def resolve_prompt(history: TokenIds | None, prompt: TokenIds, mode: PromptMode) -> tuple[TokenIds, PromptMode]:
-    """The whole prompt of a turn and how it was read. `history` is None where the conversation does not exist yet."""
+    """Return the whole prompt of a turn, and how it was read. `history` is None where the conversation is new."""
     if len(prompt) == 0:
         raise InvalidRequest("input: the prompt has 0 tokens, at least 1 is needed")
     if history is None:

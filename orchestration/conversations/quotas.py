@@ -1,4 +1,4 @@
-"""How much KV a tenant may hold: checked when a turn begins, made room for at the tenant's own cost."""
+"""Limit of the KV that a tenant holds. It is checked when a turn begins; the tenant's own idle KV makes room."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from orchestration.conversations.store import Conversation, ConversationStore
 from orchestration.protocol.turns import KvQuota
 
 BUSY_RETRY_SECONDS = 1.0
-"""How soon one of a tenant's turns may have ended; nobody knows."""
+"""Seconds after which a refused client may try again; when a turn of its tenant ends is not known."""
 
 
 class RunningTurn(Protocol):
@@ -29,17 +29,18 @@ class RunningTurn(Protocol):
 class RunningTurns(Protocol):
     """Registry of the running turns, as far as conversations ask it."""
 
+    def __len__(self) -> int: ...
     def of_tenant(self, tenant: str) -> Iterable[RunningTurn]: ...
     def of_request(self, request_id: str) -> RunningTurn | None: ...
     async def free(self, conversation: Conversation) -> None: ...
 
 
 class KvQuotas:
-    """Counts tokens by the router's books: what `conversations` have on rings, and what running `turns` may come to.
+    """Quotas of tenants, in tokens: the KV of their `conversations` on rings, and the KV that running `turns` may need.
 
-    A running turn counts with its whole prompt and all that it may answer, and its conversation by nothing else: so the
-    quota is never passed. Each token counts once for each conversation, whichever rings it is on, and whether or not a
-    fork shares it. What rings have evicted meanwhile is not known here: it counts until it is let go or used again.
+    A running turn counts with its whole prompt and its longest answer, instead of its conversation; so the quota is
+    never exceeded. Each token counts once for each conversation, on however many rings it is, and even where a fork
+    shares it. KV that a ring has evicted counts until it is released or used again.
     """
 
     def __init__(self, conversations: ConversationStore, turns: RunningTurns) -> None:
@@ -47,11 +48,11 @@ class KvQuotas:
         self._turns = turns
 
     def admit(self, quota: KvQuota, conversation: Conversation, prompt: int, answer: int) -> list[Conversation]:
-        """Make room for a turn of so many tokens. Returns what is to be freed on the rings.
+        """Make room for a turn of so many tokens. Return the KV that the caller must release on the rings.
 
-        The tenant's idle conversations lose their KV, the least recently used first, and nothing else: they go on as
-        before, at the price of computing their history again. Raises CapacityExceeded where that is not enough;
-        InvalidRequest where nothing ever would be.
+        Only idle conversations of the tenant lose their KV, the least recently used first; their history is computed
+        again when they continue. Raises CapacityExceeded where that is not enough now, InvalidRequest where it never
+        is.
         """
         needed, limit = prompt + answer, quota.max_tokens
         if needed > limit:
@@ -70,10 +71,10 @@ class KvQuotas:
                 BUSY_RETRY_SECONDS,
             )
         surplus = held + needed + sum(each.kv_tokens for each in idle) - limit
-        release_kv = []
+        released = []
         for each in sorted(idle, key=lambda item: item.last_used):
             if surplus <= 0:
                 break
             surplus -= each.kv_tokens
-            release_kv.append(each.release_kv())
-        return release_kv
+            released.append(each.release_kv())
+        return released

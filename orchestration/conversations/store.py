@@ -1,4 +1,4 @@
-"""The conversations a router knows: their tokens, which ring holds how much of their KV, and whose turn it is."""
+"""Store of the conversations that a router knows: their tokens, where their KV is, and which turn uses them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from workers.protocol.prefill_steps import TokenIds
 
 @dataclass(slots=True)
 class Waiter:
-    """A turn that waits for its conversation. `error` ends the wait."""
+    """Turn that waits for its conversation. `error` ends the wait."""
 
     request_id: str
     changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -27,18 +27,18 @@ class Waiter:
     error: RingserveError | None = None
 
     def end(self, error: RingserveError) -> None:
+        """End the wait with `error`."""
         self.error = error
         self.changed.set()
 
 
 @dataclass(slots=True)
 class Conversation:
-    """`tokens` are those of all finished turns, and `places` is where their KV was put.
+    """Conversation with the `tokens` of all finished turns; `places` says where their KV was put.
 
-    It belongs to one turn at a time (`running_request`); `waiting` ones get it in the order in which they came, each
-    from the one before. `num_forks` are under way: until they have ended no other turn begins; nor while its KV is
-    moved to another ring, at the end of which `moved` is set. Times are on the store's clock; `ttl_seconds` 0 means for
-    ever. At `is_due_at` the store looks whether it has expired.
+    One turn at a time uses it (`running_request`). Turns in `waiting` follow in order of arrival. While `num_forks` are
+    under way no other turn begins, nor while the KV is moved to another ring; the end of the move sets `moved`. Times
+    are on the store's clock; `ttl_seconds` 0 means for ever. At `is_due_at` the store looks whether it has expired.
     """
 
     conversation_id: str
@@ -56,42 +56,44 @@ class Conversation:
 
     @property
     def prefill(self) -> KvLocation | None:
-        """On a prefill ring."""
+        """Location on a prefill ring."""
         return self.places.prefill
 
     @property
     def decode(self) -> KvLocation | None:
-        """On a decode ring."""
+        """Location on a decode ring."""
         return self.places.decode
 
     @property
     def expires_at(self) -> float:
-        """Infinity: never."""
+        """Time of its expiry; infinity means never."""
         return self.last_used + self.ttl_seconds if self.ttl_seconds else math.inf
 
     @property
     def is_idle(self) -> bool:
+        """True if no turn, fork or move uses it."""
         return not self.running_request and not self.num_forks and self.moved is None
 
     @property
     def kv_tokens(self) -> int:
-        """How many have their KV on a ring, as far as the router knows; those on two rings count once."""
+        """Tokens whose KV is on a ring, as far as the router knows; those on two rings count once."""
         return max((place.num_tokens for _, place in self.places.items()), default=0)
 
     def release_kv(self) -> Conversation:
-        """Its KV is to be freed, and computed again when it goes on. Returns where the KV is, under the same id."""
+        """Forget where the KV is. Return the locations, under the same id, for the caller to release on the rings."""
         left = Conversation(self.conversation_id, places=self.places)
         self.places = self.places.changed(prefill=None, decode=None)
         return left
 
     @property
     def occupant(self) -> str:
-        """Who keeps others from it, for errors."""
+        """Its user, in words for errors."""
         if self.running_request:
             return f"request {self.running_request!r}"
         return "a fork of it" if self.num_forks else "a move of its KV"
 
     def view(self, now: float = 0.0) -> ConversationView:
+        """Show the conversation as the store knows it."""
         return ConversationView(
             conversation_id=self.conversation_id,
             num_tokens=0 if self.tokens is None else len(self.tokens),
@@ -116,15 +118,15 @@ class Conversation:
 
 
 def tenant_of(scoped_id: str) -> str:
-    """Who owns what is called `tenant/...`; empty where ids are not by tenant."""
+    """Return the tenant of an id of the form `tenant/...`; empty where ids carry no tenant."""
     tenant, slash, _ = scoped_id.partition("/")
     return tenant if slash else ""
 
 
 class ConversationStore:
-    """At most `limit` conversations; an idle one that was used least recently makes place for a new one.
+    """Store of at most `limit` conversations. The least recently used idle one makes room for a new one.
 
-    `ttl_seconds` is for those that name none. `clock` tells seconds.
+    `ttl_seconds` is for conversations that name none. `clock` tells seconds.
     """
 
     def __init__(
@@ -149,18 +151,21 @@ class ConversationStore:
         return len(self._known)
 
     def get(self, conversation_id: str) -> Conversation:
-        """Raises NotFound."""
+        """Return a conversation. Raises NotFound."""
         conversation = self._known.get(conversation_id)
         if conversation is None or (conversation.tokens is None and not conversation.running_request):
             raise NotFound(f"conversation_id: there is no conversation {conversation_id!r}")
         return conversation
 
     def of_tenant(self, tenant: str) -> Collection[Conversation]:
-        """Those whose id is `tenant/...`."""
+        """Return the conversations whose id is `tenant/...`."""
         return self._of_tenant.get(tenant, {}).values()
 
     def page(self, prefix: str, after: str, limit: int) -> tuple[list[Conversation], str]:
-        """Conversations whose id begins with `prefix` and follows `after`, by id, and where the next page begins."""
+        """Return a page of conversations by id, and where the next one begins.
+
+        Their id begins with `prefix` and follows `after`.
+        """
         names = (name for name in self._known if name.startswith(prefix) and name > after)
         found = heapq.nsmallest(limit + 1, names)
         next_after = found[limit - 1] if len(found) > limit else ""
@@ -171,7 +176,7 @@ class ConversationStore:
     def open(
         self, conversation_id: str, request_id: str, ttl_seconds: float | None = None
     ) -> tuple[Conversation, list[Conversation]]:
-        """Begin a turn of a conversation, new or old. Returns it and those that had to go to make place.
+        """Begin a turn of a conversation, new or old. Return it, and the conversations dropped to make room.
 
         Raises Busy while another turn of it runs.
         """
@@ -190,9 +195,10 @@ class ConversationStore:
     async def open_in_turn(
         self, conversation_id: str, request_id: str, ttl_seconds: float | None = None
     ) -> tuple[Conversation, list[Conversation]]:
-        """As `open`, but wait behind the turns that came before: until this is cancelled, or `end_wait` is called.
+        """Begin a turn of a conversation behind those that arrived before. Return as `open` does.
 
-        Raises CapacityExceeded where too many wait already, and what `end_wait` was given.
+        The wait ends by cancellation too, or by `end_wait`. Raises CapacityExceeded where too many wait already, and
+        the error that `end_wait` was given.
         """
         conversation = self._known.get(conversation_id)
         if conversation is None or conversation.is_idle:
@@ -220,17 +226,21 @@ class ConversationStore:
         return conversation, []
 
     def is_waiting(self, request_id: str) -> bool:
+        """Return whether a request waits for its conversation."""
         return request_id in self._waiters
 
     def end_wait(self, request_id: str, error: RingserveError) -> bool:
-        """End a waiting turn with `error`. False where none of that name waits."""
+        """End the wait of a request with `error`. Return False where no request of that id waits."""
         waiter = self._waiters.get(request_id)
         if waiter is not None:
             waiter.end(error)
         return waiter is not None
 
     def close(self, conversation: Conversation) -> None:
-        """End the running turn; the next that waits gets its place. One that never finished a turn is forgotten."""
+        """End the running turn and start the next that waits.
+
+        A conversation that never finished a turn is forgotten.
+        """
         conversation.running_request = ""
         self._pass_on(conversation)
         self._touch(conversation)
@@ -248,7 +258,7 @@ class ConversationStore:
     # --- forks -------------------------------------------------------------------------------------------------------
 
     def begin_fork(self, source: Conversation, new_id: str, num_tokens: int) -> tuple[Conversation, list[Conversation]]:
-        """A conversation of the source's first `num_tokens` tokens, and those that had to go to make place.
+        """Begin a conversation of the source's first `num_tokens` tokens. Return it, and those dropped to make room.
 
         Until `end_fork` neither takes a new turn. Raises InvalidRequest where `new_id` exists.
         """
@@ -264,13 +274,14 @@ class ConversationStore:
         return fork, self._make_place(fork)
 
     def fork_of(self, source_id: str, new_id: str, num_tokens: int) -> Conversation | None:
-        """The conversation `new_id`, if it is just such a fork and no turn has begun in it."""
+        """Return the conversation `new_id`, if it is just such a fork and no turn has begun in it."""
         fork = self._known.get(new_id)
         if fork is None or fork.forked_from != source_id or fork.num_turns or fork.running_request:
             return None
         return fork if fork.tokens is not None and len(fork.tokens) == num_tokens else None
 
     def end_fork(self, source: Conversation, fork: Conversation) -> None:
+        """End a fork: both conversations take turns again."""
         for conversation in (source, fork):
             conversation.num_forks -= 1
             self._pass_on(conversation)
@@ -279,7 +290,7 @@ class ConversationStore:
     # --- moves -------------------------------------------------------------------------------------------------------
 
     def placed_at(self, role: str, ring: str, incarnation: str) -> list[Conversation]:
-        """Those whose KV was put on that incarnation of a ring."""
+        """Return the conversations whose KV was put on that incarnation of a ring."""
         return [
             conversation
             for conversation in self._known.values()
@@ -287,15 +298,16 @@ class ConversationStore:
         ]
 
     def can_move(self, conversation: Conversation) -> bool:
-        """Whether nobody uses it, and it has not been forgotten."""
+        """Return whether a conversation is idle and still in the store."""
         return conversation.is_idle and self._known.get(conversation.conversation_id) is conversation
 
     def begin_move(self, conversation: Conversation) -> None:
-        """Of one that can be moved; turns, forks and deletions wait until `end_move`."""
+        """Reserve a conversation that can be moved; turns, forks and deletions wait until `end_move`."""
         assert self.can_move(conversation), f"{conversation.conversation_id!r} is in use"
         conversation.moved = asyncio.Event()
 
     def end_move(self, conversation: Conversation) -> None:
+        """End a move, and start the next turn that waits."""
         assert conversation.moved is not None, "a move ends once"
         conversation.moved.set()
         conversation.moved = None
@@ -303,19 +315,19 @@ class ConversationStore:
         self._note_expiry(conversation)
 
     def is_moving(self, conversation_id: str) -> bool:
-        """Whether a turn that comes now need only wait for a move of the conversation's KV, and for no other turn."""
+        """Return whether a new turn would wait for a move of the conversation's KV alone, and for no other turn."""
         conversation = self._known.get(conversation_id)
         return conversation is not None and conversation.moved is not None and not conversation.waiting
 
     async def until_moved(self, conversation_id: str) -> None:
-        """Moves have a deadline of their own."""
+        """Wait until the conversation's KV is not being moved. Moves have a deadline of their own."""
         while (conversation := self._known.get(conversation_id)) is not None and conversation.moved is not None:
             await conversation.moved.wait()
 
     # --- ends --------------------------------------------------------------------------------------------------------
 
     def remove(self, conversation_id: str) -> Conversation:
-        """Raises NotFound, or Busy while a turn runs."""
+        """Forget a conversation and return it. Raises NotFound, or Busy while a turn runs."""
         conversation = self.get(conversation_id)
         if not conversation.is_idle:
             raise Busy(
@@ -326,7 +338,7 @@ class ConversationStore:
         return conversation
 
     def expire(self) -> list[Conversation]:
-        """Take out the idle conversations that nobody has used for their time to live."""
+        """Take out and return the idle conversations whose time to live is over."""
         now, expired = self.clock(), []
         while self._expiries and self._expiries[0][0] <= now:
             _, name = heapq.heappop(self._expiries)
@@ -343,7 +355,7 @@ class ConversationStore:
 
     @property
     def next_expiry(self) -> float | None:
-        """When `expire` may have something to do, on the clock."""
+        """Time on the clock at which `expire` may have something to do."""
         while self._expiries and self._expiries[0][1] not in self._known:
             heapq.heappop(self._expiries)  # deleted, or dropped for want of room
         return self._expiries[0][0] if self._expiries else None
@@ -355,7 +367,7 @@ class ConversationStore:
         return conversation
 
     def _leave(self, conversation_id: str) -> None:
-        """Forget it; one that is not known any more was forgotten before."""
+        """Forget a conversation. Idempotent."""
         if self._known.pop(conversation_id, None) is None:
             return
         tenant = tenant_of(conversation_id)
@@ -372,7 +384,7 @@ class ConversationStore:
         self._note_expiry(conversation)
 
     def _note_expiry(self, conversation: Conversation) -> None:
-        """Enter when to look, unless that is noted for an earlier moment; a busy one is entered when it is idle."""
+        """Enter when to look, unless an earlier time is entered; a conversation in use is entered when it is idle."""
         if conversation.is_idle and conversation.expires_at < conversation.is_due_at:
             conversation.is_due_at = conversation.expires_at
             heapq.heappush(self._expiries, (conversation.expires_at, conversation.conversation_id))

@@ -15,7 +15,7 @@ from orchestration.decode.registry import DecodeTurns
 from orchestration.decode.turn import Attempt, DecodeTurn, DecodeTurnState
 from orchestration.protocol.kv import SendKv, SentKv
 from orchestration.protocol.ports import Peers, RankFactory, RouterPort
-from orchestration.protocol.settings import RingSettings
+from orchestration.protocol.rings import RingSettings
 from orchestration.protocol.turns import (
     Admit,
     EndingEvent,

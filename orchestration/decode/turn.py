@@ -11,7 +11,7 @@ from enum import Enum, auto
 from cp_core.errors import InvalidRequest, RingserveError
 from cp_core.layout.shards import ShardMap, appended, level_counts
 from orchestration.protocol.kv import SentKv
-from orchestration.protocol.tracing import Attributes, Stretch, just_ended
+from orchestration.protocol.tracing import Attributes, TimeSpan, just_ended
 from orchestration.protocol.turns import PrefillDone, PrefillReport, Reservation, Reserve, TokensEvent, TurnEvent
 from orchestration.ring.kv_pool import KvPool, SequenceKv
 from workers.protocol.decode_commands import AdmitSequence, FinishReason
@@ -151,7 +151,7 @@ class TurnTimes:
     handoff_seconds: float = 0.0
     migrated_bytes: int = 0
     migration_seconds: float = 0.0
-    origins: list[Stretch] = field(default_factory=list)
+    origins: list[TimeSpan] = field(default_factory=list)
 
     def note_migration(self, ring: str, attempt: int, sent: SentKv) -> None:
         """Record that the KV of an attempt is whole on `ring` now; `sent.seconds` count from its first byte."""
@@ -171,7 +171,7 @@ class TurnTimes:
             "ringserve.algorithm": chunk.algorithm.value,
         }
         step = just_ended("prefill", report.prefill_seconds, attributes)
-        queue = Stretch(name="queue", began=min(self.reserved_at, step.began), ended=step.began, attributes=where)
+        queue = TimeSpan(name="queue", began=min(self.reserved_at, step.began), ended=step.began, attributes=where)
         self.origins += [queue, step]
 
 
@@ -292,8 +292,8 @@ class DecodeTurn:
             self.sequence.shards = shards.extend(appended(known, self.kv_tokens - known, shards.held))
         return self.sequence.shards
 
-    def trace(self, ring: str, ended: float) -> Sequence[Stretch]:
-        """Return the stretches of a turn that ends on `ring`, however far it came.
+    def trace(self, ring: str, ended: float) -> Sequence[TimeSpan]:
+        """Return the spans of a turn that ends on `ring`, however far it came.
 
         A `migration` is there for every time that the turn's KV came whole (from the first byte to the seal), or
         `queue` (from the reservation) and `prefill` where the ring itself computed the prompt. `hand-off` lasts from
@@ -306,6 +306,6 @@ class DecodeTurn:
         counts = {"ringserve.tokens": len(self.answer.tokens), "ringserve.attempts": self.num_attempts}
         return [
             *times.origins,
-            Stretch(name="hand-off", began=times.first_token_at, ended=began, attributes=where),
-            Stretch(name="decode", began=began, ended=ended, attributes={**where, **counts}),
+            TimeSpan(name="hand-off", began=times.first_token_at, ended=began, attributes=where),
+            TimeSpan(name="decode", began=began, ended=ended, attributes={**where, **counts}),
         ]

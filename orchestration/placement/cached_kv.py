@@ -1,4 +1,4 @@
-"""Where a turn's cached KV comes from, and whether what its prefill ring lacks is worth fetching."""
+"""Source of a turn's cached KV: the prefill ring's own, or KV that it lacks and is worth pulling."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from orchestration.protocol.turns import CachedSource, RingRegistration
 
 AUTO, PULL, RECOMPUTE = "auto", "pull", "recompute"
 MISSING_KV = (AUTO, PULL, RECOMPUTE)
-"""What is done with KV that another ring keeps and the prefill ring lacks."""
+"""Policies for KV that another ring retains and the prefill ring lacks."""
 RETAINED, PULLED, PULLED_FROM_OTHER = "kept_on_prefill", "pulled_from_decode", "pulled_from_other"
 """Where cached KV comes from: a `CachedSource.source`."""
 
 
 @dataclass(frozen=True, slots=True)
 class RetainedPrefix:
-    """A ring that keeps the first `num_tokens` tokens of a turn's prompt."""
+    """Ring that retains the KV of the first `num_tokens` tokens of a turn's prompt."""
 
     ring: RingRegistration
     num_tokens: int
 
 
 def retaining_most(decode: RetainedPrefix, left: Iterable[RetainedPrefix]) -> RetainedPrefix:
-    """The turn's decode ring, unless a ring that its conversation leaves keeps more."""
+    """Return the turn's decode ring, unless a ring that its conversation leaves retains more."""
     most = decode
     for other in left:
         if other.num_tokens > most.num_tokens:
@@ -34,8 +34,10 @@ def retaining_most(decode: RetainedPrefix, left: Iterable[RetainedPrefix]) -> Re
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CachedKv:
-    """The first `cached_tokens` tokens are not computed. `reason` goes on where a plan's reason ends; `alternatives`
-    are (what to do, predicted seconds until the prefill has ended), the chosen one included; both may be empty.
+    """Decision that the first `cached_tokens` tokens are not computed.
+
+    `reason` continues a plan's reason. `alternatives` are (policy, predicted seconds until the prefill has ended), the
+    chosen one included. Both may be empty.
     """
 
     cached_tokens: int
@@ -45,7 +47,7 @@ class CachedKv:
 
 
 def is_worth_pulling(policy: str, *, pull_seconds: float, recompute_seconds: float) -> bool:
-    """Whether what the prefill ring lacks is fetched; equal costs go to the pull. See `choose_source`."""
+    """Return whether the prefill ring pulls KV that it lacks; equal costs go to the pull. See `choose_source`."""
     return policy == PULL or (policy == AUTO and pull_seconds <= recompute_seconds)
 
 
@@ -58,25 +60,26 @@ def choose_source(
     recompute_seconds: float,
     other_ring: str = "",
 ) -> CachedKv:
-    """`policy` is one of MISSING_KV; the seconds are predicted for pull and prefill, and for the longer prefill alone.
+    """Choose between pulling KV that the prefill ring lacks and computing it again.
 
-    With `other_ring` it is that one which keeps so much, and not the turn's decode ring.
-    What the prefill ring keeps is always used.
+    `policy` is one of MISSING_KV. The seconds are predicted for pull and prefill together, and for the longer prefill
+    alone. With `other_ring` that ring retains `retained_on_decode` tokens, and not the turn's decode ring. KV that the
+    prefill ring retains is always used.
     """
-    kept = CachedSource(source=RETAINED, tokens=TokenRange(0, retained_on_prefill))
+    retained = CachedSource(source=RETAINED, tokens=TokenRange(0, retained_on_prefill))
     if retained_on_decode <= retained_on_prefill:
-        return CachedKv(cached_tokens=retained_on_prefill, sources=(kept,) if retained_on_prefill else ())
+        return CachedKv(cached_tokens=retained_on_prefill, sources=(retained,) if retained_on_prefill else ())
     missing = TokenRange(retained_on_prefill, retained_on_decode)
     is_pulled = is_worth_pulling(policy, pull_seconds=pull_seconds, recompute_seconds=recompute_seconds)
     verb, other = ("pulled", "computing them again") if is_pulled else ("computed again", "pulling them")
     chosen, instead = (pull_seconds, recompute_seconds) if is_pulled else (recompute_seconds, pull_seconds)
     why = "as configured" if policy != AUTO else f"{1e3 * chosen:.3g} ms predicted, {other} {1e3 * instead:.3g} ms"
     name = PULLED_FROM_OTHER if other_ring else PULLED
-    sources = (kept, CachedSource(source=name, tokens=missing, ring=other_ring)) if is_pulled else (kept,)
-    keeper = f"ring {other_ring}" if other_ring else "the decode ring"
+    sources = (retained, CachedSource(source=name, tokens=missing, ring=other_ring)) if is_pulled else (retained,)
+    source = f"ring {other_ring}" if other_ring else "the decode ring"
     return CachedKv(
         cached_tokens=missing.stop if is_pulled else missing.start,
         sources=tuple(source for source in sources if len(source.tokens)),
-        reason=f"; tokens [{missing.start}, {missing.stop}), which only {keeper} keeps, are {verb}: {why}",
+        reason=f"; tokens [{missing.start}, {missing.stop}), which only {source} retains, are {verb}: {why}",
         alternatives=((PULL, pull_seconds), (RECOMPUTE, recompute_seconds)),
     )

@@ -1,26 +1,38 @@
-"""What prefills are predicted to take on a ring: by a measured hardware profile, or by the ring's own rates."""
+"""Predicted times of prefills on a ring, by a hardware profile or the ring's own rates, and their corrections.
+
+Corrections compare measured turns with predictions. What the model leaves out, such as the start of a step, weighs more
+the shorter a turn is. So a turn is compared with turns of like work only: short turns on a small ring say nothing about
+long ones, nor about a ring that gets long ones only.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
 from typing import NamedTuple
 
 from cp_core.cost.model import ModelShape, PrefillRates, RingRates, StepPredictor
 from cp_core.cost.prefill import sum_seconds
 from cp_core.cost.profile import HardwareProfile
 from orchestration.protocol.turns import RingRegistration
+from orchestration.protocol.views import Correction, RingStatus
 from workers.model.info import tensor_share
 from workers.protocol.prefill_steps import Algorithm
 from workers.protocol.ranks import ModelInfo
 
 MAX_KNOWN = 4096
-"""Kinds of rings whose predictors are kept. Each new measurement of a ring's rates makes it another kind."""
+"""Kinds of rings whose predictors are cached. Each new measurement of a ring's rates makes another kind."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Kind:
-    """Rings that are alike in all that a step's time depends on. Of the sums over a rank's tensor parallel processes
-    it has the seconds for each of the rank's tokens, and those that a step's messages take to start.
+    """Rings that are alike in all that a step's time depends on.
+
+    For the sums over a rank's tensor parallel processes it has the seconds of each of the rank's tokens, and the
+    seconds in which a step's messages start.
     """
 
     rates: PrefillRates
@@ -30,25 +42,26 @@ class _Kind:
 
 
 class StepSeconds(NamedTuple):
-    """By algorithm, but for the sums over tensor parallel processes, which are the same in both."""
+    """Seconds of a step by algorithm, and of its sums over tensor parallel processes, which are the same in both."""
 
     pass_kv: float
     pass_q: float
     sums: float
 
     def by(self, algorithm: Algorithm) -> float:
-        """All of it. A decode ring computes a prompt by pass-Q."""
+        """Return the seconds of the whole step. A decode ring computes a prompt by pass-Q."""
         return (self.pass_kv if algorithm is Algorithm.PASS_KV else self.pass_q) + self.sums
 
     @property
     def fastest(self) -> Algorithm:
+        """Faster algorithm."""
         return Algorithm.PASS_Q if self.pass_q < self.pass_kv else Algorithm.PASS_KV
 
 
 class RingCosts:
-    """Of one model. `profile` stands for every ring; without, each ring's registered rates do.
+    """Costs of prefills of one model. `profile` stands for every ring; without it each ring's registered rates do.
 
-    `compute_flops` and `link_bytes_per_second` take the place of either's attention rate and link; 0 leaves them.
+    `compute_flops` and `link_bytes_per_second` replace the attention rate and the link of either; 0 leaves them.
     """
 
     def __init__(
@@ -68,24 +81,24 @@ class RingCosts:
         self._kinds: dict[tuple[RingRates | None, int, int, bool], _Kind] = {}
 
     def rates(self, ring: RingRegistration, *, is_cached: bool) -> PrefillRates:
-        """What one rank does in a step, after cached tokens or without."""
+        """Return the rates of one rank in a step, after cached tokens or without."""
         return self._kind(ring, is_cached).rates
 
     def shape(self, ring: RingRegistration) -> ModelShape:
-        """What one of a rank's tensor parallel processes computes."""
+        """Return the shape of the model's share that one tensor parallel process computes."""
         if ring.tp not in self._shapes:
             self._shapes[ring.tp] = tensor_share(self._model, ring.tp).shape
         return self._shapes[ring.tp]
 
     def seconds(self, ring: RingRegistration, new_tokens: int, cached_tokens: int) -> StepSeconds:
-        """Of one step, by each algorithm: T new tokens after P cached ones."""
+        """Return the seconds of one step by each algorithm: T new tokens after P cached ones."""
         kind = self._kind(ring, cached_tokens > 0)
         pass_kv, pass_q = kind.predictor.seconds(new_tokens, cached_tokens)
         sums = kind.sum_start_seconds + -(-new_tokens // ring.num_ranks) * kind.sum_seconds_a_token
         return StepSeconds(pass_kv, pass_q, sums)
 
     def pull_seconds(self, ring: RingRegistration, num_bytes: float) -> float:
-        """Of KV that comes back from a decode ring, `num_bytes` over each link."""
+        """Return the seconds in which KV comes from a decode ring, `num_bytes` over each link."""
         if self._profile is not None and num_bytes:
             return ring.rates.link_latency_seconds + num_bytes / self._profile.kv_link_bytes_per_second
         return self.rates(ring, is_cached=False).message_seconds(num_bytes)
@@ -123,7 +136,7 @@ class RingCosts:
         )
 
     def _given(self, ring: RingRegistration, is_cached: bool) -> PrefillRates:
-        """By the profile or the ring itself, with what the settings put in their place."""
+        """Return the rates of the profile or of the ring itself, with those that the settings replace."""
         if self._profile is None:
             found = PrefillRates(ring=ring.rates)
         else:
@@ -136,3 +149,115 @@ class RingCosts:
                 link_bytes_per_second=self._link_bytes_per_second or found.ring.link_bytes_per_second,
             ),
         )
+
+
+WINDOW = 32
+"""Turns of a kind that a factor is computed from."""
+LEAST = 5
+"""Turns before a factor changes: the median of five ignores two outliers."""
+LIKE = 4
+"""Base of the classes of like work: 1 to 4 work units, 4 to 16, and so on."""
+
+Kind = tuple[Algorithm, int]
+"""Key of a factor: an algorithm, and the power of LIKE next below the turn's work."""
+
+
+@dataclass(slots=True)
+class _Ratios:
+    """Measured over predicted seconds of the latest turns.
+
+    `factor` is cached: it is read more often than they change.
+    """
+
+    latest: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    factor: float = 1.0
+
+    def note(self, ratio: float) -> None:
+        self.latest.append(ratio)
+        if self.is_known:
+            self.factor = median(self.latest)
+
+    @property
+    def is_known(self) -> bool:
+        return len(self.latest) >= LEAST
+
+
+@dataclass(slots=True)
+class _Ring:
+    """Ratios of one incarnation of a ring, with the rates that it measured."""
+
+    incarnation: str
+    rates: RingRates
+    ratios: dict[Kind, _Ratios] = field(default_factory=dict)
+
+    def is_same(self, ring: RingRegistration) -> bool:
+        return (self.incarnation, self.rates) == (ring.incarnation, ring.rates)
+
+
+class RingCorrections:
+    """Median of measured over predicted seconds, by ring, algorithm and like work; predictions are uncorrected ones.
+
+    A median changes only when half of the turns agree: one slow turn, or a third of them, do not count. Ratios from
+    before a ring was rebuilt, or measured itself again, are forgotten. A ring with too few turns of a kind takes the
+    factor of all rings together, since the model leaves out the same for each of them.
+    """
+
+    def __init__(self) -> None:
+        self._rings: dict[str, _Ring] = {}
+        self._all: dict[Kind, _Ratios] = {}
+
+    def note(
+        self, ring: RingRegistration, algorithm: Algorithm, work: float, *, predicted: float, measured: float
+    ) -> None:
+        """Enter that a turn of `work` work units took `measured` seconds.
+
+        Times that are not positive and finite are ignored.
+        """
+        if not (0.0 < predicted < math.inf and 0.0 < measured < math.inf):
+            return
+        known = self._rings.get(ring.name)
+        if known is None or not known.is_same(ring):
+            known = self._rings[ring.name] = _Ring(ring.incarnation, ring.rates)
+        kind = _kind_of(algorithm, work)
+        for ratios in (known.ratios, self._all):
+            ratios.setdefault(kind, _Ratios()).note(measured / predicted)
+
+    def factor(self, ring: RingRegistration, algorithm: Algorithm, work: float) -> float:
+        """Return the factor for predictions of turns of so many work units; 1 while too few turns are known."""
+        kind = _kind_of(algorithm, work)
+        known = self._rings.get(ring.name)
+        own = known.ratios.get(kind) if known is not None and known.is_same(ring) else None
+        if own is not None and own.is_known:
+            return own.factor
+        among_all = self._all.get(kind)
+        return among_all.factor if among_all is not None else 1.0
+
+    def of_ring(self, ring: RingRegistration) -> Sequence[Correction]:
+        """Return one correction for each kind of turns that were measured, those of the least work first."""
+        known = self._rings.get(ring.name)
+        if known is None or not known.is_same(ring):
+            return ()
+        return tuple(
+            Correction(
+                algorithm=algorithm,
+                min_work=LIKE**power,
+                factor=self.factor(ring, algorithm, LIKE**power),
+                num_turns=len(ratios.latest),
+            )
+            for (algorithm, power), ratios in sorted(known.ratios.items(), key=lambda item: (item[0][1], item[0][0]))
+        )
+
+    def shown_in(self, status: RingStatus, ring: RingRegistration) -> RingStatus:
+        """Return a ring's own status with its announced figures and its corrections."""
+        return replace(
+            status,
+            rates=ring.rates,
+            capacity_tokens=ring.capacity_tokens,
+            chunk_tokens=ring.chunk_tokens,
+            corrections=tuple(self.of_ring(ring)),
+        )
+
+
+def _kind_of(algorithm: Algorithm, work: float) -> Kind:
+    # A power of two a time, as the exponent tells them: 4 ** power <= work < 4 ** (power + 1).
+    return algorithm, max(0, math.frexp(work)[1] - 1) // 2

@@ -1,9 +1,9 @@
-"""Whether a turn's decode ring computes the prompt itself: a few new tokens after KV that lies there already.
+"""Prefill of a prompt by the turn's decode ring: a few new tokens after KV that the ring retains.
 
     seconds = queue + stall + prefill
 
-The queue are prompts that wait for their turn between two steps of the batch, the stall is what every turn that decodes
-there waits for this one, added up. Pure Python and synchronous.
+The queue is the prompts that wait for a place between two steps of the batch. The stall is the time that all turns that
+decode there wait for this one, added up. Pure Python and synchronous.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from __future__ import annotations
 from typing import NamedTuple, NoReturn
 
 from cp_core.errors import InvalidRequest
+from orchestration.placement.kv_locations import WantedTurn
 from orchestration.placement.planner import Planner
 from orchestration.placement.registry import RegisteredRing
-from orchestration.placement.wanted_turn import WantedTurn
 from orchestration.protocol.turns import RingAlternative
 
 
 class DirectOffer(NamedTuple):
-    """What a turn is predicted to take where its decode ring computes the prompt.
+    """Predicted times of a turn whose decode ring computes the prompt.
 
-    `is_too_long`: it would hold up the ring's batch for longer than is allowed; then it is only for turns that ask.
+    `is_too_long`: it would delay the ring's batch for longer than is allowed; then it is only for turns that ask.
     """
 
     alternative: RingAlternative
@@ -28,7 +28,7 @@ class DirectOffer(NamedTuple):
 
 
 class DirectPlacer:
-    """Predicts by what the planner knows of decode rings."""
+    """Predictions for turns whose decode ring computes the prompt."""
 
     def __init__(self, planner: Planner) -> None:
         self._planner = planner
@@ -36,11 +36,14 @@ class DirectPlacer:
     def offer(
         self, turn: WantedTurn, prefill: RegisteredRing, decode: RegisteredRing, now: float
     ) -> DirectOffer | None:
-        """To be compared with the way over `prefill`; None where the decode ring may not, or lacks the KV."""
-        ring, kept = decode.registration, turn.retained_on(decode)
-        if not self._may(turn) or not kept or turn.num_tokens - kept > ring.max_direct_tokens:
+        """Predict a turn, to be compared with the way over `prefill`.
+
+        Return None where the decode ring may not compute the prompt, or lacks the KV.
+        """
+        ring, retained = decode.registration, turn.retained_on(decode)
+        if not self._may(turn) or not retained or turn.num_tokens - retained > ring.max_direct_tokens:
             return None
-        seconds = self._planner.compare_direct(turn.num_tokens, kept, ring, prefill.registration)
+        seconds = self._planner.compare_direct(turn.num_tokens, retained, ring, prefill.registration)
         alternative = RingAlternative(
             ring=decode.name,
             num_ranks=ring.num_ranks,
@@ -50,7 +53,7 @@ class DirectPlacer:
             prefill_seconds=seconds,
             stall_seconds=seconds * decode.num_turns,
         )
-        step = self._planner.predict_direct(turn.num_tokens, kept, ring)
+        step = self._planner.predict_direct(turn.num_tokens, retained, ring)
         return DirectOffer(alternative, is_too_long=step > ring.max_direct_seconds)
 
     def _may(self, turn: WantedTurn) -> bool:
@@ -59,22 +62,25 @@ class DirectPlacer:
         return not turn.refused_direct and self._planner.may_choose_direct
 
     def handoff_seconds(self, turn: WantedTurn, prefill: RegisteredRing, decode: RegisteredRing) -> float:
-        """Of the new tokens' KV, which a decode ring that computes them need not wait for."""
+        """Return the seconds of the new tokens' hand-off, which a decode ring that computes them saves."""
         new_tokens = turn.num_tokens - turn.retained_on(decode)
         return self._planner.predict_move(new_tokens, prefill.registration, decode.registration)
 
 
 def refuse_direct(turn: WantedTurn, max_tokens: int) -> NoReturn:
-    """Raises InvalidRequest: the turn asks for what no ring can do, of which the best takes up to `max_tokens`."""
-    kept = 0 if turn.decode is None else min(turn.match_tokens, turn.decode.num_tokens)
+    """Refuse a turn that asks for its decode ring to compute more than any can, at most `max_tokens`.
+
+    Raises InvalidRequest.
+    """
+    retained = 0 if turn.decode is None else min(turn.match_tokens, turn.decode.num_tokens)
     raise InvalidRequest(
         f"algorithm: {turn.algorithm} is for up to {max_tokens} new tokens (decode.max_direct_tokens) after KV that "
-        f"the conversation's decode ring keeps; this turn has {turn.num_tokens - kept} after {kept}"
+        f"the conversation's decode ring retains; this turn has {turn.num_tokens - retained} after {retained}"
     )
 
 
 def compared(offer: DirectOffer, prefill: RingAlternative, *, is_direct: bool) -> str:
-    """How both ways compare in words, the chosen one first."""
+    """Compare both ways in words, the chosen one first."""
     direct = offer.alternative
     itself, over = f"ring {direct.ring} itself", f"the way over ring {prefill.ring}"
     if is_direct:
@@ -95,5 +101,5 @@ def _told(alternative: RingAlternative) -> str:
 
 
 def milliseconds(seconds: float) -> str:
-    """For people, with three digits."""
+    """Format seconds as milliseconds with three digits."""
     return f"{1e3 * seconds:.3g} ms"

@@ -1,15 +1,16 @@
-"""Which rings get a turn: those where its first token is predicted to come first.
+"""Choice of the rings of a turn: those where its first token is predicted to come first.
 
     seconds = queue + move + prefill        on a prefill ring
     seconds = load + move                   on a decode ring
-    seconds = queue + stall + prefill       on a decode ring that keeps the KV and computes the rest itself
+    seconds = queue + stall + prefill       on a decode ring that retains the KV and computes the rest itself
 
-Affinity is no rule of its own: a ring that keeps a conversation's KV needs neither to fetch it nor to compute it, and
-is left when that costs less than what waits there. A prefill ring that lacks KV fetches it from the ring that keeps
-most of it, the turn's decode ring or one that the conversation leaves, or computes it again. A decode ring gets from
-the prefill ring what it lacks; so a conversation that goes to another decode ring takes along what only the old one
-kept, by way of the prefill ring. Where the conversation's decode ring could compute a few new tokens itself (`direct`),
-that is compared with the way over a prefill ring, hand-off included. Pure Python and synchronous.
+Affinity is no rule of its own. A ring that retains a conversation's KV needs neither to pull it nor to compute it, and
+the conversation leaves it when that costs less than the ring's queue. A prefill ring that lacks KV pulls it from the
+ring that retains most of it, or computes it again; that is the turn's decode ring or one that the conversation leaves.
+A decode ring gets from the prefill ring what it lacks. So a conversation that goes to another decode ring takes along,
+by way of the prefill ring, what only the old one retained. Where the conversation's decode ring could compute a few new
+tokens itself (`direct`), that is compared with the way over a prefill ring, hand-off included. Pure Python and
+synchronous.
 """
 
 from __future__ import annotations
@@ -21,16 +22,15 @@ from typing import NamedTuple
 from cp_core.errors import Unavailable
 from orchestration.placement.cached_kv import RetainedPrefix, retaining_most
 from orchestration.placement.direct import DirectOffer, DirectPlacer, compared, milliseconds, refuse_direct
-from orchestration.placement.kv_locations import KvLocation
+from orchestration.placement.kv_locations import Choice, KvLocation, WantedTurn
 from orchestration.placement.planner import Planner
 from orchestration.placement.registry import LoadShare, RegisteredRing, RingRegistry
-from orchestration.placement.wanted_turn import Choice, WantedTurn
 from orchestration.protocol.turns import RingAlternative, RingRegistration
 
 TIE = 0.1
-"""Predictions this near to each other, relatively, say nothing: they are not that good."""
+"""Relative difference of predictions below which they count as equal: they are not more exact."""
 LEAVE_SECONDS = 0.02
-"""A conversation leaves its KV for no less: what it saves is predicted, and what it loses is there."""
+"""Seconds that a conversation must save to leave its KV: the saving is only predicted, and the KV is there."""
 MAX_ALTERNATIVES = 8
 """Prefill rings that a plan lists."""
 
@@ -45,7 +45,7 @@ class _Cost(NamedTuple):
     total: float
 
     def alternative(self, handoff: float) -> RingAlternative:
-        """`handoff` seconds come after it."""
+        """Return the cost as an alternative of a plan, with `handoff` seconds after the prefill."""
         ring = self.ring.registration
         return RingAlternative(
             ring=ring.name,
@@ -59,7 +59,7 @@ class _Cost(NamedTuple):
 
 
 class _Option(NamedTuple):
-    """A decode ring with the best prefill ring that goes with it, and what the turn would take without any.
+    """Decode ring with the best prefill ring for it, and the offer to do without a prefill ring.
 
     `handoff` is 0 where there is no `direct` way: all others have it alike.
     """
@@ -73,18 +73,18 @@ class _Option(NamedTuple):
 
     @property
     def over_prefill(self) -> RingAlternative:
-        """The way over the best prefill ring."""
+        """Way over the best prefill ring."""
         return self.cost.alternative(self.handoff)
 
     def is_direct(self, turn: WantedTurn) -> bool:
-        """Whether the decode ring computes the prompt: asked for, or sooner."""
+        """Return whether the decode ring computes the prompt: asked for, or sooner."""
         if self.direct is None:
             return False
         is_sooner = self.direct.alternative.total_seconds < self.cost.total + self.handoff
         return turn.asks_for_direct or (is_sooner and not self.direct.is_too_long)
 
     def total(self, turn: WantedTurn) -> float:
-        """Seconds by which decode rings compare."""
+        """Return the seconds by which decode rings compare."""
         # The pull that a decode ring without the KV makes impossible is in the prefill's cost.
         if self.direct is not None and self.is_direct(turn):
             return self.direct.alternative.total_seconds + self.decode_seconds
@@ -92,7 +92,7 @@ class _Option(NamedTuple):
 
 
 class RingPlacer:
-    """Chooses from the registry's rings by what the planner predicts."""
+    """Placer: chooses from the registry's rings by the planner's predictions."""
 
     def __init__(self, rings: RingRegistry, planner: Planner) -> None:
         self._rings = rings
@@ -100,11 +100,11 @@ class RingPlacer:
         self._direct = DirectPlacer(planner)
 
     def choose(self, turn: WantedTurn, refused: Collection[RegisteredRing] = ()) -> Choice:
-        """The rings where the turn is predicted to go on first; none of `refused`, which had no room for it.
+        """Choose the rings that are predicted to answer first; none of `refused`, which had no room for the turn.
 
         Raises Unavailable where a kind of ring is missing, InvalidRequest where the turn asks for its decode ring to
-        compute it and that cannot be. Where no ring could ever hold the turn it is a largest one: who asks for too much
-        is told so by the caller.
+        compute it and that cannot be. Where no ring could ever hold the turn it is a largest one: the caller refuses
+        turns that are too long.
         """
         prefills = self._prefill_options(turn, refused)
         now = self._rings.clock()
@@ -128,13 +128,13 @@ class RingPlacer:
         )
 
     def choose_prefill(self, turn: WantedTurn, decode: RegisteredRing) -> Choice:
-        """A prefill ring for a turn that decodes on `decode` and has none yet. Raises Unavailable."""
+        """Choose a prefill ring for a turn that decodes on `decode` and has none yet. Raises Unavailable."""
         prefills = self._prefill_options(turn, ())
         cost = _first_of_the_quickest(turn, self._prefill_costs(turn, prefills, decode, self._rings.clock()))
         return Choice(prefill=cost.ring, decode=decode, prefill_seconds=cost.prefill)
 
     def place(self, turn: WantedTurn, choice: Choice) -> LoadShare:
-        """Count the turn to its rings' load; what is returned ends that."""
+        """Count the turn to its rings' load, until the share that is returned ends."""
         return self._rings.place(
             None if choice.is_direct else choice.prefill,
             choice.decode,
@@ -145,7 +145,7 @@ class RingPlacer:
     # --- which rings are compared ------------------------------------------------------------------------------------
 
     def _prefill_options(self, turn: WantedTurn, refused: Collection[RegisteredRing]) -> list[RegisteredRing]:
-        """The least busy ring of each kind, and the conversation's own, however busy it is."""
+        """Return the least busy ring of each kind, and the conversation's own, however busy it is."""
         own = self._own("prefill", turn.prefill, refused)
         for accepts in _by_room(turn):
             others = self._rings.least_busy(lambda ring: ring is not own and _may_take(ring, refused, accepts))  # noqa: B023
@@ -156,7 +156,7 @@ class RingPlacer:
         return [self._largest("prefill", refused)]
 
     def _decode_options(self, turn: WantedTurn, refused: Collection[RegisteredRing]) -> list[RegisteredRing]:
-        """The conversation's own ring, and of the others the least loaded, if its load could make up for the KV."""
+        """Return the conversation's own ring, and the least loaded other one if its load could make up for the KV."""
         own = self._own("decode", turn.decode, refused)
         for accepts in _by_room(turn):
             other = self._rings.least_loaded(lambda ring: ring is not own and _may_take(ring, refused, accepts))  # noqa: B023
@@ -170,12 +170,12 @@ class RingPlacer:
         return [self._largest("decode", refused)]
 
     def _own(self, role: str, place: KvLocation | None, refused: Collection[RegisteredRing]) -> RegisteredRing | None:
-        """The conversation's ring, where it takes turns."""
+        """Return the conversation's ring, where it takes turns."""
         own = None if place is None else self._rings.named(role, place.ring)
         return own if own is not None and own.takes_turns and own not in refused else None
 
     def _largest(self, role: str, refused: Collection[RegisteredRing]) -> RegisteredRing:
-        """Raises Unavailable where there is none."""
+        """Return the ring of the largest capacity. Raises Unavailable where there is none."""
         ready = self._rings.ready(role)
         left = [ring for ring in ready if ring not in refused]
         if not left:
@@ -194,7 +194,7 @@ class RingPlacer:
         return _Option(decode, self._decode_seconds(turn, decode), cost, costs, direct, handoff)
 
     def _decode_seconds(self, turn: WantedTurn, decode: RegisteredRing) -> float:
-        """The load, and what of the history must come from the prefill ring: new tokens come to every ring alike."""
+        """Return the load and the move of the history that the ring lacks: new tokens come to every ring alike."""
         lacking = turn.match_tokens - turn.retained_on(decode)
         ring = decode.registration
         return decode.load_seconds + self._planner.predict_move(lacking, ring, ring)
@@ -218,7 +218,7 @@ class RingPlacer:
         return costs
 
     def own_rings(self, turn: WantedTurn) -> list[RegisteredRing]:
-        """The conversation's rings that can be asked for what they keep, those that drain among them."""
+        """Return the conversation's rings that can be asked for retained KV, those that drain among them."""
         places = (("prefill", turn.prefill), ("decode", turn.decode))
         own = [self._rings.named(role, place.ring) for role, place in places if place is not None]
         return [ring for ring in own if ring is not None and ring.is_ready and turn.retained_on(ring)]
@@ -234,15 +234,15 @@ class RingPlacer:
             parts.append(f"ring {turn.refused_direct} could not compute the turn itself after all")
         if len(costs) > 1 and not is_direct:
             other = min((each for each in costs if each is not cost), key=lambda each: each.total)
-            keeps = f" and keeps {turn.retained_on(cost.ring)} tokens" if turn.retained_on(cost.ring) else ""
+            retains = f" and retains {turn.retained_on(cost.ring)} tokens" if turn.retained_on(cost.ring) else ""
             parts.append(
                 f"ring {cost.ring.name} takes {milliseconds(cost.total)} by {_size(cost.ring)} "
-                f"({milliseconds(cost.queue)} of it queue){keeps}, "
+                f"({milliseconds(cost.queue)} of it queue){retains}, "
                 f"{other.ring.name} {milliseconds(other.total)} by {_size(other.ring)}"
             )
         if self._rings.num_rings("decode") > 1:
-            keeps = f"keeps {turn.retained_on(decode)} tokens and " if turn.retained_on(decode) else ""
-            parts.append(f"ring {decode.name} {keeps}has {decode.num_turns} turns")
+            retains = f"retains {turn.retained_on(decode)} tokens and " if turn.retained_on(decode) else ""
+            parts.append(f"ring {decode.name} {retains}has {decode.num_turns} turns")
         goes_to = (("prefill", turn.prefill, cost.ring), ("decode", turn.decode, decode))
         for role, place, ring in goes_to[is_direct:]:
             if place is not None and place.ring != ring.name:
@@ -251,7 +251,7 @@ class RingPlacer:
 
 
 def _by_room(turn: WantedTurn) -> tuple[Callable[[RegisteredRing], bool], ...]:
-    """Who may hold the turn: those that are known to have room now, else those that ever have."""
+    """Return the conditions on a ring, tried in order: known to have room now, and large enough at all."""
     need = turn.num_tokens + turn.answer_tokens
 
     def fits(ring: RegisteredRing) -> bool:
@@ -270,7 +270,7 @@ def _may_take(
 
 
 def _first_of_the_quickest(turn: WantedTurn, costs: Sequence[_Cost]) -> _Cost:
-    """Of those that tie: the conversation's own ring, then the smallest, then the one that had no turn the longest."""
+    """Choose among tied costs: the conversation's own ring, the smallest, the one without a turn for longest."""
     least = min(cost.total for cost in costs)
     for cost in costs:
         if turn.is_at(cost.ring) and cost.total <= _worth_leaving(least):
@@ -282,13 +282,15 @@ def _first_of_the_quickest(turn: WantedTurn, costs: Sequence[_Cost]) -> _Cost:
 
 
 def _worth_leaving(other: float) -> float:
-    """Seconds on a conversation's own ring beyond which it goes to another that takes `other`."""
+    """Return the seconds on a conversation's own ring beyond which it goes to another that takes `other`."""
     return other * (1 + TIE) + LEAVE_SECONDS
 
 
 def _listed(option: _Option) -> tuple[RingAlternative, ...]:
-    """The decode ring, where it could compute the prompt, and the quickest few prefill rings, the chosen one among
-    them; nothing where there was no choice.
+    """Return the alternatives that a plan lists; none where there was no choice.
+
+    They are the decode ring, where it could compute the prompt, and the fastest few prefill rings, the chosen one among
+    them.
     """
     if option.direct is None and len(option.costs) == 1:
         return ()

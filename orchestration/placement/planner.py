@@ -1,4 +1,4 @@
-"""Turns what both rings hold of a prompt into a plan that says why."""
+"""Planner: makes a plan, with its reason in words, from what both rings hold of a prompt."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from orchestration.placement.cached_kv import (
     is_worth_pulling,
     retaining_most,
 )
-from orchestration.placement.corrections import RingCorrections
-from orchestration.placement.costs import RingCosts, StepSeconds
+from orchestration.placement.costs import RingCorrections, RingCosts, StepSeconds
 from orchestration.placement.prefill_work import StepLimits, WorkModel, cut
 from orchestration.protocol.turns import (
     CachedSource,
@@ -32,16 +31,16 @@ from workers.protocol.prefill_steps import RING_ALGORITHMS, Algorithm
 from workers.protocol.ranks import ModelInfo
 
 WORTH_TELLING = 0.05
-"""A correction that moves a prediction by more is part of a plan's reason."""
+"""Relative change of a prediction above which its correction is part of a plan's reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannerSettings:
-    """`compute_flops` and `link_bytes_per_second` are C and BW, per rank; 0 takes those of `profile`, which predicts
-    for every ring, or without one what the ring measured at its start.
+    """Settings of the planner. `missing_kv` is one of `cached_kv.MISSING_KV`.
 
-    `fit` holds the constants of the empirical selector, which has no defaults: they belong to one cluster. What
-    another ring keeps is pulled or computed again as `missing_kv` says: one of `cached_kv.MISSING_KV`.
+    `compute_flops` and `link_bytes_per_second` are C and BW, per rank; 0 takes those of `profile`, which predicts for
+    every ring, or without a profile those that the ring measured at its start. `fit` holds the constants of the
+    empirical selector, which has no defaults: they belong to one cluster.
     """
 
     selector: str = "auto"
@@ -53,11 +52,10 @@ class PlannerSettings:
 
 
 class PromptOnRings(NamedTuple):
-    """A prompt of `num_tokens` tokens on a pair of rings, and how many of its first ones each of them keeps the KV of.
+    """Prompt of `num_tokens` tokens on a pair of rings, and how many of its first tokens each retains the KV of.
 
-    `left` are rings that the prompt's conversation leaves, with what they keep of it.
-
-    A tuple, since a router makes several for every turn.
+    `left` are rings that the prompt's conversation leaves, with what they retain of it. It is a tuple, since a router
+    makes several for every turn.
     """
 
     num_tokens: int
@@ -69,16 +67,16 @@ class PromptOnRings(NamedTuple):
 
     @property
     def most(self) -> RetainedPrefix:
-        """Where what the prefill ring lacks would come from."""
+        """Ring from which the prefill ring would pull what it lacks."""
         return retaining_most(RetainedPrefix(self.decode, self.retained_on_decode), self.left)
 
 
 class Planner:
-    """Plans for one model. `selector` may be changed between turns; allowed are `cp_core.cost.selector.POLICIES`.
+    """Planner for one model. `selector` may change between turns; allowed are `cp_core.cost.selector.POLICIES`.
 
-    `corrections` are learned from what turns took (`note_prefill`), and applied to what later ones are predicted to
-    take. Which algorithm a turn takes they leave alone: an algorithm's factor comes from the turns that it was chosen
-    for, and says little of a turn for which both are weighed.
+    `corrections` are learned from measured turns (`note_prefill`) and applied to later predictions. They do not change
+    which algorithm a turn takes: the factor of an algorithm comes from turns that it was chosen for, and says little
+    about a turn for which both are weighed.
     """
 
     def __init__(self, model: ModelInfo, settings: PlannerSettings) -> None:
@@ -95,8 +93,10 @@ class Planner:
         self.corrections = RingCorrections()
 
     def plan(self, prompt: PromptOnRings, *, mode: PromptMode, algorithm: Algorithm | None = None) -> TurnPlan:
-        """Long prompts are cut as the ring would with nothing else to do; each chunk chooses its own algorithm, since
-        what is cached grows from one to the next, unless the turn asked for one.
+        """Plan a turn over a prefill ring.
+
+        Long prompts are cut as an idle ring would. Each chunk chooses its own algorithm, since the cached prefix grows
+        from one to the next, unless the turn asked for one.
         """
         ring, source = prompt.prefill, self._choose_source(prompt)
         cached = source.cached_tokens
@@ -131,24 +131,24 @@ class Planner:
         )
 
     def plan_direct(self, prompt: PromptOnRings, *, mode: PromptMode, algorithm: Algorithm | None = None) -> TurnPlan:
-        """The plan of a turn whose decode ring computes the prompt itself; its prefill ring would instead."""
+        """Plan a turn whose decode ring computes the prompt; `prompt.prefill` is the ring that would have."""
         other = self.plan(prompt, mode=mode)
         num_tokens, retained_on_decode, decode = prompt.num_tokens, prompt.retained_on_decode, prompt.decode
         new = TokenRange(retained_on_decode, num_tokens)
-        kept = CachedSource(source="kept_on_decode", tokens=TokenRange(0, retained_on_decode))
+        retained = CachedSource(source="kept_on_decode", tokens=TokenRange(0, retained_on_decode))
         seconds = self.predict_direct(num_tokens, retained_on_decode, decode)
         why = "Decode ring" if algorithm is None else f"Forced: {algorithm} was asked for with the turn"
         told = _told(self._direct_factor(num_tokens, retained_on_decode, decode, Algorithm.DECODE_RING))
         return replace(
             other,
             algorithm=Algorithm.DECODE_RING,
-            reason=f"{why}: {decode.name} keeps {retained_on_decode} tokens and computes the {len(new)} new ones in "
+            reason=f"{why}: {decode.name} retains {retained_on_decode} tokens and computes the {len(new)} new ones in "
             f"{1e3 * seconds:.3g} ms predicted, with no KV to move{told}",
             new_tokens=len(new),
             cached_tokens=retained_on_decode,
             prefill_ring=decode.name,
             prefill_ranks=decode.num_ranks,
-            cached_sources=(kept,) if retained_on_decode else (),
+            cached_sources=(retained,) if retained_on_decode else (),
             chunks=(PlannedChunk(tokens=new, algorithm=Algorithm.DECODE_RING),),
             predicted_prefill_seconds=seconds,
             alternatives=((Algorithm.DECODE_RING, seconds), *other.alternatives),
@@ -156,35 +156,35 @@ class Planner:
 
     @property
     def may_choose_direct(self) -> bool:
-        """Whether a turn that asks for no algorithm may be computed by its decode ring: not where one is forced."""
+        """True if the decode ring may compute a turn that asks for no algorithm: not where an algorithm is forced."""
         return self.selector not in RING_ALGORITHMS
 
     def predict_direct(self, num_tokens: int, retained_on_decode: int, decode: RingRegistration) -> float:
-        """Seconds in which a decode ring computes the end of a prompt whose beginning it keeps, between two steps."""
+        """Return the seconds in which a decode ring computes the end of a prompt whose beginning it retains."""
         factor = self._direct_factor(num_tokens, retained_on_decode, decode, Algorithm.DECODE_RING)
         return self._direct_seconds(num_tokens, retained_on_decode, decode) * factor
 
     def compare_direct(
         self, num_tokens: int, retained_on_decode: int, decode: RingRegistration, prefill: RingRegistration
     ) -> float:
-        """As `predict_direct`, to be compared with that prefill ring: by the factor of that ring's turns of like work.
+        """Predict as `predict_direct` does, but by the factor of the prefill ring's turns of like work.
 
-        What the model leaves out it leaves out of both ways. By its own factor the way that had more turns would
-        compare with one of which too little is known, and win or lose by that.
+        The model leaves out the same in both ways. By its own factor, a way with many turns would be compared with one
+        of which too little is known.
         """
         name = self._costs.seconds(prefill, num_tokens - retained_on_decode, retained_on_decode).fastest
         factor = self._direct_factor(num_tokens, retained_on_decode, prefill, name)
         return self._direct_seconds(num_tokens, retained_on_decode, decode) * factor
 
-    def _direct_factor(self, num_tokens: int, kept: int, ring: RingRegistration, name: Algorithm) -> float:
-        return self.corrections.factor(ring, name, self._work.work(num_tokens - kept, kept))
+    def _direct_factor(self, num_tokens: int, retained: int, ring: RingRegistration, name: Algorithm) -> float:
+        return self.corrections.factor(ring, name, self._work.work(num_tokens - retained, retained))
 
     def _direct_seconds(self, num_tokens: int, retained_on_decode: int, decode: RingRegistration) -> float:
         new_tokens = num_tokens - retained_on_decode
         return self._costs.seconds(decode, new_tokens, retained_on_decode).by(Algorithm.DECODE_RING)
 
     def note_prefill(self, ring: RingRegistration, report: PrefillReport) -> None:
-        """Learn from what a turn took; one that shared a step, or took both algorithms, measures neither."""
+        """Learn from a measured turn. A turn that shared a step, or took both algorithms, measures neither."""
         names = {chunk.algorithm for chunk in report.chunks}
         if len(names) != 1 or any(chunk.num_turns != 1 for chunk in report.chunks):
             return
@@ -196,49 +196,53 @@ class Planner:
         self.corrections.note(ring, name, work, predicted=predicted, measured=report.prefill_seconds)
 
     def predict_turn(
-        self, num_tokens: int, kept: int, ring: RingRegistration, most: RetainedPrefix
+        self, num_tokens: int, retained: int, ring: RingRegistration, most: RetainedPrefix
     ) -> tuple[float, float]:
-        """Of a turn on a prefill ring that keeps the first `kept` tokens: seconds to fetch what it lacks of those that
-        `most` keeps, 0 where they are computed again, and of the prefill.
+        """Predict a turn on a prefill ring that retains `retained` tokens: (seconds of the pull, of the prefill).
+
+        The pull fetches what the ring lacks of the tokens that `most` retains; 0 where they are computed again.
         """
-        prefill = self.predict_prefill(num_tokens, kept, ring)
-        if most.num_tokens <= kept:
+        prefill = self.predict_prefill(num_tokens, retained, ring)
+        if most.num_tokens <= retained:
             return 0.0, prefill
-        move, after = self._predict_pulled(num_tokens, kept, ring, most)
+        move, after = self._predict_pulled(num_tokens, retained, ring, most)
         is_pulled = is_worth_pulling(self._settings.missing_kv, pull_seconds=move + after, recompute_seconds=prefill)
         return (move, after) if is_pulled else (0.0, prefill)
 
     def predict_move(self, num_tokens: int, ring: RingRegistration, other: RingRegistration) -> float:
-        """Seconds in which the KV of so many tokens goes from one of these rings to the other."""
+        """Return the seconds in which the KV of so many tokens goes from one of these rings to the other."""
         links = min(ring.num_ranks * ring.tp, other.num_ranks * other.tp)
         return self._costs.pull_seconds(ring, num_tokens * self._kv_bytes_a_token / links)
 
     def predict_prefill(self, num_tokens: int, cached_tokens: int, ring: RingRegistration) -> float:
-        """Seconds of a prompt whose beginning is cached, taken whole by its faster algorithm, on an idle ring."""
+        """Return the seconds of a prompt with a cached prefix, computed whole by its faster algorithm.
+
+        The ring is idle.
+        """
         new_tokens = num_tokens - cached_tokens
         seconds = self._costs.seconds(ring, new_tokens, cached_tokens)
         name, work = seconds.fastest, self._work.work(new_tokens, cached_tokens)
         return seconds.by(name) * self.corrections.factor(ring, name, work)
 
     def _predict_pulled(
-        self, num_tokens: int, kept: int, ring: RingRegistration, most: RetainedPrefix
+        self, num_tokens: int, retained: int, ring: RingRegistration, most: RetainedPrefix
     ) -> tuple[float, float]:
-        """Seconds of fetching all that the prefill ring lacks, and of the prefill after it."""
+        """Return the seconds in which all that the prefill ring lacks is pulled, and those of the prefill after it."""
         return (
-            self.predict_move(most.num_tokens - kept, ring, most.ring),
+            self.predict_move(most.num_tokens - retained, ring, most.ring),
             self.predict_prefill(num_tokens, most.num_tokens, ring),
         )
 
     def _choose_source(self, prompt: PromptOnRings) -> CachedKv:
-        """Compares the turn's prefill after a pull with a longer one. Each is taken whole, by its faster algorithm."""
+        """Compare the prefill after a pull with a longer one. Each is taken whole, by its faster algorithm."""
         pull = recompute = 0.0
-        num_tokens, kept, ring, most = prompt.num_tokens, prompt.retained_on_prefill, prompt.prefill, prompt.most
-        if most.num_tokens > kept:
-            pull = sum(self._predict_pulled(num_tokens, kept, ring, most))
-            recompute = self.predict_prefill(num_tokens, kept, ring)
+        num_tokens, retained, ring, most = prompt.num_tokens, prompt.retained_on_prefill, prompt.prefill, prompt.most
+        if most.num_tokens > retained:
+            pull = sum(self._predict_pulled(num_tokens, retained, ring, most))
+            recompute = self.predict_prefill(num_tokens, retained, ring)
         return choose_source(
             self._settings.missing_kv,
-            retained_on_prefill=kept,
+            retained_on_prefill=retained,
             retained_on_decode=most.num_tokens,
             pull_seconds=pull,
             recompute_seconds=recompute,
@@ -248,7 +252,7 @@ class Planner:
     def _choose(
         self, ring: RingRegistration, tokens: TokenRange, seconds: StepSeconds, asked: Algorithm | None
     ) -> Algorithm:
-        """As `_select`, without the words: plans of long prompts have dozens of chunks and tell the reason of one."""
+        """Choose as `_select` does, without the reason: a plan has dozens of chunks and tells the reason of one."""
         if self.selector != "auto" or asked is not None:
             return Algorithm(self._select(ring, tokens, seconds, asked).algorithm)
         is_pass_q = ring.num_ranks > 1 and is_clearly_less(seconds.pass_q, seconds.pass_kv)
@@ -276,7 +280,7 @@ class Planner:
 
 
 def _told(factor: float) -> str:
-    """Empty where it is near enough to 1."""
+    """Tell a factor in words; empty where it is near enough to 1."""
     if abs(factor - 1.0) <= WORTH_TELLING:
         return ""
     return f"; latest turns like it took {factor:.2f} of what was predicted"
@@ -290,7 +294,7 @@ def _of_most_tokens(pieces: Sequence[TokenRange], names: Sequence[Algorithm]) ->
 
 
 def _reason(algorithm: Algorithm, names: Sequence[Algorithm], why: str) -> str:
-    """How many chunks took the plan's algorithm, and why the first of them did."""
+    """Tell how many chunks took the plan's algorithm, and why the first of them did."""
     if len(names) == 1:
         return why
     return f"{names.count(algorithm)} of {len(names)} chunks by {algorithm}, the first because: {why}"

@@ -1,4 +1,4 @@
-"""The rings a router can use, as they announced themselves, and how busy it takes them to be."""
+"""Registry of the rings that a router can use, as they announced themselves, with an estimate of their load."""
 
 from __future__ import annotations
 
@@ -7,27 +7,31 @@ import time
 from collections.abc import Callable, Sequence
 from itertools import count
 
+from cp_core.errors import RingserveError
 from orchestration.placement.ring_order import RingOrder
+from orchestration.protocol.ports import Peers
+from orchestration.protocol.rings import RingState
 from orchestration.protocol.turns import RingRegistration
+from orchestration.protocol.views import RingStatus
 
 RingKind = tuple[int, int, int, int]
-"""Ranks, processes a rank, and powers of two near to the measured rates of matrix products and links."""
+"""Ranks, processes a rank, and powers of two near the measured rates of matrix products and links."""
 
 
 TURN_SECONDS = 0.02
-"""What a turn more in a decode batch costs those of the batch: about 0.1 ms a step for an answer of 200 tokens."""
+"""Seconds that one more turn in a decode batch costs the batch: 0.1 ms a step for an answer of 200 tokens."""
 WAIT_SECONDS = 1.0
-"""What each turn beyond a full decode batch waits for a place in it: answers take seconds."""
+"""Seconds that each turn beyond a full decode batch waits for a place in it: answers take seconds."""
 
 
 class RegisteredRing:
-    """One ring. `is_ready` falls when a call finds it gone and rises with its next announcement.
+    """Ring in the registry. `is_ready` falls when a call finds it gone and rises with its next announcement.
 
-    What it announces is seconds old when the next turn comes, so the router adds what it has placed there since.
-    `busy_until` is on the registry's clock (a decode ring is busy with prompts that it computes itself), `free_tokens`
-    falls with every turn until the ring tells it anew, as `spare_tokens` does with what is moved there, and
-    `last_placed` counts the router's choices. `number` counts the rings as they came. A ring enters itself in `changed`
-    when its place among others may be another one.
+    An announcement is seconds old when the next turn comes, so the router adds the load that it has placed there since.
+    `busy_until` is on the registry's clock; a decode ring is busy with prompts that it computes itself. `free_tokens`
+    falls with every turn, and `spare_tokens` with KV that is moved there, until the ring announces them anew.
+    `last_placed` counts the router's choices. `number` is the ring's place in order of arrival. A ring enters itself in
+    `changed` when its rank among others may change.
     """
 
     __slots__ = (
@@ -61,6 +65,7 @@ class RegisteredRing:
 
     @property
     def takes_turns(self) -> bool:
+        """True if new turns may go there."""
         return self.is_ready and not self.registration.is_draining
 
     @property
@@ -99,37 +104,37 @@ class RegisteredRing:
         self._changed.add(self)
 
     def announce(self, registration: RingRegistration, now: float) -> None:
-        """Take over what the ring says of itself. One that tells no rate keeps the router's own estimate."""
+        """Take over an announcement. A ring that tells no rate keeps the router's own estimate."""
         self.registration, self.is_ready = registration, True
         self.kind = _kind_of(registration)
         self.spare_tokens = registration.spare_tokens
         self.tell(registration.waiting_work, registration.work_rate, registration.free_tokens, now)
 
     def tell(self, waiting_work: float, work_rate: float, free_tokens: int | None, now: float) -> None:
-        """What changes from one announcement to the next; see `RingRegistration`."""
+        """Take over the figures that change from one announcement to the next; see `RingRegistration`."""
         if work_rate > 0.0:
             self._busy_until = now + waiting_work / work_rate
         self.free_tokens = self.registration.capacity_tokens if free_tokens is None else free_tokens
         self._changed.add(self)
 
     def leave(self) -> None:
-        """It is none of the registry's any more."""
+        """Leave the registry's order."""
         self._changed = set()
 
     def queue_seconds(self, now: float) -> float:
-        """How long the prompts that wait on a ring are predicted to take."""
+        """Return the predicted seconds of the prompts that wait on the ring."""
         return max(0.0, self._busy_until - now)
 
     @property
     def load_seconds(self) -> float:
-        """What a turn more on a decode ring is taken to wait for those that are there."""
+        """Seconds that one more turn on a decode ring waits for those that are there."""
         limit = self.registration.max_batch
         waiting = max(0, self._num_turns - limit + 1) if limit else 0
         return TURN_SECONDS * self._num_turns + WAIT_SECONDS * waiting
 
 
 class LoadShare:
-    """A turn's share of two rings' load, from the choice to the end of its prefill. Whoever placed it says when."""
+    """Share of one turn in two rings' load, from the choice of rings to the end of its prefill."""
 
     def __init__(self, computing: RegisteredRing, clock: Callable[[], float]) -> None:
         self._computing = computing
@@ -137,18 +142,18 @@ class LoadShare:
         self._is_over = False
 
     def end_prefill(self) -> None:
-        """Nothing of the turn's prompt waits to be computed any more. Idempotent."""
+        """End the share: no part of the turn's prompt waits to be computed any more. Idempotent."""
         if self._is_over:
             return
         self._is_over = True
         self._computing.num_prefilling -= 1
         if not self._computing.num_prefilling:
-            # Nobody else's turns wait there: what was predicted beyond now was too much.
+            # No other turn waits there: the time predicted beyond now was too much.
             self._computing.busy_until = min(self._computing.busy_until, self._clock())
 
 
 class RingRegistry:
-    """All rings by role and name. `clock` tells seconds."""
+    """Registry of all rings by role and name. `clock` tells seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
@@ -159,7 +164,10 @@ class RingRegistry:
         self._left: dict[str, RingRegistration] = {}  # what rings announced that have said good-bye, by name
 
     def register(self, registration: RingRegistration) -> bool:
-        """Enter a ring, its new incarnation, that it still lives, drains or leaves. True where it is news."""
+        """Enter an announcement: a ring is new, was rebuilt, lives, drains or leaves.
+
+        Return True where that is news.
+        """
         rings, name = self._rings[registration.role], registration.name
         known = rings.get(name)
         left = self._left.get(name)
@@ -183,35 +191,41 @@ class RingRegistry:
         return is_news
 
     def all(self) -> list[RegisteredRing]:
+        """Return every ring."""
         return [*self._rings["prefill"].values(), *self._rings["decode"].values()]
 
     def ready(self, role: str) -> Sequence[RegisteredRing]:
-        """Those that serve and take turns, in the order in which they came."""
+        """Return the rings that serve and take turns, in order of arrival."""
         return [ring for ring in self._rings[role].values() if ring.takes_turns]
 
     def find(self, name: str) -> RegisteredRing | None:
-        """A ring of either role."""
+        """Return a ring of either role."""
         return self._rings["prefill"].get(name) or self._rings["decode"].get(name)
 
     def left(self, name: str) -> RingRegistration | None:
-        """The good-bye of a ring of that name that was here, drained and left."""
+        """Return the last announcement of a ring of that name that has left."""
         return self._left.get(name)
 
     def named(self, role: str, name: str) -> RegisteredRing | None:
+        """Return a ring by role and name."""
         return self._rings[role].get(name)
 
     def num_rings(self, role: str) -> int:
-        """Whether or not they are ready."""
+        """Return the number of rings of a role, ready or not."""
         return len(self._rings[role])
 
     def least_busy(self, accepts: Callable[[RegisteredRing], bool]) -> list[RegisteredRing]:
-        """Of each kind of prefill ring that which will be idle first, of idle ones that which had no turn the longest;
-        of those that are accepted. In the order in which they came.
+        """Return the prefill ring of each kind that will be idle first, among those accepted, in order of arrival.
+
+        Of idle ones it is the one without a turn for longest.
         """
         return self._order.least_busy(self.clock(), accepts)
 
     def least_loaded(self, accepts: Callable[[RegisteredRing], bool]) -> RegisteredRing | None:
-        """The decode ring of the least load, of equals that which had no turn the longest; of those accepted."""
+        """Return the decode ring of the least load among those accepted.
+
+        Of equals it is the one without a turn for longest.
+        """
         return self._order.least_loaded(accepts)
 
     def place(
@@ -237,3 +251,31 @@ def _kind_of(registration: RingRegistration) -> RingKind:
     measured = (rates.gemm_flops, rates.link_bytes_per_second)
     speed, link = (round(math.log2(rate)) if rate > 0.0 else 0 for rate in measured)
     return registration.num_ranks, registration.tp, speed, link
+
+
+async def status_of(ring: RegisteredRing, peers: Peers) -> RingStatus:
+    """Ask a ring's leader for its status. A ring that cannot be reached is "lost"; this never raises for it."""
+    registration = ring.registration
+    try:
+        return await peers.leader(registration.role, registration.endpoint).get_status()
+    except RingserveError:
+        return status_without(registration, "lost")
+
+
+def status_without(registration: RingRegistration, state: str) -> RingStatus:
+    """Return the status of a ring that cannot be asked, by its last announcement."""
+    return RingStatus(
+        role=registration.role,
+        name=registration.name,
+        endpoint=registration.endpoint,
+        incarnation=registration.incarnation,
+        state=state,
+        num_ranks=registration.num_ranks,
+        tp=registration.tp,
+    )
+
+
+async def withdraw_if_lost(ring: RegisteredRing, peers: Peers) -> None:
+    """Take no more turns to a ring that does not serve; it announces itself when it does again."""
+    if (await status_of(ring, peers)).state != RingState.READY:
+        ring.is_ready = False

@@ -1,22 +1,74 @@
-"""Rings in the order in which a turn would take them, kept while they change: a choice among hundreds looks at few."""
+"""Order in which turns would take the rings, updated as they change: a choice looks at a few of hundreds."""
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable
-from typing import TYPE_CHECKING
-
-from orchestration.placement.ordered import Ordered
+from itertools import count
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 if TYPE_CHECKING:
     from orchestration.placement.registry import RegisteredRing, RingKind
+
+Item = TypeVar("Item")
+
+SLACK = 64
+"""Entries of a heap beyond twice its items, above which outdated entries are removed."""
+
+
+class Ordered(Generic[Item]):
+    """Heap in which an item's latest entry counts; earlier entries are skipped when they reach the top.
+
+    Keys of one heap compare with each other, and no two items in it have equal keys.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[Any, int, Item]] = []
+        self._latest: dict[Item, int] = {}
+        self._entries = count()
+
+    def __len__(self) -> int:
+        return len(self._latest)
+
+    def put(self, item: Item, key: object) -> None:
+        """Enter the item, or move it."""
+        number = next(self._entries)
+        self._latest[item] = number
+        heapq.heappush(self._heap, (key, number, item))
+        if len(self._heap) > 2 * len(self._latest) + SLACK:
+            self._heap = [entry for entry in self._heap if self._latest.get(entry[2]) == entry[1]]
+            heapq.heapify(self._heap)
+
+    def discard(self, item: Item) -> None:
+        """Remove the item. Idempotent."""
+        self._latest.pop(item, None)
+
+    def first(self, accepts: Callable[[Item], bool]) -> Item | None:
+        """Return the accepted item of the least key. Takes as long as there are items of lesser keys."""
+        refused = []
+        found = None
+        while self._heap:
+            entry = self._heap[0]
+            _, number, item = entry
+            if self._latest.get(item) != number:
+                heapq.heappop(self._heap)
+            elif accepts(item):
+                found = item
+                break
+            else:
+                refused.append(heapq.heappop(self._heap))
+        for entry in refused:
+            heapq.heappush(self._heap, entry)
+        return found
+
 
 Accepts = Callable[["RegisteredRing"], bool]
 
 
 class RingOrder:
-    """Rings enter themselves in `changed` when their place may be another one; they are put there when it is asked for.
+    """Order of rings. A ring enters itself in `changed` when its place may change, and is placed at the next choice.
 
-    How long an answer takes grows with the rings before it that were not accepted, not with all of them.
+    A choice takes longer with each better ring that is not accepted, not with the number of rings.
     """
 
     def __init__(self) -> None:
@@ -26,7 +78,7 @@ class RingOrder:
         self._decode: Ordered[RegisteredRing] = Ordered()
 
     def remove(self, ring: RegisteredRing) -> None:
-        """It has left, for good: what changes of it afterwards, as its last turns end, is of no interest."""
+        """Remove a ring that has left. Its later changes, as its last turns end, are ignored."""
         self.changed.discard(ring)
         ring.leave()
         self._decode.discard(ring)
@@ -34,15 +86,19 @@ class RingOrder:
             queues.discard(ring)
 
     def least_busy(self, now: float, accepts: Accepts) -> list[RegisteredRing]:
-        """Of each kind of prefill ring that which will be idle first, of idle ones that which had no turn the longest;
-        of those that are accepted. In the order in which they came.
+        """Return the prefill ring of each kind that will be idle first, among those accepted, in order of arrival.
+
+        Of idle ones it is the one without a turn for longest.
         """
         self._enter_changed()
         found = (queues.first(now, accepts) for queues in self._prefill.values())
         return sorted((ring for ring in found if ring is not None), key=lambda ring: ring.number)
 
     def least_loaded(self, accepts: Accepts) -> RegisteredRing | None:
-        """The decode ring of the least load, of equals that which had no turn the longest; of those accepted."""
+        """Return the decode ring of the least load among those accepted.
+
+        Of equals it is the one without a turn for longest.
+        """
         self._enter_changed()
         return self._decode.first(accepts)
 
@@ -66,7 +122,7 @@ class RingOrder:
 
 
 class _PrefillQueues:
-    """Prefill rings of one kind: those that compute by when they end, idle ones by when they last had a turn."""
+    """Prefill rings of one kind: busy ones by when they end, idle ones by when they last had a turn."""
 
     def __init__(self) -> None:
         self._busy: Ordered[RegisteredRing] = Ordered()

@@ -16,7 +16,7 @@ from orchestration.prefill.loop import PrefillLoop
 from orchestration.prefill.run import PrefillRun
 from orchestration.prefill.scheduler import PrefillScheduler
 from orchestration.protocol.ports import Peers, RankFactory
-from orchestration.protocol.settings import RingSettings
+from orchestration.protocol.rings import RingSettings
 from orchestration.protocol.turns import (
     Admit,
     PrefillDone,
@@ -213,7 +213,7 @@ class PrefillLeader(RingLeader):
         request = turn.request
         if request.trace_parent:
             name, now = self.settings.name, time.monotonic()
-            self.tracer.record(request.trace_parent, run.times.stretches(name, request.attempt, turn.reserved_at, now))
+            self.tracer.record(request.trace_parent, run.times.spans(name, request.attempt, turn.reserved_at, now))
 
     def _check_turns(self, scheduler: PrefillScheduler) -> None:
         """A turn counts until it is settled, decoding included: until then its KV is pinned here."""

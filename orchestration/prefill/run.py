@@ -12,7 +12,7 @@ from cp_core.errors import RingserveError
 from cp_core.layout.shards import ShardMap, TokenRange, balanced_layout, spread
 from orchestration.protocol.kv import SentKv
 from orchestration.protocol.ports import Peers
-from orchestration.protocol.tracing import Attributes, Stretch, just_ended
+from orchestration.protocol.tracing import Attributes, TimeSpan, just_ended
 from orchestration.protocol.turns import PlannedChunk, PrefillTurn
 from orchestration.ring.kv_pool import KvPool, SequenceKv
 from orchestration.ring.kv_transfers import copy_blocks, fetch, sends_for
@@ -232,13 +232,13 @@ def _score(turn: PrefillTurn, stop: int) -> PromptScore | None:
 class PrefillTimes:
     """Of one attempt of one turn. Noted as it goes, told at the end.
 
-    The stretches are `pull` (KV from the decode ring), `queue` (from being ready until its first step), `prefill` with
+    The spans are `pull` (KV from the decode ring), `queue` (from being ready until its first step), `prefill` with
     a part for each chunk, and `hand-over` (what is left of the KV to be sent when all is computed).
     """
 
     def __init__(self) -> None:
-        self._pull: Stretch | None = None
-        self._chunks: list[Stretch] = []
+        self._pull: TimeSpan | None = None
+        self._chunks: list[TimeSpan] = []
 
     def note_pull(self, payload_bytes: int, seconds: float) -> None:
         """A pull has just ended."""
@@ -254,18 +254,18 @@ class PrefillTimes:
         }
         self._chunks.append(just_ended("chunk", seconds, attributes))
 
-    def stretches(self, ring: str, attempt: int, reserved_at: float, ended: float) -> Sequence[Stretch]:
+    def spans(self, ring: str, attempt: int, reserved_at: float, ended: float) -> Sequence[TimeSpan]:
         """Of a turn that reserved on `ring` and has left it, however far it came."""
         where: Attributes = {"ringserve.ring": ring, "ringserve.attempt": attempt}
         pulled, ready = [], reserved_at
         if self._pull is not None:
             pulled, ready = [replace(self._pull, attributes={**where, **self._pull.attributes})], self._pull.ended
         if not self._chunks:
-            return [*pulled, Stretch(name="queue", began=ready, ended=ended, attributes=where)]
+            return [*pulled, TimeSpan(name="queue", began=ready, ended=ended, attributes=where)]
         first, last = self._chunks[0].began, self._chunks[-1].ended
         return [
             *pulled,
-            Stretch(name="queue", began=ready, ended=first, attributes=where),
-            Stretch(name="prefill", began=first, ended=last, attributes=where, parts=tuple(self._chunks)),
-            Stretch(name="hand-over", began=last, ended=ended, attributes=where),
+            TimeSpan(name="queue", began=ready, ended=first, attributes=where),
+            TimeSpan(name="prefill", began=first, ended=last, attributes=where, parts=tuple(self._chunks)),
+            TimeSpan(name="hand-over", began=last, ended=ended, attributes=where),
         ]

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from cp_core.errors import CapacityExceeded
 from cp_core.layout.shards import TokenRange
 from orchestration.placement.prefill_work import StepLimits, WorkModel
-from orchestration.protocol.settings import PrefillScheduling
+from orchestration.protocol.rings import PrefillScheduling
 from orchestration.protocol.turns import PlannedChunk
 from workers.protocol.prefill_steps import RING_ALGORITHMS, Algorithm
 

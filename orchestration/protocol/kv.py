@@ -1,4 +1,4 @@
-"""What the router and the leaders say to each other about kept KV: fetch it, share it, tell of it. Frozen data."""
+"""Messages between router and leaders about retained KV: send it, take it over, share it, count it. Frozen data."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from cp_core.layout.shards import ShardMap, TokenRange
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SendKv:
-    """Send kept KV of `tokens` to a ring whose ranks, of `tp` processes each, expect it as `shards` lay it.
+    """Request to send retained KV of `tokens` to a ring whose ranks expect it as `shards` lay it.
 
-    `turn_id` is of the turn that holds the sequence where it is kept; empty where none does.
+    Each rank there is `tp` processes. `turn_id` is of the turn that holds the KV on the source; empty where none does.
     """
 
     transfer_id: str
@@ -29,7 +29,7 @@ class SendKv:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SentKv:
-    """What a transfer moved."""
+    """Size and duration of a transfer."""
 
     payload_bytes: int
     seconds: float
@@ -37,8 +37,9 @@ class SentKv:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TakeKv:
-    """Fetch the first `num_tokens` tokens of a sequence that another ring keeps, and keep them. `deadline_seconds` are
-    for the bytes; once a transfer has failed it takes another `attempt`, or another id.
+    """Request to fetch the KV of the first `num_tokens` tokens from another ring, and to retain it.
+
+    `deadline_seconds` are for the bytes. After a failed transfer the next one takes another `attempt`, or another id.
     """
 
     transfer_id: str
@@ -53,7 +54,7 @@ class TakeKv:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TakenKv:
-    """Where a sequence lies that a ring has taken over from another."""
+    """Location of KV that a ring has taken over from another."""
 
     incarnation: str
     shards: ShardMap
@@ -63,7 +64,7 @@ class TakenKv:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForkKv:
-    """Begin a sequence with the kept KV of another's first `num_tokens` tokens."""
+    """Request to begin `kv_id` with the retained KV of the first `num_tokens` tokens of `source_id`."""
 
     source_id: str
     kv_id: str
@@ -72,7 +73,7 @@ class ForkKv:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForkedKv:
-    """What of it was there, and is now there for both."""
+    """Part of the source's KV that was there, and that both share now."""
 
     incarnation: str
     shards: ShardMap
@@ -80,7 +81,7 @@ class ForkedKv:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RetainedKv:
-    """How many tokens of each sequence that was asked for have their KV on this incarnation of a ring."""
+    """Number of tokens, for each id asked for, whose KV is on this incarnation of a ring."""
 
     incarnation: str
     num_tokens: tuple[int, ...]

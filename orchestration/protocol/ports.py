@@ -53,10 +53,10 @@ class RankPort(Protocol):
     async def status(self, timeout: float) -> RankStatus: ...
 
     async def run_decode(self) -> None:
-        """Runs until the rank stops or fails; the ring's watchdog bounds it, not a deadline."""
+        """Run until the rank stops or fails; the ring's watchdog bounds it, not a deadline."""
 
     async def kill(self) -> None:
-        """Ends the rank's process for good. Never raises."""
+        """End the rank's process for good. Never raises."""
 
 
 class RankFactory(Protocol):

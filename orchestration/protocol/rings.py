@@ -1,13 +1,15 @@
-"""States and events of rings that several rooms share. Frozen data."""
+"""States, events and settings of rings that several rooms share. Frozen data."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
+
+from workers.protocol.ranks import RankSettings
 
 ROLES = ("prefill", "decode")
 AWAY = "away"
-"""What operators are shown as the state of a ring that has left and is to come back."""
+"""State that operators see of a ring that has left and is to return."""
 
 
 class RingState(StrEnum):
@@ -21,10 +23,60 @@ class RingState(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RingEvent:
-    """A ring that whoever started it has something to do for: it has drained, or it is wanted again.
+    """Event for whatever started a ring: the ring has drained, or it is wanted again.
 
-    Where it is wanted again, that is when the nodes at the addresses `leaving_nodes` are gone.
+    A ring that is wanted again starts when the nodes at the addresses `leaving_nodes` are gone.
     """
 
     ring: str
     leaving_nodes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefillScheduling:
+    """Sharing of a prefill ring's steps; `services.config.PrefillConfig` explains each key to users."""
+
+    step_budget: float = 0.0
+    step_seconds: float = 0.0
+    min_chunk_tokens: int = 256
+    fuse: bool = True
+    interleave: bool = True
+    ageing_seconds: float = 10.0
+    max_queue_work: float = 50e6
+
+
+@dataclass(frozen=True, kw_only=True)
+class RingSettings:
+    """Settings of a ring of `num_ranks` ranks that share the tokens. Times in seconds.
+
+    At most `kept_fraction` of the ranks' blocks are retained between turns.
+    """
+
+    role: str
+    name: str
+    num_ranks: int
+    ranks: RankSettings
+    kept_fraction: float = 1.0
+    continuous: bool = True
+    preemption: bool = True
+    headroom_tokens: int = 128
+    max_direct_tokens: int = 0
+    max_direct_seconds: float = 0.15
+    max_waiting: int = 256
+    chunk_tokens: int = 4096
+    prefill_scheduling: PrefillScheduling = field(default_factory=PrefillScheduling)
+    start_timeout: float = 120.0
+    step_timeout: float = 300.0
+    control_timeout: float = 20.0
+    transfer_timeout: float = 60.0
+    stuck_timeout: float = 60.0
+    watch_interval: float = 1.0
+    attach_timeout: float = 30.0
+    announce_interval: float = 2.0
+    drain_interval: float = 0.2
+    retry_pause: float = 0.5
+
+    @property
+    def num_processes(self) -> int:
+        """Processes of all ranks."""
+        return self.num_ranks * self.ranks.tp

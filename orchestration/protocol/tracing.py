@@ -1,7 +1,7 @@
-"""Where the time of a turn went, for whoever collects traces. What happens to it is not the business of the rings.
+"""Spans of time for traces of turns. The rings only record them.
 
-A turn's `trace_parent` (W3C Trace Context) goes with it from the gateway to the leaders. Where it is empty nobody wants
-to know. What a ring did is told once, when the turn has left the ring: no step carries anything.
+A turn's `trace_parent` (W3C Trace Context) goes with it from the gateway to the leaders; empty: the turn is not traced.
+A ring records its spans once, when the turn has left the ring: no step carries anything.
 """
 
 from __future__ import annotations
@@ -15,31 +15,34 @@ Attributes = Mapping[str, str | int | float]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Stretch:
-    """Something that is over. Times are those of `time.monotonic`; `parts` lie within it."""
+class TimeSpan:
+    """Span of time that is over. Times are those of `time.monotonic`; `parts` lie within it."""
 
     name: str
     began: float
     ended: float
     attributes: Attributes = field(default_factory=dict)
-    parts: tuple[Stretch, ...] = ()
+    parts: tuple[TimeSpan, ...] = ()
 
 
-def just_ended(name: str, seconds: float, attributes: Attributes) -> Stretch:
-    """What took so long and is over now."""
+def just_ended(name: str, seconds: float, attributes: Attributes) -> TimeSpan:
+    """Return a span of so many seconds that ends now."""
     now = time.monotonic()
-    return Stretch(name=name, began=now - seconds, ended=now, attributes=attributes)
+    return TimeSpan(name=name, began=now - seconds, ended=now, attributes=attributes)
 
 
 class Tracer(Protocol):
-    """Takes what happened to a turn."""
+    """Recorder of turns' spans."""
 
-    def record(self, trace_parent: str, stretches: Sequence[Stretch]) -> None:
-        """Stretches of the turn whose trace this continues; an empty `trace_parent` is of none. Never waits."""
+    def record(self, trace_parent: str, spans: Sequence[TimeSpan]) -> None:
+        """Record spans of the turn whose trace this continues; ignore them where `trace_parent` is empty.
+
+        Never waits.
+        """
 
 
 class NoTracer:
-    """Where no traces are collected."""
+    """Recorder for a service without traces."""
 
-    def record(self, trace_parent: str, stretches: Sequence[Stretch]) -> None:
-        """Nobody asked."""
+    def record(self, trace_parent: str, spans: Sequence[TimeSpan]) -> None:
+        """Ignore the spans."""

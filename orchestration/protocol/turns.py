@@ -1,4 +1,4 @@
-"""What the router, the ring leaders and the gateway say to each other about one turn. Frozen data, no behaviour."""
+"""Messages between the router, the ring leaders and the gateway about one turn. Frozen data, no behaviour."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from workers.protocol.prefill_steps import Algorithm, TokenIds
 from workers.sampling.parameters import SamplingParameters, TokenLogprobs
 
 MAX_PRIORITY = 100
-"""Of a turn, and its negative the least."""
+"""Highest priority of a turn; its negative is the lowest."""
 
 
 class PromptMode(StrEnum):
-    """How a prompt relates to its conversation's earlier tokens; NEW where there are none."""
+    """Relation of a prompt to its conversation's earlier tokens; NEW where there are none."""
 
     AUTO = "auto"
     NEW = "new"
@@ -26,7 +26,7 @@ class PromptMode(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KvQuota:
-    """All that a tenant's conversations and running turns may hold: ids of both are `tenant/...`."""
+    """Limit of the KV of a tenant's conversations and running turns: ids of both are `tenant/...`."""
 
     tenant: str
     max_tokens: int
@@ -34,13 +34,12 @@ class KvQuota:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TurnRequest:
-    """A turn as the gateway hands it in. `conversation_id` empty: nothing is kept after the turn. A higher `priority`
-    goes first.
+    """Turn as the gateway hands it in. A higher `priority` goes first.
 
-    The conversation is forgotten when nobody has used it for `conversation_ttl_seconds` (0: never; None: as before, or
-    as the router is set). `wait`: behind the conversation's running turn, instead of being refused. An `algorithm`
-    takes the place of the planner's choice. `trace_parent` is what its traces continue; empty: there are none.
-    `kv_quota` bounds what its tenant holds; None: nothing does.
+    `conversation_id` empty: no KV is retained after the turn. The conversation is forgotten when it has not been used
+    for `conversation_ttl_seconds` (0: never; None: as before, or as the router is set). `wait`: the turn waits for the
+    conversation's running turn, instead of being refused. An `algorithm` replaces the planner's choice. `trace_parent`
+    is what its traces continue; empty: it is not traced. `kv_quota` bounds the tenant's KV; None: there is no bound.
     """
 
     request_id: str
@@ -59,8 +58,10 @@ class TurnRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CachedSource:
-    """Where cached tokens come from: "kept_on_prefill", "pulled_from_decode", or "pulled_from_other", a ring that the
-    conversation leaves: `ring`; or "kept_on_decode", where that ring computes the prompt itself.
+    """Source of cached tokens.
+
+    One of "kept_on_prefill", "pulled_from_decode", "pulled_from_other" (`ring`, which the conversation leaves), and
+    "kept_on_decode", where that ring computes the prompt itself.
     """
 
     source: str
@@ -70,7 +71,7 @@ class CachedSource:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedChunk:
-    """New tokens that are computed in one step, after all before them. `num_turns` shared the step; 0 if planned."""
+    """New tokens computed in one step, after all before them. `num_turns` turns shared the step; 0 if only planned."""
 
     tokens: TokenRange
     algorithm: Algorithm
@@ -79,12 +80,11 @@ class PlannedChunk:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RingAlternative:
-    """What a turn is predicted to take on one ring of `num_ranks` ranks of `tp` processes, in seconds: behind what
-    waits there, to fetch cached KV that the ring lacks, and to compute the rest.
+    """Predicted seconds of a turn on one ring of `num_ranks` ranks of `tp` processes.
 
-    Where the decode ring could compute the prompt itself it is one of those compared: with `handoff_seconds`, of the
-    new tokens' KV on its way from a prefill ring, and `stall_seconds`, by which all turns that decode there would
-    wait longer together.
+    They add up from the queue, the pull of cached KV that the ring lacks, and the prefill of the rest. Where the decode
+    ring could compute the prompt, it is one of the alternatives. Then `handoff_seconds` are those of the new tokens' KV
+    from a prefill ring, and `stall_seconds` those by which all turns that decode there wait longer together.
     """
 
     ring: str
@@ -98,18 +98,19 @@ class RingAlternative:
 
     @property
     def total_seconds(self) -> float:
+        """Seconds until the first token."""
         waits = self.queue_seconds + self.move_seconds + self.handoff_seconds + self.stall_seconds
         return waits + self.prefill_seconds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TurnPlan:
-    """How a turn is computed and why. `algorithm` is that of most new tokens, and `reason` tells of those chunks.
+    """Way in which a turn is computed, and why. `algorithm` is that of most new tokens; `reason` is about those chunks.
 
-    `alternatives` are (algorithm, predicted seconds) of computing every chunk by it; where only the decode ring keeps
-    a part, also those of a "pull" and of a "recompute", each until the prefill has ended. `chunks` are those of a ring
-    that has nothing else to do: the prefill leader cuts by what waits, and reports what it did. `ring_alternatives` are
-    the rings that were compared, the quickest few and the chosen one; none where there was no choice.
+    `alternatives` are (algorithm, predicted seconds) of computing every chunk by it. Where only the decode ring retains
+    a part, "pull" and "recompute" are there too, each until the prefill has ended. `chunks` are those of an idle ring:
+    the prefill leader cuts by what waits, and reports what it did. `ring_alternatives` are the rings compared, the
+    fastest few and the chosen one; none where there was no choice.
 
     With `Algorithm.DECODE_RING` the decode ring is also `prefill_ring`, and nothing is handed over. Other plans have it
     among their `alternatives` where it was possible.
@@ -133,7 +134,7 @@ class TurnPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BegunTurn:
-    """A planned turn under way: its tokens come from the decode leader at `decode_endpoint`."""
+    """Planned turn in progress: its tokens come from the decode leader at `decode_endpoint`."""
 
     turn_id: str
     decode_endpoint: str
@@ -143,11 +144,11 @@ class BegunTurn:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reserve:
-    """Pin a sequence for a turn. `sampling` and `source_incarnation` matter to the decode ring only.
+    """Request to pin a turn's KV. `request_id` is for logs, `trace_parent` for traces.
 
-    So do `penalized_ids`, the prompt's distinct tokens where a penalty looks at them, and `is_direct`: the decode ring
-    itself is going to compute what it does not keep, so no KV comes. `request_id` is for logs, `trace_parent` for
-    traces.
+    Only the decode ring uses `sampling`, `source_incarnation`, `penalized_ids` and `is_direct`. `penalized_ids` are the
+    prompt's distinct tokens where a penalty looks at them. `is_direct`: the decode ring computes what it does not
+    retain, so no KV comes.
     """
 
     turn_id: str
@@ -166,13 +167,13 @@ class Reserve:
 
     @property
     def log_fields(self) -> dict[str, str]:
-        """`extra` of a log line about this turn."""
+        """Fields for the `extra` of a log line about this turn."""
         return {"request_id": self.request_id, "turn_id": self.turn_id}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reservation:
-    """What a ring set aside. `shards` lays tokens [retained_tokens, num_tokens) over its ranks (decode rings only).
+    """Room that a ring reserved. `shards` lays tokens [retained_tokens, num_tokens) over the ranks of a decode ring.
 
     `kv_endpoints` are those of `tp` processes a rank, in order.
     """
@@ -186,7 +187,7 @@ class Reservation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RetainingRing:
-    """A ring that keeps KV of a turn's conversation, and is none of the turn's own."""
+    """Ring that retains KV of a turn's conversation, and is none of the turn's own."""
 
     role: str
     ring: str
@@ -196,12 +197,11 @@ class RetainingRing:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillTurn:
-    """Run the prefill of a reserved turn; `destination` is the decode ring's reservation, also where it runs there.
+    """Request to prefill a reserved turn. `destination` is the decode ring's reservation, also where it computes.
 
-    Cached tokens that the ring lacks are pulled from there, or `pulled_from` another ring: what that cannot send is
-    computed after all.
-    `chunks` cover tokens [cached_tokens, len(token_ids)) in order. They are advice: the leader cuts by what else waits,
-    and takes from them which algorithm to prefer where.
+    Cached tokens that the ring lacks are pulled from there, or `pulled_from` another ring; tokens that cannot be pulled
+    are computed. `chunks` cover tokens [cached_tokens, len(token_ids)) in order. They are advice: the leader cuts by
+    what else waits, and takes from them which algorithm to prefer where.
     """
 
     turn_id: str
@@ -219,11 +219,10 @@ class PrefillTurn:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillReport:
-    """What the ring that computed the prompt measured, and the chunks as it computed them; `lost_tokens` of them were
-    to be pulled.
+    """Measurements of the ring that computed the prompt, and the chunks as it computed them.
 
     `prefill_seconds` are those of the steps the turn was in, shared ones whole; `queue_seconds` the rest of the time
-    from its reservation to its first token.
+    from its reservation to its first token. `lost_tokens` were to be pulled, and were computed.
     """
 
     prefill_seconds: float = 0.0
@@ -236,7 +235,7 @@ class PrefillReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillDone:
-    """The turn's KV is where it is decoded; `shards` is how the whole prompt now lies on the ring that computed it."""
+    """End of a prefill: the KV is on the decode ring, and `shards` lays the prompt on the ring that computed it."""
 
     report: PrefillReport
     shards: ShardMap
@@ -244,9 +243,10 @@ class PrefillDone:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Admit:
-    """The first token exists; decoding may begin once the KV is sealed.
+    """Request to decode, once the KV is sealed: the first token exists.
 
-    Where asked for, `logprobs` are the first token's, `prompt_logprobs` those of the prompt's from the second on.
+    Where asked for, `logprobs` are the first token's, `prompt_logprobs` those of the prompt's tokens from the second
+    on.
     """
 
     turn_id: str
@@ -259,7 +259,7 @@ class Admit:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResumeTurn:
-    """From the decode leader: a turn whose KV it dropped has room again, for the prompt and these decoded tokens.
+    """Request of a decode leader to make a preempted turn's KV again, for the prompt and these decoded tokens.
 
     `attempt` counts from 1, the turn's first prefill. The answer is waited for until the turn's deadline.
     """
@@ -272,7 +272,7 @@ class ResumeTurn:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokensEvent:
-    """Newly decoded tokens of a turn; `logprobs` has one for each token, or none."""
+    """Newly decoded tokens of a turn; `logprobs` has one entry for each token, or none."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()
@@ -280,21 +280,21 @@ class TokensEvent:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScoredEvent:
-    """How likely the prompt's tokens from the second on were."""
+    """Log-probabilities of the prompt's tokens from the second on."""
 
     logprobs: tuple[TokenLogprobs, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EndingEvent:
-    """No token follows; the turn waits to be told by `finish_turn` how many of them make the answer."""
+    """End of the tokens; the turn waits until `finish_turn` says how many of them make the answer."""
 
     finish_reason: FinishReason
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FinishedEvent:
-    """The turn is over and its KV settled."""
+    """End of the turn, with its KV settled."""
 
     finish_reason: FinishReason
     migrated_bytes: int
@@ -307,7 +307,7 @@ TurnEvent = PrefillReport | ScoredEvent | TokensEvent | EndingEvent | FinishedEv
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TurnOutcome:
-    """What the decode leader tells the router when a turn is over. `kv_tokens` and `shards` are its ring's."""
+    """End of a turn, as the decode leader tells the router. `kv_tokens` and `shards` are those of its ring."""
 
     turn_id: str
     ok: bool
@@ -318,19 +318,18 @@ class TurnOutcome:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RingRegistration:
-    """A ring that is ready to serve. `capacity_tokens` is the KV room of the whole ring.
+    """Announcement of a ring. `capacity_tokens` is the KV room of the whole ring.
 
     `num_ranks` ranks share the tokens, and each is `tp` processes that share the heads. `chunk_tokens` is the most that
-    one of its prefill steps may compute, `step_budget` its most work units (0: those of `chunk_tokens` tokens). One
-    that `is_draining` takes no new turns, one that `is_leaving` is gone when this is read.
+    one of its prefill steps may compute, `step_budget` its most work units (0: those of `chunk_tokens` tokens). A ring
+    that `is_draining` takes no new turns; a ring that `is_leaving` is gone when this is read.
 
     A decode ring computes up to `max_direct_tokens` tokens of a prompt itself (0: none), where a step of them is
-    predicted to take no longer than `max_direct_seconds`.
+    predicted to take no longer than `max_direct_seconds`. It takes `max_batch` turns into one batch (0: not known).
 
-    What changes from one announcement to the next: work units that wait and those it computes a second, of
-    prefill rings (0: not known); tokens that no running turn holds the room of (None: not known), and those of them
-    that nothing is kept in and more may be kept in; and the turns that a decode ring takes into one batch (0: not
-    known).
+    Other fields change from one announcement to the next. A prefill ring tells the work units that wait
+    (`waiting_work`) and those it computes a second (`work_rate`; 0: not known). `free_tokens` are not held by running
+    turns (None: not known). `spare_tokens` of them are empty, and may retain more KV.
     """
 
     role: str
@@ -356,5 +355,5 @@ class RingRegistration:
 
     @property
     def doing(self) -> str:
-        """For logs."""
+        """Words for logs."""
         return "has left" if self.is_leaving else "drains" if self.is_draining else "serves"

@@ -1,18 +1,24 @@
-"""What operators and clients are shown of rings, of conversations and of the whole service. Frozen data."""
+"""Views of rings, conversations and the whole service for operators and clients, and faults that stop it from serving.
+
+Frozen data. A fault is about progress, not merely about whether processes live.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
 from cp_core.cost.model import RingRates
 from cp_core.layout.shards import ShardMap
+from orchestration.protocol.rings import RingState
 from workers.protocol.prefill_steps import Algorithm
+from workers.protocol.ranks import RankStatus
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankKvUsage:
-    """KV blocks of one rank; free + active + kept = total."""
+    """KV blocks of one rank; free + active + kept (retained between turns) = total."""
 
     total_blocks: int
     free_blocks: int
@@ -22,8 +28,9 @@ class RankKvUsage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Correction:
-    """What predictions of a ring's turns by `algorithm` are multiplied by, of `min_work` to four times as many work
-    units, and how many such turns it has had.
+    """Factor of the predictions for a ring's turns by `algorithm`, of `min_work` to four times as many work units.
+
+    `num_turns` is how many such turns were measured.
     """
 
     algorithm: Algorithm
@@ -34,13 +41,14 @@ class Correction:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RingStatus:
-    """What a ring tells operators. `rank_pids` are those of `tp` processes a rank, in order; `decode_variant` served
-    the latest decode step that was looked at. `waiting_work` and its bound are in work units, of prefill rings.
+    """Status that a ring reports to operators.
 
-    `nodes` are the addresses of the nodes that its ranks are on, each once.
+    `rank_pids` are those of `tp` processes a rank, in order. `decode_variant` served the latest decode step that was
+    looked at. `waiting_work` and its bound are in work units, of prefill rings. `nodes` are the addresses of the nodes
+    that its ranks are on, each once.
 
     The router adds what the ring announced (`rates`, `capacity_tokens`, `chunk_tokens`), its own `corrections`, and
-    whether it expects the ring back (`is_restarting`) when that has drained; one that has left is "away" by its state.
+    whether it expects the ring back after a drain (`is_restarting`). A ring that has left has the state "away".
     """
 
     role: str
@@ -73,7 +81,7 @@ class RingStatus:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KvLocationView:
-    """Tokens [0, num_tokens) of a conversation on one ring, there since `epoch`."""
+    """Location of the KV of tokens [0, num_tokens) of a conversation on one ring, since `epoch`."""
 
     role: str
     ring: str
@@ -85,8 +93,9 @@ class KvLocationView:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConversationView:
-    """A conversation as `GetConversation` shows it. `epoch` counts the changes of its placements. `ttl_seconds` 0: it
-    is never forgotten for its age.
+    """Conversation as `GetConversation` shows it. `epoch` counts the changes of its placements.
+
+    `ttl_seconds` 0: it is never forgotten for its age.
     """
 
     conversation_id: str
@@ -100,13 +109,13 @@ class ConversationView:
     num_waiting: int = 0
 
     def retained_on(self, role: str) -> int:
-        """Tokens whose KV a ring of that role keeps."""
+        """Return how many tokens a ring of that role retains."""
         return max((place.num_tokens for place in self.placements if place.role == role), default=0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConversationSummary:
-    """A conversation in a list: as `ConversationView`, without where each token lies."""
+    """Conversation in a list: as `ConversationView`, without where each token lies."""
 
     conversation_id: str
     num_tokens: int
@@ -121,15 +130,16 @@ class ConversationSummary:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConversationList:
-    """One page, by id. The next one begins after `next_after`; empty where there is none."""
+    """Page of conversations, by id. The next one begins after `next_after`; empty where there is none."""
 
     conversations: tuple[ConversationSummary, ...]
     next_after: str
 
 
 class MoveReason(StrEnum):
-    """Why kept KV goes from one ring to another: a turn fetches what its conversation leaves behind, its ring drains,
-    or its ring is about to evict.
+    """Reasons why retained KV moves between rings.
+
+    A turn pulls what its conversation leaves behind, its ring drains, or its ring is about to evict.
     """
 
     TURN = "turn"
@@ -139,7 +149,7 @@ class MoveReason(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MoveTotals:
-    """Moves of kept KV from rings of a role, since the router started."""
+    """Moves of retained KV from rings of a role, since the router started."""
 
     role: str
     reason: MoveReason
@@ -151,8 +161,10 @@ class MoveTotals:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DrainView:
-    """How far a ring is with leaving. Of its conversations `num_left` are still to be moved, `num_no_room` found no
-    room elsewhere, and `num_failed` moves failed.
+    """Progress of a ring that leaves.
+
+    Of its conversations `num_left` are still to be moved, `num_no_room` found no room elsewhere, and `num_failed` moves
+    failed.
     """
 
     role: str
@@ -168,7 +180,7 @@ class DrainView:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerView:
-    """The whole service as the router sees it. `metrics_endpoint` is the router's."""
+    """Whole service as the router sees it. `metrics_endpoint` is the router's."""
 
     selector: str
     rings: tuple[RingStatus, ...]
@@ -178,3 +190,34 @@ class ServerView:
     metrics_endpoint: str = ""
     drains: tuple[DrainView, ...] = ()
     moves: tuple[MoveTotals, ...] = ()
+
+
+def ring_fault(status: RingStatus, ranks: Iterable[RankStatus], stuck_seconds: float) -> str:
+    """Return one sentence on why a ring should get no turns; empty where it serves.
+
+    A rank that works and made no step for `stuck_seconds` is stuck, whatever its process says. So is a transfer that
+    began and got no byte for so long.
+    """
+    if status.state != RingState.READY:
+        return f"ring {status.name} is {status.state}"
+    if status.is_draining:
+        return f"ring {status.name} drains"
+    for rank in ranks:
+        if rank.running and rank.seconds_since_step > stuck_seconds:
+            return f"a rank of ring {status.name} made no step for {rank.seconds_since_step:.0f} s"
+        if rank.stalled_seconds > stuck_seconds:
+            return f"a transfer to ring {status.name} got no byte for {rank.stalled_seconds:.0f} s"
+    return ""
+
+
+def service_fault(view: ServerView) -> str:
+    """Return one sentence on why no turn could be served.
+
+    It is empty where a ring of each role takes turns, or is to return: turns wait for it.
+    """
+    taking = {
+        ring.role
+        for ring in view.rings
+        if ring.is_restarting or (ring.state == RingState.READY and not ring.is_draining)
+    }
+    return next((f"no {role} ring takes turns" for role in ("prefill", "decode") if role not in taking), "")

@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from cp_core.errors import InvalidRequest, RingserveError, Unavailable
 from orchestration.protocol.kv import ForkedKv, ForkKv, RetainedKv, SendKv, SentKv, TakeKv, TakenKv
 from orchestration.protocol.ports import Peers, RankFactory
-from orchestration.protocol.settings import RingSettings
+from orchestration.protocol.rings import RingSettings
 from orchestration.protocol.tracing import NoTracer, Tracer
 from orchestration.protocol.turns import Admit, RingRegistration, TurnEvent
 from orchestration.protocol.views import RingStatus

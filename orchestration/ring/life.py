@@ -19,8 +19,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from cp_core.cost.model import RingRates
 from cp_core.errors import RingserveError, Unavailable
 from orchestration.protocol.ports import RankFactory, RankPort
-from orchestration.protocol.rings import RingState
-from orchestration.protocol.settings import RingSettings
+from orchestration.protocol.rings import RingSettings, RingState
 from orchestration.ring.kv_pool import KvPool
 from orchestration.tasks import TaskSet, gather_all, gather_first_error
 from workers.protocol.ranks import ModelInfo, RankInfo, RankSpec, RankStatus, RingSpec

@@ -1,20 +1,184 @@
-"""Rings that operators take out of service, and bring back."""
+"""Rings that operators take out of service and bring back, and the turns that wait for rings to return.
+
+    serves ──restart──> drains ──leaves──> away ──announces a new incarnation──> serves
+                                            ^
+    drained ──────────────undrain───────────+
+
+While a role has no ring that takes turns and one of its rings is to return, new turns wait: in order of arrival, each
+until its own deadline, and all of them no longer than the ring may take to return.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-from cp_core.errors import Busy, InvalidRequest, NotFound
+from cp_core.errors import Busy, CapacityExceeded, DeadlineExceeded, InvalidRequest, NotFound, RingserveError
 from orchestration.placement.registry import RegisteredRing, RingRegistry
 from orchestration.protocol.ports import Peers, RingPort
+from orchestration.protocol.rings import ROLES, RingEvent
 from orchestration.protocol.turns import RingRegistration
-from orchestration.router.returns import RingReturns
+
+log = logging.getLogger(__name__)
 
 MAX_SECONDS = 86_400.0
+"""Seconds that a drain may take at most."""
+
+
+@dataclass(slots=True, eq=False)
+class _Returning:
+    """Ring that is to return. `registration` is its last announcement, `until` its limit on the event loop's clock."""
+
+    registration: RingRegistration
+    until: float
+    leaving_nodes: set[str] = field(default_factory=set)
+
+
+class RingReturns:
+    """Registry of the rings that are to return, and of the turns that wait for them.
+
+    `seconds` is how long a ring may take from its last announcement until it serves again. `max_waiting` bounds the
+    turns that wait.
+    """
+
+    def __init__(self, registry: RingRegistry, *, seconds: float, max_waiting: int) -> None:
+        self._registry = registry
+        self._seconds = seconds
+        self._max_waiting = max_waiting
+        self._rings: dict[str, _Returning] = {}
+        self._waiting: dict[str, asyncio.Future[None]] = {}
+        self._wanted: asyncio.Queue[RingEvent] = asyncio.Queue()
+
+    # --- rings -------------------------------------------------------------------------------------------------------
+
+    def expect(self, registration: RingRegistration, drain_seconds: float, leaving_node: str = "") -> None:
+        """Expect a ring that serves, or drains already, to leave within `drain_seconds` and to return."""
+        until = asyncio.get_running_loop().time() + drain_seconds + self._seconds
+        ring = self._rings.setdefault(registration.name, _Returning(registration, until))
+        ring.until = max(ring.until, until)
+        if leaving_node:
+            ring.leaving_nodes.add(leaving_node)
+
+    def bring_back(self, registration: RingRegistration) -> None:
+        """Have a ring that has left started again. Idempotent."""
+        if registration.name not in self._rings:
+            self.expect(registration, 0.0)
+            self._wanted.put_nowait(RingEvent(ring=registration.name))
+
+    def forget(self, name: str) -> None:
+        """Expect a ring no longer. Turns that waited for it are served or refused."""
+        if self._rings.pop(name, None) is not None:
+            self._wake()
+
+    def is_expected(self, name: str) -> bool:
+        """Return whether a ring is to return."""
+        return name in self._rings
+
+    def note(self, registration: RingRegistration) -> None:
+        """Take notice of an announcement that the registry has entered."""
+        ring = self._rings.get(registration.name)
+        if ring is not None and registration.is_leaving:
+            self._wanted.put_nowait(RingEvent(ring=registration.name, leaving_nodes=tuple(sorted(ring.leaving_nodes))))
+        elif ring is not None and _is_back(registration, ring.registration):
+            log.info("ring %s is back", registration.name)
+            del self._rings[registration.name]
+        self._wake()
+
+    async def next_wanted(self) -> RingEvent:
+        """Return the next ring that has left and is wanted again."""
+        return await self._wanted.get()
+
+    def away(self) -> Sequence[RingRegistration]:
+        """Return the rings that have left and are to return, as they were."""
+        rings = (ring.registration for ring in self._rings.values())
+        return [ring for ring in rings if self._registry.find(ring.name) is None]
+
+    # --- turns -------------------------------------------------------------------------------------------------------
+
+    @property
+    def num_waiting(self) -> int:
+        """Turns that wait for a ring."""
+        return len(self._waiting)
+
+    def is_waiting(self, request_id: str) -> bool:
+        """Return whether a request waits for a ring."""
+        return request_id in self._waiting
+
+    def end_wait(self, request_id: str, error: RingserveError) -> bool:
+        """End the wait of a request with `error`. Return False where no request of that id waits."""
+        waiting = self._waiting.get(request_id)
+        if waiting is None or waiting.done():
+            return False
+        waiting.set_exception(error)
+        return True
+
+    async def until_served(self, request_id: str, deadline: float) -> bool:
+        """Wait while a role has no ring and one is to return. Return whether that was so.
+
+        `deadline` is the turn's, on the event loop's clock. Returns at once where every role is served, and where no
+        ring is to return. Raises DeadlineExceeded, CapacityExceeded where too many wait, and the error of `end_wait`.
+        """
+        loop, has_waited = asyncio.get_running_loop(), False
+        while (ring := self._awaited()) is not None:
+            if not has_waited:
+                self._check_room(ring)
+                log.info("request %s waits for ring %s", request_id, ring.registration.name)
+            has_waited = True
+            await self._wait(request_id, min(deadline, ring.until))
+            if loop.time() >= deadline:
+                raise DeadlineExceeded(
+                    f"the turn waited for {ring.registration.role} ring {ring.registration.name} to come back until "
+                    f"its deadline"
+                )
+            if loop.time() >= ring.until:
+                log.warning("ring %s did not come back in time", ring.registration.name)
+                self.forget(ring.registration.name)
+        return has_waited
+
+    async def _wait(self, request_id: str, until: float) -> None:
+        waiting = self._waiting[request_id] = asyncio.get_running_loop().create_future()
+        try:
+            async with asyncio.timeout_at(until):
+                await waiting
+        except TimeoutError:
+            return
+        finally:
+            del self._waiting[request_id]
+
+    def _awaited(self) -> _Returning | None:
+        """Return the ring that a turn has to wait for now; None where none is missing, or a missing one stays away."""
+        if not self._rings:
+            return None  # the usual case: a thousand rings are not searched for each turn
+        missing = [role for role in ROLES if not self._registry.ready(role)]
+        found = None
+        for role in missing:
+            coming = [ring for ring in self._rings.values() if ring.registration.role == role]
+            if not coming:
+                return None
+            found = max(coming, key=lambda ring: ring.until)
+        return found
+
+    def _check_room(self, ring: _Returning) -> None:
+        if len(self._waiting) >= self._max_waiting:
+            name = ring.registration.name
+            raise CapacityExceeded(
+                f"{len(self._waiting)} turns wait for ring {name} to come back and at most {self._max_waiting} are "
+                f"allowed; retry later"
+            )
+
+    def _wake(self) -> None:
+        """Wake the turns that need wait no longer, in order of arrival."""
+        if self._waiting and self._awaited() is None:
+            for waiting in self._waiting.values():
+                if not waiting.done():
+                    waiting.set_result(None)
 
 
 class Drains:
-    """The operator's word to the leaders. Who started a ring starts it again: `returns` tells which."""
+    """Commands of operators to the leaders. `returns` tells whatever started a ring when to start it again."""
 
     def __init__(self, peers: Peers, rings: RingRegistry, returns: RingReturns) -> None:
         self._peers = peers
@@ -22,10 +186,10 @@ class Drains:
         self._returns = returns
 
     async def drain(self, name: str, seconds: float, *, force: bool) -> None:
-        """Let a ring take no new turns and leave when those that run have ended and its conversations have been moved,
-        `seconds` at most. Idempotent.
+        """Take no new turns to a ring, which leaves when its turns have ended and its conversations have moved.
 
-        Raises NotFound, InvalidRequest, Unavailable; Busy where no other ring of its role takes turns, unless forced.
+        The ring leaves after `seconds` at the latest. Idempotent. Raises NotFound, InvalidRequest, Unavailable; Busy
+        where no other ring of its role takes turns, unless forced.
         """
         _check_seconds(seconds)
         ring = self._require(name)
@@ -35,14 +199,14 @@ class Drains:
             raise Busy(
                 f"ring: {name} is the only {role} ring that takes turns; restart it, start another first, or force it"
             )
-        self._returns.forget(name)  # where it was to come back, it is not any more
+        self._returns.forget(name)  # a drain replaces an earlier restart
         await self._port(ring).drain(seconds)
 
     async def restart(self, name: str, seconds: float, *, leaving_node: str = "") -> None:
-        """Let a ring drain, as `drain` does, and start again; new turns wait for it where no other ring takes them.
+        """Drain a ring and have it started again; new turns wait for it where no other ring takes them.
 
-        With `leaving_node` it starts again when the node at that address is gone. Also for the only ring of a role.
-        One that has left comes back. Idempotent. Raises NotFound, InvalidRequest, Unavailable.
+        With `leaving_node` the ring starts again when the node at that address is gone. Works for the only ring of a
+        role as well, and for a ring that has left. Idempotent. Raises NotFound, InvalidRequest, Unavailable.
         """
         _check_seconds(seconds)
         if (left := self._left(name)) is not None:
@@ -59,7 +223,7 @@ class Drains:
             raise
 
     async def undrain(self, name: str) -> None:
-        """Let a ring take turns again; one that has left is started again. Raises NotFound, Unavailable. Idempotent."""
+        """Let a ring take turns again, or start it again if it has left. Idempotent. Raises NotFound, Unavailable."""
         if (left := self._left(name)) is not None:
             self._returns.bring_back(left)
             return
@@ -67,7 +231,7 @@ class Drains:
         self._returns.forget(name)
 
     def _left(self, name: str) -> RingRegistration | None:
-        """What a ring announced that is not here any more."""
+        """Return the last announcement of a ring that has left."""
         return self._rings.left(name) if self._rings.find(name) is None else None
 
     def _require(self, name: str) -> RegisteredRing:
@@ -79,6 +243,11 @@ class Drains:
 
     def _port(self, ring: RegisteredRing) -> RingPort:
         return self._peers.leader(ring.role, ring.registration.endpoint)
+
+
+def _is_back(now: RingRegistration, before: RingRegistration) -> bool:
+    """Return whether a ring has returned. A ring that lost a rank while it drained is new as well, but still leaves."""
+    return now.incarnation != before.incarnation and not now.is_draining
 
 
 def _check_seconds(seconds: float) -> None:

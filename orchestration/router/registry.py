@@ -1,4 +1,4 @@
-"""How turns end: entered once, whoever tells it and however often, with both rings told what to keep."""
+"""Registry of the router's running turns, which ends each of them once and tells both rings how much KV to retain."""
 
 from __future__ import annotations
 
@@ -11,23 +11,22 @@ import numpy as np
 
 from cp_core.errors import RingserveError, TurnCancelled
 from orchestration.conversations.store import Conversation, ConversationStore, tenant_of
-from orchestration.placement.kv_locations import KvLocation, KvLocations
+from orchestration.placement.kv_locations import Choice, KvLocation, KvLocations
 from orchestration.placement.registry import LoadShare, RingRegistry
-from orchestration.placement.wanted_turn import Choice
-from orchestration.protocol.ports import Peers, RingPort
+from orchestration.protocol.ports import Peers
 from orchestration.protocol.turns import PrefillDone, TurnOutcome
-from orchestration.router.turn import RunningTurn, new_turn_id
+from orchestration.router.turn import RunningTurn, TurnState, new_turn_id
 
 log = logging.getLogger(__name__)
 
 MAX_REMEMBERED = 4096
-"""Ended turns whose answer is kept, so that telling an end twice is harmless."""
+"""Ended turns whose answer is remembered, so that telling an end twice is harmless."""
 LEASE_SECONDS = 30.0
-"""How long past its deadline a turn is waited for."""
+"""Seconds past a turn's deadline after which the router ends the turn itself."""
 
 
 class TurnRegistry:
-    """The running turns by id and by request, and the way out for each of them."""
+    """Registry of running turns by turn id and by request id. Ends turns exactly once, whatever ends them."""
 
     def __init__(
         self, peers: Peers, rings: RingRegistry, conversations: ConversationStore, control_timeout: float
@@ -44,86 +43,101 @@ class TurnRegistry:
         return len(self._running)
 
     def add(self, turn: RunningTurn) -> None:
+        """Enter a turn, count it to its rings, and start its lease."""
         delay = turn.request.deadline_seconds + LEASE_SECONDS
-        turn.lease = asyncio.get_running_loop().call_later(delay, self._lease_ended, turn)
-        self._running[turn.turn_id] = turn
-        self._turn_of_request[turn.request.request_id] = turn.turn_id
-        _count(turn, 1)
+        turn.lease = asyncio.get_running_loop().call_later(delay, self._end_unreported, turn)
+        self._enter(turn)
 
-    def move(self, turn: RunningTurn, choice: Choice, placed: LoadShare) -> str:
-        """The turn goes to other rings, by another id: returns the one before, which counts as ended.
+    def move(self, turn: RunningTurn, choice: Choice, load_share: LoadShare) -> str:
+        """Move a turn to other rings under a new id. Return the old id, which counts as ended.
 
-        So the rings that are left find nothing of it to end, and keep what the conversation had there.
+        So the rings that the turn leaves find nothing of it to end, and retain what the conversation had there.
         """
         before = turn.turn_id
         _count(turn, -1)
-        turn.placed.end_prefill()
+        turn.load_share.end_prefill()
         self._remember(before, turn.retained_on_decode)
         del self._running[before]
-        turn.turn_id, turn.choice, turn.placed = new_turn_id(), choice, placed
+        turn.turn_id, turn.choice, turn.load_share = new_turn_id(), choice, load_share
         turn.on_prefill = turn.on_decode = None
-        self._running[turn.turn_id] = turn
-        self._turn_of_request[turn.request.request_id] = turn.turn_id
-        _count(turn, 1)
+        self._enter(turn)
         return before
 
     def take_prefill_ring(self, turn: RunningTurn, choice: Choice) -> None:
-        """A turn that had no prefill ring gets one."""
+        """Give a prefill ring to a turn that had none."""
         _count(turn, -1)
         turn.choice = choice
         _count(turn, 1)
 
     def of_tenant(self, tenant: str) -> Iterator[RunningTurn]:
-        """Running turns whose request id is `tenant/...`."""
+        """Return the running turns whose request id is `tenant/...`."""
         return (turn for turn in self._running.values() if tenant_of(turn.request.request_id) == tenant)
 
     def of_request(self, request_id: str) -> RunningTurn | None:
+        """Return the running turn of a request."""
         return self._running.get(self._turn_of_request.get(request_id, ""))
 
     def of_turn(self, turn_id: str) -> RunningTurn | None:
+        """Return a running turn by its id."""
         return self._running.get(turn_id)
 
+    def _enter(self, turn: RunningTurn) -> None:
+        self._running[turn.turn_id] = turn
+        self._turn_of_request[turn.request.request_id] = turn.turn_id
+        _count(turn, 1)
+
+    # --- ends --------------------------------------------------------------------------------------------------------
+
     async def end(self, outcome: TurnOutcome) -> int:
-        """Enter what a turn came to. Returns how many tokens its decode ring should keep. Idempotent."""
+        """End a turn. Return how many tokens its decode ring should retain. Idempotent."""
         turn = self._running.get(outcome.turn_id)
         if turn is None:
             return self._ended.get(outcome.turn_id, 0)
         if turn.ending is None:
-            turn.ending = asyncio.create_task(self._end(turn, outcome))
+            self._start_ending(turn, outcome)
+        assert turn.ending is not None, "just started"
         return await asyncio.shield(turn.ending)
 
     async def abort(self, turn: RunningTurn, error: RingserveError) -> None:
-        """End a turn from here: where its client waits, on the decode ring's stream."""
+        """End a turn where its client waits: on the decode ring's stream."""
         turn.stop_error = error  # where the ring does not know the turn yet
         try:
-            await self._decode_port(turn).abort_turn(turn.turn_id, error)
+            await self._abort_on_decode(turn, error)
         except RingserveError as failure:
             log.warning("decode ring %s could not be told to end %s: %s", turn.decode.name, turn.turn_id, failure)
             await self.end(TurnOutcome(turn_id=turn.turn_id, ok=False))
 
-    async def give_up(self, turn: RunningTurn, reason: RingserveError) -> None:
-        """The turn failed before a client could wait on it."""
+    async def drop(self, turn: RunningTurn, reason: RingserveError) -> None:
+        """End a turn that failed before a client could wait on it."""
         try:
-            await self._decode_port(turn).abort_turn(turn.turn_id, reason)
+            await self._abort_on_decode(turn, reason)
         except RingserveError as error:
             log.info("decode ring %s could not be told to drop %s: %s", turn.decode.name, turn.turn_id, error)
         await self.end(TurnOutcome(turn_id=turn.turn_id, ok=False))
 
-    def _lease_ended(self, turn: RunningTurn) -> None:
-        """Both who could have told the end are gone: the gateway, and the decode leader that watched the deadline."""
+    async def _abort_on_decode(self, turn: RunningTurn, error: RingserveError) -> None:
+        port = self._peers.leader("decode", turn.decode.registration.endpoint)
+        await port.abort_turn(turn.turn_id, error)
+
+    def _end_unreported(self, turn: RunningTurn) -> None:
+        """End a turn whose gateway and decode leader are both gone: neither has reported its end."""
         if turn.ending is None:
-            log.warning("nobody told the end of turn %s; it is ended now", turn.turn_id)
-            turn.ending = asyncio.create_task(self._end(turn, TurnOutcome(turn_id=turn.turn_id, ok=False)))
+            log.warning("no end of turn %s was reported; it is ended now", turn.turn_id)
+            self._start_ending(turn, TurnOutcome(turn_id=turn.turn_id, ok=False))
+
+    def _start_ending(self, turn: RunningTurn, outcome: TurnOutcome) -> None:
+        turn.to(TurnState.ENDING)
+        turn.ending = asyncio.create_task(self._end(turn, outcome))
 
     async def _end(self, turn: RunningTurn, outcome: TurnOutcome) -> int:
-        keep = 0
+        retain = 0
         if turn.resuming is not None:  # reserves on the prefill ring, which is to be settled
             await asyncio.gather(turn.resuming, return_exceptions=True)
         try:
-            keep = await (self._finish(turn, outcome) if outcome.ok else self._roll_back(turn))
+            retain = await (self._finish(turn, outcome) if outcome.ok else self._roll_back(turn))
         finally:
-            self._close(turn, keep)
-        return keep
+            self._remove(turn, retain)
+        return retain
 
     async def _finish(self, turn: RunningTurn, outcome: TurnOutcome) -> int:
         conversation = turn.conversation
@@ -134,7 +148,7 @@ class TurnRegistry:
                 done = await asyncio.shield(turn.prefilling)
         except (RingserveError, TimeoutError) as error:
             log.warning("ring %s lost the KV of %s: %s", turn.choice.computing.name, turn.kv_id, error)
-        # The prompt and, after a preemption, what had been decoded before.
+        # The prompt and, after a preemption, the tokens decoded before it.
         await self._settle_prefill(turn, done.shards.num_tokens if done and turn.is_retained else 0)
         if not turn.is_retained:
             return 0
@@ -148,21 +162,21 @@ class TurnRegistry:
         return outcome.kv_tokens
 
     async def _roll_back(self, turn: RunningTurn) -> int:
-        """The conversation is as before the turn; of its KV, what agreed with the turn's prompt is still there."""
+        """Leave the conversation as before the turn. KV that agreed with the turn's prompt is still there."""
         conversation = turn.conversation
-        retained_on_prefill, retained_on_decode = turn.retained_on_prefill, turn.retained_on_decode
-        await self._settle_prefill(turn, retained_on_prefill)
+        on_prefill, on_decode = turn.retained_on_prefill, turn.retained_on_decode
+        await self._settle_prefill(turn, on_prefill)
         prefill, decode = conversation.prefill, conversation.decode
-        # Rings that the turn did not come to, or left, still have what they had of it.
-        came_to = {ring.name for ring in turn.rings}
+        # Rings that the turn did not reach, or left, still have what they had of the conversation.
+        reached = {ring.name for ring in turn.rings}
         conversation.places = conversation.places.changed(
-            prefill=prefill.cut(retained_on_prefill) if prefill and prefill.ring in came_to else prefill,
-            decode=decode.cut(retained_on_decode) if decode and decode.ring in came_to else decode,
+            prefill=prefill.cut(on_prefill) if prefill and prefill.ring in reached else prefill,
+            decode=decode.cut(on_decode) if decode and decode.ring in reached else decode,
         )
-        return retained_on_decode
+        return on_decode
 
     async def _settle_prefill(self, turn: RunningTurn, retain_tokens: int) -> None:
-        """Without a prefill ring there is only the decode ring's word to wait for no longer."""
+        """Settle the prefill ring, if the turn has one, and stop waiting for the prefill's answer."""
         if turn.prefill is not None:
             port = self._peers.leader("prefill", turn.prefill.registration.endpoint)
             try:
@@ -175,26 +189,24 @@ class TurnRegistry:
             turn.prefilling.cancel()
             await asyncio.gather(turn.prefilling, return_exceptions=True)
 
-    def _decode_port(self, turn: RunningTurn) -> RingPort:
-        return self._peers.leader("decode", turn.decode.registration.endpoint)
-
-    def _close(self, turn: RunningTurn, keep: int) -> None:
+    def _remove(self, turn: RunningTurn, retain: int) -> None:
+        turn.to(TurnState.ENDED)
         if turn.lease is not None:
             turn.lease.cancel()
         del self._running[turn.turn_id]
         del self._turn_of_request[turn.request.request_id]
         _count(turn, -1)
-        turn.placed.end_prefill()
+        turn.load_share.end_prefill()
         self._conversations.close(turn.conversation)
-        self._remember(turn.turn_id, keep)
+        self._remember(turn.turn_id, retain)
 
-    def _remember(self, turn_id: str, keep: int) -> None:
-        self._ended[turn_id] = keep
+    def _remember(self, turn_id: str, retain: int) -> None:
+        self._ended[turn_id] = retain
         while len(self._ended) > MAX_REMEMBERED:
             self._ended.popitem(last=False)
 
     async def _leave_other_rings(self, turn: RunningTurn) -> None:
-        """Where the conversation has moved, its KV on the rings it came from is of no more use."""
+        """Release the conversation's KV on the rings that it has moved away from."""
         old = turn.conversation
         left = KvLocations(
             prefill=old.prefill if old.prefill and turn.prefill and old.prefill.ring != turn.prefill.name else None,
@@ -203,29 +215,29 @@ class TurnRegistry:
         await self.free(Conversation(old.conversation_id, places=left))
 
     async def free(self, conversation: Conversation) -> None:
-        """Free an idle conversation's KV wherever it lies. A ring that cannot be told has lost it anyway."""
-        for role, placement in conversation.places.items():
-            ring = self._rings.named(role, placement.ring)
+        """Release an idle conversation's KV on every ring. A ring that cannot be told has lost it anyway."""
+        for role, place in conversation.places.items():
+            ring = self._rings.named(role, place.ring)
             if ring is None:
                 continue
-            port = self._peers.leader(role, ring.registration.endpoint)
             try:
-                await port.settle(conversation.conversation_id, "", 0)
+                port = self._peers.leader(role, ring.registration.endpoint)
+                await port.settle(conversation.conversation_id, "", retain_tokens=0)
             except RingserveError as error:
                 log.warning("ring %s could not free %s: %s", ring.name, conversation.conversation_id, error)
 
 
 def _count(turn: RunningTurn, change: int) -> None:
-    """Enter a turn with its rings, or take it out."""
+    """Add a turn to the counts of its rings, or take it out."""
     for ring in turn.rings:
         ring.num_turns += change
 
 
 def _on_prefill_ring(turn: RunningTurn, done: PrefillDone | None) -> KvLocation | None:
-    """What a prefill ring keeps of the conversation when the turn is over.
+    """Return what a prefill ring retains of the conversation when the turn is over.
 
-    One that the turn did without lags behind; and where the turn has changed the history, what the ring has beyond the
-    common beginning counts no longer.
+    A ring that the turn did without lags behind. Where the turn has changed the history, the ring's KV beyond the
+    common prefix no longer counts.
     """
     if turn.prefill is None:
         before = turn.conversation.prefill

@@ -18,9 +18,8 @@ from cp_core.errors import ConfigError
 from orchestration.decode.leader import DecodeLeader
 from orchestration.placement.planner import Planner, PlannerSettings
 from orchestration.prefill.leader import PrefillLeader
-from orchestration.protocol.readiness import ring_fault
-from orchestration.protocol.rings import RingEvent
-from orchestration.protocol.settings import RingSettings
+from orchestration.protocol.rings import RingEvent, RingSettings
+from orchestration.protocol.views import ring_fault
 from orchestration.ring.actors import RayRanks
 from orchestration.ring.leader import RingLeader
 from orchestration.router.router import Router, RouterSettings

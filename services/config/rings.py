@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from cp_core.errors import ConfigError
-from orchestration.protocol.settings import PrefillScheduling
+from orchestration.protocol.rings import PrefillScheduling
 
 POOL_NAME = re.compile(r"[a-z][a-z0-9]{0,15}")
 MAX_POOLS = 16

@@ -17,7 +17,7 @@ from pathlib import Path
 from prometheus_client.registry import Collector
 
 from cp_core.errors import RingserveError
-from orchestration.protocol.readiness import service_fault
+from orchestration.protocol.views import service_fault
 from ringserve.v1 import inference_pb2_grpc
 from services.auth.authenticator import Authenticator, TokenFile
 from services.gateway.openai.app import HttpApi

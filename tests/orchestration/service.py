@@ -18,7 +18,7 @@ from orchestration.decode.leader import DecodeLeader
 from orchestration.placement.planner import Planner, PlannerSettings
 from orchestration.prefill.leader import PrefillLeader
 from orchestration.protocol.ports import RingPort
-from orchestration.protocol.settings import PrefillScheduling, RingSettings
+from orchestration.protocol.rings import PrefillScheduling, RingSettings
 from orchestration.protocol.turns import (
     BegunTurn,
     EndingEvent,

@@ -19,8 +19,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from cp_core.errors import RingserveError, Unavailable
-from orchestration.protocol.readiness import service_fault
-from orchestration.protocol.views import ServerView
+from orchestration.protocol.views import ServerView, service_fault
 from ringserve.v1 import inference_pb2
 from services.auth.authenticator import Authenticator
 from services.auth.scoped_router import ScopedRouter

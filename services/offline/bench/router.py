@@ -294,7 +294,7 @@ class _Bench:
         """Run all turns of `count` conversations, one turn of each a round; all conversations but one are idle."""
         for registration in self._registrations:
             await self._router.register_ring(registration)
-        choose = self._router._placements.choose
+        choose = self._router.placer.choose
 
         def timed(wanted: object) -> object:
             began = time.perf_counter()
@@ -302,14 +302,14 @@ class _Bench:
             self.placement_seconds.append(time.perf_counter() - began)
             return choice
 
-        self._router._placements.choose = timed  # type: ignore[method-assign, assignment]
+        self._router.placer.choose = timed  # type: ignore[method-assign, assignment]
         started = time.perf_counter()
         for turn in range(self._load.turns):
             for number in range(first, first + count):
                 await self._turn(f"conversation-{number}", turn)
                 tell(f"turn {turn + 1} of each conversation")
         self.whole_seconds = time.perf_counter() - started
-        self._router._placements.choose = choose  # type: ignore[method-assign]
+        self._router.placer.choose = choose  # type: ignore[method-assign]
         await self._router.close()
 
     async def _turn(self, name: str, turn: int) -> None:

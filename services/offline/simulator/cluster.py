@@ -17,7 +17,7 @@ from orchestration.placement.costs import RingCosts
 from orchestration.placement.prefill_work import StepLimits, WorkModel, cut
 from orchestration.placement.registry import RegisteredRing, RingRegistry
 from orchestration.prefill.scheduler import PrefillScheduler, ScheduledStep
-from orchestration.protocol.settings import PrefillScheduling
+from orchestration.protocol.rings import PrefillScheduling
 from orchestration.protocol.turns import RingRegistration
 from services.offline.simulator.rings import Clock, SimulatedDecodeRing, SimulatedPrefillRing
 from services.offline.simulator.trace import SyntheticTrace, TracedConversation, TraceShape

@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from cp_core.errors import CapacityExceeded, ConfigError, Unavailable
 from cp_core.layout.shards import ShardMap, TokenRange
 from orchestration.placement.cached_kv import RETAINED, RetainedPrefix
-from orchestration.placement.kv_locations import KvLocation
+from orchestration.placement.kv_locations import Choice, KvLocation, WantedTurn
 from orchestration.placement.placer import RingPlacer
 from orchestration.placement.planner import Planner, PlannerSettings, PromptOnRings
 from orchestration.placement.registry import LoadShare, RegisteredRing
-from orchestration.placement.wanted_turn import Choice, WantedTurn
 from orchestration.protocol.turns import PrefillReport, PromptMode, TurnPlan
-from orchestration.router.placements import MAX_REFUSALS
+from orchestration.router.begin import MAX_REFUSALS
 from services.offline.simulator.cluster import Cluster, ClusterShape
 from services.offline.simulator.placement import POLICIES
 from services.offline.simulator.results import SimulationResult, Tally, TurnRecord, percentiles

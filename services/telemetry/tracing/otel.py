@@ -20,7 +20,7 @@ from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from orchestration.protocol.tracing import Attributes, Stretch
+from orchestration.protocol.tracing import Attributes, TimeSpan
 from services.telemetry.metrics.registry import package_version
 from services.telemetry.tracing.tracer import CLOSE_SECONDS, NO_SPAN, OpenSpan
 
@@ -63,10 +63,10 @@ class OtelTracer:
         self._context.inject(carrier, set_span_in_context(span, Context()))
         return _Open(span, carrier[TRACE_PARENT])
 
-    def record(self, trace_parent: str, stretches: Sequence[Stretch]) -> None:
+    def record(self, trace_parent: str, spans: Sequence[TimeSpan]) -> None:
         """Record spans that have ended, see `Tracer`."""
         if trace_parent:
-            self._record(self._parent(trace_parent), stretches, _offset())
+            self._record(self._parent(trace_parent), spans, _offset())
 
     def flush(self) -> None:
         """Send the spans that have ended. Blocks."""
@@ -84,8 +84,8 @@ class OtelTracer:
     def _parent(self, trace_parent: str) -> Context:
         return self._context.extract({TRACE_PARENT: trace_parent}, Context())
 
-    def _record(self, parent: Context, stretches: Sequence[Stretch], offset: int) -> None:
-        for each in stretches:
+    def _record(self, parent: Context, spans: Sequence[TimeSpan], offset: int) -> None:
+        for each in spans:
             attributes, began = each.attributes, _epoch_ns(each.began, offset)
             span = self._tracer.start_span(each.name, parent, attributes=attributes, start_time=began)
             self._record(set_span_in_context(span, parent), each.parts, offset)

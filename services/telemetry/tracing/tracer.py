@@ -9,7 +9,7 @@ from typing import Protocol
 from urllib.parse import urlsplit
 
 from cp_core.errors import ConfigError
-from orchestration.protocol.tracing import Attributes, NoTracer, Stretch, Tracer
+from orchestration.protocol.tracing import Attributes, NoTracer, TimeSpan, Tracer
 from orchestration.protocol.turns import BegunTurn
 from ringserve.v1 import inference_pb2
 from workers.protocol.decode_commands import FinishReason
@@ -159,7 +159,7 @@ class TurnTrace:
                 "ringserve.decode_ring": plan.decode_ring,
             }
         )
-        self._tracer.record(self.parent, [Stretch(name="plan", began=self._asked_at, ended=time.monotonic())])
+        self._tracer.record(self.parent, [TimeSpan(name="plan", began=self._asked_at, ended=time.monotonic())])
 
     def completed(self, complete: inference_pb2.GenerateComplete) -> None:
         """Note the length and the TTFT of the answer."""

@@ -13,7 +13,7 @@ from cp_core.errors import Busy, DeadlineExceeded, NotFound, RingserveError, Tur
 from orchestration.decode.engine import DecodeEngine
 from orchestration.decode.registry import DecodeTurns
 from orchestration.decode.turn import Attempt, DecodeTurn, DecodeTurnState
-from orchestration.protocol.settings import RingSettings
+from orchestration.protocol.rings import RingSettings
 from orchestration.protocol.turns import FinishedEvent, TurnEvent, TurnOutcome
 from orchestration.ring.life import Ring
 from tests.orchestration.decode.decode_turns import PROMPT_TOKENS, decode_turn

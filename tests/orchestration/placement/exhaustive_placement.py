@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from cp_core.cost.model import PASS_KV, PASS_Q, PrefillRates, predict_prefill
+from orchestration.placement.kv_locations import WantedTurn
 from orchestration.placement.placer import LEAVE_SECONDS, TIE
 from orchestration.placement.registry import TURN_SECONDS, WAIT_SECONDS, RegisteredRing, RingRegistry
-from orchestration.placement.wanted_turn import WantedTurn
 from orchestration.protocol.turns import RingRegistration
 from workers.protocol.ranks import ModelInfo
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestration.placement.corrections import LEAST
+from orchestration.placement.costs import LEAST
 from orchestration.protocol.turns import PromptMode
 from services.offline.reference import StockModel
 from tests.orchestration.service import Service

@@ -58,7 +58,8 @@ def test_the_cheaper_is_taken_unless_one_is_configured(
 
 def test_the_reason_names_the_tokens_and_both_predictions() -> None:
     assert chosen(AUTO, 0.002, 0.0301).reason == (
-        "; tokens [60, 90), which only the decode ring keeps, are pulled: 2 ms predicted, computing them again 30.1 ms"
+        "; tokens [60, 90), which only the decode ring retains, are pulled: 2 ms predicted, "
+        "computing them again 30.1 ms"
     )
     assert chosen(AUTO, 0.5, 0.25).reason.endswith("are computed again: 250 ms predicted, pulling them 500 ms")
     assert chosen(RECOMPUTE, 0.5, 0.25).reason.endswith("are computed again: as configured")
@@ -85,7 +86,7 @@ def test_a_ring_that_the_conversation_leaves_is_named() -> None:
     )
     pulled = CachedSource(source=PULLED_FROM_OTHER, tokens=TokenRange(60, 90), ring="decode-3")
     assert choice.sources == (RETAINED, pulled)
-    assert choice.reason == "; tokens [60, 90), which only ring decode-3 keeps, are pulled: as configured"
+    assert choice.reason == "; tokens [60, 90), which only ring decode-3 retains, are pulled: as configured"
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cp_core.layout.shards import TokenRange
-from orchestration.placement.corrections import LEAST, LIKE, WINDOW, RingCorrections
+from orchestration.placement.costs import LEAST, LIKE, WINDOW, RingCorrections
 from orchestration.placement.planner import Planner, PlannerSettings, PromptOnRings
 from orchestration.protocol.turns import PlannedChunk, PrefillReport, PromptMode, TurnPlan
 from orchestration.protocol.views import Correction

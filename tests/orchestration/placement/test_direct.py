@@ -9,10 +9,10 @@ import pytest
 
 from cp_core.cost.model import RingRates
 from cp_core.errors import InvalidRequest
-from orchestration.placement.corrections import LEAST
+from orchestration.placement.costs import LEAST
+from orchestration.placement.kv_locations import WantedTurn
 from orchestration.placement.planner import Planner, PlannerSettings, PromptOnRings
 from orchestration.placement.registry import RegisteredRing
-from orchestration.placement.wanted_turn import WantedTurn
 from orchestration.protocol.turns import PlannedChunk, PrefillReport, PromptMode, TurnPlan
 from tests.orchestration.placement.test_placer import SLOW_LINKS, Cluster, at
 from tests.rings import GPU_RATES as RATES
@@ -167,7 +167,7 @@ def test_the_plan_names_the_decode_ring_and_lists_every_other_way() -> None:
     assert [(item.source, len(item.tokens)) for item in plan.cached_sources] == [("kept_on_decode", HISTORY)]
     assert [name for name, _ in plan.alternatives] == ["decode_ring", "pass_kv", "pass_q", "pull", "recompute"]
     assert plan.predicted_prefill_seconds == dict(plan.alternatives)["decode_ring"] > 0
-    assert "d0 keeps 50000 tokens and computes the 20 new ones in " in plan.reason
+    assert "d0 retains 50000 tokens and computes the 20 new ones in " in plan.reason
     assert planned(planner, made, DIRECT).reason.startswith("Forced: decode_ring was asked for with the turn")
 
 

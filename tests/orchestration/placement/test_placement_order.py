@@ -11,12 +11,11 @@ from hypothesis import strategies as st
 
 from cp_core.cost.model import RingRates
 from cp_core.layout.shards import spread
-from orchestration.placement.kv_locations import KvLocation
-from orchestration.placement.ordered import Ordered
+from orchestration.placement.kv_locations import KvLocation, WantedTurn
 from orchestration.placement.placer import RingPlacer
 from orchestration.placement.planner import Planner, PlannerSettings
 from orchestration.placement.registry import LoadShare, RegisteredRing, RingRegistry
-from orchestration.placement.wanted_turn import WantedTurn
+from orchestration.placement.ring_order import Ordered
 from orchestration.protocol.turns import RingRegistration
 from tests.orchestration.placement.exhaustive_placement import ExhaustivePlacer
 from tests.orchestration.placement.test_placer import SLOW_LINKS

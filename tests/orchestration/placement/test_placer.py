@@ -10,12 +10,11 @@ from hypothesis import strategies as st
 
 from cp_core.errors import Unavailable
 from cp_core.layout.shards import TokenRange, spread
-from orchestration.placement.corrections import LEAST
-from orchestration.placement.kv_locations import KvLocation
+from orchestration.placement.costs import LEAST
+from orchestration.placement.kv_locations import Choice, KvLocation, WantedTurn
 from orchestration.placement.placer import LEAVE_SECONDS, MAX_ALTERNATIVES, TIE, RingPlacer
 from orchestration.placement.planner import Planner, PlannerSettings
 from orchestration.placement.registry import RegisteredRing, RingRegistry
-from orchestration.placement.wanted_turn import Choice, WantedTurn
 from orchestration.protocol.turns import PlannedChunk, PrefillReport
 from tests.rings import GPU_RATES as RATES
 from tests.rings import LLAMA_8B as MODEL
@@ -111,7 +110,7 @@ def test_a_conversation_stays_where_its_kv_is_though_other_rings_are_idle() -> N
     choice = made.placer.choose(follow_up("p1", "d2"))
     assert names(choice) == ("p1", "d2")
     assert "ring p1 takes" in choice.reason
-    assert "keeps 49700 tokens" in choice.reason
+    assert "retains 49700 tokens" in choice.reason
     assert "leaves" not in choice.reason
 
 

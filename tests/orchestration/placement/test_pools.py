@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from orchestration.placement.kv_locations import Choice, WantedTurn
 from orchestration.placement.placer import RingPlacer
 from orchestration.placement.registry import RegisteredRing
-from orchestration.placement.wanted_turn import Choice, WantedTurn
 from orchestration.protocol.turns import PromptMode
 from orchestration.protocol.views import ConversationView
 from tests.orchestration.conftest import KINDS

@@ -15,7 +15,7 @@ from cp_core.errors import CapacityExceeded
 from cp_core.layout.shards import TokenRange
 from orchestration.placement.prefill_work import StepLimits, WorkModel, cut
 from orchestration.prefill.scheduler import AGE_SHARE, PrefillScheduler, ScheduledStep
-from orchestration.protocol.settings import PrefillScheduling
+from orchestration.protocol.rings import PrefillScheduling
 from orchestration.protocol.turns import PlannedChunk
 from workers.protocol.prefill_steps import RING_ALGORITHMS, Algorithm
 

@@ -11,7 +11,7 @@ import pytest
 
 from cp_core.errors import CapacityExceeded, TurnCancelled, Unavailable
 from orchestration.prefill.loop import PrefillLoop
-from orchestration.protocol.settings import PrefillScheduling
+from orchestration.protocol.rings import PrefillScheduling
 from orchestration.protocol.turns import PromptMode, TurnRequest
 from tests.orchestration.router.test_turn_failures import is_idle
 from tests.orchestration.service import Answer, Service

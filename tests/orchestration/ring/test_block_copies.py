@@ -10,7 +10,7 @@ import pytest
 from cp_core.errors import RingserveError, Unavailable
 from cp_core.layout.shards import spread
 from orchestration.protocol.kv import ForkKv
-from orchestration.protocol.settings import RingSettings
+from orchestration.protocol.rings import RingSettings
 from orchestration.ring.kv_pool import KvPool, SequenceKv
 from orchestration.ring.kv_transfers import copy_blocks
 from tests.orchestration.fake_ranks import FakeRank, FakeRanks

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from cp_core.errors import RingserveError, Unavailable
-from orchestration.protocol.settings import RingSettings
+from orchestration.protocol.rings import RingSettings
 from orchestration.protocol.turns import RingRegistration
 from orchestration.protocol.views import RingStatus
 from orchestration.ring.leader import RingLeader

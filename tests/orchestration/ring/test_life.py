@@ -9,8 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from cp_core.errors import ModelRefused, RingserveError, Unavailable
-from orchestration.protocol.rings import RingState
-from orchestration.protocol.settings import RingSettings
+from orchestration.protocol.rings import RingSettings, RingState
 from orchestration.ring.life import Ring
 from tests.orchestration.fake_ranks import RATES, FakeRanks
 from tests.waiting import eventually

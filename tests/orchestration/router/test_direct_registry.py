@@ -11,7 +11,7 @@ import pytest
 
 from cp_core.errors import CapacityExceeded
 from orchestration.protocol.turns import PromptMode
-from tests.orchestration.conversations.test_drain_moves import ANSWER, KIND, Draining
+from tests.orchestration.conversations.test_drain_rebalancing import ANSWER, KIND, Draining
 from tests.orchestration.conversations.test_quotas import kept, of
 from tests.orchestration.decode.test_direct_failures import DIRECT, held_prompts
 from tests.orchestration.service import Service

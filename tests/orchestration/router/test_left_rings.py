@@ -97,7 +97,7 @@ async def test_what_only_the_ring_that_is_left_keeps_is_fetched_and_not_computed
         assert source.tokens.start == (0 if "prefill" in roles else 47)
         assert plan.cached_tokens == history - 1
         assert moved.report.pulled_bytes == len(source.tokens) * service.model.kv_bytes_per_token
-        assert f"which only ring {left} keeps, are pulled" in plan.reason
+        assert f"which only ring {left} retains, are pulled" in plan.reason
         assert set(talk.kept()) == {plan.prefill_ring, plan.decode_ring}
         (told,) = (await service.router.get_server_info()).moves
         assert (told.role, told.reason, told.num_moved, told.num_failed) == ("decode", MoveReason.TURN, 1, 0)
@@ -142,7 +142,7 @@ async def test_what_was_evicted_or_is_configured_to_be_computed_is_not_asked_for
         moved = await talk.turn([7, 8])
         assert pulled(moved) is None
         retained_on = before.begun.plan.decode_ring
-        assert f"which only ring {retained_on} keeps, are computed again: as configured" in moved.begun.plan.reason
+        assert f"which only ring {retained_on} retains, are computed again: as configured" in moved.begun.plan.reason
 
 
 @pytest.mark.parametrize("how", ["dies", "evicts", "is rebuilt"])
@@ -212,7 +212,7 @@ async def test_a_turn_that_is_aborted_while_it_fetches_leaves_both_rings_as_they
 async def test_a_ring_that_does_not_say_what_it_keeps_holds_nobody_up(
     model_paths: Mapping[str, Path], oracles: Mapping[str, Oracle], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("orchestration.router.placements.ASK_SECONDS", 0.05)
+    monkeypatch.setattr("orchestration.router.begin.ASK_SECONDS", 0.05)
     async with Service(model_paths[KIND], 2, 2, other_decode=[3]) as service:
         talk = Talk(service, oracles[KIND])
         before = await talk.turn(random_tokens(47))

@@ -13,11 +13,10 @@ from cp_core.errors import Busy, CapacityExceeded, DeadlineExceeded, InvalidRequ
 from orchestration.decode.leader import DecodeLeader
 from orchestration.placement.registry import RingRegistry
 from orchestration.prefill.leader import PrefillLeader
-from orchestration.protocol.readiness import service_fault
 from orchestration.protocol.rings import AWAY, RingEvent
 from orchestration.protocol.turns import PromptMode, Reservation, Reserve, RingRegistration, TurnRequest
-from orchestration.protocol.views import RingStatus
-from orchestration.router.returns import RingReturns
+from orchestration.protocol.views import RingStatus, service_fault
+from orchestration.router.drains import RingReturns
 from tests.orchestration.service import Answer, Service
 from tests.rings import registration as ring_registration
 from tests.waiting import eventually

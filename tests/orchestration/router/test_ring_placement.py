@@ -189,8 +189,8 @@ async def test_kv_that_a_ring_could_not_be_told_to_free_is_never_taken_for_the_c
         await service.answer(service.request(history, conversation="c"))
         old = set(kept(service))
 
-        async def unreachable(*_: object) -> None:
-            raise Unavailable("nobody answers")
+        async def unreachable(*_: object, **__: object) -> None:
+            raise Unavailable("the ring does not answer")
 
         rings = {ring.name: ring for ring in service.router.rings}
         for name in old:

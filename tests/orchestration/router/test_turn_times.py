@@ -17,7 +17,7 @@ def chunk(start: int, stop: int) -> PlannedChunk:
 
 
 def test_a_turn_that_never_computed_was_in_the_queue_to_its_end() -> None:
-    (only,) = PrefillTimes().stretches("prefill-0", 1, reserved_at=5.0, ended=8.0)
+    (only,) = PrefillTimes().spans("prefill-0", 1, reserved_at=5.0, ended=8.0)
     assert (only.name, only.began, only.ended) == ("queue", 5.0, 8.0)
     assert only.attributes == {"ringserve.ring": "prefill-0", "ringserve.attempt": 1}
 
@@ -28,9 +28,9 @@ def test_a_pull_comes_before_the_queue_and_each_stretch_begins_where_the_one_bef
     times.note_chunk(chunk(10, 20), 0.0)
     times.note_chunk(chunk(20, 50), 0.0)
     ended = time.monotonic()
-    stretches = times.stretches("prefill-0", 2, reserved_at=began - 1.0, ended=ended)
-    assert [each.name for each in stretches] == ["pull", "queue", "prefill", "hand-over"]
-    pull, queue, prefill, hand_over = stretches
+    spans = times.spans("prefill-0", 2, reserved_at=began - 1.0, ended=ended)
+    assert [each.name for each in spans] == ["pull", "queue", "prefill", "hand-over"]
+    pull, queue, prefill, hand_over = spans
     assert pull.attributes == {"ringserve.ring": "prefill-0", "ringserve.attempt": 2, "ringserve.bytes": 1234}
     assert abs(pull.ended - pull.began - 0.25) < 1e-9
     assert pull.ended == queue.began <= queue.ended == prefill.began <= prefill.ended == hand_over.began

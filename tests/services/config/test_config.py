@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from cp_core.errors import ConfigError
-from orchestration.protocol.settings import PrefillScheduling
+from orchestration.protocol.rings import PrefillScheduling
 from services.config import Config, KvCacheConfig, config_from, load_config
 
 

@@ -16,7 +16,7 @@ from cp_core.layout.shards import TokenRange
 from orchestration.placement.prefill_work import StepLimits, WorkModel
 from orchestration.placement.registry import RegisteredRing
 from orchestration.prefill.scheduler import PrefillScheduler, ScheduledStep
-from orchestration.protocol.settings import PrefillScheduling
+from orchestration.protocol.rings import PrefillScheduling
 from orchestration.protocol.turns import PlannedChunk
 from services.offline.simulator.results import percentile
 from services.offline.simulator.rings import (

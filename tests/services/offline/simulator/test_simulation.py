@@ -15,7 +15,7 @@ from cp_core.cost.profile import read_profile
 from cp_core.errors import ConfigError
 from cp_core.layout.shards import TokenRange
 from orchestration.placement.prefill_work import StepLimits, WorkModel, cut
-from orchestration.protocol.settings import PrefillScheduling
+from orchestration.protocol.rings import PrefillScheduling
 from services.offline.simulator.cluster import ClusterShape, PoolShape, StepTimes, conversations_for, prefill_seconds
 from services.offline.simulator.placement import POLICIES
 from services.offline.simulator.results import SimulationResult

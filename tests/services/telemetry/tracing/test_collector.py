@@ -12,7 +12,7 @@ import pytest
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
 from cp_core.errors import ConfigError
-from orchestration.protocol.tracing import Stretch
+from orchestration.protocol.tracing import TimeSpan
 from services.config import config_from
 from services.gateway.settings import GatewaySettings
 from services.telemetry.tracing import tracer as tracer_module
@@ -51,8 +51,8 @@ def test_spans_reach_a_collector_by_otlp_with_who_sent_them(collector: Collector
     tracer = tracer_for(TracingConfig(endpoint=collector.endpoint), "prefill-3")
     now = time.monotonic()
     turn = tracer.begin("turn", "", now - 2.0, {"ringserve.request_id": "r"})
-    chunk = Stretch(name="chunk", began=now - 1.0, ended=now - 0.5, attributes={"ringserve.tokens.stop": 7})
-    tracer.record(turn.trace_parent, [Stretch(name="prefill", began=now - 1.0, ended=now, parts=(chunk,))])
+    chunk = TimeSpan(name="chunk", began=now - 1.0, ended=now - 0.5, attributes={"ringserve.tokens.stop": 7})
+    tracer.record(turn.trace_parent, [TimeSpan(name="prefill", began=now - 1.0, ended=now, parts=(chunk,))])
     turn.end("unavailable")
     tracer.close()
     (sent,) = collector.requests.get(timeout=WAIT_SECONDS).resource_spans
@@ -87,7 +87,7 @@ def test_nothing_is_told_and_nothing_loaded_without_an_endpoint() -> None:
     assert span.trace_parent == ""
     span.note({"x": 1})
     span.end("unavailable")
-    tracer.record("", [Stretch(name="x", began=0.0, ended=1.0)])
+    tracer.record("", [TimeSpan(name="x", began=0.0, ended=1.0)])
     tracer.close()
 
 

@@ -14,7 +14,7 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 
-from orchestration.protocol.settings import PrefillScheduling
+from orchestration.protocol.rings import PrefillScheduling
 from ringserve.v1 import inference_pb2, inference_pb2_grpc
 from services.gateway.text import TextCodec
 from services.telemetry.tracing.otel import OtelTracer

@@ -266,7 +266,7 @@ async def test_kv_that_is_pulled_or_computed_again_gives_the_same_tokens(
             answer = await service.answer(service.request(new, conversation="c", mode=PromptMode.APPEND, max_tokens=25))
             assert answer.token_ids == oracle.greedy([*history, *new], 25)
             plan = answer.begun.plan
-            missing = f"tokens [{kept}, {len(history) - 1}), which only the decode ring keeps, are "
+            missing = f"tokens [{kept}, {len(history) - 1}), which only the decode ring retains, are "
             assert missing in plan.reason
             pull, recompute = (dict(plan.alternatives)[name] for name in ("pull", "recompute"))
             is_pulled = policy == "pull" or (policy == "auto" and pull <= recompute)

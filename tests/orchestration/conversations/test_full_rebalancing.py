@@ -10,7 +10,7 @@ import pytest
 
 from orchestration.protocol.views import MoveReason, MoveTotals
 from tests.orchestration.conversations.moving import Leader
-from tests.orchestration.conversations.test_drain_moves import ANSWER, Draining
+from tests.orchestration.conversations.test_drain_rebalancing import ANSWER, Draining
 from tests.waiting import eventually
 from tests.workers.models import Oracle
 
@@ -54,14 +54,14 @@ async def totals(service: Draining) -> list[MoveTotals]:
 async def test_the_least_recently_used_go_before_they_are_evicted_and_are_not_computed_again(
     service: Draining, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("orchestration.conversations.full_moves.WORTH", 0.0)
+    monkeypatch.setattr("orchestration.conversations.rebalancing.WORTH", 0.0)
     async with service:
         ring = await fill(service)
         await service.turn("a", [7])
         assert service.kept("decode-1", NAMES) == ""
         await ring.announce()
         await eventually(lambda: service.kept("decode-1", NAMES) == "bcde")
-        await eventually(lambda: not service.router._full_moves._work)
+        await eventually(lambda: not service.router._full_rebalancing._work)
         assert service.kept("decode-0", NAMES) == "af"
         (told,) = await totals(service)
         assert (told.role, told.num_moved, told.num_failed) == ("decode", 4, 0)
@@ -78,7 +78,7 @@ async def test_the_least_recently_used_go_before_they_are_evicted_and_are_not_co
 async def test_nothing_moves_where_it_is_not_worth_it_or_nobody_has_room(
     reason: str, service: Draining, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("orchestration.conversations.full_moves.WORTH", 1e9 if reason == "cheap to compute" else 0.0)
+    monkeypatch.setattr("orchestration.conversations.rebalancing.WORTH", 1e9 if reason == "cheap to compute" else 0.0)
     async with service:
         ring, other = await fill(service), service.peers.leaders["decode-1"]
         if reason == "the other is full too":
@@ -87,6 +87,6 @@ async def test_nothing_moves_where_it_is_not_worth_it_or_nobody_has_room(
         other.is_draining = reason == "it drains"
         await other.announce()
         await ring.announce()
-        await eventually(lambda: not service.router._full_moves._work)
+        await eventually(lambda: not service.router._full_rebalancing._work)
         assert service.kept("decode-1", NAMES) == ""
         assert await totals(service) == []

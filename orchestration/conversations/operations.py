@@ -1,6 +1,6 @@
-"""What can be asked about conversations: where one is, which there are, to fork one, to forget one.
+"""Operations on conversations that clients ask for: show, list, fork and delete; and their expiry.
 
-The router's books say where KV was put; rings may have evicted it since. So whatever is shown is asked from the rings.
+The store says where KV was put; rings may have evicted it since. So whatever is shown is asked from the rings.
 """
 
 from __future__ import annotations
@@ -18,48 +18,64 @@ from orchestration.placement.registry import RingRegistry
 from orchestration.protocol.kv import ForkKv, RetainedKv
 from orchestration.protocol.ports import Peers
 from orchestration.protocol.views import ConversationList, ConversationSummary, ConversationView, KvLocationView
+from orchestration.tasks import TaskSet
 
 log = logging.getLogger(__name__)
 
+EXPIRY_INTERVAL = 1.0
+"""Seconds by which a conversation may be forgotten too late."""
 MAX_PAGE = 1000
+"""Conversations that one page lists at most."""
 RingName = tuple[str, str]
 """(role, ring)."""
+Retained = Mapping[RingName, Mapping[str, tuple[str, int]]]
+"""By ring and conversation id: (incarnation of the ring, retained tokens), as the rings say."""
 
 
-class ConversationDesk:
-    """Answers for the store's conversations. `turns` knows the running ones and frees KV."""
+class ConversationOperations:
+    """Operations on the store's conversations. `turns` knows the running turns and releases KV."""
 
-    def __init__(self, store: ConversationStore, peers: Peers, rings: RingRegistry, turns: RunningTurns) -> None:
+    def __init__(
+        self, store: ConversationStore, peers: Peers, rings: RingRegistry, turns: RunningTurns, tasks: TaskSet
+    ) -> None:
         self._store = store
         self._peers = peers
         self._rings = rings
         self._turns = turns
+        self._tasks = tasks
+        self._expiring: asyncio.Task[None] | None = None
 
     async def get(self, conversation_id: str) -> ConversationView:
-        """Raises NotFound."""
+        """Show a conversation. Raises NotFound."""
+        self.expire()
         conversation = self._store.get(conversation_id)
-        return self._view(conversation, await self._kept([conversation]))
+        return self._view(conversation, await self._retained([conversation]))
 
     async def list(self, prefix: str, after: str, limit: int) -> ConversationList:
-        """At most `limit` conversations by id, from behind `after` on. Raises InvalidRequest."""
+        """Return at most `limit` conversations by id, beginning behind `after`. Raises InvalidRequest."""
+        self.expire()
         if not 1 <= limit <= MAX_PAGE:
             raise InvalidRequest(f"page_size: {limit} is out of range; allowed are 1 to {MAX_PAGE}")
         conversations, next_after = self._store.page(prefix, after, limit)
-        kept = await self._kept(conversations)
-        views = [self._view(conversation, kept) for conversation in conversations]
+        retained = await self._retained(conversations)
+        views = [self._view(conversation, retained) for conversation in conversations]
         return ConversationList(conversations=tuple(map(_summary, views)), next_after=next_after)
 
     async def delete(self, conversation_id: str) -> None:
-        """Forget a conversation and free its KV; forks of it keep theirs. Raises NotFound, Busy."""
+        """Forget a conversation and release its KV; forks of it retain theirs. Raises NotFound, Busy."""
+        self.expire()
         await self._store.until_moved(conversation_id)
         await self._turns.free(self._store.remove(conversation_id))
 
-    async def fork(self, source_id: str, new_id: str, at_token: int | None) -> ConversationView:
-        """A conversation that begins with the source's finished turns, or with its first `at_token` tokens.
+    # --- forks -------------------------------------------------------------------------------------------------------
 
-        On each ring both share what is kept of them; a ring that cannot fork leaves it to be pulled or computed.
-        Asking again for a fork that nobody has used is answered as before. Raises NotFound, InvalidRequest, Busy.
+    async def fork(self, source_id: str, new_id: str, at_token: int | None) -> ConversationView:
+        """Begin a conversation with the source's finished turns, or with its first `at_token` tokens.
+
+        On each ring both share the retained KV. A ring that cannot fork leaves the KV to be pulled or computed again.
+        Repeating the request for a fork that is still unused returns it again. Raises NotFound, InvalidRequest, Busy.
         """
+        self.expire()
         await self._store.until_moved(source_id)
         source = self._store.get(source_id)
         if source.tokens is None:
@@ -91,39 +107,44 @@ class ConversationDesk:
         return fork.view(self._store.clock())
 
     async def _fork_on(
-        self, role: str, placement: KvLocation | None, source_id: str, new_id: str, num_tokens: int
+        self, role: str, place: KvLocation | None, source_id: str, new_id: str, num_tokens: int
     ) -> KvLocation | None:
-        ring = self._rings.named(role, placement.ring) if placement and num_tokens else None
-        if placement is None or ring is None:
+        ring = self._rings.named(role, place.ring) if place and num_tokens else None
+        if place is None or ring is None:
             return None
-        request = ForkKv(source_id=source_id, kv_id=new_id, num_tokens=min(num_tokens, placement.num_tokens))
+        request = ForkKv(source_id=source_id, kv_id=new_id, num_tokens=min(num_tokens, place.num_tokens))
         try:
             forked = await self._peers.leader(role, ring.registration.endpoint).fork_kv(request)
         except RingserveError as error:
-            log.info("%s ring %s keeps nothing of fork %s: %s", role, ring.name, new_id, error)
+            log.info("%s ring %s retains nothing of fork %s: %s", role, ring.name, new_id, error)
             return None
-        if forked.incarnation != placement.incarnation or not forked.shards.num_tokens:
+        if forked.incarnation != place.incarnation or not forked.shards.num_tokens:
             return None
         return KvLocation(ring=ring.name, incarnation=forked.incarnation, shards=forked.shards)
 
+    # --- views -------------------------------------------------------------------------------------------------------
+
     def _num_agreeing(self, conversation: Conversation) -> int:
-        """Tokens of its finished turns that its KV on the rings agrees with: a running turn may have changed others."""
+        """Return how many tokens of the finished turns agree with the KV on the rings.
+
+        A running turn may have replaced the KV of the others.
+        """
         if not conversation.running_request:
             return 0 if conversation.tokens is None else len(conversation.tokens)
         turn = self._turns.of_request(conversation.running_request)
         return 0 if turn is None else turn.match_tokens
 
-    async def _kept(self, conversations: Sequence[Conversation]) -> Mapping[RingName, Mapping[str, tuple[str, int]]]:
-        """By ring, what it says it keeps of each conversation: (its incarnation, tokens)."""
+    async def _retained(self, conversations: Sequence[Conversation]) -> Retained:
+        """Ask the rings how much KV they retain of each conversation."""
         asked: dict[RingName, list[str]] = {}
         for conversation in conversations:
-            for role, placement in conversation.places.items():
-                asked.setdefault((role, placement.ring), []).append(conversation.conversation_id)
+            for role, place in conversation.places.items():
+                asked.setdefault((role, place.ring), []).append(conversation.conversation_id)
         answers = await asyncio.gather(*(self._ask(ring, names) for ring, names in asked.items()))
         return {
-            ring: {name: (kept.incarnation, count) for name, count in zip(names, kept.num_tokens, strict=True)}
-            for (ring, names), kept in zip(asked.items(), answers, strict=True)
-            if kept is not None
+            ring: {name: (answer.incarnation, count) for name, count in zip(names, answer.num_tokens, strict=True)}
+            for (ring, names), answer in zip(asked.items(), answers, strict=True)
+            if answer is not None
         }
 
     async def _ask(self, key: RingName, conversation_ids: Sequence[str]) -> RetainedKv | None:
@@ -134,25 +155,41 @@ class ConversationDesk:
         try:
             return await self._peers.leader(role, ring.registration.endpoint).get_retained(conversation_ids)
         except RingserveError as error:
-            log.info("%s ring %s cannot say what it keeps: %s", role, name, error)
+            log.info("%s ring %s cannot say what it retains: %s", role, name, error)
             return None
 
-    def _view(
-        self, conversation: Conversation, kept: Mapping[RingName, Mapping[str, tuple[str, int]]]
-    ) -> ConversationView:
-        """With the placements that are still true. Of a ring that does not answer nothing is claimed."""
+    def _view(self, conversation: Conversation, retained: Retained) -> ConversationView:
+        """Show a conversation with the locations that are still true: none on a ring that does not answer."""
         view = conversation.view(self._store.clock())
         limit = self._num_agreeing(conversation)
 
         def still_there(places: Iterable[KvLocationView]) -> Iterable[KvLocationView]:
             for place in places:
-                said = kept.get((place.role, place.ring), {})
-                incarnation, count = said.get(conversation.conversation_id, ("", 0))
+                on_ring = retained.get((place.role, place.ring), {})
+                incarnation, count = on_ring.get(conversation.conversation_id, ("", 0))
                 shards = place.shards.truncate(min(count, limit))
                 if incarnation == place.incarnation and shards.num_tokens:
                     yield replace(place, num_tokens=shards.num_tokens, shards=shards)
 
         return replace(view, placements=tuple(still_there(view.placements)))
+
+    # --- expiry ------------------------------------------------------------------------------------------------------
+
+    def expire(self) -> None:
+        """Forget the conversations whose time to live is over; their KV is released in the background."""
+        for old in self._store.expire():
+            log.info("conversation %s has not been used for %.0f s", old.conversation_id, old.ttl_seconds)
+            self._tasks.spawn(self._turns.free(old))
+
+    def watch_ages(self) -> None:
+        """Expire conversations regularly, from now until none has a time to live that ends."""
+        if self._expiring is None or self._expiring.done():
+            self._expiring = self._tasks.spawn(self._expire_regularly())
+
+    async def _expire_regularly(self) -> None:
+        while len(self._turns) or self._store.next_expiry is not None:
+            await asyncio.sleep(EXPIRY_INTERVAL)
+            self.expire()
 
 
 def _summary(view: ConversationView) -> ConversationSummary:

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from orchestration.protocol.readiness import ring_fault, service_fault
-from orchestration.protocol.views import RingStatus, ServerView
+from orchestration.protocol.views import RingStatus, ServerView, ring_fault, service_fault
 from workers.protocol.ranks import RankStatus
 
 STUCK_SECONDS = 60.0
