@@ -34,11 +34,11 @@ MAX_LINES = 400
 
 
 def sources(*suffixes: str) -> Iterator[Path]:
-    """Yield hand-written files of the repository, without hidden folders and generated stubs."""
+    """Yield hand-written files of the repository, without hidden folders, generated stubs and a worktree's `.git`."""
     for folder, names, files in os.walk(ROOT):
         names[:] = sorted(name for name in names if name not in ("build", "dist", "__pycache__") and name[0] != ".")
         for name in sorted(files):
-            if name.endswith(suffixes) and "_pb2" not in name:
+            if name.endswith(suffixes) and "_pb2" not in name and name != ".git":
                 yield Path(folder, name)
 
 
