@@ -1,4 +1,4 @@
-"""The Python client, for threads (`Client`) and for asyncio (`AsyncClient`).
+"""Python client, for threads (`Client`) and for asyncio (`AsyncClient`).
 
 ```python
 with Client("127.0.0.1:50051") as client:

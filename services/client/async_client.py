@@ -1,4 +1,4 @@
-"""The client for asyncio: the same verbs as `sync_client`, awaited."""
+"""Python client for asyncio. Methods raise the errors of `cp_core.errors`, each with one sentence."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
 import grpc
 
@@ -15,18 +15,20 @@ from cp_core.errors import Unavailable
 from ringserve.v1 import inference_pb2, inference_pb2_grpc
 from services.client.channel import TlsFiles, metadata_of
 from services.client.failures import error_from_call
-from services.client.requests import Prompt, Sampling, is_repeatable, request_of
+from services.client.requests import Prompt, RequestOptions, Sampling, TurnOptions, is_repeatable, request_of
 from services.client.results import Answer, AnswerReader, Piece, Plan
 from services.client.retries import Retries, RetryPolicy
-from services.client.sync_client import CONTROL_SECONDS
 from services.rpc.server import OPTIONS
 
 T = TypeVar("T")
 Responses = AsyncGenerator[inference_pb2.GenerateResponse, None]
 
+CONTROL_SECONDS = 30.0
+"""Deadline of every call but a turn's."""
+
 
 class AsyncAnswerStream(AsyncIterator[Piece]):
-    """A turn's pieces as they come. An async context: leaving it early ends the turn everywhere."""
+    """Pieces of one turn as they come. An async context: leaving it early ends the turn everywhere."""
 
     def __init__(self, responses: Responses) -> None:
         self._responses = responses
@@ -59,7 +61,7 @@ class AsyncAnswerStream(AsyncIterator[Piece]):
         return self._reader.plan
 
     async def answer(self) -> Answer:
-        """Read what is left; the whole turn."""
+        """Read the rest, and return the whole turn."""
         async for _ in self:
             continue
         assert self._reader.answer is not None, "a stream that ends has its answer"
@@ -67,7 +69,7 @@ class AsyncAnswerStream(AsyncIterator[Piece]):
 
 
 class AsyncClient:
-    """One gateway, HOST:PORT, or several, ipv4:HOST:PORT,HOST:PORT: the next is called where one has ended.
+    """Client of one gateway, HOST:PORT, or several, ipv4:HOST:PORT,HOST:PORT: the next is called where one has ended.
 
     Belongs to the event loop in which it is made.
     """
@@ -75,7 +77,7 @@ class AsyncClient:
     def __init__(
         self, target: str, *, token: str = "", tls: TlsFiles | None = None, retry: RetryPolicy | None = None
     ) -> None:
-        """`token` is sent with every call. Raises ConfigError."""
+        """Send `token` with every call. Raises ConfigError."""
         self._target = target
         self._metadata = metadata_of(token)
         self._retry = retry or RetryPolicy()
@@ -99,47 +101,34 @@ class AsyncClient:
 
     # --- turns -------------------------------------------------------------------------------------------------------
 
-    async def ask(
-        self,
-        prompt: Prompt,
-        *,
-        conversation_id: str = "",
-        mode: str = "auto",
-        sampling: Sampling | None = None,
-        request_id: str = "",
-        timeout: float | None = None,
-    ) -> Answer:
-        """One turn to its end. `mode` says what the prompt is to its conversation: "auto", "append", "whole_history".
-
-        `timeout` in seconds bounds all attempts together.
-        """
-        async with self.stream(
-            prompt,
-            conversation_id=conversation_id,
-            mode=mode,
-            sampling=sampling,
-            request_id=request_id,
-            timeout=timeout,
-        ) as stream:
+    async def ask(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> Answer:
+        """Run one turn to its end."""
+        async with self.stream(prompt, **options) as stream:
             return await stream.answer()
 
-    def stream(
-        self,
-        prompt: Prompt,
-        *,
-        conversation_id: str = "",
-        mode: str = "auto",
-        sampling: Sampling | None = None,
-        request_id: str = "",
-        timeout: float | None = None,
-    ) -> AsyncAnswerStream:
-        """The same, piece by piece. Nothing is sent before the first piece is asked for."""
-        request = request_of(prompt, conversation_id, mode, sampling or Sampling(), request_id)
-        return AsyncAnswerStream(self._attempts(request, timeout))
+    def stream(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> AsyncAnswerStream:
+        """Run one turn piece by piece. Nothing is sent before the first piece is asked for."""
+        request = request_of(
+            prompt,
+            options.get("conversation_id", ""),
+            options.get("mode", "auto"),
+            options.get("sampling") or Sampling(),
+            options.get("request_id", ""),
+        )
+        return AsyncAnswerStream(self._attempts(request, options.get("timeout")))
 
     def talk(self, conversation_id: str = "") -> AsyncConversation:
-        """A conversation to go on with, or a new one under a name of its own."""
+        """Return a conversation to go on with, or a new one under a name of its own."""
         return AsyncConversation(self, conversation_id or f"conversation-{uuid.uuid4().hex[:16]}")
+
+    async def generate(self, request: inference_pb2.GenerateRequest, timeout: float | None = None) -> Responses:
+        """Run one turn in the contract's own messages, tried once; `timeout` (seconds) ends the turn everywhere."""
+        try:
+            async with aclosing(self._responses(request, timeout)) as responses:
+                async for response in responses:
+                    yield response
+        except grpc.aio.AioRpcError as failure:
+            raise error_from_call(failure, self._target) from None
 
     async def _responses(self, request: inference_pb2.GenerateRequest, timeout: float | None) -> Responses:
         call = self._stub.Generate(request, timeout=timeout, metadata=self._metadata)
@@ -187,7 +176,7 @@ class AsyncClient:
     async def list_conversations(
         self, prefix: str = "", page_size: int = 100
     ) -> AsyncIterator[inference_pb2.ConversationSummary]:
-        """Every conversation whose id begins with `prefix`, fetched page by page."""
+        """Yield every conversation whose id begins with `prefix`, fetched page by page."""
         request = inference_pb2.ListConversationsRequest(prefix=prefix, page_size=page_size)
         while True:
             page = await self._unary(self._stub.ListConversations, request)
@@ -215,32 +204,24 @@ class AsyncClient:
 
 
 class AsyncConversation:
-    """Turns that follow each other. What is said is only what is new; the service knows the rest."""
+    """Turns that follow each other. A prompt is only what is new; the service knows the rest."""
 
     def __init__(self, client: AsyncClient, conversation_id: str) -> None:
         self._client = client
         self.conversation_id = conversation_id
 
-    async def ask(
-        self, prompt: Prompt, *, mode: str = "auto", sampling: Sampling | None = None, timeout: float | None = None
-    ) -> Answer:
-        """The next turn to its end."""
-        return await self._client.ask(
-            prompt, conversation_id=self.conversation_id, mode=mode, sampling=sampling, timeout=timeout
-        )
+    async def ask(self, prompt: Prompt, **options: Unpack[TurnOptions]) -> Answer:
+        """Run the next turn to its end."""
+        return await self._client.ask(prompt, conversation_id=self.conversation_id, **options)
 
-    def stream(
-        self, prompt: Prompt, *, mode: str = "auto", sampling: Sampling | None = None, timeout: float | None = None
-    ) -> AsyncAnswerStream:
-        """The next turn, piece by piece."""
-        return self._client.stream(
-            prompt, conversation_id=self.conversation_id, mode=mode, sampling=sampling, timeout=timeout
-        )
+    def stream(self, prompt: Prompt, **options: Unpack[TurnOptions]) -> AsyncAnswerStream:
+        """Run the next turn piece by piece."""
+        return self._client.stream(prompt, conversation_id=self.conversation_id, **options)
 
     async def info(self) -> inference_pb2.GetConversationResponse:
-        """Where its KV lies. Raises NotFound before the first turn has ended."""
+        """Tell where its KV lies. Raises NotFound before the first turn has ended."""
         return await self._client.conversation(self.conversation_id)
 
     async def delete(self) -> None:
-        """Forget it and free its KV. Raises NotFound, Busy while a turn runs."""
+        """Forget it and free its KV. Raises NotFound, and Busy while a turn runs."""
         await self._client.delete_conversation(self.conversation_id)

@@ -1,4 +1,4 @@
-"""How a client reaches a gateway: plainly on loopback, by TLS elsewhere, with a bearer token where one is asked for."""
+"""Channel from a client to a gateway: plain on loopback, TLS elsewhere, with a bearer token where one is required."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class TlsFiles:
     server_name: str = ""
 
     def credentials(self) -> grpc.ChannelCredentials:
-        """Raises ConfigError for a file that cannot be read."""
+        """Read the files. Raises ConfigError for a file that cannot be read."""
         if (self.cert is None) != (self.key is None):
             raise ConfigError("tls: cert and key belong together; give both or neither")
         return grpc.ssl_channel_credentials(_read(self.ca), _read(self.key), _read(self.cert))
@@ -44,7 +44,7 @@ def _read(path: Path | None) -> bytes | None:
 
 
 def metadata_of(token: str) -> Metadata:
-    """What every call carries. Raises ConfigError for a token that no header can carry."""
+    """Return the metadata of every call. Raises ConfigError for a token that no header can carry."""
     if not token:
         return ()
     if not (token.isascii() and token.isprintable()) or " " in token:

@@ -1,4 +1,4 @@
-"""What a failed call means: the error that the server named, or what gRPC found by itself."""
+"""Errors of failed calls: the error that the server named, or gRPC's own."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from cp_core.errors import CapacityExceeded, DeadlineExceeded, RingserveError, U
 from services.rpc.errors import error_of
 
 OWN_ENDS = ("Locally cancelled by application!", "Channel closed!")
-"""gRPC's details where this side ended the call. A server that stops cancels what reaches it a moment too late."""
+"""Details of gRPC where this side ended the call. A server that stops also cancels calls that arrive too late."""
 
 
 def error_from_call(call: Any, target: str) -> RingserveError:
-    """`call` is a grpc.RpcError, of a channel of either kind."""
+    """Return the error of a failed `call`, a grpc.RpcError."""
     error = error_of(call)
     if error is not None:
         return error

@@ -1,10 +1,11 @@
-"""What a client asks for, in Python's types; turned into the contract's GenerateRequest."""
+"""Requests of the Python client, and the contract's GenerateRequest made of them."""
 
 from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import TypedDict
 
 from cp_core.errors import InvalidRequest
 from ringserve.v1 import inference_pb2
@@ -30,7 +31,7 @@ Prompt = str | Sequence[int] | Sequence[Message]
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How tokens are drawn; the names and meanings are those of the contract's SamplingParams. None: its default."""
+    """Sampling parameters; names and meanings are those of the contract's SamplingParams. None: its default."""
 
     temperature: float | None = None
     max_tokens: int | None = None
@@ -48,7 +49,7 @@ class Sampling:
     include_stop_str_in_output: bool = False
 
     def to_message(self) -> inference_pb2.SamplingParams:
-        """Raises InvalidRequest for what the contract's types cannot carry."""
+        """Return the contract's message. Raises InvalidRequest for a value that the contract's types cannot carry."""
         message = inference_pb2.SamplingParams()
         for field in fields(self):
             value = getattr(self, field.name)
@@ -62,10 +63,32 @@ class Sampling:
         return message
 
 
+class TurnOptions(TypedDict, total=False):
+    """Options of one turn.
+
+    `mode` relates the prompt to its conversation: "auto", "append" or "whole_history". `timeout` in seconds bounds all
+    attempts together.
+    """
+
+    mode: str
+    sampling: Sampling | None
+    timeout: float | None
+
+
+class RequestOptions(TurnOptions, total=False):
+    """Options of a turn of any conversation; without `conversation_id` nothing is retained after the turn."""
+
+    conversation_id: str
+    request_id: str
+
+
 def request_of(
     prompt: Prompt, conversation_id: str, mode: str, sampling: Sampling, request_id: str
 ) -> inference_pb2.GenerateRequest:
-    """Raises InvalidRequest. A request id is always there: it is what makes attempts at one request known as such."""
+    """Return the contract's request. Raises InvalidRequest.
+
+    A request id is always there: the router knows attempts at one request by it.
+    """
     if mode not in MODES:
         raise InvalidRequest(f"mode: {mode!r} is not allowed; use one of {', '.join(MODES)}")
     request = inference_pb2.GenerateRequest(
@@ -95,6 +118,6 @@ def request_of(
 
 
 def is_repeatable(request: inference_pb2.GenerateRequest) -> bool:
-    """Whether running it twice leaves the conversation as running it once does: it must not add to what is there."""
+    """Return whether running the request twice leaves the conversation as running it once does: it must not append."""
     is_whole = request.prompt_mode == inference_pb2.PROMPT_MODE_WHOLE_HISTORY or request.HasField("chat")
     return not request.conversation_id or is_whole

@@ -1,12 +1,12 @@
-"""When a turn is tried again: only before its first token, and only where trying twice cannot do it twice.
+"""Retries of a turn: only before its first token, and only where a second attempt cannot run the turn twice.
 
-Every attempt has the same request id, of which the router lets one run at a time.
+Every attempt has the same request id; the router runs one attempt of an id at a time.
 
 | what failed | tried again |
 |---|---|
 | no room (`CapacityExceeded`) | yes: the turn was refused whole |
 | no ring, or a gateway that stops (`NotBegun`) | yes: the same |
-| someone could not be reached (`Unavailable`) | where the request is repeatable: nobody knows how far it came |
+| a process could not be reached (`Unavailable`) | where the request is repeatable: its progress is unknown |
 | the request id still runs (`Busy`) | after such a loss: our own first attempt is being ended |
 | anything else, or anything after the first token | no |
 """
@@ -21,7 +21,7 @@ from cp_core.errors import Busy, CapacityExceeded, NotBegun, RingserveError, Una
 
 @dataclass(frozen=True, kw_only=True)
 class RetryPolicy:
-    """The delay doubles from attempt to attempt, and is never shorter than the server asks for."""
+    """Bounds of retries. The delay doubles from attempt to attempt, and is never shorter than the server asks for."""
 
     max_attempts: int = 4
     first_delay_seconds: float = 0.2
@@ -32,7 +32,7 @@ NO_RETRIES = RetryPolicy(max_attempts=1)
 
 
 class Retries:
-    """The attempts at one request. `deadline` is a time of the caller's clock, None where there is none."""
+    """Attempts at one request. `deadline` is a time of the caller's clock, None where there is none."""
 
     def __init__(self, policy: RetryPolicy, *, is_repeatable: bool, deadline: float | None) -> None:
         self._policy = policy
@@ -42,12 +42,12 @@ class Retries:
         self._was_lost = False
 
     def delay_after(self, error: RingserveError, *, has_tokens: bool, now: float) -> float | None:
-        """Seconds until the next attempt, None where there is to be none."""
+        """Return the seconds until the next attempt; None: there is none."""
         self._failed += 1
         if has_tokens or self._failed >= self._policy.max_attempts or not self._may_repeat(error):
             return None
         delay = min(self._policy.first_delay_seconds * 2 ** (self._failed - 1), self._policy.max_delay_seconds)
-        # Many clients are refused at once: they must not come back at once.
+        # Many clients are refused at once; a random delay spreads their next attempts.
         hint = error.retry_after_seconds if isinstance(error, CapacityExceeded) else None
         delay = max(delay * random.uniform(0.5, 1.0), hint or 0.0)
         return None if self._deadline is not None and now + delay >= self._deadline else delay

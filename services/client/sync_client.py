@@ -1,46 +1,114 @@
-"""A client for threads. Methods raise the errors of `cp_core.errors`, each with one sentence."""
+"""Python client for threads: the verbs of `async_client`, run in one background event loop a client."""
 
 from __future__ import annotations
 
+import asyncio
 import threading
-import time
-import uuid
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Generator, Iterator
+from concurrent.futures import CancelledError, Future
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TypeVar, Unpack
 
-import grpc
-
-from cp_core.errors import Unavailable
-from ringserve.v1 import inference_pb2, inference_pb2_grpc
-from services.client.channel import TlsFiles, metadata_of
-from services.client.failures import error_from_call
-from services.client.requests import Prompt, Sampling, is_repeatable, request_of
-from services.client.results import Answer, AnswerReader, Piece, Plan
-from services.client.retries import Retries, RetryPolicy
-from services.rpc.server import OPTIONS
+from cp_core.errors import RingserveError
+from ringserve.v1 import inference_pb2
+from services.client.async_client import AsyncAnswerStream, AsyncClient, AsyncConversation
+from services.client.channel import TlsFiles
+from services.client.requests import Prompt, RequestOptions, TurnOptions
+from services.client.results import Answer, Piece, Plan
+from services.client.retries import RetryPolicy
 
 T = TypeVar("T")
-Responses = Generator[inference_pb2.GenerateResponse, None, None]
 
-CONTROL_SECONDS = 30.0
+CANCEL_SECONDS = 5.0
+"""Longest wait for a call to end that its caller has interrupted."""
+
+
+class _LoopThread:
+    """Event loop in a daemon thread. A forked child has no such thread: make a client after the fork."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._lock = threading.Lock()
+        self.is_closed = False
+        self._thread = threading.Thread(target=self._serve, name="ringserve-client", daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        self._loop.run_forever()
+        self._loop.close()
+
+    def run(self, work: Awaitable[T]) -> T:
+        """Await `work` in the loop. Ctrl-C in the caller cancels it; a closed client raises RingserveError."""
+        ended = threading.Event()
+
+        async def bounded() -> T:
+            try:
+                return await work
+            finally:
+                ended.set()
+
+        future: Future[T] | None = None
+        try:
+            with self._lock:
+                if self.is_closed:
+                    _discard(work)
+                    raise RingserveError("the client is closed")
+                future = asyncio.run_coroutine_threadsafe(bounded(), self._loop)
+            return future.result()
+        except CancelledError:
+            raise RingserveError("CANCELLED: the client was closed during the call") from None
+        except BaseException:
+            if future is not None and future.cancel():
+                ended.wait(CANCEL_SECONDS)
+            raise
+
+    def items(self, source: AsyncIterator[T]) -> Generator[T, None, None]:
+        """Yield the items of an asynchronous iterator."""
+        while True:
+            try:
+                item = self.run(source.__anext__())
+            except StopAsyncIteration:
+                return
+            yield item
+
+    def close(self, last: Awaitable[None]) -> None:
+        """Await `last`, cancel all that still runs, and end the thread. Idempotent."""
+        with self._lock:
+            if self.is_closed:
+                return _discard(last)
+            self.is_closed = True
+        asyncio.run_coroutine_threadsafe(self._end(last), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+    async def _end(self, last: Awaitable[None]) -> None:
+        try:
+            await last
+        finally:
+            running = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+            await self._loop.shutdown_asyncgens()
+
+
+def _discard(work: Awaitable[object]) -> None:
+    if asyncio.iscoroutine(work):
+        work.close()
 
 
 class AnswerStream(Iterator[Piece]):
-    """A turn's pieces as they come. A context: leaving it early ends the turn everywhere."""
+    """Pieces of one turn as they come. A context: leaving it early ends the turn everywhere."""
 
-    def __init__(self, responses: Responses) -> None:
-        self._responses = responses
-        self._reader = AnswerReader()
+    def __init__(self, stream: AsyncAnswerStream, loop: _LoopThread) -> None:
+        self._stream = stream
+        self._loop = loop
 
     def __next__(self) -> Piece:
-        for response in self._responses:
-            piece = self._reader.take(response)
-            if piece is not None:
-                return piece
-        if self._reader.answer is None:
-            raise Unavailable("the stream ended without a completion")
-        raise StopIteration
+        try:
+            return self._loop.run(self._stream.__anext__())
+        except StopAsyncIteration:
+            raise StopIteration from None
 
     def __enter__(self) -> AnswerStream:
         return self
@@ -52,40 +120,39 @@ class AnswerStream(Iterator[Piece]):
 
     def close(self) -> None:
         """End the turn, if it still runs."""
-        self._responses.close()
+        if not self._loop.is_closed:  # a closed client has ended its turns
+            self._loop.run(self._stream.close())
 
     @property
     def plan(self) -> Plan | None:
         """The plan, once the first piece is there; its measured fields are final with the answer."""
-        return self._reader.plan
+        return self._stream.plan
 
     def answer(self) -> Answer:
-        """Read what is left; the whole turn."""
-        for _ in self:
-            continue
-        assert self._reader.answer is not None, "a stream that ends has its answer"
-        return self._reader.answer
+        """Read the rest, and return the whole turn."""
+        return self._loop.run(self._stream.answer())
 
 
 class Client:
-    """One gateway, HOST:PORT, or several, ipv4:HOST:PORT,HOST:PORT: the next is called where one has ended.
+    """Client of one gateway, HOST:PORT, or several, ipv4:HOST:PORT,HOST:PORT: the next is called where one has ended.
 
-    Threads may share it.
+    Threads may share a client. A process that forks makes its clients afterwards.
     """
 
     def __init__(
         self, target: str, *, token: str = "", tls: TlsFiles | None = None, retry: RetryPolicy | None = None
     ) -> None:
-        """`token` is sent with every call. Raises ConfigError."""
-        self._target = target
-        self._metadata = metadata_of(token)
-        self._retry = retry or RetryPolicy()
-        if tls is None:
-            self._channel = grpc.insecure_channel(target, options=OPTIONS)
-        else:
-            self._channel = grpc.secure_channel(target, tls.credentials(), options=tls.options())
-        self._stub = inference_pb2_grpc.InferenceStub(self._channel)
-        self._closed = threading.Event()
+        """Send `token` with every call. Raises ConfigError."""
+
+        async def opened() -> AsyncClient:
+            return AsyncClient(target, token=token, tls=tls, retry=retry)
+
+        self._loop = _LoopThread()
+        try:
+            self._client = self._loop.run(opened())
+        except BaseException:
+            self._loop.close(asyncio.sleep(0))
+            raise
 
     def __enter__(self) -> Client:
         return self
@@ -96,154 +163,72 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Hang up; running calls are cancelled."""
-        self._closed.set()
-        self._channel.close()
+        """Hang up; running calls are cancelled. Idempotent."""
+        self._loop.close(self._client.close())
 
-    # --- turns -------------------------------------------------------------------------------------------------------
+    def ask(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> Answer:
+        """Run one turn to its end."""
+        return self._loop.run(self._client.ask(prompt, **options))
 
-    def ask(
-        self,
-        prompt: Prompt,
-        *,
-        conversation_id: str = "",
-        mode: str = "auto",
-        sampling: Sampling | None = None,
-        request_id: str = "",
-        timeout: float | None = None,
-    ) -> Answer:
-        """One turn to its end. `mode` says what the prompt is to its conversation: "auto", "append", "whole_history".
-
-        `timeout` in seconds bounds all attempts together.
-        """
-        with self.stream(
-            prompt,
-            conversation_id=conversation_id,
-            mode=mode,
-            sampling=sampling,
-            request_id=request_id,
-            timeout=timeout,
-        ) as stream:
-            return stream.answer()
-
-    def stream(
-        self,
-        prompt: Prompt,
-        *,
-        conversation_id: str = "",
-        mode: str = "auto",
-        sampling: Sampling | None = None,
-        request_id: str = "",
-        timeout: float | None = None,
-    ) -> AnswerStream:
-        """The same, piece by piece. Nothing is sent before the first piece is asked for."""
-        request = request_of(prompt, conversation_id, mode, sampling or Sampling(), request_id)
-        return AnswerStream(self._attempts(request, timeout))
+    def stream(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> AnswerStream:
+        """Run one turn piece by piece. Nothing is sent before the first piece is asked for."""
+        return AnswerStream(self._client.stream(prompt, **options), self._loop)
 
     def talk(self, conversation_id: str = "") -> Conversation:
-        """A conversation to go on with, or a new one under a name of its own."""
-        return Conversation(self, conversation_id or f"conversation-{uuid.uuid4().hex[:16]}")
+        """Return a conversation to go on with, or a new one under a name of its own."""
+        return Conversation(self._client.talk(conversation_id), self._loop)
 
-    def generate(self, request: inference_pb2.GenerateRequest, timeout: float | None = None) -> Responses:
-        """One turn in the contract's own messages, tried once; `timeout` (seconds) ends the turn everywhere."""
-        try:
-            yield from self._responses(request, timeout)
-        except grpc.RpcError as failure:
-            raise error_from_call(failure, self._target) from None
-
-    def _responses(self, request: inference_pb2.GenerateRequest, timeout: float | None) -> Responses:
-        call = self._stub.Generate(request, timeout=timeout, metadata=self._metadata)
-        try:
-            yield from call
-        finally:
-            call.cancel()
-
-    def _attempts(self, request: inference_pb2.GenerateRequest, timeout: float | None) -> Responses:
-        deadline = None if timeout is None else time.monotonic() + timeout
-        retries = Retries(self._retry, is_repeatable=is_repeatable(request), deadline=deadline)
-        while True:
-            has_tokens = False
-            try:
-                left = None if deadline is None else max(deadline - time.monotonic(), 0.001)
-                for response in self._responses(request, left):
-                    has_tokens = has_tokens or not response.HasField("start")
-                    yield response
-                return
-            except grpc.RpcError as failure:
-                error = error_from_call(failure, self._target)
-            delay = retries.delay_after(error, has_tokens=has_tokens, now=time.monotonic())
-            if delay is None or self._closed.wait(delay):
-                raise error
-
-    # --- asking ------------------------------------------------------------------------------------------------------
+    def generate(
+        self, request: inference_pb2.GenerateRequest, timeout: float | None = None
+    ) -> Generator[inference_pb2.GenerateResponse, None, None]:
+        """Run one turn in the contract's own messages, tried once; `timeout` (seconds) ends the turn everywhere."""
+        return self._loop.items(self._client.generate(request, timeout))
 
     def abort(self, request_ids: list[str]) -> inference_pb2.AbortResponse:
-        return self._unary(self._stub.Abort, inference_pb2.AbortRequest(request_ids=request_ids))
+        return self._loop.run(self._client.abort(request_ids))
 
     def model_info(self) -> inference_pb2.GetModelInfoResponse:
-        return self._unary(self._stub.GetModelInfo, inference_pb2.GetModelInfoRequest())
+        return self._loop.run(self._client.model_info())
 
     def server_info(self) -> inference_pb2.GetServerInfoResponse:
-        return self._unary(self._stub.GetServerInfo, inference_pb2.GetServerInfoRequest())
+        return self._loop.run(self._client.server_info())
 
     def conversation(self, conversation_id: str) -> inference_pb2.GetConversationResponse:
-        request = inference_pb2.GetConversationRequest(conversation_id=conversation_id)
-        return self._unary(self._stub.GetConversation, request)
+        return self._loop.run(self._client.conversation(conversation_id))
 
     def list_conversations(self, prefix: str = "", page_size: int = 100) -> Iterator[inference_pb2.ConversationSummary]:
-        """Every conversation whose id begins with `prefix`, fetched page by page."""
-        request = inference_pb2.ListConversationsRequest(prefix=prefix, page_size=page_size)
-        while True:
-            page = self._unary(self._stub.ListConversations, request)
-            yield from page.conversations
-            if not page.next_page_token:
-                return
-            request.page_token = page.next_page_token
+        """Yield every conversation whose id begins with `prefix`, fetched page by page."""
+        return self._loop.items(self._client.list_conversations(prefix, page_size))
 
     def fork_conversation(
         self, source_id: str, new_id: str, at_token: int | None = None
     ) -> inference_pb2.GetConversationResponse:
-        request = inference_pb2.ForkConversationRequest(source_id=source_id, new_id=new_id, at_token=at_token)
-        return self._unary(self._stub.ForkConversation, request)
+        return self._loop.run(self._client.fork_conversation(source_id, new_id, at_token))
 
     def delete_conversation(self, conversation_id: str) -> None:
-        request = inference_pb2.DeleteConversationRequest(conversation_id=conversation_id)
-        self._unary(self._stub.DeleteConversation, request)
-
-    def _unary(self, method: Callable[..., T], request: Any) -> T:
-        try:
-            return method(request, timeout=CONTROL_SECONDS, metadata=self._metadata)
-        except grpc.RpcError as failure:
-            raise error_from_call(failure, self._target) from None
+        self._loop.run(self._client.delete_conversation(conversation_id))
 
 
 class Conversation:
-    """Turns that follow each other. What is said is only what is new; the service knows the rest."""
+    """Turns that follow each other. A prompt is only what is new; the service knows the rest."""
 
-    def __init__(self, client: Client, conversation_id: str) -> None:
-        self._client = client
-        self.conversation_id = conversation_id
+    def __init__(self, conversation: AsyncConversation, loop: _LoopThread) -> None:
+        self._conversation = conversation
+        self._loop = loop
+        self.conversation_id = conversation.conversation_id
 
-    def ask(
-        self, prompt: Prompt, *, mode: str = "auto", sampling: Sampling | None = None, timeout: float | None = None
-    ) -> Answer:
-        """The next turn to its end."""
-        return self._client.ask(
-            prompt, conversation_id=self.conversation_id, mode=mode, sampling=sampling, timeout=timeout
-        )
+    def ask(self, prompt: Prompt, **options: Unpack[TurnOptions]) -> Answer:
+        """Run the next turn to its end."""
+        return self._loop.run(self._conversation.ask(prompt, **options))
 
-    def stream(
-        self, prompt: Prompt, *, mode: str = "auto", sampling: Sampling | None = None, timeout: float | None = None
-    ) -> AnswerStream:
-        """The next turn, piece by piece."""
-        return self._client.stream(
-            prompt, conversation_id=self.conversation_id, mode=mode, sampling=sampling, timeout=timeout
-        )
+    def stream(self, prompt: Prompt, **options: Unpack[TurnOptions]) -> AnswerStream:
+        """Run the next turn piece by piece."""
+        return AnswerStream(self._conversation.stream(prompt, **options), self._loop)
 
     def info(self) -> inference_pb2.GetConversationResponse:
-        """Where its KV lies. Raises NotFound before the first turn has ended."""
-        return self._client.conversation(self.conversation_id)
+        """Tell where its KV lies. Raises NotFound before the first turn has ended."""
+        return self._loop.run(self._conversation.info())
 
     def delete(self) -> None:
-        """Forget it and free its KV. Raises NotFound, Busy while a turn runs."""
-        self._client.delete_conversation(self.conversation_id)
+        """Forget it and free its KV. Raises NotFound, and Busy while a turn runs."""
+        self._loop.run(self._conversation.delete())

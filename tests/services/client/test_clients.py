@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
@@ -19,6 +21,7 @@ from cp_core.errors import (
 )
 from ringserve.v1 import inference_pb2, inference_pb2_grpc
 from services.client import AsyncClient, Client, Message, RetryPolicy, Sampling
+from services.client.sync_client import _LoopThread
 from services.gateway.text import TextCodec
 from services.rpc.errors import answering
 from services.rpc.server import GrpcServer
@@ -30,9 +33,41 @@ LONG = Sampling(max_tokens=4000)
 QUICK = RetryPolicy(max_attempts=3, first_delay_seconds=0.02)
 
 
-@pytest.fixture
-async def client(gateway: LocalGateway) -> AsyncIterator[AsyncClient]:
-    async with AsyncClient(gateway.target, retry=QUICK) as client:
+class InThreads:
+    """`Client`, its stream or its conversation in worker threads, called as those of `AsyncClient` are."""
+
+    def __init__(self, real: Any) -> None:
+        self._real = real
+
+    def __getattr__(self, name: str) -> Any:
+        attribute = getattr(self._real, name)
+        if not callable(attribute):
+            return attribute
+        if name in ("stream", "talk"):
+            return lambda *values, **options: InThreads(attribute(*values, **options))
+        return lambda *values, **options: asyncio.to_thread(attribute, *values, **options)
+
+    async def __aenter__(self) -> InThreads:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.to_thread(self._real.close)
+
+    def __aiter__(self) -> InThreads:
+        return self
+
+    async def __anext__(self) -> Any:
+        piece = await asyncio.to_thread(next, self._real, None)
+        if piece is None:
+            raise StopAsyncIteration
+        return piece
+
+
+@pytest.fixture(params=["asyncio", "threads"])
+async def client(gateway: LocalGateway, request: pytest.FixtureRequest) -> AsyncIterator[AsyncClient]:
+    """Return a client of either kind."""
+    real: Any = AsyncClient if request.param == "asyncio" else lambda *v, **o: InThreads(Client(*v, **o))
+    async with real(gateway.target, retry=QUICK) as client:
         yield client
 
 
@@ -117,30 +152,41 @@ async def test_the_other_calls_answer(client: AsyncClient) -> None:
     assert list((await client.abort(["nobody"])).unknown) == ["nobody"]
 
 
-async def test_threads_have_the_same_client(gateway: LocalGateway, oracle: Oracle) -> None:
-    prompt = random_tokens(40)
+async def test_closing_a_client_ends_its_turns(gateway: LocalGateway) -> None:
+    client = Client(gateway.target)
+    stream = client.stream("x", sampling=LONG)
+    await asyncio.to_thread(next, stream)
+    reading = asyncio.create_task(asyncio.to_thread(stream.answer))
+    await asyncio.sleep(0)
+    await asyncio.to_thread(client.close)
+    with pytest.raises(RingserveError, match=r"client (is|was) closed"):
+        await reading
+    await gateway.wait_idle()
+    stream.close()
+    client.close()
+    with pytest.raises(RingserveError, match="the client is closed"):
+        client.model_info()
 
-    def talk() -> None:
-        with Client(gateway.target) as client:
-            conversation = client.talk("threads")
-            first = conversation.ask(prompt, sampling=FIVE)
-            assert list(first.token_ids) == oracle.greedy(prompt, 5)
-            with conversation.stream([7], sampling=FIVE) as stream:
-                pieces = list(stream)
-                second = stream.answer()
-            assert "".join(piece.text for piece in pieces) == second.text
-            assert list(second.token_ids) == oracle.greedy([*prompt, *first.token_ids, 7], 5)
-            assert second.plan.cached_tokens == 44
-            assert conversation.info().num_turns == 2
-            with client.stream("x", sampling=LONG) as left:
-                next(left)
-            with pytest.raises(DeadlineExceeded):
-                client.ask("x", sampling=LONG, timeout=0.4)
-            conversation.delete()
-            with pytest.raises(NotFound):
-                conversation.info()
 
-    await asyncio.to_thread(talk)
+def test_ctrl_c_cancels_what_a_thread_waits_for() -> None:
+    loop, ended, began = _LoopThread(), [], threading.Event()
+
+    async def wait() -> None:
+        asyncio.get_running_loop().call_later(0.1, began.set)  # the caller waits by then
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append(True)
+
+    def interrupt() -> None:
+        began.wait()
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        loop.run(wait())
+    assert ended
+    loop.close(asyncio.sleep(0))
 
 
 Step = RingserveError | str
@@ -171,7 +217,7 @@ class Failing(inference_pb2_grpc.InferenceServicer):
 
 
 async def answered(gateway: Failing, ask: Callable[[AsyncClient, Client], Any]) -> Any:
-    """What a client makes of a failing gateway."""
+    """Return the answer that a client gets of a failing gateway."""
     server = GrpcServer()
     server.add(
         "ringserve.v1.Inference", lambda target: inference_pb2_grpc.add_InferenceServicer_to_server(gateway, target)
