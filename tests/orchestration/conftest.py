@@ -15,11 +15,11 @@ KINDS = ("llama_gqa", "llama_mha", "qwen3", "mistral")
 
 @pytest.fixture(scope="session")
 def model_paths(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
-    """A model directory of every kind."""
+    """Make a model directory of every kind."""
     return {kind: save_model(kind, tmp_path_factory.mktemp(kind)) for kind in KINDS}
 
 
 @pytest.fixture(scope="session")
 def oracles(model_paths: Mapping[str, Path]) -> Mapping[str, Oracle]:
-    """Each of the models as transformers runs it."""
+    """Run each of the models with transformers."""
     return {kind: Oracle(path) for kind, path in model_paths.items()}

@@ -1,4 +1,4 @@
-"""Ranks that compute nothing and do as a test tells them, behind the control plane's ports."""
+"""Ranks that compute nothing and answer as a test says, behind the control plane's ports."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ REPORT = TransferReport(payload_bytes=0, seconds=0.0)
 
 
 class FakeRank:
-    """A `RankPort`. `fail` makes every later call raise; `gate` holds `submit` and `drop_kv` back until it is set."""
+    """Fake of `RankPort`.
+
+    `fail` makes every later call raise; `gate` holds `submit` and `drop_kv` back until it is set.
+    """
 
     def __init__(self, number: int, start_error: Exception | None = None) -> None:
         self.number = number
@@ -159,7 +162,7 @@ class FakeRank:
 
 
 class FakeRanks:
-    """A `RankFactory`. `errors` are met by the next rings: one an attempt, in `create` or in the first rank's start."""
+    """Fake of `RankFactory`. `errors` hit the next rings, one an attempt: in `create` or in the first rank's start."""
 
     def __init__(self) -> None:
         self.rings: list[list[FakeRank]] = []

@@ -1,4 +1,4 @@
-"""A whole service in one process: router, leaders and ranks as they are, with threads for Ray and calls for gRPC."""
+"""Whole service in one process: real router, leaders and ranks, with threads for Ray and calls for gRPC."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ Shape = int | tuple[int, int]
 
 @dataclass(frozen=True)
 class Answer:
-    """A finished turn."""
+    """Finished turn."""
 
     token_ids: list[int]
     begun: BegunTurn
@@ -55,7 +55,7 @@ class Answer:
 
 
 class DirectPeers:
-    """`Peers` by plain reference; an endpoint is the ring's name."""
+    """Fake of `Peers` by plain reference; an endpoint is the ring's name."""
 
     def __init__(self) -> None:
         self.leaders: dict[str, PrefillLeader | DecodeLeader] = {}
@@ -73,7 +73,7 @@ class DirectPeers:
 
 
 class Service:
-    """An async context: rings of `num_prefill` and `num_decode` ranks with NaN in every unwritten KV slot."""
+    """Async context with rings of `num_prefill` and `num_decode` ranks, and NaN in every unwritten KV slot."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class Service:
         other_prefill: Sequence[Shape] = (),
         other_decode: Sequence[Shape] = (),
     ) -> None:
-        """`other_prefill` and `other_decode` are further rings, prefill-1, decode-1 and so on.
+        """Set up the rings. `other_prefill` and `other_decode` are further ones: prefill-1, decode-1 and so on.
 
         Given by their ranks alone they have as many processes a rank as the first of their role.
         """
@@ -174,7 +174,7 @@ class Service:
     async def __aenter__(self) -> Service:
         with ExitStack() as core:
             core.enter_context(on_one_core())
-            # Of rings that tie, a turn takes the one that came first: those of a role come by their numbers.
+            # Of equal rings a turn takes the one that registered first: those of a role register by number.
             await asyncio.gather(self._start("prefill"), self._start("decode"))
             self._core = core.pop_all()
         return self
@@ -212,7 +212,7 @@ class Service:
         priority: int = 0,
         algorithm: Algorithm | None = None,
     ) -> TurnRequest:
-        """`sampling` takes the place of the four that are part of it."""
+        """Return a request. `sampling` replaces the four arguments that are part of it."""
         return TurnRequest(
             request_id=f"request-{next(self._numbers)}",
             conversation_id=conversation,
@@ -256,7 +256,7 @@ class Service:
         raise AssertionError("the stream ended without a finish")
 
     def free_blocks(self) -> list[int]:
-        """Free KV blocks of every rank of all rings."""
+        """Return the free KV blocks of every rank of all rings."""
         return [rank.free_blocks for leader in self.peers.leaders.values() for rank in leader.ring.pool.usage()]
 
     def check_integrity(self) -> None:

@@ -1,4 +1,4 @@
-"""Kept KV that is moved between rings, as tests ask for it and look at it."""
+"""Moves of retained KV between rings, as tests ask for them and look at the result."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Leader = PrefillLeader | DecodeLeader
 
 
 def take(source: Leader, kv_id: str, *, transfer_id: str = "", deadline: float = 30.0) -> TakeKv:
-    """All that a ring keeps of a sequence."""
+    """Return the request to take over all that a ring retains under an id."""
     return TakeKv(
         transfer_id=transfer_id or f"move-{uuid.uuid4().hex}",
         attempt=1,
@@ -30,7 +30,7 @@ def take(source: Leader, kv_id: str, *, transfer_id: str = "", deadline: float =
 
 
 def kv_of(leader: Leader, kv_id: str) -> Tensor:
-    """[T, 2 * layers, K, D] of all tokens that a ring keeps of a sequence, by position."""
+    """Return the KV of all retained tokens by position: [T, 2 * layers, K, D]."""
     sequence = leader.ring.pool.get(kv_id)
     assert sequence is not None
     tp, size = leader.settings.ranks.tp, leader.settings.ranks.block_tokens

@@ -1,4 +1,4 @@
-"""A ring that drains gives away what it keeps of conversations before it leaves; whatever fails, answers are exact."""
+"""Rings that drain give away retained KV of conversations before they leave; whatever fails, answers are exact."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DRAIN_INTERVAL = 0.01
 
 
 class Draining(Service):
-    """Rings of different shapes; conversations are begun on the first of each role, and go on wherever they may."""
+    """Rings of different shapes; conversations begin on the first of each role, and continue wherever they may."""
 
     def __init__(self, path: Path, oracle: Oracle, **settings: object) -> None:
         shapes = {"other_prefill": [(1, 2)], "other_decode": [(2, 2)]} | settings
@@ -39,7 +39,7 @@ class Draining(Service):
             leader.settings = replace(leader.settings, drain_interval=DRAIN_INTERVAL)
 
     async def turn(self, name: str, new: list[int]) -> Answer:
-        """A conversation's next turn, checked."""
+        """Run a conversation's next turn and check it."""
         history = self.histories.get(name, [])
         mode = PromptMode.APPEND if history else PromptMode.WHOLE_HISTORY
         answer = await self.answer(self.request(new, conversation=name, mode=mode, max_tokens=ANSWER))
@@ -48,7 +48,7 @@ class Draining(Service):
         return answer
 
     async def begin(self, names: str, num_tokens: int = 30) -> None:
-        """Conversations whose KV is on the first rings."""
+        """Begin conversations on the first rings."""
         others = [self.peers.leaders[name] for name in ("prefill-1", "decode-1")]
         for leader in others:
             leader.is_draining = True
@@ -60,7 +60,7 @@ class Draining(Service):
             await leader.announce()
 
     async def drain(self, name: str, seconds: float = WAIT_SECONDS) -> DrainView:
-        """Let a ring drain and leave. Returns how that went."""
+        """Let a ring drain and leave. Return its progress at the end."""
         await self.router.drain_ring(name, seconds)
         return await self.left(name)
 
@@ -265,7 +265,7 @@ async def test_a_move_that_fails_is_counted_and_the_next_turn_computes_what_is_l
     await service.begin("ab")
 
     async def fails(request: TakeKv) -> TakenKv:
-        raise Unavailable("nobody answers")
+        raise Unavailable("the ring does not answer")
 
     monkeypatch.setattr(service.peers.leaders["decode-1"], "take_kv", fails)
     view = await service.drain("decode-0")
@@ -313,7 +313,7 @@ async def test_the_only_ring_of_a_role_leaves_with_what_it_keeps(service: Draini
 
 
 async def test_turns_forks_and_deletions_meet_moves_at_any_moment_and_nothing_is_lost(service: Draining) -> None:
-    """Rings drain and stay, in turn; each conversation's turns follow each other as fast as they can."""
+    """Drain rings in turn while each conversation's turns follow each other as fast as they can."""
     free = service.free_blocks()
     await service.begin("abc")
     is_over, has_turned = False, asyncio.Event()

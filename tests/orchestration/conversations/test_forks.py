@@ -1,4 +1,4 @@
-"""Two continuations of one history: the tokens are those of conversations that never shared anything."""
+"""Forks of one history: the tokens are those of conversations that never shared anything."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ async def go_on(service: Service, name: str, new: list[int], **options: int) -> 
 
 
 async def begin(service: Service, name: str, prompt: list[int]) -> list[int]:
-    """The history after one turn."""
+    """Run one turn and return the history."""
     answer = await service.answer(service.request(prompt, conversation=name))
     return [*prompt, *answer.token_ids]
 

@@ -1,4 +1,4 @@
-"""A decode ring that is about to evict gives what is unused longest to one with room, where computing it costs more."""
+"""Decode rings that are about to evict give the KV unused for longest to a ring with room, where that pays."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NAMES = "abcdef"
 
 @pytest.fixture
 def service(model_paths: Mapping[str, Path], oracles: Mapping[str, Oracle]) -> Draining:
-    """A decode ring of 3 ranks with 32 blocks each, and another with four times as many."""
+    """Run a decode ring of 3 ranks with 32 blocks each, and another with four times as many."""
     made = Draining(model_paths[KIND], oracles[KIND], num_blocks=NUM_BLOCKS, other_prefill=[], other_decode=[3])
     for name, leader in made.peers.leaders.items():
         blocks = NUM_BLOCKS * (1 if name == "decode-0" else 4)
@@ -35,7 +35,7 @@ def service(model_paths: Mapping[str, Path], oracles: Mapping[str, Oracle]) -> D
 
 
 async def fill(service: Draining) -> Leader:
-    """Six conversations of 49 tokens on a ring that holds 384: the router has heard nothing of it yet."""
+    """Put six conversations of 49 tokens on a ring that holds 384, before it announces itself again."""
     other = service.peers.leaders["decode-1"]
     other.is_draining = True
     await other.announce()
@@ -75,7 +75,7 @@ async def test_the_least_recently_used_go_before_they_are_evicted_and_are_not_co
 
 
 @pytest.mark.parametrize("reason", ["cheap to compute", "the other is full too", "it drains"])
-async def test_nothing_moves_where_it_is_not_worth_it_or_nobody_has_room(
+async def test_nothing_moves_where_it_is_not_worth_it_or_no_ring_has_room(
     reason: str, service: Draining, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("orchestration.conversations.rebalancing.WORTH", 1e9 if reason == "cheap to compute" else 0.0)

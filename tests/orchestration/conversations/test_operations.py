@@ -1,4 +1,4 @@
-"""What can be asked about conversations is answered by what the rings hold, and what is forgotten is free again."""
+"""Operations on conversations answer by what the rings hold, and forgotten KV is free again."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.workers.models import Oracle, random_tokens
 def appended(
     service: Service, new: list[int], name: str = "c", *, deadline: float = 60.0, max_tokens: int = 5
 ) -> TurnRequest:
-    """A turn that waits behind the running one."""
+    """Run a turn that waits behind the running one."""
     return service.request(
         new, conversation=name, mode=PromptMode.APPEND, wait=True, deadline=deadline, max_tokens=max_tokens
     )
@@ -132,7 +132,7 @@ async def test_the_router_looks_for_the_expired_by_itself(model_paths: Mapping[s
 async def test_what_is_forgotten_while_its_turn_settles_leaves_no_kv(
     how: str, model_paths: Mapping[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The router has entered the turn's end, and the decode ring has yet to hear how much it is to keep."""
+    """Delete when the router has entered the turn's end, before the decode ring hears how much to retain."""
     clock = Clock()
     async with Service(model_paths["llama_gqa"], 2, 3, conversation_ttl=60.0, clock=clock) as service:
         free, router = service.free_blocks(), service.router

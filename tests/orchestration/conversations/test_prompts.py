@@ -1,4 +1,4 @@
-"""How a prompt is read: what it shares with the history, and whether it repeats it."""
+"""Reading of a prompt: the tokens that it shares with the history, and whether it repeats it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tenant's KV stays within its quota, at its own cost alone, and what was let go is computed again to the token."""
+"""Quotas bound a tenant's KV at its own cost alone, and released KV is computed again to the token."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ANSWER = 5
 
 
 def of(service: Service, tenant: str, name: str, limit: int, prompt: list[int], **more: object) -> TurnRequest:
-    """A turn of a tenant's, as its gateway asks for it; no `name`: of no conversation."""
+    """Return a tenant's request as its gateway builds it; without `name` it belongs to no conversation."""
     request = service.request(prompt, conversation=f"{tenant}/{name}" if name else "", **more)  # type: ignore[arg-type]
     quota = KvQuota(tenant=tenant, max_tokens=limit) if limit else None
     return replace(request, request_id=f"{tenant}/{request.request_id}", kv_quota=quota)

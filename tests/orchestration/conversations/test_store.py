@@ -1,4 +1,4 @@
-"""The router's book of conversations: one turn at a time, a limit, an age, and nothing left of what never finished."""
+"""Store of conversations: one turn at a time, a limit, an age, and no trace of those that finished no turn."""
 
 from __future__ import annotations
 
@@ -100,13 +100,13 @@ Opened = tuple[Conversation, list[Conversation]]
 
 
 async def in_line(store: ConversationStore, *names: str) -> dict[str, asyncio.Task[Opened]]:
-    """Requests that stand in line for "c" when this returns, in this order."""
+    """Return when these requests wait for "c" in this order."""
     waits = {}
     for name in names:
         came = asyncio.Event()
 
         async def stand(name: str = name, came: asyncio.Event = came) -> Opened:
-            came.set()  # whoever waits for it goes on when this task waits in turn
+            came.set()  # a task that waits for it continues when this task waits
             return await store.open_in_turn("c", name)
 
         waits[name] = asyncio.create_task(stand())
@@ -121,7 +121,7 @@ async def test_turns_that_wait_get_the_conversation_in_the_order_in_which_they_c
     waits = await in_line(store, "second", "third", "fourth")
     assert store.get("c").view().num_waiting == 3
     store.close(running)
-    with pytest.raises(Busy, match="'second'"):  # handed on at once: nobody comes between
+    with pytest.raises(Busy, match="'second'"):  # handed on at once: no turn comes between
         store.open("c", "pusher")
     for name, wait in waits.items():
         conversation, _ = await wait

@@ -1,4 +1,4 @@
-"""The choice of rings as decision 0015 says it, looking at every ring: what the quick placer is held to."""
+"""Reference for the choice of rings: it looks at every ring, and the placer must agree with it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Names = tuple[str, str]
 
 
 class ExhaustivePlacer:
-    """For rings of one process a rank that predict by their own rates, with no corrections."""
+    """Placer for rings of one process a rank that predict by their own rates, with no corrections."""
 
     def __init__(self, rings: RingRegistry, model: ModelInfo) -> None:
         self._rings = rings
@@ -82,7 +82,7 @@ class ExhaustivePlacer:
         return max(0.0, ring.busy_until - self._rings.clock()) + alone
 
     def _source(self, turn: WantedTurn, ring: RegisteredRing, decode: RegisteredRing) -> RegisteredRing:
-        """Where what a prefill ring lacks would come from: the ring that keeps most, of equals the decode ring."""
+        """Return the ring that retains most KV; of equals the decode ring."""
         left = [
             each
             for role in ("prefill", "decode")

@@ -1,4 +1,4 @@
-"""A turn that asks for its algorithm gets it, with the same tokens; and what turns took is shown."""
+"""Turns that ask for an algorithm get it, with the same tokens; and learned corrections are shown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""KV that only the decode ring keeps is fetched where that is predicted to be faster than computing it again."""
+"""KV that only the decode ring retains is pulled where that is predicted to be faster than computing it again."""
 
 from __future__ import annotations
 

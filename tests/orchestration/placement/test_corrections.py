@@ -1,4 +1,4 @@
-"""What is learned from measured times: a median that a few turns which are off do not move."""
+"""Corrections learned from measured times: a median that a few outliers do not move."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KV, Q = Algorithm.PASS_KV, Algorithm.PASS_Q
 RING = registration(chunk_tokens=512)
 OTHER = replace(RING, name="other")
 WORK = 100.0
-"""Like that of turns of 64 to 256 work units."""
+"""Work of turns of 64 to 256 work units."""
 
 
 def noted(ratios: list[float], algorithm: Algorithm = KV) -> RingCorrections:
@@ -118,7 +118,7 @@ def planned(planner: Planner, num_tokens: int = 2000, algorithm: Algorithm | Non
 
 
 def report(plan: TurnPlan, factor: float, num_turns: int = 1) -> PrefillReport:
-    """The plan as it was computed, in `factor` times the seconds that were predicted."""
+    """Return a report of the plan's chunks, in `factor` times the predicted seconds."""
     chunks = tuple(replace(chunk, num_turns=num_turns) for chunk in plan.chunks)
     return PrefillReport(prefill_seconds=factor * plan.predicted_prefill_seconds, chunks=chunks)
 

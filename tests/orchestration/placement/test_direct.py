@@ -1,4 +1,4 @@
-"""When a decode ring computes a turn's new tokens itself, by what is predicted, and what the plan says of it."""
+"""Turns whose decode ring computes the new tokens: when the predictions choose that, and what the plan says."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DIRECT = Algorithm.DECODE_RING
 
 
 def cluster(num_prefill: int = 1, selector: str = "auto", links: RingRates = RATES, **decode: object) -> Cluster:
-    """Prefill rings, and one decode ring of the same size and rates that takes up to 128 tokens, in 0.5 s at most."""
+    """Make prefill rings, and one equal decode ring that takes up to 128 tokens, in 0.5 s at most."""
     made = Cluster(selector)
     for number in range(num_prefill):
         made.add("prefill", f"p{number}", rates=links)
@@ -34,7 +34,7 @@ def cluster(num_prefill: int = 1, selector: str = "auto", links: RingRates = RAT
 
 
 def follow_up(new: int = 20, lag: int = 300, algorithm: Algorithm | None = None) -> WantedTurn:
-    """`new` tokens after a history of which the prefill ring lacks the last `lag`."""
+    """Return a turn of `new` tokens after a history of which the prefill ring lacks the last `lag`."""
     return WantedTurn(
         num_tokens=HISTORY + new,
         answer_tokens=100,
@@ -126,7 +126,7 @@ def test_prompts_queue_on_a_decode_ring_until_they_are_computed() -> None:
 
 
 def test_a_history_far_longer_on_the_decode_ring_is_neither_pulled_nor_computed_again() -> None:
-    """With slow links between the rings the way over a prefill ring takes seconds."""
+    """Compare with slow links between the rings: the way over a prefill ring takes seconds."""
     made = cluster(num_prefill=2, links=SLOW_LINKS)
     choice = made.placer.choose(follow_up(20, lag=HISTORY - 100))
     assert choice.is_direct

@@ -1,4 +1,4 @@
-"""Maps of where a conversation's KV lies: every change is a new map with the next epoch."""
+"""Maps of a conversation's KV: every change is a new map with the next epoch."""
 
 from __future__ import annotations
 

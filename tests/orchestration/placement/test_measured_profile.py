@@ -1,4 +1,4 @@
-"""A router that has a profile plans by it, and keeps its predictions near to what turns take on the rings that run."""
+"""Routers with a profile plan by it, and correct its predictions by the turns that run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NUM_RANKS = 2
 
 
 def profile_in(directory: Path, **prefill: float) -> HardwareProfile:
-    """A shipped one with other constants, by way of a file."""
+    """Write a shipped profile with other constants to a file, and load it."""
     gtt = read_profile("gtt")
     path = directory / "measured.json"
     path.write_text(format_profile(replace(gtt, prefill=replace(gtt.prefill, **prefill))))
@@ -27,7 +27,7 @@ def profile_in(directory: Path, **prefill: float) -> HardwareProfile:
 
 
 def predicted(service: Service, profile: HardwareProfile, plan: TurnPlan) -> float:
-    """By the profile alone, for the plan as it was cut."""
+    """Predict the plan as it was cut, by the profile alone."""
     sample = PrefillSample(
         cp=NUM_RANKS,
         tp=1,
@@ -57,7 +57,7 @@ async def test_links_of_the_profile_choose_the_algorithm_whatever_the_ring_measu
 
 
 async def test_a_profile_that_is_far_off_is_made_up_for_by_what_turns_took(tmp_path: Path) -> None:
-    """The profile says a millionth of the rates that there are; after a few turns predictions are of the real size."""
+    """Use a profile with a millionth of the real rates; after a few turns predictions are of the real size."""
     slow = profile_in(tmp_path, gemm_flops=1e4, attention_flops=1e4)
     measured = []
     async with Service(save_model("llama_gqa", tmp_path), NUM_RANKS, 1, selector="pass_kv", profile=slow) as service:

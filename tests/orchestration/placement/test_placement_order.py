@@ -1,4 +1,4 @@
-"""Choices among rings that are kept in order are those of a search through all of them, whatever happens meanwhile."""
+"""Choices among ordered rings equal those of a search through all rings, whatever happens meanwhile."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from tests.rings import GPU_RATES as RATES
 from tests.rings import LLAMA_8B as MODEL
 
 RETAINED = 0.9
-"""Of a conversation's tokens, where it has been: the rest was evicted."""
+"""Share of a conversation's tokens that a ring retains; the rest was evicted."""
 
 
 class Happenings:
-    """A registry of rings of several kinds to which everything happens that can, by chance but repeatably."""
+    """Registry of rings of several kinds to which every possible event happens, by a seeded chance."""
 
     def __init__(self, seed: int, num_rings: int) -> None:
         self.draw = random.Random(seed)
@@ -64,9 +64,7 @@ class Happenings:
         return replace(kind, attention_flops=kind.attention_flops * self.draw.uniform(0.9, 1.1))
 
     def happen(self) -> None:
-        """One of: time passes, a ring tells of itself, is found gone, leaves, comes back; a turn's prefill ends, a turn
-        ends.
-        """
+        """Do one of: time passes, a ring announces, is lost, leaves, returns; a prefill ends, a turn ends."""
         draw, rings = self.draw, self.rings.all()
         what = draw.randrange(6)
         if what == 0:
@@ -90,7 +88,7 @@ class Happenings:
             decode.num_turns -= 1
 
     def wanted(self) -> tuple[int, WantedTurn]:
-        """A turn of one of a few conversations."""
+        """Return a turn of one of a few conversations."""
         conversation, new = self.draw.randrange(12), round(10 ** self.draw.uniform(1.0, 5.0))
         before = self.where.get(conversation)
         if before is None:

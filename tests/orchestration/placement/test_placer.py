@@ -1,4 +1,4 @@
-"""The choice of rings alone: least predicted time, the own ring where it is worth staying, ties in turn."""
+"""Choice of rings alone: least predicted time, the own ring where staying pays, ties in turn."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SLOW_LINKS = replace(RATES, link_bytes_per_second=1e9, link_latency_seconds=5e-3
 
 
 class Cluster:
-    """A registry whose clock stands still, and the placer over it."""
+    """Registry whose clock stands still, and the placer over it."""
 
     def __init__(self, selector: str = "auto") -> None:
         self.rings = RingRegistry(lambda: 100.0)
@@ -66,7 +66,7 @@ def new_turn(num_tokens: int = 10_000) -> WantedTurn:
 
 
 def follow_up(prefill: str = "p0", decode: str = "d0", history: int = 50_000) -> WantedTurn:
-    """200 tokens more, after a history of which the prefill ring lacks the last answer."""
+    """Return a turn of 200 more tokens after a history of which the prefill ring lacks the last answer."""
     return WantedTurn(
         num_tokens=history + 200,
         answer_tokens=100,
@@ -198,7 +198,7 @@ def test_short_prompts_take_small_rings_and_long_ones_large_rings() -> None:
 
 
 def test_time_that_the_model_leaves_out_sends_no_prompt_to_a_ring_of_the_wrong_size() -> None:
-    """Each step takes 20 ms more than predicted: many times what short prompts are predicted to take."""
+    """Make each step take 20 ms more than predicted: many times what short prompts are predicted to take."""
     made = Cluster()
     made.add("prefill", "large", 8, rates=SLOW_LINKS)
     made.add("prefill", "small", 1, rates=SLOW_LINKS)

@@ -1,4 +1,4 @@
-"""What the planner makes of a ring's shape: each of a rank's tensor parallel processes computes its share."""
+"""Plans by a ring's shape: each of a rank's tensor parallel processes computes its share."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RATES = RingRates(gemm_flops=1e9, attention_flops=1e9, link_bytes_per_second=1e1
 
 
 def planned(tp: int, rates: RingRates = RATES) -> TurnPlan:
-    """A plan of 4096 new tokens for a ring of two ranks of `tp` processes."""
+    """Plan 4096 new tokens for a ring of two ranks of `tp` processes."""
     ring = registration(tp=tp, rates=rates)
     planner = Planner(replace(MODEL, num_heads=8, num_kv_heads=4), PlannerSettings())
     return planner.plan(

@@ -1,4 +1,4 @@
-"""Rings of many sizes in one service: turns of one conversation go from one to another, and the tokens stay exact."""
+"""Rings of many sizes in one service: turns of one conversation go from one to another, and stay exact."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Pin = Callable[..., None]
 
 @pytest.fixture
 def pin(monkeypatch: pytest.MonkeyPatch) -> Pin:
-    """Called with a service and names of rings: later turns go to these, as if all others had refused."""
+    """Return a function that sends later turns to the named rings, as if all others had refused."""
     choose = RingPlacer.choose
     service: Service
     wanted: tuple[str, ...] = ()
@@ -52,7 +52,7 @@ def pools(path: Path, **settings: object) -> Service:
 
 
 class Talk:
-    """One conversation: every answer is compared with transformers'."""
+    """One conversation: every answer is compared with that of transformers."""
 
     def __init__(self, service: Service, oracle: Oracle, name: str = "c") -> None:
         self.service = service
@@ -61,11 +61,11 @@ class Talk:
         self._name = name
 
     async def say(self, new: list[int]) -> Answer:
-        """`new` follows what was said."""
+        """Append `new` to the conversation."""
         return await self.tell([*self.history, *new])
 
     async def tell(self, whole: list[int]) -> Answer:
-        """The whole history, which may differ from what was said."""
+        """Send the whole history, which may differ from the conversation so far."""
         request = self.service.request(whole, conversation=self._name, max_tokens=MAX_TOKENS)
         answer = await self.service.answer(request)
         plan = answer.begun.plan
@@ -82,7 +82,7 @@ class Talk:
 async def test_turns_that_alternate_between_prefill_rings_of_all_sizes_give_the_tokens_of_transformers(
     selector: str, decode: str, model_paths: Mapping[str, Path], oracles: Mapping[str, Oracle], pin: Pin
 ) -> None:
-    """The decode ring keeps the conversation, so no prefill ring computes what another has computed."""
+    """Check that no prefill ring computes what another has computed: the decode ring retains the conversation."""
     async with pools(model_paths["llama_gqa"], selector=selector) as service:
         free = service.free_blocks()
         talk = Talk(service, oracles["llama_gqa"])
@@ -109,7 +109,7 @@ async def test_turns_that_alternate_between_prefill_rings_of_all_sizes_give_the_
 async def test_conversations_that_wander_over_all_rings_are_exact_whatever_is_edited(
     kind: str, model_paths: Mapping[str, Path], oracles: Mapping[str, Oracle], pin: Pin
 ) -> None:
-    """Prompts of one token leave ranks empty; steps of 24 tokens cut the longer ones."""
+    """Leave ranks empty by prompts of one token, and cut longer ones by steps of 24 tokens."""
     dice = random.Random(sum(map(ord, kind)))
     async with pools(model_paths[kind], chunk_tokens=24, missing_kv="auto") as service:
         free = service.free_blocks()

@@ -1,4 +1,4 @@
-"""What the router knows of rings: who serves, and how busy it takes each to be between two announcements."""
+"""Registry of rings: which serve, how busy each is taken to be between two announcements, and their status."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def registration(name: str, incarnation: str = "first", role: str = "prefill") -
 
 
 class Time:
-    """A clock that is set by hand."""
+    """Clock that is set by hand."""
 
     now = 0.0
 

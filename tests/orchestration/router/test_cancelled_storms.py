@@ -1,4 +1,4 @@
-"""Storms of requests that end at any moment and in any way leave nothing behind: no KV, no turn, no task, no file."""
+"""Storms of requests that end at any moment and in any way leave no KV, turn, task or file behind."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ MAX_TOKENS = 12
 LENGTHS = (5, 33, 120, 400)
 NUM_CONVERSATIONS = 20
 CONNECTION_FILES = 2
-"""Of the one connection from a rank to a rank of the other ring: both its ends are in this process."""
+"""Files of the one connection from a rank to a rank of the other ring: both its ends are in this process."""
 FREE_SECONDS = 1.0
-"""How soon after the last request everything must be free."""
+"""Seconds after the last request within which everything must be free."""
 
 
 class Storm:
-    """One round. Whoever is not hurried reads its whole answer and must get the right one."""
+    """One round of requests. A client without a hurry reads its whole answer and must get the right one."""
 
     def __init__(self, service: Service, expected: Mapping[int, list[int]], seed: int) -> None:
         self._service = service
@@ -64,7 +64,7 @@ class Storm:
         return "answered"
 
     async def _hurried(self, length: int, number: int) -> str:
-        """The client goes after a while, wherever its turn is by then."""
+        """Cancel the client after a while, wherever its turn is by then."""
         turn = asyncio.create_task(self._service.answer(self._request(length, f"c{number}" if number % 2 else "")))
         await asyncio.wait([turn], timeout=self._chance.uniform(0, 0.4))
         return await self._cancel(turn)
@@ -84,7 +84,7 @@ class Storm:
         return "answered"  # it ended in that very moment
 
     async def _hung_up(self, length: int, number: int) -> str:
-        """The client goes after so many tokens: none, while it migrates, while it decodes."""
+        """Hang up after so many tokens: after none, while the turn migrates, while it decodes."""
         request, seen = self._request(length), 0
         tokens = self._chance.choice((0, 0, 1, 1, 4))
         begun = await self._service.router.begin_turn(request)
@@ -103,7 +103,7 @@ class Storm:
         return "answered"
 
     async def _in_line(self, length: int, number: int) -> str:
-        """Turns of few conversations, one behind the other, some of which do not wait to the end."""
+        """Run turns of few conversations behind each other, some of which do not wait to the end."""
         name = f"line-{self._chance.randrange(NUM_CONVERSATIONS)}"
         request = self._request(length, name, wait=True)
         turn = asyncio.create_task(self._service.answer(request))
@@ -136,7 +136,7 @@ async def forget_conversations(service: Service) -> None:
 
 
 def holds_nothing(service: Service, free: list[int]) -> bool:
-    """Whether no turn runs, no block is taken and no transfer is open on any rank."""
+    """Return whether no turn runs, no block is taken and no transfer is open on any rank."""
     ranks = [*service.prefill_ranks.made, *service.decode_ranks.made]
     return (
         service.router.num_running == 0

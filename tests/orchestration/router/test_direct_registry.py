@@ -1,4 +1,4 @@
-"""Quotas and drains with turns whose decode ring computes the prompt itself: a prefill ring knows nothing of them."""
+"""Quotas and drains with turns whose decode ring computes the prompt: they involve no prefill ring."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Oracles = Mapping[str, Oracle]
 
 
 async def direct_turn(service: Draining, name: str, prompt: list[int], mode: PromptMode = PromptMode.APPEND) -> None:
-    """A conversation's next turn, by its decode ring and checked; `prompt` is new or the whole history."""
+    """Run a conversation's next turn on its decode ring and check it; `prompt` is new or the whole history."""
     whole = [*service.histories[name], *prompt] if mode is PromptMode.APPEND else prompt
     request = service.request(prompt, conversation=name, mode=mode, max_tokens=ANSWER)
     answer = await service.answer(replace(request, algorithm=DIRECT))

@@ -30,7 +30,7 @@ class TwoOfEach(Service):
             self.add(leader.settings.role, 1)
 
     def add(self, role: str, number: int) -> None:
-        """A leader whose ring has yet to start."""
+        """Add a leader whose ring has yet to start."""
         name, register, ranks = f"{role}-{number}", self.router.register_ring, ThreadRanks(poisoned=True)
         if role == "prefill":
             settings = replace(self.prefill.settings, name=name, drain_interval=0.01)

@@ -1,4 +1,4 @@
-"""The main promise: the tokens of every turn are those of stock transformers, whatever the rings and the algorithm."""
+"""Exactness: the tokens of every turn are those of stock transformers, whatever the rings and the algorithm."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ async def _converse(service: Service, name: str, script: Script) -> None:
         answer = await service.answer(service.request(new, conversation=name, mode=mode, max_tokens=MAX_TOKENS))
         assert answer.token_ids == expected, f"turn {number + 1} of {name}"
         plan = answer.begun.plan
-        # All but the last sampled token, whose KV nobody has computed, comes from KV of earlier turns.
+        # All but the last sampled token, whose KV no ring has computed, comes from KV of earlier turns.
         assert plan.cached_tokens == max(0, history - 1), f"turn {number + 1} of {name}"
         if name.startswith("pass_q") and plan.prefill_ranks > 1:
             assert plan.algorithm == "pass_q"

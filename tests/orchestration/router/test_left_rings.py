@@ -1,4 +1,4 @@
-"""A conversation that leaves a ring takes along what that ring keeps of it, or computes it again: exact either way."""
+"""Conversations that leave a ring take along the KV that it retains, or compute it again: exact either way."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SHAPES = (
 
 
 class Talk:
-    """A conversation, and what its next answer must be."""
+    """Conversation, with its next expected answer."""
 
     def __init__(self, service: Service, oracle: Oracle) -> None:
         self._service = service
@@ -53,7 +53,7 @@ async def refuse(request: Reserve) -> None:
 
 
 def refused(service: Service, answer: Answer, monkeypatch: pytest.MonkeyPatch, *roles: str) -> None:
-    """The rings of these roles that served a turn take none any more."""
+    """Refuse further turns on the rings of these roles that served a turn."""
     names = {"prefill": answer.begun.plan.prefill_ring, "decode": answer.begun.plan.decode_ring}
     for role in roles:
         monkeypatch.setattr(service.peers.leaders[names[role]], "reserve", refuse)
@@ -209,7 +209,7 @@ async def test_a_turn_that_is_aborted_while_it_fetches_leaves_both_rings_as_they
         assert after.begun.plan.cached_tokens == 47 + ANSWER - 1
 
 
-async def test_a_ring_that_does_not_say_what_it_keeps_holds_nobody_up(
+async def test_a_ring_that_does_not_say_what_it_retains_delays_no_turn(
     model_paths: Mapping[str, Path], oracles: Mapping[str, Oracle], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("orchestration.router.begin.ASK_SECONDS", 0.05)

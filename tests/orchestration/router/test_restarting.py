@@ -1,4 +1,4 @@
-"""A ring that restarts is waited for: where it is the only one of its role, turns wait and do not fail."""
+"""Turns wait for a ring that restarts, where it is the only one of its role, and do not fail."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Restarting(Service):
             leader.settings = replace(leader.settings, drain_interval=0.01)
 
     async def gone(self, name: str) -> RingEvent:
-        """What the process that started the ring is told, when the ring has left; its leader is ended then."""
+        """Wait for the event that the process that started the ring gets when the ring has left, and end its leader."""
         leader = self.peers.leaders[name]
         async with asyncio.timeout(WAIT_SECONDS):
             await leader.has_left.wait()
@@ -207,7 +207,7 @@ async def test_a_ring_that_does_not_come_back_is_not_waited_for_any_longer() -> 
     assert not await returns.until_served("another", deadline), "nothing is to be waited for"
 
 
-async def test_nobody_waits_for_a_ring_while_the_other_role_has_none_that_comes() -> None:
+async def test_no_turn_waits_for_a_ring_while_the_other_role_has_none_that_comes() -> None:
     rings = RingRegistry()
     ring = registration("prefill-0", "first")
     rings.register(ring)

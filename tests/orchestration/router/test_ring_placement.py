@@ -24,7 +24,7 @@ async def append(service: Service, tokens: list[int], **settings: object) -> Ans
 
 
 def kept(service: Service) -> dict[str, int]:
-    """Tokens of the conversation by the rings that keep any."""
+    """Return the tokens of the conversation by the rings that retain any."""
     counts = {name: leader.ring.pool.num_retained("c") for name, leader in service.peers.leaders.items()}
     return {name: count for name, count in counts.items() if count}
 
@@ -34,7 +34,7 @@ async def refuse(request: Reserve) -> None:
 
 
 async def lose(request: Reserve) -> None:
-    raise Unavailable("nobody answers")
+    raise Unavailable("the ring does not answer")
 
 
 async def test_a_quiet_cluster_spreads_its_turns_and_each_conversation_stays_where_its_kv_is(
@@ -69,7 +69,7 @@ async def test_a_conversation_whose_ring_refuses_goes_to_another_and_frees_the_o
     oracles: Mapping[str, Oracle],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """From rings of 3 and 2 ranks to others of 1 and 3, and back again."""
+    """Go from rings of 3 and 2 ranks to others of 1 and 3, and back again."""
     async with Service(model_paths[KIND], 3, 2, other_prefill=[1], other_decode=[3]) as service:
         free = service.free_blocks()
         history = random_tokens(71)
@@ -142,7 +142,7 @@ async def test_a_conversation_leaves_a_ring_with_a_long_queue_and_pulls_its_kv_t
         history = [*history, *first.token_ids]
         busy = next(ring for ring in service.router.rings if ring.name == first.begun.plan.prefill_ring)
         busy.busy_until += 1000.0
-        busy.num_prefilling += 1  # somebody else's turn
+        busy.num_prefilling += 1  # another turn
         answer = await append(service, [4, 5])
         plan = answer.begun.plan
         assert answer.token_ids == oracles[KIND].greedy([*history, 4, 5], 5)
@@ -183,7 +183,7 @@ async def test_a_turn_that_fails_on_a_new_ring_leaves_the_conversation_on_its_ol
 async def test_kv_that_a_ring_could_not_be_told_to_free_is_never_taken_for_the_conversations(
     model_paths: Mapping[str, Path], oracles: Mapping[str, Oracle], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It goes to another ring, its history is rewritten there, and then it comes back."""
+    """Go to another ring, rewrite the history there, and return."""
     async with Service(model_paths[KIND], 2, 2, other_prefill=[1], other_decode=[3]) as service:
         history = random_tokens(64)
         await service.answer(service.request(history, conversation="c"))

@@ -1,4 +1,4 @@
-"""Turns that do not end well: cancelled, expired, refused, or hit by a rank's death. Nothing may be left behind."""
+"""Turns that are cancelled, expire, are refused, or lose a rank. They leave nothing behind."""
 
 from __future__ import annotations
 

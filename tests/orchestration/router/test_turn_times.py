@@ -1,4 +1,4 @@
-"""What rings tell of a turn, however far it came."""
+"""Time spans that rings record of a turn, however far it came."""
 
 from __future__ import annotations
 
