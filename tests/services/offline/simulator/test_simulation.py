@@ -116,7 +116,7 @@ def test_random_arrivals_wait_as_the_theory_of_queues_says() -> None:
     """Run equal turns on one ring, 60% busy: the mean wait is rho S / (2 (1 - rho)) (Pollaczek and Khinchine)."""
     draw, start, service = random.Random(1), 0.0, seconds_of(8_000)
     trace = []
-    for _ in range(20_000):
+    for _ in range(8_000):
         start += draw.expovariate(0.6 / service)
         trace.append(conversation(start, (8_000, 1, 0.0)))
     one_by_one = PrefillScheduling(fuse=False, interleave=False)
@@ -209,7 +209,7 @@ def test_a_conversation_that_moves_is_sent_whole_and_leaves_nothing_behind() -> 
 
 
 def test_looking_at_retained_kv_beats_round_robin() -> None:
-    trace = SyntheticTrace(TraceShape(num_conversations=600, seconds=900.0), 11)
+    trace = SyntheticTrace(TraceShape(num_conversations=200, seconds=300.0), 11)
     pools = {"prefill": PoolShape(num_rings=30, cp=2, tp=2), "decode": PoolShape(num_rings=20, cp=1, tp=2)}
     turns = simulate(trace, placement="round_robin", **pools)
     assert turns.cached_share < 0.2

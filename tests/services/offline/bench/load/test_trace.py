@@ -22,7 +22,7 @@ def drawn(
     )
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=25)
 @given(seed=st.integers(0, 1000), rate=st.floats(0.1, 50.0), duration=st.floats(0.5, 50.0))
 def test_arrivals_are_in_order_within_the_duration_and_as_large_as_their_kind(
     seed: int, rate: float, duration: float
