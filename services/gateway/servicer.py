@@ -24,10 +24,9 @@ from services.auth.authenticator import Authenticator
 from services.auth.scoped_router import ScopedRouter
 from services.auth.tenants import Tenant
 from services.auth.tls import of_grpc
-from services.gateway.completions import merged, turns_of
 from services.gateway.requests import RequestReader, identifier, named, num_completions, requests_to_abort, stop_rule
 from services.gateway.text import AnswerText, IncrementalText, StopRule, TextCodec
-from services.gateway.turn_stream import STOPPING, CallsUnderWay, Responses, TurnStream, TurnsUnderWay
+from services.gateway.turn_stream import STOPPING, CallsUnderWay, Responses, TurnStream, TurnsUnderWay, merged, turns_of
 from services.rpc.errors import answer, answering, code_of
 from services.rpc.wire.contract import to_message
 from services.telemetry.metrics.gateway import GatewayMetrics

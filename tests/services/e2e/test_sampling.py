@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from ringserve.v1 import inference_pb2
-from services.gateway.completions import derived_seed
 from services.gateway.text import REPLACEMENT, TextCodec
+from services.gateway.turn_stream import derived_seed
 from services.offline.reference import StockModel
 from tests.services.e2e.cluster import Cluster, Inference, ids
 

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from cp_core.errors import Unavailable
 from orchestration.protocol.turns import PromptMode, TurnRequest
 from ringserve.v1 import inference_pb2
-from services.gateway.completions import derived_seed, merged, turns_of
-from services.gateway.turn_stream import Responses
+from services.gateway.turn_stream import Responses, derived_seed, merged, turns_of
 from workers.sampling.parameters import SamplingParameters
 
 Response = inference_pb2.GenerateResponse
