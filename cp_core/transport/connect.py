@@ -1,4 +1,4 @@
-"""Joining of a ring: its ranks find each other in a key-value store that rank 0 serves.
+"""Joining of a ring: its ranks find each other in a key-value store that one of them serves.
 
 Ranks that were told each other's endpoints in another way need no store: `cp_core.transport.socket_mesh` connects them.
 """
@@ -46,7 +46,7 @@ class RingStore:
 
 
 def find_store(host: str, port: int, timeout_seconds: float) -> TCPStore:
-    """Wait for the store that rank 0 opens at host:port and return it. Raises Unavailable."""
+    """Wait for the store that another rank serves at host:port and return it. Raises Unavailable."""
     try:
         return TCPStore(
             host,
@@ -70,7 +70,6 @@ def connect_ring(
     backend: str = "auto",
     *,
     store: RingStore | None = None,
-    opens_store: bool = True,
     device: torch.device | str = "cpu",
     tls: PeerTls | None = None,
 ) -> RingTransport:
@@ -78,9 +77,8 @@ def connect_ring(
 
     The store guards nothing: any process that reaches it can be part of the ring.
 
-    Rank 0 opens the store at host:port, with two exceptions. It passes `store` where the port is chosen (port 0) and
-    told to the others first. It finds the store of a rank of another ring where `opens_store` is False.
-    `timeout_seconds` bounds the joining and every later wait. `backend`, the same on all ranks, is one of
+    The ranks find the store at host:port, except the one that serves it: it passes `store`, which may serve several
+    rings. `timeout_seconds` bounds the joining and every later wait. `backend`, the same on all ranks, is one of
     `transport.ring_backend` that serves `device`; only sockets can use `tls`. Raises Unavailable if the others do not
     come, ConfigError for a backend that does not serve the device, or cannot encrypt where it should.
     """
@@ -91,8 +89,6 @@ def connect_ring(
     if tls is not None and backend != "sockets":
         raise ConfigError(f"ring transport {backend!r} cannot encrypt; only 'sockets' can")
     deadline = time.monotonic() + timeout_seconds
-    if rank == 0 and store is None and opens_store:
-        store = RingStore(host, port, timeout_seconds)
     found = store.store if store is not None else find_store(host, port, timeout_seconds)
     prefixed = PrefixStore(name, found)
     try:

@@ -90,7 +90,6 @@ class RingJoining:
             ring.timeout_seconds,
             self.backend,
             store=self._store,
-            opens_store=False,
             device=self._settings.device,
         )
 
