@@ -55,10 +55,6 @@ class ReshardPlan:
         """Pieces by (source rank, destination rank)."""
         return {(route.source, route.destination): route.pieces for route in self.routes}
 
-    def from_rank(self, source: int) -> tuple[Route, ...]:
-        """Return the routes of one source rank."""
-        return tuple(route for route in self.routes if route.source == source)
-
 
 def plan_reshard(
     source: ShardMap,

@@ -106,7 +106,9 @@ class Rings:
                 key_of(),
                 self.source_blocks[rank // self.source_tp],
                 tuple(
-                    KvPart(self.receivers[route.destination].endpoint, route.pieces) for route in plan.from_rank(rank)
+                    KvPart(self.receivers[route.destination].endpoint, route.pieces)
+                    for route in plan.routes
+                    if route.source == rank
                 ),
             )
             for rank in range(len(self.senders))
