@@ -1,1 +1,1 @@
-"""Decode leader: its batch, block growth, preemption, and the end of turns."""
+"""Decode ring: its leader, its turns and their registry, and the engine of feed and room."""

@@ -1,1 +1,1 @@
-"""Prefill leader: its queue, scheduler, loop, and the run of one turn."""
+"""Prefill ring: its leader, scheduler and loop, and the run of one turn."""

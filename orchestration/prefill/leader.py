@@ -1,4 +1,4 @@
-"""The leader of a prefill ring: pins sequences, queues turns for its steps, keeps KV between turns."""
+"""Leader of a prefill ring: it pins sequences, queues turns for its steps, retains KV between turns."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from orchestration.ring.leader import RingLeader
 log = logging.getLogger(__name__)
 
 LEASE_SECONDS = 30.0
-"""How long past its deadline a turn is left to the router before this ring frees it by itself."""
+"""Seconds after a turn's deadline in which the router must settle it; then this ring releases its KV."""
 ROUNDING = 1
-"""Tokens by which ranks that level out may differ from the common level."""
+"""Tokens by which a rank may exceed the level that all ranks approach."""
 
 
 @dataclass(slots=True)
 class _Turn:
-    """A reserved turn. `pool` and `loop` are those of its reservation: a rebuilt ring has others."""
+    """A reserved turn, with the pool and the loop of the ring's incarnation at its reservation."""
 
     request: Reserve
     reservation: Reservation
@@ -50,24 +50,24 @@ class _Turn:
     lease: asyncio.TimerHandle
     run: PrefillRun | None = None
     task: asyncio.Task[PrefillDone] | None = None
-    is_letting_go: bool = False
+    is_cleaning_up: bool = False
     error: RingserveError | None = None
     reserved_at: float = field(default_factory=time.monotonic)
 
     def stop(self, error: RingserveError) -> None:
-        """Ask the turn to end: at once where it waits, when the step under way is over where it computes."""
+        """Make the turn end: at once where it waits, after the present step where it computes."""
         self.error = self.error or error
         self.loop.scheduler.remove(self.request.turn_id)
         if self.run is not None:
             self.run.stop_error = self.error
-        if self.task is not None and not self.is_letting_go and not (self.run and self.run.is_computing):
+        if self.task is not None and not self.is_cleaning_up and not (self.run and self.run.is_computing):
             self.task.cancel()
 
 
 class PrefillLeader(RingLeader):
-    """Owns one prefill ring. `announce` tells the router when the ring (again) serves.
+    """Owner of one prefill ring. `announce` tells the router when the ring (again) serves.
 
-    `loop` runs the steps of the ring's present incarnation; None before the first.
+    `loop` runs the steps of the ring's present incarnation; it is None before the first.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class PrefillLeader(RingLeader):
         self.loop: PrefillLoop | None = None
 
     async def on_ready(self) -> None:
-        """A new incarnation of the ring has a queue and a loop of its own."""
+        """Start the queue and the loop of a new incarnation, and announce the ring."""
         ring, settings = self.ring, self.settings
         work = WorkModel.of_shape(ring.model.shape)
         scheduler = PrefillScheduler(
@@ -94,7 +94,7 @@ class PrefillLeader(RingLeader):
         await super().on_ready()
 
     def _rate(self, work: WorkModel) -> float:
-        """Work units a second by what the ring measured of itself: as if steps were matrix products alone."""
+        """Return work units a second by the ring's measured rate, as if steps were matrix products alone."""
         return self.settings.num_processes * self.ring.rates.gemm_flops / work.flops_per_unit
 
     def _limits(self, work: WorkModel) -> StepLimits:
@@ -120,7 +120,7 @@ class PrefillLeader(RingLeader):
         return self.loop.scheduler.rate if self.loop is not None else 0.0
 
     async def reserve(self, request: Reserve) -> Reservation:
-        """Pin the sequence and hold room for the whole prompt on every rank. Idempotent per turn."""
+        """Pin the sequence and reserve blocks for the whole prompt on every rank. Idempotent per turn."""
         await self.kv_moves.until_free(request.kv_id)
         known = self._turns.get(request.turn_id)
         if known is not None:
@@ -131,18 +131,18 @@ class PrefillLeader(RingLeader):
         self._check_turns(loop.scheduler)
         pool = self.ring.pool
         sequence = pool.pin(request.kv_id, request.turn_id, request.match_tokens)
-        kept = sequence.shards.num_tokens
+        retained = sequence.shards.num_tokens
         try:
-            new = TokenRange(kept, request.num_tokens)  # at most: what the decode ring has of them is pulled
+            new = TokenRange(retained, request.num_tokens)  # at most: tokens on the decode ring are pulled
             loop.scheduler.reserve(request.turn_id, tokens=new, priority=request.priority, now=time.monotonic())
             pool.make_room(sequence, worst_case_held(sequence.shards.held, len(new)))
         except CapacityExceeded:
             loop.scheduler.remove(request.turn_id)
-            pool.settle(request.kv_id, request.turn_id, kept)
+            pool.settle(request.kv_id, request.turn_id, retained)
             raise
         reservation = Reservation(
             incarnation=self.ring.incarnation,
-            retained_tokens=kept,
+            retained_tokens=retained,
             shards=sequence.shards,
             kv_endpoints=self.ring.kv_endpoints,
             tp=self.settings.ranks.tp,
@@ -153,7 +153,7 @@ class PrefillLeader(RingLeader):
         return reservation
 
     async def prefill(self, request: PrefillTurn) -> PrefillDone:
-        """Run a reserved turn. Asking again joins the running one; losing the caller does not end it, an abort does."""
+        """Run a reserved turn. A second call joins the first. A lost caller does not end it, an abort does."""
         turn = self._turns.get(request.turn_id)
         if turn is None:
             raise NotFound(f"turn {request.turn_id} has no reservation on prefill ring {self.settings.name}")
@@ -166,13 +166,13 @@ class PrefillLeader(RingLeader):
         try:
             return await asyncio.shield(turn.task)
         except asyncio.CancelledError:
-            if turn.error is not None and turn.task.cancelled():  # stopped before it had begun
+            if turn.error is not None and turn.task.cancelled():  # stopped before its task began
                 raise turn.error from None
             raise
 
     async def _run(self, turn: _Turn, run: PrefillRun, request: PrefillTurn) -> PrefillDone:
         try:
-            pulled = await run.pull()  # while others compute
+            pulled = await run.pull()  # while other turns compute
             first_token = await turn.loop.compute(run)
             report = PrefillReport(
                 prefill_seconds=run.prefill_seconds,
@@ -204,9 +204,9 @@ class PrefillLeader(RingLeader):
                 raise
             raise turn.error from None
         finally:
-            turn.is_letting_go = True
+            turn.is_cleaning_up = True
             turn.loop.scheduler.remove(request.turn_id)
-            await run.let_go()
+            await run.clean_up()
             self._trace(turn, run)
 
     def _trace(self, turn: _Turn, run: PrefillRun) -> None:
@@ -216,7 +216,7 @@ class PrefillLeader(RingLeader):
             self.tracer.record(request.trace_parent, run.times.spans(name, request.attempt, turn.reserved_at, now))
 
     def _check_turns(self, scheduler: PrefillScheduler) -> None:
-        """A turn counts until it is settled, decoding included: until then its KV is pinned here."""
+        """Raise CapacityExceeded at the limit of turns; a turn counts until it is settled, as its KV is pinned."""
         limit, count = self.settings.max_waiting, len(self._turns)
         if count >= limit:
             seconds = scheduler.seconds_for(scheduler.load / count)
@@ -227,9 +227,9 @@ class PrefillLeader(RingLeader):
             )
 
     async def abort_turn(self, turn_id: str, error: RingserveError) -> None:
-        """End a turn; returns when no rank touches its blocks. Idempotent.
+        """End a turn; return when no rank uses its blocks. Idempotent.
 
-        Raises DeadlineExceeded where a step under way does not end in the step timeout; the ring is then rebuilt.
+        Raises DeadlineExceeded where the present step does not end in the step timeout; the ring is then rebuilt.
         """
         turn = self._turns.get(turn_id)
         if turn is None:
@@ -243,7 +243,7 @@ class PrefillLeader(RingLeader):
                 raise stuck
 
     async def settle(self, kv_id: str, turn_id: str, retain_tokens: int) -> None:
-        """Unpin a sequence, keeping its first `retain_tokens` tokens. A turn that still runs is aborted first."""
+        """Unpin a sequence and retain its first `retain_tokens` tokens. A turn that still runs is aborted first."""
         turn = self._turns.get(turn_id)
         if turn is None:
             await self.kv_moves.until_free(kv_id)
@@ -255,11 +255,11 @@ class PrefillLeader(RingLeader):
         turn.pool.settle(kv_id, turn_id, retain_tokens)
 
     def _lease_ended(self, request: Reserve) -> None:
-        log.warning("turn %s was never settled by the router; its KV is freed now", request.turn_id)
+        log.warning("turn %s was never settled by the router; its KV is released now", request.turn_id)
         self.spawn(self.settle(request.kv_id, request.turn_id, 0))
 
     async def measure(self) -> None:
-        """Between two steps."""
+        """Measure the ring's rates between two steps."""
         assert self.loop is not None, "the ring has started"
         async with self.loop.at_work:
             await self.ring.measure()
@@ -268,13 +268,16 @@ class PrefillLeader(RingLeader):
 
     @property
     def is_computing(self) -> bool:
+        """True during a step."""
         return self.loop is not None and self.loop.at_work.locked()
 
     @property
     def num_turns(self) -> int:
+        """Turns that are not settled."""
         return len(self._turns)
 
     async def get_status(self) -> RingStatus:
+        """Return the ring's state and the load of its queue."""
         runs = [turn.run for turn in self._turns.values() if turn.run is not None]
         computing = sum(run.is_computing for run in runs)
         scheduler = self.loop.scheduler if self.loop is not None else None
@@ -288,6 +291,7 @@ class PrefillLeader(RingLeader):
         )
 
     async def fail_all(self, error: RingserveError) -> None:
+        """End every turn with `error`, and the loop."""
         for turn in self._turns.values():
             turn.stop(error)
         if self.loop is not None:
@@ -300,10 +304,10 @@ class PrefillLeader(RingLeader):
 
 
 def worst_case_held(held: Sequence[int], num_tokens: int) -> list[int]:
-    """The most tokens that each rank may hold after `num_tokens` more, pulled or computed in chunks of any sizes.
+    """Return the most tokens that each rank may hold after `num_tokens` more, pulled or in chunks of any sizes.
 
-    Every chunk gives each rank the same number of tokens, and one more to its emptiest ranks. So a rank gains no more
-    than any emptier one does: at worst it rises as if all emptier ranks held as much as itself.
+    Every chunk gives each rank the same number of tokens, and one more to its emptiest ranks. So a rank gains at most
+    as much as any emptier rank. In the worst case it grows as if all emptier ranks held as many tokens as itself.
     """
     if not num_tokens:
         return list(held)

@@ -1,4 +1,4 @@
-"""Runs the steps of one incarnation of a prefill ring: schedule, run, commit."""
+"""Loop of one incarnation of a prefill ring: schedule, run, commit."""
 
 from __future__ import annotations
 
@@ -15,31 +15,32 @@ from workers.protocol.prefill_steps import PrefillStep
 
 
 class PrefillLoop:
-    """`run` works until the ring is lost or `end` is called; then every turn that still waits has been told.
+    """Steps of a ring, one after another, until the ring is lost or `end` is called; waiting turns then fail.
 
-    `at_work` is held while the ranks compute a step: who takes it has the ring to itself.
+    `at_work` is locked while the ranks compute a step: the holder of the lock has the ring to itself.
     """
 
     def __init__(self, ring: Ring, scheduler: PrefillScheduler) -> None:
         self.scheduler = scheduler
-        self.at_work = asyncio.Lock()  # fair: whoever waits for it comes in after the step under way
+        self.at_work = asyncio.Lock()  # fair: a waiter gets it after the present step
         self._ring = ring
         self._incarnation = ring.incarnation
         self._waiting: dict[str, tuple[PrefillRun, asyncio.Future[int]]] = {}
-        self._wake = asyncio.Event()
+        self._wakeup = asyncio.Event()
         self._is_over = False
 
     async def compute(self, run: PrefillRun) -> int:
-        """Queue a reserved turn and wait until its last new token is computed. Returns the token that follows.
+        """Queue a reserved turn until its last new token is computed; return the token that follows.
 
-        Raises what stopped the turn or the ring. Cancelled, it leaves the queue at once: not while `run.is_computing`.
+        Raises the error that stopped the turn or the ring. A cancelled caller leaves the queue at once, which is not
+        allowed while `run.is_computing`.
         """
         if self._is_over:
             raise self._lost()
         computed: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._waiting[run.turn_id] = run, computed
         self.scheduler.ready(run.turn_id, run.planned_chunks)
-        self._wake.set()
+        self._wakeup.set()
         try:
             return await computed
         finally:
@@ -47,17 +48,17 @@ class PrefillLoop:
             self.scheduler.remove(run.turn_id)
 
     async def run(self) -> None:
-        """Step after step, and wait where nobody asks for one."""
+        """Compute steps, and wait for a turn where none is ready."""
         try:
             while not self._is_over:
-                self._wake.clear()
+                self._wakeup.clear()
                 async with self.at_work:
                     step = self.scheduler.next_step()
                     if step is not None:
                         await self._step(step)
                 if step is None:
-                    await self._wake.wait()
-        except Exception as error:  # a fault of ours: a ring without a loop would take turns and never compute them
+                    await self._wakeup.wait()
+        except Exception as error:  # a bug: a ring without a loop would take turns and never compute them
             self._ring.report_lost(error, self._incarnation)
             raise
         finally:
@@ -66,9 +67,9 @@ class PrefillLoop:
                 self._fail(run, run.stop_error or self._lost())
 
     def end(self) -> None:
-        """The ring serves no more: `run` returns after the step under way, which its dead ranks end."""
+        """Make `run` return after the present step, which the dead ranks of a lost ring end."""
         self._is_over = True
-        self._wake.set()
+        self._wakeup.set()
 
     async def _step(self, step: ScheduledStep) -> None:
         prepared = self._prepare(step)
@@ -80,7 +81,7 @@ class PrefillLoop:
         try:
             tokens = await self._run_on_ranks(step, prepared)
         except RingserveError as error:
-            # Whatever it was, the other ranks now wait for a message that will not come.
+            # The other ranks now wait for a message that never comes.
             self._ring.report_lost(error, self._incarnation)
             self._is_over = True
             for piece in prepared:
@@ -93,19 +94,19 @@ class PrefillLoop:
         self._commit(step, prepared, tokens, time.monotonic() - began)
 
     def _prepare(self, step: ScheduledStep) -> list[PreparedPiece]:
-        """The pieces of the turns that can take part; the others are told why not, which is no one else's matter."""
+        """Return the pieces of the turns that can take part, and fail the other turns."""
         prepared = []
         for piece in step.pieces:
             run, _ = self._waiting[piece.turn_id]
             try:
                 self._ring.require_ready(self._incarnation)
                 prepared.append(run.prepare(piece.tokens))
-            except Exception as error:  # also a fault of ours: it ends its turn, not the turns beside it
+            except Exception as error:  # of any kind: it ends its own turn and no other
                 self._fail(run, error)
         return prepared
 
     async def _run_on_ranks(self, step: ScheduledStep, prepared: Sequence[PreparedPiece]) -> dict[str, int]:
-        """The sampled tokens by sequence. Raises what a rank raised."""
+        """Compute the step and return the sampled tokens by sequence. Raises the error of a rank."""
         by_process = zip(*(piece.sequences for piece in prepared), strict=True)
         steps = [PrefillStep(algorithm=step.algorithm, sequences=sequences) for sequences in by_process]
         timeout = self._ring.settings.step_timeout

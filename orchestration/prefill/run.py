@@ -1,9 +1,9 @@
-"""One turn's way through a prefill ring: pull what is missing, take part in steps, hand the KV over."""
+"""Run of one turn on a prefill ring: pull missing KV, take part in steps, hand the KV over."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -24,13 +24,12 @@ from workers.sampling.parameters import NO_HISTORY, TokenHistory, TokenLogprobs
 
 log = logging.getLogger(__name__)
 
-
 NOTHING = SentKv(payload_bytes=0, seconds=0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedPiece:
-    """A turn's part of a step, by process, and where the sequence lies after it."""
+    """Part of a step that computes tokens of one turn, by process. `after` are the places of the KV after it."""
 
     run: PrefillRun
     tokens: TokenRange
@@ -39,9 +38,10 @@ class PreparedPiece:
 
 
 class PrefillRun:
-    """One attempt of one turn on one incarnation of a ring. The caller pins `sequence` until `let_go` has returned.
+    """One attempt of one turn on one incarnation of a ring. The caller pins `sequence` until `clean_up` has returned.
 
-    While `is_computing`, ranks read and write the sequence's blocks. `chunks` and `prefill_seconds` tell what was done.
+    While `is_computing`, ranks read and write the sequence's blocks. `chunks` and `prefill_seconds` count the work that
+    the ranks have done.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class PrefillRun:
 
     @property
     def planned_chunks(self) -> tuple[PlannedChunk, ...]:
-        """Those of the turn, and before them what could not be pulled."""
+        """Chunks of the turn's plan, after a chunk of the tokens that could not be pulled."""
         chunks = self._turn.chunks
         if not self.lost_tokens:
             return chunks
@@ -88,9 +88,10 @@ class PrefillRun:
         return self._turn.cached_tokens - self._cached_tokens
 
     async def pull(self) -> SentKv:
-        """Fetch cached KV that another ring has: tokens that a decode ring made, or what was evicted here.
+        """Fetch cached KV from another ring: tokens that a decode ring made, or tokens that were evicted here.
 
-        What the turn's decode ring cannot send ends the turn; of what another ring cannot, nothing is cached any more.
+        A failed pull from the turn's decode ring ends the turn. After a failed pull from another ring, this ring
+        computes the tokens.
         """
         turn, sequence = self._turn, self._sequence
         await copy_blocks(self._ring, self._pool, sequence, self._incarnation)
@@ -125,9 +126,9 @@ class PrefillRun:
         return await fetch(self._ring, self._sequence, source, key, tokens, shards, timeout)
 
     def prepare(self, piece: TokenRange) -> PreparedPiece:
-        """What each process is told of the turn's new tokens `piece`, whose KV leaves layer by layer.
+        """Return each process's part of computing the tokens `piece`, whose KV leaves layer by layer.
 
-        Raises what has stopped the turn, and CapacityExceeded, ReshardError; nothing has changed then.
+        Raises the error that stopped the turn, CapacityExceeded, ReshardError, having changed nothing.
         """
         if self.stop_error is not None:
             raise self.stop_error
@@ -137,9 +138,9 @@ class PrefillRun:
         after = sequence.shards.extend(layout.shard_map())
         self._pool.make_room(sequence, after.held)
         key = TransferKey(turn.turn_id, turn.attempt, self._incarnation, turn.destination.incarnation)
-        # The first chunk also carries cached KV that the decode ring no longer has; what it still has, none carries.
-        kept = turn.destination.retained_tokens
-        first = kept if piece.start == self._cached_tokens else max(piece.start, kept)
+        # The first chunk also carries cached KV that the decode ring lacks; no chunk carries KV that it retains.
+        retained = turn.destination.retained_tokens
+        first = retained if piece.start == self._cached_tokens else max(piece.start, retained)
         sends = sends_for(
             key,
             after,
@@ -170,7 +171,7 @@ class PrefillRun:
         return PreparedPiece(self, piece, tuple(sequences), after)
 
     def commit(self, done: PreparedPiece, algorithm: Algorithm, num_turns: int, seconds: float) -> None:
-        """The step that `done` was part of has been computed, together with `num_turns` - 1 other turns."""
+        """Record that the step with `done`, in which `num_turns` turns took part, has been computed."""
         self._sequence.shards = done.after
         self.chunks.append(PlannedChunk(tokens=done.tokens, algorithm=algorithm, num_turns=num_turns))
         self.prefill_seconds += seconds
@@ -178,18 +179,18 @@ class PrefillRun:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the last token of the prompt has been computed."""
+        """True if the last token of the prompt has been computed."""
         return bool(self.chunks) and self.chunks[-1].tokens.stop == len(self._turn.token_ids)
 
     def note_logprobs(self, outputs: Sequence[PrefillOutput]) -> None:
-        """What the ranks found in a step that the turn was part of."""
+        """Collect the log probabilities that the ranks computed in a step of the turn."""
         for output in outputs:
             self._scores.update(output.scores.get(self.kv_id, {}))
             self.first_logprobs = output.logprobs.get(self.kv_id, self.first_logprobs)
 
     @property
     def prompt_logprobs(self) -> tuple[TokenLogprobs, ...]:
-        """How likely the prompt's tokens from the second on were; none where that was not asked."""
+        """Log probabilities of the prompt's tokens from the second on; empty where the request did not ask."""
         assert sorted(self._scores) == list(range(1, len(self._scores) + 1)), "ranks and chunks cover the prompt"
         return tuple(self._scores[position] for position in sorted(self._scores))
 
@@ -200,40 +201,37 @@ class PrefillRun:
         await gather_first_error(port.finish_sends(key, self._settings.transfer_timeout) for port in self._ranks)
         self._sending = None
 
-    async def let_go(self) -> None:
-        """After this no sender of the ring reads the sequence's blocks."""
+    async def clean_up(self) -> None:
+        """Return when no sender of the ring reads the sequence's blocks."""
         key, self._sending = self._sending, None
         if key is not None:
             control = self._settings.control_timeout
-            await self._quietly(gather_all(port.abandon_send(key, control) for port in self._ranks))
-
-    async def _quietly(self, calls: Awaitable[object]) -> None:
-        try:
-            await calls
-        except RingserveError as error:
-            # A rank that cannot be asked is dead, and what is dead neither reads nor writes.
-            log.info("cleaning up turn %s: %s", self._turn.turn_id, error)
+            try:
+                await gather_all(port.abandon_send(key, control) for port in self._ranks)
+            except RingserveError as error:
+                # A rank that does not answer is dead: it neither reads nor writes.
+                log.info("cleaning up turn %s: %s", self._turn.turn_id, error)
 
 
 def _history(turn: PrefillTurn) -> TokenHistory:
-    """What the first token's sampling looks back at."""
+    """Return the tokens that the first token's sampling looks back at."""
     prompt = np.unique(turn.token_ids) if turn.sampling.looks_at_prompt else ()
     return TokenHistory.of(turn.sampling, prompt)
 
 
 def _score(turn: PrefillTurn, stop: int) -> PromptScore | None:
-    """What a step that ends before position `stop` is asked about the prompt's tokens."""
+    """Return the request to score the prompt's tokens in a step that ends before position `stop`, if any."""
     num_top = turn.sampling.prompt_logprobs
     if num_top is None or turn.attempt > 1:
-        return None  # or told already
+        return None  # not asked for, or answered in the first attempt
     return PromptScore(num_top=num_top, following=int(turn.token_ids[stop]) if stop < len(turn.token_ids) else None)
 
 
 class PrefillTimes:
-    """Of one attempt of one turn. Noted as it goes, told at the end.
+    """Times of one attempt of one turn, for its trace.
 
-    The spans are `pull` (KV from the decode ring), `queue` (from being ready until its first step), `prefill` with
-    a part for each chunk, and `hand-over` (what is left of the KV to be sent when all is computed).
+    The trace has `pull` (KV from another ring), `queue` (from ready to the first step), `prefill` with a part for each
+    chunk, and `hand-over` (the rest of the KV is sent after the last step).
     """
 
     def __init__(self) -> None:
@@ -241,11 +239,11 @@ class PrefillTimes:
         self._chunks: list[TimeSpan] = []
 
     def note_pull(self, payload_bytes: int, seconds: float) -> None:
-        """A pull has just ended."""
+        """Record that a pull has just ended."""
         self._pull = just_ended("pull", seconds, {"ringserve.bytes": payload_bytes})
 
     def note_chunk(self, chunk: PlannedChunk, seconds: float) -> None:
-        """A step that took so long has just ended."""
+        """Record that a step of the chunk has just ended."""
         attributes: Attributes = {
             "ringserve.tokens.start": chunk.tokens.start,
             "ringserve.tokens.stop": chunk.tokens.stop,
@@ -255,7 +253,7 @@ class PrefillTimes:
         self._chunks.append(just_ended("chunk", seconds, attributes))
 
     def spans(self, ring: str, attempt: int, reserved_at: float, ended: float) -> Sequence[TimeSpan]:
-        """Of a turn that reserved on `ring` and has left it, however far it came."""
+        """Return the spans of a turn that has left `ring`, however far it came."""
         where: Attributes = {"ringserve.ring": ring, "ringserve.attempt": attempt}
         pulled, ready = [], reserved_at
         if self._pull is not None:

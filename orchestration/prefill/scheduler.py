@@ -1,16 +1,18 @@
-"""Decides which tokens of which turns a prefill ring computes in its next step. Pure Python and synchronous; time is
-an argument, so that a simulation runs it as the leader does.
+"""Scheduler of a prefill ring: it decides which tokens of which turns the next step computes.
 
-reserved ──ready──> waiting ──next_step──> in a step ──commit──> waiting ... ──commit of the last token──> gone
+reserved ──ready──> waiting ──next_step──> in a step ──commit──> waiting ... ──commit of the last token──> removed
     └──────────────────┴────────── remove ──────┴──────────────────┘
 
-Two orders share the ring. *By length*: the highest priority first, and of equals what is finished soonest; as many
-whole prompts as fit make a step, and a prompt that is longer than a step has steps of its own. *By age*: what came
-first, where a step of priority counts like `ageing_seconds` of waiting. The oldest turns are owed `AGE_SHARE` of all
-work; a step in which the debt is due begins with them, and the shorter ones have the rest of it. So a short prompt
-waits for shorter ones alone, however long the others are, and the oldest turn moves on however many short ones come:
-nobody who arrives later than it by more than `ageing_seconds` times the difference in priority can take that place from
-it.
+Two orders share the ring. *By length* takes the highest priority first, and of equals the turn that is finished first:
+a step holds as many whole prompts as fit, and a prompt that is longer than a step has steps of its own. *By age* takes
+the earliest turn first, where a level of priority counts like `ageing_seconds` of waiting.
+
+The oldest turns get `AGE_SHARE` of all work. A step in which that share is overdue begins with them and fills the rest
+by length. So a short prompt waits for shorter prompts alone, however long the others are. The oldest turn advances
+however many short prompts come: a turn that arrives more than `ageing_seconds` times the difference in priority later
+cannot overtake it.
+
+Pure Python and synchronous; time is an argument, so that the simulator runs the same code as the leader.
 """
 
 from __future__ import annotations
@@ -27,15 +29,16 @@ from orchestration.protocol.turns import PlannedChunk
 from workers.protocol.prefill_steps import RING_ALGORITHMS, Algorithm
 
 AGE_SHARE = 0.25
-"""Of all work, to the oldest turns."""
+"""Share of all work that the oldest turns get."""
 RATE_MEMORY = 0.9
-"""How much of the measured rate earlier steps make up, from one step to the next."""
+"""Weight of earlier steps in the measured rate, per step."""
 MIN_RETRY_SECONDS = 0.1
+"""Shortest time after which a refused client is told to retry."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """New tokens of one turn that are computed in a step."""
+    """New tokens of one turn that a step computes."""
 
     turn_id: str
     tokens: TokenRange
@@ -43,7 +46,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class ScheduledStep:
-    """What the ring computes next: all pieces in one pass, by one algorithm. `work` is in work units."""
+    """Next step of the ring: all pieces in one pass, by one algorithm. `work` is in work units."""
 
     number: int
     algorithm: Algorithm
@@ -69,13 +72,13 @@ class _Item:
 
     @property
     def algorithm(self) -> Algorithm:
-        """Of the planned chunk that holds the next token."""
+        """Algorithm of the planned chunk that holds the next token."""
         place = bisect_right(self.advice, self.position, key=lambda chunk: chunk.tokens.stop)
         return self.advice[min(place, len(self.advice) - 1)].algorithm
 
 
 class PrefillScheduler:
-    """The queue of one incarnation of a ring. `rate` is in work units a second: a guess, until steps were measured."""
+    """Queue of one incarnation of a ring. `rate`, in work units a second, is a guess until a step has been measured."""
 
     def __init__(
         self, name: str, work: WorkModel, limits: StepLimits, scheduling: PrefillScheduling, *, rate: float
@@ -89,16 +92,16 @@ class PrefillScheduler:
         self._measured_work = 0.0
         self._measured_seconds = 0.0
         self._num_steps = 0
-        # Work units that the oldest turns are behind their share; below 0 they are ahead, by their latest step at most.
+        # Work units that the oldest turns lack of their share; negative: their excess, at most that of their last step.
         self._debt = 0.0
 
-    # --- who waits ---------------------------------------------------------------------------------------------------
+    # --- the queue ---------------------------------------------------------------------------------------------------
 
     def reserve(self, turn_id: str, *, tokens: TokenRange, priority: int, now: float) -> None:
-        """Enter a turn of which `tokens` are to be computed at most; it waits until `ready`.
+        """Enter a turn that computes at most `tokens`; it does not compute before `ready`.
 
-        Raises CapacityExceeded, with when to retry, where the queue would hold more work than it may. A turn that finds
-        the queue empty is taken however long it is: it would never find more room.
+        Raises CapacityExceeded, with the time to retry, where the queue would exceed its limit of work. An empty queue
+        takes a turn of any length, which would never find more room.
         """
         asked, load = self._work.work(len(tokens), tokens.start), self.load
         limit = self._scheduling.max_queue_work
@@ -112,13 +115,13 @@ class PrefillScheduler:
         self._items[turn_id] = _Item(turn_id, tokens.start, tokens.stop, priority, now)
 
     def ready(self, turn_id: str, chunks: Sequence[PlannedChunk]) -> None:
-        """The turn may compute: the tokens of `chunks`, whose algorithms are advice; how it is cut is decided here."""
+        """Let the turn compute the tokens of `chunks`, whose algorithms are advice; the scheduler cuts them anew."""
         item = self._items[turn_id]
         item.position, item.stop = chunks[0].tokens.start, chunks[-1].tokens.stop
         item.advice = tuple(chunks)
 
     def remove(self, turn_id: str) -> None:
-        """The turn will not compute any more. Idempotent."""
+        """Remove a turn from the queue. Idempotent."""
         self._items.pop(turn_id, None)
 
     @property
@@ -133,17 +136,17 @@ class PrefillScheduler:
 
     @property
     def rate(self) -> float:
-        """Work units a second, of late."""
+        """Work units a second in recent steps."""
         return self._measured_work / self._measured_seconds if self._measured_seconds else self._rate
 
     def seconds_for(self, work: float) -> float:
-        """When this much of the queue will have been computed."""
+        """Return the seconds in which the ring computes `work` units."""
         return max(MIN_RETRY_SECONDS, work / self.rate)
 
     # --- schedule, (run,) commit -------------------------------------------------------------------------------------
 
     def next_step(self) -> ScheduledStep | None:
-        """What to compute now; None where nobody is ready. A step that is given out is run, then committed."""
+        """Return the step to compute now, which the caller runs and commits; None where no turn is ready."""
         ready = [item for item in self._items.values() if item.advice]
         if not ready:
             return None
@@ -162,7 +165,7 @@ class PrefillScheduler:
         )
 
     def commit(self, step: ScheduledStep, seconds: float) -> None:
-        """The step was computed and took so long. Turns removed meanwhile are passed over."""
+        """Record that the step was computed in `seconds`. Turns removed meanwhile are ignored."""
         self._measured_work = RATE_MEMORY * self._measured_work + step.work
         self._measured_seconds = RATE_MEMORY * self._measured_seconds + seconds
         for piece in step.pieces:
@@ -174,7 +177,7 @@ class PrefillScheduler:
                 self.remove(piece.turn_id)
 
     def without(self, step: ScheduledStep, turn_ids: Iterable[str]) -> ScheduledStep:
-        """The step with some turns left out that could not take part after all."""
+        """Return the step without turns that could not take part."""
         gone = set(turn_ids)
         pieces = tuple(piece for piece in step.pieces if piece.turn_id not in gone)
         work = sum(self._work.work(len(piece.tokens), piece.tokens.start) for piece in pieces)
@@ -189,7 +192,7 @@ class PrefillScheduler:
         return -item.priority, self._work.work(item.num_left, item.position), item.arrived, item.turn_id
 
     def _fill(self, by_age: Sequence[_Item], by_length: Sequence[_Item]) -> _Filling:
-        """The turns of the next step, and how many tokens of each."""
+        """Choose the turns of the next step, and the number of tokens of each."""
         scheduling, filling = self._scheduling, _Filling(self._work, self.limits)
         begun = None if scheduling.interleave else next((item for item in by_age if item.is_begun), None)
         is_due = begun is None and self._debt > 0
@@ -207,7 +210,7 @@ class PrefillScheduler:
         return filling
 
     def _count(self, filling: _Filling, oldest: _Item) -> None:
-        """Enter in the debt what the oldest turns got of a step, and what others did."""
+        """Update the debt to the oldest turns with their work and that of others in a step."""
         paid = sum(units for item, units in filling.work.items() if item is oldest or item in filling.by_age)
         others = sum(filling.work.values()) - paid
         lead = (1 - AGE_SHARE) * paid
@@ -217,7 +220,7 @@ class PrefillScheduler:
 
 
 class _Filling:
-    """A step while it is filled: `tokens` of each turn, `by_age` those who are in it for their age."""
+    """Step under construction: `tokens` and `work` of each turn; `by_age` are the turns chosen for their age."""
 
     def __init__(self, work: WorkModel, limits: StepLimits) -> None:
         self.tokens: dict[_Item, int] = {}
@@ -229,7 +232,7 @@ class _Filling:
         self._tokens_left = limits.tokens
 
     def add_oldest(self, by_age: Sequence[_Item]) -> None:
-        """The share of the oldest: the first in any case, then whole prompts as they fit."""
+        """Fill the share of the oldest turns: the first turn in any case, then whole prompts that fit."""
         share, tokens = AGE_SHARE * self._limits.budget, max(1, int(AGE_SHARE * self._limits.tokens))
         for item in by_age:
             length = self._at_most(item, share, tokens)
@@ -241,22 +244,22 @@ class _Filling:
             self.by_age.add(item)
             share -= self.work[item]
             tokens -= length
-        # The least chunk may cost more than the share: that lengthens the step, and is not taken from the others.
+        # The least chunk may cost more than the share: the step becomes longer, and the other turns lose nothing.
         self._room += max(0.0, -share)
 
     def add_at_least(self, item: _Item) -> None:
-        """What fits of a turn, but the least chunk in any case; nothing where all tokens are taken."""
+        """Add as much of a turn as fits, and the least chunk in any case, unless the step has all its tokens."""
         if item not in self.tokens and self._tokens_left:
             self._put(item, max(self._at_most(item, self._room, self._tokens_left), self._least(item)))
 
     def add_whole(self, by_length: Sequence[_Item]) -> None:
-        """All that fit to their end."""
+        """Add every turn that fits whole."""
         for item in by_length:
             if item not in self.tokens and self._at_most(item, self._room, self._tokens_left) == item.num_left:
                 self._put(item, item.num_left)
 
     def extend(self, item: _Item) -> None:
-        """Give a turn of the step what nobody else wanted of it."""
+        """Lengthen a turn of the step by the room that no other turn uses."""
         length, work = self.tokens[item], self.work[item]
         longer = self._at_most(item, self._room + work, self._tokens_left + length)
         if longer > length:
@@ -278,7 +281,7 @@ class _Filling:
 
 
 def _algorithm_of_most(work: dict[_Item, float]) -> Algorithm:
-    """One step has one algorithm: that which was planned for most of its work; of equals pass-KV."""
+    """Return the algorithm that was planned for most of the step's work; of equals pass-KV."""
     totals = dict.fromkeys(RING_ALGORITHMS, 0.0)
     for item, units in work.items():
         totals[item.algorithm] += units

@@ -1,1 +1,1 @@
-"""Ring: its actors, its life, its KV pool, and transfers between rings."""
+"""Ring of either role: its leader, actors, life, KV pool, and transfers between rings."""

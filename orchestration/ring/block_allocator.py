@@ -1,6 +1,6 @@
-"""Free KV blocks of one rank, kept as intervals so that sequences get runs of adjacent blocks.
+"""Free KV blocks of one rank, as intervals, so that sequences get runs of adjacent blocks.
 
-A block may have several holders; it is free again when the last of them gives it back.
+A block may have several holders; it is free again when the last of them releases it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 
 class BlockAllocator:
-    """Hands out block numbers 0..num_blocks-1. Adjacent blocks are attended as one view, so it prefers long runs."""
+    """Allocator of block numbers 0..num_blocks-1. It prefers long runs: attention reads adjacent blocks as one view."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
@@ -20,9 +20,9 @@ class BlockAllocator:
         self._more_holders: dict[int, int] = {}  # beyond the first, of blocks that have several
 
     def allocate(self, count: int, after: int | None = None) -> list[int]:
-        """`count` blocks; the run that follows block `after` first, else the first run that holds all, else pieces.
+        """Take `count` blocks: from the run that follows block `after`, else from the first run that holds all of them.
 
-        The caller has checked `num_free`; asking for more is a bug.
+        Where no run holds all, the blocks come from several runs. More than `num_free` is a bug: AssertionError.
         """
         assert count <= self.num_free, f"asked for {count} blocks of {self.num_free} free"
         taken: list[int] = []
@@ -36,7 +36,7 @@ class BlockAllocator:
         return taken
 
     def _place_for(self, count: int) -> int:
-        """The first free run that holds `count` blocks, else the longest."""
+        """Return the index of the first free run that holds `count` blocks, else of the longest."""
         lengths = [stop - start for start, stop in self._free]
         fitting = (place for place, length in enumerate(lengths) if length >= count)
         return next(fitting, lengths.index(max(lengths)))
@@ -49,24 +49,24 @@ class BlockAllocator:
         return list(range(start, end))
 
     def share(self, blocks: Iterable[int]) -> None:
-        """One holder more for each of these blocks, which are held already."""
+        """Add a holder to each of these blocks, which are held already."""
         for block in blocks:
             self._more_holders[block] = self._more_holders.get(block, 0) + 1
 
     def num_holders(self, block: int) -> int:
-        """Of a block that is not free."""
+        """Return the number of holders of a block that is not free."""
         return 1 + self._more_holders.get(block, 0)
 
     def free(self, blocks: Iterable[int]) -> None:
-        """Give blocks back, one holder's hold each. Freeing a free or unknown block is a bug: AssertionError."""
+        """Remove a holder from each of these blocks. Freeing a free or unknown block is a bug: AssertionError."""
         for block in blocks:
             more = self._more_holders.pop(block, 0)
             if not more:
-                self._give_back(block)
+                self._return(block)
             elif more > 1:
                 self._more_holders[block] = more - 1
 
-    def _give_back(self, block: int) -> None:
+    def _return(self, block: int) -> None:
         assert 0 <= block < self.num_blocks, f"block {block} does not exist"
         place = bisect_left(self._free, (block, 0))
         before = self._free[place - 1] if place else None
@@ -84,7 +84,7 @@ class BlockAllocator:
         self.num_free += 1
 
     def check_integrity(self, used: Iterable[int]) -> None:
-        """Prove that each block is free or `used`, and named there exactly once by each of its holders."""
+        """Assert that each block is free or in `used`, there exactly once for each of its holders."""
         holders = Counter(used)
         every = sorted([*holders, *(block for start, stop in self._free for block in range(start, stop))])
         assert every == list(range(self.num_blocks)), "a block is lost or held twice"

@@ -1,14 +1,14 @@
-"""Which sequences hold which KV blocks on the ranks of one ring.
+"""KV blocks of the sequences on one ring.
 
-A sequence is *active* while a turn has it pinned and *kept* afterwards. Kept ones are a cache: the least recently used
-goes first when room is needed, or when kept blocks pass their bound. Whoever reserves (the ring leader) is the only
-one who frees, and only after the ranks have let go of the blocks.
+A sequence is *active* while a turn has it pinned and *retained* afterwards. Retained sequences are a cache: the pool
+evicts the least recently used first when blocks are needed, or when retained blocks exceed their limit. The ring's
+leader alone reserves and releases, and it releases only after the ranks have stopped using the blocks.
 
-Sequences that were forked from one history share its full blocks. A shared block is never written: the first
-`make_room` of a turn exchanges what the sequence shares from its first unwritten slot on for blocks of its own, and
-notes which of them need their beginning copied (`SequenceKv.copies`). Who asked for the room has the ranks copy before
-the first write, and then says `copied`. From then on to its end the turn writes to blocks of its own: a fork of it gets
-copies of what is filled in part.
+Sequences forked from one history share its full blocks. A shared block is never written: the first `make_room` of a
+turn exchanges shared blocks, from the first unwritten slot on, for blocks of the sequence's own. `SequenceKv.copies`
+lists those of them whose beginning must be copied. The caller of `make_room` has the ranks copy before the first write,
+and then calls `copied`. From then on the turn writes to blocks of its own alone: a fork of it gets copies of blocks
+that are filled in part.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from orchestration.ring.block_allocator import BlockAllocator
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """On every process of cp rank `rank`, block `destination` is to get what block `source` holds."""
+    """Copy of block `source` to block `destination`, to be made on every process of cp rank `rank`."""
 
     rank: int
     source: int
@@ -36,8 +36,8 @@ class BlockCopy:
 class SequenceKv:
     """KV of one sequence on this ring. `blocks[r]` may have room beyond `shards.held[r]` while pinned.
 
-    `copies` are those still to be made; until then their sources are held as well. While `is_forking` it has not been
-    settled yet for the first time.
+    `copies` are not made yet; the sequence holds their sources too until they are. `is_forking` lasts from the fork to
+    the first settlement.
     """
 
     kv_id: str
@@ -48,16 +48,17 @@ class SequenceKv:
     is_forking: bool = False
 
     def table(self, rank: int) -> tuple[int, ...]:
+        """Return the block table of a rank."""
         return tuple(self.blocks[rank])
 
     def filled_table(self, rank: int) -> list[int]:
-        """The table as it was before the copies that are still to be made."""
+        """Return the table as it was before the copies that are not made yet."""
         sources = {copy.destination: copy.source for copy in self.copies if copy.rank == rank}
         return [sources.get(block, block) for block in self.blocks[rank]]
 
 
 class KvPool:
-    """Blocks and sequences of one ring incarnation. At most `kept_fraction` of a rank's blocks are kept."""
+    """Blocks and sequences of one ring incarnation. At most `kept_fraction` of a rank's blocks are retained."""
 
     def __init__(self, num_ranks: int, num_blocks: int, block_tokens: int, *, kept_fraction: float = 1.0) -> None:
         self.num_ranks = num_ranks
@@ -69,14 +70,15 @@ class KvPool:
 
     @property
     def capacity_tokens(self) -> int:
-        """Tokens the whole ring can hold."""
+        """Tokens that the whole ring can hold."""
         return sum(rank.num_blocks for rank in self._ranks) * self.block_tokens
 
     @property
     def free_tokens(self) -> int:
-        """Tokens that could still be held if all kept sequences went: as the fullest rank, the ring holds them evenly.
+        """Tokens that the ring could still hold without its retained sequences.
 
-        A block that two pinned sequences share counts twice: never more is told than there is.
+        The fullest rank decides, because tokens lie evenly over the ranks. A block that two pinned sequences share
+        counts twice, so the number is a lower bound.
         """
         pinned = [item for item in self._sequences.values() if item.pinned_by is not None]
         free = (
@@ -87,22 +89,23 @@ class KvPool:
 
     @property
     def spare_tokens(self) -> int:
-        """Tokens that could be kept beside all that is here: as the fullest rank, the ring holds them evenly."""
+        """Tokens that the ring could retain without evicting any sequence; the fullest rank decides."""
         spare = (min(rank.free_blocks, self._max_retained - rank.kept_blocks) for rank in self.usage())
         return max(0, min(spare, default=0)) * self.num_ranks * self.block_tokens
 
     def get(self, kv_id: str) -> SequenceKv | None:
+        """Return a sequence, if it is here."""
         return self._sequences.get(kv_id)
 
     def num_retained(self, kv_id: str) -> int:
-        """Tokens of a sequence whose KV is here."""
+        """Return the number of a sequence's tokens whose KV is here."""
         sequence = self._sequences.get(kv_id)
         return 0 if sequence is None else sequence.shards.num_tokens
 
     def pin(self, kv_id: str, turn_id: str, match_tokens: int) -> SequenceKv:
-        """Take a sequence for a turn, cut to its first `match_tokens` tokens; a new one starts empty.
+        """Pin a sequence for a turn, cut to its first `match_tokens` tokens; a new sequence starts empty.
 
-        Raises Busy while another turn has it pinned: that turn may have ended already and be about to settle.
+        Raises Busy while another turn has it pinned, which may have ended already and be about to settle.
         """
         sequence = self._sequences.get(kv_id)
         if sequence is None:
@@ -117,14 +120,14 @@ class KvPool:
         return sequence
 
     def hold(self, kv_id: str, holder: str, num_tokens: int) -> SequenceKv:
-        """Pin a kept sequence as it is, for somebody who reads its first `num_tokens` tokens; `settle` lets go.
+        """Pin a retained sequence as it is, for a reader of its first `num_tokens` tokens; `settle` releases it.
 
-        Raises NotFound where less of it is here, Busy while another has it pinned.
+        Raises NotFound where fewer tokens of it are here, Busy while another holder has it pinned.
         """
         sequence = self._sequences.get(kv_id)
         if sequence is None or sequence.shards.num_tokens < num_tokens:
             raise NotFound(
-                f"sequence {kv_id!r}: {num_tokens} tokens are asked for, {self.num_retained(kv_id)} are kept"
+                f"sequence {kv_id!r}: {num_tokens} tokens are asked for, {self.num_retained(kv_id)} are cached"
             )
         if sequence.pinned_by is not None:
             raise Busy(f"sequence {kv_id!r} is in use by {sequence.pinned_by!r}; retry in a moment")
@@ -134,8 +137,8 @@ class KvPool:
     def take_in(self, kv_id: str, holder: str, held: Sequence[int]) -> SequenceKv:
         """Pin a new sequence with room for `held[r]` tokens on each rank r, whose KV comes from another ring.
 
-        Nothing is evicted for it but an earlier sequence of the same name: raises CapacityExceeded where there is no
-        spare room, Busy while the earlier one is pinned.
+        It replaces an earlier sequence of the same id and evicts no other. Raises CapacityExceeded where there is no
+        spare room, Busy while the earlier sequence is pinned.
         """
         old = self._sequences.get(kv_id)
         if old is not None and old.pinned_by is not None:
@@ -147,7 +150,7 @@ class KvPool:
             if need > spare:
                 raise CapacityExceeded(
                     f"kv cache: {need} blocks of {self.block_tokens} tokens are needed on rank {rank} and {spare} are "
-                    f"to spare"
+                    f"spare"
                 )
         sequence = self._add(kv_id)
         sequence.pinned_by = holder
@@ -155,11 +158,11 @@ class KvPool:
         return sequence
 
     def fork(self, source_id: str, kv_id: str, turn_id: str, num_tokens: int) -> SequenceKv:
-        """Pin a new sequence that begins with what is here of another's first `num_tokens` tokens.
+        """Pin a new sequence that begins with those of another's first `num_tokens` tokens that are here.
 
-        Its full blocks are the other's; of a block filled in part it gets its own (`copies`). A kept sequence of the
-        new name is dropped before. Raises Busy where that is pinned, CapacityExceeded where there is no room for what
-        must be copied; then no sequence of the new name is left.
+        It shares the other's full blocks and gets a copy of a block filled in part (`copies`). A retained sequence of
+        the new id is dropped before. Raises Busy where that is pinned, CapacityExceeded where there is no room for the
+        copies; then no sequence of the new id is left.
         """
         old = self._sequences.get(kv_id)
         if old is not None and old.pinned_by is not None:
@@ -184,10 +187,10 @@ class KvPool:
         return sequence
 
     def make_room(self, sequence: SequenceKv, held: Sequence[int]) -> None:
-        """Give a pinned sequence blocks for `held[r]` tokens on each rank r, evicting kept sequences if need be.
+        """Give a pinned sequence blocks for `held[r]` tokens on each rank r, evicting retained sequences if needed.
 
-        On every rank, what it shares from its first unwritten slot on is exchanged for blocks of its own (`copies`).
-        Raises CapacityExceeded with the numbers, having changed nothing, when there is not room enough.
+        On every rank, shared blocks from the first unwritten slot on are exchanged for the sequence's own (`copies`).
+        Raises CapacityExceeded with the numbers, having changed nothing, where the blocks do not suffice.
         """
         shared = [self._shared_room(sequence, rank) for rank in range(self.num_ranks)]
         needs = [
@@ -200,15 +203,15 @@ class KvPool:
                 self._grow(sequence, rank, need, places)
 
     def _shared_room(self, sequence: SequenceKv, rank: int) -> list[int]:
-        """Places in a rank's table whose blocks will be written, and have another holder."""
+        """Return the places in a rank's table whose blocks will be written and have another holder."""
         table = sequence.blocks[rank]
         first = sequence.shards.held[rank] // self.block_tokens
         return [place for place in range(first, len(table)) if self._is_shared(sequence, rank, table[place])]
 
     def _is_shared(self, sequence: SequenceKv, rank: int, block: int) -> bool:
-        """Whether others need slots of the block that this sequence may write.
+        """Return whether another holder needs slots of the block that this sequence may write.
 
-        A fork that is being made from it does not: it copies slots that are filled already, and then lets go.
+        A fork in progress does not: it copies slots that are filled already, and then releases the block.
         """
         others = self._ranks[rank].num_holders(block) - 1
         if not others:
@@ -218,7 +221,7 @@ class KvPool:
         return others > sum(copy.rank == rank and copy.source == block for fork in forks for copy in fork.copies)
 
     def _evict_for(self, needs: Sequence[int]) -> None:
-        """Have `needs[r]` blocks free on each rank r. Raises CapacityExceeded, having changed nothing."""
+        """Evict until `needs[r]` blocks are free on each rank r. Raises CapacityExceeded, having changed nothing."""
         if all(need <= rank.num_free for need, rank in zip(needs, self._ranks, strict=True)):
             return
         evictable = [other for other in self._sequences.values() if other.pinned_by is None]
@@ -236,7 +239,7 @@ class KvPool:
             self.num_evictions += 1
 
     def _num_freed(self, rank: int, sequences: Iterable[SequenceKv]) -> int:
-        """Blocks of a rank that nobody holds but these sequences."""
+        """Return the number of a rank's blocks that only these sequences hold."""
         holders = Counter(block for item in sequences for block in item.blocks[rank])
         return sum(count == self._ranks[rank].num_holders(block) for block, count in holders.items())
 
@@ -255,13 +258,13 @@ class KvPool:
         table += fresh[len(shared) :]
 
     def copied(self, sequence: SequenceKv) -> None:
-        """The ranks have made the copies: what they were made from is held no longer."""
+        """Release the sources of the copies, which the ranks have made."""
         for copy in sequence.copies:
             self._ranks[copy.rank].free([copy.source])
         sequence.copies.clear()
 
     def _uncopy(self, sequence: SequenceKv) -> None:
-        """The copies will not be made, and so nothing was written: the table is as before them."""
+        """Give up the copies that are not made: no rank has written, so the table returns to its state before them."""
         for copy in sequence.copies:
             table = sequence.blocks[copy.rank]
             table[table.index(copy.destination)] = copy.source
@@ -269,10 +272,10 @@ class KvPool:
         sequence.copies.clear()
 
     def settle(self, kv_id: str, turn_id: str, retain_tokens: int, *, is_guest: bool = False) -> None:
-        """End a turn's pin; keep the first `retain_tokens` tokens and free the other blocks. Idempotent.
+        """End a turn's pin, retain the first `retain_tokens` tokens and release the other blocks. Idempotent.
 
-        Copies that are still to be made are given up: the caller sees to it that no rank is making them. A guest, which
-        another ring kept before, is the first to go when room is needed, until a turn uses it.
+        Copies that are not made yet are given up: the caller guarantees that no rank is making them. A guest, which
+        another ring retained before, is evicted first until a turn uses it.
         """
         sequence = self._sequences.get(kv_id)
         if sequence is None or sequence.pinned_by not in (None, turn_id):
@@ -287,7 +290,7 @@ class KvPool:
         self._bound_retained()
 
     def _bound_retained(self) -> None:
-        """Drop kept sequences, the least recently used first, while a rank keeps more than it may."""
+        """Drop retained sequences, the least recently used first, while a rank exceeds its limit."""
         if all(rank.num_blocks == self._max_retained for rank in self._ranks):
             return
         for other in [item for item in self._sequences.values() if item.pinned_by is None]:
@@ -317,25 +320,28 @@ class KvPool:
         return -(-tokens // self.block_tokens)
 
     def usage(self) -> tuple[RankKvUsage, ...]:
-        """Free, active and kept blocks of every rank. A block that an active and a kept sequence share is active."""
+        """Return free, active and retained blocks of every rank.
+
+        A block that an active and a retained sequence share is active.
+        """
         return tuple(self._usage_of(rank, allocator) for rank, allocator in enumerate(self._ranks))
 
     def _usage_of(self, rank: int, allocator: BlockAllocator) -> RankKvUsage:
         pinned = [item for item in self._sequences.values() if item.pinned_by is not None]
         active = len({block for item in pinned for block in self._blocks_of(item, rank)})
         total, free = allocator.num_blocks, allocator.num_free
-        kept = total - free - active
-        return RankKvUsage(total_blocks=total, free_blocks=free, active_blocks=active, kept_blocks=kept)
+        retained = total - free - active
+        return RankKvUsage(total_blocks=total, free_blocks=free, active_blocks=active, kept_blocks=retained)
 
     def _blocks_of(self, sequence: SequenceKv, rank: int) -> list[int]:
-        """Every block that a sequence holds on a rank, those it still copies from included."""
+        """Return every block that a sequence holds on a rank, with the sources of copies that are not made yet."""
         return [*sequence.blocks[rank], *(copy.source for copy in sequence.copies if copy.rank == rank)]
 
     def check_integrity(self) -> None:
-        """Prove that the books are right.
+        """Assert the pool's invariants.
 
-        Every block is free or in the tables of exactly its holders, every table has room for what its rank holds, and
-        no block that a sequence has as room to write in is shared.
+        Every block is free or in the tables of exactly its holders. Every table has room for the tokens of its rank. No
+        block that a sequence may write is shared.
         """
         for rank, allocator in enumerate(self._ranks):
             allocator.check_integrity(

@@ -1,4 +1,4 @@
-"""What leaders of prefill and decode rings have in common: the ring, its announcement, background tasks, status."""
+"""Common part of prefill and decode leaders: the ring, its announcement and drain, its retained KV, its status."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class RingLeader(ABC):
-    """One ring and its place in the service. Subclasses own the turns."""
+    """Owner of one ring, which it announces to the router. Subclasses own the turns."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class RingLeader(ABC):
 
     @property
     def work_rate(self) -> float:
-        """Work units a second, of late; 0 where there are none."""
+        """Work units a second in recent steps; 0 where the ring computes no prompts."""
         return 0.0
 
     @abstractmethod
@@ -71,7 +71,7 @@ class RingLeader(ABC):
 
     @abstractmethod
     async def get_status(self) -> RingStatus:
-        """How the ring is."""
+        """Return the ring's state and load."""
 
     async def close(self) -> None:
         """End background work, kill the ranks. Idempotent."""
@@ -80,14 +80,14 @@ class RingLeader(ABC):
         await self.ring.close()
 
     async def on_ready(self) -> None:
-        """The ring serves, for the first time or again."""
+        """Announce a ring that serves, for the first time or again."""
         self.spawn(self._stay_announced(self.ring.incarnation))
         await self.announce()
 
     async def announce(self) -> int:
-        """Tell the router what the ring is and does.
+        """Register the ring's state with the router.
 
-        Returns how many turns the router has, or begins, on it, and how many conversations it moves from it.
+        Returns the number of turns that the router has or begins on the ring, and of conversations that it moves away.
         """
         ring = self.ring
         registration = RingRegistration(
@@ -115,7 +115,7 @@ class RingLeader(ABC):
         return await self._announce(registration)
 
     async def _stay_announced(self, incarnation: str) -> None:
-        """Tell the router again and again: it may have been restarted, or have taken one lost call for our end."""
+        """Announce the ring at intervals: the router may have restarted, or have dropped the ring after a lost call."""
         while True:
             await asyncio.sleep(self.settings.announce_interval)
             if self.is_leaving or not self.ring.is_serving(incarnation):
@@ -130,13 +130,13 @@ class RingLeader(ABC):
     @property
     @abstractmethod
     def num_turns(self) -> int:
-        """Turns that are not over here, or whose end nobody has read yet."""
+        """Turns that are not over here, or whose last event no stream has read yet."""
 
     async def drain(self, seconds: float) -> None:
-        """Take no new turns and leave when those that run have ended and what is kept here has been moved, or after
-        `seconds`: then `has_left` is set.
+        """Take no new turns; leave when running turns have ended and retained KV has been moved, or after `seconds`.
 
-        Answers when the router knows. Turns that it had begun before are served. Idempotent: the first deadline counts.
+        `has_left` is set then. Returns when the router knows of the drain; turns that it began before are served.
+        Idempotent: the first deadline counts.
         """
         if self._leave_task is None:
             log.info("ring %s drains", self.settings.name)
@@ -160,25 +160,26 @@ class RingLeader(ABC):
                 await self._until_idle()
         except TimeoutError:
             log.warning(
-                "ring %s leaves after %.1f s with %d turns that run", self.settings.name, seconds, self.num_turns
+                "ring %s leaves after %.1f s with %d running turns", self.settings.name, seconds, self.num_turns
             )
         self.is_leaving = True
         try:
             await self.announce()
         except RingserveError as error:
-            log.warning("ring %s could not say that it leaves: %s", self.settings.name, error)
+            log.warning("ring %s could not announce that it leaves: %s", self.settings.name, error)
         log.info("ring %s has drained", self.settings.name)
         self.has_left.set()
 
     async def _until_idle(self) -> None:
-        """The router's word counts beside our own: it may have chosen the ring for a turn that has not come yet, and it
-        moves conversations from here.
+        """Wait until neither the router nor the ring has work here.
+
+        The router may have chosen the ring for a turn that has not come yet, and it moves conversations from here.
         """
         while True:
             try:
                 coming = await self.announce()
             except RingserveError as error:
-                log.warning("ring %s drains and cannot tell the router: %s", self.settings.name, error)
+                log.warning("ring %s drains and could not announce itself: %s", self.settings.name, error)
                 coming = 0
             if not coming and not self.num_turns:
                 return
@@ -186,27 +187,27 @@ class RingLeader(ABC):
 
     @abstractmethod
     async def fail_all(self, error: RingserveError) -> None:
-        """The ring is lost: end every turn with `error`, without waiting for its ranks."""
+        """End every turn with `error`, without waiting for the ranks of the lost ring."""
 
     async def fork_kv(self, request: ForkKv) -> ForkedKv:
-        """Begin a sequence with KV that another keeps here. Raises Busy, CapacityExceeded, Unavailable."""
+        """Begin a sequence with KV that another retains here. Raises Busy, CapacityExceeded, Unavailable."""
         self.ring.require_ready()
         pool, incarnation, name = self.ring.pool, self.ring.incarnation, f"fork of {request.source_id}"
         sequence = pool.fork(request.source_id, request.kv_id, name, request.num_tokens)
-        shards, keep = sequence.shards, 0
+        shards, num_retained = sequence.shards, 0
         try:
             await copy_blocks(self.ring, pool, sequence, incarnation)
-            keep = shards.num_tokens
+            num_retained = shards.num_tokens
         finally:
-            pool.settle(request.kv_id, name, keep)
+            pool.settle(request.kv_id, name, num_retained)
         return ForkedKv(incarnation=incarnation, shards=shards.truncate(pool.num_retained(request.kv_id)))
 
     async def send_kv(self, request: SendKv) -> SentKv:
-        """See `KvMoves.send`. Raises NotFound, Busy, TransferError, Unavailable."""
+        """Send retained KV as `KvMoves.send` does. Raises NotFound, Busy, TransferError, Unavailable."""
         return await self.kv_moves.send(request)
 
     async def take_kv(self, request: TakeKv) -> TakenKv:
-        """See `KvMoves.take`. Raises CapacityExceeded, Busy, NotFound, TransferError, Unavailable."""
+        """Fetch KV as `KvMoves.take` does. Raises CapacityExceeded, Busy, NotFound, TransferError, Unavailable."""
         return await self.kv_moves.take(request)
 
     async def admit(self, admit: Admit) -> None:
@@ -225,12 +226,13 @@ class RingLeader(ABC):
         return InvalidRequest(f"ring {self.settings.name} is no decode ring: it admits, streams and finishes no turns")
 
     async def get_retained(self, kv_ids: Sequence[str]) -> RetainedKv:
-        """What is still here of these sequences. Raises Unavailable."""
+        """Return the number of tokens retained of each sequence. Raises Unavailable."""
         self.ring.require_ready()
-        kept = tuple(self.ring.pool.num_retained(kv_id) for kv_id in kv_ids)
-        return RetainedKv(incarnation=self.ring.incarnation, num_tokens=kept)
+        retained = tuple(self.ring.pool.num_retained(kv_id) for kv_id in kv_ids)
+        return RetainedKv(incarnation=self.ring.incarnation, num_tokens=retained)
 
     def status_with(self, *, running: int, waiting: int) -> RingStatus:
+        """Return the ring's state with the numbers of running and waiting turns."""
         ring = self.ring
         return RingStatus(
             role=self.settings.role,

@@ -1,10 +1,10 @@
-"""The life of one ring of ranks: start, watch, rebuild.
+"""Life of one ring of ranks: start, watch, rebuild.
 
 STARTING ──> READY ──a rank fails──> REBUILDING ──> READY ...        any ──close()──> CLOSED
 
-A ring lives and dies whole: when one rank fails, the others hold shards of sequences that can no longer be attended,
-and may sit in a receive that never ends. So all ranks are killed, new ones are made, and the ring gets a new
-*incarnation*, which makes every message of the old one stale.
+A ring is rebuilt whole: when one rank fails, the other ranks hold shards of sequences that can no longer be attended,
+and may wait in a receive that never ends. So all ranks are killed and made anew. The ring gets a new *incarnation*,
+which makes every message of the old one stale.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from workers.protocol.ranks import ModelInfo, RankInfo, RankSpec, RankStatus, Ri
 log = logging.getLogger(__name__)
 
 MAX_RETRY_PAUSE = 30.0
-"""Seconds; pauses between attempts to rebuild double up to here."""
+"""Seconds between attempts to rebuild at most; they double up to this limit."""
 
 
 class Ring:
-    """The ranks of one ring, in `ranks` and `infos` by number (cp_rank * tp + tp_rank).
+    """Ranks of one ring, in `ranks` and `infos` by number (cp_rank * tp + tp_rank).
 
-    `on_ready` and `on_lost` tell the leader; `on_lost` runs before ranks are remade.
+    `on_ready` is called when the ring serves, `on_lost` before its ranks are made anew.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Ring:
         self.state = RingState.STARTING
         self.incarnation = ""
         self.rebuilds = 0
-        self.decode_variant = ""  # what served the latest decode step, as the watch saw it
+        self.decode_variant = ""  # variant of the latest decode step that the watch saw
         self.ranks: Sequence[RankPort] = ()
         self.infos: list[RankInfo] = []
         self.rank_statuses: dict[int, RankStatus] = {}
@@ -62,25 +62,27 @@ class Ring:
 
     @property
     def kv_endpoints(self) -> tuple[str, ...]:
+        """Endpoints where the ranks receive KV, by number."""
         return tuple(info.kv_endpoint for info in self.infos)
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """Addresses of the nodes that the ranks are on, as far as ranks listen at their own node's."""
+        """Addresses of the ranks' nodes, provided that ranks listen at their node's address."""
         hosts = (endpoint.rpartition(":")[0].strip("[]") for endpoint in self.kv_endpoints)
         return tuple(dict.fromkeys(hosts))
 
     @property
     def cp_ranks(self) -> Sequence[int]:
-        """Of each of `ranks`, which share of the tokens it holds."""
+        """Index of the token share that each of `ranks` holds."""
         return [rank // self.settings.ranks.tp for rank in range(self.settings.num_processes)]
 
     @property
     def model(self) -> ModelInfo:
+        """Model that the ranks have loaded."""
         return self.infos[0].model
 
     def is_serving(self, incarnation: str) -> bool:
-        """Whether that incarnation of the ring is the one that serves now."""
+        """Return whether the ring serves in that incarnation now."""
         return self.state is RingState.READY and incarnation == self.incarnation
 
     def require_ready(self, incarnation: str | None = None) -> None:
@@ -91,9 +93,9 @@ class Ring:
             raise Unavailable(f"ring {self.settings.name} was rebuilt during the turn; retry")
 
     async def start(self) -> None:
-        """Make the ranks and wait until they serve. Raises what kept a rank from starting, e.g. ModelRefused.
+        """Make the ranks and wait until they serve.
 
-        A ring that did not start is closed.
+        Raises the error that kept a rank from starting, e.g. ModelRefused, after closing the ring.
         """
         try:
             await self._build()
@@ -110,13 +112,13 @@ class Ring:
         starts = zip(ranks, specs, strict=True)
         infos = await gather_first_error(rank.start(spec, settings.start_timeout) for rank, spec in starts)
         endpoints = await gather_first_error(rank.open_endpoints(settings.control_timeout) for rank in ranks)
-        meeting = RingSpec(
+        rendezvous = RingSpec(
             name=incarnation,
             endpoints=tuple(endpoints),
             secret=secrets.token_hex(32),
             timeout_seconds=settings.stuck_timeout,
         )
-        await gather_first_error(rank.join(meeting, settings.start_timeout) for rank in ranks)
+        await gather_first_error(rank.join(rendezvous, settings.start_timeout) for rank in ranks)
         rates = await gather_first_error(rank.probe(settings.start_timeout) for rank in ranks)
         if self.state is RingState.CLOSED:
             raise Unavailable(f"ring {settings.name} was closed while it started")
@@ -136,13 +138,13 @@ class Ring:
             self._watch += [asyncio.create_task(self._watch_loop(rank, incarnation)) for rank in ranks]
 
     async def measure(self) -> None:
-        """Let the ranks measure their rates again. The caller sees to it that they do nothing else meanwhile."""
+        """Let the ranks measure their rates again. The caller guarantees that they do nothing else meanwhile."""
         self.require_ready()
         timeout = self.settings.start_timeout
         self.rates = (await gather_first_error(rank.probe(timeout) for rank in self.ranks))[0]
 
     async def measure_between_steps(self) -> None:
-        """As `measure`, on a ring whose ranks run their decode loop."""
+        """Measure the rates of a ring whose ranks run their decode loop."""
         self.require_ready()
         self.rates = await self.ranks[0].probe_between_steps(self.settings.start_timeout)
 
@@ -157,7 +159,7 @@ class Ring:
         )
 
     async def _watch_rank(self, number: int, rank: RankPort, incarnation: str) -> None:
-        """A rank that cannot be asked, or says it has been stuck in a step for too long, is lost."""
+        """Report the ring lost when a rank does not answer or has been in one step for too long."""
         while True:
             try:
                 status = await rank.status(self.settings.stuck_timeout)
@@ -181,7 +183,7 @@ class Ring:
             self.report_lost(Unavailable(f"a decode loop of {self.settings.name} ended"), incarnation)
 
     def report_lost(self, error: Exception, incarnation: str) -> None:
-        """Someone found the ring broken. The first report of an incarnation starts the rebuild, the rest is echo."""
+        """Rebuild the ring. Only the first report about an incarnation counts."""
         if self.state is not RingState.READY or incarnation != self.incarnation:
             return
         self.state = RingState.REBUILDING
@@ -196,21 +198,21 @@ class Ring:
             return
         self.rebuilds += 1
         log.info("ring %s rebuilt in %.1f s", self.settings.name, time.monotonic() - started)
-        # A rank may be lost again from here on: that is another rebuild, by another task.
+        # A rank that is lost from here on starts another rebuild, in another task.
         try:
             await self._on_ready()
         except RingserveError as failure:
-            log.warning("ring %s is rebuilt and could not say so: %s", self.settings.name, failure)
+            log.warning("ring %s is rebuilt and could not announce itself: %s", self.settings.name, failure)
 
     async def _build_until_ready(self) -> bool:
-        """False where the ring was closed meanwhile."""
+        """Rebuild until the ring serves; return False where it was closed meanwhile."""
         pause = self.settings.retry_pause
         while self.state is RingState.REBUILDING:
             await gather_all(rank.kill() for rank in self.ranks)
             await self._factory.close()
             try:
                 await self._build()
-            except Exception as failure:  # whatever it is: a ring that gave up in silence would never serve again
+            except Exception as failure:  # of any kind: without another attempt the ring would never serve again
                 trace = None if isinstance(failure, RingserveError) else failure
                 log.warning(
                     "rebuilding ring %s failed, trying again in %.1f s: %s",
@@ -233,7 +235,7 @@ class Ring:
         await asyncio.gather(*watchers, return_exceptions=True)
 
     async def close(self) -> None:
-        """Kill the ranks and free what they held. Idempotent."""
+        """Kill the ranks and free their places. Idempotent."""
         self.state = RingState.CLOSED
         await self._end_watch()
         await self._rebuilds.close()

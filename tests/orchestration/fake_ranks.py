@@ -41,7 +41,7 @@ class FakeRank:
     def __init__(self, number: int, start_error: Exception | None = None) -> None:
         self.number = number
         self.specs: list[RankSpec] = []
-        self.meeting: RingSpec | None = None
+        self.rendezvous: RingSpec | None = None
         self.is_killed = False
         self.seconds_since_step = 0.0
         self.running = 0
@@ -93,7 +93,7 @@ class FakeRank:
         return RankEndpoints(tokens=f"door:{self.number}")
 
     async def join(self, ring: RingSpec, timeout: float) -> None:
-        self.meeting = ring
+        self.rendezvous = ring
 
     async def probe(self, timeout: float) -> RingRates:
         return RATES

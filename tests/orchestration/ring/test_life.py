@@ -90,9 +90,9 @@ async def test_a_started_ring_serves_with_every_rank_in_its_place() -> None:
         specs = [spec for rank in rings.ranks.latest for spec in rank.specs]
         assert [spec.rank for spec in specs] == [0, 1, 2]
         assert {spec.incarnation for spec in specs} == {ring.incarnation}
-        meetings = {rank.meeting for rank in rings.ranks.latest}
-        assert [meeting.name for meeting in meetings if meeting] == [ring.incarnation]
-        assert [[endpoints.tokens for endpoints in meeting.endpoints] for meeting in meetings if meeting] == [
+        rendezvous = {rank.rendezvous for rank in rings.ranks.latest}
+        assert [meeting.name for meeting in rendezvous if meeting] == [ring.incarnation]
+        assert [[endpoints.tokens for endpoints in meeting.endpoints] for meeting in rendezvous if meeting] == [
             [f"door:{rank.number}" for rank in rings.ranks.latest]
         ]
         assert ring.kv_endpoints == ("kv:0", "kv:1", "kv:2")
