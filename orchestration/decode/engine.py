@@ -106,7 +106,7 @@ class DecodeEngine:
         new = TokenRange(turn.reservation.retained_tokens, turn.prompt_tokens)
         prompt = ComputePrompt(
             sequence_id=turn.turn_id,
-            token_ids=tuple(token_ids[new.start : new.stop].tolist()),
+            token_ids=token_ids[new.start : new.stop],
             held=sequence.shards.held,
             blocks=tuple(sequence.table(rank) for rank in range(sequence.shards.num_ranks)),
             sampling=request.sampling,

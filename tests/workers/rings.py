@@ -224,7 +224,7 @@ class LocalRing:
         held = conversation.held
         command = ComputePrompt(
             sequence_id=conversation.name,
-            token_ids=tuple(token_ids),
+            token_ids=np.asarray(token_ids, dtype=np.int64),
             held=held,
             blocks=conversation.blocks,
             sampling=sampling,

@@ -49,7 +49,7 @@ class DecodeMailbox:
                 if isinstance(command, RemoveSequence):
                     expected.discard(command.sequence_id)
                 if isinstance(command, ComputePrompt):
-                    assert command.token_ids, f"{command.sequence_id!r} has no new token"
+                    assert len(command.token_ids), f"{command.sequence_id!r} has no new token"
                 if not isinstance(command, AdmitSequence):
                     continue
                 _check_admission(command)

@@ -134,7 +134,9 @@ def decode_change(payload: bytes) -> BatchChange:
     )
 
 
-def _values(item: Any) -> list[Any]:
+def _values(item: Any) -> bytes | list[Any]:
+    if isinstance(item, np.ndarray):
+        return item.tobytes()  # int64 token ids
     values = {field.name: getattr(item, field.name) for field in fields(item)}
     if isinstance(item, SamplingParameters):
         values["seed"] &= SIXTY_FOUR_BITS
@@ -152,6 +154,8 @@ def _command(kind: type[Command], values: Sequence[Any]) -> Command:
         sampling["logit_bias"] = tuple(TokenBias(*item) for item in sampling["logit_bias"])
         named["sampling"] = SamplingParameters(**sampling)
         named["history"] = TokenHistory(**_named(TokenHistory, named["history"]))
+    if "token_ids" in named:
+        named["token_ids"] = np.frombuffer(named["token_ids"], dtype=np.int64)
     return kind(**named)
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -283,7 +282,7 @@ class DecodePrompts:
         layout = balanced_layout(sum(prompt.held), len(prompt.token_ids), prompt.held)
         sequence = SequencePrefill(
             sequence_id=prompt.sequence_id,
-            token_ids=np.asarray(prompt.token_ids, dtype=np.int64),
+            token_ids=prompt.token_ids,
             layout=layout,
             cached=prompt.held,
             blocks=prompt.blocks[transport.rank],

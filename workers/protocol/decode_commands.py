@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from workers.protocol.prefill_steps import TokenIds
 from workers.sampling.parameters import NO_HISTORY, SamplingParameters, TokenHistory, TokenLogprobs
 
 ONE_TOKEN = TokenHistory(num_generated=1)
@@ -64,7 +65,7 @@ class ComputePrompt:
     """
 
     sequence_id: str
-    token_ids: tuple[int, ...]
+    token_ids: TokenIds
     held: tuple[int, ...]
     blocks: tuple[tuple[int, ...], ...]
     sampling: SamplingParameters

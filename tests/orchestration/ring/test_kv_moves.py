@@ -94,7 +94,7 @@ async def test_what_is_not_there_or_in_use_is_not_moved(service: Service, role: 
     await giver.settle("c", "a turn", 10)
     with pytest.raises(Busy, match="'c' is in use by 'a turn'"):
         await taker.take_kv(whole)  # an attempt that has failed stays so
-    with pytest.raises(NotFound, match="tokens are asked for, 10 are kept"):
+    with pytest.raises(NotFound, match="tokens are asked for, 10 are cached"):
         await taker.take_kv(replace(whole, attempt=2))
     assert taker.ring.pool.num_retained("c") == 0
     taker.ring.pool.pin("c", "a turn", 0)
@@ -112,7 +112,7 @@ async def test_a_ring_without_spare_room_takes_nothing_and_evicts_nothing(servic
     rest = min(rank.free_blocks for rank in pool.usage()) - 2
     pool.make_room(pool.pin("of others", "turn", 0), [rest * pool.block_tokens] * pool.num_ranks)
     free = service.free_blocks()
-    with pytest.raises(CapacityExceeded, match="blocks of 4 tokens are needed on rank 0 and 2 are to spare"):
+    with pytest.raises(CapacityExceeded, match="blocks of 4 tokens are needed on rank 0 and 2 are spare"):
         await taker.take_kv(take(giver, "c"))
     assert service.free_blocks() == free
     assert pool.num_evictions == 0

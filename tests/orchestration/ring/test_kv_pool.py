@@ -180,7 +180,7 @@ def test_a_guest_takes_spare_room_only_and_is_the_first_to_go_until_a_turn_uses_
     for name in "ab":
         keep(pool, name, 2 * BLOCK_TOKENS)
     assert pool.spare_tokens == 4 * BLOCK_TOKENS
-    with pytest.raises(CapacityExceeded, match="5 blocks of 4 tokens are needed on rank 0 and 4 are to spare"):
+    with pytest.raises(CapacityExceeded, match="5 blocks of 4 tokens are needed on rank 0 and 4 are spare"):
         pool.take_in("g", "move", [5 * BLOCK_TOKENS])
     assert known(pool, "abg") == "ab"
     for name in "gh":
@@ -198,7 +198,7 @@ def test_a_guest_stays_within_the_bound_of_what_is_kept() -> None:
     pool = KvPool(1, 8, BLOCK_TOKENS, kept_fraction=0.5)
     keep(pool, "a", 3 * BLOCK_TOKENS)
     assert pool.spare_tokens == BLOCK_TOKENS
-    with pytest.raises(CapacityExceeded, match="1 are to spare"):
+    with pytest.raises(CapacityExceeded, match="1 are spare"):
         pool.take_in("g", "move", [2 * BLOCK_TOKENS])
     pool.take_in("g", "move", [BLOCK_TOKENS])
     pool.check_integrity()
@@ -207,7 +207,7 @@ def test_a_guest_stays_within_the_bound_of_what_is_kept() -> None:
 def test_who_holds_a_kept_sequence_keeps_it_from_being_cut_evicted_or_held_twice() -> None:
     pool = KvPool(1, 4, BLOCK_TOKENS)
     keep(pool, "a", 3 * BLOCK_TOKENS)
-    with pytest.raises(NotFound, match="13 tokens are asked for, 12 are kept"):
+    with pytest.raises(NotFound, match="13 tokens are asked for, 12 are cached"):
         pool.hold("a", "move", 13)
     assert pool.hold("a", "move", 12).shards.num_tokens == 12
     with pytest.raises(Busy, match="in use by 'move'"):

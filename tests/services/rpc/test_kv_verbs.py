@@ -73,6 +73,6 @@ async def test_what_the_other_ring_says_comes_back_as_it_was_said(
     request = take(giver, "c")
     await giver.settle("c", "", 0)
     port = peers.leader(role, taker.endpoint)
-    with pytest.raises(NotFound, match=f"{request.num_tokens} tokens are asked for, 0 are kept"):
+    with pytest.raises(NotFound, match=f"{request.num_tokens} tokens are asked for, 0 are cached"):
         await port.take_kv(request)
     service.check_integrity()

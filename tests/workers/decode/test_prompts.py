@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from cp_core.cost.decode import VARIANTS
@@ -160,7 +162,7 @@ def test_a_prompt_crosses_the_wire_as_it_is() -> None:
     )
     prompt = ComputePrompt(
         sequence_id="a",
-        token_ids=(1, 2, 3),
+        token_ids=np.array([1, 2, 3]),
         held=(4, 0),
         blocks=((9, 8), ()),
         sampling=sampling,
@@ -171,7 +173,10 @@ def test_a_prompt_crosses_the_wire_as_it_is() -> None:
     )
     for admitted in ((), (admission,)):
         change = BatchChange(admitted=admitted, prompt=prompt)
-        assert decode_change(encode_change(change)) == change
+        decoded = decode_change(encode_change(change))
+        assert decoded.prompt is not None
+        assert decoded.prompt.token_ids.tolist() == [1, 2, 3]
+        assert replace(decoded, prompt=replace(decoded.prompt, token_ids=prompt.token_ids)) == change
     assert not decode_change(encode_change(BatchChange(removed=("a",)))).prompt
 
 
