@@ -1,4 +1,4 @@
-"""Turns on a decode ring as its leader makes them, with no leader."""
+"""Turns on a decode ring as its leader makes them, without a leader."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def decode_turn(
     stop_token_ids: tuple[int, ...] = (),
     first_token: int | None = 50,
 ) -> DecodeTurn:
-    """A turn whose prompt is whole on the ring; with `first_token` it is ready to join the batch."""
+    """Return a turn whose prompt is whole on the ring; with `first_token` it is ready to join the batch."""
     pool = KvPool(num_ranks, 64, BLOCK_TOKENS)
     sequence = pool.pin(name, name, 0)
     coming = spread(0, PROMPT_TOKENS, (0,) * num_ranks)

@@ -1,4 +1,4 @@
-"""Turns whose decode ring computes the prompt, and does not come to the end of it; or cannot begin."""
+"""Turns whose decode ring fails to compute the prompt, or refuses to."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Oracles = Mapping[str, Oracle]
 
 @contextmanager
 def held_prompts(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event, threading.Event]]:
-    """(a prompt is being computed, it may go on); by the end of the context it does."""
+    """Yield the events (a prompt is being computed, it may continue); the end of the context lets it continue."""
     begun, may_go_on = threading.Event(), threading.Event()
     run = DecodePrompts.run
 
@@ -57,7 +57,7 @@ def held_prompts(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Ev
 
 @asynccontextmanager
 async def conversing(path: Path, **options: int) -> AsyncGenerator[tuple[Service, list[int]], None]:
-    """A service with conversation "c" of one turn, and its history. At the end all but its KV must be free."""
+    """Yield a service with conversation "c" of one turn, and its history. In the end all other blocks must be free."""
     async with Service(path, 2, 3, max_direct_tokens=16, **options) as service:  # type: ignore[arg-type]
         prompt = random_tokens(LENGTH)
         first = await service.answer(service.request(prompt, conversation="c", max_tokens=MAX_TOKENS))
@@ -74,7 +74,7 @@ def direct_request(service: Service, new: list[int], **options: float | None) ->
 
 
 async def goes_on(service: Service, history: list[int], oracle: Oracle) -> Answer:
-    """The next turn is right, and finds the conversation's KV."""
+    """Assert that the next turn's tokens are right and use the conversation's KV."""
     answer = await service.answer(direct_request(service, [4, 5]))
     assert answer.token_ids == oracle.greedy([*history, 4, 5], MAX_TOKENS)
     assert answer.begun.plan.cached_tokens == len(history) - 1
@@ -117,7 +117,7 @@ async def test_a_prompt_that_waits_behind_another_is_dropped_when_its_client_han
                 has_begun = asyncio.Event()
 
                 async def read() -> object:
-                    has_begun.set()  # whoever waits for it goes on when this task waits in turn
+                    has_begun.set()  # its waiter continues when this task waits
                     return await anext(events)
 
                 reading = asyncio.create_task(read())
@@ -161,7 +161,7 @@ async def test_a_ring_lost_while_it_computes_ends_the_turn_and_the_conversation_
                 await turn
         await eventually(lambda: service.decode.ring.incarnation != incarnation and bool(service.decode.ring.infos))
         await eventually(lambda: any(ring.role == "decode" and ring.takes_turns for ring in service.router.rings))
-        # The prefill ring has the prompt; what only the lost ring kept is computed again.
+        # The prefill ring has the prompt; tokens of the lost ring alone are computed again.
         answer = await service.answer(replace(direct_request(service, [4, 5]), algorithm=None))
         assert answer.token_ids == oracle.greedy([*history, 4, 5], MAX_TOKENS)
         assert answer.begun.plan.cached_tokens == LENGTH
@@ -171,10 +171,10 @@ async def test_a_ring_lost_while_it_computes_ends_the_turn_and_the_conversation_
 async def test_a_ring_that_has_evicted_the_kv_refuses_and_the_turn_goes_over_a_prefill_ring(
     model_paths: Models, oracles: Oracles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Unless it asked for this way alone."""
+    """A turn that asked for the decode ring alone is refused."""
     async with conversing(model_paths["llama_gqa"]) as (service, history):
         planner = service._planner
-        monkeypatch.setattr(planner, "compare_direct", lambda *_: 0.0)  # the choice is not what is tested here
+        monkeypatch.setattr(planner, "compare_direct", lambda *_: 0.0)  # the test is not about the choice
         await service.decode.settle("c", "", 10)
         with pytest.raises(CapacityExceeded, match="41 tokens of the prompt are not cached and it computes 16 at most"):
             await service.answer(direct_request(service, [4]))
@@ -213,10 +213,10 @@ async def test_what_no_ring_can_do_is_refused_in_a_sentence(num_new: int, model_
             await service.answer(replace(request, algorithm=DIRECT))
 
 
-async def test_a_turn_that_was_computed_here_and_gave_way_is_resumed_by_a_prefill_ring(
+async def test_a_turn_that_was_computed_here_and_preempted_is_resumed_by_a_prefill_ring(
     model_paths: Models, oracles: Oracles
 ) -> None:
-    """The prefill ring keeps tokens that the turn's edited prompt does not agree with: none of them may be used."""
+    """The prefill ring retains tokens that differ from the turn's edited prompt: none of them may be used."""
     oracle = oracles["llama_gqa"]
     async with Service(
         model_paths["llama_gqa"], 2, 2, decode_blocks=24, headroom_tokens=8, max_direct_tokens=16

@@ -1,4 +1,4 @@
-"""Turns whose decode ring computes the prompt itself give the tokens of transformers, whatever came before them."""
+"""Turns whose decode ring computes the prompt itself give the tokens of transformers after any history."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from workers.protocol.prefill_steps import Algorithm
 from workers.sampling.parameters import SamplingParameters
 
 RING_SIZES = (1, 2, 3)
-# Less than a token a rank, then shards that are uneven whatever the ring.
+# Less than a token a rank, then shards that are uneven on every ring.
 LENGTHS = (1, 2, 65, 257)
 FOLLOW_UPS = (1, 7, 2, 13)
 MAX_TOKENS = 5
@@ -29,7 +29,7 @@ Oracles = Mapping[str, Oracle]
 async def follow(
     service: Service, new: list[int], *, algorithm: Algorithm | None = DIRECT, **options: object
 ) -> Answer:
-    """One more turn of conversation "c"."""
+    """Run one more turn of conversation "c"."""
     request = service.request(new, conversation="c", mode=PromptMode.APPEND, max_tokens=MAX_TOKENS)
     return await service.answer(replace(request, algorithm=algorithm, **options))  # type: ignore[arg-type]
 
@@ -58,7 +58,7 @@ async def test_follow_ups_computed_by_the_decode_ring_are_exact(
                 assert (answer.report.pulled_bytes, answer.finished.migrated_bytes) == (0, 0)
                 history += new + answer.token_ids
             placements = {place.role: place for place in (await service.router.get_conversation("c")).placements}
-            # The prefill ring lags behind: it keeps what it computed.
+            # The prefill ring lags behind: it retains what it computed.
             assert placements["prefill"].num_tokens == length
             held = placements["decode"].shards.held
             assert sum(held) == len(history) - 1
@@ -89,7 +89,7 @@ async def test_a_later_turn_of_many_tokens_pulls_what_the_prefill_ring_missed(
         ]
         assert answer.report.pulled_bytes > 0
         history += new + answer.token_ids
-        # And on with the decode ring, over KV that came by the hand-off.
+        # The decode ring continues over KV that came by the hand-off.
         last = await follow(service, [7, 8, 9])
         assert last.token_ids == oracle.greedy([*history, 7, 8, 9], MAX_TOKENS)
         service.check_integrity()
@@ -111,7 +111,7 @@ async def test_an_edited_history_uses_nothing_that_disagrees_on_either_ring(
         assert answer.token_ids == oracle.greedy(edited, MAX_TOKENS)
         placements = {place.role: place for place in (await service.router.get_conversation("c")).placements}
         assert placements["prefill"].num_tokens == 50
-        # A fork takes from the prefill ring what agrees, and a long turn by either goes on from there.
+        # A fork shares the prefill ring's matching KV, and a long turn of either conversation uses it.
         history = [*edited, *answer.token_ids]
         fork = await service.router.fork_conversation("c", "fork", None)
         assert {place.role: place.num_tokens for place in fork.placements} == {
@@ -161,7 +161,7 @@ async def test_sampling_logprobs_stops_and_early_ends_are_as_over_a_prefill_ring
             await service.answer(service.request(prompt, conversation="c"))
             request = service.request(new, conversation="c", mode=PromptMode.APPEND, sampling=sampling)
             answers.append(await service.answer(replace(request, algorithm=algorithm)))
-            # One that stops at its very first token, and one whose reader finds that its text has ended.
+            # One turn stops at its first token; the reader of the other finds that its text has ended.
             stop = SamplingParameters(max_tokens=9, stop_token_ids=tuple(range(300)))
             for number, each in enumerate((stop, SamplingParameters(max_tokens=9, ends_by_text=True))):
                 request = service.request([3, 4], conversation="c", mode=PromptMode.APPEND, sampling=each)

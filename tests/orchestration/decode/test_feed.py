@@ -1,4 +1,4 @@
-"""Feeding the decode loop: order, limits, and leaving at any moment."""
+"""Feed of the decode loop: order, limits, and turns that leave at any moment."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WAIT_SECONDS = 10.0
 
 
 class Batch:
-    """A batch of at most two on a fake rank, read all the time."""
+    """Batch of at most two turns on a fake rank, read all the time."""
 
     def __init__(self) -> None:
         self.rank = FakeRank(0)
@@ -64,7 +64,7 @@ async def test_turns_are_admitted_in_order_up_to_the_limit(batch: Batch) -> None
     assert batch.counts == (2, 2)
 
 
-async def test_whoever_waits_longest_takes_the_free_place(batch: Batch) -> None:
+async def test_the_turn_that_waits_longest_takes_the_free_place(batch: Batch) -> None:
     first, *_ = await batch.join("a", "b", "c", "d")
     batch.rank.post(token("a", 1), token("b", 2), token("a", 3, FinishReason.LENGTH))
     await eventually(lambda: batch.rank.admitted == ["a", "b", "c"])
@@ -119,7 +119,7 @@ async def test_a_turn_that_finishes_while_it_leaves_has_left(batch: Batch) -> No
     (turn,) = await batch.join("a")
     leaving = asyncio.create_task(batch.batch.leave(turn))
     await eventually(lambda: batch.rank.removed == ["a"])
-    batch.rank.post(token("a", 1, FinishReason.LENGTH))  # the removal met nobody: no abort follows
+    batch.rank.post(token("a", 1, FinishReason.LENGTH))  # the turn had left already: no abort follows
     async with asyncio.timeout(WAIT_SECONDS):
         await leaving
 
@@ -134,10 +134,10 @@ async def test_a_removal_never_overtakes_its_admission(batch: Batch) -> None:
     turn = decode_turn("a")
     joining = asyncio.create_task(batch.batch.join(turn))
     await eventually(lambda: batch.batch.num_running == 1)
-    joining.cancel()  # as the end of a turn does to its sealing, which admits it
+    joining.cancel()  # as the end of a turn cancels its sealing, which admits it
     await asyncio.gather(joining, return_exceptions=True)
     leaving = asyncio.create_task(batch.batch.leave(turn))
-    await eventually(lambda: len(batch.batch._submissions) == 2)  # the removal behind the admission
+    await eventually(lambda: len(batch.batch._submissions) == 2)  # the removal follows the admission
     batch.rank.gate.set()
     await eventually(lambda: batch.rank.removed == ["a"])
     assert [command.sequence_id for command in batch.rank.submitted] == ["a", "a"]
@@ -152,7 +152,7 @@ async def test_cancelling_one_turn_does_not_lose_the_admission_of_another(batch:
     batch.rank.gate.clear()
     batch.rank.post(token("b", 1, FinishReason.STOP))
     await eventually(lambda: batch.counts == (2, 0))
-    batch.reading.cancel()  # whoever happened to hand in the admission goes away
+    batch.reading.cancel()  # the caller that submitted the admission is cancelled
     await asyncio.gather(batch.reading, return_exceptions=True)
     batch.rank.gate.set()
     await eventually(lambda: batch.rank.admitted == ["a", "b", "c"])

@@ -1,4 +1,4 @@
-"""Turns that gave way to others are drawn, scored and finished as if they had never left."""
+"""Preempted turns are sampled, scored and finished as if they had never left the batch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FINISHES = (40, None, 33, 40)
 
 
 async def answer_all(service: Service, *, ends_by_text: bool) -> list[Answer]:
-    """The turns all at once: the first is the oldest. Some are finished by their readers before they end."""
+    """Run the turns concurrently, the first being the oldest. The readers finish some before they end."""
     turns = []
     for number, (length, count, finish) in enumerate(zip(LENGTHS, MAX_TOKENS, FINISHES, strict=True)):
         sampling = SamplingParameters(

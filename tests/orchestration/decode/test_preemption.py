@@ -1,4 +1,4 @@
-"""More turns than a decode ring has KV for: they grow, give way and come back, and no client can tell."""
+"""More turns than a decode ring has blocks for: they grow, are preempted and resumed, and no client notices."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HEADROOM = 8
 
 
 def small_service(path: Path, num_prefill: int, num_decode: int, **options: int | bool) -> Service:
-    """Decode blocks for about two of the four turns whole, on as many ranks as there are."""
+    """Return a service with decode blocks for about two of the four turns, over all ranks."""
     return Service(
         path,
         num_prefill,
@@ -37,7 +37,7 @@ def small_service(path: Path, num_prefill: int, num_decode: int, **options: int 
 
 
 async def answer_all(service: Service, **sampling: float) -> list[Answer]:
-    """The turns all at once: the first is the oldest."""
+    """Run the turns concurrently, the first being the oldest."""
     requests = [
         service.request(random_tokens(length, seed=length), max_tokens=count, **sampling)  # type: ignore[arg-type]
         for length, count in zip(LENGTHS, MAX_TOKENS, strict=True)
@@ -84,10 +84,10 @@ async def test_drawn_tokens_are_the_same_with_and_without_preemption(model_paths
 
 
 @pytest.mark.parametrize(("num_prefill", "num_decode"), [(1, 3), (3, 2)])
-async def test_a_conversation_that_gave_way_goes_on_with_the_kv_of_both_rings(
+async def test_a_preempted_conversation_continues_with_the_kv_of_both_rings(
     num_prefill: int, num_decode: int, model_paths: Mapping[str, Path], oracles: Mapping[str, Oracle]
 ) -> None:
-    """Uneven cached KV on both rings, of a turn whose prompt differs in the middle from the history."""
+    """The cached KV is uneven on both rings, and the prompt differs from the history in the middle."""
     oracle = oracles["llama_gqa"]
     async with small_service(model_paths["llama_gqa"], num_prefill, num_decode) as service:
         prompt = random_tokens(43)
@@ -106,7 +106,7 @@ async def test_a_conversation_that_gave_way_goes_on_with_the_kv_of_both_rings(
         service.check_integrity()
 
 
-async def test_a_conversation_cancelled_after_it_gave_way_is_as_before_its_turn(
+async def test_a_conversation_cancelled_after_its_preemption_is_as_before_its_turn(
     model_paths: Mapping[str, Path], oracles: Mapping[str, Oracle]
 ) -> None:
     """The prefill ring then holds more of the cancelled turn than agrees with the conversation."""
@@ -214,7 +214,7 @@ async def test_turns_cancelled_at_any_moment_of_a_crowded_ring_leave_no_kv_behin
         free = service.free_blocks()
         began = time.monotonic()
         await service.answer(service.request(random_tokens(LENGTHS[3]), max_tokens=50))
-        alone = time.monotonic() - began  # of a turn on a machine as busy as this
+        alone = time.monotonic() - began  # of a turn on a busy machine
 
         async def one(number: int) -> None:
             request = service.request(random_tokens(LENGTHS[number % 4]), max_tokens=50)
@@ -250,7 +250,7 @@ async def test_a_prefill_ring_that_lost_the_prompt_computes_it_again(
         await eventually(lambda: service.decode.num_running == 1)
         young = asyncio.create_task(service.answer(service.request(random_tokens(31), max_tokens=100)))
         await eventually(lambda: service.decode.num_preemptions == 1)
-        # Its senders may learn last that all has arrived; a ring that dies before fails its turns.
+        # The senders may learn last that all KV has arrived; a ring that dies before that fails its turns.
         begun = service.router._turns._running.values()
         await eventually(lambda: all(turn.prefilling is not None and turn.prefilling.done() for turn in begun))
         await service.prefill_ranks.made[0].kill()

@@ -1,4 +1,4 @@
-"""A turn on a decode ring ends once, is told once, and gives its blocks back only when nobody writes to them."""
+"""A turn on a decode ring ends once, is reported once, and frees its blocks only when no rank writes to them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WAIT_SECONDS = 10.0
 
 
 class Router:
-    """Hears the ends of turns and has all of their KV kept, or cannot be told."""
+    """Router that notes the ends of turns and retains all of their KV, or raises `error`."""
 
     def __init__(self) -> None:
         self.heard: list[TurnOutcome] = []
@@ -39,8 +39,8 @@ class Router:
         return outcome.kv_tokens
 
 
-class RegisteredRing:
-    """A ring of fake ranks, what decodes on it, and the ends of its turns."""
+class DecodeRing:
+    """Ring of fake ranks with its engine and its registry of turns."""
 
     def __init__(self, control_timeout: float, attach_timeout: float) -> None:
         self.ranks, self.router = FakeRanks(), Router()
@@ -60,8 +60,8 @@ class RegisteredRing:
         self.tasks: set[asyncio.Task[None]] = set()
         self.settled: list[DecodeTurn] = []
         self.ring = Ring(settings, self.ranks, on_ready=self._on_ready, on_lost=self._on_lost)
-        self.engine = DecodeEngine(self.ring, self.router, self.spawn, lambda turn, how: self.ends.end_soon(turn, how))  # type: ignore[arg-type]
-        self.ends = DecodeTurns(self.ring, self.engine, self.router, self.spawn, self.settled.append)  # type: ignore[arg-type]
+        self.engine = DecodeEngine(self.ring, self.router, self.spawn, lambda turn, how: self.turns.end_soon(turn, how))  # type: ignore[arg-type]
+        self.turns = DecodeTurns(self.ring, self.engine, self.router, self.spawn, self.settled.append)  # type: ignore[arg-type]
 
     def spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -73,16 +73,16 @@ class RegisteredRing:
 
     async def _on_lost(self, error: RingserveError) -> None:
         self.engine.stop(error)
-        self.ends.end_all(error)
+        self.turns.end_all(error)
 
     def turn(self, name: str = "turn", deadline_seconds: float = 60.0) -> DecodeTurn:
-        """A turn under way on this ring."""
+        """Register a turn that runs on this ring."""
         turn = decode_turn(name)
         request = replace(turn.request, deadline_seconds=deadline_seconds)
         reservation = replace(turn.reservation, incarnation=self.ring.incarnation)
         key = replace(turn.attempt.key, destination=self.ring.incarnation)
         turn.attempt = Attempt(request, key, reservation)
-        self.ends.add(turn)
+        self.turns.add(turn)
         return turn
 
     async def decoding(self, name: str = "turn") -> DecodeTurn:
@@ -95,8 +95,8 @@ class RegisteredRing:
 
 
 @asynccontextmanager
-async def ring(*, control_timeout: float = 20.0, attach_timeout: float = 30.0) -> AsyncIterator[RegisteredRing]:
-    made = RegisteredRing(control_timeout, attach_timeout)
+async def ring(*, control_timeout: float = 20.0, attach_timeout: float = 30.0) -> AsyncIterator[DecodeRing]:
+    made = DecodeRing(control_timeout, attach_timeout)
     await made.ring.start()
     try:
         yield made
@@ -109,7 +109,7 @@ async def ring(*, control_timeout: float = 20.0, attach_timeout: float = 30.0) -
 
 
 async def over(turn: DecodeTurn) -> TurnEvent | RingserveError:
-    """What the turn's stream is told last."""
+    """Return the last event of the turn's stream."""
     await eventually(lambda: turn.tasks.ending is not None and turn.tasks.ending.done(), WAIT_SECONDS)
     last = None
     while not turn.events.empty():
@@ -121,28 +121,28 @@ async def over(turn: DecodeTurn) -> TurnEvent | RingserveError:
 async def test_the_first_to_end_a_turn_decides_how_and_the_router_hears_it_once() -> None:
     async with ring() as made:
         turn = made.turn()
-        made.ends.end_soon(turn, FinishReason.LENGTH)
-        await made.ends.end("turn", TurnCancelled("too late"))
-        await made.ends.end("turn", TurnCancelled("and later"))
+        made.turns.end_soon(turn, FinishReason.LENGTH)
+        await made.turns.end("turn", TurnCancelled("too late"))
+        await made.turns.end("turn", TurnCancelled("and later"))
         last = await over(turn)
         assert isinstance(last, FinishedEvent)
         assert last.finish_reason is FinishReason.LENGTH
         assert [(told.ok, told.kv_tokens) for told in made.router.heard] == [(True, PROMPT_TOKENS)]
         assert turn.state is DecodeTurnState.DONE
         assert turn.pool.num_retained("turn") == PROMPT_TOKENS
-        assert len(made.ends) == 0
+        assert len(made.turns) == 0
         assert made.settled == [turn]
 
 
-async def test_of_turns_that_fail_it_is_told_too_and_each_once() -> None:
+async def test_the_end_of_a_turn_that_fails_is_reported_too_and_once() -> None:
     async with ring() as made:
         turns = [made.turn("one"), await made.decoding("two")]
-        await made.ends.end("one", TurnCancelled("aborted"))
-        ending = asyncio.create_task(made.ends.end("two", TurnCancelled("aborted")))
+        await made.turns.end("one", TurnCancelled("aborted"))
+        ending = asyncio.create_task(made.turns.end("two", TurnCancelled("aborted")))
         await eventually(lambda: made.ranks.latest[0].removed == ["two"])
         made.post(None, FinishReason.ABORT, "two")
         await ending
-        made.ends.end_all(TurnCancelled("again"))
+        made.turns.end_all(TurnCancelled("again"))
         assert made.settled == turns
         assert [(told.turn_id, told.ok) for told in made.router.heard] == [("one", False), ("two", False)]
 
@@ -158,11 +158,11 @@ async def test_a_token_goes_to_the_stream_and_the_last_one_ends_the_turn() -> No
         assert made.engine.num_running == 0
 
 
-async def test_a_router_that_cannot_be_told_keeps_nothing() -> None:
+async def test_without_an_answer_of_the_router_nothing_is_retained() -> None:
     async with ring() as made:
         made.router.error = Unavailable("no router")
         turn = made.turn()
-        made.ends.end_soon(turn, FinishReason.STOP)
+        made.turns.end_soon(turn, FinishReason.STOP)
         assert isinstance(await over(turn), FinishedEvent)
         assert turn.pool.num_retained("turn") == 0
 
@@ -170,7 +170,7 @@ async def test_a_router_that_cannot_be_told_keeps_nothing() -> None:
 async def test_a_turn_that_fails_leaves_the_batch_before_its_blocks_are_settled() -> None:
     async with ring() as made:
         turn = await made.decoding()
-        ending = asyncio.create_task(made.ends.end("turn", TurnCancelled("gone")))
+        ending = asyncio.create_task(made.turns.end("turn", TurnCancelled("gone")))
         await eventually(lambda: made.ranks.latest[0].removed == ["turn"])
         assert turn.pool.usage()[0].active_blocks > 0
         assert made.router.heard == []
@@ -187,7 +187,7 @@ async def test_a_decode_loop_that_does_not_let_go_in_time_loses_its_ring(is_fini
         turn, incarnation = await made.decoding(), made.ring.incarnation
         if is_finished:
             turn.finish(1)
-        made.ends.end_soon(turn, FinishReason.STOP if is_finished else TurnCancelled("gone"))
+        made.turns.end_soon(turn, FinishReason.STOP if is_finished else TurnCancelled("gone"))
         last = await over(turn)
         if is_finished:
             assert isinstance(last, Unavailable)
@@ -204,10 +204,10 @@ async def test_a_refused_turn_is_there_until_its_ranks_have_let_go(is_aborted: b
         turn, gate = made.turn(), made.ranks.latest[0].gate
         gate.clear()
         if is_aborted:
-            made.ends.end_soon(turn, TurnCancelled("gone"))
-        refusal = asyncio.create_task(made.ends.refuse(turn))
+            made.turns.end_soon(turn, TurnCancelled("gone"))
+        refusal = asyncio.create_task(made.turns.refuse(turn))
         await eventually(lambda: turn.is_ending)
-        waits = [refusal, *(asyncio.create_task(wait) for wait in _who_wait_for_the_end(made))]
+        waits = [refusal, *(asyncio.create_task(wait) for wait in _waits_for_the_end(made))]
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.05):
                 await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -218,11 +218,11 @@ async def test_a_refused_turn_is_there_until_its_ranks_have_let_go(is_aborted: b
         assert turn.state is DecodeTurnState.ABORTED
         assert [usage.total_blocks - usage.free_blocks for usage in turn.pool.usage()] == [0, 0]
         assert [told.ok for told in made.router.heard] == [False] * is_aborted
-        assert len(made.ends) == 0
+        assert len(made.turns) == 0
 
 
-def _who_wait_for_the_end(made: RegisteredRing) -> list[Coroutine[None, None, None]]:
-    return [made.ends.end("turn", TurnCancelled("gone")), made.ends.until_settled("turn")]
+def _waits_for_the_end(made: DecodeRing) -> list[Coroutine[None, None, None]]:
+    return [made.turns.end("turn", TurnCancelled("gone")), made.turns.until_settled("turn")]
 
 
 async def test_a_lost_ring_ends_every_turn_without_asking_its_ranks() -> None:
@@ -247,31 +247,31 @@ async def test_a_stopped_engine_takes_no_turns() -> None:
 async def test_one_stream_reads_a_turn_and_may_come_after_its_end() -> None:
     async with ring() as made:
         turn = made.turn()
-        await made.ends.end("turn", TurnCancelled("gone"))
-        assert made.ends.under_way("turn") is None
-        assert made.ends.claim("turn") is turn
+        await made.turns.end("turn", TurnCancelled("gone"))
+        assert made.turns.under_way("turn") is None
+        assert made.turns.claim("turn") is turn
         with pytest.raises(NotFound, match="turn is not known"):
-            made.ends.claim("turn")
-        made.ends.claim(made.turn("other").turn_id)
+            made.turns.claim("turn")
+        made.turns.claim(made.turn("other").turn_id)
         with pytest.raises(Busy, match="read by another stream"):
-            made.ends.claim("other")
+            made.turns.claim("other")
 
 
-async def test_what_nobody_came_to_read_is_forgotten() -> None:
+async def test_a_turn_that_no_stream_reads_is_forgotten() -> None:
     async with ring(attach_timeout=0.01) as made:
         turn = made.turn()
-        made.ends.watch(turn)
+        made.turns.watch(turn)
         last = await over(turn)
         assert isinstance(last, TurnCancelled)
         assert "no client read the turn's tokens" in str(last)
-        await eventually(lambda: not made.ends._unread)
+        await eventually(lambda: not made.turns._unread)
         with pytest.raises(NotFound):
-            made.ends.claim("turn")
+            made.turns.claim("turn")
 
 
 async def test_a_turn_that_is_read_ends_at_its_deadline() -> None:
     async with ring(attach_timeout=0.001) as made:
         turn = made.turn(deadline_seconds=0.05)
-        made.ends.watch(turn)
-        made.ends.claim("turn")
+        made.turns.watch(turn)
+        made.turns.claim("turn")
         assert isinstance(await over(turn), DeadlineExceeded)

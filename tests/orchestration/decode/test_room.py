@@ -20,23 +20,23 @@ MAX_STEPS = 4000
 
 
 class Simulation:
-    """A decode ring of counters: every running turn gets a token a step, or is starved. Ranks see the same tables.
+    """Decode ring of counters: every running turn gets a token a step, or is starved. Ranks see the same tables.
 
-    `growth` reaches a running turn a step late, as it does in service.
+    New blocks reach a running turn a step late, as in service.
     """
 
     def __init__(self, num_ranks: int, num_blocks: int, headroom: int) -> None:
         self.pool = KvPool(num_ranks, num_blocks, BLOCK_TOKENS)
         self.room = DecodeRoom(self.pool, headroom, can_preempt=True, actions=self)
         self.turns: list[DecodeTurn] = []
-        self.running: dict[str, list[int]] = {}  # tokens that the tables the ring knows of have room for, by rank
+        self.running: dict[str, list[int]] = {}  # slots in the tables that the ring knows, by rank
         self.held: dict[str, list[int]] = {}
         self.resuming: list[DecodeTurn] = []
         self.leaving: list[DecodeTurn] = []
         self.preempted: list[str] = []
         self.late: list[tuple[DecodeTurn, list[list[int]]]] = []
 
-    # What the room asks for.
+    # --- actions of the room
 
     def grow(self, turn: DecodeTurn, blocks: list[list[int]]) -> None:
         self.late.append((turn, blocks))
@@ -52,7 +52,7 @@ class Simulation:
     def resume(self, turn: DecodeTurn) -> None:
         self.resuming.append(turn)
 
-    # What happens on the ring.
+    # --- events of the ring
 
     def begin(self, number: int, prompt: int, max_tokens: int) -> bool:
         name = f"turn-{number}"

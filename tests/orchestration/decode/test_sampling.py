@@ -1,4 +1,4 @@
-"""Whatever is asked of sampling, tokens are those of transformers, and the same for every ring size and batch."""
+"""Tokens of every sampling are those of transformers, and the same for every ring size and batch."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ BIASES = tuple(TokenBias(token, 3.0 if token % 3 else -7.5) for token in range(0
 
 
 class OpenAiPenalties(LogitsProcessor):
-    """transformers has none of these: OpenAI's definition, over the tokens after the prompt."""
+    """Penalties as OpenAI defines them, over the tokens after the prompt; transformers lacks them."""
 
     def __init__(self, num_prompt: int, presence: float, frequency: float) -> None:
         self._num_prompt, self._presence, self._frequency = num_prompt, presence, frequency
@@ -66,7 +66,7 @@ FEATURES: dict[str, SamplingParameters] = {
 
 
 def expected(oracle: Oracle, prompt: Sequence[int], sampling: SamplingParameters) -> list[int]:
-    """Greedy tokens of transformers' generate with the processors that this sampling stands for."""
+    """Return greedy tokens of transformers' generate with the processors of this sampling."""
     processors: list[LogitsProcessor] = []
     if sampling.logit_bias:
         processors.append(SequenceBiasLogitsProcessor([[[item.token_id], item.bias] for item in sampling.logit_bias]))
@@ -87,7 +87,7 @@ def expected(oracle: Oracle, prompt: Sequence[int], sampling: SamplingParameters
 async def test_greedy_tokens_are_those_of_transformers_with_every_processor(
     variant: str, num_prefill: int, num_decode: int, model_paths: Mapping[str, Path], oracles: Mapping[str, Oracle]
 ) -> None:
-    """All at once, in one batch, so that rows with and without a feature stand side by side."""
+    """All turns share one batch, so that rows with and without a feature are side by side."""
     oracle = oracles["llama_gqa"]
     async with Service(model_paths["llama_gqa"], num_prefill, num_decode, decode_variant=variant) as service:
         wanted, answers = [], []
@@ -105,7 +105,7 @@ async def test_greedy_tokens_are_those_of_transformers_with_every_processor(
 async def test_penalties_of_a_later_turn_look_at_the_whole_prompt(
     model_paths: Mapping[str, Path], oracles: Mapping[str, Oracle]
 ) -> None:
-    """Most of it is not computed again: its KV was kept, its tokens are counted all the same."""
+    """Most of the prompt is cached and not computed again; its tokens still count."""
     sampling = replace(FEATURES["everything"], max_tokens=MAX_TOKENS, min_tokens=0, stop_token_ids=())
     async with Service(model_paths["llama_gqa"], 2, 3) as service:
         history: list[int] = []
@@ -152,7 +152,7 @@ async def test_draws_are_the_same_for_every_ring_size_variant_and_batch(model_pa
 
 
 def check_logprobs(found: Sequence[TokenLogprobs], logits: Tensor, tokens: Sequence[int], num_top: int) -> None:
-    """Of `tokens`, from logits[T, V] of the positions before each."""
+    """Compare log probabilities of `tokens` with logits[T, V] of the positions before each."""
     wanted = torch.log_softmax(logits.double(), -1)
     assert [each.token_id for each in found] == list(tokens)
     for each, row in zip(found, wanted, strict=True):
@@ -168,7 +168,7 @@ def check_logprobs(found: Sequence[TokenLogprobs], logits: Tensor, tokens: Seque
 async def test_log_probabilities_are_those_of_the_models_logits(
     variant: str, num_prefill: int, num_decode: int, model_paths: Mapping[str, Path], oracles: Mapping[str, Oracle]
 ) -> None:
-    """Rows that want none, or another number of them, share the batch; chunks are short, ranks may own none of them."""
+    """Rows without log probabilities, or with another number, share the batch; chunks are short, ranks may own none."""
     oracle = oracles["llama_gqa"]
     async with Service(
         model_paths["llama_gqa"], num_prefill, num_decode, decode_variant=variant, chunk_tokens=7
@@ -197,7 +197,7 @@ async def test_log_probabilities_are_those_of_the_models_logits(
 async def test_a_prompt_whose_log_probabilities_are_asked_for_is_computed_whole(
     model_paths: Mapping[str, Path], oracles: Mapping[str, Oracle]
 ) -> None:
-    """What was kept of it has no logits any more."""
+    """Cached tokens have no logits any more."""
     async with Service(model_paths["llama_gqa"], 2, 3) as service:
         prompt = random_tokens(40)
         first = await service.answer(service.request(prompt, conversation="c"))
@@ -257,7 +257,7 @@ async def test_a_finished_turn_keeps_the_tokens_up_to_its_end_and_no_more(
 
 
 async def test_a_turn_that_ended_by_itself_waits_for_its_reader(model_paths: Mapping[str, Path]) -> None:
-    """It decoded to its last token; the reader found a stop string long before."""
+    """The turn decoded to its last token; the reader found a stop string long before."""
     async with Service(model_paths["llama_gqa"], 2, 2) as service:
         request = service.request(
             random_tokens(20), conversation="c", sampling=SamplingParameters(max_tokens=8, ends_by_text=True)
@@ -269,7 +269,7 @@ async def test_a_turn_that_ended_by_itself_waits_for_its_reader(model_paths: Map
                 case EndingEvent():
                     assert (tokens, event.finish_reason) == (8, FinishReason.LENGTH)
                     await decode.finish_turn(begun.turn_id, 3)
-                    await decode.finish_turn(begun.turn_id, 5)  # too late: the first word counts
+                    await decode.finish_turn(begun.turn_id, 5)  # too late: the first call counts
                 case TokensEvent():
                     tokens += len(event.token_ids)
                 case FinishedEvent():
@@ -315,7 +315,7 @@ async def test_a_reader_that_leaves_before_it_says_where_the_answer_ends_aborts_
 async def test_turns_finished_anywhere_disturb_no_other(
     model_paths: Mapping[str, Path], oracles: Mapping[str, Oracle]
 ) -> None:
-    """Also while they wait for a place in the batch, or with the first token, and beside turns that are cancelled."""
+    """Turns are finished while they wait for a place in the batch, with the first token, and beside cancelled turns."""
     prompt = random_tokens(33)
     expected = oracles["llama_gqa"].greedy(prompt, 14)
     async with Service(model_paths["llama_gqa"], 2, 3, max_batch=2) as service:
@@ -374,7 +374,7 @@ async def test_tensor_parallel_rings_draw_and_score_the_same(
 
 
 async def test_a_ring_that_breaks_under_a_finished_turn_leaves_nothing_behind(model_paths: Mapping[str, Path]) -> None:
-    """The turn ends either way; the ring is built anew and serves the next one."""
+    """The turn ends either way; the ring is rebuilt and serves the next turn."""
     async with Service(model_paths["llama_gqa"], 1, 2) as service:
         request = service.request(random_tokens(20), sampling=SamplingParameters(max_tokens=2000, ends_by_text=True))
         begun = await service.router.begin_turn(request)

@@ -1,4 +1,4 @@
-"""A turn on the decode ring: how it joins the batch, when it ends, where its KV lies afterwards."""
+"""A turn on the decode ring: its admission to the batch, its end, the places of its KV afterwards."""
 
 from __future__ import annotations
 

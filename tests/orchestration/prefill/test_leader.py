@@ -1,4 +1,4 @@
-"""Room that is held before anyone knows how a prompt will be cut is enough for every way to cut it."""
+"""Blocks reserved before a prompt is cut into chunks suffice for every way to cut it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from orchestration.prefill.leader import worst_case_held
 
 
 def held_after(held: Sequence[int], pulled: int, chunks: Sequence[int]) -> list[int]:
-    """What each rank holds when `pulled` tokens were fetched and chunks of these sizes computed."""
+    """Return each rank's tokens after `pulled` fetched tokens and computed chunks of these sizes."""
     now = [own + more for own, more in zip(held, spread(0, pulled, held).held, strict=True)]
     for size in chunks:
         layout = balanced_layout(0, size, now)

@@ -1,4 +1,4 @@
-"""What a prefill ring computes next: within its limits, nobody starved, short prompts at once, and everything once."""
+"""Steps of a prefill ring: within its limits, without starvation, short prompts at once, and every token once."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RATE = 1000.0
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """Arrives before step `at`."""
+    """Prompt that arrives before step `at`."""
 
     at: int = 0
     new: int
@@ -40,7 +40,7 @@ class Prompt:
 
 
 class Simulation:
-    """A ring whose steps take as long as their work says; turns are named by their place in `prompts`."""
+    """Ring whose steps take time in proportion to their work; turns are named by their index in `prompts`."""
 
     def __init__(
         self, scheduling: PrefillScheduling, *, chunk_tokens: int = 256, budget: float = 0.0, min_chunk: int = 32
@@ -67,7 +67,7 @@ class Simulation:
         return step
 
     def run(self, prompts: Sequence[Prompt]) -> None:
-        """Until all are computed; where nothing waits, the next one comes at once."""
+        """Run until all prompts are computed; with an empty queue the next prompt arrives at once."""
         waiting = sorted(enumerate(prompts), key=lambda item: item[1].at)
         for number in itertools.count():
             while waiting and waiting[0][1].at <= number:
@@ -113,7 +113,7 @@ def test_every_token_is_computed_once_and_no_step_breaks_its_limits(
         assert len(set(names(step))) == len(step.pieces)
         assert len(step.pieces) == 1 or scheduling.fuse
         assert sum(len(piece.tokens) for piece in step.pieces) <= limits.tokens
-        # Over the budget only for the least chunk of the oldest turn and of the one that is next by length.
+        # Only the least chunks of the oldest turn and of the shortest may exceed the budget.
         least = sorted(WORK.work(min(len(p.tokens), limits.min_chunk), p.tokens.start) for p in step.pieces)[-2:]
         assert step.work <= limits.budget + sum(least)
         assert step.work == pytest.approx(sum(WORK.work(len(p.tokens), p.tokens.start) for p in step.pieces))
@@ -131,11 +131,11 @@ def test_every_token_is_computed_once_and_no_step_breaks_its_limits(
 def test_a_turn_waits_no_longer_than_for_those_before_it_by_age(
     prompts: list[Prompt], budget: float, fuse: bool
 ) -> None:
-    """The bound on starvation, in work done while a turn waits, whatever younger ones come.
+    """The work done while a turn waits is bounded, however many younger turns come.
 
-    A step in which the debt is due moves the oldest turn on by a chunk as long as the share allows, so turns up to this
-    one by age need so many of them at most. In between others get what makes a debt due: of the work of these turns
-    (1 - share) / share as much, that of the lead they may have, and the step that makes it due.
+    A step in which the debt is due advances the oldest turn by the longest chunk that the share allows. That bounds the
+    number of such steps for the turns up to this one by age. Between them other turns get the work that makes a debt
+    due: (1 - share) / share times the work of the older turns, the lead that these may have, and one more step.
     """
     ring = Simulation(PrefillScheduling(ageing_seconds=0.5, fuse=fuse), budget=budget)
     ring.run(prompts)
@@ -157,7 +157,7 @@ def test_a_turn_waits_no_longer_than_for_those_before_it_by_age(
 def test_a_flood_of_short_prompts_does_not_starve_a_long_one(fuse: bool, priority: int) -> None:
     ring = Simulation(PrefillScheduling(fuse=fuse, ageing_seconds=0.5))
     ring.add("long", Prompt(new=800))
-    # What the share of the oldest pays for: the prompt itself, and what comes while its priority is not made up for.
+    # The share of the oldest pays for the prompt itself and for prompts that arrive while their priority counts more.
     owed = WORK.work(800, 0)
     number = 0
     while ring.now <= priority * 0.5 + 1.25 * owed / (AGE_SHARE * RATE) + 1.0:
@@ -182,7 +182,7 @@ def test_a_flood_of_short_prompts_does_not_starve_a_long_one(fuse: bool, priorit
 def test_a_short_prompt_waits_for_shorter_ones_alone_however_long_the_others_are(
     lengths: list[int], cached: int, before: int, short: int
 ) -> None:
-    """It is whole in the next step, or where less is left of others, when each of these has had a step."""
+    """It is whole in the next step, or, where others are shorter, after each of these has had a step."""
     ring = Simulation(PrefillScheduling(max_queue_work=1e12))
     for place, length in enumerate(lengths):
         ring.add(f"long-{place}", Prompt(new=length, cached=cached))
@@ -245,11 +245,11 @@ def test_the_oldest_turn_and_short_ones_share_a_step_when_its_share_is_due() -> 
             ring.add(f"{number}", Prompt(new=50))
         ring.step()
     tokens = [{piece.turn_id: len(piece.tokens) for piece in step.pieces} for step in ring.steps[1:]]
-    # Short prompts first, until the lead that the long one took is made up for.
+    # Short prompts come first until they have made up for the lead of the long one.
     short_steps = (1 - AGE_SHARE) * WORK.work(256, 0) / (AGE_SHARE * 5 * WORK.work(50, 0))
     due = next(place for place, step in enumerate(tokens) if "long" in step)
     assert due - 1 <= short_steps <= due
-    # Then a quarter of 256 tokens is its own, and what three short prompts leave of the rest.
+    # Then it gets a quarter of 256 tokens, and what three short prompts leave of the rest.
     assert [step["long"] for step in tokens if "long" in step].count(256 - 3 * 50) >= 2
 
 
@@ -286,7 +286,7 @@ def test_without_interleaving_a_long_prompt_runs_all_its_chunks_in_a_row(fuse: b
     first, second = ring.steps_of("first"), ring.steps_of("second")
     assert first == list(range(len(first)))
     assert second == list(range(second[0], second[0] + len(second)))
-    # With fusing the short one fills up a chunk that leaves room for it, without it has to wait for the last.
+    # With fusing the short one fills a chunk that leaves room; without, it waits for the last chunk.
     (short,) = ring.steps_of("short")
     assert short in first if fuse else short == first[-1] + 1
 

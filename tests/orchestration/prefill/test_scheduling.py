@@ -1,4 +1,4 @@
-"""Turns that share prefill steps: the same tokens as alone, whatever is fused, cut, stopped or lost beside them."""
+"""Turns that share prefill steps get the same tokens as alone, whichever turns beside them are cut, stopped or lost."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def loop_of(service: Service) -> PrefillLoop:
 
 @asynccontextmanager
 async def held_until_waiting(service: Service, count: int) -> AsyncIterator[list[asyncio.Task[Answer]]]:
-    """Turns started in the body wait until there are `count` of them, so that they meet in the same steps."""
+    """Hold turns started in the body until there are `count` of them, so that they share steps."""
     loop = loop_of(service)
     async with loop.at_work:
         tasks: list[asyncio.Task[Answer]] = []
@@ -54,7 +54,7 @@ async def answers(service: Service, requests: Sequence[TurnRequest]) -> list[Ans
 
 @pytest.fixture(scope="module")
 def conversations(oracles: Mapping[str, Oracle]) -> list[tuple[list[int], list[int], list[int], list[int]]]:
-    """(prompt, its answer, follow-up, its answer) by transformers, of prompts long and short."""
+    """Return (prompt, its answer, follow-up, its answer) by transformers, for long and short prompts."""
     oracle, scripts = oracles["llama_gqa"], []
     for length in LENGTHS:
         prompt, more = random_tokens(length, seed=length), random_tokens(FOLLOW_UP, seed=1000 + length)
@@ -72,7 +72,7 @@ async def test_turns_side_by_side_give_the_tokens_of_transformers(
     conversations: list[tuple[list[int], list[int], list[int], list[int]]],
 ) -> None:
     scheduling = SWITCHES[switches]
-    # Switches say what shares a step, selectors how it is computed: all pairs are seen once, over rings of all sizes.
+    # Switches decide what shares a step, selectors its algorithm: each pair occurs once, over rings of all sizes.
     selectors = SELECTORS if switches == "as it is" else (SELECTORS[num_prefill - 1],)
     async with Service(
         model_paths["llama_gqa"], num_prefill, 2, chunk_tokens=160, scheduling=scheduling, max_batch=16
@@ -109,7 +109,7 @@ async def test_turns_side_by_side_give_the_tokens_of_transformers(
 
 
 def check_report(answer: Answer, scheduling: PrefillScheduling, forced: str | None) -> None:
-    """What was done covers the new tokens in order, by the algorithm that was demanded."""
+    """Assert that the chunks cover the new tokens in order, by the algorithm that was demanded."""
     plan, report = answer.begun.plan, answer.report
     position = plan.cached_tokens
     for chunk in report.chunks:
@@ -128,7 +128,7 @@ async def test_a_short_prompt_does_not_wait_for_a_long_one(model_paths: Mapping[
         long = service.request(random_tokens(2000), max_tokens=1)
         short = service.request(random_tokens(10), max_tokens=1)
         long_answer, short_answer = await answers(service, [long, short])
-        # A step of its own, before the first of the long one's many.
+        # It has a step of its own, before the first of the long prompt's many.
         assert [chunk.num_turns for chunk in short_answer.report.chunks] == [1]
         assert len(long_answer.report.chunks) > 30
         assert short_answer.report.queue_seconds < long_answer.report.prefill_seconds / 2

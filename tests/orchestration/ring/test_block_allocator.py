@@ -1,4 +1,4 @@
-"""The allocator against a set of free blocks, over any sequence of calls."""
+"""Block allocator compared with a set of free blocks, over any sequence of calls."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from orchestration.ring.block_allocator import BlockAllocator
 
 
 def runs(blocks: set[int]) -> list[list[int]]:
-    """The runs of adjacent blocks, ascending."""
+    """Return the runs of adjacent blocks, ascending."""
     found: list[list[int]] = []
     for block in sorted(blocks):
         if found and found[-1][-1] == block - 1:
@@ -22,7 +22,7 @@ def runs(blocks: set[int]) -> list[list[int]]:
 
 
 class Allocations(RuleBasedStateMachine):
-    """Tables take blocks and give some or all of them back; `free` is what should be free."""
+    """Tables that take blocks and return some or all of them; `free` are the blocks that should be free."""
 
     @initialize(num_blocks=st.integers(0, 40))
     def begin(self, num_blocks: int) -> None:

@@ -1,4 +1,4 @@
-"""Block copies reach every process of their rank, and are over before anybody goes on: done, or their ring is lost."""
+"""Block copies reach every process of their rank, and have succeeded or lost the ring before the caller continues."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from workers.protocol.transfers import BlockPair
 
 
 class SlowRank(FakeRank):
-    """Copies when `may_copy` is set."""
+    """Rank that copies when `may_copy` is set."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -96,7 +96,7 @@ async def test_a_fork_that_is_cancelled_ends_when_its_copies_have_and_is_whole_o
     keep(pool, "a", 11)
     forking = asyncio.create_task(leader.fork_kv(ForkKv(source_id="a", kv_id="b", num_tokens=11)))
     await eventually(lambda: pool.get("b") is not None)
-    for _ in range(3):  # however often it is told
+    for _ in range(3):  # on every call
         forking.cancel()
         ended, _ = await asyncio.wait([forking], timeout=0.01)
         assert not ended, "ranks may be copying"

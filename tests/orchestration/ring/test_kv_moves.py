@@ -1,4 +1,4 @@
-"""Kept KV goes from any ring to any other of its role, whole or not at all, and neither side loses a block."""
+"""Retained KV moves from any ring to any other of its role, whole or not at all, and neither side loses a block."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def rings(service: Service, role: str) -> tuple[Leader, Leader]:
 
 @pytest.fixture
 async def service(model_paths: Mapping[str, Path]) -> AsyncIterator[Service]:
-    """A conversation "c" on the rings of 2 and 3 ranks; the others, of 3 and 2 x 2, are empty."""
+    """Yield a service with conversation "c" on the rings of 2 and 3 ranks; the others, of 3 and 2 x 2, are empty."""
     async with Service(model_paths[KIND], 2, 3, other_prefill=[3], other_decode=[(2, 2)]) as made:
         await made.answer(made.request(random_tokens(41), conversation="c", max_tokens=9))
         yield made
@@ -43,7 +43,7 @@ async def service(model_paths: Mapping[str, Path]) -> AsyncIterator[Service]:
 async def test_kv_is_the_same_byte_for_byte_on_rings_of_any_shape_where_ranks_may_be_empty(
     source: Shape, target: Shape, num_tokens: int, model_paths: Mapping[str, Path]
 ) -> None:
-    """Every slot of the target that nobody wrote is NaN. The decode rings' shards are uneven, token by token."""
+    """Unwritten slots of the target are NaN. The decode rings' shards are uneven, token by token."""
     (prefill_cp, prefill_tp), (decode_cp, decode_tp) = source, source
     async with Service(
         model_paths[KIND],
@@ -120,7 +120,7 @@ async def test_a_ring_without_spare_room_takes_nothing_and_evicts_nothing(servic
 
 
 class HeldBack:
-    """A source that is asked to send and does not, until it is let go."""
+    """Source that does not send until it is released."""
 
     def __init__(self, leader: Leader, monkeypatch: pytest.MonkeyPatch) -> None:
         self.asked, self.go_on = asyncio.Event(), asyncio.Event()
@@ -155,7 +155,7 @@ async def test_a_caller_that_goes_away_does_not_end_a_move(service: Service, mon
 async def test_what_is_forgotten_while_it_moves_is_freed_on_both_sides(
     service: Service, role: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever asked for the move has gone, so that the router takes the conversation for idle."""
+    """The caller of the move has gone, so the router takes the conversation for idle."""
     giver, taker = rings(service, role)
     held = HeldBack(giver, monkeypatch)
     moving = asyncio.create_task(taker.take_kv(take(giver, "c")))
@@ -212,7 +212,7 @@ async def test_a_transfer_that_does_not_arrive_by_its_deadline_ends_on_both_side
     free = service.free_blocks()
 
     async def silent(*_: object) -> None:
-        """A rank that is told to expect bytes and forgets it."""
+        """Ignore the order to expect bytes."""
 
     monkeypatch.setattr(taker.ring.ranks[0], "expect_kv", silent)
     with pytest.raises(TransferError):

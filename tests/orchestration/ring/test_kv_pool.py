@@ -1,4 +1,4 @@
-"""Which sequence keeps which KV: pinned ones always, others as long as there is room for them."""
+"""KV pool: pinned sequences hold their KV always, retained ones as long as there are blocks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BLOCK_TOKENS = 4
 
 
 def fill(pool: KvPool, sequence: SequenceKv, num_tokens: int) -> None:
-    """Make room for `num_tokens` tokens in all and enter the missing ones, levelled."""
+    """Make room for `num_tokens` tokens in all and enter the missing ones evenly."""
     kept = sequence.shards.num_tokens
     filled = sequence.shards.extend(spread(kept, num_tokens - kept, sequence.shards.held))
     pool.make_room(sequence, filled.held)
@@ -23,7 +23,7 @@ def fill(pool: KvPool, sequence: SequenceKv, num_tokens: int) -> None:
 
 
 def keep(pool: KvPool, name: str, num_tokens: int) -> None:
-    """Run a turn that leaves `num_tokens` tokens of a sequence."""
+    """Run a turn that retains `num_tokens` tokens of a sequence."""
     fill(pool, pool.pin(name, f"turn of {name}", 0), num_tokens)
     pool.settle(name, f"turn of {name}", num_tokens)
 
@@ -33,7 +33,7 @@ def known(pool: KvPool, names: str) -> str:
 
 
 class Turns(RuleBasedStateMachine):
-    """Turns pin, fill and settle sequences; `last_use` orders the kept ones."""
+    """Turns that pin, fill and settle sequences; `last_use` orders the retained ones."""
 
     @initialize(num_ranks=st.integers(1, 3), num_blocks=st.integers(1, 12))
     def begin(self, num_ranks: int, num_blocks: int) -> None:
@@ -73,8 +73,8 @@ class Turns(RuleBasedStateMachine):
             return
         name = data.draw(st.sampled_from(sorted(self.pinned)))
         left = min(retain_tokens, self.pinned.pop(name).shards.num_tokens)
-        self.pool.settle(name, "someone else", 0)  # not theirs: nothing happens
-        for _ in range(2):  # telling it twice is harmless
+        self.pool.settle(name, "someone else", 0)  # not its sequence: nothing happens
+        for _ in range(2):  # a second call is harmless
             self.pool.settle(name, name, retain_tokens)
         if left:
             self.kept[name] = left
@@ -204,7 +204,7 @@ def test_a_guest_stays_within_the_bound_of_what_is_kept() -> None:
     pool.check_integrity()
 
 
-def test_who_holds_a_kept_sequence_keeps_it_from_being_cut_evicted_or_held_twice() -> None:
+def test_a_held_sequence_is_neither_cut_nor_evicted_nor_held_twice() -> None:
     pool = KvPool(1, 4, BLOCK_TOKENS)
     keep(pool, "a", 3 * BLOCK_TOKENS)
     with pytest.raises(NotFound, match="13 tokens are asked for, 12 are cached"):

@@ -1,7 +1,7 @@
-"""Forked sequences share blocks, and none of them ever sees what another wrote.
+"""Forked sequences share blocks, and none of them ever reads another's tokens.
 
-The machine stands in for the ranks: it writes a number into each slot where a token's KV would go, and copies blocks
-when the pool asks for it. Whatever happens, every sequence reads its own history.
+The state machine replaces the ranks: it writes a number into each slot of a token's KV, and copies blocks when the pool
+asks for it. Every sequence must read its own history at any time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NAMES = "abcdef"
 
 
 class Forks(RuleBasedStateMachine):
-    """`histories` are the numbers that each sequence must read; `memory` what each rank's slots hold."""
+    """Sequences and slots: `histories` are the numbers that each sequence must read, `memory` those in the slots."""
 
     @initialize(
         num_ranks=st.integers(1, 3), num_blocks=st.integers(2, 24), kept_fraction=st.sampled_from([1.0, 1.0, 0.6])
@@ -55,7 +55,7 @@ class Forks(RuleBasedStateMachine):
             self.write_to(data.draw(st.sampled_from(sorted(self.pinned))), more, is_copied)
 
     def write_to(self, name: str, more: int, is_copied: bool) -> None:
-        """A turn gets room; its ranks copy and write, or it is given up before they do."""
+        """Give a turn room; its ranks copy and write, or it is given up before they do."""
         sequence = self.pinned[name]
         kept = sequence.shards.num_tokens
         filled = sequence.shards.extend(spread(kept, more, sequence.shards.held))
@@ -120,7 +120,7 @@ class Forks(RuleBasedStateMachine):
 
     @rule(data=st.data(), is_copied=st.booleans())
     def end_fork(self, data: st.DataObject, is_copied: bool) -> None:
-        """Of those given up before the copies are made nothing is kept."""
+        """End a fork; one given up before the copies are made retains nothing."""
         if not self.forking:
             return
         name = data.draw(st.sampled_from(sorted(self.forking)))
@@ -275,7 +275,7 @@ def test_kept_kv_has_a_bound_and_the_least_recently_used_goes_first() -> None:
     for name in "abc":
         kept(pool, name, 8)
     assert [pool.num_retained(name) for name in "abc"] == [0, 8, 8]
-    pool.pin("b", "turn", 8)  # what a turn has in use does not count
+    pool.pin("b", "turn", 8)  # blocks of a pinned sequence do not count
     kept(pool, "d", 8)
     assert [pool.num_retained(name) for name in "bcd"] == [8, 8, 8]
     pool.settle("b", "turn", 8)

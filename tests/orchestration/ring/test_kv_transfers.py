@@ -1,4 +1,4 @@
-"""What the source ranks are told to send is what the destination ranks wait for, once each."""
+"""Source ranks are told to send exactly the parts that destination ranks expect, once each."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Blocks change hands only when nothing of their last owner can still arrive; and if it does, it is refused.
+"""Blocks change owner only when no frame of their last owner can arrive; a frame that does is refused.
 
-Senders of the prefill ring are tapped: frames of one turn are held back on their way, as a network might, and delivered
-when their blocks belong to another turn.
+Senders of the prefill ring are tapped: frames of one turn are held back, as a network might do, and delivered when
+their blocks belong to another turn.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ PROMPT_TOKENS = 101
 
 
 class Tap:
-    """What lanes do with frames. All wait for `gate`; of transfers whose id is `late` only the first layer leaves, and
-    the others are kept in `held`.
+    """Tap on lanes: all frames wait for `gate`.
+
+    Of transfers whose id is `late` only the first layer leaves; the other frames wait in `held`.
     """
 
     def __init__(self) -> None:
@@ -57,7 +58,7 @@ class Tap:
             rank.worker._started = replace(rank.worker.parts, sender=sender)
 
     def deliver(self) -> list[str]:
-        """Send what is held, each frame over a connection of its own. Returns the refusals."""
+        """Send the held frames, each over a connection of its own; return the refusals."""
         reasons = []
         for endpoint, frame, payload in self.held:
             with hand_source(endpoint) as source:
@@ -86,14 +87,14 @@ class TappedLane(Lane):
 
 
 def blocks_of(service: Service, turn_id: str) -> list[set[int]]:
-    """Of each decode rank, the blocks that a turn holds."""
+    """Return the blocks that a turn holds, by decode rank."""
     turn = service.decode._turns.get(turn_id)
     assert turn is not None
     return [set(table) for table in turn.sequence.blocks]
 
 
 def memory_of(service: Service, blocks: Sequence[set[int]]) -> list[torch.Tensor]:
-    """Every byte of these blocks, rank by rank and layer by layer."""
+    """Return every byte of these blocks, rank by rank and layer by layer."""
     found = []
     for rank, own in zip(service.decode_ranks.made, blocks, strict=True):
         cache = rank.worker.parts.cache
@@ -112,7 +113,7 @@ async def test_what_arrives_after_an_abort_is_refused_and_never_reaches_the_next
         tap.on(service)
         free = service.free_blocks()
 
-        # The first turn: all but its first layer stays on its way. Then it is aborted, in the middle of its migration.
+        # The first turn is aborted in the middle of its migration: only its first layer has arrived.
         first = service.request(random_tokens(PROMPT_TOKENS, seed=1), max_tokens=20)
         tap.gate.clear()
         begun = await service.router.begin_turn(first)
@@ -144,7 +145,7 @@ async def test_what_arrives_after_an_abort_is_refused_and_never_reaches_the_next
         assert all(f"transfer '{begun.turn_id}' attempt 1 is not expected here" in reason for reason in reasons)
         assert all(map(torch.equal, before, memory_of(service, second_blocks))), "not a byte has changed"
 
-        # It goes on as if nothing had been; what comes again after its end is refused as well.
+        # It continues undisturbed; frames that come again after its end are refused as well.
         tap.gate.set()
         tokens: list[int] = []
         async for event in service.decode.stream_turn(second.turn_id):
@@ -174,7 +175,7 @@ async def test_the_kv_of_one_turn_under_the_name_of_another_fails_that_turn_and_
         stream = service.decode.stream_turn(begun.turn_id)
         await anext(stream)
         await eventually(lambda: len(tap.held) > 0)
-        # Frames as they were made, with bytes that belong elsewhere: the sum is that of the right ones.
+        # The frames carry other bytes than their checksums were made of.
         tap.held = [(endpoint, frame, bytes(len(payload))) for endpoint, frame, payload in tap.held[:1]]
         reasons = await asyncio.to_thread(tap.deliver)
         assert all("checksum is wrong" in reason for reason in reasons)

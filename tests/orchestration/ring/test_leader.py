@@ -1,4 +1,4 @@
-"""A leader tells the router of its ring, and keeps telling."""
+"""A leader announces its ring to the router, again and again."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WAIT_SECONDS = 10.0
 
 
 class Leader(RingLeader):
-    """No turns, only a ring."""
+    """Leader of a ring without turns."""
 
     async def measure(self) -> None:
         await self.ring.measure()
@@ -37,7 +37,7 @@ class Leader(RingLeader):
 
 
 class Router:
-    """Hears announcements; `errors` are raised by the next ones."""
+    """Router that notes announcements; the next ones raise `errors`."""
 
     def __init__(self) -> None:
         self.heard: list[RingRegistration] = []

@@ -1,4 +1,4 @@
-"""A ring lives and dies whole: one lost rank, one rebuild, a new incarnation."""
+"""A ring is rebuilt whole: one lost rank, one rebuild, a new incarnation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DEAD = Unavailable("rank 1 died")
 
 
 class Rings:
-    """A ring of fakes and what it told its leader."""
+    """Ring of fake ranks, and its calls of its leader."""
 
     def __init__(self, role: str = "prefill", num_ranks: int = 3, tp: int = 1) -> None:
         self.ranks = FakeRanks()
@@ -60,7 +60,7 @@ class Rings:
         self._changed.set()
 
     async def until_told(self, *told: str) -> None:
-        """Wait until exactly this has been told, by beginnings."""
+        """Wait until the ring has called its leader exactly so, by the beginnings of the calls."""
         async with asyncio.timeout(WAIT_SECONDS):
             while len(self.told) < len(told):
                 self._changed.clear()

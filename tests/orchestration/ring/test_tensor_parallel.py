@@ -1,4 +1,4 @@
-"""KV moves between rings that share tokens and heads in different ways, to and fro, and the tokens stay the same."""
+"""KV moves both ways between rings that divide tokens and heads differently, and the tokens stay the same."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SHAPES = (
 
 
 async def converse(service: Service, oracle: Oracle, sizes: tuple[int, ...]) -> None:
-    """A conversation of so many turns: each turn's tokens are those of transformers, and nothing is computed twice."""
+    """Run a conversation; each turn's tokens must be those of transformers, and no token is computed twice."""
     history: list[int] = []
     for number, size in enumerate(sizes):
         new = random_tokens(size, seed=number)
@@ -39,7 +39,7 @@ async def converse(service: Service, oracle: Oracle, sizes: tuple[int, ...]) -> 
         assert answer.begun.plan.cached_tokens == cached
         token_bytes = service.model.kv_bytes_per_token
         assert answer.finished.migrated_bytes == (len(history) + size - cached) * token_bytes, f"turn {number + 1}"
-        # The decode ring wrote all of the last answer but its newest token.
+        # The decode ring has the KV of the last answer but for its newest token.
         assert answer.report.pulled_bytes == (MAX_TOKENS - 1 if number else 0) * token_bytes, f"turn {number + 1}"
         history += [*new, *answer.token_ids]
 
