@@ -294,7 +294,7 @@ class DecodeLeader(RingLeader):
 
     def _trace(self, turn: DecodeTurn) -> None:
         if turn.request.trace_parent:
-            self.tracer.record(turn.request.trace_parent, turn.trace(self.settings.name, time.monotonic()))
+            self.tracer.record(turn.request.trace_parent, turn.spans(self.settings.name, time.monotonic()))
 
     @property
     def num_running(self) -> int:

@@ -292,7 +292,7 @@ class DecodeTurn:
             self.sequence.shards = shards.extend(appended(known, self.kv_tokens - known, shards.held))
         return self.sequence.shards
 
-    def trace(self, ring: str, ended: float) -> Sequence[TimeSpan]:
+    def spans(self, ring: str, ended: float) -> Sequence[TimeSpan]:
         """Return the spans of a turn that ends on `ring`, however far it came.
 
         A `migration` is there for every time that the turn's KV came whole (from the first byte to the seal), or

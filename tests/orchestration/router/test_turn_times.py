@@ -22,7 +22,7 @@ def test_a_turn_that_never_computed_was_in_the_queue_to_its_end() -> None:
     assert only.attributes == {"ringserve.ring": "prefill-0", "ringserve.attempt": 1}
 
 
-def test_a_pull_comes_before_the_queue_and_each_stretch_begins_where_the_one_before_ends() -> None:
+def test_a_pull_comes_before_the_queue_and_each_span_begins_where_the_one_before_ends() -> None:
     times, began = PrefillTimes(), time.monotonic()
     times.note_pull(1234, 0.25)
     times.note_chunk(chunk(10, 20), 0.0)
@@ -45,7 +45,7 @@ def test_a_pull_comes_before_the_queue_and_each_stretch_begins_where_the_one_bef
 
 
 def test_a_turn_that_failed_while_its_kv_came_tells_nothing_of_decoding() -> None:
-    assert decode_turn("turn", first_token=None).trace("decode-0", 9.0) == []
+    assert decode_turn("turn", first_token=None).spans("decode-0", 9.0) == []
 
 
 def test_a_turn_of_one_token_has_a_migration_and_no_decoding() -> None:
@@ -53,7 +53,7 @@ def test_a_turn_of_one_token_has_a_migration_and_no_decoding() -> None:
     turn.times.note_migration("decode-0", 1, SentKv(payload_bytes=77, seconds=0.5))
     turn.times.first_token_at = time.monotonic()
     turn.add_token(7, None)
-    (only,) = turn.trace("decode-0", time.monotonic())
+    (only,) = turn.spans("decode-0", time.monotonic())
     assert (only.name, only.attributes["ringserve.bytes"], turn.times.migrated_bytes) == ("migration", 77, 77)
 
 
@@ -66,7 +66,7 @@ def test_every_time_that_kv_came_counts_and_decoding_goes_from_the_second_token_
     for token in (7, 8, 9):
         turn.add_token(token, None)
     ended = time.monotonic() + 1.0
-    first, second, hand_off, decode = turn.trace("decode-0", ended)
+    first, second, hand_off, decode = turn.spans("decode-0", ended)
     assert (first.name, second.name, turn.times.migrated_bytes, turn.times.migration_seconds) == (
         "migration",
         "migration",
@@ -86,7 +86,7 @@ def test_a_turn_whose_prompt_was_computed_here_tells_its_queue_and_its_step_and_
     turn.times.first_token_at = time.monotonic() - 1.0
     turn.add_token(7, None)
     turn.add_token(8, None)
-    queue, prefill, hand_off, decode = turn.trace("decode-0", time.monotonic() + 1.0)
+    queue, prefill, hand_off, decode = turn.spans("decode-0", time.monotonic() + 1.0)
     assert [queue.name, prefill.name, hand_off.name, decode.name] == ["queue", "prefill", "hand-off", "decode"]
     assert (queue.began, queue.ended) == (turn.times.reserved_at, prefill.began)
     assert abs(prefill.ended - prefill.began - 0.5) < 1e-9
