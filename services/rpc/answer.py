@@ -1,4 +1,4 @@
-"""One finished turn as the command line prints it."""
+"""Finished turns as JSON and as lines of text, for the command line."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ringserve.v1 import inference_pb2
 def collect(
     responses: Iterator[inference_pb2.GenerateResponse], on_text: Callable[[str], None] = lambda text: None
 ) -> inference_pb2.GenerateComplete:
-    """Read a turn to its end, handing on text as it comes. Raises what ended it, or Unavailable if nothing did."""
+    """Read a turn to its end, and pass on text as it comes. Raises the turn's error; Unavailable: it has no completion."""
     return collect_all(responses, on_text)[0]
 
 
 def collect_all(
     responses: Iterator[inference_pb2.GenerateResponse], on_text: Callable[[str], None] = lambda text: None
 ) -> list[inference_pb2.GenerateComplete]:
-    """Read every answer of a request to its end, in the order of their numbers; the first one's text is handed on."""
+    """Read every answer of a request to its end, in the order of their numbers; pass on the first one's text."""
     shown = 0
     answers = []
     for response in responses:
@@ -38,7 +38,7 @@ def collect_all(
 
 
 def plan_dict(plan: inference_pb2.Plan) -> dict[str, Any]:
-    """A plan with the contract's field names; 64-bit numbers stay numbers."""
+    """Return a plan with the contract's field names; 64-bit numbers stay numbers."""
     values = MessageToDict(plan, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
     for key in ("migrated_bytes", "pulled_bytes"):
         values[key] = int(values[key])
@@ -46,7 +46,7 @@ def plan_dict(plan: inference_pb2.Plan) -> dict[str, Any]:
 
 
 def answer_dict(complete: inference_pb2.GenerateComplete, conversation_id: str) -> dict[str, Any]:
-    """The object that `ringserve generate --json` prints for one answer."""
+    """Return the object that `ringserve generate --json` prints for one answer."""
     values: dict[str, Any] = {
         "token_ids": list(complete.output_ids),
         "text": complete.text,
@@ -70,12 +70,12 @@ def answer_dict(complete: inference_pb2.GenerateComplete, conversation_id: str) 
 
 
 def answers_dict(answers: Sequence[inference_pb2.GenerateComplete]) -> dict[str, Any]:
-    """The object that `ringserve generate --json --n N` prints."""
+    """Return the object that `ringserve generate --json --n N` prints."""
     return {"answers": [{"index": answer.index, **answer_dict(answer, "")} for answer in answers]}
 
 
 def logprobs_dict(logprobs: inference_pb2.TokenLogprobs) -> dict[str, Any]:
-    """A token's log-probability; `top` are [token id, log-probability], the most likely first."""
+    """Return a token's log-probability; `top` are [token id, log-probability], the most likely first."""
     return {
         "token_id": logprobs.token_id,
         "logprob": logprobs.logprob,
@@ -85,14 +85,14 @@ def logprobs_dict(logprobs: inference_pb2.TokenLogprobs) -> dict[str, Any]:
 
 
 def matched_stop(complete: inference_pb2.GenerateComplete) -> int | str | None:
-    """What ended the answer: a string, a token, or its length."""
+    """Return the stop string or token that ended the answer; None: its length did."""
     if complete.HasField("matched_stop_str"):
         return complete.matched_stop_str
     return complete.matched_stop if complete.HasField("matched_stop") else None
 
 
 def plan_line(complete: inference_pb2.GenerateComplete) -> str:
-    """The plan in one line, for people."""
+    """Return the plan in one line, for people."""
     plan = complete.plan
     return (
         f"{plan.algorithm}: T={plan.new_tokens} P={plan.cached_tokens} on {plan.prefill_ring} -> {plan.decode_ring}, "

@@ -1,4 +1,4 @@
-"""The one table from errors to gRPC status codes, and back for calls between our own processes."""
+"""Table from errors to gRPC status codes, and back for calls between our own processes."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 ERROR_KEY = "ringserve-error"
-"""Trailing metadata that names the error class, so that a peer raises what was raised."""
+"""Trailing metadata that names the error class, so that the caller raises the same error."""
 
 RETRY_KEY = "retry-after-ms"
-"""Trailing metadata of a refusal that says in how many milliseconds there is likely to be room."""
+"""Trailing metadata of a refusal: milliseconds until room is likely."""
 
 MAX_MESSAGE = 600
-"""Characters; each may take up to 12 bytes of the metadata that carries it."""
+"""Longest message in characters; each may take up to 12 bytes of the metadata that carries it."""
 
 CODES: dict[type[RingserveError], grpc.StatusCode] = {
     errors.InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
@@ -45,17 +45,17 @@ CODES: dict[type[RingserveError], grpc.StatusCode] = {
 
 
 def code_of(error: RingserveError) -> grpc.StatusCode:
-    """The status code of an error."""
+    """Return the status code of an error."""
     return next((CODES[kind] for kind in type(error).__mro__ if kind in CODES), grpc.StatusCode.INTERNAL)
 
 
 def error_named(name: str, message: str) -> RingserveError:
-    """An error by its class name; an unknown name becomes Unavailable."""
+    """Return an error by its class name; an unknown name becomes Unavailable."""
     return {kind.__name__: kind for kind in CODES}.get(name, Unavailable)(message)
 
 
 def error_of(failure: Any) -> RingserveError | None:
-    """The error that a failed call's trailing metadata names, or None where it names none: gRPC's own failure."""
+    """Return the error that a failed call's trailing metadata names; None: gRPC itself failed."""
     metadata = {key: str(value) for key, value in failure.trailing_metadata() or ()}
     if ERROR_KEY not in metadata:
         return None
@@ -67,7 +67,7 @@ def error_of(failure: Any) -> RingserveError | None:
 
 
 def metadata_of(error: RingserveError) -> tuple[tuple[str, str], ...]:
-    """Trailing metadata from which `error_of` makes the error again."""
+    """Return the trailing metadata from which `error_of` restores the error."""
     named = ((ERROR_KEY, type(error).__name__),)
     if isinstance(error, CapacityExceeded) and error.retry_after_seconds is not None:
         return (*named, (RETRY_KEY, str(math.ceil(1000 * error.retry_after_seconds))))
@@ -75,7 +75,7 @@ def metadata_of(error: RingserveError) -> tuple[tuple[str, str], ...]:
 
 
 def error_from(failure: grpc.aio.AioRpcError, peer: str) -> RingserveError:
-    """What a failed call to one of our own processes stands for. What gRPC itself reports becomes Unavailable."""
+    """Return the error of a failed call to one of our own processes. A failure of gRPC itself becomes Unavailable."""
     error = error_of(failure)
     if error is not None:
         return error
@@ -90,7 +90,7 @@ async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: RingserveEr
 
 
 def _shortened(message: str) -> str:
-    """A message may quote what a client sent; of trailing metadata over 8 KiB only a refusal would reach the client."""
+    """Cut a message that quotes a client's input: gRPC replaces trailing metadata over 8 KiB by a refusal."""
     return message if len(message) <= MAX_MESSAGE else message[: MAX_MESSAGE - 4] + " ..."
 
 

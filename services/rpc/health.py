@@ -1,4 +1,4 @@
-"""What grpc.health.v1 answers of a process, kept in step with whether it makes progress."""
+"""Watch over a process: grpc.health.v1 answers by whether it makes progress."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from services.rpc.server import GrpcServer
 log = logging.getLogger(__name__)
 
 ASK_SECONDS = 1.0
-"""From one look to the next."""
+"""Seconds between looks."""
 ANSWER_SECONDS = 5.0
-"""What cannot tell how it is in this time is not ready."""
+"""Longest a look may take; a process that takes longer is not ready."""
 
 
 class HealthWatch:
-    """Asks `find_fault` again and again: a sentence means NOT_SERVING, an empty one SERVING. Watchers hear of changes.
+    """Repeated call of `find_fault`: a sentence means NOT_SERVING, an empty one SERVING.
 
-    `name` is for logs. To be closed before the server stops.
+    `name` is for logs. Close the watch before the server stops.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class HealthWatch:
 
     @property
     def fault(self) -> str:
-        """What was found at the last look, empty where all is well."""
+        """The fault of the last look; empty where there is none."""
         return "it has only just started" if self._shown is None else self._shown
 
     def start(self) -> None:
@@ -47,7 +47,7 @@ class HealthWatch:
             await asyncio.sleep(self._interval)
 
     async def look(self) -> None:
-        """Ask once, and show the answer where it is another than before."""
+        """Ask once, and publish the answer where it has changed."""
         fault = await self._fault()
         if self._shown is None or bool(fault) != bool(self._shown):
             log.log(logging.WARNING if fault else logging.INFO, "%s %s", self._name, _is(fault))

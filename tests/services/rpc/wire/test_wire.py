@@ -126,7 +126,7 @@ def comparable(value: Any) -> Any:
 
 
 def sent(message: M) -> M:
-    """What arrives at the other end."""
+    """Return the message that arrives at the other end."""
     return type(message).FromString(message.SerializeToString())
 
 
