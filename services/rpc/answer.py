@@ -14,7 +14,7 @@ from ringserve.v1 import inference_pb2
 def collect(
     responses: Iterator[inference_pb2.GenerateResponse], on_text: Callable[[str], None] = lambda text: None
 ) -> inference_pb2.GenerateComplete:
-    """Read a turn to its end, and pass on text as it comes. Raises the turn's error; Unavailable: it has no completion."""
+    """Read a turn to its end, and pass on text as it comes. Raises the turn's error, or Unavailable for a lost end."""
     return collect_all(responses, on_text)[0]
 
 

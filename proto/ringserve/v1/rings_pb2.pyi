@@ -53,9 +53,9 @@ class ReserveRequest(_message.Message):
     request_id: _builtins.str
     """Whose turn it is, for logs."""
     trace_parent: _builtins.str
-    """W3C Trace Context of the turn's span; empty where nobody traces it."""
+    """W3C Trace Context of the turn's span; empty without tracing."""
     is_direct: _builtins.bool
-    """Decode only: the ring itself is asked to compute what it does not keep of the prompt; refused where that is too much."""
+    """Decode only: the ring computes the tokens of the prompt that it does not retain; it refuses too many."""
     @_builtins.property
     def sampling(self) -> Global___Sampling: ...
     def __init__(
@@ -187,7 +187,7 @@ class ReserveResponse(_message.Message):
     TP_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.str
     retained_tokens: _builtins.int
-    """Kept tokens still there after the cut."""
+    """Retained tokens that are still there after the cut."""
     tp: _builtins.int
     @_builtins.property
     def shards(self) -> _containers.RepeatedCompositeFieldContainer[_inference_pb2.RankShard]:
@@ -235,22 +235,22 @@ class PrefillRequest(_message.Message):
     token_ids: _builtins.bytes
     """Token ids, as everywhere between our own processes: little-endian int32, one after the other."""
     cached_tokens: _builtins.int
-    """Tokens [0, cached_tokens) are not computed: kept here, or pulled from another ring."""
+    """Tokens [0, cached_tokens) are not computed: they are retained here, or pulled from another ring."""
     deadline_seconds: _builtins.float
     decode_endpoint: _builtins.str
     @_builtins.property
     def chunks(self) -> _containers.RepeatedCompositeFieldContainer[_inference_pb2.Chunk]:
-        """They cover the new tokens in order. Advice: the leader cuts and fuses by what else waits, and follows the algorithms."""
+        """Chunks cover the new tokens in order. The leader follows their algorithms, and cuts them by its queue."""
 
     @_builtins.property
     def sampling(self) -> Global___Sampling: ...
     @_builtins.property
     def destination(self) -> Global___ReserveResponse:
-        """The decode ring's reservation: where KV goes to, and what it keeps already."""
+        """Reservation of the decode ring: where KV goes, and what it retains already."""
 
     @_builtins.property
     def pulled_from(self) -> Global___KvSource:
-        """The ring that keeps what is pulled; unset: the turn's decode ring."""
+        """Ring that retains the KV to pull; unset: the turn's decode ring."""
 
     def __init__(
         self,
@@ -277,7 +277,7 @@ Global___PrefillRequest: _TypeAlias = PrefillRequest  # noqa: Y015
 
 @_typing.final
 class KvSource(_message.Message):
-    """A ring that keeps KV of a turn's conversation, and is none of the turn's own."""
+    """Ring that retains KV of a turn's conversation, and is none of the turn's own."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -344,7 +344,7 @@ class PrefillReport(_message.Message):
     pulled_bytes: _builtins.int
     pull_seconds: _builtins.float
     lost_tokens: _builtins.int
-    """Planned as cached, and computed after all: the ring that keeps them could not be reached, or keeps them no longer."""
+    """Tokens planned as cached and computed after all: their ring could not be reached, or had evicted them."""
     @_builtins.property
     def chunks(self) -> _containers.RepeatedCompositeFieldContainer[_inference_pb2.Chunk]:
         """As they were computed."""
@@ -526,7 +526,7 @@ Global___PromptScored: _TypeAlias = PromptScored  # noqa: Y015
 
 @_typing.final
 class Ending(_message.Message):
-    """No token follows. Sent where the reader says where the answer ends; the turn waits for its FinishTurn."""
+    """No token follows. The reader decides where the answer ends, and the turn waits for its FinishTurn."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -706,7 +706,7 @@ class TakeKvRequest(_message.Message):
     num_tokens: _builtins.int
     """Its first tokens, as many."""
     source_role: _builtins.str
-    """The ring that keeps them: "prefill" or "decode", its leader's HOST:PORT, its incarnation."""
+    """Ring that retains them: "prefill" or "decode", its leader's HOST:PORT, its incarnation."""
     source_endpoint: _builtins.str
     source_incarnation: _builtins.str
     deadline_seconds: _builtins.float
@@ -946,7 +946,7 @@ class DrainRequest(_message.Message):
     SECONDS_FIELD_NUMBER: _builtins.int
     UNDO_FIELD_NUMBER: _builtins.int
     seconds: _builtins.float
-    """How long turns that run are waited for."""
+    """Longest wait for running turns."""
     undo: _builtins.bool
     """Take turns again."""
     def __init__(

@@ -48,12 +48,12 @@ class BeginTurnRequest(_message.Message):
     algorithm: _builtins.str
     """"pass_kv", "pass_q", "decode_ring" or empty."""
     trace_parent: _builtins.str
-    """W3C Trace Context of the turn's span; empty where nobody traces it."""
+    """W3C Trace Context of the turn's span; empty without tracing."""
     @_builtins.property
     def sampling(self) -> _rings_pb2.Sampling: ...
     @_builtins.property
     def kv_quota(self) -> Global___KvQuota:
-        """Whose KV this is, and how much of it there may be. None: it is not limited."""
+        """Tenant of the KV, and its limit. Unset: no limit."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ Global___BeginTurnRequest: _TypeAlias = BeginTurnRequest  # noqa: Y015
 
 @_typing.final
 class KvQuota(_message.Message):
-    """Of one tenant: the KV tokens of all conversations whose id begins with `tenant/`, and of its running turns."""
+    """Limit of one tenant: the KV tokens of all conversations whose id begins with `tenant/`, and of its running turns."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -175,7 +175,7 @@ class EndTurnResponse(_message.Message):
 
     RETAIN_TOKENS_FIELD_NUMBER: _builtins.int
     retain_tokens: _builtins.int
-    """How many tokens the decode ring should keep; 0 frees the sequence."""
+    """Tokens that the decode ring should retain; 0 frees the sequence."""
     def __init__(
         self,
         *,
@@ -352,7 +352,7 @@ class DrainRingRequest(_message.Message):
     FORCE_FIELD_NUMBER: _builtins.int
     ring: _builtins.str
     seconds: _builtins.float
-    """How long turns that run are waited for."""
+    """Longest wait for running turns."""
     force: _builtins.bool
     """Also where no other ring of its role would take turns."""
     def __init__(
@@ -394,7 +394,7 @@ class RestartRingRequest(_message.Message):
     LEAVING_NODE_FIELD_NUMBER: _builtins.int
     ring: _builtins.str
     seconds: _builtins.float
-    """How long turns that run are waited for."""
+    """Longest wait for running turns."""
     leaving_node: _builtins.str
     """Address of a node that goes away: the ring is started again when it is gone. May be empty."""
     def __init__(

@@ -120,7 +120,7 @@ class RouterServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ResumeTurn(self, request, context):
-        """From a decode leader that dropped a turn's KV and has room for it again: have it made again. Idempotent per attempt.
+        """From a decode leader that preempted a turn and has room for it again: prefills its KV again. Idempotent per attempt.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -37,7 +37,7 @@ class RouterServiceStub:
     EndTurn: _grpc.UnaryUnaryMultiCallable[_router_pb2.EndTurnRequest, _router_pb2.EndTurnResponse]
     """From a decode leader, before it reports the end to the client. Idempotent per turn."""
     ResumeTurn: _grpc.UnaryUnaryMultiCallable[_router_pb2.ResumeTurnRequest, _router_pb2.ResumeTurnResponse]
-    """From a decode leader that dropped a turn's KV and has room for it again: have it made again. Idempotent per attempt."""
+    """From a decode leader that preempted a turn and has room for it again: prefills its KV again. Idempotent per attempt."""
     AbortTurns: _grpc.UnaryUnaryMultiCallable[_inference_pb2.AbortRequest, _inference_pb2.AbortResponse]
     GetConversation: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GetConversationRequest, _inference_pb2.GetConversationResponse]
     ListConversations: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ListConversationsRequest, _inference_pb2.ListConversationsResponse]
@@ -61,7 +61,7 @@ class RouterServiceAsyncStub(RouterServiceStub):
     EndTurn: _aio.UnaryUnaryMultiCallable[_router_pb2.EndTurnRequest, _router_pb2.EndTurnResponse]  # type: ignore[assignment]
     """From a decode leader, before it reports the end to the client. Idempotent per turn."""
     ResumeTurn: _aio.UnaryUnaryMultiCallable[_router_pb2.ResumeTurnRequest, _router_pb2.ResumeTurnResponse]  # type: ignore[assignment]
-    """From a decode leader that dropped a turn's KV and has room for it again: have it made again. Idempotent per attempt."""
+    """From a decode leader that preempted a turn and has room for it again: prefills its KV again. Idempotent per attempt."""
     AbortTurns: _aio.UnaryUnaryMultiCallable[_inference_pb2.AbortRequest, _inference_pb2.AbortResponse]  # type: ignore[assignment]
     GetConversation: _aio.UnaryUnaryMultiCallable[_inference_pb2.GetConversationRequest, _inference_pb2.GetConversationResponse]  # type: ignore[assignment]
     ListConversations: _aio.UnaryUnaryMultiCallable[_inference_pb2.ListConversationsRequest, _inference_pb2.ListConversationsResponse]  # type: ignore[assignment]
@@ -100,7 +100,7 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _router_pb2.ResumeTurnRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_router_pb2.ResumeTurnResponse, _abc.Awaitable[_router_pb2.ResumeTurnResponse]]:
-        """From a decode leader that dropped a turn's KV and has room for it again: have it made again. Idempotent per attempt."""
+        """From a decode leader that preempted a turn and has room for it again: prefills its KV again. Idempotent per attempt."""
 
     @_abc_1.abstractmethod
     def AbortTurns(
