@@ -10,20 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cp_core.cost.model import ModelShape, PrefillRates, RingRates, predict_prefill
+from cp_core.cost.model import PrefillRates, RingRates, predict_prefill
 from cp_core.errors import ConfigError
+from tests.cp_core.cost import hardware
 from tests.cp_core.cost.test_selector import fitted_rates, llama_405b, table_4
 
-TINY = ModelShape(
-    num_layers=2,
-    hidden_size=8,
-    intermediate_size=16,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=2,
-    vocab_size=100,
-    element_bytes=4,
-)
+TINY = replace(hardware.TINY, element_bytes=4)
 RING = RingRates(gemm_flops=1e6, attention_flops=1e5, link_bytes_per_second=1e5, link_latency_seconds=1e-3)
 RATES = PrefillRates(ring=RING)
 
