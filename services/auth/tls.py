@@ -84,7 +84,7 @@ _ALTERNATIVE_TYPES = {"DNS": "dns", "URI": "uri"}
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """Names that a certificate proves. Kinds are kept apart: a DNS name is never taken for a common name."""
+    """Names that a certificate proves. Kinds are separate: a DNS name never counts as a common name."""
 
     names: frozenset[CertificateName]
 

@@ -79,7 +79,7 @@ class RouterReport:
     `decision` is a whole `begin_turn`: matching, placement, reservations and the plan. `processor` is its processor
     time, which other work on the machine hardly lengthens. `placement` is the choice of rings alone. `kept_share` is
     the share of follow-ups on the rings of the turn before, `direct_share` the share that the decode ring computes.
-    Pauses are those of Python's garbage collection, all of them within turns. Bytes are those of an idle
+    Garbage collection pauses all lie within turns. Bytes are those of an idle
     conversation; `token_bytes_per_conversation` counts its token ids, 8 bytes each.
     """
 

@@ -158,7 +158,7 @@ def pid_at(endpoint: str) -> int:
 
 
 class Inference:
-    """The public door of a cluster, one call a method."""
+    """Client of a cluster's gateway, one call a method."""
 
     def __init__(self, target: str) -> None:
         self.target = target
@@ -209,7 +209,7 @@ class Inference:
         return [rank.free_blocks for ring in self.info().rings for rank in ring.kv_usage]
 
     def is_idle(self) -> bool:
-        """Whether no turn runs or waits anywhere, and every ring serves."""
+        """Return True if no turn runs or waits anywhere, and every ring serves."""
         info = self.info()
         return not info.running_turns and all(
             ring.state == "ready"
@@ -222,7 +222,7 @@ class Inference:
 
 @contextmanager
 def idle_after(gateway: str, seconds: float) -> Iterator[Inference]:
-    """A public door; who used it leaves the cluster idle, with all rings ready, within `seconds`."""
+    """Yield a client of the gateway; within `seconds` of its use the cluster is idle and all rings are ready."""
     door = Inference(gateway)
     try:
         yield door
@@ -268,7 +268,7 @@ class Cluster:
 
 
 def options_of(model_path: Path) -> list[str]:
-    """What every test cluster has in common: little memory, ports of the system's choice, many short prefill steps."""
+    """Return settings common to test clusters: little memory, ports of the system's choice, many short prefill steps."""
     values = {
         "model.path": model_path,
         "gateway.listen": "127.0.0.1:0",

@@ -47,6 +47,6 @@ def cluster(ringserve: Ringserve, model_path: Path) -> Iterator[Cluster]:
 
 @pytest.fixture
 def inference(cluster: Cluster) -> Iterator[Inference]:
-    """The shared cluster's public door. Every test leaves the cluster idle."""
+    """Yield a client of the shared cluster's gateway. Every test leaves the cluster idle."""
     with idle_after(cluster.gateway, IDLE_SECONDS) as door:
         yield door

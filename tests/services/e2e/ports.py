@@ -6,7 +6,7 @@ import socket
 
 
 def free_port() -> int:
-    """One that was free just now, on loopback."""
+    """Return a port on loopback that was free just now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -36,7 +36,7 @@ class Head:
 
 
 def configuration(model_path: Path, ray_port: int, router_port: int) -> dict[str, Any]:
-    """What the chart renders, with ports of the system's choice and a model of our own."""
+    """Render the chart's configuration with ports of the system's choice and a model of the tests."""
     config: dict[str, Any] = yaml.safe_load(only(render(), "ConfigMap")["data"]["config.yaml"])
     config["model"]["path"] = str(model_path)
     config["ray"]["address"] = f"127.0.0.1:{ray_port}"
@@ -55,7 +55,7 @@ def head_start_command(ray_port: int, directory: Path) -> str:
 
 
 def node_start_command(ray_address: str, address: str, role: str) -> str:
-    """As KubeRay makes it for a pod of the role from the chart's rayStartParams, which go through a shell."""
+    """Return the command that KubeRay makes for a pod of the role from the chart's rayStartParams, through a shell."""
     rings = only(render(), "RayCluster")["spec"]["workerGroupSpecs"]
     (parameters,) = (ring["rayStartParams"] for ring in rings if ring["groupName"] == role)
     options = " ".join(f"--{name}={value}" for name, value in parameters.items())

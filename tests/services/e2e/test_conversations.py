@@ -1,4 +1,4 @@
-"""Conversations through every door: forked, listed, waited for, forgotten."""
+"""Conversations by gRPC, HTTP and commands: forked, listed, waited for, forgotten."""
 
 from __future__ import annotations
 

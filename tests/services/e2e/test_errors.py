@@ -1,4 +1,4 @@
-"""What goes wrong is said in one sentence with the right status, and the service goes on."""
+"""Errors have one sentence and the right status, and the service continues."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def test_a_prefill_rank_killed_while_a_turn_prefills_fails_that_turn_and_no_othe
     assert "prefill-0" in said
     new = wait_for_rebuild(inference, "prefill", old)
     assert new.rebuilds == old.rebuilds + 1
-    # All that the decode ring kept comes back from there.
+    # All KV that the decode ring retained comes back from there.
     answer = goes_on(inference, stock, "prefill-rank", history)
     assert [(part.source, part.start, part.stop) for part in answer.plan.cached_sources] == [
         ("pulled_from_decode", 0, len(history) - 1)

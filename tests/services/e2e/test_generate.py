@@ -1,4 +1,4 @@
-"""Turns and conversations through the public door and the command line, token for token those of transformers."""
+"""Turns and conversations through the gateway and the command line, token for token those of transformers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WHOLE_HISTORY = inference_pb2.PROMPT_MODE_WHOLE_HISTORY
 
 
 def generate(cluster: Cluster, *arguments: str) -> dict[str, Any]:
-    """What `ringserve generate --json` prints."""
+    """Return the output of `ringserve generate --json`."""
     finished = cluster.ringserve.run("generate", "--target", cluster.gateway, "--json", *arguments)
     assert finished.returncode == 0, finished.stderr
     assert finished.stderr == ""

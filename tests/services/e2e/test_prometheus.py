@@ -49,7 +49,7 @@ def load(cluster: Cluster) -> None:
 
 @pytest.fixture(scope="module")
 def prometheus(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
-    """One that has watched the cluster before, under and after a load."""
+    """Start a Prometheus that scrapes the cluster before, under and after a load."""
     configuration = CONFIGURATION.format(rules=CHART / "files" / "rules.yaml", metrics=cluster.metrics)
     with running_prometheus(tmp_path_factory.mktemp("prometheus"), configuration, free_port()) as server:
 

@@ -1,4 +1,4 @@
-"""What a client may ask of sampling, through the public door and the command line."""
+"""Sampling parameters of clients, through the gateway and the command line."""
 
 from __future__ import annotations
 

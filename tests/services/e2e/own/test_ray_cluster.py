@@ -65,7 +65,7 @@ def check_metrics(info: inference_pb2.GetServerInfoResponse) -> None:
 def test_rings_serve_on_the_nodes_of_pods_that_come_and_go_and_end_when_their_turns_have(
     ringserve: Ringserve, model_path: Path, stock: StockModel, tmp_path: Path
 ) -> None:
-    """When a pod is deleted, its hook drains the ring, its node goes, another one comes, and turns wait for it."""
+    """A deleted pod's hook drains the ring, its node goes, another node comes, and turns wait for the ring."""
     ray_port = free_port()
     config = configuration(model_path, ray_port, free_port())
     for role in ("prefill", "decode"):

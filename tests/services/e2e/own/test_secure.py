@@ -1,4 +1,4 @@
-"""A whole cluster with mutual TLS inside, TLS and tokens at its doors: who is known is served, nobody else."""
+"""Cluster with mutual TLS inside, TLS and tokens at its gateway: it serves known clients only."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_strangers_at_the_doors_of_ranks_are_sent_away_and_harm_nobody(
 
 
 def rank_ports(pid: int) -> set[tuple[str, int]]:
-    """Where the rank processes of a cluster listen."""
+    """Return the addresses where rank processes of a cluster listen."""
     ranks = [each for each in psutil.Process(pid).children(recursive=True) if " rank " in " ".join(each.cmdline())]
     return {
         (each.laddr.ip, each.laddr.port)
@@ -162,7 +162,7 @@ def talk(connection: ssl.SSLSocket) -> None:
 
 
 def everything_of(connection: socket.socket) -> bytes:
-    """What comes until the other end closes."""
+    """Receive until the other end closes."""
     received = b""
     with contextlib.suppress(ConnectionResetError):
         while part := connection.recv(4096):

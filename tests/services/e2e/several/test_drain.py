@@ -49,7 +49,7 @@ def test_one_request_is_followed_through_every_process_by_its_id(
 def test_a_gateway_that_is_told_to_end_finishes_its_turns_first(
     ringserve: Ringserve, several: Cluster, model_path: Path, tmp_path: Path
 ) -> None:
-    """Of both doors, while it takes no others; who only watches its health keeps it from nothing."""
+    """A gateway ends its gRPC and HTTP turns while it takes no others; a watcher of its health does not delay it."""
     log, options = tmp_path / "gateway.log", ("--drain-seconds", "60")
     with started_gateway(ringserve, several.router, model_path, log, *options) as gateway:
         inference = Inference(gateway.address)

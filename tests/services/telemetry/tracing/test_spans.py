@@ -31,7 +31,7 @@ RINGS = {"pull", "queue", "prefill", "chunk", "hand-over", "migration", "hand-of
 
 @dataclass(frozen=True)
 class Traced:
-    """LocalGateway whose spans are kept in memory."""
+    """LocalGateway whose spans stay in memory."""
 
     gateway: LocalGateway
     tracer: OtelTracer
