@@ -16,7 +16,7 @@ PAUSE_SECONDS = 0.1
 """Between two turns of a client: the machine has rings to start meanwhile."""
 MAX_TOKENS = 8
 TURNS = 6
-"""History of one conversation."""
+"""Number of turns in one conversation."""
 FIRST_TOKENS, MORE_TOKENS = 40, 5
 CERTAIN_LEAD = 1e-4
 """In logits. Of two tokens that are nearer either may win, by the order in which a ring adds: one turn in thousands."""
