@@ -268,7 +268,7 @@ class Cluster:
 
 
 def options_of(model_path: Path) -> list[str]:
-    """Return common settings of test clusters: little memory, ports of the system's choice, many short prefill steps."""
+    """Return common settings of test clusters: little memory, any free ports, many short prefill steps."""
     values = {
         "model.path": model_path,
         "gateway.listen": "127.0.0.1:0",
