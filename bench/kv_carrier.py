@@ -221,7 +221,7 @@ def kv_cache(load: Load) -> Any:
 
 def receive_kv_transfer(load: Load, pipe: Connection, tls: Any = None) -> None:
     from cp_core.layout.shards import TokenRange
-    from workers.kv import KvReceiver
+    from workers.kv.receiver import KvReceiver
     from workers.protocol.transfers import KvExpect, TransferKey
 
     cache = kv_cache(load)
@@ -263,7 +263,7 @@ def bench_tls() -> Any:
 def _send_kv(load: Load, pipe: Connection, *, checksums: bool, tls: Any = None) -> Runs:
     from cp_core.layout.reshard import KvPiece
     from cp_core.layout.shards import TokenRange
-    from workers.kv import KvSender
+    from workers.kv.sender import KvSender
     from workers.protocol.transfers import KvPart, KvSend, TransferKey
 
     cache = kv_cache(load)

@@ -22,11 +22,10 @@ from tests.orchestration.service import Service
 from tests.waiting import eventually
 from tests.workers.kv.kv_peers import hand_source
 from tests.workers.models import Oracle, random_tokens
-from workers.kv import KvSender
 from workers.kv.cache import KvCache
 from workers.kv.frames import LayerFrame, OutgoingPart, checksum_of
 from workers.kv.outgoing import OutgoingTransfer
-from workers.kv.sender import Lane
+from workers.kv.sender import KvSender, Lane
 
 WAIT_SECONDS = 20.0
 PROMPT_TOKENS = 101

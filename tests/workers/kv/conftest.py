@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests.workers.kv.kv_peers import HandSource, cache_of, hand_source, receiving
-from workers.kv import KvReceiver
 from workers.kv.cache import KvCache
+from workers.kv.receiver import KvReceiver
 
 
 @pytest.fixture

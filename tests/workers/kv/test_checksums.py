@@ -24,9 +24,9 @@ from tests.workers.kv.kv_peers import (
     receiving,
     send_of,
 )
-from workers.kv import KvSender
 from workers.kv.frames import Frame, LayerFrame, checksum_of
 from workers.kv.outgoing import DestinationConnection
+from workers.kv.sender import KvSender
 
 
 def summed(layer: int, payload: bytes, name: str = "turn-1") -> LayerFrame:

@@ -17,7 +17,7 @@ from tests.workers.kv.kv_peers import (
     key_of,
     send_of,
 )
-from workers.kv import InProcessNetwork
+from workers.kv.inprocess import InProcessNetwork
 
 OTHER_BLOCKS = (2, 1, 0)
 

@@ -24,7 +24,6 @@ from tests.workers.kv.kv_peers import (
     key_of,
     layer_frame,
 )
-from workers.kv import KvReceiver
 from workers.kv.cache import KvCache
 from workers.kv.frames import (
     MAGIC,
@@ -38,6 +37,7 @@ from workers.kv.frames import (
     SettleFrame,
     encode,
 )
+from workers.kv.receiver import KvReceiver
 
 
 def check_still_serves(receiver: KvReceiver, cache: KvCache, source: HandSource) -> None:

@@ -28,7 +28,6 @@ from tests.workers.kv.kv_peers import (
     layer_frame,
     receiving,
 )
-from workers.kv import KvReceiver
 from workers.kv.cache import KvCache
 from workers.kv.frames import (
     SettledFrame,
@@ -36,6 +35,7 @@ from workers.kv.frames import (
     encode,
 )
 from workers.kv.incoming import IncomingTransfer, TransferState
+from workers.kv.receiver import KvReceiver
 from workers.protocol.transfers import KvExpect
 
 

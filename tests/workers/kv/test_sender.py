@@ -31,9 +31,9 @@ from tests.workers.kv.kv_peers import (
     send_of,
     sending,
 )
-from workers.kv import KvSender
 from workers.kv.cache import KvCache
 from workers.kv.frames import AbandonFrame, LayerFrame, RefusedFrame, SettledFrame, SettleFrame
+from workers.kv.sender import KvSender
 from workers.protocol.transfers import KvPart, KvSend, TransferReport
 
 LAYER_BYTES = len(TRUTH.payload(0, range(TOKENS)))

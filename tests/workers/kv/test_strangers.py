@@ -27,8 +27,8 @@ from tests.workers.kv.kv_peers import (
     layer_frame,
     receiving,
 )
-from workers.kv import KvReceiver
 from workers.kv.frames import MAGIC, MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES, PREFIX, VERSION, SettleFrame, encode
+from workers.kv.receiver import KvReceiver
 
 GREETING_SECONDS = 0.5
 

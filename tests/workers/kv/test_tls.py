@@ -34,8 +34,8 @@ from tests.workers.kv.kv_peers import (
     send_of,
     sending,
 )
-from workers.kv import KvReceiver
 from workers.kv.cache import KvCache
+from workers.kv.receiver import KvReceiver
 from workers.kv.sockets import KvStream
 
 

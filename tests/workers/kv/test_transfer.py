@@ -30,8 +30,9 @@ from tests.workers.kv.kv_peers import (
     sending,
     shuffled_blocks,
 )
-from workers.kv import KvReceiver, KvSender
 from workers.kv.cache import KvCache
+from workers.kv.receiver import KvReceiver
+from workers.kv.sender import KvSender
 from workers.protocol.transfers import KvExpect, KvPart, KvSend, TransferReport
 
 NUM_BLOCKS_USED = 40
