@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from cp_core.cost.decode import VARIANTS
@@ -14,9 +12,8 @@ from cp_core.errors import Unavailable
 from tests.workers.models import KINDS, Oracle, random_tokens
 from tests.workers.rings import LocalRing, Turn
 from workers.decode.mailbox import DecodeMailbox
-from workers.decode.messages import BatchChange, decode_change, encode_change
-from workers.protocol.decode_commands import AdmitSequence, ComputePrompt, DecodeEvent, FinishReason
-from workers.sampling.parameters import SamplingParameters, TokenBias, TokenHistory
+from workers.protocol.decode_commands import DecodeEvent, FinishReason
+from workers.sampling.parameters import SamplingParameters, TokenHistory
 
 RING_SIZES = (1, 2, 3)
 # (cached tokens, new tokens): empty and uneven shards, empty and uneven chunks.
@@ -154,30 +151,6 @@ def test_nan_in_kv_breaks_the_ring_and_no_token_leaves_it(model_paths: Models) -
         ring.compute(poisoned, [5, 6], GREEDY)
         ended = ring.decode_ended()
     assert any(isinstance(error, FloatingPointError) for error in ended), ended
-
-
-def test_a_prompt_crosses_the_wire_as_it_is() -> None:
-    sampling = SamplingParameters(
-        temperature=0.5, seed=1 << 63, logprobs=1, logit_bias=(TokenBias(3, -1.5),), max_tokens=9
-    )
-    prompt = ComputePrompt(
-        sequence_id="a",
-        token_ids=np.array([1, 2, 3]),
-        held=(4, 0),
-        blocks=((9, 8), ()),
-        sampling=sampling,
-        history=TokenHistory(num_generated=0, prompt_ids=(1, 4), answer_ids=()),
-    )
-    admission = AdmitSequence(
-        sequence_id="b", token_id=9, position=5, held=(3, 2), blocks=((0,), (1,)), sampling=GREEDY
-    )
-    for admitted in ((), (admission,)):
-        change = BatchChange(admitted=admitted, prompt=prompt)
-        decoded = decode_change(encode_change(change))
-        assert decoded.prompt is not None
-        assert decoded.prompt.token_ids.tolist() == [1, 2, 3]
-        assert replace(decoded, prompt=replace(decoded.prompt, token_ids=prompt.token_ids)) == change
-    assert not decode_change(encode_change(BatchChange(removed=("a",)))).prompt
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
