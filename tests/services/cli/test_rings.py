@@ -34,17 +34,17 @@ DRAIN = DrainView(
 EMPTY = ServerView(selector="auto", rings=(), conversations=9, running_turns=2)
 
 
-class Door:
+class FakePeers:
     """A router, and the way to it, that is seen as `views` say, one after the other."""
 
     def __init__(self, *views: ServerView) -> None:
         self._views = list(views)
         self.asked: list[tuple[str, float, bool]] = []
 
-    def __call__(self, tls: object) -> Door:
+    def __call__(self, tls: object) -> FakePeers:
         return self
 
-    def router(self, endpoint: str) -> Door:
+    def router(self, endpoint: str) -> FakePeers:
         assert endpoint == "here:1"
         return self
 
@@ -58,8 +58,8 @@ class Door:
         return self._views.pop(0)
 
 
-def drain(door: Door, monkeypatch: pytest.MonkeyPatch, *options: str) -> None:
-    monkeypatch.setattr("services.cluster.operator.GrpcPeers", door)
+def drain(peers: FakePeers, monkeypatch: pytest.MonkeyPatch, *options: str) -> None:
+    monkeypatch.setattr("services.cluster.operator.GrpcPeers", peers)
     monkeypatch.setattr("services.cluster.operator.POLL_SECONDS", 0.0)
     assert main(["drain", "decode-0", "--target", "here:1", *options]) == 0
 
@@ -69,14 +69,14 @@ def test_progress_and_outcome_are_told_in_words(
 ) -> None:
     some = replace(DRAIN, num_moved=3, num_left=5, num_no_room=1)
     end = replace(DRAIN, has_left=True, num_moved=6, num_left=0, num_no_room=1, num_failed=2)
-    door = Door(
+    peers = FakePeers(
         replace(EMPTY, rings=(RING,), drains=(DRAIN,)),
         replace(EMPTY, rings=(RING,), drains=(DRAIN,)),
         replace(EMPTY, rings=(replace(RING, num_requests_running=0),), drains=(some,)),
         replace(EMPTY, drains=(end,)),
     )
-    drain(door, monkeypatch, "--seconds", "60", "--force")
-    assert door.asked == [("decode-0", 60.0, True)]
+    drain(peers, monkeypatch, "--seconds", "60", "--force")
+    assert peers.asked == [("decode-0", 60.0, True)]
     told = capsys.readouterr()
     assert told.err.splitlines() == [
         "ringserve: ring decode-0 drains, 2 turns are under way, 0 conversations are moved and 9 left",
@@ -91,7 +91,7 @@ def test_a_script_reads_the_outcome_as_json(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     end = replace(DRAIN, has_left=True, num_moved=8, num_left=1, moved_bytes=4096)
-    drain(Door(replace(EMPTY, rings=(RING,)), replace(EMPTY, drains=(end,))), monkeypatch, "--json")
+    drain(FakePeers(replace(EMPTY, rings=(RING,)), replace(EMPTY, drains=(end,))), monkeypatch, "--json")
     outcome = {"moved": 8, "left": 1, "no_room": 0, "failed": 0, "moved_bytes": 4096}
     assert json.loads(capsys.readouterr().out) == {"ring": "decode-0", "drained": True, **outcome}
 
@@ -99,5 +99,5 @@ def test_a_script_reads_the_outcome_as_json(
 def test_a_router_that_knows_nothing_of_the_drain_any_more_is_believed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    drain(Door(EMPTY), monkeypatch)
+    drain(FakePeers(EMPTY), monkeypatch)
     assert capsys.readouterr().out == "ringserve: decode-0 has left\n"
