@@ -85,18 +85,8 @@ def prose(path: Path) -> tuple[tuple[int, str], ...]:
     return tuple((number, TERMS.sub("", CODE.sub("", line))) for number, line in found)
 
 
-# Rooms whose texts are not held to the rules of words and openings.
-LEFT_OUT = re.compile(
-    r"orchestration/(?:placement|prefill|protocol|ring)/|proto/|services/rpc/|tests/(?:orchestration|services)/"
-)
-
-
-def is_left_out(path: Path) -> bool:
-    return LEFT_OUT.match(str(path.relative_to(ROOT))) is not None
-
-
 def repository_texts() -> Iterator[Path]:
-    yield from (path for path in sources(".py", *TEXTS) if path.name != Path(__file__).name and not is_left_out(path))
+    yield from (path for path in sources(".py", *TEXTS) if path.name != Path(__file__).name)
 
 
 def replaced_words(path: Path) -> Iterator[str]:
@@ -127,7 +117,6 @@ def test_no_docstring_opens_with_a_relative_clause() -> None:
     found = [
         f"{path.relative_to(ROOT)}:{number}: {text.splitlines()[0]}"
         for path in sources(".py")
-        if not is_left_out(path)
         for number, text in docstrings(path)
         if OPENINGS.match(text)
     ]
@@ -139,7 +128,6 @@ def test_no_line_of_prose_is_too_long() -> None:
     found = [
         f"{path.relative_to(ROOT)}:{number}: {len(line)}"
         for path in sources(*TEXTS)
-        if path.suffix != ".proto"
         for number, line in enumerate(path.read_text().splitlines(), 1)
         if len(line) > MAX_COLUMNS
         and not line.startswith(("|", "["))

@@ -12,7 +12,7 @@ AUTO, PULL, RECOMPUTE = "auto", "pull", "recompute"
 MISSING_KV = (AUTO, PULL, RECOMPUTE)
 """Policies for KV that another ring retains and the prefill ring lacks."""
 RETAINED, PULLED, PULLED_FROM_OTHER = "kept_on_prefill", "pulled_from_decode", "pulled_from_other"
-"""Where cached KV comes from: a `CachedSource.source`."""
+"""Sources of cached KV: values of `CachedSource.source`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""How the control plane sees ranks, rings and the router.
+"""Ports of the control plane to ranks, rings and the router.
 
 `services` implements the ring and router ports over gRPC, `orchestration.ring.actors` the rank port over Ray; in tests
 the leaders and ranks stand in directly, in one process.

@@ -18,7 +18,7 @@ from workers.protocol.ranks import RankStatus
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankKvUsage:
-    """KV blocks of one rank; free + active + kept (retained between turns) = total."""
+    """KV blocks of one rank: free, active and retained between turns (`kept_blocks`); their sum is the total."""
 
     total_blocks: int
     free_blocks: int

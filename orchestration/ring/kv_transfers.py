@@ -214,7 +214,7 @@ class KvMoves:
         """Fetch a sequence that another ring retains, at most once per attempt.
 
         A second call joins the first, or returns its outcome. Raises CapacityExceeded where there is no spare room,
-        Busy while a turn has the sequence here, and the error that kept the other ring from sending it.
+        Busy while a turn has the sequence here, and the error that stopped the other ring from sending it.
         """
         ring = self._ring
         ring.require_ready()

@@ -95,7 +95,7 @@ class Ring:
     async def start(self) -> None:
         """Make the ranks and wait until they serve.
 
-        Raises the error that kept a rank from starting, e.g. ModelRefused, after closing the ring.
+        Raises the error that stopped a rank from starting, e.g. ModelRefused, after closing the ring.
         """
         try:
             await self._build()

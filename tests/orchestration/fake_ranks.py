@@ -90,7 +90,7 @@ class FakeRank:
         )
 
     async def open_endpoints(self, timeout: float) -> RankEndpoints:
-        return RankEndpoints(tokens=f"door:{self.number}")
+        return RankEndpoints(tokens=f"tokens:{self.number}")
 
     async def join(self, ring: RingSpec, timeout: float) -> None:
         self.rendezvous = ring

@@ -65,8 +65,8 @@ class LocalGateway:
             "ringserve.v1.Inference",
             lambda target: inference_pb2_grpc.add_InferenceServicer_to_server(self.servicer, target),
         )
-        door = HttpApi(self.servicer, MODEL, self.service.model.max_positions, authenticator)
-        self._http = HttpServer(door.app, tls.http_context() if tls else None)
+        api = HttpApi(self.servicer, MODEL, self.service.model.max_positions, authenticator)
+        self._http = HttpServer(api.app, tls.http_context() if tls else None)
         self.target = ""
         self.url = ""
 

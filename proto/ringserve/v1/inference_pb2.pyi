@@ -966,7 +966,7 @@ class GetServerInfoResponse(_message.Message):
 
     @_builtins.property
     def kv_moves(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvMoves]:
-        """Kept KV that went from ring to ring, since the router started."""
+        """Retained KV that was moved between rings since the router started."""
 
     def __init__(
         self,
@@ -992,8 +992,8 @@ Global___GetServerInfoResponse: _TypeAlias = GetServerInfoResponse  # noqa: Y015
 
 @_typing.final
 class RingDrain(_message.Message):
-    """How far a ring is that an operator takes out of service. Its turns end, and what it keeps of conversations is moved to
-    other rings of its role, those that were used last first.
+    """Progress of a ring that an operator drains. Its turns end, and its retained KV is moved to other rings of its role,
+    that of the most recently used conversations first.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1051,7 +1051,7 @@ class KvMoves(_message.Message):
     SECONDS_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     reason: _builtins.str
-    """"turn": a turn fetched what a ring keeps that its conversation leaves; "drain": from a ring that drains;
+    """"turn": a turn fetched the KV from a ring that its conversation leaves; "drain": from a ring that drains;
     "full": from a ring that is about to evict.
     """
     moved: _builtins.int
@@ -1263,7 +1263,7 @@ Global___Correction: _TypeAlias = Correction  # noqa: Y015
 
 @_typing.final
 class RankKvUsage(_message.Message):
-    """KV blocks of one rank: free + active + kept = total."""
+    """KV blocks of one rank: free, active and retained (`kept_blocks`); their sum is the total."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -122,7 +122,7 @@ class InferenceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ForkConversation(self, request, context):
-        """A new conversation that begins with another's finished turns; both share the KV that is kept of them. A running
+        """A new conversation that begins with another's finished turns; both share the retained KV of them. A running
         turn of the source is no part of it. Asking again before the new one is used is answered as before. NOT_FOUND
         where there is no source, INVALID_ARGUMENT where `new_id` is taken or `at_token` is out of range.
         """

@@ -203,7 +203,7 @@ class ResumeTurnRequest(_message.Message):
     token_ids: _builtins.bytes
     """Decoded tokens whose KV is needed behind the prompt's; little-endian int32."""
     deadline_seconds: _builtins.float
-    """The turn's own: the answer comes when the KV has been handed over."""
+    """Deadline of the turn: the answer comes when the KV has been handed over."""
     def __init__(
         self,
         *,
@@ -278,12 +278,13 @@ class RegisterRingRequest(_message.Message):
     free_tokens: _builtins.int
     """KV room that no running turn holds."""
     spare_tokens: _builtins.int
-    """Tokens of it that nothing is kept in, and that more may be kept in."""
+    """Tokens of that room which hold no retained KV, and into which retained KV may be moved."""
     max_batch: _builtins.int
     """Turns that a decode ring takes into one batch; 0: not known."""
     is_draining: _builtins.bool
-    """It takes no new turns; it is gone, and to be forgotten."""
+    """The ring takes no new turns."""
     is_leaving: _builtins.bool
+    """The ring has left, and the router removes it."""
     max_direct_tokens: _builtins.int
     """Of decode rings: the most tokens of a prompt that one computes itself (0: none), and the most seconds for them."""
     max_direct_seconds: _builtins.float
@@ -329,7 +330,7 @@ class RegisterRingResponse(_message.Message):
 
     RUNNING_TURNS_FIELD_NUMBER: _builtins.int
     running_turns: _builtins.int
-    """Turns that are, or are about to be, on this ring; where it drains also conversations that are to be moved from it."""
+    """Turns that run or start on this ring; while it drains, also the conversations that are still to be moved."""
     def __init__(
         self,
         *,
@@ -354,7 +355,7 @@ class DrainRingRequest(_message.Message):
     seconds: _builtins.float
     """Longest wait for running turns."""
     force: _builtins.bool
-    """Also where no other ring of its role would take turns."""
+    """Drains also where no other ring of its role takes turns."""
     def __init__(
         self,
         *,
@@ -396,7 +397,7 @@ class RestartRingRequest(_message.Message):
     seconds: _builtins.float
     """Longest wait for running turns."""
     leaving_node: _builtins.str
-    """Address of a node that goes away: the ring is started again when it is gone. May be empty."""
+    """Address of a node that shuts down: the ring is started again when the node is gone. May be empty."""
     def __init__(
         self,
         *,

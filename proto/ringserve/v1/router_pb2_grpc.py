@@ -106,7 +106,8 @@ class RouterServiceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def BeginTurn(self, request, context):
-        """From a gateway. Plans the turn, reserves room on both rings, starts the prefill. Tokens come from `decode_endpoint`.
+        """From a gateway. Plans the turn, reserves room on both rings, starts the prefill. The tokens come from
+        `decode_endpoint`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -120,7 +121,8 @@ class RouterServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ResumeTurn(self, request, context):
-        """From a decode leader that preempted a turn and has room for it again: prefills its KV again. Idempotent per attempt.
+        """From a decode leader that preempted a turn and has room for it again. Prefills its KV again. Idempotent per
+        attempt.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

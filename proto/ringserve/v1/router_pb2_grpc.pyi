@@ -33,11 +33,15 @@ class RouterServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> RouterServiceAsyncStub: ...
     BeginTurn: _grpc.UnaryUnaryMultiCallable[_router_pb2.BeginTurnRequest, _router_pb2.BeginTurnResponse]
-    """From a gateway. Plans the turn, reserves room on both rings, starts the prefill. Tokens come from `decode_endpoint`."""
+    """From a gateway. Plans the turn, reserves room on both rings, starts the prefill. The tokens come from
+    `decode_endpoint`.
+    """
     EndTurn: _grpc.UnaryUnaryMultiCallable[_router_pb2.EndTurnRequest, _router_pb2.EndTurnResponse]
     """From a decode leader, before it reports the end to the client. Idempotent per turn."""
     ResumeTurn: _grpc.UnaryUnaryMultiCallable[_router_pb2.ResumeTurnRequest, _router_pb2.ResumeTurnResponse]
-    """From a decode leader that preempted a turn and has room for it again: prefills its KV again. Idempotent per attempt."""
+    """From a decode leader that preempted a turn and has room for it again. Prefills its KV again. Idempotent per
+    attempt.
+    """
     AbortTurns: _grpc.UnaryUnaryMultiCallable[_inference_pb2.AbortRequest, _inference_pb2.AbortResponse]
     GetConversation: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GetConversationRequest, _inference_pb2.GetConversationResponse]
     ListConversations: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ListConversationsRequest, _inference_pb2.ListConversationsResponse]
@@ -57,11 +61,15 @@ class RouterServiceStub:
 class RouterServiceAsyncStub(RouterServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     BeginTurn: _aio.UnaryUnaryMultiCallable[_router_pb2.BeginTurnRequest, _router_pb2.BeginTurnResponse]  # type: ignore[assignment]
-    """From a gateway. Plans the turn, reserves room on both rings, starts the prefill. Tokens come from `decode_endpoint`."""
+    """From a gateway. Plans the turn, reserves room on both rings, starts the prefill. The tokens come from
+    `decode_endpoint`.
+    """
     EndTurn: _aio.UnaryUnaryMultiCallable[_router_pb2.EndTurnRequest, _router_pb2.EndTurnResponse]  # type: ignore[assignment]
     """From a decode leader, before it reports the end to the client. Idempotent per turn."""
     ResumeTurn: _aio.UnaryUnaryMultiCallable[_router_pb2.ResumeTurnRequest, _router_pb2.ResumeTurnResponse]  # type: ignore[assignment]
-    """From a decode leader that preempted a turn and has room for it again: prefills its KV again. Idempotent per attempt."""
+    """From a decode leader that preempted a turn and has room for it again. Prefills its KV again. Idempotent per
+    attempt.
+    """
     AbortTurns: _aio.UnaryUnaryMultiCallable[_inference_pb2.AbortRequest, _inference_pb2.AbortResponse]  # type: ignore[assignment]
     GetConversation: _aio.UnaryUnaryMultiCallable[_inference_pb2.GetConversationRequest, _inference_pb2.GetConversationResponse]  # type: ignore[assignment]
     ListConversations: _aio.UnaryUnaryMultiCallable[_inference_pb2.ListConversationsRequest, _inference_pb2.ListConversationsResponse]  # type: ignore[assignment]
@@ -84,7 +92,9 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _router_pb2.BeginTurnRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_router_pb2.BeginTurnResponse, _abc.Awaitable[_router_pb2.BeginTurnResponse]]:
-        """From a gateway. Plans the turn, reserves room on both rings, starts the prefill. Tokens come from `decode_endpoint`."""
+        """From a gateway. Plans the turn, reserves room on both rings, starts the prefill. The tokens come from
+        `decode_endpoint`.
+        """
 
     @_abc_1.abstractmethod
     def EndTurn(
@@ -100,7 +110,9 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _router_pb2.ResumeTurnRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_router_pb2.ResumeTurnResponse, _abc.Awaitable[_router_pb2.ResumeTurnResponse]]:
-        """From a decode leader that preempted a turn and has room for it again: prefills its KV again. Idempotent per attempt."""
+        """From a decode leader that preempted a turn and has room for it again. Prefills its KV again. Idempotent per
+        attempt.
+        """
 
     @_abc_1.abstractmethod
     def AbortTurns(

@@ -223,7 +223,7 @@ async def test_the_time_a_turn_has_waited_counts_towards_its_deadline(model_path
         await is_idle(service, free)
 
 
-# --- what is kept, and what is fetched -------------------------------------------------------------------------------
+# --- retained and fetched KV -----------------------------------------------------------------------------------------
 
 
 async def test_kept_kv_stays_within_its_bound_and_answers_stay_exact(

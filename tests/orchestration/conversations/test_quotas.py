@@ -48,7 +48,7 @@ async def test_the_least_recently_used_of_the_tenants_own_lose_their_kv_and_go_o
             answer = await service.answer(of(service, "acme", name, 0, prompt))
             histories[name] = [*prompt, *answer.token_ids]
         await service.answer(of(service, "beta", "old", 0, random_tokens(40)))
-        # 3 x 44 tokens are kept; this turn takes 35, and of 150 one conversation must go.
+        # 3 x 44 tokens are retained and this turn takes 35: at a limit of 150 tokens one conversation is evicted.
         await service.answer(of(service, "acme", "", 150, random_tokens(30)))
         await eventually(lambda: service.prefill.ring.pool.get("acme/old") is None)
         await eventually(lambda: service.decode.ring.pool.get("acme/old") is None)

@@ -133,7 +133,7 @@ def test_a_few_tokens_are_computed_again_where_a_message_takes_longer() -> None:
 
 def test_the_predicted_gain_is_the_bytes_over_the_links_against_the_longer_prefill() -> None:
     costs = dict(planned(1000, 4000, RATES).alternatives)
-    # With all of it kept on the prefill ring, the prefill is what it is after a pull.
+    # After a pull the prefill takes as long as with the whole prefix cached on the prefill ring.
     after = min(dict(planned(4000, 0, RATES).alternatives).values())
     num_bytes = 3000 * MODEL.kv_bytes_per_token
     assert costs["pull"] - after == pytest.approx(1e-3 + num_bytes / 2 / 1e8, rel=1e-6)

@@ -91,9 +91,9 @@ async def test_a_started_ring_serves_with_every_rank_in_its_place() -> None:
         assert [spec.rank for spec in specs] == [0, 1, 2]
         assert {spec.incarnation for spec in specs} == {ring.incarnation}
         rendezvous = {rank.rendezvous for rank in rings.ranks.latest}
-        assert [meeting.name for meeting in rendezvous if meeting] == [ring.incarnation]
-        assert [[endpoints.tokens for endpoints in meeting.endpoints] for meeting in rendezvous if meeting] == [
-            [f"door:{rank.number}" for rank in rings.ranks.latest]
+        assert [each.name for each in rendezvous if each] == [ring.incarnation]
+        assert [[endpoints.tokens for endpoints in each.endpoints] for each in rendezvous if each] == [
+            [f"tokens:{rank.number}" for rank in rings.ranks.latest]
         ]
         assert ring.kv_endpoints == ("kv:0", "kv:1", "kv:2")
         assert ring.rates == RATES

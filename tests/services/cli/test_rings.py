@@ -1,4 +1,4 @@
-"""`ringserve drain` tells what is left to do, and what became of the conversations that the ring kept."""
+"""`ringserve drain` tells what is left to do, and what became of the conversations that the ring retained."""
 
 from __future__ import annotations
 

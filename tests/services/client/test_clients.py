@@ -190,11 +190,11 @@ def test_ctrl_c_cancels_what_a_thread_waits_for() -> None:
 
 
 Step = RingserveError | str
-"""What a failing gateway does next: an error, or a text that it says. An error may come after a text."""
+"""Next act of a failing gateway: it raises an error, or sends a text. An error may follow a text."""
 
 
 class Failing(inference_pb2_grpc.InferenceServicer):
-    """A gateway whose attempts go as told."""
+    """Gateway with a prescribed act for each attempt."""
 
     def __init__(self, *attempts: Sequence[Step]) -> None:
         self._attempts = list(attempts)

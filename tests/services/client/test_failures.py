@@ -1,4 +1,4 @@
-"""What clients take a failed call for."""
+"""Errors that clients raise for failed calls."""
 
 from __future__ import annotations
 

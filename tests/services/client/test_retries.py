@@ -1,4 +1,4 @@
-"""When a turn is tried again, decided without a network."""
+"""Decisions about retries of a turn, without a network."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ def _command(process: psutil.Process) -> list[str]:
 
 
 def pid_at(endpoint: str) -> int:
-    """The process that listens at HOST:PORT."""
+    """Return the id of the process that listens at HOST:PORT."""
     port = int(endpoint.rpartition(":")[2])
     found = (
         connection.pid
@@ -177,7 +177,7 @@ class Inference:
 
     @contextmanager
     def running(self, request: inference_pb2.GenerateRequest, tokens: int = 1) -> Iterator[Call]:
-        """A turn that has sent at least `tokens` tokens (0: its plan) and goes on; cancelled at the end."""
+        """Yield a running turn that has sent at least `tokens` tokens (0: its plan); cancel it at the end."""
         call = self.stream(request)
         try:
             for response in call:
@@ -223,12 +223,12 @@ class Inference:
 @contextmanager
 def idle_after(gateway: str, seconds: float) -> Iterator[Inference]:
     """Yield a client of the gateway; within `seconds` of its use the cluster is idle and all rings are ready."""
-    door = Inference(gateway)
+    inference = Inference(gateway)
     try:
-        yield door
-        wait_until(door.is_idle, f"the cluster is not idle: {door.info()}", seconds)
+        yield inference
+        wait_until(inference.is_idle, f"the cluster is not idle: {inference.info()}", seconds)
     finally:
-        door.channel.close()
+        inference.channel.close()
 
 
 def ids(
@@ -242,7 +242,7 @@ def ids(
     seed: int | None = None,
     stops: Sequence[int] = (),
 ) -> inference_pb2.GenerateRequest:
-    """A turn whose prompt is token ids."""
+    """Return the request of a turn whose prompt is token ids."""
     return inference_pb2.GenerateRequest(
         request_id=request_id,
         tokenized=inference_pb2.TokenizedInput(input_ids=prompt),

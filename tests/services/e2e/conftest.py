@@ -21,7 +21,7 @@ def ringserve(tmp_path_factory: pytest.TempPathFactory) -> Ringserve:
 
 @pytest.fixture(scope="session")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny random model with a byte-level tokenizer."""
+    """Make a tiny random model with a byte-level tokenizer."""
     path = save_model("llama_gqa", tmp_path_factory.mktemp("model"))
     write_tokenizer(path)
     return path
@@ -29,7 +29,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def stock(model_path: Path) -> StockModel:
-    """The model as transformers runs it on one process."""
+    """Return the model as transformers runs it in one process."""
     return StockModel(model_path)
 
 
@@ -40,7 +40,7 @@ def codec(model_path: Path) -> TextCodec:
 
 @pytest.fixture(scope="package")
 def cluster(ringserve: Ringserve, model_path: Path) -> Iterator[Cluster]:
-    """The one cluster that these tests share."""
+    """Start the one cluster that these tests share."""
     with running_cluster(ringserve, "shared", model_path) as cluster:
         yield cluster
 
@@ -48,5 +48,5 @@ def cluster(ringserve: Ringserve, model_path: Path) -> Iterator[Cluster]:
 @pytest.fixture
 def inference(cluster: Cluster) -> Iterator[Inference]:
     """Yield a client of the shared cluster's gateway. Every test leaves the cluster idle."""
-    with idle_after(cluster.gateway, IDLE_SECONDS) as door:
-        yield door
+    with idle_after(cluster.gateway, IDLE_SECONDS) as inference:
+        yield inference

@@ -101,10 +101,10 @@ def running_head(ringserve: Ringserve, directory: Path, config: Mapping[str, Any
 
 @contextmanager
 def running_node(head: Head, address: str, role: str, log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A pod of the role, as far as a node of an address of its own can be one; it has started.
+    """Start a Ray node with an address of its own, which stands for a pod of the role; wait until it has started.
 
-    As a pod's, its container is started again where it ends by itself: Ray gives a node 30 seconds to come up, which is
-    little on a busy machine.
+    A node that ends by itself is started again, as Kubernetes does with a pod's container. Ray gives a node 30 seconds
+    to come up, which is little on a busy machine.
     """
     command = f"exec {node_start_command(head.ray_address, address, role)}"
     families: list[Family] = []

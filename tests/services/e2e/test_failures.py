@@ -35,7 +35,7 @@ def ends_unavailable(call: Any) -> str:
 
 
 def wait_for_rebuild(inference: Inference, role: str, old: inference_pb2.RingInfo) -> inference_pb2.RingInfo:
-    """The ring serves again, with other ranks."""
+    """Return the ring's status when it serves again, with new ranks."""
 
     def is_new() -> bool:
         ring = inference.ring(role)
@@ -54,7 +54,7 @@ def begin_conversation(inference: Inference, name: str) -> list[int]:
 
 
 def goes_on(inference: Inference, stock: StockModel, name: str, history: list[int]) -> inference_pb2.GenerateComplete:
-    """The conversation's next turn gives the right tokens, whatever KV was lost."""
+    """Check that the conversation's next turn gives the right tokens, whatever KV was lost."""
     answer = inference.answer(ids([7, 8, 9], conversation=name, mode=inference_pb2.PROMPT_MODE_APPEND))
     assert list(answer.output_ids) == stock.greedy([*history, 7, 8, 9], 6).token_ids
     inference.delete(name)

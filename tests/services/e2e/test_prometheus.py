@@ -33,18 +33,18 @@ LOAD_TURNS = 6
 
 
 def load(cluster: Cluster) -> None:
-    """Turns of two lengths, follow-ups, a refusal: something of everything that is counted."""
-    door = Inference(cluster.gateway)
+    """Send turns of two lengths, follow-ups and a refusal, so that every counter has counted."""
+    inference = Inference(cluster.gateway)
     try:
         for number in range(LOAD_TURNS):
             name = f"prometheus-{number}"
-            door.answer(ids(random_tokens(40 + 60 * (number % 2), seed=number), max_tokens=4, conversation=name))
-            door.answer(ids([1, 2, 3], max_tokens=4, conversation=name))
-            door.delete(name)
+            inference.answer(ids(random_tokens(40 + 60 * (number % 2), seed=number), max_tokens=4, conversation=name))
+            inference.answer(ids([1, 2, 3], max_tokens=4, conversation=name))
+            inference.delete(name)
         with pytest.raises(grpc.RpcError):
-            door.answer(ids([300]))
+            inference.answer(ids([300]))
     finally:
-        door.channel.close()
+        inference.channel.close()
 
 
 @pytest.fixture(scope="module")
@@ -82,21 +82,23 @@ def test_every_expression_of_every_panel_has_data(prometheus: Prometheus) -> Non
 
 
 def has_data(prometheus: Prometheus, expression: str) -> bool:
-    """A number, that is: a quotient of nothing by nothing is no data either."""
+    """Return whether the expression has a number; 0 / 0, which is NaN, is none."""
     return any(sample["value"][1] != "NaN" for sample in prometheus.query(expression))
 
 
 def test_every_rule_is_evaluated_and_every_recorded_series_exists(prometheus: Prometheus) -> None:
-    rules: list[dict[str, Any]] = [rule for ring in prometheus.get("rules")["rings"] for rule in ring["rules"]]
-    declared = yaml.safe_load((CHART / "files/rules.yaml").read_text())["rings"]
-    assert len(rules) == sum(len(ring["rules"]) for ring in declared)
+    rules: list[dict[str, Any]] = [rule for group in prometheus.get("rules")["groups"] for rule in group["rules"]]
+    declared = yaml.safe_load((CHART / "files/rules.yaml").read_text())["groups"]
+    assert len(rules) == sum(len(group["rules"]) for group in declared)
     assert [(rule["name"], rule.get("lastError")) for rule in rules if rule["health"] != "ok"] == []
     recorded = [rule["name"] for rule in rules if rule["type"] == "recording"]
     assert [name for name in recorded if not has_data(prometheus, name)] == []
 
 
 def test_every_metric_that_an_alert_reads_exists_and_none_fires_on_a_healthy_service(prometheus: Prometheus) -> None:
-    rules = [rule for ring in prometheus.get("rules")["rings"] for rule in ring["rules"] if rule["type"] == "alerting"]
+    rules = [
+        rule for group in prometheus.get("rules")["groups"] for rule in group["rules"] if rule["type"] == "alerting"
+    ]
     names = {name for rule in rules for name in METRIC.findall(rule["query"])}
     assert names
     assert [name for name in names if not prometheus.query(name)] == []

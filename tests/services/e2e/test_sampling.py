@@ -19,13 +19,13 @@ LENGTH = 40
 
 @pytest.fixture(scope="module")
 def answer(stock: StockModel, codec: TextCodec) -> list[int]:
-    """The greedy answer to PROMPT."""
+    """Return the greedy answer to PROMPT."""
     return stock.greedy(codec.encode(PROMPT).tolist(), LENGTH).token_ids
 
 
 @pytest.fixture(scope="module")
 def stop(codec: TextCodec, answer: list[int]) -> str:
-    """Two characters somewhere in the middle of it."""
+    """Return two characters in the middle of the answer."""
     whole = codec.decode(answer)
     pairs = (whole[place : place + 2] for place in range(8, len(whole) - 8))
     return next(pair for pair in pairs if pair.isprintable() and REPLACEMENT not in pair and whole.find(pair) >= 8)

@@ -31,7 +31,7 @@ def port_in_use() -> Iterator[int]:
 
 @pytest.fixture
 def windowed_model(tmp_path: Path, model_path: Path) -> Path:
-    """A model that attends over a sliding window, which the core lacks."""
+    """Make a model that attends over a sliding window, which cp_core lacks."""
     target = Path(shutil.copytree(model_path, tmp_path / "windowed"))
     config = json.loads((target / "config.json").read_text())
     config |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 64}
@@ -40,7 +40,7 @@ def windowed_model(tmp_path: Path, model_path: Path) -> Path:
 
 
 def refused(ringserve: Ringserve, *arguments: str) -> str:
-    """The one sentence of a command that must fail quickly."""
+    """Run a command that must fail quickly, and return its one sentence."""
     began = time.monotonic()
     finished = ringserve.run(*arguments)
     assert time.monotonic() - began < QUICK_SECONDS

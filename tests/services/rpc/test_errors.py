@@ -69,7 +69,7 @@ class Failing(inference_pb2_grpc.InferenceServicer):
         raise self.error
 
 
-class Door:
+class FailingServer:
     """A real server on loopback and a client of it."""
 
     def __init__(self, address: str, stub: inference_pb2_grpc.InferenceAsyncStub, servicer: Failing) -> None:
@@ -78,7 +78,7 @@ class Door:
         self._servicer = servicer
 
     async def fail(self, error: Exception) -> list[grpc.aio.AioRpcError]:
-        """How the error arrives by a unary call and by a stream."""
+        """Return the error as it arrives by a unary call and by a stream."""
         self._servicer.error = error
         with pytest.raises(grpc.aio.AioRpcError) as unary:
             await self._stub.Abort(ABORT, timeout=10)
@@ -90,14 +90,14 @@ class Door:
 
 
 @pytest.fixture
-async def door() -> AsyncIterator[Door]:
+async def server() -> AsyncIterator[FailingServer]:
     servicer, server = Failing(), GrpcServer()  # type: ignore[abstract]
     server.add(
         "ringserve.v1.Inference", lambda target: inference_pb2_grpc.add_InferenceServicer_to_server(servicer, target)
     )
     address = await server.start("127.0.0.1:0")
     async with grpc.aio.insecure_channel(address) as channel:
-        yield Door(address, inference_pb2_grpc.InferenceStub(channel), servicer)
+        yield FailingServer(address, inference_pb2_grpc.InferenceStub(channel), servicer)
     await server.stop(0)
 
 
@@ -120,9 +120,9 @@ def test_an_unknown_name_is_unavailable() -> None:
 
 
 @pytest.mark.parametrize("kind", EVERY_ERROR)
-async def test_an_error_comes_back_as_itself(door: Door, kind: type[RingserveError]) -> None:
+async def test_an_error_comes_back_as_itself(server: FailingServer, kind: type[RingserveError]) -> None:
     message = "field: 'wért' 😀 100 % is not allowed; use another"
-    for failure in await door.fail(kind(message)):
+    for failure in await server.fail(kind(message)):
         assert failure.code() is EXPECTED[kind.__name__]
         assert failure.details() == message
         back = error_from(failure, "the peer")
@@ -131,10 +131,10 @@ async def test_an_error_comes_back_as_itself(door: Door, kind: type[RingserveErr
 
 @pytest.mark.parametrize("error", [ValueError("secret"), AssertionError("secret"), KeyError("secret")])
 async def test_what_nobody_expected_is_internal_and_shows_nothing_of_itself(
-    door: Door, error: Exception, caplog: pytest.LogCaptureFixture
+    server: FailingServer, error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.ERROR):
-        failures = await door.fail(error)
+        failures = await server.fail(error)
     for failure in failures:
         assert failure.code() is grpc.StatusCode.INTERNAL
         assert failure.details() == "internal error; the server's log has the details"
@@ -145,8 +145,8 @@ async def test_what_nobody_expected_is_internal_and_shows_nothing_of_itself(
 
 
 @pytest.mark.parametrize("character", ["x", "😀", "\x07"])
-async def test_an_error_that_quotes_too_much_still_arrives(door: Door, character: str) -> None:
-    for failure in await door.fail(errors.InvalidRequest("role: " + 100_000 * character)):
+async def test_an_error_that_quotes_too_much_still_arrives(server: FailingServer, character: str) -> None:
+    for failure in await server.fail(errors.InvalidRequest("role: " + 100_000 * character)):
         assert failure.code() is grpc.StatusCode.INVALID_ARGUMENT
         said = failure.details() or ""
         assert said.startswith("role: " + character)
@@ -156,21 +156,21 @@ async def test_an_error_that_quotes_too_much_still_arrives(door: Door, character
 
 @pytest.mark.parametrize(("seconds", "milliseconds"), [(2.5, "2500"), (0.0101, "11"), (0.0, "0"), (1e6, "1000000000")])
 async def test_a_refusal_carries_when_to_retry_to_peers_and_clients(
-    door: Door, seconds: float, milliseconds: str
+    server: FailingServer, seconds: float, milliseconds: str
 ) -> None:
     refused = errors.CapacityExceeded("the queue is full", retry_after_seconds=seconds)
-    for failure in await door.fail(refused):
+    for failure in await server.fail(refused):
         assert (RETRY_KEY, milliseconds) in list(failure.trailing_metadata() or ())
         back = error_from(failure, "the peer")
         assert isinstance(back, errors.CapacityExceeded)
         assert back.retry_after_seconds == int(milliseconds) / 1000
-    with Client(door.address) as client, pytest.raises(errors.CapacityExceeded, match="the queue is full") as caught:
+    with Client(server.address) as client, pytest.raises(errors.CapacityExceeded, match="the queue is full") as caught:
         await asyncio.to_thread(client.abort, ["r"])
     assert caught.value.retry_after_seconds == int(milliseconds) / 1000
 
 
-async def test_a_refusal_that_knows_no_time_names_none(door: Door) -> None:
-    for failure in await door.fail(errors.CapacityExceeded("no blocks")):
+async def test_a_refusal_that_knows_no_time_names_none(server: FailingServer) -> None:
+    for failure in await server.fail(errors.CapacityExceeded("no blocks")):
         assert RETRY_KEY not in dict(failure.trailing_metadata() or ())
         back = error_from(failure, "the peer")
         assert isinstance(back, errors.CapacityExceeded)

@@ -1,4 +1,4 @@
-"""Kept KV is moved by leaders that reach each other over gRPC, as they do in a cluster."""
+"""Retained KV is moved by leaders that reach each other over gRPC, as they do in a cluster."""
 
 from __future__ import annotations
 

@@ -30,18 +30,18 @@ from tests.workers.models import random_tokens
 NUM_TOKENS = 1000
 
 
-def is_router_there(door: Inference) -> bool:
+def is_router_there(inference: Inference) -> bool:
     try:
-        door.info()
+        inference.info()
     except grpc.RpcError:
         return False
     return True
 
 
-def is_ready(head: Head, door: Inference) -> bool:
+def is_ready(head: Head, inference: Inference) -> bool:
     assert head.process.poll() is None, head.log.read_text()
     try:
-        rings = door.info().rings
+        rings = inference.info().rings
     except grpc.RpcError:
         return False
     return len(rings) == 2 and all(ring.state == "ready" for ring in rings)
@@ -77,14 +77,14 @@ def test_rings_serve_on_the_nodes_of_pods_that_come_and_go_and_end_when_their_tu
             return running.enter_context(running_node(head, address, nodes[address], tmp_path / f"{address}.log"))
 
         gateway = running.enter_context(started_gateway(ringserve, head.router, model_path, tmp_path / "gateway.log"))
-        door = Inference(gateway.address)
-        wait_until(lambda: is_router_there(door), "the router answers", START_SECONDS)
+        inference = Inference(gateway.address)
+        wait_until(lambda: is_router_there(inference), "the router answers", START_SECONDS)
         leaving = start("127.0.0.2")
         start("127.0.0.3")
-        wait_until(lambda: is_ready(head, door), "no two rings are ready", START_SECONDS)
+        wait_until(lambda: is_ready(head, inference), "no two rings are ready", START_SECONDS)
 
         def ring() -> inference_pb2.RingInfo:
-            return next(ring for ring in door.info().rings if ring.name == "prefill-0")
+            return next(ring for ring in inference.info().rings if ring.name == "prefill-0")
 
         def move() -> None:
             assert list(ring().nodes) == ["127.0.0.2"]
@@ -102,8 +102,8 @@ def test_rings_serve_on_the_nodes_of_pods_that_come_and_go_and_end_when_their_tu
 
         under_load(gateway.address, 1, move, stock, retry=NO_RETRIES)
         assert list(ring().nodes) == ["127.0.0.4"]
-        check_metrics(door.info())
-        with door.running(ids(random_tokens(50), max_tokens=NUM_TOKENS)) as call:
+        check_metrics(inference.info())
+        with inference.running(ids(random_tokens(50), max_tokens=NUM_TOKENS)) as call:
             head.process.send_signal(signal.SIGTERM)
             *_, last = call
             assert last.complete.usage.completion_tokens == NUM_TOKENS

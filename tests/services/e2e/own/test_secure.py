@@ -85,7 +85,7 @@ def secure(ringserve: Ringserve, model_path: Path, tmp_path_factory: pytest.Temp
         yield Secure(cluster, authority, {name: entry["token"] for name, entry in made.items()}, config)
 
 
-def test_tenants_are_served_exactly_and_apart_over_both_doors(secure: Secure, stock: StockModel) -> None:
+def test_tenants_are_served_exactly_and_apart_over_grpc_and_http(secure: Secure, stock: StockModel) -> None:
     prompt = random_tokens(200)
     with secure.client("acme") as acme, secure.client("beta") as beta:
         answer = acme.ask(prompt, conversation_id="diary", sampling=Sampling(max_tokens=6, temperature=0.0), timeout=60)
@@ -122,7 +122,7 @@ def test_kv_moves_both_ways_by_tls_and_every_token_is_that_of_the_stock_model(
         acme.delete_conversation("long")
 
 
-def test_strangers_at_the_doors_of_ranks_are_sent_away_and_harm_nobody(
+def test_strangers_at_the_endpoints_of_ranks_are_sent_away_and_harm_nobody(
     secure: Secure, stock: StockModel, stranger: Authority
 ) -> None:
     ports = rank_ports(secure.cluster.pid)
@@ -152,8 +152,10 @@ def rank_ports(pid: int) -> set[tuple[str, int]]:
 
 
 def talk(connection: ssl.SSLSocket) -> None:
-    """In TLS 1.3 who is called looks at the caller's certificate after the caller is done; a certificate that is
-    refused shows in the first answer.
+    """Send a greeting, and read the first answer. Raises an error where the server refuses the certificate.
+
+    In TLS 1.3 the server checks the client's certificate after the client's handshake has ended, so only the first
+    read shows a refusal.
     """
     with connection:
         connection.sendall(b"RSKV")
@@ -253,7 +255,7 @@ def test_one_more_gateway_guards_the_same_conversations(secure: Secure, model_pa
 
 
 def _addresses(log: Path) -> dict[str, str]:
-    """What a gateway says it listens on."""
+    """Return the addresses that a gateway logs at its start."""
     wait_until(lambda: "\n" in log.read_text() and '"gateway"' in log.read_text(), "the gateway serves", 60)
     addresses: dict[str, str] = json.loads(next(line for line in log.read_text().splitlines() if '"gateway"' in line))
     return addresses

@@ -1,5 +1,7 @@
-"""A service with one ring of each role, of different shapes: two processes that share the heads prefill, two ranks that
-share the tokens decode, with little room. While one of them restarts, turns wait for it.
+"""Service with one ring of each role, of different shapes and with little room.
+
+Two processes that share the heads prefill, two ranks that share the tokens decode. While a ring restarts, turns wait
+for it.
 """
 
 from __future__ import annotations

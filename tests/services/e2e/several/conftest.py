@@ -14,8 +14,10 @@ from tests.services.e2e.cluster import REBUILD_SECONDS, Cluster, Inference, Ring
 
 @pytest.fixture(scope="session")
 def slow_hardware() -> HardwareProfile:
-    """What the router is told of the rings, so that no noise of this machine chooses: attention takes long, messages
-    do, and so does KV that moves. A short prompt is quicker alone, a long one by two, and who has a long one stays.
+    """Return a hardware profile that makes the router's choices independent of this machine's noise.
+
+    Attention, messages and moves of KV are slow in it. A short prompt is faster on one rank, a long one on two, and a
+    long conversation stays on its ring.
     """
     profile = read_profile("gtt")
     prefill = replace(
@@ -46,10 +48,10 @@ def several(
 
 
 @pytest.fixture
-def door(several: Cluster) -> Iterator[Inference]:
-    """Every test leaves all rings idle, ready and without conversations."""
-    with idle_after(several.gateway, REBUILD_SECONDS) as door:
-        yield door
+def inference(several: Cluster) -> Iterator[Inference]:
+    """Yield a client of the cluster; check afterwards that all rings are idle, and delete all conversations."""
+    with idle_after(several.gateway, REBUILD_SECONDS) as inference:
+        yield inference
     with Client(several.gateway) as client:
         for each in list(client.list_conversations()):
             client.delete_conversation(each.conversation_id)

@@ -26,9 +26,9 @@ RESTART_SECONDS = 100.0
 
 
 def test_one_request_is_followed_through_every_process_by_its_id(
-    ringserve: Ringserve, several: Cluster, door: Inference
+    ringserve: Ringserve, several: Cluster, inference: Inference
 ) -> None:
-    door.answer(ids(random_tokens(40), request_id="followed"))
+    inference.answer(ids(random_tokens(40), request_id="followed"))
     log = ringserve.directory / "state" / f"{several.name}.log"
 
     def lines() -> list[dict[str, str]]:
@@ -78,9 +78,9 @@ def test_a_gateway_that_is_told_to_end_finishes_its_turns_first(
 
 
 def test_gateways_and_a_ring_of_each_role_are_replaced_under_load_and_no_turn_fails(
-    ringserve: Ringserve, several: Cluster, door: Inference, model_path: Path, stock: StockModel, tmp_path: Path
+    ringserve: Ringserve, several: Cluster, inference: Inference, model_path: Path, stock: StockModel, tmp_path: Path
 ) -> None:
-    before = {ring.name: ring for ring in door.info().rings}
+    before = {ring.name: ring for ring in inference.info().rings}
     options = ("--drain-seconds", "60")
 
     def done(*command: str) -> Any:
@@ -98,12 +98,12 @@ def test_gateways_and_a_ring_of_each_role_are_replaced_under_load_and_no_turn_fa
             assert first.process.wait(WAIT_SECONDS) == 0
             drained = done("drain", "decode-0")
             assert (drained["ring"], drained["drained"], drained["failed"]) == ("decode-0", True, 0)
-            assert "decode-0" not in {ring.name for ring in door.info().rings}
+            assert "decode-0" not in {ring.name for ring in inference.info().rings}
             assert done("undrain", "decode-0") == {"ring": "decode-0", "serves": True}
             assert done("restart", "prefill-0") == {"rings": ["prefill-0"], "serves": True}
 
         under_load(f"ipv4:{first.address},{second.address}", 2, replace_all, stock)
-    after = {ring.name: ring for ring in door.info().rings}
+    after = {ring.name: ring for ring in inference.info().rings}
     assert set(after) == RINGS
     for ring in RESTARTED:
         assert before[ring].incarnation != after[ring].incarnation

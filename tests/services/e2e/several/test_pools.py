@@ -22,16 +22,16 @@ SHORT, LONG = 20, 1500
 NUM_TOKENS = 1500
 
 
-def ring(door: Inference, name: str) -> inference_pb2.RingInfo:
-    return next(ring for ring in door.info().rings if ring.name == name)
+def ring(inference: Inference, name: str) -> inference_pb2.RingInfo:
+    return next(ring for ring in inference.info().rings if ring.name == name)
 
 
 def prompt_of(num_tokens: int, seed: int) -> list[int]:
     return random_tokens(num_tokens, seed=seed)
 
 
-def test_every_ring_is_shown_with_its_size_and_serves_its_metrics(several: Cluster, door: Inference) -> None:
-    assert {ring.name: ring.num_ranks for ring in door.info().rings} == RINGS
+def test_every_ring_is_shown_with_its_size_and_serves_its_metrics(several: Cluster, inference: Inference) -> None:
+    assert {ring.name: ring.num_ranks for ring in inference.info().rings} == RINGS
     shown = several.ringserve.run("status", "--name", several.name)
     assert shown.returncode == 0, shown.stderr
     assert "prefill rings: 1 of cp 2, 1 of cp 1; decode rings: 1 of cp 2, 1 of cp 1" in shown.stdout
@@ -44,14 +44,14 @@ def test_every_ring_is_shown_with_its_size_and_serves_its_metrics(several: Clust
 
 
 def test_plans_are_predicted_by_the_profile_that_the_cluster_was_given(
-    several: Cluster, door: Inference, slow_hardware: HardwareProfile
+    several: Cluster, inference: Inference, slow_hardware: HardwareProfile
 ) -> None:
     # Of turns as long as these too few have run yet for measured times to correct what is predicted.
     with Client(several.gateway) as client:
         shape = shape_of(client.model_info())
     history: list[int] = []
     for new in (prompt_of(LONG, 1), prompt_of(LONG, 2)):
-        answer = door.answer(ids([*history, *new], conversation="predicted"))
+        answer = inference.answer(ids([*history, *new], conversation="predicted"))
         history += [*new, *answer.output_ids]
         plan = answer.plan
         sample = PrefillSample(
@@ -66,11 +66,11 @@ def test_plans_are_predicted_by_the_profile_that_the_cluster_was_given(
         assert plan.predicted_prefill_seconds == pytest.approx(predicted_prefill(shape, slow_hardware, sample))
 
 
-def test_short_prompts_go_to_the_small_ring_and_long_ones_to_the_large(door: Inference, stock: StockModel) -> None:
+def test_short_prompts_go_to_the_small_ring_and_long_ones_to_the_large(inference: Inference, stock: StockModel) -> None:
     for seed in range(3):
         for num_tokens, name in ((SHORT, "prefill-0"), (LONG, "prefill-long-0")):
             prompt = prompt_of(num_tokens, seed)
-            answer = door.answer(ids(prompt))
+            answer = inference.answer(ids(prompt))
             assert list(answer.output_ids) == stock.greedy(prompt, 6).token_ids
             plan = answer.plan
             assert (plan.prefill_ring, plan.prefill_ranks) == (name, RINGS[name])
@@ -89,36 +89,38 @@ def test_the_command_shows_the_rings_that_were_compared(several: Cluster) -> Non
     assert {each["ring"]: each["num_ranks"] for each in listed} == {"prefill-0": 1, "prefill-long-0": 2}
 
 
-def test_a_conversation_goes_to_the_ring_that_each_of_its_turns_is_worth(door: Inference, stock: StockModel) -> None:
+def test_a_conversation_goes_to_the_ring_that_each_of_its_turns_is_worth(
+    inference: Inference, stock: StockModel
+) -> None:
     history: list[int] = []
     turns = ((SHORT, "prefill-0"), (LONG, "prefill-long-0"), (3, "prefill-long-0"))
     for number, (num_tokens, name) in enumerate(turns):
         new = prompt_of(num_tokens, number)
         cached = max(0, len(history) - 1)
-        answer = door.answer(ids([*history, *new], conversation="wanders"))
+        answer = inference.answer(ids([*history, *new], conversation="wanders"))
         assert list(answer.output_ids) == stock.greedy([*history, *new], 6).token_ids
         assert answer.plan.prefill_ring == name, answer.plan.reason
         # A ring that it comes to fetches what is worth it from the decode ring.
         assert answer.plan.cached_tokens in ({cached} if number != 1 else {0, cached})
         history += [*new, *answer.output_ids]
-        kept = {place.ring: place.num_tokens for place in door.conversation("wanders").placements}
+        kept = {place.ring: place.num_tokens for place in inference.conversation("wanders").placements}
         assert kept == {name: len(history) - 6, answer.plan.decode_ring: len(history) - 1}
 
 
-def test_while_a_ring_is_gone_the_others_serve_on(door: Inference, stock: StockModel) -> None:
+def test_while_a_ring_is_gone_the_others_serve_on(inference: Inference, stock: StockModel) -> None:
     short, long = prompt_of(SHORT, 7), prompt_of(LONG, 8)
     expected = {len(prompt): stock.greedy(prompt, 6).token_ids for prompt in (short, long)}
-    lost = ring(door, "prefill-long-0")
-    with door.running(ids(short, max_tokens=NUM_TOKENS)) as call:
+    lost = ring(inference, "prefill-long-0")
+    with inference.running(ids(short, max_tokens=NUM_TOKENS)) as call:
         kill(lost.rank_pids[1])
-        wait_until(lambda: ring(door, lost.name).state != "ready", "the loss is noticed")
+        wait_until(lambda: ring(inference, lost.name).state != "ready", "the loss is noticed")
         for prompt in (short, long):
-            answer = door.answer(ids(prompt))
+            answer = inference.answer(ids(prompt))
             assert list(answer.output_ids) == expected[len(prompt)]
             assert answer.plan.prefill_ring == "prefill-0", answer.plan.reason
         *_, last = call
         assert last.complete.usage.completion_tokens == NUM_TOKENS, "a turn on other rings notices nothing"
-    wait_until(lambda: ring(door, lost.name).state == "ready", "the ring is rebuilt", REBUILD_SECONDS)
-    answer = door.answer(ids(long))
+    wait_until(lambda: ring(inference, lost.name).state == "ready", "the ring is rebuilt", REBUILD_SECONDS)
+    answer = inference.answer(ids(long))
     assert (answer.plan.prefill_ring, list(answer.output_ids)) == (lost.name, expected[LONG])
-    assert ring(door, lost.name).rebuilds == lost.rebuilds + 1
+    assert ring(inference, lost.name).rebuilds == lost.rebuilds + 1

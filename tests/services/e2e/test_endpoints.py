@@ -28,17 +28,17 @@ SERVICES = {
 }
 
 
-def door(cluster: Cluster, inference: Inference, process: str) -> str:
-    """HOST:PORT of a process of the cluster."""
-    doors = {ring.role: ring.endpoint for ring in inference.info().rings}
-    return (doors | {"gateway": cluster.gateway, "router": cluster.router})[process]
+def endpoint_of(cluster: Cluster, inference: Inference, process: str) -> str:
+    """Return HOST:PORT of a process of the cluster."""
+    endpoints = {ring.role: ring.endpoint for ring in inference.info().rings}
+    return (endpoints | {"gateway": cluster.gateway, "router": cluster.router})[process]
 
 
 @pytest.mark.parametrize(("process", "service"), SERVICES.items())
 def test_every_process_answers_health_checks_and_lists_its_services(
     cluster: Cluster, inference: Inference, process: str, service: str
 ) -> None:
-    with grpc.insecure_channel(door(cluster, inference, process)) as channel:
+    with grpc.insecure_channel(endpoint_of(cluster, inference, process)) as channel:
         health: Any = health_pb2_grpc.HealthStub(channel)  # the stubs of these two packages know no methods
         for name in ("", service, LIVE):
             asked = health_pb2.HealthCheckRequest(service=name)
