@@ -89,7 +89,7 @@ class BlockAllocator:
         every = sorted([*holders, *(block for start, stop in self._free for block in range(start, stop))])
         assert every == list(range(self.num_blocks)), "a block is lost or held twice"
         assert all(count == self.num_holders(block) for block, count in holders.items()), (
-            "a block is lost or held twice by a holder, or by one that is not counted"
+            "a holder holds a block twice, or is not counted"
         )
         assert self._more_holders.keys() <= holders.keys(), "a free block has holders"
         assert self.num_free == sum(stop - start for start, stop in self._free), "free count is off"

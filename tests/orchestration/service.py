@@ -174,7 +174,7 @@ class Service:
     async def __aenter__(self) -> Service:
         with ExitStack() as core:
             core.enter_context(on_one_core())
-            # Of equal rings a turn takes the one that registered first: those of a role register by number.
+            # Among equal rings a turn takes the first registered one, and rings of a role register by number.
             await asyncio.gather(self._start("prefill"), self._start("decode"))
             self._core = core.pop_all()
         return self

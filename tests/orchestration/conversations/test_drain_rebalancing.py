@@ -287,7 +287,7 @@ async def test_a_ring_that_is_told_to_stay_gives_away_no_more(
     await service.router.undrain_ring("decode-0")
     assert (await service.router.get_server_info()).drains == ()
     held.go_on.set()
-    await service.turn("d", [7])  # the last one used is the one that was under way
+    await service.turn("d", [7])  # the move that was under way moved the conversation used last
     assert service.kept("decode-1", "abcd") == "d"
     assert service.kept("decode-0", "abcd") == "abc"
     for name in "abc":

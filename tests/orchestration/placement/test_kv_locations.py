@@ -76,7 +76,7 @@ async def test_turns_failures_and_forks_make_epochs_that_conversations_show(mode
         await read_tokens(service, cut, 3)
         await eventually(lambda: service.router.num_running == 0)
         assert await epochs() == (3, {"prefill": (30, 3), "decode": (30, 3)})
-        # One that is cut off and agrees with all that the decode ring keeps leaves that as it was.
+        # A cut-off turn whose prompt agrees with all KV that the decode ring retains leaves that KV unchanged.
         cut = service.request([3], conversation="c", mode=PromptMode.APPEND, max_tokens=400)
         await read_tokens(service, cut, 3)
         await eventually(lambda: service.router.num_running == 0)

@@ -16,7 +16,7 @@ from tests.orchestration.fake_ranks import MODEL
 from tests.rings import registration
 from workers.protocol.prefill_steps import RING_ALGORITHMS
 
-# Links so fast that what is left is computing.
+# With links this fast, only computation takes time.
 RATES = RingRates(gemm_flops=1e9, attention_flops=1e9, link_bytes_per_second=1e15, link_latency_seconds=0.0)
 
 

@@ -71,7 +71,7 @@ async def test_hostile_values_over_grpc_are_answered_or_refused_and_leave_nothin
         stub: Any = inference_pb2_grpc.InferenceStub(channel)
         for _ in range(NUM_REQUESTS):
             request = hostile(draw)
-            # Who may have 8,190 tokens is not waited for.
+            # The test does not wait for requests that may have up to 8,190 tokens.
             deadline = 0.3 if request.sampling_params.max_tokens > 100 else CALL_SECONDS
             call = stub.Generate(request, timeout=deadline)
             responses = await read(call)

@@ -1,4 +1,4 @@
-"""The file of tokens: who may call, until when, and what a wrong file says."""
+"""File of tokens: its tenants, their expiry, and the errors for a wrong file."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ async def test_mutual_tls_lets_in_only_whom_the_authority_signed(
     wrong.load_cert_chain(unknown.cert, unknown.key)
     with pytest.raises(httpx2.TransportError):
         await http_status(mutual, wrong)
-    # Whoever was turned away has done no harm.
+    # The refused clients have not affected the server.
     assert await grpc_answer(mutual, TlsFiles(ca=ca, cert=known.cert, key=known.key)) == 3
 
 

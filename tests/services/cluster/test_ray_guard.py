@@ -1,4 +1,4 @@
-"""Ray that does not come up is told in a sentence. What guards one that does: tests/services/e2e/own/test_secure.py."""
+"""Error messages for a Ray that does not start. The guard of a running Ray: tests/services/e2e/own/test_secure.py."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ class Ringserve:
 
 
 class Family:
-    """A process, its descendants, and whoever shares a session with one of them. Who was seen once is remembered."""
+    """Process, its descendants, and all processes that share a session with one of them, also those that have ended."""
 
     def __init__(self, pid: int) -> None:
         self._sessions = {pid}
@@ -93,7 +93,7 @@ class Family:
         self.look()
 
     def look(self) -> None:
-        """Take note of who is there now."""
+        """Add the processes that run now."""
         for process in psutil.process_iter():
             try:
                 ancestors = {parent.pid for parent in process.parents()}

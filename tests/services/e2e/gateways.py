@@ -1,4 +1,4 @@
-"""Gateways beside the one that `ringserve up` starts."""
+"""Gateways in addition to that of `ringserve up`."""
 
 from __future__ import annotations
 

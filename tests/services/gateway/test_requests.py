@@ -1,4 +1,4 @@
-"""Requests that a client may send, and the sentence for every one that it may not."""
+"""Requests that a client may send, and the error message for every other."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def test_the_demo_passes_its_own_check_and_prints_one_object(ringserve: Ringserv
     "moment", [r"starting \d rings", r"gateway serves at \S+\s+\S+"], ids=["while it starts", "while it answers"]
 )
 def test_ctrl_c_ends_the_demo_and_leaves_nothing(ringserve: Ringserve, tmp_path: Path, moment: str) -> None:
-    # An answer of 5000 tokens takes a minute: nobody waits for its end.
+    # An answer of 5000 tokens takes a minute; the demo is ended before.
     long = ("demo", "--tokens", "600", "--max-tokens", "5000")
     with started(ringserve, tmp_path, *long) as demo:
         wait_until(

@@ -132,7 +132,7 @@ def test_strangers_at_the_endpoints_of_ranks_are_sent_away_and_harm_nobody(
         for address in ports:
             plain = guests.enter_context(socket.create_connection(address, 10))
             plain.sendall(encode(SettleFrame(TransferKey("turn-1", 1, "prefill-0", "decode-0"))))
-            guests.enter_context(socket.create_connection(address, 10))  # and one that says nothing
+            guests.enter_context(socket.create_connection(address, 10))  # and a connection that sends nothing
             with pytest.raises(OSError, match=r".+"):
                 talk(wrong.call(socket.create_connection(address, 10), address[0]))
             assert b"RSKV" not in everything_of(plain)

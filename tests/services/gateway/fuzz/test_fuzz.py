@@ -22,7 +22,7 @@ from tests.waiting import eventually
 NUM_CLIENTS = 16
 CALL_SECONDS = 30.0
 HURRY_SECONDS = 0.3
-"""For a turn that might make thousands of tokens: nobody waits for it."""
+"""Deadline of a turn that might have thousands of tokens, so that the test does not wait for them."""
 FEW_TOKENS = 8
 ALLOWED = {grpc.StatusCode.OK, *CODES.values()} - {grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN}
 VERBS: dict[str, Any] = {

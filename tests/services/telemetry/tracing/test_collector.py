@@ -1,4 +1,4 @@
-"""Spans on their way: by OTLP to a collector, to one that is away, and to none."""
+"""Export of spans by OTLP: to a collector, to an unreachable collector, and without a collector."""
 
 from __future__ import annotations
 
