@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from cp_core.attention.flash_attn import FlashAttention
-from cp_core.attention.interface import AttentionBackend
+from cp_core.attention.partial import AttentionBackend
 from cp_core.attention.reference import ReferenceAttention
 from cp_core.attention.torch_cpu import TorchCpuFlash
 from cp_core.attention.torch_cuda import TorchCudaFlash

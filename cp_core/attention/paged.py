@@ -12,8 +12,7 @@ from typing import ClassVar, Protocol, TypeGuard
 
 import torch
 
-from cp_core.attention.interface import AttentionBackend
-from cp_core.attention.partial import Partial, empty_partial
+from cp_core.attention.partial import AttentionBackend, Partial, empty_partial
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
-"""Partial attention and its exact merge (arXiv 2411.01783, 3.3 and appendix B), in fp32, in the order of the parts.
+"""Partial attention: contract of its kernels, exact merge, and the part of one rank's queries over another's keys.
 
-Shapes: M parts, T query tokens, H query heads, D head dimension.
+Shapes: M parts, T query tokens, S stored tokens, H query heads, K key/value heads (H is a multiple of K), D head
+dimension. Parts merge in fp32, in their order (arXiv 2411.01783, 3.3 and appendix B):
 
     out = sum_i exp(lse_i) out_i / sum_i exp(lse_i)         lse = log sum_i exp(lse_i)
 
@@ -13,8 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
+
+from cp_core.layout.step_plans import KvRun, Shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +35,34 @@ class Partial:
     def rows(self, start: int, stop: int) -> Partial:
         """Return query rows [start, stop) as views."""
         return Partial(self.out[start:stop], self.lse[start:stop])
+
+
+class AttentionBackend(Protocol):
+    """One attention kernel."""
+
+    name: ClassVar[str]
+
+    def partial_attention(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float
+    ) -> Partial:
+        """Attend q[T, H, D] over k[S, K, D], v[S, K, D]; query head h reads KV head h // (H // K).
+
+        Inputs may be strided views (the last dimension contiguous); none is copied when it is fp32. T or S may be 0.
+        `causal` needs T == S: query t sees keys 0..t.
+        """
+        ...
+
+
+@runtime_checkable
+class RowAttention(Protocol):
+    """Backend that attends many single queries, each over keys of its own, cheaper than by one call each."""
+
+    def attend_rows(self, q: torch.Tensor, runs: Sequence[KvRun], *, scale: float) -> Partial:
+        """Attend query b of q[B, H, D] over k[S, K, D] and v[S, K, D] of runs[b], S >= 1 and of any size.
+
+        The result has the bits of B calls of `partial_attention`.
+        """
+        ...
 
 
 def empty_partial(q_thd: torch.Tensor, dtype: torch.dtype = torch.float32) -> Partial:
@@ -125,3 +157,108 @@ def _check_lse(lse_th: torch.Tensor) -> None:
     # amax and sum both pass a NaN on; sum also makes one of +inf and -inf.
     if lse_th.numel() and bool(lse_th.amax().isnan()):
         raise FloatingPointError("the log-sum-exp of an attention partial is NaN")
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Query rows [start, stop) of a sequence's new tokens on a rank."""
+
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class RowPartial:
+    """Partial attention of the query rows `rows`."""
+
+    rows: Rows
+    partial: Partial
+
+
+@dataclass(frozen=True, slots=True)
+class KeyShard:
+    """Keys and values of `shard`: runs of cached tokens, and the new tokens, low then high, as one run."""
+
+    shard: Shard
+    cached: Sequence[KvRun]
+    new: KvRun
+
+    def __post_init__(self) -> None:
+        held = sum(run.k.shape[0] for run in self.cached)
+        assert held == self.shard.cached, f"the runs hold {held} cached tokens, the plan says {self.shard.cached}"
+        held = self.new.k.shape[0]
+        assert held == self.shard.new, f"the run holds {held} new tokens, the plan says {self.shard.new}"
+
+
+def seen_rows(queries: Shard, keys: Shard) -> tuple[Rows, ...]:
+    """Return the query rows that see any key of `keys`, as the ranges that `attend_pair` answers. None is empty."""
+    low, high, both = Rows(0, queries.low), Rows(queries.low, queries.new), Rows(0, queries.new)
+    new_rows, num_new = _rows_and_new_keys(queries, keys)
+    ranges: tuple[Rows, ...]
+    if not num_new:
+        ranges = (both,) if keys.cached else ()
+    elif new_rows == both:
+        ranges = (both,)
+    else:
+        ranges = (low, high) if keys.cached else (high,)
+    return tuple(rows for rows in ranges if len(rows))
+
+
+def attend_pair(
+    backend: AttentionBackend, q_thd: torch.Tensor, queries: Shard, keys: KeyShard, scale: float
+) -> list[RowPartial]:
+    """Return one RowPartial for each range of `seen_rows(queries, keys.shard)`, in that order.
+
+    q_thd[T, H, D] holds the low, then the high queries. Cached and new keys are attended in separate calls even where
+    they lie side by side, as they do in pass-KV: so it has the bits of pass-Q.
+    """
+    ranges = seen_rows(queries, keys.shard)
+    if not ranges:
+        return []
+    cached = Accumulator()
+    for run in keys.cached:
+        if run.k.shape[0]:
+            cached.add(backend.partial_attention(q_thd, run.k, run.v, causal=False, scale=scale))
+    new: Partial | None = None
+    new_rows, num_new = _rows_and_new_keys(queries, keys.shard)
+    if num_new and len(new_rows):
+        new = backend.partial_attention(
+            q_thd[new_rows.start : new_rows.stop],
+            keys.new.k[:num_new],
+            keys.new.v[:num_new],
+            causal=keys.shard.slot == queries.slot,
+            scale=scale,
+        )
+    answers = []
+    for rows in ranges:
+        parts = [cached.result().rows(rows.start, rows.stop)] if keys.shard.cached else []
+        if new is not None and rows.start >= new_rows.start:
+            parts.append(new)
+        answers.append(RowPartial(rows, merge(parts)))
+    return answers
+
+
+def _rows_and_new_keys(queries: Shard, keys: Shard) -> tuple[Rows, int]:
+    """Return the query rows that see new keys, and the number of leading keys they see (causally in the same slot)."""
+    if keys.slot == queries.slot:
+        return Rows(0, queries.new), keys.new
+    if keys.slot < queries.slot:
+        return Rows(0, queries.new), keys.low
+    return Rows(queries.low, queries.new), keys.new
+
+
+def merge_rows(parts: Sequence[RowPartial], queries: Shard, out_thd: torch.Tensor) -> None:
+    """Merge the parts of one sequence, given in source-rank order, into out_thd[T, H, D] (cast to its dtype)."""
+    low, high = Rows(0, queries.low), Rows(queries.low, queries.new)
+    both = Rows(0, queries.new)
+    segments = (both,) if all(part.rows == both for part in parts) else (low, high)
+    for rows in (rows for rows in segments if len(rows)):
+        covering = [
+            part.partial.rows(rows.start - part.rows.start, rows.stop - part.rows.start)
+            for part in parts
+            if part.rows.start <= rows.start and rows.stop <= part.rows.stop
+        ]
+        out_thd[rows.start : rows.stop] = merge(covering).out

@@ -15,9 +15,17 @@ from collections.abc import Sequence
 
 import torch
 
-from cp_core.attention.interface import AttentionBackend, RowAttention
 from cp_core.attention.paged import PagedShards, attend_pages, takes_pages
-from cp_core.attention.partial import Accumulator, Partial, PartialBuffer, empty_partial, finished_out, merge
+from cp_core.attention.partial import (
+    Accumulator,
+    AttentionBackend,
+    Partial,
+    PartialBuffer,
+    RowAttention,
+    empty_partial,
+    finished_out,
+    merge,
+)
 from cp_core.layout.step_plans import DecodePlan, KvRun, PassQRoute, Visit
 from cp_core.transport.interface import RingTransport
 

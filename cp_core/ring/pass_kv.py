@@ -11,8 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from cp_core.attention.interface import AttentionBackend
-from cp_core.attention.pair import KeyShard, RowPartial, attend_pair
+from cp_core.attention.partial import AttentionBackend, KeyShard, RowPartial, attend_pair
 from cp_core.layout.step_plans import KvRun, PrefillPlan, Shard
 from cp_core.transport.interface import RingTransport
 

@@ -10,9 +10,16 @@ from collections.abc import Sequence
 
 import torch
 
-from cp_core.attention.interface import AttentionBackend
-from cp_core.attention.pair import KeyShard, RowPartial, Rows, attend_pair, seen_rows
-from cp_core.attention.partial import Partial, PartialBuffer
+from cp_core.attention.partial import (
+    AttentionBackend,
+    KeyShard,
+    Partial,
+    PartialBuffer,
+    RowPartial,
+    Rows,
+    attend_pair,
+    seen_rows,
+)
 from cp_core.layout.step_plans import PrefillPlan, split_new
 from cp_core.ring.pass_kv import SequenceParts
 from cp_core.transport.interface import RingTransport

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from cp_core.attention.interface import AttentionBackend
-from cp_core.attention.pair import KeyShard, merge_rows
+from cp_core.attention.partial import AttentionBackend, KeyShard, merge_rows
 from cp_core.errors import ConfigError
 from cp_core.layout.step_plans import KvRun, PrefillPlan, split_new
 from cp_core.ring.pass_kv import pass_kv

@@ -11,8 +11,17 @@ from enum import Enum, auto
 from cp_core.errors import InvalidRequest, RingserveError
 from cp_core.layout.shards import ShardMap, appended, level_counts
 from orchestration.protocol.kv import SentKv
-from orchestration.protocol.tracing import Attributes, TimeSpan, just_ended
-from orchestration.protocol.turns import PrefillDone, PrefillReport, Reservation, Reserve, TokensEvent, TurnEvent
+from orchestration.protocol.turns import (
+    Attributes,
+    PrefillDone,
+    PrefillReport,
+    Reservation,
+    Reserve,
+    TimeSpan,
+    TokensEvent,
+    TurnEvent,
+    just_ended,
+)
 from orchestration.ring.kv_pool import KvPool, SequenceKv
 from workers.protocol.decode_commands import AdmitSequence, FinishReason
 from workers.protocol.transfers import TransferKey

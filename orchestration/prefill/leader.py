@@ -9,9 +9,9 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from cp_core.cost.model import StepLimits, WorkModel
 from cp_core.errors import CapacityExceeded, DeadlineExceeded, NotFound, RingserveError, TurnCancelled, Unavailable
 from cp_core.layout.shards import TokenRange, level_counts
-from orchestration.placement.prefill_work import StepLimits, WorkModel
 from orchestration.prefill.loop import PrefillLoop
 from orchestration.prefill.run import PrefillRun
 from orchestration.prefill.scheduler import PrefillScheduler

@@ -12,8 +12,7 @@ from cp_core.errors import RingserveError
 from cp_core.layout.shards import ShardMap, TokenRange, balanced_layout, spread
 from orchestration.protocol.kv import SentKv
 from orchestration.protocol.ports import Peers
-from orchestration.protocol.tracing import Attributes, TimeSpan, just_ended
-from orchestration.protocol.turns import PlannedChunk, PrefillTurn
+from orchestration.protocol.turns import Attributes, PlannedChunk, PrefillTurn, TimeSpan, just_ended
 from orchestration.ring.kv_pool import KvPool, SequenceKv
 from orchestration.ring.kv_transfers import copy_blocks, fetch, sends_for
 from orchestration.ring.life import Ring

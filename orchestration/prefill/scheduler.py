@@ -21,9 +21,9 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from cp_core.cost.model import StepLimits, WorkModel
 from cp_core.errors import CapacityExceeded
 from cp_core.layout.shards import TokenRange
-from orchestration.placement.prefill_work import StepLimits, WorkModel
 from orchestration.protocol.rings import PrefillScheduling
 from orchestration.protocol.turns import PlannedChunk
 from workers.protocol.prefill_steps import RING_ALGORITHMS, Algorithm

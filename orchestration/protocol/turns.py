@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Protocol
 
 from cp_core.cost.model import RingRates
 from cp_core.layout.shards import ShardMap, TokenRange
@@ -357,3 +360,40 @@ class RingRegistration:
     def doing(self) -> str:
         """Words for logs."""
         return "has left" if self.is_leaving else "drains" if self.is_draining else "serves"
+
+
+Attributes = Mapping[str, str | int | float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TimeSpan:
+    """Span of time that is over. Times are those of `time.monotonic`; `parts` lie within it."""
+
+    name: str
+    began: float
+    ended: float
+    attributes: Attributes = field(default_factory=dict)
+    parts: tuple[TimeSpan, ...] = ()
+
+
+def just_ended(name: str, seconds: float, attributes: Attributes) -> TimeSpan:
+    """Return a span of so many seconds that ends now."""
+    now = time.monotonic()
+    return TimeSpan(name=name, began=now - seconds, ended=now, attributes=attributes)
+
+
+class Tracer(Protocol):
+    """Recorder of turns' spans."""
+
+    def record(self, trace_parent: str, spans: Sequence[TimeSpan]) -> None:
+        """Record spans of the turn whose trace this continues; ignore them where `trace_parent` is empty.
+
+        Never waits.
+        """
+
+
+class NoTracer:
+    """Recorder for a service without traces."""
+
+    def record(self, trace_parent: str, spans: Sequence[TimeSpan]) -> None:
+        """Ignore the spans."""

@@ -11,8 +11,7 @@ from cp_core.errors import InvalidRequest, RingserveError, Unavailable
 from orchestration.protocol.kv import ForkedKv, ForkKv, RetainedKv, SendKv, SentKv, TakeKv, TakenKv
 from orchestration.protocol.ports import Peers, RankFactory
 from orchestration.protocol.rings import RingSettings
-from orchestration.protocol.tracing import NoTracer, Tracer
-from orchestration.protocol.turns import Admit, RingRegistration, TurnEvent
+from orchestration.protocol.turns import Admit, NoTracer, RingRegistration, Tracer, TurnEvent
 from orchestration.protocol.views import RingStatus
 from orchestration.ring.kv_transfers import KvMoves, copy_blocks
 from orchestration.ring.life import Ring

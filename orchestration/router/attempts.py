@@ -9,8 +9,7 @@ import numpy as np
 
 from cp_core.errors import NotFound, RingserveError, TurnCancelled, Unavailable
 from orchestration.conversations.mover import MoveCounts
-from orchestration.placement.cached_kv import PULLED_FROM_OTHER
-from orchestration.placement.planner import Planner, PromptOnRings
+from orchestration.placement.planner import PULLED_FROM_OTHER, Planner, PromptOnRings
 from orchestration.placement.registry import withdraw_if_lost
 from orchestration.protocol.ports import Peers
 from orchestration.protocol.turns import PrefillDone, PrefillReport, PrefillTurn, ResumeTurn, RetainingRing, TurnPlan

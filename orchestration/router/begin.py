@@ -1,4 +1,4 @@
-"""Beginning of a router's turns: the request waits, is checked and gets its rings, which reserve."""
+"""Beginning of a router's turns: the request waits, its prompt is read, and it gets its rings, which reserve."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from cp_core.errors import (
     DeadlineExceeded,
     InvalidRequest,
     NotBegun,
+    NotFound,
     RingserveError,
     TurnCancelled,
     Unavailable,
 )
 from orchestration.conversations.operations import ConversationOperations
-from orchestration.conversations.prompts import common_prefix, resolve_prompt
 from orchestration.conversations.quotas import KvQuotas
 from orchestration.conversations.store import Conversation, ConversationStore
-from orchestration.placement.cached_kv import RetainedPrefix
 from orchestration.placement.kv_locations import Choice, WantedTurn
 from orchestration.placement.placer import RingPlacer
+from orchestration.placement.planner import RetainedPrefix
 from orchestration.placement.registry import RegisteredRing
 from orchestration.protocol.ports import Peers
-from orchestration.protocol.turns import Reserve, TurnPlan, TurnRequest
+from orchestration.protocol.turns import PromptMode, Reserve, TurnPlan, TurnRequest
 from orchestration.router.drains import RingReturns
 from orchestration.router.registry import TurnRegistry
 from orchestration.router.turn import RunningTurn, new_turn_id
@@ -339,3 +339,52 @@ def _check_scores(num_tokens: int, num_top: int | None) -> None:
             f"sampling_params.prompt_logprobs: {num_top} for a prompt of {num_tokens} tokens make "
             f"{num_tokens * (num_top + 1)} log-probabilities; allowed are {MAX_PROMPT_LOGPROBS}"
         )
+
+
+SHINGLE = 8
+"""Consecutive tokens that must agree for a passage to count as repeated."""
+
+
+def common_prefix(left: TokenIds, right: TokenIds) -> int:
+    """Return how many leading tokens agree."""
+    shorter = min(len(left), len(right))
+    differs = np.flatnonzero(left[:shorter] != right[:shorter])
+    return int(differs[0]) if len(differs) else shorter
+
+
+def _shingles(tokens: TokenIds) -> set[bytes]:
+    window = np.lib.stride_tricks.sliding_window_view(tokens, SHINGLE)
+    return {row.tobytes() for row in window}
+
+
+def repeats_history(history: TokenIds, prompt: TokenIds) -> bool:
+    """Return whether a prompt of unstated mode is the whole history, as it was or edited.
+
+    The whole history: the prompt begins with all of it. Edited: at least half of the prompt and a quarter of the
+    history agree from the start (cut back and continued), or at least half of the history's 8-token passages occur in
+    the prompt (changed in the middle).
+    """
+    shared = common_prefix(history, prompt)
+    if shared == len(history):
+        return True
+    if 2 * shared >= len(prompt) and 4 * shared >= len(history):
+        return True
+    if min(len(history), len(prompt)) < SHINGLE or 2 * len(prompt) < len(history):
+        return False
+    passages = _shingles(history)
+    return 2 * len(passages & _shingles(prompt)) >= len(passages)
+
+
+def resolve_prompt(history: TokenIds | None, prompt: TokenIds, mode: PromptMode) -> tuple[TokenIds, PromptMode]:
+    """Return the whole prompt of a turn, and how it was read. `history` is None where the conversation is new."""
+    if len(prompt) == 0:
+        raise InvalidRequest("input: the prompt has 0 tokens, at least 1 is needed")
+    if history is None:
+        if mode is PromptMode.APPEND:
+            raise NotFound("conversation_id: no such conversation, so there is nothing to append to")
+        return prompt, PromptMode.NEW
+    if mode is PromptMode.AUTO:
+        mode = PromptMode.WHOLE_HISTORY if repeats_history(history, prompt) else PromptMode.APPEND
+    if mode is PromptMode.APPEND:
+        return np.concatenate([history, prompt]), mode
+    return prompt, PromptMode.WHOLE_HISTORY

@@ -11,8 +11,8 @@ import numpy as np
 
 from cp_core.errors import RingserveError
 from orchestration.conversations.store import Conversation
-from orchestration.placement.cached_kv import RetainedPrefix
 from orchestration.placement.kv_locations import Choice, WantedTurn
+from orchestration.placement.planner import RetainedPrefix
 from orchestration.placement.registry import LoadShare, RegisteredRing
 from orchestration.protocol.turns import PrefillDone, PromptMode, Reservation, RetainingRing, TurnRequest
 from workers.protocol.prefill_steps import TokenIds

@@ -1,24 +1,66 @@
-"""Authentication of every call by the file of tenants, and the limits on a tenant's turns in this process."""
+"""Authentication of every call by token or certificate, and the limits on a tenant's turns in this process.
+
+TLS has verified a client's certificate against `tls.client_ca` before its names are read, at either endpoint.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import logging
+import ssl
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from cp_core.errors import CapacityExceeded, ConfigError, Forbidden, InvalidRequest, Unauthenticated
-from services.auth.tenants import ANYBODY, Tenant, read_tenants
-from services.auth.tls import Certificate
+from services.auth.tenants import ANYBODY, CertificateName, Tenant, certificate_name, read_tenants
 
 log = logging.getLogger(__name__)
 
 RELOAD_SECONDS = 1.0
 """Seconds after which a changed file is read."""
 SCHEME = "bearer "
+_GRPC_KEYS = {"x509_common_name": "common_name", "peer_dns": "dns", "peer_uri": "uri"}
+_ALTERNATIVE_TYPES = {"DNS": "dns", "URI": "uri"}
+
+
+@dataclass(frozen=True, slots=True)
+class Certificate:
+    """Names that a certificate proves. Kinds are separate: a DNS name never counts as a common name."""
+
+    names: frozenset[CertificateName]
+
+    @classmethod
+    def of(cls, names: Iterable[CertificateName]) -> Certificate:
+        return cls(frozenset(certificate_name(kind, name) for kind, name in names))
+
+
+def of_grpc(auth_context: Mapping[str, Iterable[bytes]]) -> Certificate | None:
+    """Return the certificate of a call's `auth_context`, or None where the client showed none."""
+    if "x509_pem_cert" not in auth_context:
+        return None
+    return Certificate.of(
+        (kind, value.decode(errors="replace"))
+        for key, kind in _GRPC_KEYS.items()
+        for value in auth_context.get(key, ())
+    )
+
+
+def of_ssl(connection: ssl.SSLObject | None) -> Certificate | None:
+    """Return the certificate of a TLS connection, or None without TLS or certificate."""
+    shown = connection.getpeercert() if connection is not None else None
+    if not shown:
+        return None
+    subject: Any = shown.get("subject", ())  # typed as if each of its parts might be a text
+    alternatives: Any = shown.get("subjectAltName", ())
+    common = [value for part in subject for key, value in part if key == "commonName"]
+    found = [(_ALTERNATIVE_TYPES[kind], value) for kind, value in alternatives if kind in _ALTERNATIVE_TYPES]
+    # gRPC tells the first common name only: a certificate proves the same at both endpoints.
+    return Certificate.of([*(("common_name", value) for value in common[:1]), *found])
 
 
 class TokenFile:

@@ -30,7 +30,6 @@ from typing import Any
 import yaml
 
 from cp_core.errors import ConfigError
-from services.auth.tls import KINDS, CertificateName, certificate_name
 
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 """Names of tenants. A name ends before the first slash of an id at the router."""
@@ -39,6 +38,16 @@ TOKEN_PREFIX = "rs-"
 LIMITS = {"max_concurrent_turns": 1_000_000, "max_turns_per_minute": 1_000_000, "max_kv_tokens": 10**15}
 """Limits of a tenant, with the highest value of each."""
 MAX_CERTIFICATE_NAME = 512
+
+
+KINDS = ("common_name", "dns", "uri")
+"""Kinds of names that may stand for a tenant: the subject's common name, and two of its alternative names."""
+CertificateName = tuple[str, str]
+"""Pair of one of KINDS and the name; DNS names are in lower case."""
+
+
+def certificate_name(kind: str, name: str) -> CertificateName:
+    return kind, name.lower() if kind == "dns" else name
 
 
 @dataclass(frozen=True, kw_only=True)

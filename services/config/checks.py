@@ -9,7 +9,7 @@ from cp_core.cost.decode import VARIANT_POLICIES
 from cp_core.cost.selector import POLICIES
 from cp_core.errors import ConfigError
 from cp_core.transport.ring_backend import select_ring_backend
-from orchestration.placement.cached_kv import MISSING_KV
+from orchestration.placement.planner import MISSING_KV
 from services.auth.sections import check_public_endpoints, check_ring, check_sections
 from services.config.rings import check_names
 from services.telemetry.logs import LOG_FORMATS

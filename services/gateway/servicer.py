@@ -20,10 +20,9 @@ from orchestration.protocol.ports import Peers, RouterPort
 from orchestration.protocol.turns import TurnPlan, TurnRequest
 from orchestration.protocol.views import ConversationView, ServerView
 from ringserve.v1 import inference_pb2, inference_pb2_grpc
-from services.auth.authenticator import Authenticator
+from services.auth.authenticator import Authenticator, of_grpc
 from services.auth.scoped_router import ScopedRouter
 from services.auth.tenants import Tenant
-from services.auth.tls import of_grpc
 from services.gateway.requests import RequestReader, identifier, named, num_completions, requests_to_abort, stop_rule
 from services.gateway.text import AnswerText, IncrementalText, StopRule, TextCodec
 from services.gateway.turn_stream import STOPPING, CallsUnderWay, Responses, TurnStream, TurnsUnderWay, merged, turns_of

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import torch
 
-from cp_core.attention.interface import AttentionBackend
+from cp_core.attention.partial import AttentionBackend
 from cp_core.attention.torch_cpu import TorchCpuFlash
 from cp_core.layout.shards import PrefillLayout
 from cp_core.layout.step_plans import KvRun, PrefillPlan, SequencePlan

@@ -24,8 +24,7 @@ from cp_core.cost.decode import (
 from cp_core.cost.model import ModelShape, RingRates
 from cp_core.errors import ConfigError
 from cp_core.layout.shards import append_owner
-from workers.decode.mailbox import DecodeMailbox
-from workers.decode.messages import HEARTBEAT_SECONDS, BatchChange, Header, HeaderChannel, HeaderKind
+from workers.decode.messages import HEARTBEAT_SECONDS, BatchChange, DecodeMailbox, Header, HeaderChannel, HeaderKind
 from workers.decode.step import BatchState, DecodePass, DecodePrompts
 from workers.progress import Progress
 from workers.protocol.decode_commands import (

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cp_core.attention.interface import AttentionBackend
 from cp_core.attention.paged import PagedShards, takes_pages
+from cp_core.attention.partial import AttentionBackend
 from cp_core.cost.model import PASS_Q
 from cp_core.layout.shards import append_owner, balanced_layout
 from cp_core.layout.step_plans import DecodePlan, KvRun, PassQRoute

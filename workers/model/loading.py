@@ -5,21 +5,57 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
 from torch.nn import Module
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from cp_core.errors import ModelRefused
-from workers.model import attention_hook
-from workers.model.attention_hook import AttentionStep
 from workers.model.info import read_model_info, tensor_share
 from workers.model.tensor_parallel import TensorParallel
 from workers.protocol.ranks import ModelInfo
+
+IMPLEMENTATION = "ringserve"
+
+
+class AttentionStep(Protocol):
+    """Forward pass with its layout, cache and ring, passed to the model as keyword `ring_step`."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """Store k and v[T,K,D], attend q[T,H,D] over all earlier tokens and its own -> [T,H,D]."""
+        ...
+
+
+def register_attention() -> None:
+    """Make "ringserve" an attention implementation of transformers; calling it again changes nothing.
+
+    No mask function is registered with it: without one transformers builds no mask and does not examine positions.
+    """
+    AttentionInterface.register(IMPLEMENTATION, attend_in_ring)
+
+
+def attend_in_ring(
+    module: Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float,
+    ring_step: AttentionStep,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Attend rotated query[1,H,T,D] to key and value[1,K,T,D] -> (out[1,T,H,D], None), as transformers calls it."""
+    assert attention_mask is None, "the step's layout determines attention; no mask is ever built"
+    layer = module.layer_idx
+    assert isinstance(layer, int)
+    out = ring_step.attend(layer, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), scaling)
+    return out.unsqueeze(0), None
+
 
 # transformers patches its own classes while it builds a model; two threads at once would leave a patch behind.
 LOADING = threading.Lock()
@@ -86,7 +122,7 @@ def load_model(
     share = tensor_share(info, tp)
     if not any(path.glob("*.safetensors")):
         raise ModelRefused(f"{path} has no *.safetensors weights")
-    attention_hook.register()
+    register_attention()
     # Progress bars of several ranks would garble their leader's terminal.
     disable_progress_bar()
     try:
@@ -110,7 +146,7 @@ def load_model(
     if mismatched := sorted(loading["mismatched_keys"]):
         name, stored, wanted = mismatched[0]
         raise ModelRefused(f"{path} has {name} of shape {tuple(stored)} where config.json asks for {tuple(wanted)}")
-    model.set_attn_implementation(attention_hook.IMPLEMENTATION)
+    model.set_attn_implementation(IMPLEMENTATION)
     tensor = TensorParallel(tp_rank, tp)
     tensor.cut(model)
     model.to(device).eval().requires_grad_(False)

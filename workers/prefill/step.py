@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cp_core.attention.interface import AttentionBackend
+from cp_core.attention.partial import AttentionBackend
 from cp_core.layout.step_plans import PrefillPlan, SequencePlan
 from cp_core.ring.prefill import ring_prefill
 from cp_core.transport.interface import RingTransport

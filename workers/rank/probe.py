@@ -12,7 +12,7 @@ from typing import Final
 
 import torch
 
-from cp_core.attention.interface import AttentionBackend
+from cp_core.attention.partial import AttentionBackend
 from cp_core.cost.decode import DecodeRates
 from cp_core.cost.model import RingRates
 from cp_core.transport.interface import RingTransport

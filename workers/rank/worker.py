@@ -21,12 +21,11 @@ import torch
 from torch import Tensor
 
 from cp_core.attention.backends import select_backend
-from cp_core.attention.interface import AttentionBackend
+from cp_core.attention.partial import AttentionBackend
 from cp_core.cost.model import RingRates
 from cp_core.transport.interface import RingTransport
 from workers.decode.loop import DecodeChoice, FollowingLoop, LeadingLoop, LoopWork
-from workers.decode.mailbox import DecodeMailbox
-from workers.decode.messages import LEADER, HeaderChannel
+from workers.decode.messages import LEADER, DecodeMailbox, HeaderChannel
 from workers.decode.step import BatchState, DecodePass, DecodePrompts
 from workers.kv.cache import KvCache
 from workers.kv.receiver import KvReceiver

@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from cp_core.errors import ConfigError
-from services.auth.tls import Certificate, of_ssl
+from services.auth.authenticator import Certificate, of_ssl
 from services.gateway.openai.errors import BadHttpRequest, error_body
 
 CERTIFICATE = "ringserve.certificate"

@@ -6,10 +6,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 from cp_core.errors import Unavailable
-from orchestration.placement.cached_kv import RetainedPrefix
 from orchestration.placement.kv_locations import Choice, WantedTurn
 from orchestration.placement.placer import RingPlacer
-from orchestration.placement.planner import Planner
+from orchestration.placement.planner import Planner, RetainedPrefix
 from orchestration.placement.registry import RegisteredRing
 from services.offline.simulator.cluster import Cluster
 from services.offline.simulator.rings import SimulatedPrefillRing

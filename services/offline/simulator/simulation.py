@@ -11,10 +11,9 @@ from dataclasses import dataclass
 
 from cp_core.errors import CapacityExceeded, ConfigError, Unavailable
 from cp_core.layout.shards import ShardMap, TokenRange
-from orchestration.placement.cached_kv import RETAINED, RetainedPrefix
 from orchestration.placement.kv_locations import Choice, KvLocation, WantedTurn
 from orchestration.placement.placer import RingPlacer
-from orchestration.placement.planner import Planner, PlannerSettings, PromptOnRings
+from orchestration.placement.planner import RETAINED, Planner, PlannerSettings, PromptOnRings, RetainedPrefix
 from orchestration.placement.registry import LoadShare, RegisteredRing
 from orchestration.protocol.turns import PrefillReport, PromptMode, TurnPlan
 from orchestration.router.begin import MAX_REFUSALS

@@ -1,8 +1,7 @@
 """Field mapper between frozen dataclasses and protobuf messages, by field name and type.
 
-A mapper writes the source of one converter a (message, dataclass) pair on first use and compiles it, as `dataclasses`
-does for `__init__`: a conversion costs what the same lines written by hand would. Every field must have a mirror of a
-fitting type on the other side; a field without one is a TypeError at that first use.
+A mapper makes one converter a (message, dataclass) pair on first use, so that a conversion looks at no types. Every
+field must have a mirror of a fitting type on the other side; a field without one is a TypeError at that first use.
 
 | dataclass field | message field |
 |---|---|
@@ -18,11 +17,12 @@ fitting type on the other side; a field without one is a TypeError at that first
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
+from operator import attrgetter
 from types import MappingProxyType, UnionType
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
@@ -100,25 +100,34 @@ class Mapper:
         return read
 
     def _writer(self, message: type, kind: type) -> Convert:
-        source, parts = _Source("value", M=message), []
+        steps: list[tuple[str, Convert, Convert | None]] = []
         for name, hint, targets in self._fields(kind, message):
             if len(targets) > 1:
-                parts += [f"{each.name}=value.{name}.{each.name}" for each in targets]
+                steps += [(each.name, attrgetter(f"{name}.{each.name}"), None) for each in targets]
             else:
-                parts.append(f"{targets[0].name}={self._written(source, hint, targets[0], f'value.{name}')}")
-        parts += [f"{name}=value.{name}" for name in self._mirrors.get(kind, NO_EXCEPTIONS).derived]
-        write = self._writers[message, kind] = source.compiled(f"M({', '.join(parts)})")
+                steps.append((targets[0].name, attrgetter(name), self._to_field(hint, targets[0])))
+        steps += [(name, attrgetter(name), None) for name in self._mirrors.get(kind, NO_EXCEPTIONS).derived]
+
+        def write(value: object) -> Any:
+            return message(
+                **{name: get(value) if convert is None else convert(get(value)) for name, get, convert in steps}
+            )
+
+        self._writers[message, kind] = write
         return write
 
     def _reader(self, kind: type, message: type) -> Convert:
-        source, parts = _Source("message", K=kind), []
+        steps: list[tuple[str, Convert]] = []
         for name, hint, targets in self._fields(kind, message):
             if len(targets) > 1:
-                values = ", ".join(f"message.{each.name}" for each in targets)
-                parts.append(f"{name}={source.bind(hint)}({values})")
+                steps.append((name, _flattened(hint, [each.name for each in targets])))
             else:
-                parts.append(f"{name}={self._read(source, hint, targets[0])}")
-        read = self._readers[kind, message] = source.compiled(f"K({', '.join(parts)})")
+                steps.append((name, self._from_field(hint, targets[0])))
+
+        def read(value: Message) -> Any:
+            return kind(**{name: get(value) for name, get in steps})
+
+        self._readers[kind, message] = read
         return read
 
     def _fields(self, kind: type, message: Any) -> list[tuple[str, Any, tuple[FieldDescriptor, ...]]]:
@@ -137,75 +146,91 @@ class Mapper:
             raise TypeError(f"{descriptor.full_name} has fields that {kind.__name__} lacks: {sorted(unpaired)}")
         return paired
 
-    def _written(self, source: _Source, hint: Any, target: FieldDescriptor, value: str) -> str:
-        """Return the expression that turns `value` into what the field takes."""
+    def _to_field(self, hint: Any, target: FieldDescriptor) -> Convert | None:
+        """Return the conversion of a value into what the field takes; None where the value is taken as it is."""
         kind, is_optional = _without_none(hint)
+        convert: Convert | None
         if kind in self._special:
-            code = f"{source.bind(self._special[kind][0])}({value})"
+            convert = self._special[kind][0]
         elif kind in self._enums and target.enum_type is not None:
-            code = f"{source.bind(dict(self._enums[kind]))}[{value}]"
+            convert = dict(self._enums[kind]).__getitem__
         elif get_origin(kind) is tuple:
-            code = self._items(source, kind, target, value, is_read=False)
-        elif _is_record(kind):
-            code = f"{source.bind(self._writer(_class_of(target), kind))}({value})"
+            convert = self._to_items(kind, target)
+        elif is_dataclass(kind):
+            convert = self._writer(_class_of(target), cast(type, kind))
         else:
             _check_scalar(kind, target)
-            return f'{value} or ""' if is_optional and not target.has_presence else value
-        return f"None if {value} is None else {code}" if is_optional else code
+            return _empty_for_none if is_optional and not target.has_presence else None
+        return _but_none(convert) if is_optional and convert is not None else convert
 
-    def _read(self, source: _Source, hint: Any, target: FieldDescriptor) -> str:
-        """Return the expression that reads a field of `message`."""
-        (kind, is_optional), value = _without_none(hint), f"message.{target.name}"
-        if kind in self._special:
-            code = f"{source.bind(self._special[kind][1])}({value})"
-        elif kind in self._enums and target.enum_type is not None:
-            members = {number: member for member, number in self._enums[kind].items()}
-            code = f"{source.bind(members)}.get({value}, {source.bind(next(iter(self._enums[kind])))})"
-        elif get_origin(kind) is tuple:
-            code = self._items(source, kind, target, value, is_read=True)
-        elif _is_record(kind):
-            code = f"{source.bind(self._reader(kind, _class_of(target)))}({value})"
-        else:
-            _check_scalar(kind, target)
-            code = f"{source.bind(kind)}({value})" if issubclass(kind, Enum) else value
+    def _from_field(self, hint: Any, target: FieldDescriptor) -> Convert:
+        """Return the function that reads a field of a message."""
+        (kind, is_optional), name = _without_none(hint), target.name
+        get, convert = attrgetter(name), self._from_value(kind, target)
         if not is_optional:
-            return code
-        return (
-            f'{code} if message.HasField("{target.name}") else None'
-            if target.has_presence
-            else f"{code} if {value} else None"
-        )
+            return get if convert is None else lambda message: convert(get(message))
 
-    def _items(self, source: _Source, kind: Any, target: FieldDescriptor, value: str, *, is_read: bool) -> str:
-        item, *rest = get_args(kind)
-        if rest != [Ellipsis]:
-            raise TypeError(f"{target.full_name}: {kind} needs a hand-written pair")
+        def read(message: Message) -> Any:
+            value = get(message)
+            if not (message.HasField(name) if target.has_presence else value):
+                return None
+            return value if convert is None else convert(value)
+
+        return read
+
+    def _from_value(self, kind: Any, target: FieldDescriptor) -> Convert | None:
+        if kind in self._special:
+            return self._special[kind][1]
+        if kind in self._enums and target.enum_type is not None:
+            members = {number: member for member, number in self._enums[kind].items()}
+            first = next(iter(self._enums[kind]))
+            return lambda number: members.get(number, first)
+        if get_origin(kind) is tuple:
+            return self._from_items(kind, target)
+        if is_dataclass(kind):
+            return self._reader(cast(type, kind), _class_of(target))
+        _check_scalar(kind, target)
+        return kind if issubclass(kind, Enum) else None
+
+    def _to_items(self, kind: Any, target: FieldDescriptor) -> Convert | None:
+        item = _item_of(kind, target)
         if item is int and target.type == FieldDescriptor.TYPE_BYTES:
-            return f"{source.bind(unpack_ids if is_read else pack_ids)}({value})"
-        if _is_record(item):
-            convert = self._reader(item, _class_of(target)) if is_read else self._writer(_class_of(target), item)
-            items = f"[{source.bind(convert)}(item) for item in {value}]"
-            return f"tuple({items})" if is_read else items
+            return pack_ids
+        if is_dataclass(item):
+            convert = self._writer(_class_of(target), cast(type, item))
+            return lambda values: [convert(value) for value in values]
         _check_scalar(item, target)
-        return f"tuple({value})" if is_read else value
+        return None
+
+    def _from_items(self, kind: Any, target: FieldDescriptor) -> Convert:
+        item = _item_of(kind, target)
+        if item is int and target.type == FieldDescriptor.TYPE_BYTES:
+            return unpack_ids
+        if is_dataclass(item):
+            convert = self._reader(cast(type, item), _class_of(target))
+            return lambda values: tuple([convert(value) for value in values])
+        _check_scalar(item, target)
+        return tuple
 
 
-class _Source:
-    """Source of one converter, a function of `argument`, and the objects that its names stand for."""
+def _flattened(kind: type, names: Sequence[str]) -> Convert:
+    """Return the reader of a nested dataclass whose fields lie in the outer message, in this order."""
+    return lambda message: kind(*(getattr(message, name) for name in names))
 
-    def __init__(self, argument: str, **names: Any) -> None:
-        self._argument = argument
-        self._names = names
 
-    def bind(self, value: Any) -> str:
-        """Return a name for `value`."""
-        name = f"n{len(self._names)}"
-        self._names[name] = value
-        return name
+def _but_none(convert: Convert) -> Convert:
+    return lambda value: None if value is None else convert(value)
 
-    def compiled(self, expression: str) -> Convert:
-        convert: Convert = eval(f"lambda {self._argument}: {expression}", self._names)
-        return convert
+
+def _empty_for_none(value: str | None) -> str:
+    return value or ""
+
+
+def _item_of(kind: Any, target: FieldDescriptor) -> Any:
+    item, *rest = get_args(kind)
+    if rest != [Ellipsis]:
+        raise TypeError(f"{target.full_name}: {kind} needs a hand-written pair")
+    return item
 
 
 def pack_ids(ids: Iterable[int]) -> bytes:
@@ -231,10 +256,6 @@ def _without_none(hint: Any) -> tuple[Any, bool]:
         (kind,) = (part for part in get_args(hint) if part is not type(None))
         return kind, True
     return hint, False
-
-
-def _is_record(kind: Any) -> bool:
-    return is_dataclass(kind)
 
 
 def _class_of(target: FieldDescriptor) -> type[Message]:

@@ -20,7 +20,7 @@ from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from orchestration.protocol.tracing import Attributes, TimeSpan
+from orchestration.protocol.turns import Attributes, TimeSpan
 from services.telemetry.metrics.registry import package_version
 from services.telemetry.tracing.tracer import CLOSE_SECONDS, NO_SPAN, OpenSpan
 

@@ -9,8 +9,7 @@ from typing import Protocol
 from urllib.parse import urlsplit
 
 from cp_core.errors import ConfigError
-from orchestration.protocol.tracing import Attributes, NoTracer, TimeSpan, Tracer
-from orchestration.protocol.turns import BegunTurn
+from orchestration.protocol.turns import Attributes, BegunTurn, NoTracer, TimeSpan, Tracer
 from ringserve.v1 import inference_pb2
 from workers.protocol.decode_commands import FinishReason
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cp_core.attention.backends import select_backend
-from cp_core.attention.interface import AttentionBackend
+from cp_core.attention.partial import AttentionBackend
 from cp_core.attention.reference import ReferenceAttention
 from cp_core.attention.torch_cpu import MAX_FOLDED_TOKENS, TorchCpuFlash
 from cp_core.errors import ConfigError

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cp_core.errors import InvalidRequest, NotFound
-from orchestration.conversations.prompts import common_prefix, repeats_history, resolve_prompt
 from orchestration.protocol.turns import PromptMode
+from orchestration.router.begin import common_prefix, repeats_history, resolve_prompt
 from workers.protocol.prefill_steps import TokenIds
 
 AUTO, APPEND, WHOLE, NEW = PromptMode.AUTO, PromptMode.APPEND, PromptMode.WHOLE_HISTORY, PromptMode.NEW

@@ -8,16 +8,18 @@ import pytest
 
 from cp_core.cost.model import RingRates
 from cp_core.layout.shards import TokenRange
-from orchestration.placement.cached_kv import (
+from orchestration.placement.planner import (
     AUTO,
     PULL,
     PULLED_FROM_OTHER,
     RECOMPUTE,
     CachedKv,
+    Planner,
+    PlannerSettings,
+    PromptOnRings,
     RetainedPrefix,
     choose_source,
 )
-from orchestration.placement.planner import Planner, PlannerSettings, PromptOnRings
 from orchestration.protocol.turns import CachedSource, PromptMode, TurnPlan
 from tests.orchestration.fake_ranks import MODEL
 from tests.rings import CPU_RATES as RATES

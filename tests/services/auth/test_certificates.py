@@ -12,10 +12,10 @@ import pytest
 import yaml
 
 from cp_core.errors import ConfigError, NotFound, RingserveError, Unauthenticated
-from services.auth.authenticator import Authenticator, TokenFile
+from services.auth.authenticator import Authenticator, Certificate, TokenFile, of_grpc, of_ssl
 from services.auth.sections import AuthConfig, InternalTlsConfig, TlsConfig, check_files
 from services.auth.tenants import hash_of
-from services.auth.tls import Certificate, ServerTls, of_grpc, of_ssl
+from services.auth.tls import ServerTls
 from services.client import AsyncClient, Sampling, TlsFiles
 from services.client.retries import NO_RETRIES
 from services.gateway.text import TextCodec

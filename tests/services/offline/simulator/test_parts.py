@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cp_core.cost.model import StepLimits, WorkModel
 from cp_core.errors import CapacityExceeded, ConfigError
 from cp_core.layout.shards import TokenRange
-from orchestration.placement.prefill_work import StepLimits, WorkModel
 from orchestration.placement.registry import RegisteredRing
 from orchestration.prefill.scheduler import PrefillScheduler, ScheduledStep
 from orchestration.protocol.rings import PrefillScheduling

@@ -10,11 +10,11 @@ import pytest
 
 from cp_core.cost.decode import fastest_step
 from cp_core.cost.memory import weight_bytes
+from cp_core.cost.model import StepLimits, WorkModel, cut
 from cp_core.cost.prefill import predict_migration, predict_turn
 from cp_core.cost.profile import read_profile
 from cp_core.errors import ConfigError
 from cp_core.layout.shards import TokenRange
-from orchestration.placement.prefill_work import StepLimits, WorkModel, cut
 from orchestration.protocol.rings import PrefillScheduling
 from services.offline.simulator.cluster import ClusterShape, PoolShape, StepTimes, conversations_for, prefill_seconds
 from services.offline.simulator.placement import POLICIES

@@ -12,7 +12,7 @@ import pytest
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
 from cp_core.errors import ConfigError
-from orchestration.protocol.tracing import TimeSpan
+from orchestration.protocol.turns import TimeSpan
 from services.config import config_from
 from services.gateway.settings import GatewaySettings
 from services.telemetry.tracing import tracer as tracer_module

@@ -1,0 +1,67 @@
+"""The files whose code one ordinary turn executes: what a reader of a turn's path opens. `-s` prints them."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from ringserve.v1 import inference_pb2, inference_pb2_grpc
+from services.gateway.text import TextCodec
+from tests.services.local_gateway import LocalGateway
+from tests.workers.models import save_model
+from workers.model.builtin import write_tokenizer
+
+ROOT = Path(__file__).resolve().parent.parent
+FLOORS = ("services", "orchestration", "workers", "cp_core")
+MAX_FILES = 75
+
+
+@contextmanager
+def noting_files(files: set[str]) -> Iterator[None]:
+    """Add the file of every function that this thread, or one that it starts, calls in the context."""
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call":
+            files.add(frame.f_code.co_filename)
+
+    threading.setprofile(note)
+    sys.setprofile(note)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+
+
+async def answer(stub: inference_pb2_grpc.InferenceAsyncStub, text: str) -> inference_pb2.GenerateComplete:
+    """Answer one turn of conversation c."""
+    sampling = inference_pb2.SamplingParams(max_tokens=3)
+    request = inference_pb2.GenerateRequest(text=text, conversation_id="c", sampling_params=sampling)
+    *_, last = [response async for response in stub.Generate(request, timeout=60)]
+    return last.complete
+
+
+async def test_one_ordinary_turn_executes_code_of_few_files(tmp_path: Path) -> None:
+    """Ranks are threads here, and rings of 2 and 3. The turn that counts is the third: what begins once has begun."""
+    model = save_model("llama_gqa", tmp_path)
+    write_tokenizer(model)
+    files: set[str] = set()
+    with noting_files(files):
+        async with LocalGateway(model, TextCodec(model)) as gateway, gateway.channel() as channel:
+            stub = inference_pb2_grpc.InferenceStub(channel)
+            for text in ("Once upon a time", " and then"):
+                await answer(stub, text)
+            files.clear()
+            complete = await answer(stub, " and again?")
+            called = [Path(name) for name in list(files)]
+            await gateway.wait_idle()
+    assert complete.usage.cached_tokens
+    inside = (path.relative_to(ROOT) for path in called if path.is_relative_to(ROOT))
+    paths = sorted(path for path in inside if path.parts[0] in FLOORS)
+    print(len(paths), dict(Counter(path.parts[0] for path in paths)), *paths, sep="\n")
+    assert len(paths) <= MAX_FILES
