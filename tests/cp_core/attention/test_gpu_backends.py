@@ -14,8 +14,8 @@ import torch
 
 from cp_core.attention.backends import select_backend
 from cp_core.attention.flash_attn import FlashAttention
-from cp_core.attention.partial import AttentionBackend
 from cp_core.attention.paged import PagedBackend, PagedShards, attend_pages, takes_pages
+from cp_core.attention.partial import AttentionBackend
 from cp_core.attention.reference import ReferenceAttention
 from cp_core.attention.torch_cuda import TorchCudaFlash
 from cp_core.errors import ConfigError
