@@ -76,7 +76,7 @@ class Draining(Service):
     async def progress(self, name: str) -> DrainView:
         return next(view for view in (await self.router.get_server_info()).drains if view.ring == name)
 
-    def kept(self, ring: str, names: str) -> str:
+    def retained(self, ring: str, names: str) -> str:
         pool = self.peers.leaders[ring].ring.pool
         return "".join(name for name in names if pool.num_retained(name))
 
@@ -99,7 +99,7 @@ async def test_conversations_go_on_with_all_their_kv_when_a_ring_of_each_role_ha
     for ring, other in (("decode-0", "decode-1"), ("prefill-0", "prefill-1")):
         view = await service.drain(ring)
         assert (view.num_moved, view.num_left, view.num_no_room, view.num_failed) == (3, 0, 0, 0)
-        assert service.kept(other, "abc") == "abc"
+        assert service.retained(other, "abc") == "abc"
         assert blocks_in_use(service.peers.leaders[ring]) == 0
     token_bytes = service.model.kv_bytes_per_token
     moves = {(each.role, each.reason): each for each in (await service.router.get_server_info()).moves}
@@ -128,7 +128,7 @@ async def test_those_used_last_go_first_where_there_is_not_room_for_all(
         await service.peers.leaders["decode-1"].announce()
         view = await service.drain("decode-0")
         assert (view.num_moved, view.num_no_room, view.num_failed) == (2, 2, 0)
-        assert service.kept("decode-1", "abcd") == "ad"
+        assert service.retained("decode-1", "abcd") == "ad"
         assert pool.num_evictions == 0
         pool.settle("of others", "turn", 0)
         for name in "abcd":
@@ -160,7 +160,7 @@ async def test_a_turn_a_fork_and_a_deletion_wait_for_the_move_and_use_what_was_m
     with pytest.raises(NotFound):
         await service.router.get_conversation("c")
     assert (await service.left("decode-0")).num_moved == 3
-    assert service.kept("decode-1", "abcf") == "abf"
+    assert service.retained("decode-1", "abcf") == "abf"
     service.check_integrity()
 
 
@@ -234,7 +234,7 @@ async def test_a_ring_leaves_at_its_deadline_though_a_move_is_under_way(
     held.go_on.set()
     await eventually(lambda: blocks_in_use(service.peers.leaders["decode-1"]) == free)
     answer = await service.turn("a", [7, 8])
-    assert answer.begun.plan.cached_tokens == 30, "the prefill ring kept the prompt"
+    assert answer.begun.plan.cached_tokens == 30, "the prefill ring retained the prompt"
 
 
 async def test_an_answer_that_was_lost_is_asked_for_again_and_nothing_moves_twice(
@@ -288,8 +288,8 @@ async def test_a_ring_that_is_told_to_stay_gives_away_no_more(
     assert (await service.router.get_server_info()).drains == ()
     held.go_on.set()
     await service.turn("d", [7])  # the move that was under way moved the conversation used last
-    assert service.kept("decode-1", "abcd") == "d"
-    assert service.kept("decode-0", "abcd") == "abc"
+    assert service.retained("decode-1", "abcd") == "d"
+    assert service.retained("decode-0", "abcd") == "abc"
     for name in "abc":
         assert (await service.turn(name, [7])).begun.plan.decode_ring == "decode-0"
 
@@ -300,7 +300,7 @@ async def test_what_was_evicted_or_deleted_is_not_moved(service: Draining) -> No
     await service.router.delete_conversation("b")
     view = await service.drain("decode-0")
     assert (view.num_moved, view.num_left, view.num_no_room, view.num_failed) == (1, 0, 0, 0)
-    assert service.kept("decode-1", "abc") == "c"
+    assert service.retained("decode-1", "abc") == "c"
     await service.turn("a", [7])
 
 

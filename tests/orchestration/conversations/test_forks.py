@@ -170,7 +170,7 @@ async def test_turns_that_come_while_a_fork_is_made_wait_or_are_refused(
         service.check_integrity()
 
 
-async def test_kept_forks_are_evicted_one_by_one(
+async def test_retained_forks_are_evicted_one_by_one(
     model_paths: Mapping[str, Path], oracles: Mapping[str, Oracle]
 ) -> None:
     oracle = oracles["llama_gqa"]

@@ -43,7 +43,7 @@ async def fill(service: Draining) -> Leader:
         await service.turn(name, [*range(number, number + 45)])
     other.is_draining = False
     await other.announce()
-    assert service.kept("decode-0", NAMES) == NAMES
+    assert service.retained("decode-0", NAMES) == NAMES
     return service.decode
 
 
@@ -58,16 +58,16 @@ async def test_the_least_recently_used_go_before_they_are_evicted_and_are_not_co
     async with service:
         ring = await fill(service)
         await service.turn("a", [7])
-        assert service.kept("decode-1", NAMES) == ""
+        assert service.retained("decode-1", NAMES) == ""
         await ring.announce()
-        await eventually(lambda: service.kept("decode-1", NAMES) == "bcde")
+        await eventually(lambda: service.retained("decode-1", NAMES) == "bcde")
         await eventually(lambda: not service.router._full_rebalancing._work)
-        assert service.kept("decode-0", NAMES) == "af"
+        assert service.retained("decode-0", NAMES) == "af"
         (told,) = await totals(service)
         assert (told.role, told.num_moved, told.num_failed) == ("decode", 4, 0)
         assert told.payload_bytes == 4 * (45 + ANSWER - 1) * service.model.kv_bytes_per_token
         await ring.announce()  # there is room now
-        assert service.kept("decode-1", NAMES) == "bcde"
+        assert service.retained("decode-1", NAMES) == "bcde"
         answer = await service.turn("b", [7])
         assert (answer.begun.plan.decode_ring, answer.begun.plan.cached_tokens) == ("decode-1", 45 + ANSWER - 1)
         assert ring.ring.pool.num_evictions == 0
@@ -88,5 +88,5 @@ async def test_nothing_moves_where_it_is_not_worth_it_or_no_ring_has_room(
         await other.announce()
         await ring.announce()
         await eventually(lambda: not service.router._full_rebalancing._work)
-        assert service.kept("decode-1", NAMES) == ""
+        assert service.retained("decode-1", NAMES) == ""
         assert await totals(service) == []

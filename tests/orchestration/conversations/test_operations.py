@@ -61,7 +61,7 @@ async def test_a_placement_on_a_ring_that_was_rebuilt_is_gone(model_paths: Mappi
         assert [(place.role, place.num_tokens) for place in view.placements] == [("decode", len(history) - 1)]
 
 
-async def test_while_a_turn_runs_only_what_it_agrees_with_counts_as_kept(model_paths: Mapping[str, Path]) -> None:
+async def test_while_a_turn_runs_only_what_it_agrees_with_counts_as_retained(model_paths: Mapping[str, Path]) -> None:
     async with Service(model_paths["llama_gqa"], 2, 2) as service:
         history = await begin(service, "c", 60)
         edited = [*history[:33], 7, 8, 9]
@@ -73,7 +73,7 @@ async def test_while_a_turn_runs_only_what_it_agrees_with_counts_as_kept(model_p
         await running
 
 
-async def test_a_list_shows_each_conversation_with_what_each_side_keeps(model_paths: Mapping[str, Path]) -> None:
+async def test_a_list_shows_each_conversation_with_what_each_side_retains(model_paths: Mapping[str, Path]) -> None:
     clock = Clock()
     async with Service(model_paths["llama_gqa"], 2, 3, clock=clock) as service:
         lengths = {name: len(await begin(service, name, 20 + place)) for place, name in enumerate(("b1", "a", "b2"))}
@@ -226,7 +226,7 @@ async def test_the_time_a_turn_has_waited_counts_towards_its_deadline(model_path
 # --- retained and fetched KV -----------------------------------------------------------------------------------------
 
 
-async def test_kept_kv_stays_within_its_bound_and_answers_stay_exact(
+async def test_retained_kv_stays_within_its_bound_and_answers_stay_exact(
     model_paths: Mapping[str, Path], oracles: Mapping[str, Oracle]
 ) -> None:
     oracle = oracles["llama_gqa"]
@@ -261,16 +261,16 @@ async def test_kv_that_is_pulled_or_computed_again_gives_the_same_tokens(
     ) as service:
         history = await begin(service, "c", 41)
         for turn in range(3):
-            kept = service.prefill.ring.pool.num_retained("c")
+            retained = service.prefill.ring.pool.num_retained("c")
             new = random_tokens(3 + turn, seed=turn)
             answer = await service.answer(service.request(new, conversation="c", mode=PromptMode.APPEND, max_tokens=25))
             assert answer.token_ids == oracle.greedy([*history, *new], 25)
             plan = answer.begun.plan
-            missing = f"tokens [{kept}, {len(history) - 1}), which only the decode ring retains, are "
+            missing = f"tokens [{retained}, {len(history) - 1}), which only the decode ring retains, are "
             assert missing in plan.reason
             pull, recompute = (dict(plan.alternatives)[name] for name in ("pull", "recompute"))
             is_pulled = policy == "pull" or (policy == "auto" and pull <= recompute)
-            assert plan.cached_tokens == (len(history) - 1 if is_pulled else kept)
+            assert plan.cached_tokens == (len(history) - 1 if is_pulled else retained)
             assert [source.source for source in plan.cached_sources] == ["kept_on_prefill", "pulled_from_decode"][
                 : 1 + is_pulled
             ]

@@ -31,7 +31,7 @@ def of(service: Service, tenant: str, name: str, limit: int, prompt: list[int], 
     return replace(request, request_id=f"{tenant}/{request.request_id}", kv_quota=quota)
 
 
-async def kept(service: Service, name: str) -> int:
+async def retained(service: Service, name: str) -> int:
     view = await service.router.get_conversation(name)
     return max(view.retained_on("prefill"), view.retained_on("decode"))
 
@@ -52,7 +52,7 @@ async def test_the_least_recently_used_of_the_tenants_own_lose_their_kv_and_go_o
         await service.answer(of(service, "acme", "", 150, random_tokens(30)))
         await eventually(lambda: service.prefill.ring.pool.get("acme/old") is None)
         await eventually(lambda: service.decode.ring.pool.get("acme/old") is None)
-        found = [await kept(service, name) for name in ("acme/old", "acme/newer", "acme/newest", "beta/old")]
+        found = [await retained(service, name) for name in ("acme/old", "acme/newer", "acme/newest", "beta/old")]
         assert found == [0, 44, 44, 44]
 
         view = await service.router.get_conversation("acme/old")
@@ -89,7 +89,7 @@ async def test_what_could_never_be_is_no_matter_of_waiting_and_lets_nothing_go(m
             InvalidRequest, match="90 prompt tokens and max_tokens 11 make 101, and tenant 'acme' may hold at most 100"
         ):
             await service.router.begin_turn(of(service, "acme", "d", 100, random_tokens(90), max_tokens=11))
-        assert await kept(service, "acme/c") == 64
+        assert await retained(service, "acme/c") == 64
         with pytest.raises(NotFound):
             await service.router.get_conversation("acme/d")
 
@@ -112,7 +112,7 @@ async def test_a_fork_counts_and_what_it_shares_outlives_its_source(model_paths:
         await service.router.delete_conversation("acme/c")
         await service.answer(of(service, "acme", "", 100, random_tokens(40)))  # 64 + 45 would be too many
         await eventually(lambda: service.decode.ring.pool.get("acme/fork") is None)
-        assert await kept(service, "acme/fork") == 0
+        assert await retained(service, "acme/fork") == 0
         service.check_integrity()
 
 
@@ -122,7 +122,7 @@ async def test_turns_that_come_at_once_pass_the_quota_together_never(model_paths
         answers = await asyncio.gather(*(service.answer(turn) for turn in turns), return_exceptions=True)
         assert [isinstance(each, CapacityExceeded) for each in answers] == [False, False, True, True, True, True]
         await eventually(lambda: not service.router.num_running)
-        total = [await kept(service, f"acme/c{number}") for number in range(2)]
+        total = [await retained(service, f"acme/c{number}") for number in range(2)]
         assert sum(total) == 2 * 49
 
 

@@ -207,8 +207,8 @@ async def test_what_no_ring_can_do_is_refused_in_a_sentence(num_new: int, model_
         name = "c" if num_new > 1 else "new"
         mode = PromptMode.APPEND if num_new > 1 else PromptMode.WHOLE_HISTORY
         request = service.request(random_tokens(num_new), conversation=name, mode=mode)
-        new, kept = (num_new + 1, len(history) - 1) if num_new > 1 else (1, 0)
-        says = rf"algorithm: decode_ring is for up to 16 new tokens .*; this turn has {new} after {kept}"
+        new, retained = (num_new + 1, len(history) - 1) if num_new > 1 else (1, 0)
+        says = rf"algorithm: decode_ring is for up to 16 new tokens .*; this turn has {new} after {retained}"
         with pytest.raises(InvalidRequest, match=says):
             await service.answer(replace(request, algorithm=DIRECT))
 

@@ -209,7 +209,7 @@ async def test_a_prompt_whose_log_probabilities_are_asked_for_is_computed_whole(
         check_logprobs(answer.prompt_logprobs, oracles["llama_gqa"].logits(history)[:-1], history[1:], 1)
         history += answer.token_ids
         third = await service.answer(service.request(history, conversation="c"))
-        assert third.begun.plan.cached_tokens == len(history) - 1, "and kept as ever"
+        assert third.begun.plan.cached_tokens == len(history) - 1, "and retained as ever"
         assert third.token_ids == oracles["llama_gqa"].greedy(history, 5)
         service.check_integrity()
 

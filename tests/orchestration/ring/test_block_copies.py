@@ -56,7 +56,7 @@ async def started(tp: int = 1) -> tuple[Leader, FakeRanks]:
     return leader, ranks
 
 
-def keep(pool: KvPool, name: str, num_tokens: int) -> SequenceKv:
+def retain(pool: KvPool, name: str, num_tokens: int) -> SequenceKv:
     sequence = pool.pin(name, "turn", 0)
     shards = spread(0, num_tokens, (0, 0))
     pool.make_room(sequence, shards.held)
@@ -67,7 +67,7 @@ def keep(pool: KvPool, name: str, num_tokens: int) -> SequenceKv:
 
 async def test_each_process_of_a_rank_copies_that_ranks_blocks_and_no_other() -> None:
     leader, ranks = await started(tp=2)
-    source = keep(leader.ring.pool, "a", 11)  # 6 tokens and 5: a last block filled in part on either rank
+    source = retain(leader.ring.pool, "a", 11)  # 6 tokens and 5: a last block filled in part on either rank
     forked = await leader.fork_kv(ForkKv(source_id="a", kv_id="b", num_tokens=9))  # 6 and 3
     fork = leader.ring.pool.get("b")
     assert fork is not None
@@ -82,7 +82,7 @@ async def test_each_process_of_a_rank_copies_that_ranks_blocks_and_no_other() ->
 
 async def test_full_blocks_need_no_call() -> None:
     leader, ranks = await started()
-    keep(leader.ring.pool, "a", 16)
+    retain(leader.ring.pool, "a", 16)
     await leader.fork_kv(ForkKv(source_id="a", kv_id="b", num_tokens=16))
     assert [rank.copied for rank in ranks.latest] == [[], []]
     await leader.close()
@@ -93,7 +93,7 @@ async def test_a_fork_that_is_cancelled_ends_when_its_copies_have_and_is_whole_o
     slow = [SlowRank(0), SlowRank(1)]
     leader.ring.ranks = slow
     pool = leader.ring.pool
-    keep(pool, "a", 11)
+    retain(pool, "a", 11)
     forking = asyncio.create_task(leader.fork_kv(ForkKv(source_id="a", kv_id="b", num_tokens=11)))
     await eventually(lambda: pool.get("b") is not None)
     for _ in range(3):  # on every call
@@ -112,7 +112,7 @@ async def test_a_fork_that_is_cancelled_ends_when_its_copies_have_and_is_whole_o
 
 async def test_a_rank_that_cannot_copy_loses_its_ring() -> None:
     leader, ranks = await started()
-    sequence = keep(leader.ring.pool, "a", 11)
+    sequence = retain(leader.ring.pool, "a", 11)
     ranks.latest[1].fail(Unavailable("rank 1 died"))
     with pytest.raises(RingserveError, match="rank 1 died"):
         await leader.fork_kv(ForkKv(source_id="a", kv_id="b", num_tokens=11))
@@ -124,7 +124,7 @@ async def test_a_rank_that_cannot_copy_loses_its_ring() -> None:
 async def test_nothing_is_copied_on_a_later_life_of_the_ring() -> None:
     leader, ranks = await started()
     pool = leader.ring.pool
-    keep(pool, "a", 11)
+    retain(pool, "a", 11)
     fork = pool.fork("a", "b", "fork", 11)
     with pytest.raises(Unavailable, match="was rebuilt"):
         await copy_blocks(leader.ring, pool, fork, "an earlier one")

@@ -16,13 +16,13 @@ BLOCK_TOKENS = 4
 
 def fill(pool: KvPool, sequence: SequenceKv, num_tokens: int) -> None:
     """Make room for `num_tokens` tokens in all and enter the missing ones evenly."""
-    kept = sequence.shards.num_tokens
-    filled = sequence.shards.extend(spread(kept, num_tokens - kept, sequence.shards.held))
+    retained = sequence.shards.num_tokens
+    filled = sequence.shards.extend(spread(retained, num_tokens - retained, sequence.shards.held))
     pool.make_room(sequence, filled.held)
     sequence.shards = filled
 
 
-def keep(pool: KvPool, name: str, num_tokens: int) -> None:
+def retain(pool: KvPool, name: str, num_tokens: int) -> None:
     """Run a turn that retains `num_tokens` tokens of a sequence."""
     fill(pool, pool.pin(name, f"turn of {name}", 0), num_tokens)
     pool.settle(name, f"turn of {name}", num_tokens)
@@ -39,7 +39,7 @@ class Turns(RuleBasedStateMachine):
     def begin(self, num_ranks: int, num_blocks: int) -> None:
         self.pool = KvPool(num_ranks, num_blocks, BLOCK_TOKENS)
         self.pinned: dict[str, SequenceKv] = {}
-        self.kept: dict[str, int] = {}  # tokens, least recently used first
+        self.retained: dict[str, int] = {}  # tokens, least recently used first
 
     @rule(name=st.sampled_from("abcdef"), match=st.integers(0, 60))
     def pin(self, name: str, match: int) -> None:
@@ -48,7 +48,7 @@ class Turns(RuleBasedStateMachine):
                 self.pool.pin(name, "another", match)
             return
         sequence = self.pool.pin(name, name, match)
-        assert sequence.shards.num_tokens == min(match, self.kept.pop(name, 0))
+        assert sequence.shards.num_tokens == min(match, self.retained.pop(name, 0))
         self.pinned[name] = sequence
 
     @rule(data=st.data(), more=st.integers(0, 60))
@@ -62,10 +62,10 @@ class Turns(RuleBasedStateMachine):
         except CapacityExceeded:
             assert self._tables() == before, "a refusal changes nothing"
             return
-        gone = [name for name in self.kept if self.pool.get(name) is None]
-        assert gone == list(self.kept)[: len(gone)], "the least recently used go first"
+        gone = [name for name in self.retained if self.pool.get(name) is None]
+        assert gone == list(self.retained)[: len(gone)], "the least recently used go first"
         for name in gone:
-            del self.kept[name]
+            del self.retained[name]
 
     @rule(data=st.data(), retain_tokens=st.integers(0, 60))
     def settle(self, data: st.DataObject, retain_tokens: int) -> None:
@@ -77,12 +77,12 @@ class Turns(RuleBasedStateMachine):
         for _ in range(2):  # a second call is harmless
             self.pool.settle(name, name, retain_tokens)
         if left:
-            self.kept[name] = left
+            self.retained[name] = left
         else:
             assert self.pool.get(name) is None
 
     def _tables(self) -> dict[str, list[list[int]]]:
-        sequences = {name: self.pool.get(name) for name in (*self.pinned, *self.kept)}
+        sequences = {name: self.pool.get(name) for name in (*self.pinned, *self.retained)}
         return {name: [list(table) for table in found.blocks] for name, found in sequences.items() if found}
 
     @invariant()
@@ -90,7 +90,7 @@ class Turns(RuleBasedStateMachine):
         if not hasattr(self, "pool"):
             return
         self.pool.check_integrity()
-        assert {name: len(self._held(name)) for name in self.kept} == self.kept
+        assert {name: len(self._held(name)) for name in self.retained} == self.retained
         for name, sequence in self.pinned.items():
             assert self.pool.get(name) is sequence, "a pinned sequence is never evicted"
         for rank, usage in enumerate(self.pool.usage()):
@@ -111,7 +111,7 @@ TestTurns.settings = settings(max_examples=80, stateful_step_count=30, deadline=
 def test_the_least_recently_used_sequence_makes_room() -> None:
     pool = KvPool(1, 4, BLOCK_TOKENS)
     for name in "abcd":
-        keep(pool, name, 4)
+        retain(pool, name, 4)
     pool.pin("a", "again", 4)
     pool.settle("a", "again", 4)
     fill(pool, pool.pin("e", "turn", 0), 8)
@@ -121,7 +121,7 @@ def test_the_least_recently_used_sequence_makes_room() -> None:
 def test_a_sequence_counts_as_used_until_its_turn_settles() -> None:
     pool = KvPool(1, 3, BLOCK_TOKENS)
     fill(pool, pool.pin("long", "turn", 0), 4)
-    keep(pool, "short", 4)
+    retain(pool, "short", 4)
     pool.settle("long", "turn", 4)
     fill(pool, pool.pin("new", "other", 0), 8)
     assert pool.get("long") is not None
@@ -131,10 +131,10 @@ def test_a_sequence_counts_as_used_until_its_turn_settles() -> None:
 def test_more_than_can_be_freed_is_refused_with_the_numbers() -> None:
     pool = KvPool(2, 8, BLOCK_TOKENS)
     fill(pool, pool.pin("pinned", "turn", 0), 24)
-    keep(pool, "kept", 8)
+    retain(pool, "retained", 8)
     with pytest.raises(CapacityExceeded, match=r"6 blocks of 4 tokens .* on rank 0 and 5 of 8 can be freed"):
         fill(pool, pool.pin("new", "other", 0), 48)
-    assert pool.get("kept") is not None
+    assert pool.get("retained") is not None
 
 
 def test_room_beyond_what_is_held_goes_back_when_the_turn_settles() -> None:
@@ -150,7 +150,7 @@ def test_room_beyond_what_is_held_goes_back_when_the_turn_settles() -> None:
 
 def test_a_pin_cuts_to_what_still_matches() -> None:
     pool = KvPool(2, 8, BLOCK_TOKENS)
-    keep(pool, "a", 24)
+    retain(pool, "a", 24)
     sequence = pool.pin("a", "turn", 5)
     assert sequence.shards == ShardMap(((TokenRange(0, 5),), ()))
     assert [len(table) for table in sequence.blocks] == [2, 0]
@@ -159,7 +159,7 @@ def test_a_pin_cuts_to_what_still_matches() -> None:
 
 def test_pinning_again_for_the_same_turn_is_harmless() -> None:
     pool = KvPool(1, 8, BLOCK_TOKENS)
-    keep(pool, "a", 8)
+    retain(pool, "a", 8)
     assert pool.pin("a", "turn", 8) is pool.pin("a", "turn", 8)
 
 
@@ -178,7 +178,7 @@ def test_capacity_counts_every_rank() -> None:
 def test_a_guest_takes_spare_room_only_and_is_the_first_to_go_until_a_turn_uses_it() -> None:
     pool = KvPool(1, 8, BLOCK_TOKENS)
     for name in "ab":
-        keep(pool, name, 2 * BLOCK_TOKENS)
+        retain(pool, name, 2 * BLOCK_TOKENS)
     assert pool.spare_tokens == 4 * BLOCK_TOKENS
     with pytest.raises(CapacityExceeded, match="5 blocks of 4 tokens are needed on rank 0 and 4 are spare"):
         pool.take_in("g", "move", [5 * BLOCK_TOKENS])
@@ -194,9 +194,9 @@ def test_a_guest_takes_spare_room_only_and_is_the_first_to_go_until_a_turn_uses_
     pool.check_integrity()
 
 
-def test_a_guest_stays_within_the_bound_of_what_is_kept() -> None:
+def test_a_guest_stays_within_the_bound_of_retained_kv() -> None:
     pool = KvPool(1, 8, BLOCK_TOKENS, kept_fraction=0.5)
-    keep(pool, "a", 3 * BLOCK_TOKENS)
+    retain(pool, "a", 3 * BLOCK_TOKENS)
     assert pool.spare_tokens == BLOCK_TOKENS
     with pytest.raises(CapacityExceeded, match="1 are spare"):
         pool.take_in("g", "move", [2 * BLOCK_TOKENS])
@@ -206,7 +206,7 @@ def test_a_guest_stays_within_the_bound_of_what_is_kept() -> None:
 
 def test_a_held_sequence_is_neither_cut_nor_evicted_nor_held_twice() -> None:
     pool = KvPool(1, 4, BLOCK_TOKENS)
-    keep(pool, "a", 3 * BLOCK_TOKENS)
+    retain(pool, "a", 3 * BLOCK_TOKENS)
     with pytest.raises(NotFound, match="13 tokens are asked for, 12 are cached"):
         pool.hold("a", "move", 13)
     assert pool.hold("a", "move", 12).shards.num_tokens == 12

@@ -57,8 +57,8 @@ class Forks(RuleBasedStateMachine):
     def write_to(self, name: str, more: int, is_copied: bool) -> None:
         """Give a turn room; its ranks copy and write, or it is given up before they do."""
         sequence = self.pinned[name]
-        kept = sequence.shards.num_tokens
-        filled = sequence.shards.extend(spread(kept, more, sequence.shards.held))
+        retained = sequence.shards.num_tokens
+        filled = sequence.shards.extend(spread(retained, more, sequence.shards.held))
         try:
             self.pool.make_room(sequence, filled.held)
         except CapacityExceeded:
@@ -79,7 +79,7 @@ class Forks(RuleBasedStateMachine):
                 tables = [item.blocks[rank] for item in map(self.pool.get, NAMES) if item is not None]
                 assert sum(block in table for table in tables) == 1, "a shared block is never written"
                 self.memory[rank, block * BLOCK_TOKENS + offset] = self.next_number + positions[index]
-        self.histories[name] += range(self.next_number + kept, self.next_number + kept + more)
+        self.histories[name] += range(self.next_number + retained, self.next_number + retained + more)
         self.next_number += 1000
         sequence.shards = filled
 
@@ -166,7 +166,7 @@ TestForks = Forks.TestCase
 TestForks.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
 
 
-def kept(pool: KvPool, name: str, num_tokens: int) -> SequenceKv:
+def retained(pool: KvPool, name: str, num_tokens: int) -> SequenceKv:
     sequence = pool.pin(name, "turn", 0)
     shards = spread(0, num_tokens, (0,) * pool.num_ranks)
     pool.make_room(sequence, shards.held)
@@ -184,7 +184,7 @@ def forked(pool: KvPool, source: str, name: str, num_tokens: int) -> SequenceKv:
 
 def test_a_fork_shares_full_blocks_and_gets_its_own_of_the_one_that_is_filled_in_part() -> None:
     pool = KvPool(1, 8, BLOCK_TOKENS)
-    source = kept(pool, "a", 10)
+    source = retained(pool, "a", 10)
     fork = pool.fork("a", "b", "fork", 10)
     assert fork.blocks[0][:2] == source.blocks[0][:2]
     assert fork.copies == [BlockCopy(0, source.blocks[0][2], fork.blocks[0][2])]
@@ -193,7 +193,7 @@ def test_a_fork_shares_full_blocks_and_gets_its_own_of_the_one_that_is_filled_in
 
 def test_the_end_of_one_fork_frees_nothing_of_the_other() -> None:
     pool = KvPool(2, 8, BLOCK_TOKENS)
-    kept(pool, "a", 20)
+    retained(pool, "a", 20)
     forked(pool, "a", "b", 20)
     pool.settle("a", "", 0)
     assert pool.num_retained("a") == 0
@@ -205,7 +205,7 @@ def test_the_end_of_one_fork_frees_nothing_of_the_other() -> None:
 
 def test_a_fork_of_a_cut_history_copies_before_it_writes_where_the_other_has_written() -> None:
     pool = KvPool(1, 8, BLOCK_TOKENS)
-    source = kept(pool, "a", 8)
+    source = retained(pool, "a", 8)
     forked(pool, "a", "b", 8)
     cut = pool.pin("b", "turn", 6)
     assert cut.blocks == source.blocks
@@ -217,7 +217,7 @@ def test_a_fork_of_a_cut_history_copies_before_it_writes_where_the_other_has_wri
 
 def test_a_turn_given_up_before_its_copies_were_made_leaves_the_table_as_it_was() -> None:
     pool = KvPool(1, 8, BLOCK_TOKENS)
-    source = kept(pool, "a", 8)
+    source = retained(pool, "a", 8)
     forked(pool, "a", "b", 8)
     cut = pool.pin("b", "turn", 6)
     pool.make_room(cut, [9])
@@ -229,7 +229,7 @@ def test_a_turn_given_up_before_its_copies_were_made_leaves_the_table_as_it_was(
 
 def test_a_turn_that_grows_while_it_is_forked_stays_in_its_own_blocks() -> None:
     pool = KvPool(1, 8, BLOCK_TOKENS)
-    kept(pool, "a", 10)
+    retained(pool, "a", 10)
     source = pool.pin("a", "turn", 10)
     pool.make_room(source, [12])
     table = list(source.blocks[0])
@@ -242,9 +242,9 @@ def test_a_turn_that_grows_while_it_is_forked_stays_in_its_own_blocks() -> None:
     pool.check_integrity()
 
 
-def test_what_two_kept_forks_share_counts_as_room_that_can_be_freed() -> None:
+def test_what_two_retained_forks_share_counts_as_room_that_can_be_freed() -> None:
     pool = KvPool(1, 4, BLOCK_TOKENS)
-    kept(pool, "a", 16)
+    retained(pool, "a", 16)
     forked(pool, "a", "b", 16)
     new = pool.pin("new", "turn", 0)
     pool.make_room(new, [16])
@@ -252,9 +252,9 @@ def test_what_two_kept_forks_share_counts_as_room_that_can_be_freed() -> None:
     pool.check_integrity()
 
 
-def test_what_a_running_turn_shares_with_a_kept_fork_does_not_count_as_room() -> None:
+def test_what_a_running_turn_shares_with_a_retained_fork_does_not_count_as_room() -> None:
     pool = KvPool(1, 6, BLOCK_TOKENS)
-    kept(pool, "a", 16)
+    retained(pool, "a", 16)
     forked(pool, "a", "b", 16)
     pool.pin("a", "turn", 16)
     with pytest.raises(CapacityExceeded, match=r"3 blocks of 4 tokens .* and 2 of 6 can be freed"):
@@ -270,13 +270,13 @@ def test_a_fork_of_what_is_not_here_keeps_nothing() -> None:
     assert pool.get("b") is None
 
 
-def test_kept_kv_has_a_bound_and_the_least_recently_used_goes_first() -> None:
+def test_retained_kv_has_a_bound_and_the_least_recently_used_goes_first() -> None:
     pool = KvPool(1, 10, BLOCK_TOKENS, kept_fraction=0.5)
     for name in "abc":
-        kept(pool, name, 8)
+        retained(pool, name, 8)
     assert [pool.num_retained(name) for name in "abc"] == [0, 8, 8]
     pool.pin("b", "turn", 8)  # blocks of a pinned sequence do not count
-    kept(pool, "d", 8)
+    retained(pool, "d", 8)
     assert [pool.num_retained(name) for name in "bcd"] == [8, 8, 8]
     pool.settle("b", "turn", 8)
     assert [pool.num_retained(name) for name in "bcd"] == [8, 0, 8]
@@ -284,6 +284,6 @@ def test_kept_kv_has_a_bound_and_the_least_recently_used_goes_first() -> None:
 
 def test_a_bound_of_nothing_keeps_nothing() -> None:
     pool = KvPool(2, 10, BLOCK_TOKENS, kept_fraction=0.0)
-    kept(pool, "a", 8)
+    retained(pool, "a", 8)
     assert pool.get("a") is None
     assert [usage.free_blocks for usage in pool.usage()] == [10, 10]

@@ -12,7 +12,7 @@ import pytest
 from cp_core.errors import CapacityExceeded
 from orchestration.protocol.turns import PromptMode
 from tests.orchestration.conversations.test_drain_rebalancing import ANSWER, KIND, Draining
-from tests.orchestration.conversations.test_quotas import kept, of
+from tests.orchestration.conversations.test_quotas import of, retained
 from tests.orchestration.decode.test_direct_failures import DIRECT, held_prompts
 from tests.orchestration.service import Service
 from tests.waiting import eventually
@@ -47,7 +47,7 @@ async def test_a_turn_that_the_decode_ring_computes_counts_while_it_runs_and_aft
                 await service.router.begin_turn(of(service, "acme", "", 200, random_tokens(50), max_tokens=10))
             may_go_on.set()
             assert (await turn).begun.plan.algorithm is DIRECT
-        assert await kept(service, "acme/c") == 147
+        assert await retained(service, "acme/c") == 147
         await service.answer(of(service, "acme", "", 200, random_tokens(50), max_tokens=10))
         await eventually(lambda: service.decode.ring.pool.get("acme/c") is None)
         await eventually(lambda: service.prefill.ring.pool.get("acme/c") is None)
@@ -93,6 +93,6 @@ async def test_a_prefill_ring_waits_for_the_turn_that_does_without_it_and_gives_
             may_go_on.set()
             await turn
         assert (await service.left("prefill-0")).num_moved == 1
-        assert service.kept("prefill-1", "a") == "a"
+        assert service.retained("prefill-1", "a") == "a"
         await direct_turn(service, "a", [5])
         service.check_integrity()

@@ -115,8 +115,8 @@ def test_the_command_shows_forks_and_deletes(cluster: Cluster, inference: Infere
     assert "cli-2" in listed.stdout
     assert "40/45" in listed.stdout
     shown = run("conversations", "show", "cli", *target)
-    kept = "retained at epoch 1: 40 on prefill-0 (20+20), 45 on decode-0 ("
-    assert shown.stdout.startswith(f"cli: 46 tokens, 1 turns; {kept}")
+    retained = "retained at epoch 1: 40 on prefill-0 (20+20), 45 on decode-0 ("
+    assert shown.stdout.startswith(f"cli: 46 tokens, 1 turns; {retained}")
     for name in ("cli", "cli-2"):
         assert run("conversations", "delete", name, *target).returncode == 0
     gone = run("conversations", "delete", "cli", *target)

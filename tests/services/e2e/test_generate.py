@@ -54,7 +54,7 @@ def test_three_turns_that_send_only_what_is_new_reuse_everything_before(
     cluster: Cluster, inference: Inference, stock: StockModel, tmp_path: Path
 ) -> None:
     history: list[int] = []
-    kept = 0
+    retained = 0
     for turn, num_new in enumerate((83, 5, 30)):
         new = random_tokens(num_new, seed=turn)
         file = tmp_path / f"turn{turn}.json"
@@ -74,11 +74,11 @@ def test_three_turns_that_send_only_what_is_new_reuse_everything_before(
         if turn:
             assert plan["prompt_mode"] == "append"
             assert plan["cached_sources"] == [
-                {"source": "kept_on_prefill", "start": 0, "stop": kept, "ring": ""},
-                {"source": "pulled_from_decode", "start": kept, "stop": cached, "ring": ""},
+                {"source": "kept_on_prefill", "start": 0, "stop": retained, "ring": ""},
+                {"source": "pulled_from_decode", "start": retained, "stop": cached, "ring": ""},
             ]
-            assert plan["pulled_bytes"] == (cached - kept) * 2 * 2 * 2 * 16 * 4
-        history, kept = prompt + answer["token_ids"], len(prompt)
+            assert plan["pulled_bytes"] == (cached - retained) * 2 * 2 * 2 * 16 * 4
+        history, retained = prompt + answer["token_ids"], len(prompt)
     held = inference.conversation("three")
     assert (held.num_tokens, held.num_turns, held.running_request_id) == (len(history), 3, "")
     for placement in held.placements:

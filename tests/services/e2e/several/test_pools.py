@@ -103,8 +103,8 @@ def test_a_conversation_goes_to_the_ring_that_each_of_its_turns_is_worth(
         # A ring that it comes to fetches what is worth it from the decode ring.
         assert answer.plan.cached_tokens in ({cached} if number != 1 else {0, cached})
         history += [*new, *answer.output_ids]
-        kept = {place.ring: place.num_tokens for place in inference.conversation("wanders").placements}
-        assert kept == {name: len(history) - 6, answer.plan.decode_ring: len(history) - 1}
+        retained = {place.ring: place.num_tokens for place in inference.conversation("wanders").placements}
+        assert retained == {name: len(history) - 6, answer.plan.decode_ring: len(history) - 1}
 
 
 def test_while_a_ring_is_gone_the_others_serve_on(inference: Inference, stock: StockModel) -> None:

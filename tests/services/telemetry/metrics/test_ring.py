@@ -74,7 +74,7 @@ async def test_a_ring_tells_of_itself_and_of_every_rank() -> None:
     assert found[f"ringserve_ring_ready{ring}"] == 1
     assert found[f"ringserve_num_requests_running{ring}"] == 3
     assert found[f"ringserve_num_requests_waiting{ring}"] == 4
-    assert found[f"ringserve_kv_cache_usage_perc{ring}"] == 0.3, "kept blocks give way and do not count"
+    assert found[f"ringserve_kv_cache_usage_perc{ring}"] == 0.3, "retained blocks do not count"
     assert found[f"ringserve_ring_rebuilds_total{ring}"] == 5
     assert found[f"ringserve_kv_evictions_total{ring}"] == 7
     assert found[f"ringserve_num_preemptions_total{ring}"] == 11
