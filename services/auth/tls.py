@@ -1,4 +1,7 @@
-"""TLS of servers and between our own processes, from PEM files."""
+"""TLS of the gateway's servers for clients, and of gRPC between our own processes, from PEM files.
+
+Used by the gateway, and by the peers and hosts of the control plane.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import grpc
 
 from cp_core.transport.peer_tls import PeerTls, load_files, read
 
-CIPHERS_SINCE = ssl.TLSVersion.TLSv1_2
+MIN_TLS_VERSION = ssl.TLSVersion.TLSv1_2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,8 +24,8 @@ class ServerTls:
     client_ca: str = ""
 
     def grpc_credentials(self) -> grpc.ServerCredentials:
-        """Load the files. Raises ConfigError for files that cannot be used."""
-        self.http_context()  # gRPC accepts any files, and then answers no client
+        """Return the credentials of the gRPC server. Raises ConfigError for files that cannot be used."""
+        self.http_context()  # raises for unusable files: gRPC would accept them, and then answer no client
         return grpc.ssl_server_credentials(
             [(read("tls.key", self.key), read("tls.cert", self.cert))],
             read("tls.client_ca", self.client_ca) if self.client_ca else None,
@@ -30,9 +33,9 @@ class ServerTls:
         )
 
     def http_context(self) -> ssl.SSLContext:
-        """Load the files. Raises ConfigError for files that cannot be used."""
+        """Return the context of the HTTP server. Raises ConfigError for files that cannot be used."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.minimum_version = CIPHERS_SINCE
+        context.minimum_version = MIN_TLS_VERSION
         context.set_alpn_protocols(["http/1.1"])
         load_files("tls", context, self.cert, self.key, ("client_ca", self.client_ca))
         if self.client_ca:
@@ -49,10 +52,7 @@ def peer_server(tls: PeerTls | None) -> grpc.ServerCredentials | None:
 
 
 def peer_channel(tls: PeerTls | None) -> tuple[grpc.ChannelCredentials | None, tuple[tuple[str, str], ...]]:
-    """Return credentials and options of a channel between our own processes; None without TLS.
-
-    Raises ConfigError.
-    """
+    """Return credentials (None without TLS) and options of a channel between our own processes. Raises ConfigError."""
     if tls is None:
         return None, ()
     key, cert, authority = _files(tls)

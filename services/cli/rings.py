@@ -20,7 +20,7 @@ DRAIN = """example:
   ringserve drain --node 10.0.0.7
 
 The ring takes no new turns, ends those that run, moves the retained KV of conversations to other rings of its role,
-latest used first, and leaves; 'ringserve undrain' brings it back.
+most recently used first, and leaves; 'ringserve undrain' brings it back.
 With --node every ring with a rank on that node leaves, and is started again when the node is gone.
 """
 UNDRAIN = """example:
@@ -40,7 +40,7 @@ def add(commands: Subcommands) -> None:
     drain.add_argument("ring", nargs="?", default="", help="name of the ring, as 'ringserve status' shows it")
     drain.add_argument("--node", default="", help="instead of a ring: address of a node that goes away")
     _add_drain_seconds(drain)
-    drain.add_argument("--force", action="store_true", help="also where no other ring of its role takes turns")
+    drain.add_argument("--force", action="store_true", help="drain also where no other ring of its role takes turns")
     undrain = _add(commands, "undrain", "bring a ring back that drains or has drained", UNDRAIN, run_undrain)
     undrain.add_argument("ring", help="name of the ring")
     undrain.add_argument("--seconds", type=float, default=180.0, help="how long to wait until it serves (default: 180)")
@@ -73,7 +73,7 @@ def run_drain(options: argparse.Namespace) -> int:
         return _run_drain_node(options)
     drain = asyncio.run(drain_ring(_access(options), options.ring, seconds=options.seconds, force=options.force))
     outcome = {"ring": options.ring, "drained": True, **_moves(drain)}
-    return _tell(options, outcome, f"{options.ring} has left{_moves_told(drain)}")
+    return _print_outcome(options, outcome, f"{options.ring} has left{_moves_sentence(drain)}")
 
 
 def _moves(drain: DrainView | None) -> dict[str, int]:
@@ -88,8 +88,8 @@ def _moves(drain: DrainView | None) -> dict[str, int]:
     }
 
 
-def _moves_told(drain: DrainView | None) -> str:
-    """Say how many conversations of the ring were moved; later turns compute the others again."""
+def _moves_sentence(drain: DrainView | None) -> str:
+    """Return how many conversations of the ring were moved; later turns compute the others again."""
     if drain is None:
         return ""
     stayed = [
@@ -104,12 +104,14 @@ def _moves_told(drain: DrainView | None) -> str:
 def _run_drain_node(options: argparse.Namespace) -> int:
     rings = asyncio.run(drain_node(_access(options), options.node, seconds=options.seconds))
     outcome = {"node": options.node, "rings": rings, "drained": True}
-    return _tell(options, outcome, f"{', '.join(rings)} have left" if rings else f"no ring is on {options.node}")
+    return _print_outcome(
+        options, outcome, f"{', '.join(rings)} have left" if rings else f"no ring is on {options.node}"
+    )
 
 
 def run_undrain(options: argparse.Namespace) -> int:
     asyncio.run(undrain_ring(_access(options), options.ring, seconds=options.seconds))
-    return _tell(options, {"ring": options.ring, "serves": True}, f"{options.ring} serves")
+    return _print_outcome(options, {"ring": options.ring, "serves": True}, f"{options.ring} serves")
 
 
 def run_restart(options: argparse.Namespace) -> int:
@@ -118,7 +120,7 @@ def run_restart(options: argparse.Namespace) -> int:
             await _restart(options, ring)
 
     asyncio.run(one_after_the_other())
-    return _tell(options, {"rings": options.rings, "serves": True}, f"{', '.join(options.rings)} restarted")
+    return _print_outcome(options, {"rings": options.rings, "serves": True}, f"{', '.join(options.rings)} restarted")
 
 
 def _restart(options: argparse.Namespace, ring: str) -> Awaitable[None]:
@@ -134,6 +136,6 @@ def _access(options: argparse.Namespace) -> RouterAccess:
     )
 
 
-def _tell(options: argparse.Namespace, outcome: dict[str, Any], sentence: str) -> int:
+def _print_outcome(options: argparse.Namespace, outcome: dict[str, Any], sentence: str) -> int:
     print(json.dumps(outcome) if options.json else f"ringserve: {sentence}")
     return 0

@@ -1,4 +1,7 @@
-"""Python client for asyncio. Methods raise the errors of `cp_core.errors`, each with one sentence."""
+"""Python client for asyncio, called by users and by the client for threads.
+
+Methods raise the errors of `cp_core.errors`, each with a message of one sentence.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ T = TypeVar("T")
 Responses = AsyncGenerator[inference_pb2.GenerateResponse, None]
 
 CONTROL_SECONDS = 30.0
-"""Deadline of every call but a turn's."""
+"""Deadline of a call other than a turn."""
 
 
 class AsyncAnswerStream(AsyncIterator[Piece]):
@@ -57,11 +60,11 @@ class AsyncAnswerStream(AsyncIterator[Piece]):
 
     @property
     def plan(self) -> Plan | None:
-        """The plan, once the first piece is there; its measured fields are final with the answer."""
+        """Plan of the turn, None before the first piece; its measured fields are final with the answer."""
         return self._reader.plan
 
     async def answer(self) -> Answer:
-        """Read the rest, and return the whole turn."""
+        """Read the rest of the pieces, and return the whole answer."""
         async for _ in self:
             continue
         assert self._reader.answer is not None, "a stream that ends has its answer"
@@ -69,9 +72,9 @@ class AsyncAnswerStream(AsyncIterator[Piece]):
 
 
 class AsyncClient:
-    """Client of one gateway, HOST:PORT, or several, ipv4:HOST:PORT,HOST:PORT: the next is called where one has ended.
+    """Client of one gateway, HOST:PORT, or of several, ipv4:HOST:PORT,HOST:PORT, tried in turn when one is lost.
 
-    Belongs to the event loop in which it is made.
+    Use it only in the event loop in which it is made.
     """
 
     def __init__(
@@ -96,7 +99,7 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
-        """Hang up; running calls are cancelled."""
+        """Close the connection; running calls are cancelled."""
         await self._channel.close()
 
     # --- turns -------------------------------------------------------------------------------------------------------
@@ -118,7 +121,7 @@ class AsyncClient:
         return AsyncAnswerStream(self._attempts(request, options.get("timeout")))
 
     def talk(self, conversation_id: str = "") -> AsyncConversation:
-        """Return a conversation to go on with, or a new one under a name of its own."""
+        """Return the conversation of this id, or a new one with a generated id."""
         return AsyncConversation(self, conversation_id or f"conversation-{uuid.uuid4().hex[:16]}")
 
     async def generate(self, request: inference_pb2.GenerateRequest, timeout: float | None = None) -> Responses:
@@ -158,7 +161,7 @@ class AsyncClient:
                 raise error
             await asyncio.sleep(delay)
 
-    # --- asking ------------------------------------------------------------------------------------------------------
+    # --- control -----------------------------------------------------------------------------------------------------
 
     async def abort(self, request_ids: list[str]) -> inference_pb2.AbortResponse:
         return await self._unary(self._stub.Abort, inference_pb2.AbortRequest(request_ids=request_ids))
@@ -204,7 +207,7 @@ class AsyncClient:
 
 
 class AsyncConversation:
-    """Turns that follow each other. A prompt is only what is new; the service knows the rest."""
+    """Turns that follow each other. Each prompt holds only new text; the service stores the turns before it."""
 
     def __init__(self, client: AsyncClient, conversation_id: str) -> None:
         self._client = client
@@ -219,9 +222,9 @@ class AsyncConversation:
         return self._client.stream(prompt, conversation_id=self.conversation_id, **options)
 
     async def info(self) -> inference_pb2.GetConversationResponse:
-        """Tell where its KV lies. Raises NotFound before the first turn has ended."""
+        """Return the state of the conversation and the locations of its KV. Raises NotFound before a turn ends."""
         return await self._client.conversation(self.conversation_id)
 
     async def delete(self) -> None:
-        """Forget it and free its KV. Raises NotFound, and Busy while a turn runs."""
+        """Delete the conversation and free its KV. Raises NotFound, and Busy while a turn runs."""
         await self._client.delete_conversation(self.conversation_id)

@@ -1,4 +1,4 @@
-"""Channel from a client to a gateway: plain on loopback, TLS elsewhere, with a bearer token where one is required."""
+"""TLS files and bearer token of a client's channel to a gateway. Used by both Python clients and the commands."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Metadata = tuple[tuple[str, str], ...]
 class TlsFiles:
     """PEM files. `ca` proves the server (None: the system's own); `cert` and `key` prove this client, for mutual TLS.
 
-    `server_name` is the name in the server's certificate where it is not the host that is called.
+    `server_name` is the name in the server's certificate, needed where it differs from the called host.
     """
 
     ca: Path | None = None
@@ -26,12 +26,13 @@ class TlsFiles:
     server_name: str = ""
 
     def credentials(self) -> grpc.ChannelCredentials:
-        """Read the files. Raises ConfigError for a file that cannot be read."""
+        """Read the files. Raises ConfigError for an unreadable file, or for one of cert and key without the other."""
         if (self.cert is None) != (self.key is None):
             raise ConfigError("tls: cert and key belong together; give both or neither")
         return grpc.ssl_channel_credentials(_read(self.ca), _read(self.key), _read(self.cert))
 
     def options(self) -> list[tuple[str, str | int]]:
+        """Return the options of a gRPC channel with this TLS."""
         name = [("grpc.ssl_target_name_override", self.server_name)] if self.server_name else []
         return [*OPTIONS, *name]
 

@@ -1,4 +1,4 @@
-"""Results of the Python client. Field names are the contract's."""
+"""Results of both Python clients. Fields have the names of the contract."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Usage:
 class CachedSource:
     """Prompt tokens [start, stop) that were not computed.
 
-    They came from "kept_on_prefill", "pulled_from_decode" or "pulled_from_other"; `ring` names the last one's ring.
+    `source` is "kept_on_prefill", "pulled_from_decode" or "pulled_from_other"; `ring` names the other ring.
     """
 
     source: str
@@ -58,8 +58,8 @@ class Alternative:
 class RingAlternative:
     """Predicted time of the turn on one ring of `num_ranks` ranks of `tp` processes, in seconds.
 
-    The decode ring is compared where it could compute the prompt itself. `handoff_seconds` is the transfer of new KV
-    from a prefill ring; `stall_seconds` how long the turns that decode on the decode ring would wait, together.
+    A decode ring is an alternative if it can compute the prompt itself. `handoff_seconds` is the transfer of new KV
+    from a prefill ring. `stall_seconds` is the total wait of the turns that decode on a decode ring.
     """
 
     ring: str
@@ -102,7 +102,7 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """Part of an answer: whole characters. A token that ends within a character comes without text."""
+    """Part of an answer, in whole characters. A token that ends within a character has no text yet."""
 
     text: str
     token_ids: tuple[int, ...]

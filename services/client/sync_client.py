@@ -125,16 +125,16 @@ class AnswerStream(Iterator[Piece]):
 
     @property
     def plan(self) -> Plan | None:
-        """The plan, once the first piece is there; its measured fields are final with the answer."""
+        """Plan of the turn, None before the first piece; its measured fields are final with the answer."""
         return self._stream.plan
 
     def answer(self) -> Answer:
-        """Read the rest, and return the whole turn."""
+        """Read the rest of the pieces, and return the whole answer."""
         return self._loop.run(self._stream.answer())
 
 
 class Client:
-    """Client of one gateway, HOST:PORT, or several, ipv4:HOST:PORT,HOST:PORT: the next is called where one has ended.
+    """Client of one gateway, HOST:PORT, or of several, ipv4:HOST:PORT,HOST:PORT, tried in turn when one is lost.
 
     Threads may share a client. A process that forks makes its clients afterwards.
     """
@@ -163,7 +163,7 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Hang up; running calls are cancelled. Idempotent."""
+        """Close the connection; running calls are cancelled. Idempotent."""
         self._loop.close(self._client.close())
 
     def ask(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> Answer:
@@ -175,7 +175,7 @@ class Client:
         return AnswerStream(self._client.stream(prompt, **options), self._loop)
 
     def talk(self, conversation_id: str = "") -> Conversation:
-        """Return a conversation to go on with, or a new one under a name of its own."""
+        """Return the conversation of this id, or a new one with a generated id."""
         return Conversation(self._client.talk(conversation_id), self._loop)
 
     def generate(
@@ -210,7 +210,7 @@ class Client:
 
 
 class Conversation:
-    """Turns that follow each other. A prompt is only what is new; the service knows the rest."""
+    """Turns that follow each other. Each prompt holds only new text; the service stores the turns before it."""
 
     def __init__(self, conversation: AsyncConversation, loop: _LoopThread) -> None:
         self._conversation = conversation
@@ -226,9 +226,9 @@ class Conversation:
         return AnswerStream(self._conversation.stream(prompt, **options), self._loop)
 
     def info(self) -> inference_pb2.GetConversationResponse:
-        """Tell where its KV lies. Raises NotFound before the first turn has ended."""
+        """Return the state of the conversation and the locations of its KV. Raises NotFound before a turn ends."""
         return self._loop.run(self._conversation.info())
 
     def delete(self) -> None:
-        """Forget it and free its KV. Raises NotFound, and Busy while a turn runs."""
+        """Delete the conversation and free its KV. Raises NotFound, and Busy while a turn runs."""
         self._loop.run(self._conversation.delete())

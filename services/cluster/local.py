@@ -39,7 +39,7 @@ from services.cluster.ray_guard import (
     start_own_ray,
     without_ray_token,
 )
-from services.cluster.stopping import check_stop, keeping_handlers, until_set
+from services.cluster.stopping import check_stop, keeping_handlers, run_until_set
 from services.config import Config
 from services.gateway.settings import GatewaySettings
 from services.telemetry.tracing.tracer import check_installed
@@ -265,7 +265,7 @@ class LocalCluster:
             endpoint=self.router_endpoint, tls=self._config.internal_tls.files, progress=self._progress
         )
         try:
-            asyncio.run(until_set(insisted, drain_all(access, seconds=self._drain_seconds)))
+            asyncio.run(run_until_set(insisted, drain_all(access, seconds=self._drain_seconds)))
         except RingserveError as error:
             log.warning("turns may be cut off: %s", error)
 

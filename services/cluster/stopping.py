@@ -1,7 +1,7 @@
-"""SIGINT and SIGTERM of a command that runs a cluster: a request for an orderly end, noticed where that is safe.
+"""Orderly end of `ringserve up` and `ringserve demo` on SIGINT or SIGTERM.
 
-An exception that a signal handler raises inside Ray's native code comes out as another error, or not at all. So the
-handler only sets an event, except inside `interruptible`.
+An exception that a signal handler raises inside Ray's native code becomes another error or is lost. So the handler
+only sets an event, which callers check, except inside `interruptible`.
 """
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ from contextlib import contextmanager
 from types import FrameType
 
 POLL_SECONDS = 0.2
+"""Seconds between two looks at `insisted`."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopRequest(BaseException):
-    """Request to stop, by a signal. No `except Exception` on the way may take it for an error."""
+    """Request to stop, by a signal. A BaseException, so that no `except Exception` catches it as an error."""
 
 
 class StopSignals:
     """Handler of both signals for the rest of the process's life.
 
-    The first signal sets `requested`. The second sets `insisted`: work that would end in its own time is to end now.
+    The first signal sets `requested`. The second sets `insisted`: an orderly end is cut short.
     """
 
     def __init__(self) -> None:
@@ -44,7 +45,7 @@ class StopSignals:
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """End a block at once on a signal, where no native code of others runs."""
+        """Let a signal raise StopRequest inside a block in which no native code of Ray runs."""
         check_stop(self.requested)
         self._may_raise = True
         try:
@@ -55,10 +56,10 @@ class StopSignals:
 
 @contextmanager
 def keeping_handlers() -> Iterator[None]:
-    """Restore the signal handlers after `ray.init`, which puts its own before them for good.
+    """Restore the signal handlers after a block that calls `ray.init`, which replaces them.
 
-    Its native one logs a stack and sets an alarm that aborts the process three seconds after SIGTERM: too soon for an
-    orderly end on a busy machine, and Ray's processes would be left behind.
+    Ray's native handler logs a stack and sets an alarm that aborts the process three seconds after SIGTERM. On a busy
+    machine, that is too soon for an orderly end and leaves Ray's processes behind.
     """
     handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     try:
@@ -75,8 +76,8 @@ def check_stop(requested: threading.Event) -> None:
         raise StopRequest
 
 
-async def until_set(insisted: threading.Event, work: Coroutine[None, None, None]) -> None:
-    """Run `work` to its end, or cancel it when `insisted` is set. Raises what it raises."""
+async def run_until_set(insisted: threading.Event, work: Coroutine[None, None, None]) -> None:
+    """Run `work` to its end, or cancel it when `insisted` is set. Raises the errors of `work`."""
     task = asyncio.create_task(work)
     while not task.done():
         if insisted.is_set():

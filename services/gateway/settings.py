@@ -1,4 +1,7 @@
-"""Settings of a gateway process, as JSON from the process that starts it. Paths of secrets, never secrets."""
+"""Settings of a gateway process, written as JSON by `services.cluster.local` and read by the process.
+
+They hold paths of secrets, never secrets.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,8 @@ from services.telemetry.tracing.tracer import TracingConfig
 class GatewaySettings:
     """Settings of one gateway.
 
-    `follow_stdin` ends it when standard input closes, that is with its parent. `tokens` is the path of the file of
-    tenants. A gateway that is told to end lets its turns go on for `drain_seconds`.
+    `follow_stdin` ends the gateway when standard input closes, that is with its parent. `tokens` is the path of the
+    file of tenants. A gateway that is told to end lets its turns run for at most `drain_seconds`.
     """
 
     listen: str

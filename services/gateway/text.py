@@ -1,4 +1,7 @@
-"""Text and tokens: the model's tokenizer and chat template, text that grows by whole characters, and stop strings."""
+"""Text and tokens: the model's tokenizer and chat template, text that grows by whole characters, and stop strings.
+
+Used by both servers of the gateway: `TextCodec` encodes prompts, `AnswerText` decodes one answer.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,10 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 CONTEXT_TOKENS = 6
 """Tokens decoded again before new ones: some tokenizers spell a token differently at the beginning of a text."""
 MAX_PENDING = 64
-"""Replacement characters at the end that may still become others; an unfinished character shows as 1 to 3."""
+"""Trailing replacement characters held back because later tokens may complete them.
+
+An incomplete character shows as 1 to 3, a run of bytes of a byte-fallback tokenizer as more.
+"""
 
 
 class TextCodec:
@@ -55,7 +61,7 @@ class TextCodec:
 
 
 class IncrementalText:
-    """Text of a growing answer. `push` returns the new text that is certain; half a character is held.
+    """Text of a growing answer. `push` returns new text that is certain; an incomplete character is held.
 
     Tokens are decoded in a window that begins between two characters: a byte-fallback tokenizer shows a whole run of
     bytes as replacement characters if the window begins or ends inside one.
@@ -64,8 +70,8 @@ class IncrementalText:
     def __init__(self, codec: TextCodec) -> None:
         self._codec = codec
         self._ids: list[int] = []
-        self._context = 0  # ids before here are not decoded any more
-        self._whole: deque[int] = deque()  # numbers of ids after which the text was whole: the window may begin there
+        self._context = 0  # index where the window begins: ids before it are not decoded again
+        self._whole: deque[int] = deque()  # ends of ids between two characters, where the window may begin
         self._emitted = ""  # sent part of the text of ids[context:]
         self.text = ""
 
@@ -76,10 +82,10 @@ class IncrementalText:
         certain = shown.rstrip(REPLACEMENT)
         if certain == shown:
             new = self._emit(shown)
-            self._move_on()
+            self._move_window()
         elif len(shown) - len(certain) > MAX_PENDING:
             new = self._emit(shown.removesuffix(REPLACEMENT))
-            self._skip()
+            self._drop_bytes()
         else:
             new = self._emit(certain)
         return new
@@ -94,7 +100,7 @@ class IncrementalText:
         self.text += new
         return new
 
-    def _move_on(self) -> None:
+    def _move_window(self) -> None:
         """Move the window to the last place between characters that leaves enough context."""
         self._whole.append(len(self._ids))
         before = self._context
@@ -103,8 +109,8 @@ class IncrementalText:
         if self._context != before:
             self._emitted = self._codec.decode(self._ids[self._context :])
 
-    def _skip(self) -> None:
-        """Move the window anywhere, after many bytes that are no text: each token would decode all of them again."""
+    def _drop_bytes(self) -> None:
+        """Move the window past many bytes that are no text, so that later tokens do not decode all of them again."""
         self._whole.clear()
         self._context = len(self._ids) - CONTEXT_TOKENS
         self._emitted = self._codec.decode(self._ids[self._context :]).removesuffix(REPLACEMENT)
@@ -133,10 +139,10 @@ def _is_generic(model: Mapping[str, object], tokenizer: Mapping[str, object]) ->
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StopRule:
-    """Strings that end an answer where they are complete, but not within its first `min_tokens` tokens.
+    """Stop strings, which end an answer where one is complete, but not within its first `min_tokens` tokens.
 
-    The string that is complete first counts; of strings that end together, the longest. So the cut of the text into
-    tokens does not matter. With `is_shown` the string stays part of the text.
+    The string that is complete first counts; of strings that end together, the longest. The outcome does not depend on
+    how tokens cut the text. With `is_shown` the string stays part of the text.
     """
 
     strings: tuple[str, ...] = ()

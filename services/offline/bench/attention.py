@@ -1,6 +1,7 @@
 """`ringserve bench attention`: one layer's causal attention by ring size, beside torch's own ring and one plain call.
 
-T tokens of a rank, H query heads, K KV heads, D head dimension.
+The parent process runs `measure_attention`; every rank process holds an `AttentionRank`.
+Shapes: T tokens of a rank, H query heads, K KV heads, D head dimension.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ SDPA = "SDPA"
 RINGS = {PASS_KV: "pass_kv", PASS_Q: "pass_q"}
 TORCH_RINGS = {TORCH_GATHER: "allgather", TORCH_SHIFT: "alltoall"}
 
-# float32 on the same inputs, summed in another order.
-MOST_DIFFERENCE = 1e-4
+# Largest difference between two outputs: float32 on the same inputs, summed in another order.
+MAX_DIFFERENCE = 1e-4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,12 +50,12 @@ class AttentionShape:
 
 @dataclass(frozen=True, slots=True)
 class AttentionTask:
-    """Attention by the contender `what` over `tokens` new tokens of the ring after `cached` ones, `repeats` times.
+    """Attention by the contender `name` over `tokens` new tokens of the ring after `cached` ones, `repeats` times.
 
     Only ringserve's rings take cached tokens; `threads` matter to SDPA alone.
     """
 
-    what: str
+    name: str
     tokens: int
     cached: int = 0
     repeats: int = 1
@@ -80,18 +81,18 @@ class AttentionRank:
             distributed.init_process_group("gloo", store=store, rank=place.rank, world_size=place.num_ranks)
 
     def measure(self, task: AttentionTask) -> Sample:
-        if task.what == GEMM:
+        if task.name == GEMM:
             return timed_gemm(self._place.transport)
         self._prepare(task.tokens, task.cached)
         outs: list[Tensor] = []
 
         def attend() -> None:
-            outs[:] = [self._attend(task.what)]
+            outs[:] = [self._attend(task.name)]
 
         torch.set_num_threads(task.threads)
         sample = timed(self._place.transport, attend, task.repeats)
         torch.set_num_threads(1)
-        self._check(task.what, outs[0])
+        self._check(task.name, outs[0])
         return sample
 
     def close(self) -> None:
@@ -117,9 +118,9 @@ class AttentionRank:
         self._cached = [KvRun(*(draw(held[rank], shape.num_kv_heads) for _ in range(2)))]
         self._prepared, self._expected = (tokens, cached), None
 
-    def _attend(self, what: str) -> Tensor:
+    def _attend(self, name: str) -> Tensor:
         """Return the attention output [T,H,D] of one contender."""
-        if what in RINGS:
+        if name in RINGS:
             return ring_prefill(
                 self._q,
                 self._k,
@@ -129,14 +130,14 @@ class AttentionRank:
                 self._place.transport,
                 self._backend,
                 self._shape.head_dim**-0.5,
-                RINGS[what],
+                RINGS[name],
             )
         # torch's layout is [1, heads, tokens, D].
         q, k, v = (rows.transpose(0, 1).unsqueeze(0) for rows in (self._q, self._k, self._v))
-        if what == SDPA:
+        if name == SDPA:
             out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         else:
-            out = self._torch_ring(TORCH_RINGS[what], q, k, v)
+            out = self._torch_ring(TORCH_RINGS[name], q, k, v)
         return out.squeeze(0).transpose(0, 1)
 
     def _torch_ring(self, rotation: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -148,21 +149,21 @@ class AttentionRank:
         )[0]
         return out
 
-    def _check(self, what: str, out: Tensor) -> None:
+    def _check(self, name: str, out: Tensor) -> None:
         if self._expected is None:
             self._expected = out
         difference = float((out - self._expected).abs().max())
-        assert difference <= MOST_DIFFERENCE, f"{what} differs from the others by {difference:g}"
+        assert difference <= MAX_DIFFERENCE, f"{name} differs from the others by {difference:g}"
 
 
 # Targets on 2 cores, fp32, one thread a rank.
 FASTER_THAN_TORCH = 1.1
 FASTER_THAN_TORCH_TOKENS = 4096
 
-# About a twentieth of a second on one core.
+# Operations of one measurement: about a twentieth of a second on one core.
 WORTH_TIMING_FLOPS = 2.5e9
-# Limit where messages take longer than arithmetic.
-MOST_REPEATS = 50
+# Limit for small tasks, where messages take longer than arithmetic.
+MAX_REPEATS = 50
 
 Measured = Mapping[tuple[str, int], Series]
 
@@ -172,8 +173,8 @@ def num_measurements(ranks: Sequence[int], tokens: Sequence[int], num_rounds: in
 
 
 def num_repeats(flops: float, ranks: int) -> int:
-    """Return the repeats of a measurement so that clock and thread wakeups do not weigh in it."""
-    return min(MOST_REPEATS, max(1, round(WORTH_TIMING_FLOPS * ranks / flops)))
+    """Return how often a measurement repeats its task, so that clock and thread wakeups do not weigh in it."""
+    return min(MAX_REPEATS, max(1, round(WORTH_TIMING_FLOPS * ranks / flops)))
 
 
 def measure_attention(

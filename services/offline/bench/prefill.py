@@ -1,4 +1,7 @@
-"""`ringserve bench prefill`: TTFT of a whole model by ring size, beside transformers."""
+"""`ringserve bench prefill`: TTFT of a whole model by ring size, beside transformers.
+
+The parent process runs `measure_prefill`; every rank process holds a `PrefillRank` or a `StockRank`.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ class PrefillTask:
 
 
 class PrefillRank:
-    """Rank worker of the prefill bench; its time ends with the sampled token: TTFT without the service."""
+    """Rank of the prefill bench. A measurement ends with the sampled token: TTFT without the service."""
 
     def __init__(self, model: str, max_tokens: int, algorithm: Algorithm, place: RankPlace) -> None:
         self._place = place
@@ -63,7 +66,7 @@ class PrefillRank:
 
 
 class StockRank:
-    """Transformers in a separate process, with as many threads as a ring has ranks."""
+    """Process of its own for transformers, with as many threads as the compared ring has ranks."""
 
     def __init__(self, model: str, place: RankPlace) -> None:
         self._place = place
@@ -76,7 +79,7 @@ class StockRank:
         return timed(self._place.transport, lambda: self._stock.greedy(prompt, 1))
 
     def close(self) -> None:
-        """Release nothing."""
+        """Do nothing: transformers runs until its process ends."""
 
 
 def drawn_prompt(num_tokens: int, vocab_size: int) -> TokenIds:
@@ -86,7 +89,7 @@ def drawn_prompt(num_tokens: int, vocab_size: int) -> TokenIds:
 
 RING = "ring"
 STOCK = "transformers"
-# Any prompt warms up what is allocated on first use.
+# Tokens of the warm-up prompt: some memory is allocated on first use.
 WARM_UP_TOKENS = 512
 
 # Targets on 2 cores, fp32, one thread a rank, a model of at least ten million parameters with D=64.
@@ -113,7 +116,7 @@ def measure_prefill(
 ) -> Report:
     """Measure all rings and transformers in alternation for each number of tokens.
 
-    Every number has new processes, so that peak memory is that of its prompt. Raises ModelRefused, Unavailable.
+    New processes run each number, so that peak memory is that of one prompt. Raises ModelRefused, Unavailable.
     """
     info = read_model_info(resolve_model_path(model), "float32")
     rows: list[Row] = []

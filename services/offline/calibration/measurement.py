@@ -1,4 +1,7 @@
-"""Measurements of serving rings: real prefills of a grid of cells by both algorithms, and some decode steps."""
+"""Measurements of serving rings: real prefills of a grid of cells by both algorithms, and some decode steps.
+
+Used by `ringserve calibrate` and, in parts, by `ringserve bench selection`. Rings are reached by a gateway's client.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,8 @@ NEW_TOKENS = (32, 128, 512, 2048)
 CACHED_TOKENS = (0, 1024, 4096)
 ANSWER_TOKENS = 17
 """Tokens of an answer whose decode steps are measured; every other answer has one token."""
+MAX_TRIES = 3
+"""Attempts at one undisturbed run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
@@ -32,32 +37,28 @@ class Cell:
 
 def max_sequence_tokens(model: inference_pb2.GetModelInfoResponse, server: inference_pb2.GetServerInfoResponse) -> int:
     """Return the longest sequence that the model and every serving ring can hold."""
-    rooms = [ring.capacity_tokens for ring in server.rings if ring.capacity_tokens]
-    return min([model.max_context_length, *rooms])
+    capacities = [ring.capacity_tokens for ring in server.rings if ring.capacity_tokens]
+    return min([model.max_context_length, *capacities])
 
 
-def grid(new_tokens: Sequence[int] | None, cached_tokens: Sequence[int] | None, room: int) -> list[Cell]:
-    """Return the cells of every T after every P; of the defaults (None) only those that fit.
+def grid(new_tokens: Sequence[int] | None, cached_tokens: Sequence[int] | None, limit: int) -> list[Cell]:
+    """Return the cells of every T after every P whose sequence has at most `limit` tokens.
 
-    Raises ConfigError where an explicit cell does not fit, or no cell does.
+    None stands for the default T or P. Raises ConfigError if an explicit cell does not fit, or if no cell fits.
     """
     cells = []
     for cached in cached_tokens or CACHED_TOKENS:
         for new in new_tokens or NEW_TOKENS:
-            if cached + new + ANSWER_TOKENS <= room:
+            if cached + new + ANSWER_TOKENS <= limit:
                 cells.append(Cell(cached_tokens=cached, new_tokens=new))
             elif new_tokens and cached_tokens:
                 raise ConfigError(
                     f"--tokens {new} with --cached {cached}: {cached + new + ANSWER_TOKENS} tokens with the answer are "
-                    f"too long; these rings allow at most {room}"
+                    f"too long; these rings allow at most {limit}"
                 )
     if not cells:
-        raise ConfigError(f"--tokens, --cached: nothing fits rings of {room} tokens; give smaller ones")
+        raise ConfigError(f"--tokens, --cached: nothing fits rings of {limit} tokens; give smaller ones")
     return sorted(cells)
-
-
-MOST_TRIES = 3
-"""Attempts at one undisturbed run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,6 +76,8 @@ class Measurement:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Run:
+    """One prefill; `cuts` are the starts of its steps after the first."""
+
     ring: str
     ranks: int
     seconds: float
@@ -82,7 +85,7 @@ class _Run:
 
 
 class Calibrator:
-    """Client of a gateway that measures its rings.
+    """Measurer of the rings behind one gateway.
 
     Prompts are random tokens fixed by `seed`; `timeout` bounds each turn, in seconds.
     """
@@ -105,14 +108,14 @@ class Calibrator:
         }
         for cached in sorted({cell.cached_tokens for cell in cells}):
             with self._conversation(cached) as (conversation, prefix):
-                of_prefix = [cell for cell in cells if cell.cached_tokens == cached]
+                cells_of_prefix = [cell for cell in cells if cell.cached_tokens == cached]
                 # The first run of a process takes longer.
-                self._run(conversation, prefix, of_prefix[0], Algorithm.PASS_KV)
+                self._run(conversation, prefix, cells_of_prefix[0], Algorithm.PASS_KV)
                 for round_number in range(self._repeats):
-                    for cell in of_prefix:
+                    for cell in cells_of_prefix:
                         names = list(RING_ALGORITHMS) if round_number % 2 else list(reversed(RING_ALGORITHMS))
                         for name in names:
-                            runs[cell, name].append(self._undisturbed(conversation, prefix, cell, name))
+                            runs[cell, name].append(self._run_alone(conversation, prefix, cell, name))
                             tell(f"{name}, {cell.new_tokens} after {cell.cached_tokens}")
         return [found for (cell, name), taken in runs.items() for found in self._by_ring(cell, name, taken)]
 
@@ -149,12 +152,13 @@ class Calibrator:
             with suppress(NotFound, Busy, Unavailable):
                 self._client.delete_conversation(name)
 
-    def _undisturbed(self, conversation: str, prefix: list[int], cell: Cell, algorithm: Algorithm) -> _Run:
-        for _ in range(MOST_TRIES):
+    def _run_alone(self, conversation: str, prefix: list[int], cell: Cell, algorithm: Algorithm) -> _Run:
+        """Repeat a run until it is undisturbed. Raises Busy after MAX_TRIES."""
+        for _ in range(MAX_TRIES):
             if (run := self._run(conversation, prefix, cell, algorithm)) is not None:
                 return run
         raise Busy(
-            f"{MOST_TRIES} prefills of {cell.new_tokens} tokens after {cell.cached_tokens} cached ones shared their "
+            f"{MAX_TRIES} prefills of {cell.new_tokens} tokens after {cell.cached_tokens} cached ones shared their "
             f"steps with other turns or lost their cache; calibrate while nothing else is served"
         )
 

@@ -1,4 +1,7 @@
-"""Rings of a simulated cluster, their registrations, the duration of their steps, and the load that fills them."""
+"""Rings of a simulated cluster, their registrations, the duration of their steps, and the load that fills them.
+
+Used by `simulation.Simulation`, the placements and `ringserve simulate`.
+"""
 
 from __future__ import annotations
 
@@ -118,18 +121,18 @@ class Cluster:
 
     def pull_seconds(self, tokens: int) -> float:
         """Return the seconds to fetch KV from a decode ring, which no computation hides."""
-        return self._moving(tokens, 0.0) if tokens else 0.0
+        return self._migration_seconds(tokens, 0.0) if tokens else 0.0
 
     def exposed_seconds(self, tokens: int, prefill_seconds: float) -> float:
         """Return the seconds from the end of a prefill until the decode ring has all missing KV."""
-        return self._moving(tokens, prefill_seconds)
+        return self._migration_seconds(tokens, prefill_seconds)
 
     def check_integrity(self) -> None:
         """Assert that no token of KV is counted twice or lost."""
         for kv in (*(ring.kv for ring in self.prefill.values()), *(ring.kv for ring in self.decode.values())):
             kv.check_integrity()
 
-    def _moving(self, tokens: int, prefill_seconds: float) -> float:
+    def _migration_seconds(self, tokens: int, prefill_seconds: float) -> float:
         pools = (self._shape.prefill, self._shape.decode)
         sizes = [pool.cp * pool.tp for pool in pools]
         return predict_migration(
@@ -143,7 +146,7 @@ class Cluster:
 
     def _prefill_rings(self, registration: RingRegistration) -> list[SimulatedPrefillRing]:
         times, pool = StepTimes(self._shape), self._shape.prefill
-        # The first rate of a ring's leader too: matrix products alone.
+        # A real leader starts from the same rate: matrix products alone.
         rate = pool.cp * pool.tp * registration.rates.gemm_flops / times.work.flops_per_unit
         rings = []
         for number in range(pool.num_rings):

@@ -1,4 +1,7 @@
-"""Simulated time, and the prefill and decode rings that live in it with the KV they retain."""
+"""Simulated clock, and the simulated prefill and decode rings with the KV that they retain.
+
+Made by `cluster.Cluster`; `simulation.Simulation` sends turns to the rings and runs the clock.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +88,7 @@ class RetainedKv:
         """Assert that no token is counted twice or lost, and that all fit the capacity."""
         assert self.num_pinned_tokens == sum(self._pinned.values()), "pinned tokens do not add up"
         assert self._used == sum(self._retained.values()) + self.num_pinned_tokens, "tokens do not add up"
-        assert self._used <= self.capacity, "more is held than fits"
+        assert self._used <= self.capacity, "more tokens are held than fit"
         assert not self._retained.keys() & self._pinned.keys(), "a conversation is both retained and pinned"
 
 
@@ -138,11 +141,11 @@ class SimulatedPrefillRing:
         self._scheduler.reserve(turn_id, tokens=tokens, priority=0, now=self._clock.now)
 
     def enter(self, turn: PrefillingTurn) -> None:
-        """Let a reserved turn compute."""
+        """Queue the chunks of a reserved turn, whose pulled KV has arrived."""
         self._turns[turn.turn_id] = turn
         self._scheduler.ready(turn.turn_id, turn.chunks)
         if not self._is_computing:
-            self._next()
+            self._start_step()
 
     def _announce(self) -> None:
         """Report to the router what a real ring reports every few seconds."""
@@ -150,7 +153,7 @@ class SimulatedPrefillRing:
         free = self.kv.capacity - self.kv.num_pinned_tokens
         self.entry.tell(scheduler.load, scheduler.rate, free, self._clock.now)
 
-    def _next(self) -> None:
+    def _start_step(self) -> None:
         step = self._scheduler.next_step()
         self._is_computing = step is not None
         if step is not None:
@@ -167,10 +170,10 @@ class SimulatedPrefillRing:
             self._announces_at = self._clock.now + ANNOUNCE_SECONDS
             self._announce()
         for piece in step.pieces:
-            self._enter(piece, step, seconds)
-        self._next()
+            self._record(piece, step, seconds)
+        self._start_step()
 
-    def _enter(self, piece: Piece, step: ScheduledStep, seconds: float) -> None:
+    def _record(self, piece: Piece, step: ScheduledStep, seconds: float) -> None:
         """Record a computed piece in its turn, which ends with the last one."""
         turn = self._turns[piece.turn_id]
         self.computed_tokens += len(piece.tokens)
@@ -187,7 +190,7 @@ StepSeconds = Callable[[int, float], float]
 
 @dataclass(slots=True, eq=False)
 class DecodingTurn:
-    """Turn in a decode batch, of `context` tokens; `first` and `last` are called with its first and last token."""
+    """Turn in a decode batch, of `context` tokens on average; `first` and `last` are called at those tokens."""
 
     context: int
     output_tokens: int
@@ -214,43 +217,43 @@ class SimulatedDecodeRing:
         self._order = count()
         self._context = 0
         # Steps are counted, not simulated one by one: between two changes of the batch all take equally long.
-        self._steps = 0.0
-        self._step = 0.0
-        self._since = 0.0
+        self._num_steps = 0.0
+        self._seconds_per_step = 0.0
+        self._counted_until = 0.0
         self._epoch = 0
         self._announces_at = 0.0
 
     def admit(self, turn: DecodingTurn) -> None:
         """Let a turn whose KV has arrived join the batch, or wait for a place in it."""
         self._waiting.append(turn)
-        self._change()
+        self._update_batch()
 
-    def _change(self) -> None:
-        """Count the steps until now, admit waiting turns, and schedule the end of the next turn."""
+    def _update_batch(self) -> None:
+        """Count the steps until now, admit waiting turns, and schedule the end of the turn that ends next."""
         self._count_steps()
         entered = []
         while self._waiting and len(self._running) < self._max_batch:
             turn = self._waiting.popleft()
-            heapq.heappush(self._running, (self._steps + turn.output_tokens, next(self._order), turn))
+            heapq.heappush(self._running, (self._num_steps + turn.output_tokens, next(self._order), turn))
             self._context += turn.context
             entered.append(turn)
         self.largest_batch = max(self.largest_batch, len(self._running))
         if not self._running:
             return
-        self._step = self._step_seconds(len(self._running), self._context / len(self._running))
+        self._seconds_per_step = self._step_seconds(len(self._running), self._context / len(self._running))
         for turn in entered:
-            self._clock.after(self._step, turn.first)
+            self._clock.after(self._seconds_per_step, turn.first)
         self._epoch += 1
         due, epoch = self._running[0][0], self._epoch
-        self._clock.after(max(0.0, due - self._steps) * self._step, lambda: self._finish(epoch))
+        self._clock.after(max(0.0, due - self._num_steps) * self._seconds_per_step, lambda: self._finish(epoch))
 
     def _count_steps(self) -> None:
         """Count the steps of the present batch until now."""
         if self._running:
-            seconds = self._clock.now - self._since
-            self._steps += seconds / self._step
+            seconds = self._clock.now - self._counted_until
+            self._num_steps += seconds / self._seconds_per_step
             self.sequence_seconds += seconds * len(self._running)
-        self._since = self._clock.now
+        self._counted_until = self._clock.now
 
     def _finish(self, epoch: int) -> None:
         if epoch != self._epoch:
@@ -263,4 +266,4 @@ class SimulatedDecodeRing:
             self._announces_at = self._clock.now + ANNOUNCE_SECONDS
             free = self.kv.capacity - self.kv.num_pinned_tokens
             self.entry.tell(0.0, 0.0, free, self._clock.now)
-        self._change()
+        self._update_batch()

@@ -1,7 +1,8 @@
 """Simulation of one run: conversations arrive; turns are placed, planned, prefilled, migrated and decoded.
 
-A turn: placed -> reserved on both rings (or placed elsewhere, or asked again later) -> KV pulled from the decode ring
-if the plan says so -> queue -> steps -> exposed part of the migration -> decode batch -> think time -> next turn.
+Used by `ringserve simulate`. A turn: placed -> reserved on both rings (or placed elsewhere, or asked again later) ->
+KV pulled from the decode ring if the plan says so -> queue -> steps -> exposed part of the migration -> decode batch ->
+think time -> next turn.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ RETRY_SECONDS = 5.0
 
 @dataclass(slots=True, eq=False)
 class _Conversation:
-    """Conversation: the `tokens` of its finished turns, the number `at` of its next turn, and where its KV lies."""
+    """State of a conversation: `tokens` of its finished turns, index `at` of its next turn, and locations of its KV."""
 
     number: int
     traced: TracedConversation
@@ -66,7 +67,8 @@ class _Turn:
     first_at: float = 0.0
 
     @property
-    def moved(self) -> int:
+    def moved_tokens(self) -> int:
+        """Cached tokens that another ring sends to the prefill ring."""
         return sum(len(each.tokens) for each in self.plan.cached_sources if each.source != RETAINED)
 
 
@@ -94,14 +96,14 @@ class Simulation:
     def run(self, tell: Callable[[], None] = lambda: None) -> SimulationResult:
         """Run all turns of the trace to the last token; `tell` is called for every conversation that begins."""
         self._tell = tell
-        self._expect(enumerate(self._trace))
+        self._schedule_next(enumerate(self._trace))
         self._clock.run()
         self.cluster.check_integrity()
         return self._summary()
 
     # --- a turn ------------------------------------------------------------------------------------------------------
 
-    def _expect(self, coming: Iterator[tuple[int, TracedConversation]]) -> None:
+    def _schedule_next(self, coming: Iterator[tuple[int, TracedConversation]]) -> None:
         """Schedule the next conversation, which schedules the one after it when it begins."""
         number, traced = next(coming, (0, None))
         if traced is None:
@@ -111,7 +113,7 @@ class Simulation:
         def begin() -> None:
             self._tell()
             self._next_turn(conversation)
-            self._expect(coming)
+            self._schedule_next(coming)
 
         self._clock.after(traced.start_seconds - self._clock.now, begin)
 
@@ -182,17 +184,7 @@ class Simulation:
             min(wanted.match_tokens, held) if wanted.is_at(ring.entry) else 0
             for ring, held in zip(rings, before, strict=True)
         )
-        plan = self._planner.plan(
-            PromptOnRings(
-                num_tokens=prompt,
-                retained_on_prefill=on_prefill,
-                retained_on_decode=on_decode,
-                prefill=choice.prefill.registration,
-                decode=choice.decode.registration,
-                left=self._on_previous_rings(number, wanted, choice),
-            ),
-            mode=PromptMode.APPEND if conversation.tokens else PromptMode.NEW,
-        )
+        plan = self._plan(conversation, wanted, choice, on_prefill, on_decode)
         try:
             prefill.reserve(_turn_id(conversation), TokenRange(plan.cached_tokens, prompt))
         except CapacityExceeded:
@@ -205,8 +197,24 @@ class Simulation:
         choice.decode.num_turns += 1
         return _Turn(conversation, asked, choice, plan, placed, lacking=prompt - on_decode)
 
+    def _plan(
+        self, conversation: _Conversation, wanted: WantedTurn, choice: Choice, on_prefill: int, on_decode: int
+    ) -> TurnPlan:
+        """Plan a turn of which the chosen rings retain that many tokens."""
+        return self._planner.plan(
+            PromptOnRings(
+                num_tokens=wanted.num_tokens,
+                retained_on_prefill=on_prefill,
+                retained_on_decode=on_decode,
+                prefill=choice.prefill.registration,
+                decode=choice.decode.registration,
+                left=self._on_previous_rings(conversation.number, wanted, choice),
+            ),
+            mode=PromptMode.APPEND if conversation.tokens else PromptMode.NEW,
+        )
+
     def _on_previous_rings(self, number: int, wanted: WantedTurn, choice: Choice) -> list[RetainedPrefix]:
-        """Return the KV on rings that the conversation leaves; only turns that the router places take it along."""
+        """Return the KV on rings that the conversation leaves; only turns placed by the router move this KV."""
         if not isinstance(self._policy, RingPlacer):
             return []
         rings: list[SimulatedPrefillRing | SimulatedDecodeRing] = []
@@ -223,7 +231,7 @@ class Simulation:
         prefilling = PrefillingTurn(
             _turn_id(turn.conversation), turn.plan.chunks, lambda report, started: self._hand_off(turn, report, started)
         )
-        self._clock.after(self.cluster.pull_seconds(turn.moved), lambda: ring.enter(prefilling))
+        self._clock.after(self.cluster.pull_seconds(turn.moved_tokens), lambda: ring.enter(prefilling))
 
     def _hand_off(self, turn: _Turn, report: PrefillReport, started: float) -> None:
         """Retain the prompt on the prefill ring and migrate the missing KV to the reserved decode ring."""
@@ -261,7 +269,7 @@ class Simulation:
                 decode_seconds=self._clock.now - turn.admitted,
                 prompt_tokens=prompt,
                 new_tokens=conversation.turn.new_tokens,
-                moved_tokens=turn.moved,
+                moved_tokens=turn.moved_tokens,
                 recomputed_tokens=plan.new_tokens - conversation.turn.new_tokens,
                 output_tokens=output,
                 is_pass_q=plan.algorithm is Algorithm.PASS_Q,

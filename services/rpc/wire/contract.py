@@ -1,4 +1,7 @@
-"""Control plane's dataclasses as messages of the contract: the exceptions from the field mapper's rules."""
+"""Conversion between the control plane's dataclasses and the messages of the contract.
+
+Used by the gateway, by peers and by servicers. `Mapper` converts by field names; this file lists the exceptions.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ PROMPT_MODES = {
 
 
 def prompt_mode_from(value: int) -> PromptMode | None:
-    """Return the mode of a number; None for a number that the contract does not define."""
+    """Return the mode that a number stands for in the contract, or None for an undefined number."""
     return next((mode for mode, number in PROMPT_MODES.items() if number == value), None)
 
 
@@ -58,7 +61,7 @@ def ids_from(data: bytes) -> TokenIds:
 
 
 def shards_to(shards: ShardMap) -> list[inference_pb2.RankShard]:
-    """Return one message a rank: its ranges in stored order, and how many tokens they are."""
+    """Return one message for each rank: its ranges in stored order, and the number of their tokens."""
     return [
         inference_pb2.RankShard(
             num_tokens=held, ranges=[inference_pb2.Range(start=item.start, stop=item.stop) for item in ranges]
@@ -94,7 +97,7 @@ MIRRORS: dict[type, Mirror] = {
     ),
     MoveTotals: Mirror(renamed={"num_moved": "moved", "num_failed": "failed"}),
     KvLocationView: Mirror(renamed={"shards": "ranks"}),
-    # The gateway writes what is measured into the message.
+    # The gateway writes measured values into the message.
     TurnPlan: Mirror(
         elsewhere=(
             "prefill_seconds",
@@ -108,7 +111,7 @@ MIRRORS: dict[type, Mirror] = {
     ),
     RingAlternative: Mirror(derived=("total_seconds",)),
     RingStatus: Mirror(renamed={"is_draining": "draining", "is_restarting": "restarting"}),
-    # The gateway adds what it knows of itself.
+    # The gateway adds its own version and uptime.
     ServerView: Mirror(
         renamed={"metrics_endpoint": "router_metrics_endpoint", "moves": "kv_moves"},
         elsewhere=("version", "uptime_seconds"),

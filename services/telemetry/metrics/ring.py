@@ -1,4 +1,7 @@
-"""Metrics of a ring, from its leader, also for its ranks, which serve nothing over HTTP."""
+"""Metrics of a ring and of its ranks, served by the ring's leader: ranks have no HTTP server.
+
+Used by `services.cluster.hosts`, which starts leaders.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from workers.protocol.ranks import STEP_BOUNDS, RankStatus
 log = logging.getLogger(__name__)
 
 SCRAPE_SECONDS = 5.0
-"""Seconds for a leader's event loop to answer; later it is reported as not ready."""
+"""Seconds within which a leader's event loop must answer; otherwise the ring is reported as not ready."""
 RING = ("role", "ring")
 RANK = (*RING, "rank")
 DECODE_VARIANTS = tuple(policy for policy in VARIANT_POLICIES if policy != "auto")
@@ -46,7 +49,7 @@ async def view_of(leader: RingLeader) -> RingView:
 
 
 class RingCollector(Collector):
-    """Collector that asks the leader in its event loop whenever Prometheus asks, so that no state is half changed."""
+    """Collector of a ring's series. It reads them in the leader's event loop, so that no state is half changed."""
 
     def __init__(
         self, role: str, ring: str, get_view: Callable[[], Awaitable[RingView]], loop: asyncio.AbstractEventLoop
@@ -60,7 +63,7 @@ class RingCollector(Collector):
         try:
             asked = asyncio.run_coroutine_threadsafe(self._ask(), self._loop)
             view = asked.result(SCRAPE_SECONDS)
-        except Exception as error:  # a scrape must be answered, and this answer raises an alert
+        except Exception as error:  # a scrape must be answered, and "not ready" raises an alert
             log.warning("ring %s cannot tell its state: %s", self._labels[1], error or type(error).__name__)
             yield _gauge("ring_ready", "1 while the ring serves.", RING, [(self._labels, 0.0)])
             return
@@ -146,7 +149,7 @@ class RingCollector(Collector):
         )
 
     def _step_times(self, ranks: Sequence[RankStatus]) -> HistogramMetricFamily:
-        """Return the step times of all ranks together: a hundred ranks have as many series as one."""
+        """Return one histogram of the steps of all ranks, so that the number of series does not grow with the ranks."""
         family = HistogramMetricFamily("ringserve_step_time_seconds", "Forward passes of all ranks.", labels=RING)
         counts = [sum(each) for each in zip(*(rank.step_counts for rank in ranks), strict=True)]
         if counts:

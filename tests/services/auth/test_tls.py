@@ -47,7 +47,7 @@ async def mutual(model_path: Path, codec: TextCodec, authority: Authority) -> As
 
 
 async def grpc_answer(gateway: LocalGateway, tls: TlsFiles | None) -> int:
-    """Tokens of an answer over gRPC."""
+    """Return the number of tokens of an answer over gRPC."""
     async with AsyncClient(gateway.target, tls=tls, retry=NO_RETRIES) as client:
         return (await client.ask("x", sampling=THREE, timeout=10)).usage.completion_tokens
 
@@ -72,7 +72,7 @@ async def test_both_endpoints_answer_by_tls_a_client_that_trusts_the_authority(
     assert await asyncio.to_thread(by_threads) == 3
 
 
-async def test_a_door_with_tls_answers_nobody_without(secure: LocalGateway) -> None:
+async def test_an_endpoint_with_tls_answers_no_client_without(secure: LocalGateway) -> None:
     with pytest.raises(Unavailable):
         await grpc_answer(secure, None)
     async with httpx2.AsyncClient(base_url=secure.url.replace("https", "http"), timeout=10) as http:
@@ -123,7 +123,7 @@ async def test_a_name_that_is_not_the_servers_is_refused_unless_it_is_told(
 
 
 class View:
-    """The one verb of a router that is asked here."""
+    """Router with the one method that these tests call."""
 
     async def get_server_info(self) -> ServerView:
         return ServerView(selector="auto", rings=(), conversations=7, running_turns=0)

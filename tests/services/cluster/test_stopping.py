@@ -11,7 +11,14 @@ from collections.abc import Iterator
 import pytest
 
 from cp_core.errors import NotFound
-from services.cluster.stopping import STOP_SIGNALS, StopRequest, StopSignals, check_stop, keeping_handlers, until_set
+from services.cluster.stopping import (
+    STOP_SIGNALS,
+    StopRequest,
+    StopSignals,
+    check_stop,
+    keeping_handlers,
+    run_until_set,
+)
 
 WAIT_SECONDS = 10.0
 
@@ -46,7 +53,7 @@ def test_the_second_signal_insists() -> None:
     assert signals.insisted.wait(WAIT_SECONDS)
 
 
-async def test_work_is_given_up_when_somebody_insists_and_not_before() -> None:
+async def test_work_is_cancelled_on_the_second_signal_and_not_before() -> None:
     insisted, has_ended = threading.Event(), False
 
     async def work() -> None:
@@ -56,11 +63,11 @@ async def test_work_is_given_up_when_somebody_insists_and_not_before() -> None:
         await goes_on.wait()
         has_ended = True
 
-    await until_set(insisted, work())
+    await run_until_set(insisted, work())
     assert has_ended
     threading.Timer(0.05, insisted.set).start()
     async with asyncio.timeout(WAIT_SECONDS):
-        await until_set(insisted, asyncio.Event().wait())  # type: ignore[arg-type]
+        await run_until_set(insisted, asyncio.Event().wait())  # type: ignore[arg-type]
 
 
 async def test_what_the_work_raises_is_raised() -> None:
@@ -68,7 +75,7 @@ async def test_what_the_work_raises_is_raised() -> None:
         raise NotFound("no ring")
 
     with pytest.raises(NotFound, match="no ring"):
-        await until_set(threading.Event(), work())
+        await run_until_set(threading.Event(), work())
 
 
 def test_handlers_come_back_after_an_error_too() -> None:

@@ -113,7 +113,7 @@ def test_a_long_answer_decodes_a_few_tokens_at_a_time(byte_codec: TextCodec) -> 
 
 
 def test_a_tokenizer_that_drops_the_first_space_loses_none_later(tmp_path: Path) -> None:
-    """Tokenizer like SentencePiece: the same token has another text at the beginning."""
+    """Use a tokenizer like SentencePiece: the same token has another text at the beginning."""
     words = ["▁a", "▁b", "c", "▁"]
     tokenizer = Tokenizer(models.BPE(vocab={word: number for number, word in enumerate(words)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
@@ -200,7 +200,7 @@ def test_a_directory_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_codec_of_a_llama_directory_needs_no_torch_and_is_that_of_auto_tokenizer(tmp_path: Path) -> None:
-    """A gateway holds 250 MB less, and serves two seconds earlier."""
+    """Load the codec in a new process: without torch it takes 250 MB and two seconds less."""
     from transformers import AutoTokenizer
 
     path = save_model("llama_gqa", tmp_path)
@@ -250,7 +250,7 @@ def read_answer(codec: TextCodec, raw: bytes, rule: StopRule) -> tuple[list[str]
 def test_the_text_ends_before_the_first_stop_string(
     byte_codec: TextCodec, text: str, stops: list[str], is_shown: bool
 ) -> None:
-    """Tokens are single bytes: stop strings go across tokens, and characters too."""
+    """Push single bytes as tokens, so that stop strings and characters go across tokens."""
     pushed, answer, num_tokens = read_answer(
         byte_codec, text.encode(), StopRule(strings=tuple(stops), is_shown=is_shown)
     )

@@ -25,7 +25,7 @@ from workers.sampling.parameters import SamplingParameters
 PREFIX_STEP_TOKENS = 4096
 NAME = "bench"
 # Share of the largest logit: both algorithms sum the same products in float32, in another order.
-MOST_DIFFERENCE = 1e-4
+MAX_DIFFERENCE = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class Difference:
     @property
     def is_rounding(self) -> bool:
         """True if the difference is one of rounding; a NaN is not."""
-        return self.most <= MOST_DIFFERENCE * self.largest
+        return self.most <= MAX_DIFFERENCE * self.largest
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,7 +89,7 @@ SIMPLE: dict[Any, st.SearchStrategy[Any]] = {
 
 
 def values_of(kind: Any) -> st.SearchStrategy[Any]:
-    """Any value of a type as the control plane's dataclasses use it."""
+    """Draw any value of a type as the control plane's dataclasses use it."""
     if kind in SIMPLE:
         return SIMPLE[kind]
     if kind is type(None):
@@ -113,12 +113,12 @@ def values_of(kind: Any) -> st.SearchStrategy[Any]:
 
 
 def requests() -> st.SearchStrategy[TurnRequest]:
-    """Turn requests; NEW is what the router finds, not what a request says."""
+    """Draw turn requests. Their mode is never NEW, which only the router sets."""
     return values_of(TurnRequest).filter(lambda request: request.prompt_mode is not PromptMode.NEW)
 
 
 def comparable(value: Any) -> Any:
-    """Dataclasses compare by their fields, but an array does not compare to a truth."""
+    """Return a value that compares by ==: an array would compare element by element."""
     if dataclasses.is_dataclass(value):
         names = [field.name for field in dataclasses.fields(value)]
         return type(value), {name: comparable(getattr(value, name)) for name in names}
@@ -207,7 +207,7 @@ def test_events_arrive_as_they_were(event: TurnEvent) -> None:
 
 
 def test_every_message_of_the_contract_has_its_dataclass() -> None:
-    """A new message is mapped, or is a call's few scalar parameters, or is named above."""
+    """Require that a message is mapped, or has a call's few scalar parameters, or is named above."""
     for kind, message in PAIRS:
         contract.MAPPER._writer(message, kind)
         contract.MAPPER._reader(kind, message)
