@@ -294,35 +294,35 @@ def derived_seed(seed: int, index: int) -> int:
 async def merged(turns: Sequence[AbstractAsyncContextManager[Responses]]) -> Responses:
     """Yield responses as they arrive: the first turn's `start`, then those of all turns but their starts.
 
-    The first failure ends all turns, and so does closing the iterator: every context is left.
+    The first failure ends all turns, and so does closing the iterator. Every context is left as soon as its own turn
+    ends, and sees no failure of another turn.
     """
     arrived: asyncio.Queue[inference_pb2.GenerateResponse | Exception | None] = asyncio.Queue(QUEUED_RESPONSES)
 
-    async def pump(turn: AbstractAsyncContextManager[Responses]) -> None:
+    async def pump(turn: AbstractAsyncContextManager[Responses], has_start: bool) -> None:
         try:
             async with turn as responses:
                 async for response in responses:
-                    if not response.HasField("start"):
+                    if has_start or not response.HasField("start"):
                         await arrived.put(response)
             await arrived.put(None)
         except Exception as error:
             await arrived.put(error)
 
-    async with turns[0] as first:
-        yield await anext(first)
-        running: list[AbstractAsyncContextManager[Responses]] = [nullcontext(first), *turns[1:]]
-        pumps = [asyncio.create_task(pump(turn)) for turn in running]
-        try:
-            num_running = len(pumps)
-            while num_running:
-                response = await arrived.get()
-                if isinstance(response, Exception):
-                    raise response
-                if response is None:
-                    num_running -= 1
-                else:
-                    yield response
-        finally:
-            for task in pumps:
-                task.cancel()
-            await asyncio.gather(*pumps, return_exceptions=True)
+    pumps = [asyncio.create_task(pump(turns[0], has_start=True))]
+    try:
+        num_running = len(turns)
+        while num_running:
+            response = await arrived.get()
+            if isinstance(response, Exception):
+                raise response
+            if response is None:
+                num_running -= 1
+                continue
+            yield response
+            if response.HasField("start"):
+                pumps += [asyncio.create_task(pump(turn, has_start=False)) for turn in turns[1:]]
+    finally:
+        for task in pumps:
+            task.cancel()
+        await asyncio.gather(*pumps, return_exceptions=True)

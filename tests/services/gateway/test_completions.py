@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import aclosing
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
 
 import numpy as np
 import pytest
@@ -98,3 +99,45 @@ async def test_leaving_early_closes_every_answer() -> None:
     await anext(responses)
     await responses.aclose()
     assert all(stream.is_closed for stream in streams)
+
+
+class Account:
+    """Account of one turn: when its context was left, and with which error."""
+
+    def __init__(self) -> None:
+        self.is_left = False
+        self.error: BaseException | None = None
+
+    @asynccontextmanager
+    async def of(self, stream: Stream) -> AsyncIterator[Responses]:
+        try:
+            async with aclosing(stream.responses()) as responses:
+                yield responses
+        except BaseException as error:
+            self.error = error
+            raise
+        finally:
+            self.is_left = True
+
+
+async def test_each_answer_is_accounted_for_when_it_ends_by_itself() -> None:
+    streams, accounts = [Stream(0), Stream(1)], [Account(), Account()]
+    responses = merged([account.of(stream) for account, stream in zip(accounts, streams, strict=True)])
+    await anext(responses)
+    streams[0].may_go_on.set()
+    assert [(await anext(responses)).WhichOneof("response") for _ in range(2)] == ["chunk", "complete"]
+    await asyncio.sleep(0)
+    assert [account.is_left for account in accounts] == [True, False]
+    await responses.aclose()
+    assert accounts[0].error is None
+
+
+async def test_a_failure_is_accounted_to_its_own_answer_and_the_others_are_cancelled() -> None:
+    streams, accounts = [Stream(0), Stream(1, Unavailable("gone"))], [Account(), Account()]
+    responses = merged([account.of(stream) for account, stream in zip(accounts, streams, strict=True)])
+    await anext(responses)
+    streams[1].may_go_on.set()
+    with pytest.raises(Unavailable, match="gone"):
+        await anext(responses)
+    assert isinstance(accounts[1].error, Unavailable)
+    assert isinstance(accounts[0].error, asyncio.CancelledError)
