@@ -109,16 +109,19 @@ class AsyncClient:
         async with self.stream(prompt, **options) as stream:
             return await stream.answer()
 
-    def stream(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> AsyncAnswerStream:
+    def stream(
+        self,
+        prompt: Prompt,
+        *,
+        conversation_id: str = "",
+        mode: str = "auto",
+        sampling: Sampling | None = None,
+        request_id: str = "",
+        timeout: float | None = None,
+    ) -> AsyncAnswerStream:
         """Run one turn piece by piece. Nothing is sent before the first piece is asked for."""
-        request = request_of(
-            prompt,
-            options.get("conversation_id", ""),
-            options.get("mode", "auto"),
-            options.get("sampling") or Sampling(),
-            options.get("request_id", ""),
-        )
-        return AsyncAnswerStream(self._attempts(request, options.get("timeout")))
+        request = request_of(prompt, conversation_id, mode, sampling or Sampling(), request_id)
+        return AsyncAnswerStream(self._attempts(request, timeout))
 
     def talk(self, conversation_id: str = "") -> AsyncConversation:
         """Return the conversation of this id, or a new one with a generated id."""

@@ -298,3 +298,12 @@ def test_a_token_that_no_header_can_carry_is_refused_and_not_shown(token: str) -
     with pytest.raises(ConfigError) as caught:
         Client("127.0.0.1:1", token=token)
     assert token not in str(caught.value)
+
+
+async def test_an_unknown_option_is_an_error_and_not_ignored(client: Any) -> None:
+    with pytest.raises(TypeError, match="max_tokens"):
+        await client.ask([1], max_tokens=5)
+    with pytest.raises(TypeError, match="temperature"):
+        client.stream([1], temperature=0.0)
+    with pytest.raises(TypeError, match="max_tokens"):
+        await client.talk("options").ask([1], max_tokens=5)
