@@ -1,16 +1,16 @@
-"""Every error a user of ringserve can meet.
+"""Errors that users of ringserve can meet, in one tree. Code of every layer raises them.
 
 RingserveError
 ├── InvalidRequest        a field of the request is wrong: the message names field, value and what is allowed
 ├── Unauthenticated       no token, or one that is wrong or has expired
 ├── Forbidden             the caller is known and may not do this
 ├── NotFound              no such conversation, request or turn
-├── Busy                  the conversation has a turn running
+├── Busy                  a conversation, request id, sequence or ring is in use; retry later
 ├── CapacityExceeded      no free KV, batch slot or place in a queue now; the same request may succeed later
 ├── DeadlineExceeded      the turn's own deadline passed
 ├── TurnCancelled         the client, or an Abort, ended the turn
 ├── Unavailable           a ring, rank or peer is down or being rebuilt
-│   ├── NotBegun          so the turn was refused whole, and may be asked for again
+│   ├── NotBegun          the turn was refused before any work; the same request may be sent again
 │   └── StaleIncarnation  a message was meant for (or came from) an earlier life of a ring
 ├── TransferError         a KV transfer broke a rule: unknown, stale, overlapping, incomplete
 ├── ReshardError          a reshard plan would not deliver every token, layer and head exactly once
@@ -26,27 +26,27 @@ class RingserveError(Exception):
 
 
 class InvalidRequest(RingserveError):
-    """A field of the request is wrong."""
+    """Request with a wrong field."""
 
 
 class Unauthenticated(RingserveError):
-    """No token, or one that is wrong or has expired."""
+    """Call without a token, or with one that is wrong or has expired."""
 
 
 class Forbidden(RingserveError):
-    """The caller is known and may not do this."""
+    """Call of a known caller who may not do this."""
 
 
 class NotFound(RingserveError):
-    """No such conversation, request or turn."""
+    """Name of a conversation, request or turn that does not exist."""
 
 
 class Busy(RingserveError):
-    """The conversation has a turn running."""
+    """Conversation, request id, sequence or ring that is in use."""
 
 
 class CapacityExceeded(RingserveError):
-    """No free KV, batch slot or place in a queue now; room is expected in `retry_after_seconds`, if that is known."""
+    """Lack of free KV, batch slots or queue places now. `retry_after_seconds` says when room is expected, if known."""
 
     def __init__(self, message: str, retry_after_seconds: float | None = None) -> None:
         super().__init__(message)
@@ -54,36 +54,36 @@ class CapacityExceeded(RingserveError):
 
 
 class DeadlineExceeded(RingserveError):
-    """The turn's deadline passed."""
+    """Turn whose own deadline has passed."""
 
 
 class TurnCancelled(RingserveError):
-    """The client, or an Abort, ended the turn."""
+    """Turn that the client, or an Abort, has ended."""
 
 
 class Unavailable(RingserveError):
-    """A ring, rank or peer is down or being rebuilt."""
+    """Ring, rank or peer that is down or being rebuilt."""
 
 
 class NotBegun(Unavailable):
-    """The turn was refused before anything of it was done: its conversation is as it was."""
+    """Turn that was refused before any work; its conversation is unchanged."""
 
 
 class StaleIncarnation(Unavailable):
-    """A message was meant for, or came from, an earlier life of a ring."""
+    """Message for, or from, an earlier life of a ring."""
 
 
 class TransferError(RingserveError):
-    """A KV transfer broke a rule."""
+    """KV transfer that broke a rule."""
 
 
 class ReshardError(RingserveError):
-    """A reshard plan would not deliver everything exactly once."""
+    """Reshard plan that would not deliver everything exactly once."""
 
 
 class ModelRefused(RingserveError):
-    """The model cannot be served."""
+    """Model that cannot be served."""
 
 
 class ConfigError(RingserveError):
-    """The configuration is wrong."""
+    """Configuration with a wrong key or value."""

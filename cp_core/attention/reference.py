@@ -1,5 +1,6 @@
-"""Attention written out in plain tensor operations: slow, always there, and in fp64 the oracle of the tests.
+"""Attention in plain tensor operations: slow, available on every device, and in fp64 the oracle of the tests.
 
+`cp_core.attention.backends` takes it only where the configuration names "reference".
 Shapes: T query tokens, S stored tokens, H query heads, K key/value heads, D head dimension.
 """
 
@@ -30,15 +31,15 @@ class ReferenceAttention:
     def partial_attention(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float
     ) -> Partial:
-        """See AttentionBackend. Holds the whole [H, T, S] score matrix. out and lse are of this object's dtype."""
+        """Attend as AttentionBackend says. The whole [H, T, S] score matrix is in memory; out and lse have `dtype`."""
         num_tokens, num_heads, _ = q.shape
         num_stored, num_kv_heads, _ = k.shape
         assert not causal or num_tokens == num_stored, f"causal needs T == S, not {num_tokens} and {num_stored}"
         if not num_tokens or not num_stored:
             return empty_partial(q, self.dtype)
-        group = num_heads // num_kv_heads
-        k_shd = k.to(self.dtype).repeat_interleave(group, dim=1)
-        v_shd = v.to(self.dtype).repeat_interleave(group, dim=1)
+        queries_per_kv = num_heads // num_kv_heads
+        k_shd = k.to(self.dtype).repeat_interleave(queries_per_kv, dim=1)
+        v_shd = v.to(self.dtype).repeat_interleave(queries_per_kv, dim=1)
         scores_hts = torch.einsum("thd,shd->hts", q.to(self.dtype), k_shd) * scale
         if causal:
             hidden_ts = torch.ones(num_tokens, num_stored, dtype=torch.bool, device=q.device).triu(1)
@@ -49,7 +50,7 @@ class ReferenceAttention:
         return Partial(out_thd.contiguous(), lse_ht.transpose(0, 1).contiguous())
 
     def paged_attention(self, q: torch.Tensor, shards: PagedShards, *, scale: float) -> Partial:
-        """See PagedBackend: the meaning of a block table, sequence by sequence."""
+        """Attend as PagedBackend says, one sequence after another."""
         parts = []
         for row, stored in enumerate(shards.stored):
             pages = shards.table[row, : -(-stored // shards.k.shape[1])].long()

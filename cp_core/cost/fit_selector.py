@@ -1,6 +1,7 @@
-"""Fits of selectors to prefills that were measured with both algorithms.
+"""Fits of selectors to prefills that were measured with both algorithms, pass-KV and pass-Q.
 
-They are the empirical selector (arXiv 2411.01783, appendix D) and the C / BW of Algorithms 1 and 5.
+Two things are fitted: the constants of the empirical selector (arXiv 2411.01783, appendix D), and the ratio C / BW of
+Algorithms 1 and 5. Calibration, planning and the bench of selection use them; no serving process does.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ from cp_core.cost.model import PASS_KV, ModelShape
 from cp_core.cost.selector import EmpiricalFit, Selection, Turn
 from cp_core.errors import ConfigError
 
-# A measurement that is far off tells which algorithm is better, but no reliable difference.
-MAX_DIFFERENCE = 0.1
-# Values of C / BW that are tried: 1% apart, from links as fast as memory to links that hardly carry anything.
+MAX_ADVANTAGE = 0.1
+"""Largest advantage that enters a fit: a larger one tells the better algorithm, but no reliable difference."""
 RATIOS = tuple(1e2 * 1.01**step for step in range(1400))
+"""Values of C / BW that are tried, in FLOP a byte: 1% apart, from 1e2 (links as fast as memory) to about 1e8."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """Turn and the seconds that each algorithm took for it."""
+    """Prefill of a turn and the seconds that each algorithm took for it."""
 
     turn: Turn
     pass_kv_seconds: float
@@ -32,7 +33,7 @@ class Comparison:
 
     @property
     def advantage(self) -> float:
-        """Relative advantage of pass-KV: above 0 where it was faster."""
+        """Advantage of pass-KV: ln(seconds of pass-Q / seconds of pass-KV), above 0 where pass-KV was faster."""
         return math.log(self.pass_q_seconds / self.pass_kv_seconds)
 
 
@@ -45,14 +46,14 @@ def fit_empirical(comparisons: Sequence[Comparison]) -> EmpiricalFit:
         raise ConfigError(f"{len(comparisons)} comparisons cannot fit the empirical selector; allowed are 2 or more")
     features = np.array([[math.log(each.turn.new_tokens), math.log(each.turn.miss_rate), 1.0] for each in comparisons])
     advantages = np.array([each.advantage for each in comparisons])
-    # If T + P never changes, the two logarithms are one: the solution of least norm divides it between them.
-    alpha, beta, _ = np.linalg.lstsq(features, np.clip(advantages, -MAX_DIFFERENCE, MAX_DIFFERENCE), rcond=None)[0]
+    # If T + P never changes, both logarithms carry the same information; lstsq then returns the solution of least norm.
+    alpha, beta, _ = np.linalg.lstsq(features, np.clip(advantages, -MAX_ADVANTAGE, MAX_ADVANTAGE), rcond=None)[0]
     heights = features[:, :2] @ np.array([alpha, beta])
     ordered = sorted(set(heights.tolist()))
-    # Pass-KV where height > border: borders lie half way between neighbours, and outside of all.
-    borders = [ordered[0] - 1.0, *((low + high) / 2 for low, high in pairwise(ordered)), ordered[-1] + 1.0]
-    border = min(borders, key=lambda each: beyond_best(comparisons, [height > each for height in heights]))
-    return EmpiricalFit(alpha=float(alpha), beta=float(beta), gamma=-border)
+    # Pass-KV is chosen where height > threshold. Candidates lie half way between neighbours, below all and above all.
+    thresholds = [ordered[0] - 1.0, *((low + high) / 2 for low, high in pairwise(ordered)), ordered[-1] + 1.0]
+    best = min(thresholds, key=lambda each: beyond_best(comparisons, [height > each for height in heights]))
+    return EmpiricalFit(alpha=float(alpha), beta=float(beta), gamma=-best)
 
 
 def fit_compute_per_byte(
@@ -60,7 +61,8 @@ def fit_compute_per_byte(
 ) -> float:
     """Return the C / BW, in FLOP a byte, at which Algorithm 1 or 5 (`rule`) loses least time.
 
-    It is the middle of the widest range of such values. Both algorithms depend on C and BW through this ratio alone.
+    Where several values lose as little, it is the geometric mean of the ends of their widest range. Both algorithms
+    depend on C and BW through this ratio alone.
     Raises ConfigError without comparisons.
     """
     if not comparisons:
@@ -78,6 +80,7 @@ def _lost_by(
     comparisons: Sequence[Comparison],
     ratio: float,
 ) -> float:
+    """Return the seconds that the rule's choices take beyond the best ones, at this C / BW."""
     chosen = [rule(each.turn, model, ratio, 1.0).algorithm for each in comparisons]
     return beyond_best(comparisons, [algorithm == PASS_KV for algorithm in chosen])
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from cp_core.errors import Busy, InvalidRequest, NotFound, RingserveError
-from orchestration.conversations.quotas import RunningTurns
+from orchestration.conversations.quotas import RunningTurnsPort
 from orchestration.conversations.store import Conversation, ConversationStore
 from orchestration.placement.kv_locations import KvLocation
 from orchestration.placement.registry import RingRegistry
@@ -36,7 +36,7 @@ class ConversationOperations:
     """Operations on the store's conversations. `turns` knows the running turns and releases KV."""
 
     def __init__(
-        self, store: ConversationStore, peers: Peers, rings: RingRegistry, turns: RunningTurns, tasks: TaskSet
+        self, store: ConversationStore, peers: Peers, rings: RingRegistry, turns: RunningTurnsPort, tasks: TaskSet
     ) -> None:
         self._store = store
         self._peers = peers

@@ -1,4 +1,7 @@
-"""Limit of the KV that a tenant holds. It is checked when a turn begins; the tenant's own idle KV makes room."""
+"""Limit of the KV that a tenant holds. The router checks it when it admits a turn.
+
+A tenant's own idle conversations make room. `KvQuotas` chooses them; the caller releases their KV on the rings.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,14 @@ from orchestration.conversations.store import Conversation, ConversationStore
 from orchestration.protocol.turns import KvQuota
 
 BUSY_RETRY_SECONDS = 1.0
-"""Seconds after which a refused client may try again; when a turn of its tenant ends is not known."""
+"""Seconds after which a refused client may retry. A guess: the end of the tenant's running turns is not known."""
 
 
-class RunningTurn(Protocol):
-    """Turn that runs, as far as conversations look at it.
+class RunningTurnPort(Protocol):
+    """Running turn, as far as conversations look at it; the router's `RunningTurn` has more.
 
-    `max_kv_tokens` is the KV that it may come to. `match_tokens` is how many tokens of its prompt begin the
-    conversation so far.
+    `max_kv_tokens` is the most KV that it may need. `match_tokens` is how many leading tokens its prompt shares with
+    the conversation so far.
     """
 
     @property
@@ -26,33 +29,33 @@ class RunningTurn(Protocol):
     def match_tokens(self) -> int: ...
 
 
-class RunningTurns(Protocol):
-    """Registry of the running turns, as far as conversations ask it."""
+class RunningTurnsPort(Protocol):
+    """Registry of the running turns, as far as conversations ask it; the router's `TurnRegistry`."""
 
     def __len__(self) -> int: ...
-    def of_tenant(self, tenant: str) -> Iterable[RunningTurn]: ...
-    def of_request(self, request_id: str) -> RunningTurn | None: ...
+    def of_tenant(self, tenant: str) -> Iterable[RunningTurnPort]: ...
+    def of_request(self, request_id: str) -> RunningTurnPort | None: ...
     async def free(self, conversation: Conversation) -> None: ...
 
 
 class KvQuotas:
-    """Quotas of tenants, in tokens: the KV of their `conversations` on rings, and the KV that running `turns` may need.
+    """Quotas of tenants, in tokens: the KV of their conversations on rings, and the KV that running turns may need.
 
-    A running turn counts with its whole prompt and its longest answer, instead of its conversation; so the quota is
-    never exceeded. Each token counts once for each conversation, on however many rings it is, and even where a fork
-    shares it. KV that a ring has evicted counts until it is released or used again.
+    A running turn counts instead of its conversation, with its whole prompt and its longest answer, so the quota is
+    never exceeded. A token counts once in each conversation, however many rings store it, and even where a fork shares
+    it. KV that a ring has evicted counts until it is released or used again.
     """
 
-    def __init__(self, conversations: ConversationStore, turns: RunningTurns) -> None:
+    def __init__(self, conversations: ConversationStore, turns: RunningTurnsPort) -> None:
         self._conversations = conversations
         self._turns = turns
 
     def admit(self, quota: KvQuota, conversation: Conversation, prompt: int, answer: int) -> list[Conversation]:
-        """Make room for a turn of so many tokens. Return the KV that the caller must release on the rings.
+        """Make room for a turn of `prompt` and at most `answer` tokens.
 
-        Only idle conversations of the tenant lose their KV, the least recently used first; their history is computed
-        again when they continue. Raises CapacityExceeded where that is not enough now, InvalidRequest where it never
-        is.
+        Return the KV that the caller must release on the rings. Only idle conversations of the tenant lose their KV,
+        the least recently used first; their history is computed again when they continue. Raises CapacityExceeded
+        where that is not enough now, InvalidRequest where it never is.
         """
         needed, limit = prompt + answer, quota.max_tokens
         if needed > limit:

@@ -1,4 +1,7 @@
-"""One turn on a decode ring, from its reservation to its end: its states, its answer, its KV and its times."""
+"""One turn on a decode ring, from its reservation to its end: its states, its answer, its KV and its times.
+
+The leader, registry, engine, feed and room of the same ring share these objects. Nothing here calls another process.
+"""
 
 from __future__ import annotations
 
@@ -38,6 +41,7 @@ ARROWS = {
     "ABORTED": set(),
     "DONE": set(),
 }
+"""Transitions of DecodeTurnState, by name: the states that may follow each state."""
 
 
 class DecodeTurnState(Enum):
@@ -74,7 +78,7 @@ class DecodeTurnState(Enum):
     DONE = auto()
 
     def to(self, following: DecodeTurnState) -> DecodeTurnState:
-        """Return the next state. A transition that the diagram lacks is a bug."""
+        """Return `following`. A transition that the diagram lacks is a bug: AssertionError."""
         assert following.name in ARROWS[self.name], f"no turn goes from {self.name} to {following.name}"
         return following
 
@@ -85,7 +89,7 @@ class DecodeTurnState(Enum):
 
     @property
     def is_decoding(self) -> bool:
-        """True if the decode loop has written KV of answer tokens, which is still on the ring."""
+        """True if the turn is in the batch: its KV is on the ring, and the decode loop may have added to it."""
         return self in (DecodeTurnState.ADMITTED, DecodeTurnState.STARVED)
 
 
@@ -103,9 +107,10 @@ class Attempt:
 
 @dataclass(slots=True)
 class Answer:
-    """Tokens of the answer, which the ring's events append, and the end of it, which the reader may set.
+    """Tokens of the answer, which the ring's events append, and its length, which the reader may set.
 
-    `num_finished` is the length that the reader has set. `own_end` is the reason why the ring stopped decoding.
+    `num_finished` is that length; None until the reader sets it. `own_end` is why the ring itself stopped decoding;
+    None while it decodes.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -114,7 +119,7 @@ class Answer:
 
     @property
     def finish_reason(self) -> FinishReason:
-        """Finish reason of an answer whose reader has set its length."""
+        """Finish reason of an answer whose reader has set its length: STOP if that cuts it, else the ring's own."""
         is_whole = self.own_end is not None and self.num_finished == len(self.tokens)
         return self.own_end if is_whole and self.own_end is not None else FinishReason.STOP
 
@@ -123,7 +128,8 @@ class Answer:
 class TurnTasks:
     """Work in progress for a turn; the leader starts it and the registry waits for it when the turn ends.
 
-    The ring computes the prompt in `prefilling`, or KV comes from another ring and `sealing` waits for it.
+    `copying` copies shared blocks. Then the ring computes the prompt in `prefilling`, or KV comes from another ring
+    and `sealing` waits for it. `sends` send KV to other rings. `ending` is the end itself.
     """
 
     ending: asyncio.Task[None] | None = None
@@ -144,7 +150,7 @@ class TurnTasks:
             self.sealing.cancel()
 
     async def until_idle(self) -> None:
-        """Wait for sends, copies and the prompt, whose errors go to their own callers."""
+        """Wait for sends, copies and the prompt; their errors go to their own callers."""
         await asyncio.gather(*self.sends, *filter(None, [self.copying, self.prefilling]), return_exceptions=True)
 
 
@@ -186,10 +192,12 @@ class TurnTimes:
 
 @dataclass(slots=True)
 class DecodeTurn:
-    """A turn and its parts, each written by one owner.
+    """Turn on a decode ring and its parts, each written by one owner.
 
-    The leader writes `attempt` and `state`, the room `room` and the states between ADMITTED and RESUMING, the feed
-    `left_batch`. `arrival` orders the ring's turns. `room` tokens of the sequence find a slot in its block tables.
+    The leader writes `attempt` and `state`. The room writes `room` and the states between ADMITTED and RESUMING. The
+    feed writes `left_batch`.
+
+    `arrival` orders the ring's turns. `room` is how many tokens of the sequence have a slot in its block tables.
     `num_attempts` also counts the attempts that the router could not begin. The gateway's stream reads `events`; an
     error is the last of them.
     """
@@ -232,7 +240,7 @@ class DecodeTurn:
         self.state = self.state.to(state)
 
     def add_token(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
-        """Append the newest token to the answer and hand it to the client."""
+        """Append the newest token to the answer and put it into `events`."""
         if len(self.answer.tokens) == 1:
             self.times.handoff_seconds = time.monotonic() - self.times.first_token_at
         self.answer.tokens.append(token_id)
@@ -256,7 +264,7 @@ class DecodeTurn:
         return self.prompt_tokens + self.request.sampling.max_tokens
 
     def held_with(self, num_tokens: int) -> list[int]:
-        """Return each rank's tokens when the sequence has `num_tokens`, at least as many as its KV has now."""
+        """Return each rank's share of the sequence at `num_tokens` tokens, which is no fewer than its KV has now."""
         held = self.sequence.shards.held
         growth = level_counts(held, num_tokens - sum(held))
         return [own + more for own, more in zip(held, growth, strict=True)]
@@ -275,7 +283,7 @@ class DecodeTurn:
             answer.num_finished = num_tokens
 
     def cut(self) -> None:
-        """Drop tokens after the set length, and their KV. The decode loop adds no more tokens."""
+        """Drop tokens after the set length, and their KV. Called when the decode loop adds no more tokens."""
         if self.answer.num_finished is not None:
             del self.answer.tokens[self.answer.num_finished :]
             self.sequence.shards = self.sequence.shards.truncate(self.kv_tokens)
@@ -294,7 +302,7 @@ class DecodeTurn:
         )
 
     def note_decoded(self) -> ShardMap:
-        """Enter the KV of decoded tokens into the sequence, and return the places of all its KV."""
+        """Enter the KV of decoded tokens into the sequence's shards; return the shards of all its KV."""
         shards = self.sequence.shards
         if self.state.is_decoding:
             known = shards.num_tokens
@@ -302,11 +310,11 @@ class DecodeTurn:
         return self.sequence.shards
 
     def spans(self, ring: str, ended: float) -> Sequence[TimeSpan]:
-        """Return the spans of a turn that ends on `ring`, however far it came.
+        """Return the trace spans of a turn that ends on `ring`; a turn that ends early has fewer.
 
-        A `migration` is there for every time that the turn's KV came whole (from the first byte to the seal), or
-        `queue` (from the reservation) and `prefill` where the ring itself computed the prompt. `hand-off` lasts from
-        the first token, which the ring that computes the prompt makes, to the second; `decode` from there to the end.
+        Each transfer of the whole KV has a `migration`, from the first byte to the seal. A ring that computed the
+        prompt itself has `queue`, from the reservation, and `prefill` instead. `hand-off` lasts from the first token,
+        which belongs to the prompt, to the second. `decode` lasts from there to the end.
         """
         times, where = self.times, {"ringserve.ring": ring}
         if not times.handoff_seconds:

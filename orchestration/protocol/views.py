@@ -1,6 +1,7 @@
-"""Views of rings, conversations and the whole service for operators and clients, and faults that stop it from serving.
+"""Views of rings, conversations and the whole service for operators and clients, and their health.
 
-Frozen data. A fault is about progress, not merely about whether processes live.
+Frozen data. Leaders and the router fill them in; the gateway, metrics and commands show them. Health endpoints ask
+`ring_fault` and `service_fault`, which look at progress: a living process that makes no steps is a fault.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ class RankKvUsage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Correction:
-    """Factor of the predictions for a ring's turns by `algorithm`, of `min_work` to four times as many work units.
+    """Factor that the router applies to predictions for a ring, learnt from `num_turns` measured turns.
 
-    `num_turns` is how many such turns were measured.
+    It holds for turns by `algorithm` with at least `min_work` and less than four times as many work units.
     """
 
     algorithm: Algorithm
@@ -43,9 +44,9 @@ class Correction:
 class RingStatus:
     """Status that a ring reports to operators.
 
-    `rank_pids` are those of `tp` processes a rank, in order. `decode_variant` served the latest decode step that was
-    looked at. `waiting_work` and its bound are in work units, of prefill rings. `nodes` are the addresses of the nodes
-    that its ranks are on, each once.
+    `rank_pids` has `tp` processes a rank, in order of ranks. `decode_variant` is the variant of the latest decode step
+    that the ring's watch saw. `waiting_work` and `max_waiting_work` are in work units; prefill rings alone have them.
+    `nodes` are the addresses of the nodes of its ranks, each once.
 
     The router adds what the ring announced (`rates`, `capacity_tokens`, `chunk_tokens`), its own `corrections`, and
     whether it expects the ring back after a drain (`is_restarting`). A ring that has left has the state "away".
@@ -93,9 +94,9 @@ class KvLocationView:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConversationView:
-    """Conversation as `GetConversation` shows it. `epoch` counts the changes of its placements.
+    """Conversation as `GetConversation` shows it. `epoch` counts the changes of `placements`.
 
-    `ttl_seconds` 0: it is never forgotten for its age.
+    `ttl_seconds` 0 means that the conversation does not expire by age.
     """
 
     conversation_id: str
@@ -115,7 +116,7 @@ class ConversationView:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConversationSummary:
-    """Conversation in a list: as `ConversationView`, without where each token lies."""
+    """Conversation in a list: as `ConversationView`, with token counts in place of locations."""
 
     conversation_id: str
     num_tokens: int
@@ -130,7 +131,7 @@ class ConversationSummary:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConversationList:
-    """Page of conversations, by id. The next one begins after `next_after`; empty where there is none."""
+    """Page of conversations in order of id. The next page begins after `next_after`; empty on the last page."""
 
     conversations: tuple[ConversationSummary, ...]
     next_after: str
@@ -139,7 +140,8 @@ class ConversationList:
 class MoveReason(StrEnum):
     """Reasons why retained KV moves between rings.
 
-    A turn pulls what its conversation leaves behind, its ring drains, or its ring is about to evict.
+    TURN: a turn pulls KV from a ring that its conversation leaves. DRAIN: the ring drains. FULL: the ring is about to
+    evict.
     """
 
     TURN = "turn"
@@ -149,7 +151,7 @@ class MoveReason(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MoveTotals:
-    """Moves of retained KV from rings of a role, since the router started."""
+    """Moves of retained KV from rings of a role for one reason, since the router started."""
 
     role: str
     reason: MoveReason
@@ -161,10 +163,9 @@ class MoveTotals:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DrainView:
-    """Progress of a ring that leaves.
+    """Progress of a ring that drains: what became of the conversations whose KV it retains.
 
-    Of its conversations `num_left` are still to be moved, `num_no_room` found no room elsewhere, and `num_failed` moves
-    failed.
+    `num_left` are still to be moved, `num_no_room` found no room on another ring, and `num_failed` moves failed.
     """
 
     role: str
@@ -195,8 +196,8 @@ class ServerView:
 def ring_fault(status: RingStatus, ranks: Iterable[RankStatus], stuck_seconds: float) -> str:
     """Return one sentence on why a ring should get no turns; empty where it serves.
 
-    A rank that works and made no step for `stuck_seconds` is stuck, whatever its process says. So is a transfer that
-    began and got no byte for so long.
+    A rank is stuck if it has work and made no step for `stuck_seconds`. A transfer is stuck if it began and got no byte
+    for as long.
     """
     if status.state != RingState.READY:
         return f"ring {status.name} is {status.state}"
@@ -211,13 +212,13 @@ def ring_fault(status: RingStatus, ranks: Iterable[RankStatus], stuck_seconds: f
 
 
 def service_fault(view: ServerView) -> str:
-    """Return one sentence on why no turn could be served.
+    """Return one sentence on why the service should get no turns; empty where it serves.
 
-    It is empty where a ring of each role takes turns, or is to return: turns wait for it.
+    It serves if each role has a ring that takes turns, or one that is to return: turns wait for that ring.
     """
-    taking = {
+    serving_roles = {
         ring.role
         for ring in view.rings
         if ring.is_restarting or (ring.state == RingState.READY and not ring.is_draining)
     }
-    return next((f"no {role} ring takes turns" for role in ("prefill", "decode") if role not in taking), "")
+    return next((f"no {role} ring takes turns" for role in ("prefill", "decode") if role not in serving_roles), "")

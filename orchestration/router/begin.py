@@ -1,4 +1,8 @@
-"""Beginning of a router's turns: the request waits, its prompt is read, and it gets its rings, which reserve."""
+"""Beginning of a router's turns: from a client's request to reservations on the rings that serve it.
+
+The router admits a request (`TurnAdmission`): it waits for its conversation, its prompt is read, and its rings are
+chosen. `TurnAttempts` then reserves on these rings (`TurnReservations`).
+"""
 
 from __future__ import annotations
 
@@ -38,11 +42,13 @@ from workers.protocol.prefill_steps import Algorithm, TokenIds
 log = logging.getLogger(__name__)
 
 MAX_REFUSALS = 3
-"""Refusals by rings after which the client hears of one."""
+"""Refusals by rings that a turn survives; the next one is the client's error."""
 ASK_SECONDS = 2.0
-"""Seconds that a turn waits to hear how much KV a ring retains that its conversation leaves."""
+"""Seconds for the answer of a ring that a conversation leaves, on how much of its KV the ring retains."""
 MAX_PROMPT_LOGPROBS = 1 << 18
-"""Log-probabilities of one prompt, the most likely tokens' included: they cross the control plane in one message."""
+"""Most log-probabilities of one prompt, those of top tokens included: they cross the control plane in one message."""
+SHINGLE = 8
+"""Consecutive tokens that must agree for a passage to count as repeated."""
 
 
 class TurnAdmission:
@@ -90,7 +96,7 @@ class TurnAdmission:
             raise
 
     async def _open(self, request: TurnRequest, *, waits: bool) -> Conversation:
-        """Open the request's conversation. Awaits nothing unless the request is to wait for it."""
+        """Open the request's conversation. Awaits nothing unless `waits`: then until the conversation is idle."""
         name, ttl = request.conversation_id, request.conversation_ttl_seconds
         if not name:
             return Conversation("", running_request=request.request_id)
@@ -111,6 +117,7 @@ class TurnAdmission:
         return conversation
 
     def _admit(self, request: TurnRequest, conversation: Conversation) -> RunningTurn:
+        """Read the prompt, choose rings, check length and quota, and add the turn to the registry. Awaits nothing."""
         prompt, mode = resolve_prompt(conversation.tokens, request.token_ids, request.prompt_mode)
         _check_scores(len(prompt), request.sampling.prompt_logprobs)
         wanted = WantedTurn(
@@ -149,7 +156,7 @@ class TurnAdmission:
 
 
 class TurnReservations:
-    """Reservations of turns on rings. A turn that is refused moves to the next best rings."""
+    """Reservations of turns on rings. A turn that a ring refuses moves to the next best rings."""
 
     def __init__(self, peers: Peers, placer: RingPlacer, turns: TurnRegistry, tasks: TaskSet) -> None:
         self._peers = peers
@@ -166,12 +173,12 @@ class TurnReservations:
                 await self._try_elsewhere(turn, refusal)
 
     async def reserve(self, turn: RunningTurn) -> None:
-        """Reserve on the turn's rings, and ask those that its conversation leaves how much KV they retain.
+        """Reserve on the turn's rings. Ask rings that its conversation leaves how much of its KV they retain.
 
-        Raises CapacityExceeded, Unavailable.
+        Rings that refused are added to `turn.refused`. Raises CapacityExceeded, Unavailable.
         """
         request = _reserve_request(turn)
-        # A turn that its decode ring computes pulls nothing. In a later attempt the rings hold its own tokens alone.
+        # A turn whose prompt its decode ring computes pulls no KV. A later attempt uses its own rings alone.
         asks_left = turn.attempt == 1 and turn.prefill is not None
         left = self._left_rings(turn) if asks_left else []
         asking = asyncio.create_task(self._ask_left(turn, left)) if left else None
@@ -212,10 +219,10 @@ class TurnReservations:
             raise Unavailable(f"ring {prefill.name} was rebuilt just now; retry")
 
     async def _try_elsewhere(self, turn: RunningTurn, refusal: RingserveError) -> None:
-        """Move a refused turn to the next best rings, with nothing left on those before.
+        """Move a refused turn to the next best rings, and release its reservations on the previous ones.
 
-        A turn whose decode ring could not compute the prompt goes over a prefill ring now. Raises `refusal` where there
-        is no other ring, the turn was refused too often, is to end, or asked for its decode ring.
+        A turn whose decode ring could not compute the prompt uses a prefill ring now. Raises `refusal` where no other
+        ring is left, after MAX_REFUSALS, where the turn is to end, or where it asked for its decode ring.
         """
         if len(turn.refused) > MAX_REFUSALS or turn.stop_error is not None or turn.is_over:
             raise refusal
@@ -235,8 +242,8 @@ class TurnReservations:
         before_prefill, before_decode, retained = turn.prefill, turn.decode, turn.retained_on_prefill
         had_prefill, had_decode = turn.on_prefill is not None, turn.on_decode is not None
         turn_id = self._turns.move(turn, choice, self._placer.place(wanted, choice))
-        # What was reserved must be free before it can be reserved anew; rings that are gone are not waited for. A
-        # client that hangs up meanwhile does not stop it.
+        # Reserved blocks must be free before the turn reserves again. Rings that did not reserve are told, and nothing
+        # waits for them. `shield`: a client that hangs up does not cancel the release.
         leaving = [(self._tasks.spawn(self._leave_decode(turn_id, before_decode)), had_decode)]
         if before_prefill is not None:
             work = self._leave_prefill(turn, turn_id, before_prefill, retained)
@@ -257,15 +264,15 @@ class TurnReservations:
             log.info("decode ring %s could not be told to drop %s: %s", ring.name, turn_id, error)
 
     def take_prefill_ring(self, turn: RunningTurn) -> None:
-        """Choose a prefill ring for the resumption of a turn that its decode ring computed. Raises Unavailable."""
+        """Choose a prefill ring to resume a turn whose prompt the decode ring had computed. Raises Unavailable."""
         self._turns.take_prefill_ring(turn, self._placer.choose_prefill(turn.wanted, turn.decode))
 
     def _left_rings(self, turn: RunningTurn) -> list[RegisteredRing]:
-        """Return the rings that the conversation leaves, and that may retain KV of it."""
+        """Return the rings that the conversation leaves and that may retain its KV."""
         return [ring for ring in self._placer.own_rings(turn.wanted) if ring not in (turn.prefill, turn.decode)]
 
     async def _ask_left(self, turn: RunningTurn, rings: Sequence[RegisteredRing]) -> list[RetainedPrefix]:
-        """Ask `rings` how much of the conversation they retain. A ring that does not answer soon counts as empty."""
+        """Ask `rings` how much of the conversation they retain. A ring silent for ASK_SECONDS counts as empty."""
         answers = await asyncio.gather(*(self._ask_one(turn, ring) for ring in rings))
         return [prefix for prefix in answers if prefix is not None]
 
@@ -282,7 +289,7 @@ class TurnReservations:
 
 
 def explain(turn: RunningTurn, plan: TurnPlan) -> TurnPlan:
-    """Return the plan with the reason for its rings, and what others would have taken."""
+    """Return the plan with the reason for its rings, and the predicted seconds of the alternatives."""
     refused = "".join(f"; ring {ring.name} had no room or was gone" for ring in turn.refused)
     direct, others = turn.choice.direct, plan.alternatives
     if direct is not None and not turn.choice.is_direct:
@@ -297,7 +304,7 @@ def explain(turn: RunningTurn, plan: TurnPlan) -> TurnPlan:
 
 @contextmanager
 def refused_whole() -> Iterator[None]:
-    """Raise NotBegun for Unavailable: the turn got no plan, its conversation is as it was, and it may be repeated."""
+    """Raise NotBegun for Unavailable: the turn got no plan, its conversation is unchanged, and it may be repeated."""
     try:
         yield
     except Unavailable as error:
@@ -324,9 +331,9 @@ def _reserve_request(turn: RunningTurn) -> Reserve:
 
 
 def _match(conversation: Conversation, prompt: TokenIds, request: TurnRequest) -> int:
-    """Return how many of the prompt's tokens are the conversation's: where their KV is, they need no computing."""
+    """Return how many leading tokens of the prompt are the conversation's, and so need no computing where KV is."""
     history = conversation.tokens
-    # Cached tokens have no logits any more: a prompt whose log-probabilities are asked for is computed whole.
+    # Cached tokens have no logits, so a request for the prompt's log-probabilities has the whole prompt computed.
     if history is None or request.sampling.prompt_logprobs is not None:
         return 0
     # The last prompt token is always computed: its logits give the first new one.
@@ -341,28 +348,25 @@ def _check_scores(num_tokens: int, num_top: int | None) -> None:
         )
 
 
-SHINGLE = 8
-"""Consecutive tokens that must agree for a passage to count as repeated."""
-
-
 def common_prefix(left: TokenIds, right: TokenIds) -> int:
-    """Return how many leading tokens agree."""
+    """Return how many leading tokens of both agree."""
     shorter = min(len(left), len(right))
     differs = np.flatnonzero(left[:shorter] != right[:shorter])
     return int(differs[0]) if len(differs) else shorter
 
 
 def _shingles(tokens: TokenIds) -> set[bytes]:
+    """Return the distinct passages of SHINGLE consecutive tokens."""
     window = np.lib.stride_tricks.sliding_window_view(tokens, SHINGLE)
     return {row.tobytes() for row in window}
 
 
 def repeats_history(history: TokenIds, prompt: TokenIds) -> bool:
-    """Return whether a prompt of unstated mode is the whole history, as it was or edited.
+    """Return whether a prompt of unstated mode repeats the whole history, unchanged or edited.
 
-    The whole history: the prompt begins with all of it. Edited: at least half of the prompt and a quarter of the
-    history agree from the start (cut back and continued), or at least half of the history's 8-token passages occur in
-    the prompt (changed in the middle).
+    Unchanged: the prompt begins with the whole history. Cut back and continued: at least half of the prompt and a
+    quarter of the history agree from the start. Changed in the middle: at least half of the history's passages of
+    SHINGLE tokens occur in the prompt.
     """
     shared = common_prefix(history, prompt)
     if shared == len(history):
@@ -376,7 +380,10 @@ def repeats_history(history: TokenIds, prompt: TokenIds) -> bool:
 
 
 def resolve_prompt(history: TokenIds | None, prompt: TokenIds, mode: PromptMode) -> tuple[TokenIds, PromptMode]:
-    """Return the whole prompt of a turn, and how it was read. `history` is None where the conversation is new."""
+    """Return the whole prompt of a turn, and the mode in which it was read. `history` is None for a new conversation.
+
+    Raises InvalidRequest for an empty prompt, NotFound where there is nothing to append to.
+    """
     if len(prompt) == 0:
         raise InvalidRequest("input: the prompt has 0 tokens, at least 1 is needed")
     if history is None:

@@ -1,9 +1,9 @@
 """Decode batch of a ring and its steps, as one rank runs them: over the newest tokens, or over one prompt.
 
-Every rank derives the same batch from the same headers: its sequences, and which rank stores each sequence's next token
-in which slot. So a step exchanges nothing but attention and the sampled tokens.
+`workers.decode.loop` calls it. Every rank derives the same batch from the same headers: its sequences, and which rank
+stores each sequence's next token in which slot. So a step exchanges nothing but attention and the sampled tokens.
 
-B sequences (rows), R rows that this rank computes, H query heads, K KV heads, D head dimension.
+Shapes: B sequences (rows), R rows that this rank computes, H query heads, K KV heads, D head dimension.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ from workers.sampling.sampler import RowSampler, sample_rows
 class BatchRow:
     """Running sequence. `token_id` at `position` is its newest token; the next step computes that token's KV.
 
-    `runs` are the slots of this rank's shard in stored order. `sampler` draws tokens; the leading loop ends sequences.
+    `held` counts the stored tokens of every rank. `blocks` and `runs` are this rank's: its block table, and the slots
+    of its shard in stored order. `sampler` draws tokens; the leading loop decides when the sequence ends.
     """
 
     sequence_id: str
@@ -56,7 +57,7 @@ class BatchRow:
 
 @dataclass(frozen=True, slots=True)
 class Appended:
-    """Placement of the newest tokens: the rows whose KV this rank stores, their slots, and every row's owner."""
+    """Rows whose newest token this rank stores, the slots of those tokens, and the owner (a rank) of every row's."""
 
     rows: list[int]
     slots: list[int]
@@ -64,7 +65,7 @@ class Appended:
 
 
 class BatchState:
-    """Running rows in order of admission, as one rank sees them."""
+    """Running rows in order of admission, with this rank's blocks and slots. Every rank holds one."""
 
     def __init__(self, rank: int, num_ranks: int, block_tokens: int) -> None:
         self._rank = rank
@@ -87,24 +88,22 @@ class BatchState:
         for admission in change.admitted:
             blocks, held = list(admission.blocks[self._rank]), list(admission.held)
             assert sum(held) == admission.position, "tokens before the newest one must all be stored"
-            where = list(runs(blocks, held[self._rank], self.block_tokens))
-            self.rows.append(
-                BatchRow(
-                    admission.sequence_id,
-                    admission.token_id,
-                    admission.position,
-                    held,
-                    blocks,
-                    where,
-                    RowSampler(admission.sampling, admission.history),
-                )
+            row = BatchRow(
+                sequence_id=admission.sequence_id,
+                token_id=admission.token_id,
+                position=admission.position,
+                held=held,
+                blocks=blocks,
+                runs=list(runs(blocks, held[self._rank], self.block_tokens)),
+                sampler=RowSampler(admission.sampling, admission.history),
             )
+            self.rows.append(row)
         for growth in change.grown:
             row = next(row for row in self.rows if row.sequence_id == growth.sequence_id)
             row.blocks += growth.blocks[self._rank]
 
     def append(self) -> Appended:
-        """Give every row's newest token to the rank that stores the fewest tokens of the sequence."""
+        """Assign every row's newest token to the rank that stores the fewest tokens of the sequence."""
         appended = Appended([], [], [])
         for number, row in enumerate(self.rows):
             owner = append_owner(row.held)
@@ -118,12 +117,13 @@ class BatchState:
     def plan(self, appended: Appended) -> DecodePlan:
         """Plan the step whose tokens were just appended: the rank that computes each row, and every rank's tokens.
 
-        A row is computed by the rank that stores its new token: the KV is made where it stays. Appending circulates
-        over the ranks, and so does computing (arXiv 2411.01783, 3.6).
+        The rank that stores a row's new token computes the row, so its KV never travels. Owners rotate over the ranks,
+        and the work rotates with them (arXiv 2411.01783, 3.6).
         """
         return DecodePlan(self._num_ranks, tuple(appended.owners), tuple(tuple(row.held) for row in self.rows))
 
     def _take_slot(self, row: BatchRow) -> int:
+        """Return the slot of this rank's next token of the row, and add it to the row's runs."""
         block, offset = divmod(row.held[self._rank], self.block_tokens)
         assert block < len(row.blocks), f"{row.sequence_id!r} has outgrown its {len(row.blocks)} blocks"
         slot = row.blocks[block] * self.block_tokens + offset
@@ -135,11 +135,11 @@ class BatchState:
 
 
 class DecodePass:
-    """Decode steps of a ring over distributed KV. A row is computed by every rank (`gather`) or by one (`pass_q`).
+    """Decode steps of a ring over distributed KV. Every rank computes a row (`gather`), or one rank does (`pass_q`).
 
     The variant may change from step to step: both leave the same KV on the same ranks. With tensor parallelism each
-    rank of the ring is several processes, each in the ring of its own heads. They make the logits together, and the
-    first of them samples.
+    rank of the ring is several processes, each in the ring of its own heads. They compute the logits together, and the
+    first of them samples. The model calls `attend` at each layer.
     """
 
     def __init__(
@@ -162,16 +162,16 @@ class DecodePass:
         self._plan: DecodePlan
         # Route of a pass-Q step; None where every rank computes every row.
         self._route: PassQRoute | None = None
-        # Indices of the stored rows among the computed ones; None: all of them, so that no layer needs to pick rows.
+        # Indices of the stored rows among the computed ones; None where these are all, and no layer has to pick rows.
         self._stored: Tensor | None = None
         self._slots = torch.empty(0, dtype=torch.int64)
-        # For kernels that follow block tables: the batch's table, and the number of tokens stored of each row.
+        # For kernels that follow block tables: the batch's table, and how many tokens of each row this rank stores.
         self._follows_tables = takes_pages(backend, cache.block_tokens)
         self._table = torch.empty(0, 0, dtype=torch.int32)
         self._stored_tokens: tuple[int, ...] = ()
 
     def run(self, variant: str) -> list[Sampled]:
-        """Run one step of the whole batch -> in the first process the token after each row, in order; elsewhere none.
+        """Run one step of the whole batch. Return the token after each row in the first process, [] elsewhere.
 
         Raises Unavailable when a peer is lost, FloatingPointError for a NaN in attention or logits.
         """
@@ -197,7 +197,7 @@ class DecodePass:
         return self._gather_in_order(sampled) if self._samples else []
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """Store this rank's rows of k[R,K,D] and v[R,K,D], attend q[R,H,D] over all shards -> [R,H,D]."""
+        """Store this rank's rows of k[R,K,D] and v[R,K,D], then attend q[R,H,D] over all shards; return [R,H,D]."""
         cache = self._cache
         if self._stored is None:
             cache.write_slots(layer, self._slots, k, v)
@@ -223,7 +223,7 @@ class DecodePass:
         return self._model.hidden_states(token_ids, positions, self)
 
     def _sample(self, computed: Sequence[int], states: Tensor) -> list[Sampled]:
-        """Sample the token after each of these rows from states[R, hidden_size]; none where another process samples."""
+        """Sample the token after each of these rows from states[R, hidden_size]; [] where another process samples."""
         if not computed:
             return []
         logits = self._model.logits(states)
@@ -232,7 +232,7 @@ class DecodePass:
         return sample_rows([self._batch.rows[number] for number in computed], logits)
 
     def _gather_in_order(self, sampled: Sequence[Sampled]) -> list[Sampled]:
-        """Gather each rank's tokens on the first rank, in the batch's order; none elsewhere."""
+        """Gather all ranks' tokens on the first rank, in the batch's order; [] elsewhere."""
         rows_of = [self._plan.rows_of(rank) for rank in range(self._transport.size)]
         tops_of = [[self._batch.rows[row].sampler.sampling.logprobs for row in rows] for rows in rows_of]
         arrived = gather_sampled(sampled, tops_of, self._transport, self._cache.device)
@@ -247,11 +247,11 @@ class DecodePass:
 
 
 class DecodePrompts:
-    """Prompts on a decode ring, one at a time, each between two steps of the batch: new tokens after retained KV.
+    """Prompts that a decode ring computes itself, one at a time between two steps of the batch.
 
-    A prompt is an ordinary prefill step by pass-Q: the keys stay on their ranks and the queries circulate. Its KV goes
-    to this ring's own shards, so nothing is sent elsewhere. Collective: every process of the ring runs the same prompts
-    in the same order.
+    New tokens follow retained KV. A prompt is an ordinary prefill step by pass-Q: the keys stay on their ranks and the
+    queries circulate. Its KV goes to this ring's own shards, so nothing is sent elsewhere. Collective: every process of
+    the ring runs the same prompts in the same order.
     """
 
     def __init__(
@@ -270,7 +270,7 @@ class DecodePrompts:
         self._clock = clock or StepClock()
 
     def run(self, prompt: ComputePrompt) -> Sampled | None:
-        """Compute and store the prompt's tokens -> in the ring's first process the token after them; None elsewhere.
+        """Compute the prompt's tokens and store their KV. Return the next token in the ring's first process, else None.
 
         Raises Unavailable when a peer is lost, FloatingPointError for a NaN in attention or logits.
         """
@@ -291,7 +291,7 @@ class DecodePrompts:
         )
         step = PrefillStep(algorithm=Algorithm.PASS_Q, sequences=(sequence,))
         forward, states = run_prefill(step, self._model, transport, self._cache, self._backend, _send_nothing)
-        # All processes of a rank make the logits together, also those of no row; the first of them samples.
+        # All processes of a rank compute the logits together, also of no rows; the first of them samples.
         logits = self._model.logits(states[[last.row for last in forward.last_rows]])
         if self._model.tensor.rank != 0:
             return None

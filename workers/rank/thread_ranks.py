@@ -1,6 +1,7 @@
-"""Ranks as threads of one process, behind the same port as Ray actors: for tests, and to debug the control plane.
+"""Ranks as threads of one process, behind the same port as Ray actors. For tests and debugging; no service uses them.
 
-Rings are `cp_core.transport.inprocess` rings; KV still crosses real sockets on loopback.
+The leaders of both roles take `ThreadRanks` in place of Ray's ranks. Ranks of a ring talk over
+`cp_core.transport.inprocess`; KV still crosses real sockets on loopback.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from workers.rank.worker import RankWorker
 T = TypeVar("T")
 
 RATES = RingRates(gemm_flops=5e10, attention_flops=3e10, link_bytes_per_second=1e9, link_latency_seconds=2e-4)
-"""Rates that threads report: measured rates of threads would mean nothing and differ from run to run."""
+"""Rates that every thread rank reports. Measured rates of threads would mean nothing and differ from run to run."""
 
 
 class ThreadRendezvous:
     """In-process rings that the ranks of one ring join. Rank r of `num_ranks` is cp_rank * tp + tp_rank.
 
-    The rings are made when the first rank joins, which tells how many ranks are tensor parallel.
+    The first rank that joins makes the rings: only then the number of tensor parallel ranks, `tp`, is known.
     """
 
     def __init__(self, num_ranks: int, timeout_seconds: float) -> None:
@@ -49,7 +50,10 @@ class ThreadRendezvous:
 
 
 class ThreadRank:
-    """`RankPort` to a RankWorker in this process: one thread computes, others answer. `poisoned`: NaN in unused KV."""
+    """`RankPort` to a RankWorker in this process. One thread computes, other threads answer calls.
+
+    With `poisoned`, unused KV holds NaN, so that a read of it is noticed.
+    """
 
     def __init__(self, rendezvous: ThreadRendezvous, rank: int, poisoned: bool) -> None:
         self.worker = RankWorker()

@@ -31,16 +31,16 @@ def test_fitted_on_table_4_all_three_rules_are_right_everywhere() -> None:
         assert num_right([rule(each.turn, model, ratio, 1.0).algorithm for each in turns], turns) == 14
 
 
-@given(border=st.integers(2, 60), cached=st.integers(0, 100_000))
-def test_a_border_in_the_number_of_new_tokens_is_found(border: int, cached: int) -> None:
+@given(threshold=st.integers(2, 60), cached=st.integers(0, 100_000))
+def test_a_threshold_in_the_number_of_new_tokens_is_found(threshold: int, cached: int) -> None:
     turns = [
-        comparison(1000 * step, cached, 1.0, 1.0 + (0.002 if step >= border else -0.002)) for step in range(1, 64, 2)
+        comparison(1000 * step, cached, 1.0, 1.0 + (0.002 if step >= threshold else -0.002)) for step in range(1, 64, 2)
     ]
     fit = fit_empirical(turns)
     assert num_right([empirical(each.turn, fit).algorithm for each in turns], turns) == len(turns)
 
 
-def test_a_turn_that_was_measured_wrong_does_not_move_the_border_where_most_time_is_lost() -> None:
+def test_a_turn_that_was_measured_wrong_does_not_move_the_threshold_to_where_most_time_is_lost() -> None:
     """One short turn has pass-KV a little faster, against five that have pass-Q faster."""
     turns = [comparison(1000 * step, 100_000, 2.0, 1.8 if step < 6 else 2.2) for step in range(1, 12)]
     turns[2] = comparison(3000, 100_000, 1.99, 2.0)

@@ -36,7 +36,7 @@ async def retained(service: Service, name: str) -> int:
     return max(view.retained_on("prefill"), view.retained_on("decode"))
 
 
-async def test_the_least_recently_used_of_the_tenants_own_lose_their_kv_and_go_on_to_the_token(
+async def test_a_tenants_least_recently_used_conversation_loses_its_kv_and_continues_exactly(
     model_paths: Mapping[str, Path], oracles: Mapping[str, Oracle]
 ) -> None:
     clock = Clock()
@@ -64,7 +64,9 @@ async def test_the_least_recently_used_of_the_tenants_own_lose_their_kv_and_go_o
         service.check_integrity()
 
 
-async def test_running_turns_are_never_cut_and_what_they_may_come_to_counts(model_paths: Mapping[str, Path]) -> None:
+async def test_a_running_turn_retains_its_kv_and_counts_with_its_longest_answer(
+    model_paths: Mapping[str, Path],
+) -> None:
     async with Service(model_paths["llama_gqa"], 2, 2) as service:
         begun = await service.router.begin_turn(of(service, "acme", "c", 500, random_tokens(100), max_tokens=300))
         async with aclosing(service.decode.stream_turn(begun.turn_id)) as events:
@@ -82,7 +84,7 @@ async def test_running_turns_are_never_cut_and_what_they_may_come_to_counts(mode
         service.check_integrity()
 
 
-async def test_what_could_never_be_is_no_matter_of_waiting_and_lets_nothing_go(model_paths: Mapping[str, Path]) -> None:
+async def test_a_turn_beyond_the_whole_quota_is_invalid_and_releases_nothing(model_paths: Mapping[str, Path]) -> None:
     async with Service(model_paths["llama_gqa"], 2, 2) as service:
         await service.answer(of(service, "acme", "c", 100, random_tokens(60)))
         with pytest.raises(
@@ -94,7 +96,7 @@ async def test_what_could_never_be_is_no_matter_of_waiting_and_lets_nothing_go(m
             await service.router.get_conversation("acme/d")
 
 
-async def test_a_conversation_that_goes_on_does_not_make_place_for_itself(model_paths: Mapping[str, Path]) -> None:
+async def test_a_conversation_that_goes_on_does_not_count_twice(model_paths: Mapping[str, Path]) -> None:
     async with Service(model_paths["llama_gqa"], 2, 2) as service:
         await service.answer(of(service, "acme", "c", 100, random_tokens(60)))
         second = await service.answer(of(service, "acme", "c", 100, [1, 2, 3], mode=PromptMode.APPEND))
@@ -116,7 +118,7 @@ async def test_a_fork_counts_and_what_it_shares_outlives_its_source(model_paths:
         service.check_integrity()
 
 
-async def test_turns_that_come_at_once_pass_the_quota_together_never(model_paths: Mapping[str, Path]) -> None:
+async def test_turns_that_begin_at_once_never_exceed_the_quota_together(model_paths: Mapping[str, Path]) -> None:
     async with Service(model_paths["llama_gqa"], 2, 2) as service:
         turns = [of(service, "acme", f"c{number}", 100, random_tokens(45, seed=number)) for number in range(6)]
         answers = await asyncio.gather(*(service.answer(turn) for turn in turns), return_exceptions=True)

@@ -1,4 +1,4 @@
-"""A turn on the decode ring: its admission to the batch, its end, the places of its KV afterwards."""
+"""Turn on a decode ring: its admission to the batch, its end, and the shards of its KV afterwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A turn on a decode ring changes its state only along the arrows of the diagram."""
+"""States of a turn on a decode ring: they change only along the arrows of the diagram of DecodeTurnState."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Readiness comes from progress, not from being alive."""
+"""Faults of a ring and of the service: readiness comes from progress, not from living processes."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class Allocations(RuleBasedStateMachine):
 
     @precondition(lambda self: self.tables)
     @rule(data=st.data())
-    def give_back(self, data: st.DataObject) -> None:
+    def release(self, data: st.DataObject) -> None:
         table = data.draw(st.sampled_from(self.tables))
         keep = data.draw(st.integers(0, len(table)))
         self.allocator.free(table[keep:])
@@ -85,7 +85,7 @@ TestAllocations.settings = settings(max_examples=60, stateful_step_count=30, dea
 
 
 @given(st.integers(1, 30), st.randoms(use_true_random=False))
-def test_blocks_given_back_in_any_order_become_one_run_again(num_blocks: int, chance: object) -> None:
+def test_blocks_freed_in_any_order_become_one_run_again(num_blocks: int, chance: object) -> None:
     allocator = BlockAllocator(num_blocks)
     blocks = allocator.allocate(num_blocks)
     chance.shuffle(blocks)  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Reading of a prompt: the tokens that it shares with the history, and whether it repeats it."""
+"""Reading of a prompt when its turn begins: the tokens it shares with the history, and whether it repeats that."""
 
 from __future__ import annotations
 
