@@ -132,8 +132,10 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         return await _serve(context, begin, TurnRequest, request, router_pb2.BeginTurnResponse)
 
     async def EndTurn(self, request: router_pb2.EndTurnRequest, context: Context) -> router_pb2.EndTurnResponse:
-        keep = await answer(context, self._router.end_turn(from_message(TurnOutcome, request)))
-        return router_pb2.EndTurnResponse(retain_tokens=keep)
+        async def end() -> int:
+            return await self._router.end_turn(from_message(TurnOutcome, request))
+
+        return router_pb2.EndTurnResponse(retain_tokens=await answer(context, end()))
 
     async def ResumeTurn(
         self, request: router_pb2.ResumeTurnRequest, context: Context
