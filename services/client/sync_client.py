@@ -63,10 +63,14 @@ class _LoopThread:
             raise
 
     def items(self, source: AsyncIterator[T]) -> Generator[T, None, None]:
-        """Yield the items of an asynchronous iterator."""
+        """Yield the items of an asynchronous iterator. Closing the generator closes the iterator soon, in the loop."""
+
+        async def following() -> T:  # in the loop: there alone does the iterator learn which loop is to close it
+            return await anext(source)
+
         while True:
             try:
-                item = self.run(source.__anext__())
+                item = self.run(following())
             except StopAsyncIteration:
                 return
             yield item

@@ -307,3 +307,20 @@ async def test_an_unknown_option_is_an_error_and_not_ignored(client: Any) -> Non
         client.stream([1], temperature=0.0)
     with pytest.raises(TypeError, match="max_tokens"):
         await client.talk("options").ask([1], max_tokens=5)
+
+
+def test_a_generator_that_is_left_early_closes_its_source_in_the_loop() -> None:
+    loop, ended = _LoopThread(), threading.Event()
+
+    async def source() -> AsyncIterator[int]:
+        try:
+            yield 1
+        finally:
+            await asyncio.sleep(0)
+            ended.set()
+
+    items = loop.items(source())
+    assert next(items) == 1
+    items.close()
+    assert ended.wait(5)
+    loop.close(asyncio.sleep(0))
