@@ -233,7 +233,7 @@ class _RoomActions:
         except RingserveError as error:
             is_arriving = turn.state in (DecodeTurnState.RESERVED, DecodeTurnState.STREAMING)
             is_whole = turn.request.attempt == attempt and not is_arriving
-            if turn.is_ending or is_whole:
+            if turn.is_ending or is_whole or turn.num_attempts != attempt:
                 return
             log.warning("turn %s could not be resumed, trying again: %s", turn.turn_id, error)
             turn.to(DecodeTurnState.PREEMPTED)

@@ -54,6 +54,10 @@ class TurnAttempts:
             if turn.stop_error is not None:
                 raise turn.stop_error
             if turn.is_over:
+                if turn.prefill is not None:  # the turn's end found nothing to release on that ring
+                    retain = turn.retained_on_prefill
+                    release = self._reservations.leave_prefill(turn.kv_id, turn.turn_id, turn.prefill, retain)
+                    self._tasks.spawn(release)
                 raise Unavailable(f"ring {turn.decode.name} ended the turn before it began; retry")
             plan = explain(turn, self._plan(turn))
         except BaseException as error:

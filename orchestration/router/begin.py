@@ -241,18 +241,20 @@ class TurnReservations:
         log.info("turn %s goes to rings %s and %s: %s", turn.turn_id, choice.prefill.name, choice.decode.name, refusal)
         before_prefill, before_decode, retained = turn.prefill, turn.decode, turn.retained_on_prefill
         had_prefill, had_decode = turn.on_prefill is not None, turn.on_decode is not None
+        kv_id = turn.kv_id  # the turn's own id where it has no conversation: `move` changes it
         turn_id = self._turns.move(turn, choice, self._placer.place(wanted, choice))
         # Reserved blocks must be free before the turn reserves again. Rings that did not reserve are told, and nothing
         # waits for them. `shield`: a client that hangs up does not cancel the release.
         leaving = [(self._tasks.spawn(self._leave_decode(turn_id, before_decode)), had_decode)]
         if before_prefill is not None:
-            work = self._leave_prefill(turn, turn_id, before_prefill, retained)
+            work = self.leave_prefill(kv_id, turn_id, before_prefill, retained)
             leaving.append((self._tasks.spawn(work), had_prefill))
         await asyncio.shield(asyncio.gather(*(task for task, had in leaving if had)))
 
-    async def _leave_prefill(self, turn: RunningTurn, turn_id: str, ring: RegisteredRing, retain: int) -> None:
+    async def leave_prefill(self, kv_id: str, turn_id: str, ring: RegisteredRing, retain: int) -> None:
+        """Release a turn's reservation on a prefill ring, as far as the ring can be told."""
         try:
-            await self._peers.leader("prefill", ring.registration.endpoint).settle(turn.kv_id, turn_id, retain)
+            await self._peers.leader("prefill", ring.registration.endpoint).settle(kv_id, turn_id, retain)
         except RingserveError as error:
             log.info("prefill ring %s could not be told to drop %s: %s", ring.name, turn_id, error)
 

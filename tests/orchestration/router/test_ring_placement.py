@@ -110,6 +110,21 @@ async def test_a_ring_that_is_really_full_is_passed_over_before_the_client_hears
         await is_idle(service, free)
 
 
+async def test_a_refused_turn_without_a_conversation_leaves_nothing_on_its_first_rings(
+    model_paths: Mapping[str, Path], monkeypatch: pytest.MonkeyPatch, oracles: Mapping[str, Oracle]
+) -> None:
+    """The ring holds KV of such a turn under the turn's id, which changes where the turn goes to other rings."""
+    async with Service(model_paths[KIND], 2, 2, other_prefill=[2], other_decode=[2]) as service:
+        free = service.free_blocks()
+        for name in ("decode-0", "decode-1"):
+            with monkeypatch.context() as patch:
+                patch.setattr(service.peers.leaders[name], "reserve", refuse)
+                answer = await service.answer(service.request(random_tokens(50), max_tokens=5))
+            assert answer.token_ids == oracles[KIND].greedy(random_tokens(50), 5)
+            assert answer.begun.plan.decode_ring != name
+        await is_idle(service, free)
+
+
 async def test_where_all_rings_are_full_the_first_refusal_stands_and_nothing_is_left_behind(
     model_paths: Mapping[str, Path], monkeypatch: pytest.MonkeyPatch, oracles: Mapping[str, Oracle]
 ) -> None:

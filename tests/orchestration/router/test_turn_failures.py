@@ -14,12 +14,13 @@ from cp_core.errors import (
     CapacityExceeded,
     DeadlineExceeded,
     InvalidRequest,
+    NotBegun,
     NotFound,
     RingserveError,
     TurnCancelled,
     Unavailable,
 )
-from orchestration.protocol.turns import PromptMode, TokensEvent, TurnRequest
+from orchestration.protocol.turns import PromptMode, Reservation, Reserve, TokensEvent, TurnRequest
 from tests.orchestration.service import Service
 from tests.waiting import eventually
 from tests.workers.models import Oracle, random_tokens
@@ -244,3 +245,27 @@ async def test_turns_join_one_batch_and_wait_for_a_place_in_it(
         for number, (prompt, turn) in enumerate(zip(prompts, turns, strict=True)):
             assert (await turn).token_ids == oracle.greedy(prompt, 30 + number)
         assert most == 3
+
+
+async def test_a_turn_that_ends_while_its_rings_reserve_has_not_begun(
+    model_paths: Mapping[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with Service(model_paths["llama_gqa"], 2, 2) as service:
+        free, asked, ended = service.free_blocks(), asyncio.Event(), asyncio.Event()
+        reserve = service.prefill.reserve
+
+        async def slow(request: Reserve) -> Reservation:
+            asked.set()
+            await ended.wait()
+            return await reserve(request)
+
+        monkeypatch.setattr(service.prefill, "reserve", slow)
+        turn = asyncio.create_task(service.router.begin_turn(service.request(random_tokens(20), max_tokens=5)))
+        await asked.wait()
+        (running,) = service.router._turns.of_tenant("")
+        await eventually(lambda: service.decode._turns.get(running.turn_id) is not None)
+        await service.decode.abort_turn(running.turn_id, Unavailable("the ring lost a rank"))
+        ended.set()
+        with pytest.raises(NotBegun, match="ring decode-0 ended the turn before it began; retry"):
+            await turn
+        await is_idle(service, free)
