@@ -13,7 +13,7 @@ from services.offline.reference import Reference, StockModel
 from tests.services.e2e.cluster import START_SECONDS
 from tests.workers.models import random_tokens
 
-PAUSE_SECONDS = 0.1
+PAUSE_SECONDS = 0.4
 """Between two turns of a client: the machine has rings to start meanwhile."""
 MAX_TOKENS = 8
 TURNS = 6
