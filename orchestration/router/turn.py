@@ -59,7 +59,7 @@ class RunningTurn:
     state leads to ENDING, as the decode leader's `end_turn` does. ENDING settles both rings and updates the
     conversation; ENDED has left the registry.
 
-    Who writes: `begin.TurnStarter` the rings and reservations, `attempts.TurnAttempts` attempts and prefills,
+    Who writes: `begin.TurnReservations` the rings and reservations, `attempts.TurnAttempts` attempts and prefills,
     `registry.TurnRegistry` the ids and the end.
 
     `on_prefill` and `on_decode` are the rings' reservations, None until the rings have answered. `refused` are rings
