@@ -251,19 +251,23 @@ async def test_a_turn_that_ends_while_its_rings_reserve_has_not_begun(
     model_paths: Mapping[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with Service(model_paths["llama_gqa"], 2, 2) as service:
-        free, asked, ended = service.free_blocks(), asyncio.Event(), asyncio.Event()
-        reserve = service.prefill.reserve
+        free, reserved, ended = service.free_blocks(), asyncio.Event(), asyncio.Event()
+        on_prefill, on_decode = service.prefill.reserve, service.decode.reserve
 
-        async def slow(request: Reserve) -> Reservation:
-            asked.set()
+        async def reserve_late(request: Reserve) -> Reservation:
             await ended.wait()
-            return await reserve(request)
+            return await on_prefill(request)
 
-        monkeypatch.setattr(service.prefill, "reserve", slow)
+        async def reserve(request: Reserve) -> Reservation:
+            reservation = await on_decode(request)
+            reserved.set()
+            return reservation
+
+        monkeypatch.setattr(service.prefill, "reserve", reserve_late)
+        monkeypatch.setattr(service.decode, "reserve", reserve)
         turn = asyncio.create_task(service.router.begin_turn(service.request(random_tokens(20), max_tokens=5)))
-        await asked.wait()
+        await reserved.wait()
         (running,) = service.router._turns.of_tenant("")
-        await eventually(lambda: service.decode._turns.get(running.turn_id) is not None)
         await service.decode.abort_turn(running.turn_id, Unavailable("the ring lost a rank"))
         ended.set()
         with pytest.raises(NotBegun, match="ring decode-0 ended the turn before it began; retry"):
