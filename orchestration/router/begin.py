@@ -81,7 +81,8 @@ class TurnAdmission:
 
         Raises InvalidRequest, NotFound, Busy, CapacityExceeded, DeadlineExceeded, NotBegun.
         """
-        self._operations.expire()
+        if self._conversations.next_expiry is not None:
+            self._operations.expire()
         deadline = asyncio.get_running_loop().time() + request.deadline_seconds
         waits = request.wait or self._conversations.is_moving(request.conversation_id)
         conversation = await self._open(request, waits=waits)
