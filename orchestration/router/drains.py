@@ -149,7 +149,7 @@ class RingReturns:
             del self._waiting[request_id]
 
     def _awaited(self) -> _Returning | None:
-        """Return the ring that a turn has to wait for now; None where none is missing, or a missing one stays away."""
+        """Return the ring that a new turn waits for; None where no role lacks a ring, or a lacking one stays away."""
         if not self._rings:
             return None  # the usual case: a thousand rings are not searched for each turn
         missing = [role for role in ROLES if not self._registry.ready(role)]

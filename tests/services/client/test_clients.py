@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
@@ -25,8 +26,11 @@ from services.client.sync_client import _LoopThread
 from services.gateway.text import TextCodec
 from services.rpc.errors import answering
 from services.rpc.server import GrpcServer
+from tests.services.e2e.cluster import wait_until
 from tests.services.local_gateway import LocalGateway
 from tests.workers.models import Oracle, random_tokens
+
+WAIT_SECONDS = 20.0
 
 FIVE = Sampling(max_tokens=5, temperature=0.0)
 LONG = Sampling(max_tokens=4000)
@@ -172,14 +176,19 @@ def test_ctrl_c_cancels_what_a_thread_waits_for() -> None:
     loop, ended, began = _LoopThread(), [], threading.Event()
 
     async def wait() -> None:
-        asyncio.get_running_loop().call_later(0.1, began.set)  # the caller waits by then
+        began.set()
         try:
-            await asyncio.sleep(60)
+            await asyncio.Event().wait()
         finally:
             ended.append(True)
 
+    def caller_waits() -> bool:
+        frame = sys._current_frames()[threading.main_thread().ident or 0]
+        return frame.f_code is threading.Condition.wait.__code__
+
     def interrupt() -> None:
-        began.wait()
+        began.wait(WAIT_SECONDS)
+        wait_until(caller_waits, "the caller waits", WAIT_SECONDS)
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     threading.Thread(target=interrupt).start()
