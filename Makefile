@@ -41,8 +41,8 @@ format: $(DEV_READY) ## format the source and apply automatic fixes
 
 bench: $(DEV_READY) ## run every measurement: rings, then the studies in bench/
 	$(BIN)/ringserve bench attention
-	$(BIN)/ringserve bench prefill
-	$(BIN)/ringserve bench decode
+	$(BIN)/ringserve bench prefill --rings-only
+	$(BIN)/ringserve bench decode --rings-only
 	@set -e; for bench in $(BENCHES); do echo "== $$bench"; $(BIN)/python $$bench; done
 
 proto: $(DEV_READY) ## generate the stubs of proto/ringserve/v1/*.proto

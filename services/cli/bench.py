@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from cp_core.errors import ConfigError
 from cp_core.transport.ring_backend import SERVING
 from services.cli import bench_load, bench_router, bench_selection
-from services.cli.options import Subcommands
+from services.cli.options import Subcommands, add_config_options, config_of
 from services.offline.bench.report import (
     Report,
     closing_lines,
@@ -25,15 +25,27 @@ from workers.protocol.prefill_steps import RING_ALGORITHMS, Algorithm
 
 EXAMPLE = """example:
   ringserve bench attention --tokens 4096,16384
-  ringserve bench prefill --ranks 1,2 --tokens 4096,16384 --plot prefill.png
-  ringserve bench decode --context 2048,16384,65536 --ranks 1,2 --batch 1,8 --json
+  ringserve bench prefill --model DIR --rounds 3
+  ringserve bench prefill --rings-only --ranks 1,2 --tokens 4096,16384 --plot prefill.png
+  ringserve bench decode --rings-only --context 2048,16384,65536 --ranks 1,2 --batch 1,8 --json
 """
 HELP = """All contenders of a run alternate, round after round; figures are medians with least and most.
 Ratios are medians over the rounds. Targets hold for 2 otherwise idle cores."""
-DECODE_HELP = """Time between tokens. The KV of the contexts is random numbers, written directly: nothing is prefilled.
-With --layers the weights are random too. The cost of a step depends on neither."""
+SERVED_HELP = """A service is started, with rings of --ranks for prefill and for decode. One request at a time goes
+through gateway, router and rings, beside stock transformers with a thread for every core.
+With --rings-only, bare rings of processes are measured without a service."""
+PREFILL_HELP = f"""Time to first token of random prompts.
+{SERVED_HELP}"""
+DECODE_HELP = f"""Time between tokens of one stream, in conversations of --context tokens that grow by a turn a round.
+{SERVED_HELP} Their KV is then random
+numbers, written directly: nothing is prefilled. With --layers the weights are random too. The cost of a step depends
+on neither."""
 DECODE_LAYERS = 16
 LEAST_STEPS = 4
+# Sizes by default: of the whole service, and of bare rings.
+SERVED_TOKENS, SERVED_RANKS, SERVED_STEPS = [512, 2048, 6000], [2], 24
+RING_TOKENS, RING_CONTEXTS, RING_SIZES = [4096, 16384], [2048, 16384, 65536], [1, 2]
+RING_STEPS, RING_BATCHES = 8, [1, 8]
 PIPE_WIDTH = 120
 RING_TRANSPORTS = ("auto", *SERVING["cpu"])
 
@@ -56,25 +68,30 @@ def add(commands: Subcommands) -> None:
         attention.add_argument(name, type=_count, default=default, help=f"(default: {default})")
     attention.set_defaults(run=run_attention)
 
-    prefill = _add_kind(kinds, "prefill", "time to first token of a whole model by ring size, beside transformers")
-    prefill.add_argument("--tokens", type=_counts, default=[4096, 16384], help="(default: 4096,16384)")
+    prefill = _add_kind(kinds, "prefill", "time to first token, beside transformers", PREFILL_HELP, ranks=None)
     prefill.add_argument(
-        "--algorithm", choices=[each.value for each in RING_ALGORITHMS], default=Algorithm.PASS_KV.value
+        "--tokens", type=_counts, help=f"(default: {_listed(SERVED_TOKENS)}; of bare rings {_listed(RING_TOKENS)})"
     )
-    _add_model_option(prefill)
+    prefill.add_argument(
+        "--algorithm", choices=[each.value for each in RING_ALGORITHMS], help="of bare rings (default: pass_kv)"
+    )
+    _add_served_options(prefill)
     prefill.set_defaults(run=run_prefill)
 
-    decode = _add_kind(kinds, "decode", "time between tokens by context, ring size and batch", DECODE_HELP)
-    decode.add_argument("--context", type=_counts, default=[2048, 16384, 65536], help="(default: 2048,16384,65536)")
-    decode.add_argument("--batch", type=_counts, default=[1, 8], help="sequences a step (default: 1,8)")
-    decode.add_argument("--steps", type=_count, default=8, help="tokens a measurement (default: 8)")
-    _add_model_option(decode)
+    decode = _add_kind(kinds, "decode", "time between tokens, beside transformers", DECODE_HELP, ranks=None)
     decode.add_argument(
-        "--layers",
-        type=int,
-        default=DECODE_LAYERS,
-        help=f"layers of the model, 0 for its own (default: {DECODE_LAYERS})",
+        "--context", type=_counts, help=f"(default: {_listed(SERVED_TOKENS)}; of bare rings {_listed(RING_CONTEXTS)})"
     )
+    decode.add_argument(
+        "--steps",
+        type=_count,
+        help=f"tokens a measurement (default: {SERVED_STEPS}; of bare rings {RING_STEPS})",
+    )
+    decode.add_argument("--batch", type=_counts, help="sequences a step of bare rings (default: 1,8)")
+    decode.add_argument(
+        "--layers", type=int, help=f"layers of the model of bare rings, 0 for its own (default: {DECODE_LAYERS})"
+    )
+    _add_served_options(decode)
     decode.set_defaults(run=run_decode)
 
     bench_load.add(kinds)
@@ -95,41 +112,85 @@ def run_attention(options: argparse.Namespace) -> int:
     return _run(
         options,
         num_measurements(ranks, tokens, rounds, cached),
-        lambda tell: measure_attention(shape, ranks, tokens, rounds, cached, options.transport, tell),
+        lambda tell: measure_attention(shape, ranks, tokens, rounds, cached, _transport(options), tell),
     )
 
 
 def run_prefill(options: argparse.Namespace) -> int:
+    if not options.rings_only:
+        _refuse(options, ("algorithm", "transport"), "needs --rings-only; a service chooses by its configuration")
+        return _run_served_prefill(options)
     from services.offline.bench.prefill import measure_prefill, num_measurements
 
-    total = num_measurements(options.ranks, options.tokens, options.rounds)
-    algorithm = Algorithm(options.algorithm)
+    _refuse(options, ("config", "set"), "not with --rings-only, which starts no service")
+    ranks, tokens = options.ranks or RING_SIZES, options.tokens or RING_TOKENS
+    algorithm = Algorithm(options.algorithm or Algorithm.PASS_KV)
     return _run(
         options,
-        total,
+        num_measurements(ranks, tokens, options.rounds),
         lambda tell: measure_prefill(
-            options.model, options.ranks, options.tokens, options.rounds, algorithm, options.transport, tell
+            options.model, ranks, tokens, options.rounds, algorithm, _transport(options), tell
         ),
+    )
+
+
+def _run_served_prefill(options: argparse.Namespace) -> int:
+    from services.offline.bench.served import measure_served_prefill, num_measurements
+
+    ranks, tokens, rounds = options.ranks or SERVED_RANKS, options.tokens or SERVED_TOKENS, options.rounds
+    config = config_of(options)
+    return _run(
+        options,
+        num_measurements(ranks, tokens, rounds),
+        lambda tell: measure_served_prefill(options.model, config, ranks, tokens, rounds, tell),
     )
 
 
 def run_decode(options: argparse.Namespace) -> int:
+    if options.steps is not None and options.steps < LEAST_STEPS:
+        raise ConfigError(f"--steps: {options.steps} is too few; allowed are {LEAST_STEPS} or more")
+    if not options.rings_only:
+        _refuse(options, ("batch", "layers", "transport"), "needs --rings-only; a service runs one stream")
+        return _run_served_decode(options)
     from services.offline.bench.decode import DecodeCase, measure_decode, num_measurements
 
-    if options.steps < LEAST_STEPS:
-        raise ConfigError(f"--steps: {options.steps} is too few; allowed are {LEAST_STEPS} or more")
-    if options.layers < 0:
-        raise ConfigError(f"--layers: {options.layers} is negative; allowed are 0 or more")
-    cases = [DecodeCase(context, batch, options.steps) for context in options.context for batch in options.batch]
-    total = num_measurements(options.ranks, cases, options.rounds)
-    layers = options.layers or None
+    _refuse(options, ("config", "set"), "not with --rings-only, which starts no service")
+    layers = DECODE_LAYERS if options.layers is None else options.layers
+    if layers < 0:
+        raise ConfigError(f"--layers: {layers} is negative; allowed are 0 or more")
+    ranks, steps = options.ranks or RING_SIZES, options.steps or RING_STEPS
+    contexts, batches = options.context or RING_CONTEXTS, options.batch or RING_BATCHES
+    cases = [DecodeCase(context, batch, steps) for context in contexts for batch in batches]
     return _run(
         options,
-        total,
+        num_measurements(ranks, cases, options.rounds),
         lambda tell: measure_decode(
-            options.model, layers, options.ranks, cases, options.rounds, options.transport, tell
+            options.model, layers or None, ranks, cases, options.rounds, _transport(options), tell
         ),
     )
+
+
+def _run_served_decode(options: argparse.Namespace) -> int:
+    from services.offline.bench.served import measure_served_decode, num_measurements
+
+    ranks, contexts, rounds = options.ranks or SERVED_RANKS, options.context or SERVED_TOKENS, options.rounds
+    config, steps = config_of(options), options.steps or SERVED_STEPS
+    return _run(
+        options,
+        num_measurements(ranks, contexts, rounds),
+        lambda tell: measure_served_decode(options.model, config, ranks, contexts, steps, rounds, tell),
+    )
+
+
+def _transport(options: argparse.Namespace) -> str:
+    return str(options.transport or RING_TRANSPORTS[0])
+
+
+def _refuse(options: argparse.Namespace, names: Sequence[str], why: str) -> None:
+    """Raise ConfigError where one of these options is given."""
+    for name in names:
+        if getattr(options, name) is not None:
+            raise ConfigError(f"--{name}: {why}")
 
 
 def _run(options: argparse.Namespace, total: int, measure: Callable[[Tell], Report]) -> int:
@@ -149,17 +210,23 @@ def _run(options: argparse.Namespace, total: int, measure: Callable[[Tell], Repo
     return 0
 
 
-def _add_kind(kinds: Subcommands, name: str, summary: str, description: str | None = None) -> argparse.ArgumentParser:
+def _add_kind(
+    kinds: Subcommands,
+    name: str,
+    summary: str,
+    description: str | None = None,
+    ranks: Sequence[int] | None = RING_SIZES,
+) -> argparse.ArgumentParser:
     parser = kinds.add_parser(
         name, help=summary, description=description or summary, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--ranks", type=_counts, default=[1, 2], help="ring sizes (default: 1,2)")
+    default = _listed(ranks) if ranks else f"{_listed(SERVED_RANKS)}; of bare rings {_listed(RING_SIZES)}"
+    parser.add_argument("--ranks", type=_counts, default=ranks, help=f"ring sizes (default: {default})")
     parser.add_argument("--rounds", type=_count, default=5, help="measurements of each contender (default: 5)")
     parser.add_argument(
         "--transport",
         choices=RING_TRANSPORTS,
-        default=RING_TRANSPORTS[0],
-        help="transport of the rings' messages (default: auto)",
+        help="transport of the messages of bare rings (default: auto)",
     )
     parser.add_argument("--json", action="store_true", help="print the report as one JSON object")
     parser.add_argument(
@@ -168,10 +235,16 @@ def _add_kind(kinds: Subcommands, name: str, summary: str, description: str | No
     return parser
 
 
-def _add_model_option(parser: argparse.ArgumentParser) -> None:
+def _add_served_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", default="builtin:tiny", metavar="DIR", help="model directory (default: builtin:tiny)"
     )
+    parser.add_argument("--rings-only", action="store_true", help="measure bare rings of processes, not a service")
+    add_config_options(parser)
+
+
+def _listed(counts: Sequence[int]) -> str:
+    return ",".join(map(str, counts))
 
 
 def _count(text: str) -> int:

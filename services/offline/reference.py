@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Cache
 from transformers.utils.logging import disable_progress_bar
 
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """Greedy answer, and the smallest lead of its tokens over the second-best token, in logits."""
+    """Greedy answer, and the smallest lead of its tokens over the second-best token, in logits.
+
+    `seconds` are those from the call to each token.
+    """
 
     token_ids: list[int]
     smallest_lead: float
+    seconds: tuple[float, ...]
 
 
 class StockModel:
@@ -27,16 +32,29 @@ class StockModel:
         self._model = AutoModelForCausalLM.from_pretrained(str(path), local_files_only=True, dtype=torch.float32).eval()
 
     @torch.inference_mode()
-    def greedy(self, prompt: Sequence[int], max_tokens: int, stop_token_ids: Sequence[int] = ()) -> Reference:
-        """Prefill `prompt` in one pass, then decode one token at a time with transformers' own cache."""
+    def greedy(
+        self,
+        prompt: Sequence[int],
+        max_tokens: int,
+        stop_token_ids: Sequence[int] = (),
+        *,
+        cache: Cache | None = None,
+    ) -> Reference:
+        """Prefill `prompt` in one pass, then decode one token at a time with transformers' own cache.
+
+        `cache` holds the KV of tokens before the prompt, and gains that of all tokens but the answer's last.
+        """
         tokens: list[int] = []
+        seconds: list[float] = []
         lead = float("inf")
-        inputs, cache = torch.tensor([list(prompt)]), None
+        began = time.perf_counter()
+        inputs = torch.tensor([list(prompt)])
         while len(tokens) < max_tokens and not (tokens and tokens[-1] in stop_token_ids):
             output = self._model(inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
             cache = output.past_key_values
             best = torch.topk(output.logits[0, -1], 2)
             lead = min(lead, float(best.values[0] - best.values[1]))
             tokens.append(int(best.indices[0]))
+            seconds.append(time.perf_counter() - began)
             inputs = torch.tensor([[tokens[-1]]])
-        return Reference(tokens, lead)
+        return Reference(tokens, lead, tuple(seconds))

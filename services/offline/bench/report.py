@@ -26,6 +26,10 @@ class Row:
 
     `ranks` are those of a ring, or the threads of another contender. `cpu_seconds` is the processor time of the
     busiest rank, which other programs disturb less. `speedup` and `cpu_speedup` are relative to one rank.
+
+    Of the whole service: `over_stock` is its time over that of transformers. The time of a prefill is spent in
+    `queue_seconds`, in `num_steps` steps of `steps_seconds` together, and `outside_seconds`; that of a token in one
+    step of `steps_seconds`, and outside. `handoff_seconds` run from the first token to the decode ring's first one.
     """
 
     name: str
@@ -39,6 +43,12 @@ class Row:
     cpu_speedup: float | None = None
     share_of_gemm_rate: float | None = None
     peak_memory_bytes: int | None = None
+    over_stock: float | None = None
+    num_steps: int | None = None
+    queue_seconds: float | None = None
+    steps_seconds: float | None = None
+    outside_seconds: float | None = None
+    handoff_seconds: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +61,16 @@ class Report:
     targets: tuple[Target, ...]
     notes: tuple[str, ...] = ()
     load: tuple[float, float] = (0.0, 0.0)
+
+
+RINGS_LEGEND = (
+    "ranks: of a ring, else threads; over 1: speed over one rank, in CPU: by processor time; "
+    "GEMM: share of the matrix-product rate of the same run"
+)
+SERVED_LEGEND = (
+    "ranks: of each ring, else threads; ratio: over transformers; in steps, outside: milliseconds in steps of a ring, "
+    "and in gateway, router and between steps; hand-off: from the first token to the decode ring's first one"
+)
 
 
 def load_now() -> float:
@@ -80,6 +100,12 @@ def to_table(report: Report) -> Table:
         "over 1": [_optional(row.speedup, "{:.2f}x") for row in report.rows],
         "in CPU": [_optional(row.cpu_speedup, "{:.2f}x") for row in report.rows],
         "GEMM": [_optional(row.share_of_gemm_rate, "{:.2f}") for row in report.rows],
+        "ratio": [_optional(row.over_stock, "{:.2f}") for row in report.rows],
+        "queue": [_optional(row.queue_seconds, "{:.2f}", 1e3) for row in report.rows],
+        "steps": [_optional(row.num_steps, "{:d}") for row in report.rows],
+        "in steps": [_optional(row.steps_seconds, "{:.2f}", 1e3) for row in report.rows],
+        "outside": [_optional(row.outside_seconds, "{:.2f}", 1e3) for row in report.rows],
+        "hand-off": [_optional(row.handoff_seconds, "{:.2f}", 1e3) for row in report.rows],
         "peak MB": [_optional(row.peak_memory_bytes, "{:.0f}", 1e-6) for row in report.rows],
     }
     known = {header: cells for header, cells in columns.items() if any(cells)}
@@ -96,8 +122,7 @@ def closing_lines(report: Report) -> Sequence[str]:
     return [
         *(str(target) for target in report.targets),
         *report.notes,
-        "ranks: of a ring, else threads; over 1: speed over one rank, in CPU: by processor time; "
-        "GEMM: share of the matrix-product rate of the same run",
+        *([SERVED_LEGEND] if any(row.over_stock is not None for row in report.rows) else [RINGS_LEGEND]),
         f"medians of {report.rows[0].seconds.count if report.rows else 0} rounds; "
         f"load {before:.1f} before and {after:.1f} after, {cores} cores",
     ]
@@ -107,7 +132,7 @@ def _milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:.2f}"
 
 
-def _optional(value: float | None, form: str, scale: float = 1.0) -> str:
+def _optional(value: float | None, form: str, scale: float = 1) -> str:
     return "" if value is None else form.format(value * scale)
 
 

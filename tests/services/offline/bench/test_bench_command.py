@@ -25,7 +25,7 @@ def test_attention_sets_both_rings_beside_those_of_torch_and_one_plain_call(caps
 
 
 def test_prefill_sets_rings_beside_transformers_with_as_many_threads(capsys: pytest.CaptureFixture[str]) -> None:
-    report = bench(capsys, "prefill", "--ranks", "1", "--tokens", "64")
+    report = bench(capsys, "prefill", "--rings-only", "--ranks", "1", "--tokens", "64")
     assert [(row["name"], row["ranks"]) for row in report["rows"]] == [("GEMM", 1), ("ring", 1), ("transformers", 1)]
     ring = report["rows"][1]
     assert ring["share_of_gemm_rate"] > 0
@@ -34,7 +34,7 @@ def test_prefill_sets_rings_beside_transformers_with_as_many_threads(capsys: pyt
 
 def test_decode_measures_every_variant_at_every_context_and_batch(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ("--context", "64,128", "--batch", "1,2", "--steps", "8", "--layers", "2")
-    report = bench(capsys, "decode", "--ranks", "2", *sizes)
+    report = bench(capsys, "decode", "--rings-only", "--ranks", "2", *sizes)
     assert [(row["tokens"], row["batch"], row["name"]) for row in report["rows"]] == [
         (context, batch, name) for context in (64, 128) for batch in (1, 2) for name in ("auto", "gather", "pass_q")
     ]
@@ -50,7 +50,11 @@ def test_decode_measures_every_variant_at_every_context_and_batch(capsys: pytest
         (("attention", "--heads", "3"), "--heads: 3 is no multiple of the 2 KV heads"),
         (("attention", "--cached", "-1"), "--cached: -1 is negative"),
         (("decode", "--steps", "1"), "--steps: 1 is too few"),
-        (("decode", "--layers", "-1"), "--layers: -1 is negative"),
+        (("decode", "--rings-only", "--layers", "-1"), "--layers: -1 is negative"),
+        (("decode", "--layers", "2"), "--layers: needs --rings-only"),
+        (("decode", "--context", "6000", "--rings-only", "--set", "prefill.cp=1"), "--set: not with --rings-only"),
+        (("prefill", "--algorithm", "pass_q"), "--algorithm: needs --rings-only"),
+        (("prefill", "--tokens", "1048576"), "1048576 tokens do not fit in the model's positions"),
         (("prefill", "--model", "builtin:none"), "there is no builtin model 'none'"),
     ],
 )
