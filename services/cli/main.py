@@ -17,6 +17,7 @@ from services.cli import (
     explain,
     gateway,
     generate,
+    import_model,
     plan,
     rings,
     simulate,
@@ -36,7 +37,21 @@ def build_parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="subcommand")
     planning = (plan, explain, simulate, calibrate)
-    modules = (up, down, rings, status, generate, chat, conversations, demo, *planning, bench, gateway, token)
+    modules = (
+        up,
+        down,
+        rings,
+        status,
+        generate,
+        chat,
+        conversations,
+        demo,
+        import_model,
+        *planning,
+        bench,
+        gateway,
+        token,
+    )
     for module in modules:
         module.add(commands)
     return parser

@@ -12,7 +12,10 @@ import time
 from functools import partial
 from pathlib import Path
 
+from rich.console import Console
+
 from cp_core.errors import ConfigError, Unavailable
+from services.cli.import_model import prepare
 from services.cli.options import Subcommands, add_config_options, check_drain_seconds, config_of
 from services.cluster.local import LocalCluster
 from services.cluster.state import (
@@ -77,6 +80,7 @@ def run(options: argparse.Namespace) -> int:
         )
     if options.ready_file is not None and not options.ready_file.absolute().parent.is_dir():
         raise ConfigError(f"--ready-file: {options.ready_file} cannot be written, its directory does not exist")
+    prepare(config.model.path, Console(stderr=True))
     if options.detach:
         return _detach(options, config.timeouts.start)
     if config.logs.format == "json":

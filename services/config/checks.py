@@ -28,7 +28,7 @@ METRIC_NAMES = ("", "vllm")
 def check(config: Config) -> None:
     """Check a configuration. Raises ConfigError."""
     if not config.model.path:
-        raise ConfigError("model.path: '' is not allowed; give a model directory or builtin:tiny")
+        raise ConfigError("model.path: '' is not allowed; give a model directory, builtin:smollm2 or builtin:tiny")
     _among("model.dtype", config.model.dtype, DTYPES)
     _among("logs.level", config.logs.level, LOG_LEVELS)
     _among("logs.format", config.logs.format, LOG_FORMATS)

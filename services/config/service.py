@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Model of the service. `path` is a Hugging Face model directory, or "builtin:tiny".
+    """Model of the service. `path` is a Hugging Face model directory, "builtin:smollm2" or "builtin:tiny".
 
     `ring_transport` joins the ranks of a ring.
     """

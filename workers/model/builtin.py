@@ -1,8 +1,9 @@
-"""Builtin model `builtin:tiny`, written once to the user's cache as an ordinary Hugging Face directory.
+"""Built-in models, which lie in the user's cache as ordinary Hugging Face directories.
 
-It is a small Llama with a byte-level tokenizer: token id i < 256 is the byte i, and five special tokens follow. Its
-weights are random, not trained, and the same bits on every machine. They make its answers printable, varied and
-endless, but meaningless. Writing it needs numpy only: no torch is loaded.
+`builtin:smollm2` is a real chat model. A command of the user fetches it (`services/offline/importing`); here it is only
+found. `builtin:tiny` is written here on first use: a small Llama with a byte-level tokenizer. Its token id i < 256 is
+the byte i, and five special tokens follow. Its weights are random, not trained, and the same bits on every machine.
+They make its answers printable, varied and endless, but meaningless. Writing it needs numpy only: no torch is loaded.
 """
 
 from __future__ import annotations
@@ -26,27 +27,42 @@ from cp_core.errors import ModelRefused
 
 PREFIX = "builtin:"
 TINY = "tiny"
-# Part of the directory's name: increase it with every change of weights, tokenizer or configuration.
-TINY_VERSION = 1
+SMOLLM2 = "smollm2"
+# Part of a directory's name: increase it with every change of weights, tokenizer or configuration.
+VERSIONS: Final[Mapping[str, int]] = {TINY: 1, SMOLLM2: 1}
+ALLOWED: Final = " or ".join(PREFIX + name for name in VERSIONS)
 
 
 def resolve_model_path(model: str, environment: Mapping[str, str] = os.environ) -> Path:
     """Return the directory of a model; `builtin:tiny` is written first if the cache lacks it.
 
-    Raises ModelRefused for an unknown builtin name and for a path that is no directory.
+    Raises ModelRefused for an unknown builtin name, one that was not fetched, and a path that is no directory.
     """
     if not model.startswith(PREFIX):
         path = Path(model).expanduser()
         if not path.is_dir():
-            raise ModelRefused(f"model path {model!r} is not a directory; give one, or {PREFIX}{TINY}")
+            raise ModelRefused(f"model path {model!r} is not a directory; give one, or {ALLOWED}")
         return path
     name = model.removeprefix(PREFIX)
+    if name not in VERSIONS:
+        raise ModelRefused(f"there is no builtin model {name!r}; give {ALLOWED}")
+    target = builtin_directory(name, environment)
+    if (target / "config.json").is_file():
+        return target
     if name != TINY:
-        raise ModelRefused(f"there is no builtin model {name!r}; the only one is {TINY!r}")
-    target = cache_directory(environment) / "models" / f"{TINY}-{TINY_VERSION}"
-    if not (target / "config.json").is_file():
-        _write_once(target)
+        raise ModelRefused(f"{model} is not in the cache ({target}); run 'ringserve import {model}' there once")
+    _write_once(target)
     return target
+
+
+def builtin_directory(name: str, environment: Mapping[str, str]) -> Path:
+    """Return where the cache holds a built-in model, whether it is there or not."""
+    return cache_directory(environment) / "models" / f"{name}-{VERSIONS[name]}"
+
+
+def has_random_weights(model: str) -> bool:
+    """Return whether a model's answers mean nothing: only `builtin:tiny` is not trained."""
+    return model == PREFIX + TINY
 
 
 def cache_directory(environment: Mapping[str, str]) -> Path:

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cp_core.errors import ModelRefused
 from tests.workers.sampling.one_row import choose_token
-from workers.model.builtin import cache_directory, resolve_model_path
+from workers.model.builtin import builtin_directory, cache_directory, has_random_weights, resolve_model_path
 from workers.model.info import read_model_info
 from workers.sampling.parameters import SamplingParameters
 
@@ -50,7 +50,7 @@ def test_the_same_files_are_written_everywhere(tiny: Path, tmp_path: Path) -> No
 
 
 def test_the_weights_are_those_of_version_1(tiny: Path) -> None:
-    """Check the weights: a change needs a new TINY_VERSION, or old caches would serve another model by this name."""
+    """Check the weights: a change needs a new version of it, or old caches would serve another model by this name."""
     assert tiny.name == "tiny-1"
     assert digests(tiny)["model.safetensors"].startswith("303248b3f2a6cc54")
 
@@ -128,10 +128,27 @@ def test_it_writes_printable_text_that_does_not_end_or_repeat_itself(model: Any,
 
 
 def test_an_unknown_name_and_a_missing_directory_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelRefused, match="no builtin model 'large'; the only one is 'tiny'"):
+    with pytest.raises(ModelRefused, match="no builtin model 'large'; give builtin:tiny or builtin:smollm2"):
         resolve_model_path("builtin:large")
     with pytest.raises(ModelRefused, match="is not a directory"):
         resolve_model_path(str(tmp_path / "nowhere"))
+
+
+def test_a_model_that_must_be_fetched_is_refused_with_the_command_that_fetches_it(tmp_path: Path) -> None:
+    with pytest.raises(ModelRefused, match="run 'ringserve import builtin:smollm2'"):
+        resolve_model_path("builtin:smollm2", {"RINGSERVE_CACHE": str(tmp_path)})
+    directory = builtin_directory("smollm2", {"RINGSERVE_CACHE": str(tmp_path)})
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text("{}")
+    assert resolve_model_path("builtin:smollm2", {"RINGSERVE_CACHE": str(tmp_path)}) == directory
+
+
+def test_only_the_tiny_model_is_random() -> None:
+    assert [has_random_weights(model) for model in ("builtin:tiny", "builtin:smollm2", "/models/a")] == [
+        True,
+        False,
+        False,
+    ]
 
 
 def test_the_cache_is_where_the_environment_says() -> None:

@@ -1,0 +1,86 @@
+"""`ringserve import`: make a Hugging Face directory of a GGUF file, or fetch the real built-in model."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress
+
+from cp_core.errors import ConfigError
+from services.cli.options import Subcommands
+from workers.model.builtin import PREFIX, SMOLLM2, resolve_model_path
+from workers.model.info import ELEMENT_BYTES
+
+EXAMPLE = """example:
+  ringserve import Llama-3.2-1B-Instruct-Q8_0.gguf llama-1b
+  ringserve import builtin:smollm2
+"""
+
+
+def add(commands: Subcommands) -> None:
+    """Add the subcommand."""
+    parser = commands.add_parser(
+        "import",
+        help="make a model directory of a GGUF file",
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
+    parser.add_argument("source", metavar="MODEL", help="GGUF file of a Llama, Qwen2 or Qwen3, or builtin:smollm2")
+    parser.add_argument("directory", nargs="?", metavar="DIR", type=Path, help="new directory for a GGUF file's model")
+    parser.add_argument(
+        "--dtype",
+        choices=sorted(ELEMENT_BYTES),
+        default="float32",
+        help="type of the weights on disk (default: float32, exact; the others round, and take half the space)",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the subcommand."""
+    console = Console(stderr=True)
+    if options.source.startswith(PREFIX):
+        if options.directory is not None:
+            raise ConfigError(f"DIR: {options.source} lies in the cache; give DIR with a GGUF file only")
+        prepare(options.source, console)
+        print(resolve_model_path(options.source))
+        return 0
+    if options.directory is None:
+        raise ConfigError("DIR: a GGUF file needs a directory for its model")
+    from services.offline.importing.convert import convert  # here: gguf takes a fifth of a second to import
+
+    with _reporting(console) as progress:
+        convert(Path(options.source), options.directory, progress, options.dtype)
+    print(options.directory)
+    return 0
+
+
+def prepare(model: str, console: Console) -> None:
+    """Fetch the real built-in model if `model` is it and the cache lacks it. Raises ModelRefused."""
+    if model != PREFIX + SMOLLM2:
+        return
+    from services.offline.importing.fetch import prepare_smollm2  # here: see above
+
+    with _reporting(console) as progress:
+        prepare_smollm2(progress)
+
+
+@contextmanager
+def _reporting(console: Console) -> Iterator[Callable[[str, float | None], None]]:
+    """Yield a report of progress: a bar on a terminal, else a line for each piece of work."""
+    said = ""
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=None, visible=False)
+
+        def report(work: str, part: float | None) -> None:
+            nonlocal said
+            if not console.is_terminal and work != said:
+                console.print(work)
+            said = work
+            bar.update(task, description=work, total=None if part is None else 1.0, completed=part or 0.0, visible=True)
+
+        yield report
