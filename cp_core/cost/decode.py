@@ -24,7 +24,10 @@ from cp_core.cost.profile import HardwareProfile
 from cp_core.errors import ConfigError
 
 GATHER = "gather"
-VARIANTS = (GATHER, PASS_Q)
+HELIX = "helix"
+# Variants that a ring may choose at every step, and all: the weights of helix are cut when the ring starts.
+STEP_VARIANTS = (GATHER, PASS_Q)
+VARIANTS = (*STEP_VARIANTS, HELIX)
 VARIANT_POLICIES = ("auto", *VARIANTS)
 
 # Share by which pass-Q must be predicted to be better: it sends N times the messages, and every one may be late.

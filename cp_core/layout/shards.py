@@ -34,6 +34,11 @@ class TokenRange:
         return TokenRange(start, max(start, min(self.stop, other.stop)))
 
 
+def even_share(total: int, rank: int, num_ranks: int) -> tuple[int, int]:
+    """Return [start, stop) of one rank in `total` rows, columns or heads; shares differ by at most one."""
+    return total * rank // num_ranks, total * (rank + 1) // num_ranks
+
+
 def coalesce(ranges: Iterable[TokenRange]) -> tuple[TokenRange, ...]:
     """Join neighbours and drop empties; the order must be ascending already."""
     joined: list[TokenRange] = []

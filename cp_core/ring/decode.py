@@ -57,7 +57,7 @@ def sharded_decode(
     buffers = [PartialBuffer(len(rows), num_heads, head_dim, q.device) for rows in held]
     own = buffers[transport.rank]
     rows = held[transport.rank]
-    own.fill(_attend_rows(q, rows, rows, shards, backend, scale))
+    own.fill(attend_rows(q, rows, rows, shards, backend, scale))
     if transport.size > 1:
         transport.gather_all(own.flat, [buffer.flat for buffer in buffers]).wait()
     return _merged(q, buffers, held)
@@ -99,7 +99,7 @@ def ring_decode(
             work = transport.exchange(_onward(message, visit), (rank + 1) % size, received, (rank - 1) % size)
         answer = arrived[rank] if visit.source == rank else buffers_of([len(visit.answered)])[0]
         rows = [visit.rows[place] for place in visit.answered]
-        answer.fill(_attend_rows(message, visit.answered, rows, shards, backend, scale))
+        answer.fill(attend_rows(message, visit.answered, rows, shards, backend, scale))
         if visit.source != rank:
             outgoing[visit.source] = answer
         if not is_last:
@@ -119,7 +119,7 @@ def _onward(message_bhd: torch.Tensor, visit: Visit) -> torch.Tensor:
     return message_bhd if len(visit.onward) == len(visit.rows) else message_bhd[list(visit.onward)]
 
 
-def _attend_rows(
+def attend_rows(
     q_bhd: torch.Tensor,
     places: Sequence[int],
     rows: Sequence[int],

@@ -20,6 +20,7 @@ from torch.nn import Embedding, Linear, Module, Parameter
 from transformers import PreTrainedModel
 
 from cp_core.errors import ModelRefused
+from cp_core.layout.shards import even_share
 from cp_core.transport.collectives import all_reduce, join_last_dim
 from cp_core.transport.interface import RingTransport
 
@@ -43,17 +44,14 @@ class TensorParallel:
         assert self._transport is not None, "the tensor parallel ring is not connected"
         return self._transport
 
-    def bounds(self, total: int, rank: int) -> tuple[int, int]:
-        """Return [start, stop) of rank `rank` in `total` rows, columns or heads; shares differ by at most one."""
-        return total * rank // self.size, total * (rank + 1) // self.size
-
     def share(self, total: int) -> tuple[int, int]:
         """Return [start, stop) of this rank in `total`."""
-        return self.bounds(total, self.rank)
+        return even_share(total, self.rank, self.size)
 
     def widths(self, total: int) -> tuple[int, ...]:
         """Return the size of each rank's share of `total`."""
-        return tuple(stop - start for start, stop in (self.bounds(total, rank) for rank in range(self.size)))
+        shares = (even_share(total, rank, self.size) for rank in range(self.size))
+        return tuple(stop - start for start, stop in shares)
 
     def cut(self, model: PreTrainedModel) -> None:
         """Reduce `model` to this rank's share, by the model's own plan. With one rank nothing changes.

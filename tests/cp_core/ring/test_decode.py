@@ -1,4 +1,4 @@
-"""Both variants of decode over sharded KV against the fp64 oracle."""
+"""Every variant of decode over sharded KV against the fp64 oracle."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cp_core.attention.torch_cpu import TorchCpuFlash
-from cp_core.cost.decode import GATHER, VARIANTS
+from cp_core.cost.decode import GATHER, HELIX, VARIANTS
 from cp_core.cost.model import PASS_Q
 from cp_core.layout.shards import append_owner
 from cp_core.layout.step_plans import DecodePlan, KvRun, PassQRoute
 from cp_core.ring.decode import ring_decode, sharded_decode
+from cp_core.ring.helix import HelixColumns, helix_decode
 from cp_core.transport.inprocess import InProcessRing
 from cp_core.transport.interface import RingTransport, TransportStats
 from tests.cp_core.rings import PoisoningTransport, on_every_rank
@@ -26,8 +27,8 @@ def decode_on_threads(
 ) -> tuple[torch.Tensor, list[TransportStats]]:
     """Decode the last token of each sequence over all its tokens, token p on rank owners[i][p]: [B, H, D].
 
-    Gathered it is proven the same on every rank; in pass-Q the rank that stores a sequence's last token computes it.
-    Shards are cut from memory full of NaN.
+    Gathered it is proven the same on every rank; in pass-Q the rank that stores a sequence's last token computes it,
+    in helix each rank its columns. Shards are cut from memory full of NaN.
     """
     q_bhd = torch.stack([tokens.q[-1] for tokens in batch]) if batch else torch.zeros(0, 4, 64)
     transports = [PoisoningTransport(each) for each in InProcessRing(size).transports]
@@ -42,6 +43,9 @@ def decode_on_threads(
             shards.append([KvRun(k[at : at + run], v[at : at + run]) for at in range(0, len(mine), run)])
         if variant == GATHER:
             return sharded_decode(q_bhd, shards, transport, TorchCpuFlash(), SCALE, plan)
+        if variant == HELIX:
+            columns = HelixColumns(*q_bhd.shape[1:], transport.rank, size, q_bhd.device)
+            return helix_decode(q_bhd, shards, plan, columns, transport, TorchCpuFlash(), SCALE)
         route = PassQRoute(plan, transport.rank)
         return ring_decode(q_bhd[route.own], shards, route, transport, TorchCpuFlash(), SCALE)
 
@@ -50,6 +54,9 @@ def decode_on_threads(
     if variant == GATHER:
         assert all(torch.equal(out, outs[0]) for out in outs)
         return outs[0], stats
+    if variant == HELIX:
+        assert max(out.shape[1] for out in outs) - min(out.shape[1] for out in outs) <= 1, "columns are shared evenly"
+        return torch.cat(outs, dim=1).view(q_bhd.shape), stats
     whole = torch.full_like(q_bhd, torch.nan)
     for rank, out in enumerate(outs):
         assert out.shape[0] == len(plan.rows_of(rank)), "a rank computes its own rows and no padding"
@@ -65,18 +72,18 @@ def poisoned_around(stored: torch.Tensor) -> torch.Tensor:
 
 
 def check(batch: list[Tokens], owners: list[list[int]], size: int, run: int = 1 << 30) -> None:
-    """Within 2e-6 of max |v| in fp32, or 1.05 of the rounding floor of a narrow dtype, in both variants.
+    """Within 2e-6 of max |v| in fp32, or 1.05 of the rounding floor of a narrow dtype, in every variant.
 
-    The two are within 4e-7 relative of each other, or one rounding of a narrow dtype.
+    They are within 4e-7 relative of each other, or one rounding of a narrow dtype.
     """
-    gathered, passed = (decode_on_threads(variant, batch, owners, size, run)[0] for variant in (GATHER, PASS_Q))
-    for out in (gathered, passed):
+    outs = [decode_on_threads(variant, batch, owners, size, run)[0] for variant in VARIANTS]
+    for out in outs:
         for row, tokens in zip(out, batch, strict=True):
             right = oracle_causal(tokens, SCALE)[-1]
             floor = 1.05 * largest(right.to(row.dtype).double() - right)
             assert largest(row.double() - right) <= max(floor, 2e-6 * largest(tokens.v))
-    relative = 4e-7 if gathered.dtype == torch.float32 else torch.finfo(gathered.dtype).eps
-    assert relative_difference(gathered, passed) <= relative
+    relative = 4e-7 if outs[0].dtype == torch.float32 else torch.finfo(outs[0].dtype).eps
+    assert all(relative_difference(outs[0], out) <= relative for out in outs[1:])
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
@@ -155,10 +162,14 @@ def test_a_sequence_of_which_nobody_holds_anything_gives_zeros(variant: str) -> 
         q_bhd, shards = torch.ones(1, 4, 64), [[nothing]]
         if variant == GATHER:
             return sharded_decode(q_bhd, shards, transport, TorchCpuFlash(), SCALE, plan)
+        if variant == HELIX:
+            columns = HelixColumns(4, 64, transport.rank, 2, q_bhd.device)
+            return helix_decode(q_bhd, shards, plan, columns, transport, TorchCpuFlash(), SCALE)
         route = PassQRoute(plan, transport.rank)
         return ring_decode(q_bhd[route.own], shards, route, transport, TorchCpuFlash(), SCALE)
 
-    assert torch.equal(on_every_rank(InProcessRing(2).transports, act)[1], torch.zeros(1, 4, 64))
+    zeros = torch.zeros(1, 128) if variant == HELIX else torch.zeros(1, 4, 64)
+    assert torch.equal(on_every_rank(InProcessRing(2).transports, act)[1], zeros)
 
 
 def test_one_gather_a_call_and_none_where_there_is_nothing_to_gather() -> None:
@@ -183,6 +194,22 @@ def test_pass_q_takes_one_exchange_less_than_ranks_and_one_all_to_all(size: int)
         counts = (size - 1, 1, 0, 0) if batch and size > 1 else (0, 0, 0, 0)
         for each in stats:
             assert (each.exchanges, each.all_to_alls, each.gathers, each.broadcasts) == counts
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+def test_helix_takes_one_all_to_all_of_columns_and_of_the_heads_that_they_touch(size: int) -> None:
+    """Cut 256 columns of four heads: of three ranks the second touches three heads, of eight each touches one."""
+    heads = {1: (4,), 2: (2, 2), 3: (2, 2, 2), 8: (1,) * 8}[size]
+    for batch in (0, 1, 5):
+        sequences = [random_tokens(10, seed=index) for index in range(batch)]
+        owners = [[position % size for position in range(10)]] * batch
+        _, stats = decode_on_threads(HELIX, sequences, owners, size)
+        counts = (0, 1, 0, 0) if batch and size > 1 else (0, 0, 0, 0)
+        for rank, each in enumerate(stats):
+            assert (each.exchanges, each.all_to_alls, each.gathers, each.broadcasts) == counts
+            widths = [(256 * (peer + 1) // size - 256 * peer // size, heads[peer]) for peer in range(size)]
+            sent = sum(columns + touched for peer, (columns, touched) in enumerate(widths) if peer != rank)
+            assert each.bytes_sent == 4 * batch * sent
 
 
 def test_messages_are_as_long_as_what_is_held_and_no_longer() -> None:

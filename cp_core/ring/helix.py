@@ -1,0 +1,175 @@
+"""Attention of one layer where all ranks have all rows and share the columns that the output projection reads.
+
+Each rank attends every query over its own shard of the KV. One all-to-all gives rank r its columns of every rank's
+part: outputs, and the log-sum-exp of the heads that the columns touch. The rank merges them and multiplies them by its
+rows of the output projection (Helix parallelism, arXiv 2507.07120). Columns are cut anywhere, also through a head.
+
+Shapes: T rows, H query heads, K key/value heads, D head dimension, C = H * D columns, N ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from cp_core.attention.partial import Accumulator, AttentionBackend, Partial, empty_partial, finished_out, merge
+from cp_core.layout.shards import TokenRange, even_share
+from cp_core.layout.step_plans import DecodePlan, KvRun
+from cp_core.ring.decode import Shards, attend_rows
+from cp_core.transport.interface import RingTransport
+
+
+class HelixColumns:
+    """Columns of each rank among the C columns of a layer, and the heads that they touch; made once for a model."""
+
+    def __init__(self, num_heads: int, head_dim: int, rank: int, num_ranks: int, device: torch.device) -> None:
+        size = num_heads * head_dim
+        self._columns = [slice(*even_share(size, each, num_ranks)) for each in range(num_ranks)]
+        self._heads = [slice(cut.start // head_dim, -(-cut.stop // head_dim)) for cut in self._columns]
+        self._own, self._own_heads = self._columns[rank], self._heads[rank]
+        # Head of each own column, counted from the first one that this rank touches.
+        own = torch.arange(self._own.start, self._own.stop, device=device)
+        self._head_of_column = own // head_dim - self._own_heads.start
+
+    def __len__(self) -> int:
+        """Return how many columns this rank has."""
+        return self._own.stop - self._own.start
+
+    @property
+    def numbers_per_row(self) -> int:
+        """Numbers of one row in a message to this rank: its columns, then the log-sum-exp of its heads."""
+        return len(self) + self._own_heads.stop - self._own_heads.start
+
+    def message(self, part: Partial, rank: int) -> torch.Tensor:
+        """Return a rank's columns of a part of some rows, then their log-sum-exps, as one flat tensor."""
+        out_tc = part.out.flatten(1)
+        return torch.cat([out_tc[:, self._columns[rank]].reshape(-1), part.lse[:, self._heads[rank]].reshape(-1)])
+
+    def part(self, flat: torch.Tensor, rows: Sequence[int], num_rows: int) -> Partial:
+        """Return a message of `rows` as out[T, C / N, 1], lse[T, C / N]: each column is merged as a head of its own."""
+        num_out = len(rows) * len(self)
+        out_tc1 = flat[:num_out].view(len(rows), len(self), 1)
+        lse_tc = flat[num_out:].view(len(rows), self.numbers_per_row - len(self))[:, self._head_of_column]
+        if len(rows) == num_rows:
+            return Partial(out_tc1, lse_tc)
+        whole = empty_partial(flat.new_empty(num_rows, len(self), 1))
+        whole.out[list(rows)], whole.lse[list(rows)] = out_tc1, lse_tc
+        return whole
+
+
+@dataclass(frozen=True, slots=True)
+class NewRows:
+    """Rows `rows` of a packed step: all new tokens of one sequence, in the order of their positions.
+
+    `stored` are the row ranges, ascending, whose keys lie on this rank; `cached` are its runs of earlier tokens.
+    """
+
+    rows: TokenRange
+    stored: tuple[TokenRange, ...]
+    cached: Sequence[KvRun]
+
+
+def helix_decode(
+    q: torch.Tensor,
+    shards: Shards,
+    plan: DecodePlan,
+    columns: HelixColumns,
+    transport: RingTransport,
+    backend: AttentionBackend,
+    scale: float,
+) -> torch.Tensor:
+    """Return this rank's columns out[B, C / N], in q's dtype, of q[B, H, D], one query a sequence.
+
+    `shards[i]` are this rank's runs of sequence i, the new token's KV among them on the rank that stores it; a shard
+    may be empty. A rank sends no part of a sequence of which it holds nothing. No message if B is 0 or N is 1.
+    Raises Unavailable when a peer is lost, FloatingPointError when a log-sum-exp is NaN.
+    """
+    batch = q.shape[0]
+    assert len(shards) == batch == len(plan), f"{len(shards)} shards for {batch} queries of {len(plan)} rows"
+    everything = range(batch)
+    held = [plan.held_by(rank, everything) for rank in range(transport.size)]
+    rows = held[transport.rank]
+    parts = attend_rows(q, rows, rows, shards, backend, scale)
+    own = parts[0] if len(parts) == 1 else _stacked(q, parts)
+    return _merged_columns(q, own, held, columns, transport)
+
+
+def helix_prefill(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sequences: Sequence[NewRows],
+    columns: HelixColumns,
+    transport: RingTransport,
+    backend: AttentionBackend,
+    scale: float,
+) -> torch.Tensor:
+    """Return this rank's columns out[T, C / N], in q's dtype, of q[T, H, D] over cached tokens and k, v[T, K, D].
+
+    Every rank has all new keys, and attends those that it stores: a token sees all cached ones and, of the new ones,
+    those up to itself. Raises as `helix_decode` does.
+    """
+    own = empty_partial(q)
+    for sequence in sequences:
+        start, stop = sequence.rows.start, sequence.rows.stop
+        found = _attend_new_rows(q, k, v, sequence, backend, scale)
+        own.out[start:stop], own.lse[start:stop] = found.out, found.lse
+    return _merged_columns(q, own, [range(q.shape[0])] * transport.size, columns, transport)
+
+
+def _attend_new_rows(
+    q_thd: torch.Tensor,
+    k_tkd: torch.Tensor,
+    v_tkd: torch.Tensor,
+    sequence: NewRows,
+    backend: AttentionBackend,
+    scale: float,
+) -> Partial:
+    """Return the part of one sequence's rows over the tokens that this rank stores."""
+    rows = sequence.rows
+    queries = q_thd[rows.start : rows.stop]
+    merged = Accumulator()
+    merged.add(empty_partial(queries))
+    if not len(rows):
+        return merged.result()
+    for run in sequence.cached:
+        if run.k.shape[0]:
+            merged.add(backend.partial_attention(queries, run.k, run.v, causal=False, scale=scale))
+    for chunk in sequence.stored:
+        if not len(chunk):
+            continue
+        keys, values = k_tkd[chunk.start : chunk.stop], v_tkd[chunk.start : chunk.stop]
+        part, begin, end = empty_partial(queries), chunk.start - rows.start, chunk.stop - rows.start
+        same = backend.partial_attention(queries[begin:end], keys, values, causal=True, scale=scale)
+        part.out[begin:end], part.lse[begin:end] = same.out, same.lse
+        if end < len(rows):
+            later = backend.partial_attention(queries[end:], keys, values, causal=False, scale=scale)
+            part.out[end:], part.lse[end:] = later.out, later.lse
+        merged.add(part)
+    return merged.result()
+
+
+def _stacked(q_bhd: torch.Tensor, parts: Sequence[Partial]) -> Partial:
+    """Return parts of single rows as one part; one without rows if there are none."""
+    if not parts:
+        return empty_partial(q_bhd[:0])
+    return Partial(torch.cat([part.out for part in parts]), torch.cat([part.lse for part in parts]))
+
+
+def _merged_columns(
+    q_thd: torch.Tensor, own: Partial, held: Sequence[Sequence[int]], columns: HelixColumns, transport: RingTransport
+) -> torch.Tensor:
+    """Exchange the parts of rows held[r] that each rank r has, and merge this rank's columns of all T rows."""
+    num_rows = q_thd.shape[0]
+    if not num_rows:
+        return q_thd.new_empty(0, len(columns))
+    outgoing = [columns.message(own, rank) for rank in range(transport.size)]
+    if transport.size > 1:
+        arrived = [own.out.new_empty(len(rows) * columns.numbers_per_row) for rows in held]
+        transport.all_to_all(outgoing, arrived).wait()
+    else:
+        arrived = outgoing
+    parts = [columns.part(flat, rows, num_rows) for flat, rows in zip(arrived, held, strict=True)]
+    return finished_out(merge(parts)).view(num_rows, len(columns)).to(q_thd.dtype)

@@ -1,0 +1,89 @@
+"""Helix over new tokens of several sequences against the fp64 oracle: each rank has its columns of every row."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cp_core.attention.torch_cpu import TorchCpuFlash
+from cp_core.layout.shards import TokenRange, balanced_layout
+from cp_core.layout.step_plans import KvRun
+from cp_core.ring.helix import HelixColumns, NewRows, helix_prefill
+from cp_core.transport.inprocess import InProcessRing
+from cp_core.transport.interface import RingTransport
+from tests.cp_core.rings import PoisoningTransport, on_every_rank
+from tests.oracles import Tokens, fp32_bound, largest, oracle_causal, random_tokens
+
+SCALE = 0.125
+
+
+def prefill_on_threads(sequences: list[tuple[Tokens, tuple[int, ...]]], size: int) -> list[torch.Tensor]:
+    """Attend the tokens of each sequence behind those that are cached, `cached[r]` on rank r -> [T, H, D] of each.
+
+    Cached tokens lie on the ranks in order of position, each shard in two runs with NaN around them.
+    """
+    transports = [PoisoningTransport(each) for each in InProcessRing(size).transports]
+    packed = [
+        torch.cat([getattr(tokens, name)[sum(cached) :] for tokens, cached in sequences]) for name in ("q", "k", "v")
+    ]
+    q_thd = packed[0]
+
+    def act(transport: RingTransport) -> torch.Tensor:
+        placed, begin = [], 0
+        for tokens, cached in sequences:
+            old, new = sum(cached), tokens.q.shape[0] - sum(cached)
+            layout = balanced_layout(old, new, cached)
+            first = sum(cached[: transport.rank])
+            stop = first + cached[transport.rank]
+            middle = (first + stop) // 2
+            shift = begin - old
+            stored = (TokenRange(each.start + shift, each.stop + shift) for each in layout.chunks(transport.rank))
+            runs = [poisoned_run(tokens, *cut) for cut in ((first, middle), (middle, stop))]
+            placed.append(NewRows(TokenRange(begin, begin + new), tuple(stored), runs))
+            begin += new
+        columns = HelixColumns(*q_thd.shape[1:], transport.rank, size, q_thd.device)
+        return helix_prefill(*packed, placed, columns, transport, TorchCpuFlash(), SCALE)
+
+    out = torch.cat(on_every_rank(transports, act), dim=1).view(q_thd.shape)
+    return list(out.split([tokens.q.shape[0] - sum(cached) for tokens, cached in sequences]))
+
+
+def poisoned_run(tokens: Tokens, start: int, stop: int) -> KvRun:
+    """Return keys and values of [start, stop) as views into memory that is NaN before and behind them."""
+    memory = [torch.full((stop - start + 4, *each.shape[1:]), torch.nan) for each in (tokens.k, tokens.v)]
+    for each, values in zip(memory, (tokens.k, tokens.v), strict=True):
+        each[2:-2] = values[start:stop]
+    return KvRun(memory[0][2:-2], memory[1][2:-2])
+
+
+def check(sequences: list[tuple[Tokens, tuple[int, ...]]], size: int) -> None:
+    for out, (tokens, cached) in zip(prefill_on_threads(sequences, size), sequences, strict=True):
+        right = oracle_causal(tokens, SCALE)[sum(cached) :]
+        assert largest(out.double() - right) <= fp32_bound(tokens, SCALE)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("new", [1, 2, 3, 7, 8, 17, 127])
+def test_new_tokens_of_any_number_behind_uneven_shards(new: int, size: int) -> None:
+    uneven = tuple(5 * rank % 7 for rank in range(size))
+    on_one = (40, *(0,) * (size - 1))
+    cases = [(0,) * size, uneven, on_one, on_one[::-1]]
+    check([(random_tokens(sum(cached) + new, seed=new), cached) for cached in cases], size)
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (4, 1), (9, 3)])
+def test_columns_are_cut_through_heads_of_every_shape(head_dim: int, num_heads: int, num_kv_heads: int) -> None:
+    tokens = random_tokens(70, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
+    for size, cached in ((2, (50, 1)), (3, (0, 30, 9)), (4, (13, 13, 13, 13))):
+        check([(tokens, cached)], size)
+
+
+@given(size=st.sampled_from([1, 2, 3, 4]), data=st.data())
+@settings(max_examples=40, deadline=None)
+def test_any_batch_of_prompts_matches_the_oracle(size: int, data: st.DataObject) -> None:
+    counts = st.lists(st.integers(0, 20), min_size=size, max_size=size).map(tuple)
+    prompts = data.draw(st.lists(st.tuples(st.integers(0, 30), counts), min_size=1, max_size=4))
+    check([(random_tokens(new + sum(cached), seed=new), cached) for new, cached in prompts], size)
