@@ -160,8 +160,8 @@ def predict_step(
     `model` is the share of one process, `weight_bytes` the weights that it reads in a step: all matrices of `model` in
     its own element size if None. Raises ConfigError for an unknown variant.
     """
-    if variant not in VARIANTS:
-        raise ConfigError(f"decode variant is {variant!r}; allowed are {', '.join(VARIANTS)}")
+    if variant not in STEP_VARIANTS:
+        raise ConfigError(f"decode variant is {variant!r}; allowed are {', '.join(STEP_VARIANTS)}")
     batch, num_ranks, is_gather = load.batch, load.num_ranks, variant == GATHER
     peers = num_ranks - 1
     own_rows = batch if is_gather else -(-batch // num_ranks)
@@ -206,7 +206,7 @@ def choose_variant(policy: str, load: DecodeLoad, model: ModelShape, rates: Deco
         raise ConfigError(f"decode variant is {policy!r}; allowed are {', '.join(VARIANT_POLICIES)}")
     if rates is None or load.num_ranks == 1 or not load.batch:
         return GATHER
-    gather, pass_q = (predict_step(variant, load, model, rates).total_seconds for variant in VARIANTS)
+    gather, pass_q = (predict_step(variant, load, model, rates).total_seconds for variant in STEP_VARIANTS)
     return PASS_Q if pass_q < (1.0 - MARGIN) * gather else GATHER
 
 
@@ -245,7 +245,7 @@ def fastest_step(
         predict_profiled_step(
             model, weights, profile, cp=cp, tp=tp, batch=batch, context_tokens=context_tokens, variant=variant
         )
-        for variant in VARIANTS
+        for variant in STEP_VARIANTS
     )
     return min(steps, key=lambda step: step.total_seconds)
 

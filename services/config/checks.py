@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
-from cp_core.cost.decode import VARIANT_POLICIES
+from cp_core.cost.decode import HELIX, VARIANT_POLICIES
 from cp_core.cost.selector import POLICIES
 from cp_core.errors import ConfigError
 from cp_core.transport.ring_backend import select_ring_backend
@@ -34,7 +34,7 @@ def check(config: Config) -> None:
     _among("logs.format", config.logs.format, LOG_FORMATS)
     _among("model.device", config.model.device, DEVICES)
     _ring_transport(config)
-    _among("decode.variant", config.decode.variant, VARIANT_POLICIES)
+    _variant(config)
     _among("router.selector", config.router.selector, POLICIES)
     for role, section in (("prefill", config.prefill), ("decode", config.decode)):
         check_names(role, section.pools)
@@ -112,6 +112,14 @@ def _metrics_ports(config: Config) -> None:
                     f"metrics.{other} the ports from {low} to {high}; let them lie apart"
                 )
         taken.append((role, host, first, last))
+
+
+def _variant(config: Config) -> None:
+    variant = config.decode.variant
+    _among("decode.variant", variant, VARIANT_POLICIES)
+    for pool in config.pools_of("decode"):
+        if variant == HELIX and pool.tp > 1:
+            raise ConfigError(f"decode.variant: 'helix' is not allowed with {pool.key}.tp {pool.tp}; allowed is tp 1")
 
 
 def _ring_transport(config: Config) -> None:

@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from cp_core.cost.decode import (
+    STEP_VARIANTS,
     VARIANT_POLICIES,
-    VARIANTS,
     DecodeLoad,
     DecodeRates,
     choose_variant,
@@ -69,7 +69,9 @@ class DecodeChoice:
         if self._rates is None:
             return []
         load = self._load(num_sequences, stored_tokens)
-        return [(variant, predict_step(variant, load, self._shape, self._rates).total_seconds) for variant in VARIANTS]
+        return [
+            (variant, predict_step(variant, load, self._shape, self._rates).total_seconds) for variant in STEP_VARIANTS
+        ]
 
     def _load(self, num_sequences: int, stored_tokens: int) -> DecodeLoad:
         return DecodeLoad(batch=num_sequences, stored_tokens=stored_tokens, num_ranks=self._num_ranks)

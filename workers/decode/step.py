@@ -20,6 +20,7 @@ from cp_core.cost.model import PASS_Q
 from cp_core.layout.shards import append_owner, balanced_layout
 from cp_core.layout.step_plans import DecodePlan, KvRun, PassQRoute
 from cp_core.ring.decode import ring_decode, sharded_decode
+from cp_core.ring.helix import helix_decode
 from cp_core.transport.interface import RingTransport
 from workers.decode.messages import LEADER, BatchChange, gather_sampled
 from workers.kv.cache import KvCache, SlotRun, runs
@@ -30,7 +31,7 @@ from workers.protocol.decode_commands import ComputePrompt
 from workers.protocol.prefill_steps import Algorithm, PrefillStep, SequencePrefill
 from workers.protocol.transfers import TransferKey
 from workers.sampling.parameters import Sampled
-from workers.sampling.sampler import RowSampler, sample_rows
+from workers.sampling.sampler import RowSampler, are_greedy, sample_greedy_rows, sample_rows
 
 
 @dataclass(slots=True)
@@ -137,9 +138,11 @@ class BatchState:
 class DecodePass:
     """Decode steps of a ring over distributed KV. Every rank computes a row (`gather`), or one rank does (`pass_q`).
 
-    The variant may change from step to step: both leave the same KV on the same ranks. With tensor parallelism each
-    rank of the ring is several processes, each in the ring of its own heads. They compute the logits together, and the
-    first of them samples. The model calls `attend` at each layer.
+    The variant may change from step to step: both leave the same KV on the same ranks. A model whose weights are cut
+    over the ring takes `helix` alone: every rank has every row and, of all else, its share.
+
+    With tensor parallelism each rank of the ring is several processes, each in the ring of its own heads. They compute
+    the logits together, and the first of them samples. The model calls `attend` at each layer.
     """
 
     def __init__(
@@ -158,7 +161,7 @@ class DecodePass:
         self._backend = backend
         self._batch = batch
         self._clock = clock or StepClock()
-        self._samples = model.tensor.rank == 0
+        self._columns = model.columns(cache.device)
         self._plan: DecodePlan
         # Route of a pass-Q step; None where every rank computes every row.
         self._route: PassQRoute | None = None
@@ -173,6 +176,7 @@ class DecodePass:
     def run(self, variant: str) -> list[Sampled]:
         """Run one step of the whole batch. Return the token after each row in the first process, [] elsewhere.
 
+        A ring of one rank runs every variant as `gather`, with the same results.
         Raises Unavailable when a peer is lost, FloatingPointError for a NaN in attention or logits.
         """
         with self._clock.step():
@@ -191,19 +195,26 @@ class DecodePass:
             self._stored_tokens = tuple(row.held[self._transport.rank] for row in self._batch.rows)
             self._table = self._cache.table([row.blocks for row in self._batch.rows], self._stored_tokens)
         states = self._hidden_states(computed)
+        if self._model.is_helix:
+            return self._sample_together(states)
         if self._route is None:
             return self._sample(computed, states) if self._transport.rank == LEADER else []
         sampled = self._sample(computed, states)
-        return self._gather_in_order(sampled) if self._samples else []
+        return self._gather_in_order(sampled) if self._model.samples else []
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """Store this rank's rows of k[R,K,D] and v[R,K,D], then attend q[R,H,D] over all shards; return [R,H,D]."""
+        """Store this rank's rows of k[R,K,D] and v[R,K,D], then attend q[R,H,D] over all shards.
+
+        Return [R,H,D], in helix this rank's columns of it.
+        """
         cache = self._cache
         if self._stored is None:
             cache.write_slots(layer, self._slots, k, v)
         elif self._stored.shape[0]:
             cache.write_slots(layer, self._slots, k[self._stored], v[self._stored])
         shards = self._shards(layer)
+        if self._columns is not None:
+            return helix_decode(q, shards, self._plan, self._columns, self._transport, self._backend, scale)
         if self._route is not None:
             return ring_decode(q, shards, self._route, self._transport, self._backend, scale)
         return sharded_decode(q, shards, self._transport, self._backend, scale, self._plan)
@@ -227,9 +238,18 @@ class DecodePass:
         if not computed:
             return []
         logits = self._model.logits(states)
-        if not self._samples:
+        if not self._model.samples:
             return []
         return sample_rows([self._batch.rows[number] for number in computed], logits)
+
+    def _sample_together(self, states: Tensor) -> list[Sampled]:
+        """Sample the token after every row on the first rank, from logits of which each rank has a share."""
+        rows = self._batch.rows
+        if are_greedy(rows):
+            largest, tokens = self._model.largest_logits(states)
+            return sample_greedy_rows(rows, largest, tokens) if self._model.samples else []
+        logits = self._model.logits(states)
+        return sample_rows(rows, logits) if self._model.samples else []
 
     def _gather_in_order(self, sampled: Sequence[Sampled]) -> list[Sampled]:
         """Gather all ranks' tokens on the first rank, in the batch's order; [] elsewhere."""
@@ -250,8 +270,8 @@ class DecodePrompts:
     """Prompts that a decode ring computes itself, one at a time between two steps of the batch.
 
     New tokens follow retained KV. A prompt is an ordinary prefill step by pass-Q: the keys stay on their ranks and the
-    queries circulate. Its KV goes to this ring's own shards, so nothing is sent elsewhere. Collective: every process of
-    the ring runs the same prompts in the same order.
+    queries circulate, or, in helix, every rank has all of them. Its KV goes to this ring's own shards, so nothing is
+    sent elsewhere. Collective: every process of the ring runs the same prompts in the same order.
     """
 
     def __init__(
@@ -293,11 +313,11 @@ class DecodePrompts:
         forward, states = run_prefill(step, self._model, transport, self._cache, self._backend, _send_nothing)
         # All processes of a rank compute the logits together, also of no rows; the first of them samples.
         logits = self._model.logits(states[[last.row for last in forward.last_rows]])
-        if self._model.tensor.rank != 0:
+        if not self._model.samples:
             return None
         owner, _ = layout.owner_of(layout.tokens.stop - 1)
         sampled = sample_rows(forward.last_rows, logits)
-        if owner == LEADER:
+        if owner == LEADER or self._model.is_helix:
             return sampled[0] if sampled else None
         tops_of = [[prompt.sampling.logprobs] if rank == owner else [] for rank in range(transport.size)]
         arrived = gather_sampled(sampled, tops_of, transport, self._cache.device)

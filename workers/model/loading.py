@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,6 +15,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedMod
 from transformers.utils.logging import disable_progress_bar
 
 from cp_core.errors import ModelRefused
+from cp_core.ring.helix import HelixColumns
 from workers.model.info import read_model_info, tensor_share
 from workers.model.tensor_parallel import TensorParallel
 from workers.protocol.ranks import ModelInfo
@@ -67,7 +68,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 class LoadedModel:
     """Model in eval mode on its device. `info` is the shape of the whole model, `share` of the part that is here.
 
-    With tensor parallelism `hidden_states` and `logits` are collective over `tensor`, and their results are whole.
+    With tensor parallelism `hidden_states` and `logits` are collective over `tensor`, and their results are whole. With
+    helix they are collective over the whole ring, `helix`, whose ranks compute the same rows.
     """
 
     model: PreTrainedModel
@@ -76,6 +78,29 @@ class LoadedModel:
     info: ModelInfo
     share: ModelInfo
     tensor: TensorParallel
+    helix: TensorParallel
+
+    @property
+    def is_helix(self) -> bool:
+        """True if the weights are cut over the ranks of the ring."""
+        return self.helix.size > 1
+
+    @property
+    def samples(self) -> bool:
+        """True unless another process that computes the same rows samples their tokens."""
+        return self.tensor.rank == 0 and self.helix.rank == 0
+
+    def cut_over_ring(self, rank: int, num_ranks: int) -> LoadedModel:
+        """Reduce the model to a rank's share in helix. Nothing changes in a ring of one. Raises ModelRefused."""
+        helix = TensorParallel(rank, num_ranks, shares_attention=False)
+        helix.cut(self.model)
+        return replace(self, helix=helix)
+
+    def columns(self, device: torch.device) -> HelixColumns | None:
+        """Return the columns of attention's outputs that this rank has; None where it has all."""
+        if not self.is_helix:
+            return None
+        return HelixColumns(self.share.num_heads, self.share.head_dim, self.helix.rank, self.helix.size, device)
 
     @property
     def head_start(self) -> int:
@@ -107,13 +132,34 @@ class LoadedModel:
         """Map hidden states [T, hidden_size] -> logits [T, vocab_size]."""
         logits = self.head(hidden_states)
         assert isinstance(logits, Tensor)
-        return logits
+        return self.helix.join(logits, self.info.vocab_size)
+
+    def largest_logits(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the largest logit [T] of each row and its token [T], the first of equals, without joining logits."""
+        values, tokens = self.head(hidden_states).max(dim=-1)
+        if not self.is_helix:
+            return values, tokens
+        first, _ = self.helix.share(self.info.vocab_size)
+        # Both are exact in fp64.
+        own = torch.stack([values.double(), (tokens + first).double()])
+        found = own.new_empty(self.helix.size, *own.shape)
+        self.helix.transport.gather_all(own, list(found)).wait()
+        largest, ranks = found[:, 0].max(dim=0)
+        return largest, found[:, 1].gather(0, ranks[None])[0].long()
 
 
 def load_model(
-    path: Path, dtype: str, device: str, name: str | None = None, *, tp_rank: int = 0, tp: int = 1
+    path: Path,
+    dtype: str,
+    device: str,
+    name: str | None = None,
+    *,
+    tp_rank: int = 0,
+    tp: int = 1,
+    helix_rank: int = 0,
+    helix: int = 1,
 ) -> LoadedModel:
-    """Load the model in `path` in `dtype` onto `device`: the share of rank `tp_rank` of `tp`.
+    """Load the model in `path` in `dtype` onto `device`: the share of rank `tp_rank` of `tp`, or of a helix ring.
 
     The device never holds more than the share; the host reads the whole model before it is cut. Raises ModelRefused for
     anything missing, unreadable, unsupported or incomplete, ConfigError for a `tp` that does not divide the KV heads.
@@ -149,5 +195,7 @@ def load_model(
     model.set_attn_implementation(IMPLEMENTATION)
     tensor = TensorParallel(tp_rank, tp)
     tensor.cut(model)
+    whole = LoadedModel(model, model.base_model, model.get_output_embeddings(), info, share, tensor, TensorParallel())
+    own = whole.cut_over_ring(helix_rank, helix) if helix > 1 else whole
     model.to(device).eval().requires_grad_(False)
-    return LoadedModel(model, model.base_model, model.get_output_embeddings(), info, share, tensor)
+    return own

@@ -5,6 +5,9 @@ context parallel axis it refuses; with one axis of a device mesh it silently lea
 the model's, and cutting and summing happen here. No default group is needed, and a broken tensor parallel ring ends
 like any other broken ring.
 
+Helix is the same over the ranks of a decode ring, which have all tokens of a step: attention and embedding stay whole,
+and attention gives each rank its columns of the output projection's input.
+
 T tokens.
 """
 
@@ -26,12 +29,16 @@ from cp_core.transport.interface import RingTransport
 
 
 class TensorParallel:
-    """Place of rank `rank` among the `size` ranks that share one model. `connect` precedes the first forward pass."""
+    """Place of rank `rank` among the `size` ranks that share one model. `connect` precedes the first forward pass.
 
-    def __init__(self, rank: int = 0, size: int = 1) -> None:
+    With `shares_attention` the heads and the embedding are cut as well, without it (helix) everything else.
+    """
+
+    def __init__(self, rank: int = 0, size: int = 1, *, shares_attention: bool = True) -> None:
         assert 0 <= rank < size, f"rank {rank} of {size}"
         self.rank = rank
         self.size = size
+        self._shares_attention = shares_attention
         self._transport: RingTransport | None = None
 
     def connect(self, transport: RingTransport) -> None:
@@ -53,6 +60,10 @@ class TensorParallel:
         shares = (even_share(total, rank, self.size) for rank in range(self.size))
         return tuple(stop - start for start, stop in shares)
 
+    def join(self, part: Tensor, total: int) -> Tensor:
+        """Return every rank's columns [..., share of total] side by side: [..., total]. Raises Unavailable."""
+        return part if self.size == 1 else join_last_dim(part, self.widths(total), self.transport)
+
     def cut(self, model: PreTrainedModel) -> None:
         """Reduce `model` to this rank's share, by the model's own plan. With one rank nothing changes.
 
@@ -71,15 +82,38 @@ class TensorParallel:
             style = next((style for rule, style in rules if rule.fullmatch(name)), None)
             if style is None:
                 continue
-            cut = STYLES.get(style)
+            cut = STYLES.get(self._style(model, name, style))
             if cut is None:
                 raise ModelRefused(f"the tensor parallel plan of {model.config.model_type!r} cuts {name} by {style!r}")
             cut(self, module)
             num_cut += 1
         if not num_cut:
             raise ModelRefused(f"a {model.config.model_type!r} model has no tensor parallel plan; allowed is tp 1")
-        if are_tied and head.weight.shape == embedding.weight.shape:
+        if are_tied:
+            self.tie(model)
+
+    def tie(self, model: PreTrainedModel) -> None:
+        """Let the head be the embedding where that is cut, and otherwise a view of this rank's rows of it."""
+        head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+        assert isinstance(head, Linear) and isinstance(embedding, Embedding)
+        if head.weight.shape == embedding.weight.shape:
             head.weight = embedding.weight
+        elif not self._shares_attention:
+            start, stop = self.share(embedding.weight.shape[0])
+            head.weight = Parameter(embedding.weight[start:stop], requires_grad=False)
+
+    def _style(self, model: PreTrainedModel, name: str, style: str) -> str:
+        """Return the style of a module: in helix the embedding and what comes before attention stay whole.
+
+        The caller of a helix head joins its outputs: a greedy token needs none of the other ranks' logits.
+        """
+        if self._shares_attention:
+            return style
+        # Modules with a `layer_idx` call the attention hook.
+        is_in_attention = hasattr(model.get_submodule(name.rpartition(".")[0]), "layer_idx")
+        if style == "embedding_rowwise" or (style == "colwise" and is_in_attention):
+            return WHOLE
+        return "colwise" if style == "colwise_gather_output" else style
 
 
 def _cut_columns(tensor: TensorParallel, module: Module) -> None:
@@ -133,7 +167,7 @@ def _cut_vocabulary(tensor: TensorParallel, module: Module) -> None:
 
 
 def _leave_whole(tensor: TensorParallel, module: Module) -> None:
-    """Leave norms of single heads whole, as every rank needs them."""
+    """Leave a module whole: norms of single heads, as every rank needs them, and in helix all that makes heads."""
 
 
 def _piece(part: Tensor) -> Parameter:
@@ -141,10 +175,11 @@ def _piece(part: Tensor) -> Parameter:
     return Parameter(part.detach().clone(), requires_grad=False)
 
 
+WHOLE = "replicated_with_grad_allreduce"
 STYLES: dict[str, Callable[[TensorParallel, Module], None]] = {
     "colwise": _cut_columns,
     "colwise_gather_output": _cut_columns_and_join,
     "rowwise": _cut_rows,
     "embedding_rowwise": _cut_vocabulary,
-    "replicated_with_grad_allreduce": _leave_whole,
+    WHOLE: _leave_whole,
 }

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from cp_core.attention.partial import AttentionBackend
+from cp_core.layout.shards import TokenRange
 from cp_core.layout.step_plans import PrefillPlan, SequencePlan
+from cp_core.ring.helix import HelixColumns, NewRows, helix_prefill
 from cp_core.ring.prefill import ring_prefill
 from cp_core.transport.interface import RingTransport
 from workers.kv.cache import KvCache, SlotRun
@@ -46,10 +48,14 @@ class ScoredRows:
 
 @dataclass(frozen=True, slots=True)
 class LocalShare:
-    """This rank's share of one sequence: rows [begin, end) of the packed step, and the slots of old and new KV."""
+    """This rank's share of one sequence: rows [begin, end) of the packed step, and the slots of old and new KV.
+
+    `stored` are the ranges of those rows whose KV this rank stores.
+    """
 
     begin: int
     end: int
+    stored: tuple[TokenRange, ...]
     cached: tuple[SlotRun, ...]
     written: tuple[SlotRun, ...]
     keys: tuple[TransferKey, ...]
@@ -64,14 +70,18 @@ def run_prefill(
     layer_ready: Callable[[TransferKey, int], None],
 ) -> tuple[PrefillPass, Tensor]:
     """Run a step -> (the pass, hidden states [T, hidden_size]) of this rank; collective. Raises Unavailable."""
-    forward = PrefillPass(step, transport, cache, backend, layer_ready)
+    forward = PrefillPass(step, transport, cache, backend, layer_ready, model.columns(cache.device))
     if forward.num_tokens:
         return forward, model.hidden_states(forward.token_ids, forward.positions, forward)
     return forward, model.attend_without_tokens(forward)
 
 
 class PrefillPass:
-    """Attention of one forward pass. `layer_ready` is called for each layer whose new KV is in the cache."""
+    """Attention of one forward pass. `layer_ready` is called for each layer whose new KV is in the cache.
+
+    With `columns` (helix) every rank computes all rows of the step, in the order of their positions, and attends its
+    shard of the KV; the step's algorithm is then of no account.
+    """
 
     def __init__(
         self,
@@ -80,8 +90,10 @@ class PrefillPass:
         cache: KvCache,
         backend: AttentionBackend,
         layer_ready: Callable[[TransferKey, int], None],
+        columns: HelixColumns | None = None,
     ) -> None:
         self._transport = transport
+        self._columns = columns
         self._cache = cache
         self._backend = backend
         self._layer_ready = layer_ready
@@ -96,39 +108,62 @@ class PrefillPass:
     def num_tokens(self) -> int:
         return self.token_ids.shape[0]
 
+    @property
+    def stored_rows(self) -> list[int]:
+        """Computed rows whose KV this rank stores."""
+        return [row for share in self._shares for rows in share.stored for row in range(rows.start, rows.stop)]
+
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Store this layer's k[T,K,D] and v[T,K,D], start sending them, attend q[T,H,D] over the ring -> [T,H,D]."""
         for share in self._shares:
-            self._cache.write_runs(layer, share.written, k[share.begin : share.end], v[share.begin : share.end])
+            self._cache.write_runs(layer, share.written, _rows(k, share.stored), _rows(v, share.stored))
             for key in share.keys:
                 self._layer_ready(key, layer)
         cached = [self._cache.views(layer, share.cached) for share in self._shares]
+        if self._columns is not None:
+            new = [
+                NewRows(TokenRange(share.begin, share.end), share.stored, runs)
+                for share, runs in zip(self._shares, cached, strict=True)
+            ]
+            return helix_prefill(q, k, v, new, self._columns, self._transport, self._backend, scale)
         return ring_prefill(q, k, v, cached, self._plan, self._transport, self._backend, scale, self._algorithm)
+
+    def _computed(self, sequence: SequencePrefill) -> tuple[TokenRange, ...]:
+        """Return the positions that this rank computes, in the order of its rows."""
+        layout = sequence.layout
+        return layout.chunks(self._transport.rank) if self._columns is None else (layout.tokens,)
 
     def _place(self, sequences: Sequence[SequencePrefill]) -> tuple[LocalShare, ...]:
         rank, shares, begin = self._transport.rank, [], 0
         for sequence in sequences:
             held, new = sequence.cached[rank], sequence.layout.tokens_on(rank)
+            end = begin + sum(len(positions) for positions in self._computed(sequence))
+            stored: tuple[TokenRange, ...] = (TokenRange(begin, end),)
+            if self._columns is not None:
+                shift = begin - sequence.layout.start
+                chunks = sequence.layout.chunks(rank)
+                stored = tuple(TokenRange(chunk.start + shift, chunk.stop + shift) for chunk in chunks)
             shares.append(
                 LocalShare(
                     begin,
-                    begin + new,
+                    end,
+                    stored,
                     cached=self._cache.runs(sequence.blocks, held),
                     written=self._cache.runs(sequence.blocks, new, first=held),
                     keys=tuple(send.key for send in sequence.sends),
                 )
             )
-            begin += new
+            begin = end
         return tuple(shares)
 
     def _tokens(self, sequences: Sequence[SequencePrefill]) -> tuple[Tensor, Tensor]:
-        """Return (token ids, positions) int64[T] on the device: per sequence the low chunk, then the high chunk."""
+        """Return (token ids, positions) int64[T] on the device, in the order of the rows."""
         empty = np.empty(0, np.int64)
         token_ids, positions = [empty], [empty]
         for sequence in sequences:
             start = sequence.layout.start
             assert len(sequence.token_ids) == sequence.layout.num_tokens, "token ids do not match the layout"
-            for chunk in sequence.layout.chunks(self._transport.rank):
+            for chunk in self._computed(sequence):
                 token_ids.append(sequence.token_ids[chunk.start - start : chunk.stop - start])
                 positions.append(np.arange(chunk.start, chunk.stop))
         device = self._cache.device
@@ -144,10 +179,10 @@ class PrefillPass:
             if sequence.sample is None:
                 continue
             stop = sequence.layout.tokens.stop
-            owner, index = sequence.layout.owner_of(stop - 1)
-            if owner == self._transport.rank:
+            # Where a rank has the last token, that token is its last row of the sequence.
+            if any(positions.stop == stop and len(positions) for positions in self._computed(sequence)):
                 sampler = RowSampler(sequence.sample, sequence.history)
-                rows.append(LastRow(sequence.sequence_id, share.begin + index, stop, sampler))
+                rows.append(LastRow(sequence.sequence_id, share.end - 1, stop, sampler))
         return tuple(rows)
 
     def _scored_rows(self, sequences: Sequence[SequencePrefill]) -> tuple[ScoredRows, ...]:
@@ -159,11 +194,7 @@ class PrefillPass:
             start = sequence.layout.start
             end = [] if sequence.score.following is None else [sequence.score.following]
             following = [*sequence.token_ids[1:].tolist(), *end]
-            here = [
-                position
-                for chunk in sequence.layout.chunks(self._transport.rank)
-                for position in range(chunk.start, chunk.stop)
-            ]
+            here = [position for chunk in self._computed(sequence) for position in range(chunk.start, chunk.stop)]
             rows = [row for row, position in enumerate(here) if position - start < len(following)]
             scored.append(
                 ScoredRows(
@@ -175,3 +206,9 @@ class PrefillPass:
                 )
             )
         return tuple(scored)
+
+
+def _rows(tensor: Tensor, ranges: Sequence[TokenRange]) -> Tensor:
+    """Return these rows of a tensor: a view where they are one range."""
+    parts = [tensor[each.start : each.stop] for each in ranges]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -22,7 +22,9 @@ from torch import Tensor
 
 from cp_core.attention.backends import select_backend
 from cp_core.attention.partial import AttentionBackend
+from cp_core.cost.decode import HELIX
 from cp_core.cost.model import RingRates
+from cp_core.errors import ConfigError
 from cp_core.transport.interface import RingTransport
 from workers.decode.loop import DecodeChoice, FollowingLoop, LeadingLoop, LoopWork
 from workers.decode.messages import LEADER, DecodeMailbox, HeaderChannel
@@ -91,7 +93,14 @@ class RankWorker:
         joining = RingJoining(spec)
         path = resolve_model_path(settings.model_path)
         model = load_model(
-            path, settings.dtype, settings.device, Path(settings.model_path).name, tp_rank=spec.tp_rank, tp=spec.tp
+            path,
+            settings.dtype,
+            settings.device,
+            Path(settings.model_path).name,
+            tp_rank=spec.tp_rank,
+            tp=spec.tp,
+            helix_rank=spec.cp_rank,
+            helix=spec.cp if settings.decode_variant == HELIX else 1,
         )
         info, dtype = model.info, DTYPES[model.info.dtype]
         backend = select_backend(settings.attention_backend, settings.device, dtype)
@@ -145,6 +154,8 @@ class RankWorker:
         if tensor is not None:
             self.parts.model.tensor.connect(tensor)
             self._tensor = tensor
+        if self.parts.model.is_helix:
+            self.parts.model.helix.connect(transport)
         self._clock.watch(*self._transports)
 
     def probe(self) -> RingRates:
@@ -167,8 +178,14 @@ class RankWorker:
         return rates
 
     def follow_decode_variant(self, policy: str) -> None:
-        """Choose decode variants by `policy` from the next step on; for the first rank. Raises ConfigError."""
-        self.parts.choose_variant.follow(policy)
+        """Choose decode variants by `policy` from the next step on; for the first rank. Raises ConfigError.
+
+        A ring whose weights are cut takes helix alone, and another ring never does.
+        """
+        parts = self.parts
+        if parts.spec.cp > 1 and (policy == HELIX) != parts.model.is_helix:
+            raise ConfigError(f"decode.variant: {policy!r} is not allowed on a ring that started with other weights")
+        parts.choose_variant.follow(policy)
 
     def fill_kv(self, seed: int) -> None:
         """Fill the cache with random numbers: measurements of decode need KV, of any value."""
@@ -188,7 +205,7 @@ class RankWorker:
                 forward, states = self._run_prefill(step, ring)
             logits = model.logits(states[[last.row for last in forward.last_rows]])
             names = [last.sequence_id for last in forward.last_rows]
-            samples = self.parts.spec.tp_rank == 0
+            samples = model.samples
             sampled = dict(zip(names, sample_rows(forward.last_rows, logits), strict=True)) if samples else {}
             scores = self._score(forward.scored_rows, states)
             self._progress.stepped(running=0)
@@ -226,8 +243,8 @@ class RankWorker:
         """
         self._begin_sends(step)
         with self._compute() as ring:
-            _, states = self._run_prefill(step, ring)
-            return self.parts.model.logits(states)
+            forward, states = self._run_prefill(step, ring)
+            return self.parts.model.logits(states)[forward.stored_rows]
 
     def _begin_sends(self, step: PrefillStep) -> None:
         """Begin transfers before the ring computes: a transfer that cannot begin fails its step, not the ring."""

@@ -58,15 +58,33 @@ def sample_rows(rows: Sequence[SampledRow], logits: Tensor) -> list[Sampled]:
         return []
     # max treats NaN as the largest value, so the winner shows any NaN; of equal values it takes the first.
     largest, winners = logits.max(dim=-1)
-    for row, value in zip(rows, largest.tolist(), strict=True):
-        if not math.isfinite(value):
-            raise FloatingPointError(f"the largest logit for position {row.next_position} is {value}")
+    _check_finite(rows, largest)
     tokens: list[int] = winners.tolist()
     _draw_plain_rows(rows, logits, tokens)
     for number, row in enumerate(rows):
         if row.sampler.is_special:
             tokens[number] = _choose(row, logits[number])
     return [Sampled(token, _wanted(row, each, token)) for row, token, each in zip(rows, tokens, logits, strict=True)]
+
+
+def are_greedy(rows: Sequence[SampledRow]) -> bool:
+    """Return whether the largest logit of each row and its token suffice to sample them."""
+    return all(
+        not row.sampler.is_drawn and not row.sampler.is_special and row.sampler.sampling.logprobs is None
+        for row in rows
+    )
+
+
+def sample_greedy_rows(rows: Sequence[SampledRow], largest: Tensor, tokens: Tensor) -> list[Sampled]:
+    """Sample rows that `are_greedy` from the largest logit [R] of each and its token [R]. Raises as `sample_rows`."""
+    _check_finite(rows, largest)
+    return [Sampled(token, None) for token in tokens.tolist()]
+
+
+def _check_finite(rows: Sequence[SampledRow], largest: Tensor) -> None:
+    for row, value in zip(rows, largest.tolist(), strict=True):
+        if not math.isfinite(value):
+            raise FloatingPointError(f"the largest logit for position {row.next_position} is {value}")
 
 
 def _draw_plain_rows(rows: Sequence[SampledRow], logits: Tensor, tokens: list[int]) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from cp_core.cost.decode import (
     GATHER,
-    VARIANTS,
+    STEP_VARIANTS,
     DecodeLoad,
     DecodeRates,
     StepCost,
@@ -130,7 +130,7 @@ def test_parts_in_half_the_bytes_return_faster() -> None:
     assert wide.layer_collective_seconds - 0.05 == pytest.approx(2 * (half.layer_collective_seconds - 0.05))
 
 
-@given(loads, st.sampled_from(VARIANTS))
+@given(loads, st.sampled_from(STEP_VARIANTS))
 def test_what_is_configured_is_used(work: DecodeLoad, variant: str) -> None:
     assert choose_variant(variant, work, SHAPE, RATES) == variant
     assert choose_variant(variant, work, SHAPE, None) == variant
@@ -138,7 +138,7 @@ def test_what_is_configured_is_used(work: DecodeLoad, variant: str) -> None:
 
 @given(loads)
 def test_auto_takes_pass_q_only_where_it_is_predicted_to_be_clearly_better(work: DecodeLoad) -> None:
-    gather, pass_q = (predict_step(variant, work, SHAPE, RATES).total_seconds for variant in VARIANTS)
+    gather, pass_q = (predict_step(variant, work, SHAPE, RATES).total_seconds for variant in STEP_VARIANTS)
     wanted = PASS_Q if pass_q < 0.95 * gather else GATHER
     assert choose_variant("auto", work, SHAPE, RATES) == wanted
 
@@ -187,7 +187,9 @@ def test_longer_contexts_hide_more_of_the_queries() -> None:
 
 
 def test_one_rank_costs_the_same_either_way() -> None:
-    gather, pass_q = (predict_step(variant, load(8, num_ranks=1), SHAPE, RATES).total_seconds for variant in VARIANTS)
+    gather, pass_q = (
+        predict_step(variant, load(8, num_ranks=1), SHAPE, RATES).total_seconds for variant in STEP_VARIANTS
+    )
     assert gather == pass_q
 
 

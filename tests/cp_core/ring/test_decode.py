@@ -44,7 +44,7 @@ def decode_on_threads(
         if variant == GATHER:
             return sharded_decode(q_bhd, shards, transport, TorchCpuFlash(), SCALE, plan)
         if variant == HELIX:
-            columns = HelixColumns(*q_bhd.shape[1:], transport.rank, size, q_bhd.device)
+            columns = HelixColumns(q_bhd.shape[1], q_bhd.shape[2], transport.rank, size, q_bhd.device)
             return helix_decode(q_bhd, shards, plan, columns, transport, TorchCpuFlash(), SCALE)
         route = PassQRoute(plan, transport.rank)
         return ring_decode(q_bhd[route.own], shards, route, transport, TorchCpuFlash(), SCALE)

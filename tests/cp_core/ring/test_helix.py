@@ -25,10 +25,8 @@ def prefill_on_threads(sequences: list[tuple[Tokens, tuple[int, ...]]], size: in
     Cached tokens lie on the ranks in order of position, each shard in two runs with NaN around them.
     """
     transports = [PoisoningTransport(each) for each in InProcessRing(size).transports]
-    packed = [
-        torch.cat([getattr(tokens, name)[sum(cached) :] for tokens, cached in sequences]) for name in ("q", "k", "v")
-    ]
-    q_thd = packed[0]
+    new = [(tokens.q[sum(cached) :], tokens.k[sum(cached) :], tokens.v[sum(cached) :]) for tokens, cached in sequences]
+    q_thd, k_tkd, v_tkd = (torch.cat(parts) for parts in zip(*new, strict=True))
 
     def act(transport: RingTransport) -> torch.Tensor:
         placed, begin = [], 0
@@ -43,8 +41,8 @@ def prefill_on_threads(sequences: list[tuple[Tokens, tuple[int, ...]]], size: in
             runs = [poisoned_run(tokens, *cut) for cut in ((first, middle), (middle, stop))]
             placed.append(NewRows(TokenRange(begin, begin + new), tuple(stored), runs))
             begin += new
-        columns = HelixColumns(*q_thd.shape[1:], transport.rank, size, q_thd.device)
-        return helix_prefill(*packed, placed, columns, transport, TorchCpuFlash(), SCALE)
+        columns = HelixColumns(q_thd.shape[1], q_thd.shape[2], transport.rank, size, q_thd.device)
+        return helix_prefill(q_thd, k_tkd, v_tkd, placed, columns, transport, TorchCpuFlash(), SCALE)
 
     out = torch.cat(on_every_rank(transports, act), dim=1).view(q_thd.shape)
     return list(out.split([tokens.q.shape[0] - sum(cached) for tokens, cached in sequences]))

@@ -20,7 +20,8 @@ from transformers.generation.logits_process import (
     SequenceBiasLogitsProcessor,
 )
 
-from cp_core.cost.decode import GATHER, VARIANTS
+from cp_core.cost.decode import GATHER, HELIX, STEP_VARIANTS, VARIANTS
+from cp_core.cost.model import PASS_Q
 from cp_core.errors import DeadlineExceeded, InvalidRequest, RingserveError, TurnCancelled
 from orchestration.protocol.rings import RingState
 from orchestration.protocol.turns import EndingEvent, FinishedEvent, PromptMode, TokensEvent
@@ -134,7 +135,7 @@ async def test_draws_are_the_same_for_every_ring_size_variant_and_batch(model_pa
         )
     ]
     seen: list[list[list[int]]] = []
-    for num_prefill, num_decode, variant in [(1, 1, GATHER), (2, 3, VARIANTS[1]), (3, 2, GATHER), (1, 2, VARIANTS[1])]:
+    for num_prefill, num_decode, variant in [(1, 1, GATHER), (2, 3, PASS_Q), (3, 2, HELIX), (1, 2, PASS_Q)]:
         async with Service(model_paths["llama_gqa"], num_prefill, num_decode, decode_variant=variant) as service:
             requests = [service.request(random_tokens(33), sampling=sampling) for sampling in samplings]
             together = [answer.token_ids for answer in await asyncio.gather(*map(service.answer, requests))]
@@ -362,7 +363,7 @@ async def test_tensor_parallel_rings_draw_and_score_the_same(
 ) -> None:
     oracle, prompt = oracles["llama_gqa"], random_tokens(19)
     greedy = replace(FEATURES["everything"], max_tokens=MAX_TOKENS, logprobs=2, prompt_logprobs=2)
-    for variant in VARIANTS:
+    for variant in STEP_VARIANTS:
         async with Service(
             model_paths["llama_gqa"], 2, 2, prefill_tp=2, decode_tp=2, decode_variant=variant
         ) as service:

@@ -208,7 +208,7 @@ def test_a_value_of_the_wrong_type_is_refused_by_name(key: str, value: object, k
     [
         ("model.dtype", "fp32", "float32, bfloat16, float16"),
         ("model.device", "gpu", "cpu, cuda"),
-        ("decode.variant", "pass_kv", "auto, gather, pass_q"),
+        ("decode.variant", "pass_kv", "auto, gather, pass_q, helix"),
         ("router.missing_kv", "fetch", "auto, pull, recompute"),
         ("router.selector", "best", "auto, alg1, alg5, empirical, pass_kv, pass_q"),
         ("metrics.also_as", "sglang", ", vllm"),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cp_core.cost.decode import VARIANTS
+from cp_core.cost.decode import GATHER, HELIX, VARIANTS
 from cp_core.errors import Unavailable
 from tests.workers.models import KINDS, Oracle, random_tokens
 from tests.workers.rings import LocalRing, Turn
@@ -32,12 +32,14 @@ def prompt_event(ring: LocalRing, name: str) -> DecodeEvent:
                 return event
 
 
-@pytest.mark.parametrize("num_ranks", RING_SIZES)
+@pytest.mark.parametrize(
+    ("variant", "num_ranks"), [*((GATHER, size) for size in RING_SIZES), *((HELIX, size) for size in (2, 3, 4))]
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_prompt_computed_where_it_decodes_gives_the_tokens_of_one_process(
-    kind: str, num_ranks: int, model_paths: Models, oracles: Oracles
+    kind: str, variant: str, num_ranks: int, model_paths: Models, oracles: Oracles
 ) -> None:
-    with LocalRing(model_paths[kind], num_ranks) as ring:
+    with LocalRing(model_paths[kind], num_ranks, decode_variant=variant) as ring:
         conversations = [(ring.open(f"{cached}+{new}", 128), cached, new) for cached, new in LENGTHS]
         ring.prefill([Turn(each, random_tokens(cached)) for each, cached, _ in conversations])
         ring.start_decode()
@@ -98,14 +100,14 @@ def test_tensor_parallel_processes_compute_a_prompt_together(model_paths: Models
     assert [event.token_id, *following] == oracles["llama_gqa"].greedy([*prompt, *more], 6)
 
 
-@pytest.mark.parametrize("num_ranks", RING_SIZES)
-def test_the_token_is_drawn_as_a_prefill_ring_draws_it(num_ranks: int, model_paths: Models) -> None:
+@pytest.mark.parametrize(("variant", "num_ranks"), [*((GATHER, size) for size in RING_SIZES), (HELIX, 2), (HELIX, 3)])
+def test_the_token_is_drawn_as_a_prefill_ring_draws_it(variant: str, num_ranks: int, model_paths: Models) -> None:
     """Draw with a seed, a penalty on the prompt and log-probabilities, with the last token on every rank in turn."""
     sampling = SamplingParameters(temperature=1.2, seed=7, repetition_penalty=1.3, logprobs=2, max_tokens=4)
     for new in (1, 2, 3, 8):
         prompt, more = random_tokens(13), random_tokens(new, seed=new)
         history = TokenHistory.of(sampling, sorted({*prompt, *more}))
-        with LocalRing(model_paths["llama_gqa"], num_ranks) as ring:
+        with LocalRing(model_paths["llama_gqa"], num_ranks, decode_variant=variant) as ring:
             conversation = ring.open("a", 64)
             ring.prefill([Turn(conversation, prompt)])
             ring.start_decode()
@@ -140,9 +142,10 @@ def test_a_prompt_removed_before_its_turn_is_answered_and_never_computed(model_p
     assert told.token_id == oracles["llama_gqa"].greedy(random_tokens(12) + random_tokens(4, seed=2), 1)[0]
 
 
-def test_nan_in_kv_breaks_the_ring_and_no_token_leaves_it(model_paths: Models) -> None:
+@pytest.mark.parametrize("variant", [GATHER, HELIX])
+def test_nan_in_kv_breaks_the_ring_and_no_token_leaves_it(variant: str, model_paths: Models) -> None:
     """Claim more stored tokens than were written: the ranks read the poison."""
-    with LocalRing(model_paths["llama_gqa"], 2) as ring:
+    with LocalRing(model_paths["llama_gqa"], 2, decode_variant=variant) as ring:
         conversation = ring.open("a", 64)
         ring.prefill([Turn(conversation, random_tokens(8))])
         poisoned = ring.open("b", 64)

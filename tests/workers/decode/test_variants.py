@@ -1,4 +1,4 @@
-"""Both decode variants, and changes between them, against transformers' greedy tokens; caches are poisoned."""
+"""Every decode variant, and changes between them, against transformers' greedy tokens; caches are poisoned."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cp_core.cost.decode import GATHER, VARIANTS, DecodeRates
+from cp_core.cost.decode import GATHER, HELIX, VARIANTS, DecodeRates
 from cp_core.cost.model import PASS_Q, RingRates
 from cp_core.errors import ConfigError
 from cp_core.transport.inprocess import InProcessRing
@@ -81,10 +81,11 @@ def test_a_kernel_that_follows_block_tables_gives_the_same_tokens(
     assert answers == {name: oracles["llama_gqa"].greedy(PROMPTS[name], end) for name, end in ENDS.items()}
 
 
+@pytest.mark.parametrize("variant", [PASS_Q, HELIX])
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_model_decodes_the_same_in_pass_q(kind: str, model_paths: Models, oracles: Oracles) -> None:
+def test_every_model_decodes_the_same(kind: str, variant: str, model_paths: Models, oracles: Oracles) -> None:
     prompt, sampling = random_tokens(33), SamplingParameters(max_tokens=16)
-    with LocalRing(model_paths[kind], 2, decode_variant=PASS_Q) as ring:
+    with LocalRing(model_paths[kind], 2, decode_variant=variant) as ring:
         conversation = ring.open("a", 64)
         first = ring.prefill([Turn(conversation, prompt, sampling)])["a"]
         ring.start_decode()
@@ -92,14 +93,17 @@ def test_every_model_decodes_the_same_in_pass_q(kind: str, model_paths: Models, 
     assert [first, *following] == oracles[kind].greedy(prompt, 16)
 
 
+@pytest.mark.parametrize("variant", [PASS_Q, HELIX])
 @pytest.mark.parametrize("ring_transport", ["sockets", "nccl"])
-def test_pass_q_decodes_over_real_transports(ring_transport: str, model_paths: Models, oracles: Oracles) -> None:
+def test_variants_decode_over_real_transports(
+    ring_transport: str, variant: str, model_paths: Models, oracles: Oracles
+) -> None:
     """Decode two sequences on three ranks: messages of every length, also empty, in both directions."""
     prompts = {"a": random_tokens(9, seed=1), "b": random_tokens(26, seed=2)}
     sampling = SamplingParameters(max_tokens=10)
     with (
         gloo_as_nccl(),
-        LocalRing(model_paths["llama_gqa"], 3, ring_transport=ring_transport, decode_variant=PASS_Q) as ring,
+        LocalRing(model_paths["llama_gqa"], 3, ring_transport=ring_transport, decode_variant=variant) as ring,
     ):
         conversations = {name: ring.open(name, 64) for name in prompts}
         firsts = ring.prefill([Turn(conversations[name], prompts[name], sampling) for name in prompts])
@@ -137,7 +141,7 @@ def test_tokens_are_drawn_alike_whichever_rank_draws_them(model_paths: Models) -
         for place, (name, end) in enumerate(ENDS.items())
     }
     answers = []
-    for variant, num_ranks in ((GATHER, 1), (GATHER, 2), (PASS_Q, 2), (PASS_Q, 3)):
+    for variant, num_ranks in ((GATHER, 1), (GATHER, 2), (PASS_Q, 2), (PASS_Q, 3), (HELIX, 1), (HELIX, 3)):
         with LocalRing(model_paths["llama_gqa"], num_ranks, decode_variant=variant) as ring:
             answers.append(serve_all(ring, samplings))
     assert all(each == answers[0] for each in answers)
@@ -191,6 +195,25 @@ def test_a_pass_q_step_takes_its_ring_once_a_layer_and_brings_its_tokens_once(mo
             assert transport.stats.gathers == 0
 
 
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_a_greedy_helix_step_takes_three_messages_a_layer_and_one_for_its_tokens(
+    num_ranks: int, model_paths: Models
+) -> None:
+    sampling = SamplingParameters(max_tokens=11)
+    with LocalRing(model_paths["llama_gqa"], num_ranks, decode_variant=HELIX) as ring:
+        conversation = ring.open("a", 64)
+        first = ring.prefill([Turn(conversation, random_tokens(9), sampling)])["a"]
+        before = [(each.stats.gathers, each.stats.all_to_alls) for each in ring.transports]
+        ring.start_decode()
+        assert len(ring.decode(conversation, first, sampling)) == 10
+        ring.stop_decode()
+        num_layers = ring.infos[0].model.num_layers
+        for (gathers, all_to_alls), transport in zip(before, ring.transports, strict=True):
+            assert transport.stats.all_to_alls - all_to_alls == 10 * num_layers
+            assert transport.stats.gathers - gathers == 10 * (2 * num_layers + 1)
+            assert transport.stats.exchanges == 0
+
+
 def test_a_rank_that_draws_from_nan_breaks_the_ring_and_no_token_leaves_it(model_paths: Models) -> None:
     """Damage the model of a follower after the prefill; the first row is its row."""
     with LocalRing(model_paths["llama_gqa"], 2, decode_variant=PASS_Q) as ring:
@@ -224,7 +247,7 @@ def test_a_header_arrives_with_its_variant(kind: HeaderKind, variant: str, token
 
 def test_an_unknown_variant_keeps_a_rank_from_starting(model_paths: Models) -> None:
     with pytest.raises(
-        ConfigError, match=r"decode\.variant: 'pass_kv' is not allowed; use one of auto, gather, pass_q"
+        ConfigError, match=r"decode\.variant: 'pass_kv' is not allowed; use one of auto, gather, pass_q, helix"
     ):
         LocalRing(model_paths["llama_gqa"], 1, decode_variant="pass_kv")
 

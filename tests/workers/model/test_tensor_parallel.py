@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from cp_core.cost.decode import GATHER, VARIANTS
+from cp_core.cost.decode import GATHER, STEP_VARIANTS
 from cp_core.cost.model import PASS_Q
 from cp_core.errors import ConfigError, Unavailable
 from tests.gloo import gloo_as_nccl
@@ -42,7 +42,7 @@ def test_cp2_tp2_gives_the_logits_of_transformers(
     assert (torch.cat([first, second]) - expected).abs().max() <= TOLERANCE
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", STEP_VARIANTS)
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_tensor_parallel_rings_decode_the_tokens_of_transformers(
@@ -116,7 +116,7 @@ def test_a_cp_rank_without_tokens_leaves_the_others_their_answer(
     assert (logits - oracles["qwen3"].logits([7])).abs().max() <= TOLERANCE
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", STEP_VARIANTS)
 @pytest.mark.parametrize("ring_transport", ["nccl", "sockets"])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_rings_and_rings_meet_in_one_store(
@@ -193,7 +193,7 @@ def test_heads_that_do_not_divide_are_refused_at_start(
         RankWorker().start(spec)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", STEP_VARIANTS)
 @pytest.mark.parametrize("ring_transport", ["nccl", "sockets"])
 @pytest.mark.parametrize("lost", [0, 1, 2, 3])
 def test_the_loss_of_any_rank_ends_the_loops_of_all(
