@@ -20,7 +20,7 @@ from services.offline.bench.report import (
     with_load,
     write_plot,
 )
-from services.offline.terminal import Tell, console, progress_bar
+from services.offline.terminal import Tell, console, print_table, progress_bar
 from workers.protocol.prefill_steps import RING_ALGORITHMS, Algorithm
 
 EXAMPLE = """example:
@@ -205,7 +205,7 @@ def _run(options: argparse.Namespace, total: int, measure: Callable[[Tell], Repo
     if options.json:
         print(to_json(report))
     else:
-        console(pipe_width=PIPE_WIDTH).print(to_table(report))
+        print_table(console(pipe_width=PIPE_WIDTH), to_table(report))
         print(*closing_lines(report), sep="\n")
     return 0
 

@@ -17,7 +17,7 @@ from services.cli.options import Subcommands, add_serving_options, serving
 from services.offline.bench.load.replay import KINDS, Arrival, RequestKind, draw_trace, read_trace, replay, write_trace
 from services.offline.bench.load.summary import Bounds, LoadReport, Percentiles, summarize, write_load_plot
 from services.offline.bench.report import load_now, require_matplotlib
-from services.offline.terminal import console, progress_bar, simple_table
+from services.offline.terminal import console, print_table, progress_bar, simple_table
 
 EXAMPLE = """example:
   ringserve bench load --rate 2 --duration 60 --mix short:0.8,long:0.2
@@ -84,7 +84,7 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(asdict(report)))
     else:
-        console(pipe_width=PIPE_WIDTH).print(_table(report))
+        print_table(console(pipe_width=PIPE_WIDTH), _table(report))
         print(*_closing_lines(report), sep="\n")
     return 0 if any(outcome.status == "ok" for outcome in outcomes) else 1
 

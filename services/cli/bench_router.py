@@ -13,7 +13,7 @@ from services.cli.options import Subcommands
 from services.offline.bench.report import load_now
 from services.offline.bench.router import RouterLoad, RouterReport, measure_router
 from services.offline.planning.models import planned_model, to_model_info
-from services.offline.terminal import console, progress_bar, simple_table
+from services.offline.terminal import console, print_table, progress_bar, simple_table
 
 EXAMPLE = """example:
   ringserve bench router
@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
         target = {"target_milliseconds": TARGET_MILLISECONDS, "is_met": _is_met(report)}
         print(json.dumps(asdict(report) | target | {"load": machine}))
     else:
-        console(pipe_width=PIPE_WIDTH).print(_table(report))
+        print_table(console(pipe_width=PIPE_WIDTH), _table(report))
         print(*_closing_lines(report, machine), sep="\n")
     return 0
 

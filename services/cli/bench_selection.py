@@ -10,7 +10,7 @@ from cp_core.errors import ConfigError
 from services.cli.options import Subcommands
 from services.offline.bench.report import load_now, require_matplotlib
 from services.offline.calibration.measurement import Cell
-from services.offline.terminal import console, progress_bar
+from services.offline.terminal import console, print_table, progress_bar
 from services.offline.units import parse_token_counts
 from workers.model.builtin import resolve_model_path
 from workers.model.info import read_model_info
@@ -96,7 +96,7 @@ def run(options: argparse.Namespace) -> int:
     else:
         for table in (losses_table(report), wrong_table(report)):
             if table is not None:
-                console(pipe_width=PIPE_WIDTH).print(table)
+                print_table(console(pipe_width=PIPE_WIDTH), table)
         print(*closing_lines(report), sep="\n")
     # Last, since a failure must not hide the report.
     if options.plot is not None:

@@ -19,7 +19,7 @@ from services.offline.calibration.report import (
     closing_lines,
     write_calibration_plot,
 )
-from services.offline.terminal import console, progress_bar
+from services.offline.terminal import console, print_table, progress_bar
 from services.offline.units import parse_token_counts
 from workers.protocol.prefill_steps import RING_ALGORITHMS
 
@@ -72,7 +72,7 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print(calibration_json(calibration))
         return 0
-    console().print(calibration_table(calibration))
+    print_table(console(), calibration_table(calibration))
     print(*closing_lines(calibration), sep="\n")
     if options.write is not None:
         print(f"written: {options.write}; plan by it with --set router.profile={options.write}")

@@ -7,11 +7,11 @@ import argparse
 from google.protobuf.json_format import MessageToJson
 from google.protobuf.message import Message
 from rich.console import Console
-from rich.table import Table
 
 from cp_core.errors import InvalidRequest
 from ringserve.v1 import inference_pb2
 from services.cli.options import Subcommands, add_target_options, client_of
+from services.offline.terminal import listing, print_table
 
 EXAMPLE = """example:
   ringserve conversations list --prefix tale
@@ -29,7 +29,7 @@ def add(commands: Subcommands) -> None:
         formatter_class=argparse.RawTextHelpFormatter,
     )
     verbs = parser.add_subparsers(required=True, metavar="VERB")
-    listing = _verb(verbs, "list", "every conversation, with the tokens that its rings retain", run_list)
+    listing = _verb(verbs, "list", "every conversation, with the tokens that prefill and decode rings retain", run_list)
     listing.add_argument("--prefix", default="", help="only ids with this prefix")
     show = _verb(verbs, "show", "location of a conversation's KV", run_show)
     show.add_argument("id")
@@ -57,19 +57,19 @@ def run_list(options: argparse.Namespace) -> int:
     if options.json:
         _print_json(found)
         return 0
-    table = Table("conversation", "tokens", "turns", "idle s", "deleted after s", "retained prefill/decode", "running")
+    table = listing("conversation", "tokens", "turns", "idle", "expires after", "retained", "running")
     for item in found.conversations:
         waiting = f" +{item.num_waiting} waiting" if item.num_waiting else ""
         table.add_row(
             item.conversation_id,
             str(item.num_tokens),
             str(item.num_turns),
-            f"{item.idle_seconds:.0f}",
-            f"{item.ttl_seconds:g}" if item.ttl_seconds else "never",
+            f"{item.idle_seconds:.0f} s",
+            f"{item.ttl_seconds:g} s" if item.ttl_seconds else "never",
             f"{item.kept_on_prefill}/{item.kept_on_decode}",
             item.running_request_id + waiting,
         )
-    Console().print(table)
+    print_table(Console(), table)
     return 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
+from cp_core.errors import NotFound
 from services.cli.options import Subcommands
 from services.cluster.state import end_cluster, remove_state, require_state
 
@@ -31,7 +32,11 @@ def add(commands: Subcommands) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the subcommand."""
-    state = require_state(options.name)
+    try:
+        state = require_state(options.name)
+    except NotFound:
+        remove_state(options.name)  # of a cluster that ended by itself, as the error tells
+        raise
     seconds = STOP_SECONDS + state.drain_seconds if options.timeout is None else options.timeout
     killed = end_cluster(state, seconds)
     remove_state(options.name)

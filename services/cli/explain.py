@@ -19,7 +19,7 @@ from services.offline.planning.report import (
     explanation_table,
 )
 from services.offline.planning.sizing import RingShape, require_tp
-from services.offline.terminal import console
+from services.offline.terminal import console, print_lines, print_table
 from services.offline.units import parse_sizes, parse_tokens
 
 EXAMPLE = """example:
@@ -100,17 +100,16 @@ def _show_one(explanation: Explanation, *, as_json: bool) -> None:
     if as_json:
         print(explanation_json(explanation))
     else:
-        console().print(explanation_table(explanation))
-        print(*explanation_lines(explanation), sep="\n")
+        print_table(console(), explanation_table(explanation), num_keys=2)
+        print_lines(*explanation_lines(explanation))
 
 
 def _show_several(comparison: RingComparison, *, as_json: bool) -> None:
     if as_json:
         print(comparison_json(comparison))
     else:
-        console().print(comparison_table(comparison))
-        print(comparison_line(comparison))
-        print(*explanation_lines(comparison.chosen), sep="\n")
+        print_table(console(), comparison_table(comparison), num_keys=3)
+        print_lines(comparison_line(comparison), *explanation_lines(comparison.chosen))
 
 
 def _tokens_or_none(key: str, text: str) -> int:

@@ -14,7 +14,7 @@ from cp_core.errors import ConfigError, NotFound
 from services.client import Client, TlsFiles
 from services.client.retries import NO_RETRIES
 from services.cluster.local import LocalCluster
-from services.cluster.state import require_state
+from services.cluster.state import require_ready
 from services.config import Config, LogConfig, load_config
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def client_of(options: argparse.Namespace, target: str = "") -> Client:
 
 def target_of(options: argparse.Namespace) -> str:
     """Return the address of the gateway. Raises NotFound without a target and a local cluster."""
-    target = options.target or require_state(options.name).gateway
+    target = options.target or require_ready(options.name).gateway
     if not target:
         raise NotFound(f"the cluster {options.name!r} runs no gateway of its own; give --target HOST:PORT")
     return str(target)
@@ -90,7 +90,7 @@ def add_router_options(parser: argparse.ArgumentParser) -> None:
 
 def router_of(options: argparse.Namespace) -> str:
     """Return the address of the router. Raises NotFound without a target and a local cluster."""
-    return str(options.target or require_state(options.name).router)
+    return str(options.target or require_ready(options.name).router)
 
 
 def add_serving_options(parser: argparse.ArgumentParser) -> None:

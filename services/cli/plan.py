@@ -28,7 +28,7 @@ from services.offline.planning.sizing import (
     forecast_ring,
     require_tp,
 )
-from services.offline.terminal import console
+from services.offline.terminal import console, print_lines, print_table
 from services.offline.units import (
     format_tokens,
     parse_contexts,
@@ -101,8 +101,8 @@ def run_reproduction(options: argparse.Namespace) -> int:
         return 0
     out = console()
     for table in reproduction_tables(reproduction):
-        out.print(table)
-    print(*reproduction.targets, sep="\n")
+        print_table(out, table, num_keys=2)
+    print_lines(*map(str, reproduction.targets))
     if options.plot is not None:
         print(*(f"figure: {path}" for path in written), sep="\n")
     return 0
@@ -138,20 +138,22 @@ def _print_plan(
     forecasts: list[RingForecast],
     smallest: RingForecast,
 ) -> None:
-    console().print(plan_table(forecasts))
+    print_table(console(), plan_table(forecasts), num_keys=3)
     refusals = [forecast.refusal for forecast in forecasts if forecast.refusal]
     if refusals:
-        print(f"no: {refusals[0]}" + (f"; and {len(refusals) - 1} more" if len(refusals) > 1 else ""))
+        print_lines(f"no: {refusals[0]}" + (f"; and {len(refusals) - 1} more" if len(refusals) > 1 else ""))
     shape = smallest.shape
-    print(f"{model.name} on {profile.name}: the smallest ring that holds it is cp {shape.cp} x tp {shape.tp}")
+    print_lines(f"{model.name} on {profile.name}: the smallest ring that holds it is cp {shape.cp} x tp {shape.tp}")
     if workload.longest > model.max_positions:
         made_for = format_tokens(model.max_positions)
-        print(f"{model.name} was made for {made_for} tokens: longer contexts are predicted without regard to quality")
+        print_lines(
+            f"{model.name} was made for {made_for} tokens: longer contexts are predicted without regard to quality"
+        )
 
 
 def _print_proposal(proposal: Proposal, workload: Workload, traffic: Traffic) -> None:
-    console().print(proposal_table(proposal))
-    print(*proposal_lines(proposal, workload, traffic), sep="\n")
+    print_table(console(), proposal_table(proposal))
+    print_lines(*proposal_lines(proposal, workload, traffic))
 
 
 def _workload(options: argparse.Namespace) -> Workload:

@@ -32,7 +32,7 @@ from services.offline.simulator.trace import (
     format_trace,
     read_trace,
 )
-from services.offline.terminal import bar, console, simple_table
+from services.offline.terminal import bar, console, print_lines, print_table, simple_table
 from services.offline.units import format_seconds, parse_seconds, parse_tokens
 
 EXAMPLE = """example:
@@ -109,8 +109,10 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps({"results": [asdict(result) for result in results]}))
     else:
-        console(pipe_width=PIPE_WIDTH).print(_table(results), _size_table(results))
-        print(
+        out = console(pipe_width=PIPE_WIDTH)
+        print_table(out, _table(results))
+        print_table(out, _size_table(results), num_keys=2)
+        print_lines(
             f"{results[0].num_turns} turns of {len(trace)} conversations; TTFT counts from the first request of a turn"
         )
     return 0

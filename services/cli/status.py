@@ -4,36 +4,52 @@ from __future__ import annotations
 
 import argparse
 import io
+import json
 from collections import Counter
 from pathlib import Path
 
 from google.protobuf.json_format import MessageToJson
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from cp_core.errors import ConfigError
+from cp_core.errors import ConfigError, NotFound
 from ringserve.v1 import inference_pb2
 from services.cli.options import Subcommands, add_target_options, client_of
+from services.cluster.state import ClusterStage, ClusterState, require_state, starting_line
+from services.offline.terminal import listing, print_table
 
 EXAMPLE = """example:
   ringserve status
+  ringserve status prefill-0
   ringserve status --target 127.0.0.1:50051 --json
-  ringserve status --svg status.svg
+  ringserve status --wide --svg status.svg
+
+Exit status: 0 where the cluster serves, 3 where a role has no ring that takes turns, or the cluster is starting.
 """
-PICTURE_COLUMNS = 150
+EXIT_NOT_SERVING = 3
+PICTURE_COLUMNS = 100
+BAR_COLUMNS = 10
+ROLES = ("prefill", "decode")
 
 
 def add(commands: Subcommands) -> None:
     parser = commands.add_parser(
         "status", help="show rings and KV", epilog=EXAMPLE, formatter_class=argparse.RawTextHelpFormatter
     )
+    parser.add_argument("ring", nargs="?", default="", help="name of a ring: show its details")
     add_target_options(parser)
+    parser.add_argument("--wide", action="store_true", help="show more columns, for wide terminals")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="also draw what is printed")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
+    if not options.target:
+        state = require_state(options.name)
+        if state.stage is ClusterStage.STARTING:
+            return _show_starting(state, as_json=options.json)
     with client_of(options) as client:
         info = client.server_info()
     if options.json:
@@ -43,26 +59,45 @@ def run(options: argparse.Namespace) -> int:
             )
         )
     else:
-        _show(Console(), info)
+        _show(Console(), info, options)
     if options.svg is not None:
-        _draw(info, options.svg)
-    return 0 if info.rings and all(ring.state == "ready" for ring in info.rings) else 1
+        _draw(info, options)
+    return EXIT_NOT_SERVING if _missing_roles(info) else 0
 
 
-def _draw(info: inference_pb2.GetServerInfoResponse, path: Path) -> None:
+def _show_starting(state: ClusterState, *, as_json: bool) -> int:
+    if as_json:
+        shown = ("name", "stage", "pid", "rings_serving", "num_rings", "log")
+        print(json.dumps({key: getattr(state, key) for key in shown}))
+    else:
+        print(f"ringserve: {starting_line(state)}: {state.progress[-1] if state.progress else 'loading'}")
+    return EXIT_NOT_SERVING
+
+
+def _missing_roles(info: inference_pb2.GetServerInfoResponse) -> list[str]:
+    """Return the roles of which no ring takes turns."""
+    serving = {ring.role for ring in info.rings if ring.state == "ready" and not ring.draining}
+    return [role for role in ROLES if role not in serving]
+
+
+def _draw(info: inference_pb2.GetServerInfoResponse, options: argparse.Namespace) -> None:
     """Draw the status as SVG. Raises ConfigError."""
     console = Console(record=True, file=io.StringIO(), width=PICTURE_COLUMNS)
-    _show(console, info)
+    _show(console, info, options)
     try:
-        console.save_svg(str(path), title="ringserve status")
+        console.save_svg(str(options.svg), title="ringserve status")
     except OSError as error:
-        raise ConfigError(f"--svg: {path} cannot be written: {error.strerror}") from error
+        raise ConfigError(f"--svg: {options.svg} cannot be written: {error.strerror}") from error
 
 
-def _show(console: Console, info: inference_pb2.GetServerInfoResponse) -> None:
-    console.print(_table(info))
+def _show(console: Console, info: inference_pb2.GetServerInfoResponse, options: argparse.Namespace) -> None:
+    if options.ring:
+        console.print(_ring_table(_ring_of(info, options.ring)))
+        return
+    print_table(console, _wide_table(info) if options.wide else _table(info, is_ascii=console.options.ascii_only))
     lines = [
-        pool_sizes(info),
+        *(f"no {role} ring takes turns: the cluster does not serve" for role in _missing_roles(info)),
+        *([pool_sizes(info)] if info.rings else []),
         (
             f"version {info.version}, up {info.uptime_seconds:.0f} s, selector {info.selector}, "
             f"{info.conversations} conversations, {info.running_turns} running turns"
@@ -74,8 +109,43 @@ def _show(console: Console, info: inference_pb2.GetServerInfoResponse) -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def _table(info: inference_pb2.GetServerInfoResponse) -> Table:
-    table = Table(
+def _table(info: inference_pb2.GetServerInfoResponse, *, is_ascii: bool) -> Table:
+    """Return a line for each ring, also for those that have left, and for each role without a ring."""
+    table = listing("ring", "state", "running", "waiting", "KV, fullest rank")
+    for ring in info.rings:
+        waiting = str(ring.num_requests_waiting)
+        if ring.max_waiting_work and ring.num_requests_waiting:
+            waiting += f" ({ring.waiting_work / ring.max_waiting_work:.0%} full)"
+        table.add_row(
+            ring.name, _state(ring), str(ring.num_requests_running), waiting, _fullest(ring, is_ascii=is_ascii)
+        )
+    shown = {ring.name for ring in info.rings}
+    left = [drain for drain in info.drains if drain.has_left and drain.ring not in shown]
+    for drain in left:
+        table.add_row(drain.ring, "left", "", "", "")
+    present = {ring.role for ring in info.rings} | {drain.role for drain in left}
+    for role in ROLES:
+        if role not in present:
+            table.add_row(f"({role})", "none", "", "", "")
+    return table
+
+
+def _fullest(ring: inference_pb2.RingInfo, *, is_ascii: bool) -> str:
+    """Return a bar of the rank with the fewest free blocks (active, retained, free), and the share in use."""
+    ranks = [rank for rank in ring.kv_usage if rank.total_blocks]
+    if not ranks:
+        return ""
+    rank = min(ranks, key=lambda rank: rank.free_blocks / rank.total_blocks)
+    active, retained = (count / rank.total_blocks for count in (rank.active_blocks, rank.kept_blocks))
+    signs = "#=." if is_ascii else "█▒·"
+    used = round((active + retained) * BAR_COLUMNS)
+    full = min(used, round(active * BAR_COLUMNS))
+    bar = signs[0] * full + signs[1] * (used - full) + signs[2] * (BAR_COLUMNS - used)
+    return f"{bar} {active + retained:.0%}"
+
+
+def _wide_table(info: inference_pb2.GetServerInfoResponse) -> Table:
+    table = listing(
         "ring",
         "state",
         "ranks",
@@ -87,27 +157,71 @@ def _table(info: inference_pb2.GetServerInfoResponse) -> Table:
         "rebuilds",
     )
     for ring in info.rings:
-        usage = ", ".join(
-            f"{rank.free_blocks}/{rank.active_blocks}/{rank.kept_blocks} of {rank.total_blocks}"
-            for rank in ring.kv_usage
-        )
         table.add_row(
             ring.name,
             _state(ring),
-            f"{ring.num_ranks} x {ring.tp}" if ring.tp > 1 else str(ring.num_ranks),
-            ", ".join(name for name in (ring.attention_backend, ring.ring_transport, ring.decode_variant) if name),
+            _ranks(ring),
+            _means(ring),
             str(ring.num_requests_running),
             _waiting(ring),
-            usage,
+            "\n".join(dict.fromkeys(_usage(rank) for rank in ring.kv_usage)),
             str(ring.num_preemptions),
             str(ring.rebuilds),
         )
     return table
 
 
+def _ring_of(info: inference_pb2.GetServerInfoResponse, name: str) -> inference_pb2.RingInfo:
+    """Return a ring by name. Raises NotFound."""
+    for ring in info.rings:
+        if ring.name == name:
+            return ring
+    raise NotFound(f"ring: there is no ring {name!r}; the rings are {', '.join(ring.name for ring in info.rings)}")
+
+
+def _ring_table(ring: inference_pb2.RingInfo) -> Table:
+    """Return all that is known of a ring, with a line for each rank."""
+    table = Table("", ring.name, box=SIMPLE, show_edge=False, pad_edge=False)
+    rows = {
+        "role": ring.role,
+        "state": _state(ring),
+        "ranks": _ranks(ring),
+        "attention, transport, decode": _means(ring),
+        "turns": f"{ring.num_requests_running} running, {_waiting(ring)} waiting",
+        "preemptions": str(ring.num_preemptions),
+        "rebuilds": str(ring.rebuilds),
+        "room for KV": f"{ring.capacity_tokens} tokens",
+        "endpoint": ring.endpoint,
+        "metrics": ring.metrics_endpoint,
+        "nodes": ", ".join(ring.nodes),
+        "processes": ", ".join(map(str, ring.rank_pids)),
+    }
+    for key, value in rows.items():
+        if value:
+            table.add_row(key, value)
+    for number, rank in enumerate(ring.kv_usage):
+        table.add_row(f"KV blocks of rank {number}", f"{_usage(rank)} (free/active/retained)")
+    for each in ring.corrections:
+        table.add_row(f"measured/predicted, {each.algorithm}", f"{each.factor:.2f}")
+    return table
+
+
+def _ranks(ring: inference_pb2.RingInfo) -> str:
+    return f"{ring.num_ranks} x {ring.tp}" if ring.tp > 1 else str(ring.num_ranks)
+
+
+def _means(ring: inference_pb2.RingInfo) -> str:
+    """Return the backends with which a ring computes."""
+    return ", ".join(name for name in (ring.attention_backend, ring.ring_transport, ring.decode_variant) if name)
+
+
+def _usage(rank: inference_pb2.RankKvUsage) -> str:
+    return f"{rank.free_blocks}/{rank.active_blocks}/{rank.kept_blocks} of {rank.total_blocks}"
+
+
 def _state(ring: inference_pb2.RingInfo) -> str:
-    words = {"draining": ring.draining, "restarting": ring.restarting}
-    return ", ".join([ring.state, *(word for word, holds in words.items() if holds)])
+    word = "restarting" if ring.restarting else "draining" if ring.draining else ""
+    return f"{ring.state}, {word}" if word else ring.state
 
 
 def _drain_line(drain: inference_pb2.RingDrain) -> str:

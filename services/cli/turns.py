@@ -9,7 +9,7 @@ from rich.table import Table
 
 from cp_core.errors import InvalidRequest
 from ringserve.v1 import inference_pb2
-from services.offline.terminal import console, simple_table
+from services.offline.terminal import console, print_table, simple_table
 from services.offline.units import format_seconds
 from services.rpc.answer import plan_line
 
@@ -104,7 +104,7 @@ def show_plan(complete: inference_pb2.GenerateComplete) -> None:
     """Print the plan in a line, and a table of the compared prefill rings, on standard error."""
     print(plan_line(complete), file=sys.stderr, flush=True)
     if complete.plan.ring_alternatives:
-        console(stderr=True).print(ring_table(complete.plan))
+        print_table(console(stderr=True), ring_table(complete.plan), num_keys=2)
 
 
 def ring_table(plan: inference_pb2.Plan) -> Table:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
-import tempfile
 import time
-from functools import partial
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
+import psutil
 from rich.console import Console
 
 from cp_core.errors import ConfigError, Unavailable
@@ -19,33 +21,45 @@ from services.cli.import_model import prepare
 from services.cli.options import Subcommands, add_config_options, check_drain_seconds, config_of
 from services.cluster.local import LocalCluster
 from services.cluster.state import (
+    ClusterStage,
     ClusterState,
-    read_state,
+    claim_name,
+    read_record,
     remove_state,
+    require_free_name,
     started_after_boot,
     state_directory,
     write_state,
 )
 from services.cluster.stopping import StopRequest, StopSignals
+from services.config import Config
 from services.telemetry.logs import JsonLines, set_up_logs
+from workers.model.builtin import has_random_weights
 
 STOP_SECONDS = 60.0
 """Seconds for a detached cluster that does not start in time to end."""
+TOLD_TO_END = (0, -signal.SIGTERM, -signal.SIGINT)
+"""Exit statuses of a cluster that a signal or `ringserve down` has ended while it started."""
 EXAMPLE = """example:
-  ringserve up --config cluster.yaml --detach
+  ringserve up --detach
   ringserve up --set prefill.cp=4 --set gateway.listen=127.0.0.1:0 --ready-file ready.json
   ringserve up --config cluster.yaml --ray-address auto --no-gateway
+"""
+SERVE_EXAMPLE = """example:
+  ringserve serve ./my-model --detach
+  ringserve serve ./my-model --set prefill.cp=4 --set model.dtype=bfloat16
 """
 
 
 def add(commands: Subcommands) -> None:
-    """Add the subcommand."""
-    parser = commands.add_parser(
-        "up",
-        help="start a cluster on this machine, or the rings on a Ray cluster",
-        epilog=EXAMPLE,
-        formatter_class=argparse.RawTextHelpFormatter,
-    )
+    """Add both subcommands."""
+    _add(commands, "up", "start a cluster on this machine, or the rings on a Ray cluster", EXAMPLE)
+    serve = _add(commands, "serve", "start a cluster that serves a model: 'up' with its directory", SERVE_EXAMPLE)
+    serve.add_argument("model", help="Hugging Face model directory, or the name of a built-in model")
+
+
+def _add(commands: Subcommands, name: str, summary: str, example: str) -> argparse.ArgumentParser:
+    parser = commands.add_parser(name, help=summary, epilog=example, formatter_class=argparse.RawTextHelpFormatter)
     add_config_options(parser)
     parser.add_argument(
         "--name", default="default", help="name of the cluster for 'down' and 'status' (default: default)"
@@ -61,74 +75,136 @@ def add(commands: Subcommands) -> None:
         help="how long turns may go on when it is told to end; a second signal ends them (default: 0)",
     )
     parser.add_argument("--detach", action="store_true", help="return when the cluster serves, and leave it running")
+    parser.add_argument("--detached-log", default="", help=argparse.SUPPRESS)
     parser.add_argument("--ready-file", type=Path, help="write the addresses here, as JSON, when the cluster serves")
     parser.add_argument("--json", action="store_true", help="print the addresses as JSON")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, model=None)
+    return parser
 
 
 def run(options: argparse.Namespace) -> int:
     """Run the subcommand."""
+    if options.model is not None:
+        options.set = [*(options.set or ()), f"model.path={options.model}"]
     if options.ray_address is not None:
         options.set = [*(options.set or ()), f"ray.address={options.ray_address}"]
     check_drain_seconds(options.drain_seconds)
     config = config_of(options)  # before anything else: a wrong key must not cost half a minute
-    running = read_state(options.name)
-    if running is not None:
-        raise ConfigError(
-            f"--name: a cluster named {options.name!r} runs already (pid {running.pid}, gateway {running.gateway}); "
-            f"choose another name or 'ringserve down --name {options.name}'"
-        )
+    require_free_name(options.name, os.getpid())
     if options.ready_file is not None and not options.ready_file.absolute().parent.is_dir():
         raise ConfigError(f"--ready-file: {options.ready_file} cannot be written, its directory does not exist")
     prepare(config.model.path, Console(stderr=True))
-    if options.detach:
-        return _detach(options, config.timeouts.start)
+    return _detach(options, config) if options.detach else _serve(options, config)
+
+
+def _serve(options: argparse.Namespace, config: Config) -> int:
+    """Run a cluster in the foreground until it is told to end."""
     if config.logs.format == "json":
         sys.stderr = JsonLines(sys.stderr, "up")
     set_up_logs("up", config.logs.level, config.logs.format)
     signals = StopSignals()
-    show = partial(print, "ringserve:", file=sys.stderr, flush=True)
-    cluster = LocalCluster(
+    record = _Record(_starting(options, config, os.getpid()))
+    cluster = record.cluster = LocalCluster(
         config,
-        show,
+        record.progress,
         signals.requested,
         with_gateway=not options.no_gateway,
         drain_seconds=options.drain_seconds,
     )
     try:
+        record.begin()
         cluster.start()
-        _announce(options, cluster)
+        _announce(options, config, record.ready())
         cluster.watch()
         cluster.drain(signals.insisted)
-        show("stopping")
+        record.progress("stopping")
     except StopRequest:
-        show("stopping")
+        record.progress("stopping")
+    except Exception as error:
+        record.failed(error)
+        raise
     finally:
         try:
-            remove_state_of(options.name)
+            record.end()
         finally:
             cluster.stop()
     return 0
 
 
-def _announce(options: argparse.Namespace, cluster: LocalCluster) -> None:
-    state = ClusterState(
+def _starting(options: argparse.Namespace, config: Config, pid: int) -> ClusterState:
+    """Return the first state of a cluster that a process starts."""
+    return ClusterState(
         name=options.name,
-        pid=os.getpid(),
-        started=started_after_boot(os.getpid()),
-        gateway=cluster.gateway_address,
-        http=cluster.http_address,
-        metrics=cluster.metrics_address,
-        router=cluster.router_endpoint,
+        pid=pid,
+        started=started_after_boot(pid),
+        num_rings=sum(pool.rings for pool in config.pools),
+        log=options.detached_log,
         drain_seconds=options.drain_seconds,
     )
-    write_state(state)
+
+
+class _Record:
+    """State file of the cluster that this process runs. It follows the stages that ClusterStage draws."""
+
+    def __init__(self, state: ClusterState) -> None:
+        self._state = state
+        self.cluster: LocalCluster | None = None
+
+    def begin(self) -> None:
+        claim_name(self._state)
+
+    def progress(self, line: str) -> None:
+        """Tell a line of progress, and note it while the cluster starts."""
+        print("ringserve:", line, file=sys.stderr, flush=True)
+        if self._state.stage is ClusterStage.STARTING and self.cluster is not None:
+            told = (*self._state.progress, line)
+            self._note(replace(self._state, progress=told, rings_serving=self.cluster.rings_serving))
+
+    def ready(self) -> ClusterState:
+        assert self.cluster is not None, "the cluster has started"
+        self._note(
+            replace(
+                self._state,
+                stage=ClusterStage.READY,
+                gateway=self.cluster.gateway_address,
+                http=self.cluster.http_address,
+                metrics=self.cluster.metrics_address,
+                router=self.cluster.router_endpoint,
+            )
+        )
+        return self._state
+
+    def failed(self, error: Exception) -> None:
+        """Note why a cluster that served has ended; a start that failed has told its reason."""
+        if self._state.stage is ClusterStage.READY:
+            self._note(replace(self._state, stage=ClusterStage.ENDED, reason=str(error) or type(error).__name__))
+
+    def end(self) -> None:
+        if self._state.stage is not ClusterStage.ENDED:
+            remove_state_of(self._state.name, self._state.pid)
+
+    def _note(self, state: ClusterState) -> None:
+        self._state = state
+        write_state(state)
+
+
+def _announce(options: argparse.Namespace, config: Config, state: ClusterState) -> None:
+    """Tell that a cluster serves, and where."""
     shown = ("gateway", "http", "metrics", "router", "pid", "name")
     text = json.dumps({key: getattr(state, key) for key in shown})
     if options.ready_file is not None:
         _write_ready_file(options.ready_file, text)
-    message = f"ringserve: ready, {_endpoint(state.gateway, state.router)}; stop with Ctrl-C or 'ringserve down'"
+    endpoint = f"gateway at {state.gateway}" if state.gateway else f"router at {state.router}"
+    stop = f"pid {state.pid}, log {state.log}" if options.detach else "stop with Ctrl-C or 'ringserve down'"
+    message = f"ringserve: ready, {endpoint}, {model_words(config.model.path)} ({stop})"
     print(text if options.json else message, flush=True)
+
+
+def model_words(model: str) -> str:
+    """Return the name of a model, and for random weights that its text means nothing."""
+    if has_random_weights(model):
+        return f"model {model}: its weights are random, so its text means nothing"
+    return f"model {model}"
 
 
 def _write_ready_file(path: Path, text: str) -> None:
@@ -141,42 +217,35 @@ def _write_ready_file(path: Path, text: str) -> None:
         raise ConfigError(f"--ready-file: {path} cannot be written: {error.strerror}") from error
 
 
-def _endpoint(gateway: str, router: str) -> str:
-    return f"gateway at {gateway}" if gateway else f"router at {router}"
-
-
-def remove_state_of(name: str) -> None:
-    """Remove the state file of this process alone: another cluster may have taken the name meanwhile."""
-    state = read_state(name)
-    if state is not None and state.pid == os.getpid():
+def remove_state_of(name: str, pid: int) -> None:
+    """Remove the state file of one process alone: another cluster may have taken the name meanwhile."""
+    state = read_record(name)
+    if state is not None and state.pid == pid:
         remove_state(name)
 
 
-def _detach(options: argparse.Namespace, start_timeout: float) -> int:
+def _detach(options: argparse.Namespace, config: Config) -> int:
     """Run the same command in a session of its own, and wait until it serves or ends."""
     log_path = state_directory() / f"{options.name}.log"
-    with tempfile.TemporaryDirectory(prefix="ringserve-up-", ignore_cleanup_errors=True) as directory:
-        ready = Path(directory) / "ready.json"
-        process = _start_detached(_detached_command(options, ready), log_path)
-        try:
-            _await_ready(process, ready, 3 * start_timeout, log_path)
-        except (KeyboardInterrupt, Unavailable):
-            process.terminate()
-            process.wait(STOP_SECONDS)
-            raise
-        text = ready.read_text(encoding="utf-8").strip()
-    if options.ready_file is not None:
-        _write_ready_file(options.ready_file, text)
-    state = json.loads(text)
-    endpoint = _endpoint(state["gateway"], state["router"])
-    message = f"ringserve: ready, {endpoint} (pid {state['pid']}, log {log_path})"
-    print(text if options.json else message, flush=True)
+    options.detached_log = str(log_path)
+    process = _start_detached(_detached_command(options), log_path)
+    try:
+        # Not left to the process: it needs seconds to load, in which `down` and `status` must know of it.
+        with suppress(psutil.NoSuchProcess):
+            claim_name(_starting(options, config, process.pid))
+        state = _await_ready(process, options.name, 3 * config.timeouts.start, log_path)
+    except BaseException:
+        process.terminate()
+        process.wait(STOP_SECONDS)
+        remove_state_of(options.name, process.pid)
+        raise
+    _announce(options, config, state)
     return 0
 
 
-def _detached_command(options: argparse.Namespace, ready: Path) -> list[str]:
-    command = [sys.executable, "-m", "services.cli.main", "up", "--name", options.name, "--ready-file", str(ready)]
-    command += ["--drain-seconds", str(options.drain_seconds)]
+def _detached_command(options: argparse.Namespace) -> list[str]:
+    command = [sys.executable, "-m", "services.cli.main", "up", "--name", options.name]
+    command += ["--detached-log", options.detached_log, "--drain-seconds", str(options.drain_seconds)]
     if options.config is not None:
         command += ["--config", str(options.config.resolve())]
     for item in options.set or ():
@@ -197,23 +266,34 @@ def _start_detached(command: list[str], log_path: Path) -> subprocess.Popen[byte
         )
 
 
-def _await_ready(process: subprocess.Popen[bytes], ready: Path, seconds: float, log_path: Path) -> None:
-    """Wait until a detached cluster has written its addresses. Raises Unavailable."""
+def _await_ready(process: subprocess.Popen[bytes], name: str, seconds: float, log_path: Path) -> ClusterState:
+    """Wait until a detached cluster serves, and tell its progress meanwhile. Raises Unavailable."""
     deadline = time.monotonic() + seconds
-    while not ready.exists():
+    num_told = 0
+    while True:
+        state = read_record(name)
+        if state is not None and state.pid == process.pid:
+            for line in state.progress[num_told:]:
+                print("ringserve:", line, file=sys.stderr, flush=True)
+            num_told = max(num_told, len(state.progress))
+            if state.stage is ClusterStage.READY:
+                return state
         try:
-            process.wait(0.1)
+            status = process.wait(0.1)
         except subprocess.TimeoutExpired:
             if time.monotonic() > deadline:
                 raise Unavailable(f"the cluster did not start in time; its log is {log_path}") from None
         else:
-            raise Unavailable(f"the cluster did not start: {_last_reason(log_path)} (log: {log_path})")
+            why = "it was told to end" if status in TOLD_TO_END else _last_reason(log_path)
+            raise Unavailable(f"the cluster did not start: {why} (log: {log_path})")
 
 
 def _last_reason(log_path: Path) -> str:
+    """Return the last sentence of the program itself in a log of either format."""
     try:
         lines = log_path.read_text(encoding="utf-8", errors="replace").splitlines()
     except FileNotFoundError:
         lines = []
-    reasons = [line.removeprefix("ringserve: ") for line in lines if line.startswith("ringserve: ")]
+    messages = [json.loads(line)["message"] if line.startswith('{"ts"') else line for line in lines]
+    reasons = [line.removeprefix("ringserve: ") for line in messages if line.startswith("ringserve: ")]
     return reasons[-1] if reasons else "no reason was given"

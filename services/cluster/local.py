@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +28,16 @@ from ray.exceptions import RayError, RayTaskError
 from cp_core.errors import ConfigError, RingserveError, Unavailable
 from orchestration.ring.actors import host as host_actor
 from services.auth.sections import check_files
+from services.cluster.capacity import check_fits, this_machine
 from services.cluster.hosts import LeaderHost, RouterHost, router_profile
 from services.cluster.leaders import RayLeader, RingKeeper, is_done, is_node_alive
 from services.cluster.operator import RouterAccess, drain_all
 from services.cluster.ray_guard import (
     check_guarded,
     end_left_behind,
-    forward_every_line,
     reason_of,
     start_own_ray,
+    tame_output,
     without_ray_token,
 )
 from services.cluster.stopping import check_stop, keeping_handlers, run_until_set
@@ -87,6 +88,7 @@ class LocalCluster:
         self._rings = RingKeeper(RayLeader, is_node_alive)
         self._router: Any = None
         self._gateway: subprocess.Popen[bytes] | None = None
+        self.rings_serving = 0
         self.gateway_address = ""
         self.http_address = ""
         self.metrics_address = ""
@@ -112,12 +114,13 @@ class LocalCluster:
         model = read_model_info(path, dtype=config.model.dtype, name=Path(config.model.path).name)
         for pool in config.pools:
             tensor_share(model, pool.tp, f"{pool.key}.tp")
+        if not config.ray.address:
+            check_fits(config, model, this_machine())
         profile = router_profile(config.router)
         check_files(config.tls, config.internal_tls, config.auth)
         check_installed(config.tracing)
         if self._with_gateway:
-            for key in ("listen", "http", "metrics"):
-                _check_free(f"gateway.{key}", getattr(config.gateway, key))
+            _check_free({f"gateway.{key}": getattr(config.gateway, key) for key in ("listen", "http", "metrics")})
         if config.ray.address:
             self._progress(f"joining the Ray cluster at {config.ray.address}")
             self._join_ray()
@@ -146,6 +149,7 @@ class LocalCluster:
             self._rings.make(host)
         for leader in self._rings.leaders:
             self._result(leader.serves)
+            self.rings_serving += 1
             self._progress(f"ring {leader.host.name} serves")
         if self._with_gateway:
             self._await_gateway()
@@ -165,7 +169,7 @@ class LocalCluster:
 
         Raises Unavailable, ConfigError.
         """
-        forward_every_line()
+        tame_output()
         address, deadline = self._config.ray.address, time.monotonic() + self._config.timeouts.start
         while True:
             try:
@@ -306,10 +310,19 @@ def _from_router(reference: Any) -> Any:
         raise Unavailable("the router died; conversations are lost, start the cluster again") from error
 
 
-def _check_free(key: str, address: str) -> None:
-    """Check now that a port is free, instead of half a minute into the start. Raises ConfigError."""
+def _check_free(addresses: Mapping[str, str]) -> None:
+    """Check now that the ports of these keys are free, instead of half a minute into the start. Raises ConfigError."""
+    taken = {key: reason for key, address in addresses.items() if (reason := _why_taken(address))}
+    if taken:
+        reasons = "; ".join(f"{key}: cannot listen on {addresses[key]}: {reason}" for key, reason in taken.items())
+        advice = " ".join(f"--set {key}=127.0.0.1:0" for key in taken)
+        raise ConfigError(f"{reasons}; choose another port, or any free one with {advice}")
+
+
+def _why_taken(address: str) -> str:
+    """Return why nothing can listen at an address; empty where it is free."""
     if not address:
-        return
+        return ""
     host, _, port = address.rpartition(":")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
@@ -317,7 +330,8 @@ def _check_free(key: str, address: str) -> None:
         try:
             probe.bind((host.strip("[]"), int(port)))
         except OSError as error:
-            raise ConfigError(f"{key}: cannot listen on {address}: {error.strerror}; choose another port") from error
+            return error.strerror or str(error)
+    return ""
 
 
 def _read_line(process: subprocess.Popen[bytes], timeout: float) -> bytes:

@@ -9,6 +9,7 @@ import contextlib
 import logging
 import os
 import secrets
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import psutil
 import ray
 from ray import _raylet
 from ray._private import ray_logging
+from ray._private import worker as ray_worker
 from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
 
 from cp_core.errors import ConfigError, Unavailable
@@ -28,12 +30,16 @@ OBJECT_STORE_BYTES = 80 * 1024 * 1024
 PROBE_SECONDS = 10.0
 END_SECONDS = 8.0
 AUTH_PREFIX = "RAY_AUTH_"
+OWN_SOURCES = ("raylet", "autoscaler")
+"""Origins of the lines that Ray itself tells its driver."""
+
+log = logging.getLogger(__name__)
 
 
 def start_own_ray(num_cpus: int, namespace: str, directory: Path) -> None:
     """Start a Ray for this process and its children alone. Raises Unavailable, and leaves nothing behind then."""
     _make_token()
-    forward_every_line()
+    tame_output()
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     others = set(psutil.Process().children(recursive=True))
     try:
@@ -107,6 +113,24 @@ def asks_for_token(address: str, token: str = "") -> bool:
     return False
 
 
-def forward_every_line() -> None:
-    """Make Ray forward every line: it folds lines that differ by numbers alone, such as those of two rings."""
+def tame_output() -> None:
+    """Let Ray forward every line of our processes, and nothing of its own to the terminal.
+
+    It folds lines that differ by numbers alone, such as those of two rings, and colours their origin also in a file.
+    Its own lines (raylet, autoscaler) become debug lines of our log. Idempotent.
+    """
     vars(ray_logging)["RAY_DEDUP_LOGS"] = False
+    if not sys.stderr.isatty():
+        os.environ.setdefault("RAY_COLOR_PREFIX", "0")
+    vars(ray_worker)["print_worker_logs"] = _forward
+
+
+_print_worker_logs = ray_worker.print_worker_logs
+
+
+def _forward(data: dict[str, Any], *arguments: Any, **options: Any) -> None:
+    if data.get("pid") in OWN_SOURCES:
+        for line in data.get("lines", []):
+            log.debug("Ray: %s", line)
+    else:
+        _print_worker_logs(data, *arguments, **options)

@@ -6,7 +6,8 @@ import contextlib
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
 from pathlib import Path
 
 import psutil
@@ -20,21 +21,43 @@ GONE = (psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError)
 """Errors about a process that has ended. psutil passes on the last two where it ends between two of its reads."""
 
 
+class ClusterStage(StrEnum):
+    """Stage of a cluster that `ringserve up` runs.
+
+    STARTING --the first request can be served--> READY --an error, or killed--> ENDED
+        |                                           |
+        +--told to end, or it cannot start----------+--told to end--> no state file
+
+    The file of a cluster that ended by itself stays for `status`, until `down` or the next `up` of that name.
+    """
+
+    STARTING = "starting"
+    READY = "ready"
+    ENDED = "ended"
+
+
 @dataclass(frozen=True, kw_only=True)
 class ClusterState:
-    """A running `ringserve up`. `pid` and `started` (seconds after boot) together identify the process.
+    """Cluster of a `ringserve up`. `pid` and `started` (seconds after boot) together identify the process.
 
-    A cluster that is told to end lets its turns go on for `drain_seconds`.
+    `rings_serving` of `num_rings` rings serve; `progress` are the lines that its start has told so far. `log` is the
+    file of a detached cluster's output. `reason` says why a cluster ended by itself. A cluster that is told to end lets
+    its turns go on for `drain_seconds`.
     """
 
     name: str
     pid: int
     started: float
-    gateway: str
-    metrics: str
-    router: str
+    stage: ClusterStage = ClusterStage.STARTING
+    num_rings: int = 0
+    rings_serving: int = 0
+    progress: tuple[str, ...] = ()
+    gateway: str = ""
+    metrics: str = ""
+    router: str = ""
     log: str = ""
     http: str = ""
+    reason: str = ""
     drain_seconds: float = 0.0
 
     @property
@@ -101,44 +124,121 @@ def _path(name: str) -> Path:
     return state_directory() / f"{name}.json"
 
 
-def write_state(state: ClusterState) -> None:
-    """Write the state file of a cluster. Raises ConfigError where that is impossible."""
+def require_free_name(name: str, pid: int) -> None:
+    """Check that no cluster of another process has the name. Raises ConfigError."""
+    running = read_state(name)
+    if running is not None and running.pid != pid:
+        raise ConfigError(
+            f"--name: a cluster named {name!r} runs already (pid {running.pid}, "
+            f"{f'gateway {running.gateway}' if running.stage is ClusterStage.READY else running.stage}); "
+            f"choose another name or 'ringserve down --name {name}'"
+        )
+
+
+def claim_name(state: ClusterState) -> None:
+    """Write the first state file of a cluster. Of two that start at once under one name, the later is refused.
+
+    Raises ConfigError.
+    """
+    require_free_name(state.name, state.pid)
+    if read_state(state.name) is None:
+        remove_state(state.name)
+        if _try_create(state):
+            return
+        require_free_name(state.name, state.pid)
+    write_state(state)
+
+
+def _try_create(state: ClusterState) -> bool:
+    """Create the state file, whole; return False where another process was first. Raises ConfigError."""
     path = _path(state.name)
-    draft = path.with_suffix(f".{state.pid}.tmp")
+    draft = _write_draft(state)
+    try:
+        os.link(draft, path)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        raise _refusal(path, "written", error) from error
+    finally:
+        draft.unlink(missing_ok=True)
+    return True
+
+
+def write_state(state: ClusterState) -> None:
+    """Replace the state file of a cluster. Raises ConfigError where that is impossible."""
+    path = _path(state.name)
+    draft = _write_draft(state)
+    try:
+        draft.replace(path)
+    except OSError as error:
+        raise _refusal(path, "written", error) from error
+
+
+def _write_draft(state: ClusterState) -> Path:
+    path = _path(state.name)
+    draft = path.with_suffix(f".{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         draft.write_text(json.dumps(asdict(state)), encoding="utf-8")
-        draft.replace(path)
     except OSError as error:
-        raise ConfigError(f"RINGSERVE_STATE: {path} cannot be written: {error.strerror}") from error
+        raise _refusal(path, "written", error) from error
+    return draft
 
 
-def read_state(name: str) -> ClusterState | None:
-    """Return the running cluster of that name, and remove the file of a cluster that was killed.
+def _refusal(path: Path, tried: str, error: OSError) -> ConfigError:
+    return ConfigError(f"RINGSERVE_STATE: {path} cannot be {tried}: {error.strerror}")
 
-    Raises ConfigError for a file that cannot be read; a file that vanishes meanwhile is no cluster.
+
+def read_record(name: str) -> ClusterState | None:
+    """Return the cluster of that name as its file tells; ENDED where its process has ended without a word.
+
+    Raises ConfigError for a file that cannot be read; a file that vanishes meanwhile or was cut off is no cluster.
     """
     path = _path(name)
     try:
-        state = ClusterState(**json.loads(path.read_text(encoding="utf-8")))
+        values = json.loads(path.read_text(encoding="utf-8"))
+        values |= {"stage": ClusterStage(values["stage"]), "progress": tuple(values["progress"])}
+        state = ClusterState(**values)
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise ConfigError(f"RINGSERVE_STATE: {path} cannot be read: {error.strerror}") from error
-    except (ValueError, TypeError):
+        raise _refusal(path, "read", error) from error
+    except (ValueError, TypeError, KeyError):
         return None
-    if not state.is_running:
-        remove_state(name)
-        return None
-    return state
+    if state.stage is ClusterStage.ENDED or state.is_running:
+        return state
+    while_starting = " while it was starting" if state.stage is ClusterStage.STARTING else ""
+    return replace(state, stage=ClusterStage.ENDED, reason=f"its process was killed{while_starting}")
+
+
+def read_state(name: str) -> ClusterState | None:
+    """Return the cluster of that name that starts or serves, else None. Raises ConfigError."""
+    state = read_record(name)
+    return None if state is None or state.stage is ClusterStage.ENDED else state
 
 
 def require_state(name: str) -> ClusterState:
-    """Return the running cluster of that name. Raises NotFound."""
-    state = read_state(name)
+    """Return the cluster of that name that starts or serves. Raises NotFound, which tells how one ended by itself."""
+    state = read_record(name)
     if state is None:
         raise NotFound(f"no cluster named {name!r} runs here; start one with 'ringserve up' or give --target HOST:PORT")
+    if state.stage is ClusterStage.ENDED:
+        log = f" (log: {state.log})" if state.log else ""
+        raise NotFound(f"the cluster {name!r} ended by itself: {state.reason}{log}; start it with 'ringserve up'")
     return state
+
+
+def require_ready(name: str) -> ClusterState:
+    """Return the cluster of that name that serves. Raises NotFound, and Unavailable for one that still starts."""
+    state = require_state(name)
+    if state.stage is ClusterStage.STARTING:
+        raise Unavailable(f"the cluster {starting_line(state)}; 'ringserve status' says when it serves")
+    return state
+
+
+def starting_line(state: ClusterState) -> str:
+    """Return how far the start of a cluster is."""
+    return f"{state.name!r} is starting, {state.rings_serving} of {state.num_rings} rings"
 
 
 def remove_state(name: str) -> None:
@@ -147,4 +247,4 @@ def remove_state(name: str) -> None:
     try:
         path.unlink(missing_ok=True)
     except OSError as error:
-        raise ConfigError(f"RINGSERVE_STATE: {path} cannot be removed: {error.strerror}") from error
+        raise _refusal(path, "removed", error) from error

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import os
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
-from cp_core.errors import ConfigError
+from cp_core.errors import ConfigError, NotFound
 from ringserve.v1 import inference_pb2
 from services.cli import status
-from services.cli.main import build_parser
+from services.cli.main import build_parser, main
+from services.cluster.state import ClusterState, started_after_boot, write_state
 
 INFO = inference_pb2.GetServerInfoResponse(
     version="1.2",
@@ -35,7 +39,7 @@ INFO = inference_pb2.GetServerInfoResponse(
 def shown(monkeypatch: pytest.MonkeyPatch, *options: str) -> int:
     client = SimpleNamespace(server_info=lambda: INFO)
     monkeypatch.setattr(status, "client_of", lambda options: nullcontext(client))
-    return status.run(build_parser().parse_args(["status", *options]))
+    return status.run(build_parser().parse_args(["status", "--target", "g:1", *options]))
 
 
 def test_the_picture_shows_what_is_printed(
@@ -43,7 +47,7 @@ def test_the_picture_shows_what_is_printed(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "150")
     path = tmp_path / "status.svg"
-    assert shown(monkeypatch, "--svg", str(path)) == 0
+    assert shown(monkeypatch, "--svg", str(path)) == 3
     # The picture has its own non-breaking spaces.
     drawn = "".join(ElementTree.parse(path).getroot().itertext()).replace("\N{NO-BREAK SPACE}", " ")
     printed = capsys.readouterr().out
@@ -55,3 +59,113 @@ def test_the_picture_shows_what_is_printed(
 def test_a_picture_that_cannot_be_written_is_refused_by_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"--svg: /nowhere/at/all\.svg cannot be written: No such file"):
         shown(monkeypatch, "--svg", "/nowhere/at/all.svg")
+
+
+def info_of(*rings: inference_pb2.RingInfo, left: str = "") -> inference_pb2.GetServerInfoResponse:
+    drains = [inference_pb2.RingDrain(role="prefill", ring=left, has_left=True)] if left else []
+    return inference_pb2.GetServerInfoResponse(version="1.2", selector="auto", rings=rings, drains=drains)
+
+
+def ring(role: str, name: str, state: str = "ready", **fields: Any) -> inference_pb2.RingInfo:
+    usage = [inference_pb2.RankKvUsage(free_blocks=free, kept_blocks=1, total_blocks=8) for free in (7, 2)]
+    usage[1].active_blocks = 5
+    return inference_pb2.RingInfo(role=role, name=name, state=state, num_ranks=2, kv_usage=usage, **fields)
+
+
+def printed(
+    info: inference_pb2.GetServerInfoResponse,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    *options: str,
+    columns: int = 80,
+) -> tuple[int, str]:
+    """Return the exit status and what is printed."""
+    monkeypatch.setattr("tests.services.cli.test_status.INFO", info)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    return shown(monkeypatch, *options), capsys.readouterr().out
+
+
+LONG = "prefill-abcdefghijklmnop-12"
+
+
+@pytest.mark.parametrize("options", [(), ("--wide",), (LONG,)])
+def test_status_fits_80_columns_and_shortens_no_name(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: tuple[str, ...]
+) -> None:
+    long = ring("prefill", LONG, draining=True, num_requests_waiting=40, waiting_work=4e6, max_waiting_work=5e7)
+    info = info_of(long, ring("prefill", "prefill-0", num_requests_running=3), ring("decode", "decode-0"))
+    status_code, text = printed(info, monkeypatch, capsys, *options)
+    assert status_code == 0
+    assert max(map(len, text.splitlines())) <= 80
+    assert LONG in text
+    assert "…" not in text
+    assert ("1/5/1 of 8" in text or "2/5/1 of 8" in text) == bool(options)  # details on demand
+
+
+def test_the_fullest_rank_is_shown_as_a_bar_of_active_retained_and_free(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, text = printed(info_of(ring("prefill", "prefill-0"), ring("decode", "decode-0")), monkeypatch, capsys)
+    (line,) = (line for line in text.splitlines() if line.startswith("decode-0"))
+    assert line.endswith("██████▒▒·· 75%")
+
+
+@pytest.mark.parametrize(
+    ("rings", "missing"),
+    [
+        ([ring("prefill", "prefill-0")], "decode"),
+        ([ring("prefill", "prefill-0", draining=True), ring("decode", "decode-0")], "prefill"),
+        ([ring("prefill", "prefill-0"), ring("decode", "decode-0", "lost")], "decode"),
+        ([], "prefill"),
+    ],
+)
+def test_a_role_of_which_no_ring_takes_turns_is_told_and_the_exit_status_is_3(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    rings: list[inference_pb2.RingInfo],
+    missing: str,
+) -> None:
+    status_code, text = printed(info_of(*rings), monkeypatch, capsys)
+    assert status_code == 3
+    assert f"no {missing} ring takes turns: the cluster does not serve" in text
+    assert (f"({missing})" in text) == (missing not in {each.role for each in rings})
+
+
+def test_one_lost_ring_of_several_leaves_a_cluster_that_serves(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    info = info_of(
+        ring("prefill", "prefill-0"), ring("prefill", "prefill-1", "lost"), ring("decode", "decode-0"), left="prefill-2"
+    )
+    status_code, text = printed(info, monkeypatch, capsys)
+    assert status_code == 0
+    words = [line.split()[:2] for line in text.splitlines()]
+    assert ["prefill-1", "lost"] in words
+    assert ["prefill-2", "left"] in words
+
+
+def test_an_unknown_ring_is_refused_with_the_names_of_the_others(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    info = info_of(ring("prefill", "prefill-0"), ring("decode", "decode-0"))
+    with pytest.raises(NotFound, match="there is no ring 'prefil-0'; the rings are prefill-0, decode-0"):
+        printed(info, monkeypatch, capsys, "prefil-0")
+
+
+def test_a_cluster_that_is_starting_is_shown_with_its_rings(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv("RINGSERVE_STATE", str(tmp_path))
+    started = started_after_boot(os.getpid())
+    told = ("starting Ray", "ring prefill-0 serves")
+    state = ClusterState(
+        name="default", pid=os.getpid(), started=started, num_rings=4, rings_serving=2, progress=told, log="l"
+    )
+    write_state(state)
+    assert main(["status"]) == 3
+    assert capsys.readouterr().out == "ringserve: 'default' is starting, 2 of 4 rings: ring prefill-0 serves\n"
+    assert main(["status", "--json"]) == 3
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["stage"], shown["rings_serving"], shown["num_rings"]) == ("starting", 2, 4)
+    assert main(["generate", "--prompt", "hello"]) == 1
+    assert "'default' is starting, 2 of 4 rings" in capsys.readouterr().err

@@ -26,7 +26,7 @@ def test_a_ray_that_does_not_start_is_told_in_one_sentence_and_leaves_nothing(
         raise Exception("The node timed out.\n  in some file, line 3")  # as bare as Ray's own
 
     monkeypatch.setattr("ray.init", init)
-    for name in ("_make_token", "forward_every_line"):  # both are for the rest of a process's life
+    for name in ("_make_token", "tame_output"):  # both are for the rest of a process's life
         monkeypatch.setattr(ray_guard, name, lambda: None)
     monkeypatch.setattr(ray_guard, "END_SECONDS", 0.1)
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
@@ -38,3 +38,19 @@ def test_a_ray_that_does_not_start_is_told_in_one_sentence_and_leaves_nothing(
     assert process.returncode == -signal.SIGKILL
     assert of_others.poll() is None
     of_others.communicate(b"\n", timeout=30)
+
+
+@pytest.mark.parametrize("source", ["raylet", "autoscaler"])
+def test_lines_of_ray_itself_reach_the_log_and_not_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, source: str
+) -> None:
+    monkeypatch.setitem(vars(ray_guard.ray_logging), "RAY_DEDUP_LOGS", vars(ray_guard.ray_logging)["RAY_DEDUP_LOGS"])
+    monkeypatch.setitem(vars(ray_guard.ray_worker), "print_worker_logs", ray_guard.ray_worker.print_worker_logs)
+    monkeypatch.setenv("RAY_COLOR_PREFIX", "0")
+    ray_guard.tame_output()
+    caplog.set_level("DEBUG")
+    data = {"ip": "127.0.0.1", "localhost": "127.0.0.1", "is_err": True}
+    for pid, line in ((source, "Error: No available node types"), (17, "ring prefill-0 serves")):
+        ray_guard.ray_worker.print_to_stdstream(data | {"pid": pid, "lines": [line]}, ignore_prefix=False)
+    assert capsys.readouterr().err == "(pid=17) ring prefill-0 serves\n"
+    assert "Ray: Error: No available node types" in caplog.text

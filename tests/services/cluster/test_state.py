@@ -15,11 +15,15 @@ import pytest
 
 from cp_core.errors import ConfigError, NotFound, Unavailable
 from services.cluster.state import (
+    ClusterStage,
     ClusterState,
+    claim_name,
     end_cluster,
     find_process,
+    read_record,
     read_state,
     remove_state,
+    require_ready,
     require_state,
     started_after_boot,
     state_directory,
@@ -35,21 +39,78 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def state_of(process: psutil.Process, name: str = "default") -> ClusterState:
     started = started_after_boot(process.pid)
-    return ClusterState(name=name, pid=process.pid, started=started, gateway="g:1", metrics="", router="r:1", log="log")
+    ready = ClusterStage.READY
+    return ClusterState(
+        name=name, pid=process.pid, started=started, stage=ready, gateway="g:1", router="r:1", log="/tmp/x.log"
+    )
+
+
+def starting(process: psutil.Process) -> ClusterState:
+    started = started_after_boot(process.pid)
+    return ClusterState(name="default", pid=process.pid, started=started, num_rings=4, rings_serving=2)
 
 
 def test_a_running_cluster_is_found_again() -> None:
     state = state_of(psutil.Process())
     write_state(state)
-    assert read_state("default") == require_state("default") == state
+    assert read_state("default") == require_state("default") == require_ready("default") == state
     assert state.is_running
 
 
-def test_a_number_that_belongs_to_another_process_now_is_not_the_cluster(directory: Path) -> None:
+def test_a_number_that_belongs_to_another_process_now_is_not_the_cluster() -> None:
     state = state_of(psutil.Process())
     write_state(dataclasses.replace(state, started=state.started - 3600))
     assert read_state("default") is None
-    assert list(directory.iterdir()) == []
+    with pytest.raises(NotFound, match=r"'default' ended by itself: its process was killed \(log: /tmp/x.log\); start"):
+        require_state("default")
+
+
+def test_a_cluster_that_is_starting_can_be_ended_but_not_called() -> None:
+    write_state(starting(psutil.Process()))
+    assert require_state("default").stage is ClusterStage.STARTING
+    with pytest.raises(Unavailable, match="'default' is starting, 2 of 4 rings; 'ringserve status' says when"):
+        require_ready("default")
+
+
+def test_a_start_that_was_killed_is_told() -> None:
+    process = psutil.Process()
+    write_state(dataclasses.replace(starting(process), started=started_after_boot(process.pid) - 3600))
+    with pytest.raises(NotFound, match="ended by itself: its process was killed while it was starting; start it"):
+        require_state("default")
+
+
+def test_a_cluster_that_ended_by_itself_is_told_with_its_reason_until_its_name_is_taken() -> None:
+    state = state_of(psutil.Process())
+    write_state(dataclasses.replace(state, stage=ClusterStage.ENDED, reason="the router died"))
+    assert read_state("default") is None
+    with pytest.raises(NotFound, match=r"'default' ended by itself: the router died \(log: /tmp/x.log\)"):
+        require_ready("default")
+    claim_name(starting(psutil.Process()))
+    assert require_state("default").rings_serving == 2
+
+
+def test_a_name_is_claimed_by_one_process_and_again_by_the_same(child: subprocess.Popen[bytes]) -> None:
+    claim_name(starting(psutil.Process(child.pid)))
+    with pytest.raises(ConfigError, match=rf"'default' runs already \(pid {child.pid}, starting\); choose another"):
+        claim_name(starting(psutil.Process()))
+    claim_name(starting(psutil.Process(child.pid)))
+    assert require_state("default").pid == child.pid
+
+
+def test_of_two_that_claim_a_name_at_once_the_later_is_refused(
+    child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link, first = os.link, starting(psutil.Process(child.pid))
+
+    def lose(*arguments: Any) -> None:
+        monkeypatch.setattr(os, "link", link)
+        claim_name(first)
+        link(*arguments)
+
+    monkeypatch.setattr(os, "link", lose)
+    with pytest.raises(ConfigError, match="runs already"):
+        claim_name(starting(psutil.Process()))
+    assert require_state("default") == first
 
 
 def test_a_cluster_is_found_after_somebody_has_set_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,7 +154,9 @@ def test_no_cluster_is_an_error_that_says_what_to_do() -> None:
 def test_a_file_that_was_cut_off_counts_for_nothing(directory: Path, content: str) -> None:
     directory.mkdir()
     (directory / "default.json").write_text(content)
-    assert read_state("default") is None
+    assert read_record("default") is None
+    claim_name(starting(psutil.Process()))
+    assert require_state("default").pid == os.getpid()
 
 
 def test_removing_is_idempotent_and_clusters_are_apart(directory: Path) -> None:

@@ -1,0 +1,108 @@
+"""Check of a configuration against this machine before a cluster starts: cores, GPUs, memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+from ray._private.accelerators.nvidia_gpu import NvidiaGPUAcceleratorManager
+from ray._private.thirdparty import pynvml
+
+from cp_core.errors import ConfigError
+from services.config import Config
+from services.config.rings import Pool
+from workers.model.info import tensor_share
+from workers.protocol.ranks import ModelInfo
+
+MAX_PROCESSES_PER_CORE = 8
+"""Processes of ranks on one core at most: each takes seconds of it to start, and more miss the start timeout."""
+PROCESS_BYTES = 300e6
+"""Memory of a rank's process without weights and KV: Python, torch, Ray."""
+CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Resources of one machine that processes of ranks can take now. `gpu_bytes` is the memory of the smallest GPU."""
+
+    cores: int
+    memory_bytes: float
+    gpus: int = 0
+    gpu_bytes: float = 0.0
+
+
+def this_machine() -> Machine:
+    """Read the resources of this machine, within the limits of this process."""
+    memory = float(psutil.virtual_memory().available)
+    with suppress(OSError, ValueError):  # no cgroup of version 2, or "max": no limit
+        memory = min(memory, float(CGROUP_LIMIT.read_text(encoding="ascii")))
+    gpus = _gpu_bytes()
+    chosen = NvidiaGPUAcceleratorManager.get_current_process_visible_accelerator_ids()
+    return Machine(
+        cores=len(os.sched_getaffinity(0)),
+        memory_bytes=memory,
+        gpus=len(gpus) if chosen is None else min(len(gpus), len(chosen)),
+        gpu_bytes=min(gpus, default=0.0),
+    )
+
+
+def _gpu_bytes() -> list[float]:
+    """Return the memory of every NVIDIA GPU, as Ray finds them; none without a driver."""
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return []
+    try:
+        handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
+        return [float(pynvml.nvmlDeviceGetMemoryInfo(handle).total) for handle in handles]
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def check_fits(config: Config, model: ModelInfo, machine: Machine) -> None:
+    """Check that all rings fit on one machine. Raises ConfigError, which names the largest pool."""
+    sizes = {pool.key: pool.rings * pool.cp * pool.tp for pool in config.pools}
+    processes = sum(sizes.values())
+    largest = max(sizes, key=lambda key: sizes[key])
+    named = f"{largest}: {processes} processes of ranks" + (
+        f" ({', '.join(f'{count} of {key}' for key, count in sizes.items())})" if len(sizes) > 1 else ""
+    )
+    smaller = "choose smaller or fewer rings, or a Ray cluster (ray.address)"
+    if config.model.device == "cuda" and processes > machine.gpus:
+        raise ConfigError(f"{named} need a GPU each, and this machine offers {machine.gpus}; {smaller}")
+    if processes > MAX_PROCESSES_PER_CORE * machine.cores:
+        raise ConfigError(
+            f"{named} do not start on {machine.cores} cores, which take {MAX_PROCESSES_PER_CORE} each; {smaller}"
+        )
+    if config.model.device == "cuda":
+        for pool in config.pools:
+            _check_memory(config, model, [(pool, 1)], machine.gpu_bytes, "on each GPU")
+    else:
+        counts = [(pool, pool.rings * pool.cp * pool.tp) for pool in config.pools]
+        _check_memory(config, model, counts, machine.memory_bytes, "free")
+
+
+def _check_memory(
+    config: Config, model: ModelInfo, counts: Sequence[tuple[Pool, int]], memory_bytes: float, where: str
+) -> None:
+    """Check that one memory holds weights and KV of `counts` processes of each pool. Raises ConfigError."""
+    fixed, kv_token = 0.0, 0
+    for pool, count in counts:
+        share = tensor_share(model, pool.tp, f"{pool.key}.tp")
+        fixed += count * (PROCESS_BYTES + share.num_parameters * share.element_bytes)
+        kv_token += count * share.kv_bytes_per_token
+    tokens, ranks = config.kv_cache.tokens_per_rank, sum(count for _, count in counts)
+    if fixed + tokens * kv_token <= memory_bytes:
+        return
+    block = config.kv_cache.block_tokens
+    fitting = int((memory_bytes - fixed) / kv_token) // block * block
+    raise ConfigError(
+        f"kv_cache.tokens_per_rank: {tokens} tokens on each of {ranks} ranks need "
+        f"{tokens * kv_token / 1e9:.1f} GB, their weights and processes {fixed / 1e9:.1f} GB, and "
+        f"{memory_bytes / 1e9:.1f} GB are {where}; "
+        + (f"{fitting} tokens fit" if fitting > 0 else "no KV fits beside the weights, choose fewer ranks")
+    )

@@ -1,0 +1,100 @@
+"""Clusters that cannot fit on this machine: refused before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from cp_core.errors import ConfigError
+from services.cluster import local
+from services.cluster.capacity import Machine, check_fits, this_machine
+from services.cluster.local import LocalCluster
+from services.config import Config, config_from
+from workers.model.builtin import resolve_model_path
+from workers.model.info import read_model_info
+from workers.protocol.ranks import ModelInfo
+
+LARGE = Machine(cores=64, memory_bytes=1e12, gpus=8, gpu_bytes=80e9)
+
+
+@pytest.fixture(scope="module")
+def model() -> ModelInfo:
+    return read_model_info(resolve_model_path("builtin:tiny"), dtype="float32")
+
+
+def config(**sections: Mapping[str, object]) -> Config:
+    return config_from(sections)
+
+
+def test_the_default_configuration_fits_on_this_machine(model: ModelInfo) -> None:
+    check_fits(Config(), model, this_machine())
+
+
+def test_more_processes_than_cores_can_start_are_refused(model: ModelInfo) -> None:
+    small = Machine(cores=2, memory_bytes=1e12)
+    check_fits(config(prefill={"cp": 12}, decode={"cp": 4}), model, small)
+    with pytest.raises(
+        ConfigError, match=r"^prefill: 17 processes of ranks \(13 of prefill, 4 of decode\) do not start"
+    ):
+        check_fits(config(prefill={"cp": 13}, decode={"cp": 4}), model, small)
+
+
+def test_the_pool_that_asks_for_most_is_named(model: ModelInfo) -> None:
+    pools = {"pools": {"wide": {"rings": 20, "cp": 2}}}
+    with pytest.raises(ConfigError, match=r"^decode\.pools\.wide: 44 processes of ranks .* do not start on 4 cores"):
+        check_fits(config(decode=pools), model, Machine(cores=4, memory_bytes=1e12))
+
+
+@pytest.mark.parametrize(("gpus", "fits"), [(0, False), (3, False), (4, True)])
+def test_every_process_needs_a_gpu_of_its_own(model: ModelInfo, gpus: int, fits: bool) -> None:
+    cuda = config(model={"device": "cuda"})
+    machine = Machine(cores=64, memory_bytes=1e12, gpus=gpus, gpu_bytes=80e9)
+    if fits:
+        check_fits(cuda, model, machine)
+    else:
+        with pytest.raises(ConfigError, match=f"4 processes .* need a GPU each, and this machine offers {gpus};"):
+            check_fits(cuda, model, machine)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_kv_that_does_not_fit_is_refused_with_the_number_of_tokens_that_fit(model: ModelInfo, device: str) -> None:
+    machine = Machine(cores=64, memory_bytes=3e9, gpus=4, gpu_bytes=1e9)
+    large = config(model={"device": device}, kv_cache={"tokens_per_rank": 65536 * 64})
+    with pytest.raises(ConfigError, match=r"^kv_cache.tokens_per_rank: .* tokens fit$") as refused:
+        check_fits(large, model, machine)
+    fitting = int(str(refused.value).split()[-3])
+    kv = {"tokens_per_rank": fitting}
+    check_fits(config(model={"device": device}, kv_cache=kv), model, machine)
+    with pytest.raises(ConfigError):
+        check_fits(config(model={"device": device}, kv_cache={"tokens_per_rank": fitting + 16}), model, machine)
+
+
+def test_weights_that_leave_no_memory_are_refused(model: ModelInfo) -> None:
+    with pytest.raises(ConfigError, match="no KV fits beside the weights, choose fewer ranks"):
+        check_fits(Config(), model, Machine(cores=64, memory_bytes=1e9))
+
+
+def test_tensor_parallel_processes_hold_their_share_of_weights_and_kv(model: ModelInfo) -> None:
+    halves = config(prefill={"cp": 1, "tp": 2}, decode={"cp": 1, "tp": 2})
+    whole = config(prefill={"cp": 1}, decode={"cp": 1})
+    needed = {}
+    for name, each in (("halves", halves), ("whole", whole)):
+        with pytest.raises(ConfigError) as refused:
+            check_fits(each, model, Machine(cores=64, memory_bytes=1.0))
+        needed[name] = str(refused.value).split("need ")[1].split(",")[0]
+    assert needed["halves"] == needed["whole"]
+
+
+def test_a_cluster_that_cannot_fit_starts_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def start(*arguments: object) -> None:
+        raise AssertionError("Ray was started")
+
+    monkeypatch.setattr(local, "start_own_ray", start)
+    monkeypatch.setattr(local, "this_machine", lambda: Machine(cores=2, memory_bytes=1e12))
+    ports = {"listen": "127.0.0.1:0", "http": "", "metrics": ""}
+    cluster = LocalCluster(config(prefill={"cp": 64}, gateway=ports))
+    with pytest.raises(ConfigError, match="66 processes of ranks"):
+        cluster.start()
+    cluster.stop()
