@@ -1,61 +1,286 @@
-"""`ringserve chat`: a conversation on the terminal, with the plan of every turn."""
+"""`ringserve chat`: a conversation on the terminal."""
 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import uuid
+from collections.abc import Callable, Iterator, Mapping
 
-from cp_core.errors import NotFound, RingserveError
+from cp_core.errors import InvalidRequest, NotFound, RingserveError
 from ringserve.v1 import inference_pb2
-from services.cli.options import Subcommands, add_target_options, client_of
+from services.cli.options import Subcommands, add_target_options, check_text, client_of
+from services.cli.transcripts import Message, read_transcript, remove_transcript, write_transcript
 from services.cli.turns import add_sampling_options, sampling_of, show_plan
-from services.rpc.answer import collect
+from services.client import Client
 
 EXAMPLE = """example:
   ringserve chat
+  ringserve chat --conversation thesis
   ringserve chat --target 127.0.0.1:50051 --system "Answer in one sentence." --max-tokens 128
 """
+HELP = """/plan          show how the last answer was computed
+/retry         ask again; a chat at temperature 0 draws this answer at 0.7
+/fork [NAME]   go on in a copy of the conversation; the original stays as it is
+/system TEXT   set the system message, /system alone shows it
+/help          show this list
+Ctrl-C ends an answer, Ctrl-D the chat. A line that ends with \\ goes on in the next. // begins a text with a slash."""
+RETRY_TEMPERATURE = 0.7
+TEMPLATE_TOKENS = 64
+"""Tokens that a chat template adds to a message, at most."""
+REFUSED_ROOM = re.compile(r"input: (?P<prompt>\d+) prompt tokens and max_tokens .* allow at most (?P<limit>\d+)")
+"""Refusal of the router for an answer that is too long."""
 
 
 def add(commands: Subcommands) -> None:
     parser = commands.add_parser(
-        "chat", help="talk on the terminal", epilog=EXAMPLE, formatter_class=argparse.RawTextHelpFormatter
+        "chat",
+        help="talk on the terminal",
+        description="Talk with the model. Without --conversation the conversation is deleted at the end.\n\n" + HELP,
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawTextHelpFormatter,
     )
     add_target_options(parser)
+    parser.add_argument("--conversation", default="", metavar="ID", help="go on with this chat, or begin it; it stays")
     parser.add_argument("--system", help="a system message to begin with")
+    parser.add_argument("--plan", action="store_true", help="show the plan after every answer")
     add_sampling_options(parser)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, max_tokens=None)
 
 
 def run(options: argparse.Namespace) -> int:
-    conversation = f"chat-{uuid.uuid4().hex[:12]}"
-    messages = [inference_pb2.ChatMessage(role="system", content=options.system)] if options.system else []
     sampling = sampling_of(options)
     with client_of(options) as client:
-        print("An empty line or Ctrl-D ends the conversation.", file=sys.stderr)
-        while line := _ask():
-            asked = [*messages, inference_pb2.ChatMessage(role="user", content=line)]
-            request = inference_pb2.GenerateRequest(
-                chat=inference_pb2.ChatInput(messages=asked), sampling_params=sampling, conversation_id=conversation
-            )
-            try:
-                complete = collect(client.generate(request), lambda text: print(text, end="", flush=True))
-            except RingserveError as error:
-                print(f"\nringserve: {error}", file=sys.stderr)
-                continue
-            messages = [*asked, inference_pb2.ChatMessage(role="assistant", content=complete.text)]
-            print()
-            show_plan(complete)
-        try:
-            client.delete_conversation(conversation)
-        except NotFound:
-            return 0  # no turn was run
+        chat = Chat(client, options.conversation, sampling, shows_plan=options.plan)
+        if options.system:
+            chat.set_system(check_text("--system", options.system))
+        chat.begin()
+        while (line := _ask()) is not None:
+            chat.take(line)
+        chat.end()
     return 0
 
 
-def _ask() -> str:
-    try:
-        return input("> ").strip()
-    except EOFError:
-        return ""
+class Chat:
+    """Conversation with one user: lines come in, answers and figures go to the terminal.
+
+    Every turn sends all messages, of which the rings retain the common beginning. The transcript is written after each
+    answer, so that a chat whose terminal was closed can go on.
+    """
+
+    def __init__(
+        self, client: Client, conversation: str, sampling: inference_pb2.SamplingParams, *, shows_plan: bool = False
+    ) -> None:
+        """Begin or go on with a conversation; an empty id makes one that ends with the chat.
+
+        Raises ConfigError; InvalidRequest for a conversation of the service whose messages are not known here.
+        """
+        self._client = client
+        self._is_kept = bool(conversation)
+        self.conversation = conversation or f"chat-{uuid.uuid4().hex[:12]}"
+        self._sampling = sampling
+        self._shows_plan = shows_plan
+        self._last: inference_pb2.GenerateComplete | None = None
+        known = read_transcript(self.conversation)
+        if known is None and conversation:
+            self._check_unused()
+        self.messages: tuple[Message, ...] = known or ()
+        self._room = self._context_tokens()
+        self._commands: Mapping[str, Callable[[str], None]] = {
+            "/plan": self._show_plan,
+            "/retry": self._retry,
+            "/fork": self._fork,
+            "/system": self._system,
+            "/help": lambda rest: _tell(HELP),
+        }
+
+    def begin(self) -> None:
+        """Tell the name of the conversation, and its last exchange where it goes on."""
+        stays = "it stays when the chat ends" if self._is_kept else "it is deleted when the chat ends"
+        _tell(f"Conversation {self.conversation}; {stays}. /help lists commands, Ctrl-D ends.")
+        for message in [each for each in self.messages if each.role != "system"][-2:]:
+            _tell(f"{'> ' if message.role == 'user' else ''}{message.content}")
+
+    def take(self, line: str) -> None:
+        """Take one input: a message, a command, or nothing. Errors are told, and the chat goes on."""
+        try:
+            text = check_text("input", line.strip())
+            if text.startswith("/") and not text.startswith("//"):
+                name, _, rest = text.partition(" ")
+                if name not in self._commands:
+                    raise InvalidRequest(f"{name}: there is no such command; allowed are {', '.join(self._commands)}")
+                self._commands[name](rest.strip())
+            elif text:
+                self._answer(text.removeprefix("/"), self._sampling)
+        except RingserveError as error:
+            _tell(f"ringserve: {error}")
+
+    def end(self) -> None:
+        """Delete the conversation, unless it was named or forked."""
+        if self._is_kept:
+            if self.messages:
+                _tell(f"go on with: ringserve chat --conversation {self.conversation}")
+            return
+        remove_transcript(self.conversation)
+        try:
+            self._client.delete_conversation(self.conversation)
+        except NotFound:
+            return  # no turn was run
+
+    def set_system(self, text: str) -> None:
+        others = [message for message in self.messages if message.role != "system"]
+        self.messages = (Message(role="system", content=text), *others)
+
+    def _answer(self, text: str, sampling: inference_pb2.SamplingParams) -> None:
+        """Run one turn. Ctrl-C ends it, and what was answered stays; an error leaves the messages as they were."""
+        asked = (*self.messages, Message(role="user", content=text))
+        request = inference_pb2.GenerateRequest(
+            chat=inference_pb2.ChatInput(
+                messages=[inference_pb2.ChatMessage(role=each.role, content=each.content) for each in asked]
+            ),
+            sampling_params=sampling,
+            conversation_id=self.conversation,
+            wait=True,  # an answer that was just stopped may still be ending
+        )
+        complete = None
+        pieces: list[str] = []
+        try:
+            for response in self._responses(request):
+                piece = response.chunk.text if response.HasField("chunk") else ""
+                if response.HasField("complete"):
+                    complete = response.complete
+                    piece = complete.text[sum(map(len, pieces)) :]
+                pieces.append(piece)
+                print(piece, end="", flush=True)
+        except KeyboardInterrupt:
+            print()
+            _tell("stopped")
+        except RingserveError:
+            if pieces:
+                print()
+            raise
+        else:
+            print()
+        self.messages = (*asked, Message(role="assistant", content="".join(pieces)))
+        write_transcript(self.conversation, self.messages)
+        if complete is not None:
+            self._last = complete
+            _tell(figures(complete))
+            if self._shows_plan:
+                show_plan(complete)
+
+    def _show_plan(self, rest: str) -> None:
+        if self._last is None:
+            raise InvalidRequest("/plan: no answer was finished yet")
+        show_plan(self._last)
+
+    def _retry(self, rest: str) -> None:
+        place = max((number for number, each in enumerate(self.messages) if each.role == "user"), default=None)
+        if place is None:
+            raise InvalidRequest("/retry: nothing was asked yet")
+        before, text = self.messages, self.messages[place].content
+        sampling = inference_pb2.SamplingParams()
+        sampling.CopyFrom(self._sampling)
+        sampling.ClearField("seed")
+        sampling.temperature = sampling.temperature or RETRY_TEMPERATURE
+        self.messages = before[:place]
+        try:
+            self._answer(text, sampling)
+        except RingserveError:
+            self.messages = before
+            raise
+
+    def _fork(self, name: str) -> None:
+        if not self.messages:
+            raise InvalidRequest("/fork: nothing was asked yet")
+        new = name or f"{self.conversation}-{uuid.uuid4().hex[:4]}"
+        if read_transcript(new) is not None:
+            raise InvalidRequest(f"/fork: there is a chat {new!r} already; choose another name")
+        self._client.fork_conversation(self.conversation, new)
+        write_transcript(new, self.messages)
+        _tell(f"now in {new}; the original: ringserve chat --conversation {self.conversation}")
+        self.conversation, self._is_kept = new, True
+
+    def _system(self, text: str) -> None:
+        if text:
+            self.set_system(text)
+        else:
+            found = [message.content for message in self.messages if message.role == "system"]
+            _tell(found[0] if found else "there is no system message")
+
+    def _check_unused(self) -> None:
+        """Check that the service has no conversation of this id. Raises InvalidRequest."""
+        try:
+            self._client.conversation(self.conversation)
+        except NotFound:
+            return
+        raise InvalidRequest(
+            f"--conversation: {self.conversation!r} was not begun by a chat of this user, so its messages are not "
+            f"known here; choose another id"
+        )
+
+    def _context_tokens(self) -> int:
+        """Return the longest sequence that the model and some ring of each role hold."""
+        rooms: dict[str, int] = {}
+        for ring in self._client.server_info().rings:
+            rooms[ring.role] = max(rooms.get(ring.role, 0), ring.capacity_tokens)
+        return min([self._client.model_info().max_context_length, *filter(None, rooms.values())])
+
+    def _responses(self, request: inference_pb2.GenerateRequest) -> Iterator[inference_pb2.GenerateResponse]:
+        """Run a turn whose answer may go on to the model's own end, where no --max-tokens bounds it.
+
+        A text has at most as many tokens as bytes. Where that bound leaves little room for the answer, more is asked
+        for, and the refusal tells the exact room.
+        """
+        params = request.sampling_params
+        if not params.HasField("max_tokens"):
+            used = 0 if self._last is None else self._last.usage.prompt_tokens + self._last.usage.completion_tokens
+            new = request.chat.messages[-1:] if used else request.chat.messages
+            rest = self._room - used - sum(len(each.content.encode()) + TEMPLATE_TOKENS for each in new)
+            params.max_tokens = rest if rest > self._room // 2 else self._room
+            try:
+                yield from self._client.generate(request)
+                return
+            except InvalidRequest as error:
+                found = REFUSED_ROOM.search(str(error))
+                if found is None or int(found["limit"]) <= int(found["prompt"]):
+                    raise
+                params.max_tokens = int(found["limit"]) - int(found["prompt"])
+        yield from self._client.generate(request)
+
+
+def figures(complete: inference_pb2.GenerateComplete) -> str:
+    """Return the figures of a turn in one short line."""
+    usage = complete.usage
+    parts = [f"{complete.ttft_seconds:.1f} s to first token"]
+    if usage.completion_tokens > 1:
+        parts.append(f"{1000 * complete.ttit_seconds:.0f} ms a token")
+    parts.append(f"{usage.cached_tokens} of {usage.prompt_tokens} cached")
+    if complete.finish_reason == "length":
+        parts.append(f"cut after {usage.completion_tokens} tokens")
+    return ", ".join(parts)
+
+
+def _tell(text: str) -> None:
+    """Print a remark of the program, dim on a terminal, on standard error."""
+    print(f"\x1b[2m{text}\x1b[0m" if sys.stderr.isatty() else text, file=sys.stderr, flush=True)
+
+
+def _ask() -> str | None:
+    """Read one input, of several lines where they end with a backslash; None at its end."""
+    lines: list[str] = []
+    while True:
+        try:
+            line = input("... " if lines else "> ")
+        except EOFError:
+            return None
+        except UnicodeDecodeError:
+            _tell("ringserve: input: it is not UTF-8 text")
+            return ""
+        except KeyboardInterrupt:
+            print()
+            return ""
+        lines.append(line.removesuffix("\\"))
+        if not line.endswith("\\"):
+            return "\n".join(lines)

@@ -10,7 +10,7 @@ from pathlib import Path
 from cp_core.errors import InvalidRequest
 from orchestration.protocol.turns import MAX_PRIORITY
 from ringserve.v1 import inference_pb2
-from services.cli.options import Subcommands, add_target_options, client_of
+from services.cli.options import Subcommands, add_target_options, check_text, client_of
 from services.cli.turns import add_answer_options, add_sampling_options, check_ids, sampling_of, show_plan
 from services.rpc.answer import answer_dict, answers_dict, collect_all
 from workers.protocol.prefill_steps import Algorithm
@@ -72,7 +72,24 @@ def _priority(value: int) -> int:
     return value
 
 
+def _read_stdin() -> str:
+    """Read the prompt. Raises InvalidRequest for bytes that are no text."""
+    try:
+        return check_text("standard input", sys.stdin.read())
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(f"standard input: byte {error.start + 1} is no UTF-8 text; convert it to UTF-8") from None
+
+
+def _check_options(options: argparse.Namespace) -> None:
+    """Check what needs no gateway. Raises InvalidRequest."""
+    if options.timeout is not None and not options.timeout > 0:
+        raise InvalidRequest(f"--timeout: {options.timeout:g} is not allowed; give seconds above 0")
+    if options.mode == "append" and not options.conversation:
+        raise InvalidRequest("--mode: append needs a conversation; give --conversation ID")
+
+
 def run(options: argparse.Namespace) -> int:
+    _check_options(options)
     request = inference_pb2.GenerateRequest(
         request_id=options.request_id,
         sampling_params=sampling_of(options),
@@ -84,7 +101,7 @@ def run(options: argparse.Namespace) -> int:
         algorithm=options.algorithm,
     )
     if options.prompt is not None:
-        request.text = sys.stdin.read() if options.prompt == "-" else options.prompt
+        request.text = _read_stdin() if options.prompt == "-" else options.prompt
     elif options.prompt_ids is not None:
         ids = check_ids(str(options.prompt_ids), _read_json(options.prompt_ids))
         request.tokenized.CopyFrom(inference_pb2.TokenizedInput(input_ids=ids))

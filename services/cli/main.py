@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from cp_core.errors import RingserveError
 from services.cli import (
@@ -25,17 +27,41 @@ from services.cli import (
     token,
     up,
 )
+from services.cli.options import check_text
+from services.telemetry.metrics.registry import package_version
 
 EXIT_FAILED = 1
+EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
+
+
+class Parser(argparse.ArgumentParser):
+    """Parser that refuses a command line in one sentence, and names an unknown option before a missing one."""
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        given = list(sys.argv[1:] if args is None else args)
+        if self._subparsers is None:
+            for argument in given[: given.index("--")] if "--" in given else given:
+                self._check_known(argument.partition("=")[0])
+        return super().parse_known_args(given, namespace)
+
+    def _check_known(self, name: str) -> None:
+        known = [option for option in self._option_string_actions if option.startswith("--")]
+        if name.startswith("--") and not any(option.startswith(name) for option in known):
+            near = difflib.get_close_matches(name, known, n=1)
+            self.error(f"{name}: there is no such option{f'; did you mean {near[0]}?' if near else ''}")
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(EXIT_USAGE, f"ringserve: {message}; '{self.prog} --help' lists what is allowed\n")
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the program and of all its subcommands."""
-    parser = argparse.ArgumentParser(
-        prog="ringserve", description="Serve long-context language models on rings of ranks, exactly."
-    )
-    commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="subcommand")
+    parser = Parser(prog="ringserve", description="Serve long-context language models on rings of ranks, exactly.")
+    parser.add_argument("--version", action="version", version=f"ringserve {package_version()}")
+    commands = parser.add_subparsers(metavar="COMMAND", dest="subcommand")
     planning = (plan, explain, simulate, calibrate)
     modules = (
         up,
@@ -59,12 +85,26 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. Return its exit status."""
-    options = build_parser().parse_args(arguments)
+    parser = build_parser()
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if not given:
+        parser.print_help()
+        return 0
     try:
-        return int(options.run(options))
+        for argument in given:
+            check_text(f"argument {given.index(argument) + 1}", argument)
+        options = parser.parse_args(given)
+        if options.subcommand is None:
+            parser.error("no command is given")
+        return _run(options)
     except RingserveError as error:
         print(f"ringserve: {error}", file=sys.stderr)
         return EXIT_FAILED
+
+
+def _run(options: argparse.Namespace) -> int:
+    try:
+        return int(options.run(options))
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:

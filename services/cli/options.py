@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cp_core.errors import ConfigError, NotFound
+from cp_core.errors import ConfigError, InvalidRequest, NotFound
 from services.client import Client, TlsFiles
 from services.client.retries import NO_RETRIES
 from services.cluster.local import LocalCluster
@@ -25,6 +25,15 @@ else:
 MAX_DRAIN_SECONDS = 86_400.0
 TOKEN_VARIABLE = "RINGSERVE_TOKEN"
 """Environment variable with the bearer token of commands that call a gateway."""
+
+
+def check_text(key: str, text: str) -> str:
+    """Return a text that was typed or given, if it is UTF-8. Raises InvalidRequest."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(f"{key}: byte {error.start + 1} is no UTF-8 text; convert it to UTF-8") from None
+    return text
 
 
 def add_config_options(parser: argparse.ArgumentParser) -> None:

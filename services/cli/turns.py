@@ -15,11 +15,15 @@ from services.rpc.answer import plan_line
 
 UNSIGNED = {"max_tokens": 32, "seed": 64, "top_k": 32, "min_tokens": 32, "n": 32, "logprobs": 32, "prompt_logprobs": 32}
 """Bits of the contract's unsigned fields."""
+LEAST = {"n": 1, "max_tokens": 1}
+"""Least values that make sense, where 0 does not."""
 
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     """Add the sampling options of every answer."""
-    parser.add_argument("--max-tokens", type=int, default=64, metavar="N", help="new tokens at most (default: 64)")
+    parser.add_argument(
+        "--max-tokens", type=int, default=64, metavar="N", help="new tokens at most (default: 64; of a chat: no limit)"
+    )
     parser.add_argument("--min-tokens", type=int, default=0, metavar="N", help="no stop within the first N tokens")
     parser.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0 is greedy (default: 0)")
     parser.add_argument("--seed", type=int, metavar="N", help="same seed, same tokens (default: drawn)")
@@ -58,8 +62,11 @@ def sampling_of(options: argparse.Namespace) -> inference_pb2.SamplingParams:
     given = vars(options)
     for name, bits in UNSIGNED.items():
         value = given.get(name)
-        if value is not None and not 0 <= value < 2**bits:
-            raise InvalidRequest(f"--{name.replace('_', '-')}: {value} is out of range; allowed are 0 to {2**bits - 1}")
+        least = LEAST.get(name, 0)
+        if value is not None and not least <= value < 2**bits:
+            raise InvalidRequest(
+                f"--{name.replace('_', '-')}: {value} is out of range; allowed are {least} to {2**bits - 1}"
+            )
     return inference_pb2.SamplingParams(
         temperature=options.temperature,
         max_tokens=options.max_tokens,

@@ -29,6 +29,10 @@ Prompt = str | Sequence[int] | Sequence[Message]
 """A text, token ids, or the messages of a chat."""
 
 
+REPEATED = ("stop", "stop_token_ids")
+"""Fields of Sampling that are sequences; a single stop string may stand alone."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
     """Sampling parameters; names and meanings are those of the contract's SamplingParams. None: its default."""
@@ -36,7 +40,7 @@ class Sampling:
     temperature: float | None = None
     max_tokens: int | None = None
     seed: int | None = None
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     top_p: float | None = None
     top_k: int | None = None
@@ -45,7 +49,7 @@ class Sampling:
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     min_tokens: int | None = None
-    stop: tuple[str, ...] = ()
+    stop: str | Sequence[str] = ()
     include_stop_str_in_output: bool = False
 
     def to_message(self) -> inference_pb2.SamplingParams:
@@ -54,8 +58,8 @@ class Sampling:
         for field in fields(self):
             value = getattr(self, field.name)
             try:
-                if isinstance(value, tuple):
-                    getattr(message, field.name).extend(value)
+                if field.name in REPEATED:
+                    getattr(message, field.name).extend([value] if isinstance(value, str) else value)
                 elif value is not None:
                     setattr(message, field.name, value)
             except (TypeError, ValueError):

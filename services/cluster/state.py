@@ -176,7 +176,7 @@ def write_state(state: ClusterState) -> None:
 
 def _write_draft(state: ClusterState) -> Path:
     path = _path(state.name)
-    draft = path.with_suffix(f".{os.getpid()}.tmp")
+    draft = path.with_suffix(f".{state.pid}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         draft.write_text(json.dumps(asdict(state)), encoding="utf-8")

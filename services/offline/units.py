@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from cp_core.errors import ConfigError
 
 TOKENS = {"": 1, "k": 1_000, "m": 1_000_000}
-SECONDS = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
+SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 MAX_TOKENS = 1_000_000_000
 MAX_SIZE = 4096
 """Most ranks of a ring, and most processes of a rank."""
@@ -55,7 +55,7 @@ def parse_contexts(key: str, text: str) -> tuple[ContextShare, ...]:
 
 def parse_seconds(key: str, text: str) -> float:
     """Parse a duration: "60s", "500ms", "2min". Raises ConfigError."""
-    found = re.fullmatch(r"([\d.]+)\s*(ms|s|min|h)", text.strip().lower())
+    found = re.fullmatch(r"([\d.]+)\s*(ms|s|m|min|h)", text.strip().lower())
     if found is None:
         raise ConfigError(f"{key}: {text!r} is no duration; allowed are those like 500ms, 60s or 2min")
     return _positive(key, found[1], "a duration like 60s") * SECONDS[found[2]]

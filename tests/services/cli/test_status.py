@@ -107,7 +107,7 @@ def test_the_fullest_rank_is_shown_as_a_bar_of_active_retained_and_free(
 ) -> None:
     _, text = printed(info_of(ring("prefill", "prefill-0"), ring("decode", "decode-0")), monkeypatch, capsys)
     (line,) = (line for line in text.splitlines() if line.startswith("decode-0"))
-    assert line.endswith("██████▒▒·· 75%")
+    assert line.rstrip().endswith("██████▒▒·· 75%")
 
 
 @pytest.mark.parametrize(

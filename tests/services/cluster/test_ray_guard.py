@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Never
 
 import pytest
+from ray._private import ray_logging
+from ray._private import worker as ray_worker
 
 from cp_core.errors import Unavailable
 from services.cluster import ray_guard
@@ -44,13 +46,13 @@ def test_a_ray_that_does_not_start_is_told_in_one_sentence_and_leaves_nothing(
 def test_lines_of_ray_itself_reach_the_log_and_not_the_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, source: str
 ) -> None:
-    monkeypatch.setitem(vars(ray_guard.ray_logging), "RAY_DEDUP_LOGS", vars(ray_guard.ray_logging)["RAY_DEDUP_LOGS"])
-    monkeypatch.setitem(vars(ray_guard.ray_worker), "print_worker_logs", ray_guard.ray_worker.print_worker_logs)
+    monkeypatch.setitem(vars(ray_logging), "RAY_DEDUP_LOGS", vars(ray_logging)["RAY_DEDUP_LOGS"])
+    monkeypatch.setitem(vars(ray_worker), "print_worker_logs", ray_worker.print_worker_logs)
     monkeypatch.setenv("RAY_COLOR_PREFIX", "0")
     ray_guard.tame_output()
     caplog.set_level("DEBUG")
     data = {"ip": "127.0.0.1", "localhost": "127.0.0.1", "is_err": True}
     for pid, line in ((source, "Error: No available node types"), (17, "ring prefill-0 serves")):
-        ray_guard.ray_worker.print_to_stdstream(data | {"pid": pid, "lines": [line]}, ignore_prefix=False)
+        ray_worker.print_to_stdstream(data | {"pid": pid, "lines": [line]}, ignore_prefix=False)
     assert capsys.readouterr().err == "(pid=17) ring prefill-0 serves\n"
     assert "Ray: Error: No available node types" in caplog.text

@@ -231,7 +231,7 @@ def test_a_chat_on_the_terminal_forgets_its_conversation_at_the_end(
     cluster: Cluster, inference: Inference, typed: str
 ) -> None:
     before = inference.info().conversations
-    finished = cluster.ringserve.run("chat", "--target", cluster.gateway, "--max-tokens", "4", typed=typed)
+    finished = cluster.ringserve.run(*("chat", "--plan", "--target", cluster.gateway, "--max-tokens", "4"), typed=typed)
     assert finished.returncode == 0, finished.stderr
-    assert finished.stderr.count("on prefill-0 -> decode-0") == typed.count("\n") - bool(typed)
+    assert finished.stderr.count("on prefill-0 -> decode-0") == len(typed.split("\n\n")[0].splitlines())
     assert inference.info().conversations == before
