@@ -64,7 +64,10 @@ class DecodeLeader(RingLeader):
     # --- the verbs of RingService ------------------------------------------------------------------------------------
 
     async def reserve(self, request: Reserve) -> Reservation:
-        """Pin the sequence, reserve blocks, and make the ranks expect the KV. Idempotent per attempt."""
+        """Pin the sequence, reserve blocks, and make the ranks expect the KV. Idempotent per attempt.
+
+        A call that fails or is cancelled leaves nothing reserved.
+        """
         await self._until_released(request.kv_id)
         known = self._turns.get(request.turn_id)
         if known is not None:
@@ -81,6 +84,7 @@ class DecodeLeader(RingLeader):
             )
         turn = self._pin(request)
         self._turns.add(turn)
+        self._turns.watch(turn)  # before the first await: whatever becomes of the caller, the blocks are released
         turn.tasks.copying = asyncio.create_task(
             copy_blocks(self.ring, turn.pool, turn.sequence, turn.reservation.incarnation)
         )
@@ -88,10 +92,11 @@ class DecodeLeader(RingLeader):
             await asyncio.shield(turn.tasks.copying)
             if not request.is_direct:
                 await self._expect(turn)
-        except RingserveError:
+            if turn.error is not None:  # it was aborted meanwhile, or its deadline has passed
+                raise turn.error
+        except BaseException:  # also where the caller is cancelled: a router that is gone ends no turn
             await self._turns.refuse(turn)
             raise
-        self._turns.watch(turn)
         if not request.is_direct:
             turn.tasks.sealing = self.spawn(self._seal(turn))
         return turn.reservation

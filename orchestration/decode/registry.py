@@ -99,6 +99,7 @@ class DecodeTurns:
     def end_soon(self, turn: DecodeTurn, how: FinishReason | RingserveError) -> None:
         """Start to end a turn. The first call decides how it ends."""
         if turn.tasks.ending is None:
+            turn.error = how if isinstance(how, RingserveError) else None
             turn.tasks.ending = self._spawn(self._end(turn, how))
             self._engine.end(turn)
 
@@ -135,6 +136,7 @@ class DecodeTurns:
         await self._until_over([turn], None)
 
     async def _undo(self, turn: DecodeTurn) -> None:
+        turn.tasks.stop_timers()
         try:
             await self._stop_writers(turn)
         finally:

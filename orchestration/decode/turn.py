@@ -198,8 +198,8 @@ class DecodeTurn:
     feed writes `left_batch`.
 
     `arrival` orders the ring's turns. `room` is how many tokens of the sequence have a slot in its block tables.
-    `num_attempts` also counts the attempts that the router could not begin. The gateway's stream reads `events`; an
-    error is the last of them.
+    `error` has ended the turn; None where it runs or ended well. `num_attempts` also counts the attempts that the
+    router could not begin. The gateway's stream reads `events`; an error is the last of them.
     """
 
     attempt: Attempt
@@ -210,6 +210,7 @@ class DecodeTurn:
     room: int
     answer: Answer = field(default_factory=Answer)
     state: DecodeTurnState = DecodeTurnState.RESERVED
+    error: RingserveError | None = None
     num_attempts: int = 1
     events: asyncio.Queue[TurnEvent | RingserveError] = field(default_factory=asyncio.Queue)
     is_streamed: bool = False
