@@ -38,7 +38,7 @@ STOPS = tuple(range(0, VOCAB_SIZE, 2))
 BIASES = tuple(TokenBias(token, 3.0 if token % 3 else -7.5) for token in range(0, VOCAB_SIZE, 5))
 
 
-class OpenAiPenalties(LogitsProcessor):
+class OpenAiPenalties(LogitsProcessor):  # type: ignore[misc]
     """Penalties as OpenAI defines them, over the tokens after the prompt; transformers lacks them."""
 
     def __init__(self, num_prompt: int, presence: float, frequency: float) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from cp_core.errors import RingserveError
-from services.client import Client, RetryPolicy, Sampling
+from services.client import Client, Sampling
 from services.offline.reference import Reference, StockModel
 from tests.services.e2e.cluster import START_SECONDS
 from tests.workers.models import random_tokens
@@ -35,13 +35,13 @@ class Turn:
 class Talker:
     """One client. It says the whole history with every turn, so that a turn may safely be asked for again.
 
-    `errors` are the turns that failed although the client had tried them again as `retry` allows.
+    `errors` are the turns that failed although the client had tried them again as it may.
     """
 
-    def __init__(self, target: str, name: str, retry: RetryPolicy | None = None) -> None:
+    def __init__(self, client: Client, name: str) -> None:
         self.turns: list[Turn] = []
         self.errors: list[RingserveError] = []
-        self._client = Client(target, retry=retry)
+        self._client = client
         self._name = name
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run)
@@ -99,12 +99,12 @@ def _expected(stock: StockModel, prompt: tuple[int, ...]) -> Reference:
     return stock.greedy(prompt, MAX_TOKENS)
 
 
-def under_load(target: str, count: int, work: Callable[[], None], stock: StockModel, **options: RetryPolicy) -> None:
+def under_load(connect: Callable[[], Client], count: int, work: Callable[[], None], stock: StockModel) -> None:
     """Do `work` while `count` clients talk, and let each go on once more after it.
 
     No turn may fail, and every token must be that of stock transformers.
     """
-    talkers = [Talker(target, f"talker-{number}", **options) for number in range(count)]
+    talkers = [Talker(connect(), f"talker-{number}") for number in range(count)]
     try:
         try:
             work()

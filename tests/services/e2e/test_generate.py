@@ -218,7 +218,7 @@ def test_without_json_the_answer_is_on_standard_output_and_the_plan_beside_it(
     cluster: Cluster, codec: TextCodec
 ) -> None:
     command = ("generate", "--name", cluster.name, "--prompt", "-", "--max-tokens", "5")
-    finished = cluster.ringserve.run(*command, typed="What is bound?")
+    finished = cluster.ringserve.run_process(*command, typed="What is bound?")
     assert finished.returncode == 0, finished.stderr
     expected = generate(cluster, "--prompt", "What is bound?", "--max-tokens", "5")
     assert finished.stdout == expected["text"] + "\n"

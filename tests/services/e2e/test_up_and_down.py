@@ -6,15 +6,16 @@ import json
 import shutil
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import grpc
 import psutil
 import pytest
 
 from tests.services.e2e.cluster import START_SECONDS, Cluster, Inference, Ringserve, ids, options_of, wait_until
-from tests.services.e2e.terminal import started
+from tests.services.e2e.terminal import Foreground, started
 from tests.workers.models import random_tokens
 
 QUICK_SECONDS = 20.0
@@ -39,10 +40,10 @@ def windowed_model(tmp_path: Path, model_path: Path) -> Path:
     return target
 
 
-def refused(ringserve: Ringserve, *arguments: str) -> str:
+def refused(run: Callable[..., CompletedProcess[str]], *arguments: str) -> str:
     """Run a command that must fail quickly, and return its one sentence."""
     began = time.monotonic()
-    finished = ringserve.run(*arguments)
+    finished = run(*arguments)
     assert time.monotonic() - began < QUICK_SECONDS
     assert finished.returncode == 1
     assert finished.stdout == ""
@@ -55,11 +56,19 @@ def small(model_path: Path) -> list[str]:
     return [*options_of(model_path), "--set", "prefill.cp=1", "--set", "decode.cp=1"]
 
 
-@pytest.mark.parametrize("detach", [[], ["--detach"]], ids=["in the foreground", "detached"])
+def test_up_refuses_a_port_that_is_taken_in_the_foreground_too(ringserve: Ringserve, port_in_use: int) -> None:
+    taken = f"127.0.0.1:{port_in_use}"
+    ports = (f"gateway.listen={taken}", "gateway.metrics=127.0.0.1:0", "gateway.http=")
+    settings = [word for port in ports for word in ("--set", port)]
+    said = refused(ringserve.run_process, "up", "--name", "wrong", *settings)
+    assert f"gateway.listen: cannot listen on {taken}" in said
+
+
 @pytest.mark.parametrize("what", ["port", "directory", "model", "key", "value", "heads", "file"])
 def test_up_refuses_at_once_what_cannot_work(
-    ringserve: Ringserve, port_in_use: int, windowed_model: Path, tmp_path: Path, what: str, detach: list[str]
+    ringserve: Ringserve, port_in_use: int, windowed_model: Path, tmp_path: Path, what: str
 ) -> None:
+    """A cluster that is to run in the background is refused by this process, or by its own, whose words are told."""
     taken = f"127.0.0.1:{port_in_use}"
     wrong = {
         "port": (["--set", f"gateway.listen={taken}"], f"gateway.listen: cannot listen on {taken}"),
@@ -77,12 +86,14 @@ def test_up_refuses_at_once_what_cannot_work(
     ports = ["--set", "gateway.metrics=127.0.0.1:0", "--set", "gateway.http="]
     if what != "port":
         ports += ["--set", "gateway.listen=127.0.0.1:0"]
-    assert said in refused(ringserve, "up", "--name", "wrong", *detach, *ports, *arguments)
+    assert said in refused(ringserve.run, "up", "--detach", "--name", "wrong", *ports, *arguments)
     assert not (ringserve.directory / "state" / "wrong.json").exists()
 
 
 def test_a_second_cluster_of_the_same_name_is_refused(cluster: Cluster) -> None:
-    said = refused(cluster.ringserve, "up", "--name", cluster.name, "--detach", "--set", "gateway.listen=127.0.0.1:0")
+    said = refused(
+        cluster.ringserve.run, "up", "--name", cluster.name, "--detach", "--set", "gateway.listen=127.0.0.1:0"
+    )
     assert f"'shared' runs already (pid {cluster.pid}, gateway {cluster.gateway})" in said
 
 
@@ -97,34 +108,32 @@ def test_processes_show_what_they_are(cluster: Cluster) -> None:
 
 @pytest.mark.parametrize("command", [["down"], ["status"], ["generate", "--prompt", "hello"], ["chat"]])
 def test_commands_without_a_cluster_say_so(ringserve: Ringserve, command: list[str]) -> None:
-    assert "no cluster named 'nobody' runs here" in refused(ringserve, *command, "--name", "nobody")
+    assert "no cluster named 'nobody' runs here" in refused(ringserve.run, *command, "--name", "nobody")
 
 
 def test_a_gateway_that_cannot_be_reached_is_named(ringserve: Ringserve) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         target = f"127.0.0.1:{unused.getsockname()[1]}"
-        assert f"the gateway at {target} cannot be reached" in refused(ringserve, "status", "--target", target)
+        assert f"the gateway at {target} cannot be reached" in refused(ringserve.run, "status", "--target", target)
 
 
 def test_ctrl_c_ends_a_cluster_in_the_foreground_whole_and_in_order(
-    ringserve: Ringserve, model_path: Path, tmp_path: Path
+    ringserve: Ringserve, terminal: tuple[Foreground, Cluster]
 ) -> None:
-    ready = tmp_path / "ready.json"
-    with started(ringserve, tmp_path, "up", "--ready-file", str(ready), *small(model_path)) as up:
-        wait_until(lambda: ready.exists() or up.is_over, "the cluster serves", START_SECONDS)
-        assert not up.is_over, up.output
-        inference = Inference(json.loads(ready.read_text())["gateway"])
-        with inference.running(ids(random_tokens(30), max_tokens=4000)) as call:
-            assert up.interrupt() == 0, up.output
-            with pytest.raises(grpc.RpcError, match="the gateway is stopping"):
-                list(call)
-        inference.channel.close()
-        up.check_nothing_is_left()
-    assert "no cluster named" in refused(ringserve, "status")
+    """The last test of the shared cluster, which it ends."""
+    up, cluster = terminal
+    inference = Inference(cluster.gateway)
+    with inference.running(ids(random_tokens(30), max_tokens=4000)) as call:
+        assert up.interrupt() == 0, up.output
+        with pytest.raises(grpc.RpcError, match="the gateway is stopping"):
+            list(call)
+    inference.channel.close()
+    up.check_nothing_is_left()
+    assert "no cluster named 'shared'" in refused(ringserve.run, "status", "--name", cluster.name)
 
 
-@pytest.mark.parametrize("stage", ["starting Ray", "starting the router", "starting 2 rings"])
+@pytest.mark.parametrize("stage", ["starting Ray", "starting 2 rings"])
 def test_ctrl_c_ends_a_cluster_that_is_still_starting(
     ringserve: Ringserve, model_path: Path, tmp_path: Path, stage: str
 ) -> None:

@@ -1,4 +1,4 @@
-"""Cluster with mutual TLS inside, TLS and tokens at its gateway: it serves known clients only."""
+"""A secured cluster serves known clients only."""
 
 from __future__ import annotations
 
@@ -6,10 +6,7 @@ import contextlib
 import json
 import socket
 import ssl
-import subprocess
-import sys
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -17,72 +14,18 @@ import openai
 import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from openai import DefaultHttpxClient, OpenAI
 
 from cp_core.errors import Forbidden, NotFound, Unauthenticated, Unavailable
-from services.client import Client, Sampling, TlsFiles
+from services.client import Client, Sampling
 from services.client.retries import NO_RETRIES
 from services.cluster.ray_guard import asks_for_token
 from services.offline.reference import StockModel
 from tests.services.auth.certificates import Authority
-from tests.services.e2e.cluster import Cluster, Ringserve, pid_at, running_cluster, wait_until
+from tests.services.e2e.cluster import pid_at, wait_until
+from tests.services.e2e.own.conftest import Secure
 from tests.workers.models import random_tokens
 from workers.kv.frames import SettleFrame, encode
 from workers.protocol.transfers import TransferKey
-
-
-@dataclass(frozen=True)
-class Secure:
-    """A cluster, its clients' tokens and whom they trust."""
-
-    cluster: Cluster
-    authority: Authority
-    tokens: dict[str, str]
-    config: Path
-
-    def client(self, tenant: str) -> Client:
-        return Client(self.cluster.gateway, token=self.tokens.get(tenant, ""), tls=TlsFiles(ca=self.authority.own.cert))
-
-    def openai(self, tenant: str) -> OpenAI:
-        trust = DefaultHttpxClient(verify=ssl.create_default_context(cafile=str(self.authority.own.cert)))
-        key = self.tokens.get(tenant, "unknown")
-        return OpenAI(base_url=f"https://{self.cluster.http}/v1", api_key=key, http_client=trust, max_retries=0)
-
-
-@pytest.fixture(scope="module")
-def secure(ringserve: Ringserve, model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secure]:
-    directory = tmp_path_factory.mktemp("secure")
-    authority = Authority.make(directory / "authority")
-    server, inside = authority.sign("gateway"), authority.sign("inside", "DNS:ringserve.internal")
-    made = {
-        tenant: json.loads(ringserve.run("token", "--tenant", tenant, "--json").stdout)
-        for tenant in ("acme", "beta", "ops")
-    }
-    tenants = [
-        {"name": name, "tokens": [{"sha256": entry["sha256"]}], "operator": name == "ops"}
-        for name, entry in made.items()
-    ]
-    file = directory / "tokens.yaml"
-    file.write_text(json.dumps({"tenants": tenants}))
-    values = {
-        "tls.cert": server.cert,
-        "tls.key": server.key,
-        "internal_tls.cert": inside.cert,
-        "internal_tls.key": inside.key,
-        "internal_tls.ca": authority.own.cert,
-        "internal_tls.server_name": "ringserve.internal",
-        "auth.tokens": file,
-        "gateway.model_name": "tiny-and-secret",
-        "logs.level": "debug",  # the log is looked through for secrets
-    }
-    sections: dict[str, dict[str, str]] = {}
-    for key, value in values.items():
-        section, _, name = key.partition(".")
-        sections.setdefault(section, {})[name] = str(value)
-    config = directory / "cluster.yaml"
-    config.write_text(json.dumps(sections))
-    with running_cluster(ringserve, "secure", model_path, "--config", str(config)) as cluster:
-        yield Secure(cluster, authority, {name: entry["token"] for name, entry in made.items()}, config)
 
 
 def test_tenants_are_served_exactly_and_apart_over_grpc_and_http(secure: Secure, stock: StockModel) -> None:
@@ -106,7 +49,7 @@ def test_tenants_are_served_exactly_and_apart_over_grpc_and_http(secure: Secure,
 def test_kv_moves_both_ways_by_tls_and_every_token_is_that_of_the_stock_model(
     secure: Secure, stock: StockModel
 ) -> None:
-    """Two ranks prefill, two decode; what decode wrote goes back for the next turn."""
+    """Two processes prefill, two ranks decode; what decode wrote goes back for the next turn."""
     history: list[int] = []
     with secure.client("acme") as acme:
         for turn in range(3):
@@ -126,7 +69,7 @@ def test_strangers_at_the_endpoints_of_ranks_are_sent_away_and_harm_nobody(
     secure: Secure, stock: StockModel, stranger: Authority
 ) -> None:
     ports = rank_ports(secure.cluster.pid)
-    assert len(ports) >= 4, "two rings of two ranks, each with a KV port"
+    assert len(ports) >= 4, "two rings of two processes, each with a KV port"
     wrong, prompt = stranger.peer(trusts=secure.authority), random_tokens(120, seed=9)
     with secure.client("acme") as acme, contextlib.ExitStack() as guests:
         for address in ports:
@@ -209,22 +152,11 @@ def test_strangers_and_plain_text_get_nowhere(secure: Secure) -> None:
 def test_commands_call_by_tls_with_the_token_of_the_environment(secure: Secure) -> None:
     with secure.client("acme") as acme, pytest.raises(Forbidden):
         acme.server_info()
-    command = [
-        *(sys.executable, "-m", "services.cli.main", "status", "--target", secure.cluster.gateway),
-        *("--tls-ca", str(secure.authority.own.cert), "--json"),
-    ]
-    environment = dict(secure.cluster.ringserve.environment)
-    done = subprocess.run(
-        command,
-        env=environment | {"RINGSERVE_TOKEN": secure.tokens["ops"]},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    command = ("status", "--target", secure.cluster.gateway, "--tls-ca", str(secure.authority.own.cert), "--json")
+    done = secure.cluster.ringserve.run(*command, RINGSERVE_TOKEN=secure.tokens["ops"])
     assert done.returncode == 0, done.stderr
     assert len(json.loads(done.stdout)["rings"]) == 2
-    without = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    without = secure.cluster.ringserve.run(*command)
     assert without.returncode == 1
     assert without.stderr == "ringserve: authorization: none given; send 'Bearer TOKEN'\n"
 

@@ -1,7 +1,6 @@
-"""Service with one ring of each role, of different shapes and with little room.
+"""Service with one ring of each role, secured, of different shapes and with little room.
 
-Two processes that share the heads prefill, two ranks that share the tokens decode. While a ring restarts, turns wait
-for it.
+While a ring restarts, turns wait for it.
 """
 
 from __future__ import annotations
@@ -9,39 +8,26 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-
-import pytest
 
 from services.client.retries import NO_RETRIES
 from services.offline.reference import StockModel
-from tests.services.e2e.cluster import Cluster, Inference, Ringserve, ids, pid_at, running_cluster, wait_until
+from tests.services.e2e.cluster import Ringserve, ids, pid_at, wait_until
+from tests.services.e2e.own.conftest import OPERATOR, Secure
 from tests.services.e2e.talking import under_load
 from tests.workers.models import random_tokens
 
 RESTART_SECONDS = 120.0
-STOP_SECONDS = 90.0
-NUM_TOKENS = 1000
-CROWDED_TOKENS = 500
-CROWDED_LENGTHS = (400, 330, 210)
+STOP_SECONDS = 30.0
+NUM_TOKENS = 200
+CROWDED_TOKENS = 220
+CROWDED_LENGTHS = (200, 170, 110)
 
 
-@pytest.fixture(scope="module")
-def single(ringserve: Ringserve, model_path: Path) -> Iterator[Cluster]:
-    """2048 tokens of KV on the decode ring; told to end, the service lets turns end first."""
-    values = (
-        *("prefill.cp=1", "prefill.tp=2", "decode.cp=2"),
-        *("kv_cache.tokens_per_rank=1024", "kv_cache.block_tokens=4", "decode.headroom_tokens=16"),
-    )
-    options = [word for value in values for word in ("--set", value)]
-    with running_cluster(ringserve, "single", model_path, *options, "--drain-seconds", "60") as cluster:
-        yield cluster
-
-
-def test_two_turns_from_cp1_tp2_to_cp2_tp1_and_back(single: Cluster, stock: StockModel) -> None:
-    inference = Inference(single.gateway)
+def test_two_turns_from_cp1_tp2_to_cp2_tp1_and_back(secure: Secure, stock: StockModel) -> None:
+    inference = secure.inference()
     prefill, decode = inference.ring("prefill"), inference.ring("decode")
     assert (prefill.num_ranks, prefill.tp, len(set(prefill.rank_pids))) == (1, 2, 2)
     assert (decode.num_ranks, decode.tp, len(set(decode.rank_pids))) == (2, 1, 2)
@@ -56,9 +42,9 @@ def test_two_turns_from_cp1_tp2_to_cp2_tp1_and_back(single: Cluster, stock: Stoc
     inference.delete("c")
 
 
-def test_turns_that_gave_way_answer_as_on_one_process_and_are_counted(single: Cluster, stock: StockModel) -> None:
-    """They come to about 2400 tokens."""
-    inference = Inference(single.gateway)
+def test_turns_that_gave_way_answer_as_on_one_process_and_are_counted(secure: Secure, stock: StockModel) -> None:
+    """They come to 1140 tokens, and the ring has room for 1024."""
+    inference = secure.inference()
     prompts = [random_tokens(length, seed=length) for length in CROWDED_LENGTHS]
     requests = [ids(prompt, max_tokens=CROWDED_TOKENS) for prompt in prompts]
     with ThreadPoolExecutor(len(requests)) as threads:
@@ -70,15 +56,15 @@ def test_turns_that_gave_way_answer_as_on_one_process_and_are_counted(single: Cl
 
 
 def test_both_rings_restart_and_turns_wait_instead_of_failing(
-    ringserve: Ringserve, single: Cluster, stock: StockModel, tmp_path: Path
+    ringserve: Ringserve, secure: Secure, stock: StockModel, tmp_path: Path
 ) -> None:
-    inference = Inference(single.gateway)
+    inference = secure.inference()
     before = {ring.name: ring for ring in inference.info().rings}
     most_waiting, is_shown_away = 0, False
 
     def restart_both() -> None:
-        command = ("restart", "prefill-0", "decode-0", "--name", "single", "--json")
-        restarting = ringserve.start(*command, output=tmp_path / "restart.log")
+        command = ("restart", "prefill-0", "decode-0", "--name", secure.cluster.name, "--json")
+        restarting = ringserve.start(*command, "--config", str(secure.config), output=tmp_path / "restart.log")
 
         def is_over() -> bool:
             nonlocal most_waiting, is_shown_away
@@ -92,7 +78,7 @@ def test_both_rings_restart_and_turns_wait_instead_of_failing(
         told = (tmp_path / "restart.log").read_text().splitlines()[-1]
         assert json.loads(told) == {"rings": ["prefill-0", "decode-0"], "serves": True}
 
-    under_load(single.gateway, 2, restart_both, stock, retry=NO_RETRIES)
+    under_load(partial(secure.client, OPERATOR, NO_RETRIES), 2, restart_both, stock)
     assert most_waiting > 0, "turns were there while a ring was away"
     assert is_shown_away
     after = {ring.name: ring for ring in inference.info().rings}
@@ -102,27 +88,25 @@ def test_both_rings_restart_and_turns_wait_instead_of_failing(
         assert not ring.restarting
 
 
-def test_the_clusters_own_gateway_comes_back_at_its_place_when_its_turns_have_ended(single: Cluster) -> None:
-    inference = Inference(single.gateway)
-    before = pid_at(single.gateway)
+def test_the_clusters_own_gateway_comes_back_at_its_place_when_its_turns_have_ended(secure: Secure) -> None:
+    inference = secure.inference()
+    before = pid_at(secure.cluster.gateway)
     with inference.running(ids(random_tokens(9), max_tokens=NUM_TOKENS)) as call:
         os.kill(before, signal.SIGTERM)
         *_, last = call
         assert last.complete.usage.completion_tokens == NUM_TOKENS
-    again = Inference(single.gateway)
+    again = secure.inference()
     request = ids(random_tokens(9), max_tokens=4)
     (*_, complete) = again.stub.Generate(request, timeout=RESTART_SECONDS, wait_for_ready=True)
     assert len(complete.complete.output_ids) == 4
-    assert pid_at(single.gateway) != before
+    assert pid_at(secure.cluster.gateway) != before
 
 
-def test_a_cluster_that_is_told_to_end_lets_its_turns_end_first(
-    ringserve: Ringserve, single: Cluster, tmp_path: Path
-) -> None:
+def test_a_cluster_that_is_told_to_end_lets_its_turns_end_first(ringserve: Ringserve, secure: Secure) -> None:
     """Last: it ends the cluster."""
-    inference = Inference(single.gateway)
-    with inference.running(ids(random_tokens(9), max_tokens=NUM_TOKENS)) as call:
-        down = ringserve.start("down", "--name", "single", output=tmp_path / "down.log")
-        *_, last = call
-        assert last.complete.usage.completion_tokens == NUM_TOKENS
-    assert down.wait(STOP_SECONDS) == 0, (tmp_path / "down.log").read_text()
+    inference = secure.inference()
+    with inference.running(ids(random_tokens(9), max_tokens=NUM_TOKENS)) as call, ThreadPoolExecutor(1) as thread:
+        responses = thread.submit(list, call)
+        down = ringserve.run("down", "--name", secure.cluster.name)
+        assert down.returncode == 0, down.stderr
+        assert responses.result(STOP_SECONDS)[-1].complete.usage.completion_tokens == NUM_TOKENS

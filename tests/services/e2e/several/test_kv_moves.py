@@ -12,7 +12,6 @@ from tests.workers.models import random_tokens
 
 NAMES = ("one", "two", "three")
 ANSWER = 6
-DRAIN_SECONDS = 100.0
 
 
 def test_the_next_turns_of_conversations_whose_ring_has_left_find_all_their_kv(
@@ -30,7 +29,7 @@ def test_the_next_turns_of_conversations_whose_ring_has_left_find_all_their_kv(
     (staying,) = {"decode-0", "decode-wide-0"} - {leaving}
     there = [name for name in NAMES if rings[name][1] == leaving]
 
-    drained = several.ringserve.run("drain", leaving, "--name", several.name, "--json", seconds=DRAIN_SECONDS)
+    drained = several.ringserve.run("drain", leaving, "--name", several.name, "--json")
     assert drained.returncode == 0, drained.stderr
     outcome = json.loads(drained.stdout)
     num_bytes = len(there) * (90 + ANSWER - 1) * _token_bytes(inference)
@@ -52,7 +51,7 @@ def test_the_next_turns_of_conversations_whose_ring_has_left_find_all_their_kv(
         assert answer.usage.cached_tokens == len(history) - 1
         assert answer.plan.decode_ring == staying
 
-    undrained = several.ringserve.run("undrain", leaving, "--name", several.name, seconds=DRAIN_SECONDS)
+    undrained = several.ringserve.run("undrain", leaving, "--name", several.name)
     assert undrained.returncode == 0, undrained.stderr
     assert not inference.info().drains
 

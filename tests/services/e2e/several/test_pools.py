@@ -19,7 +19,7 @@ from tests.workers.models import random_tokens
 RINGS = {"prefill-0": 1, "prefill-long-0": 2, "decode-0": 1, "decode-wide-0": 2}
 """Ranks by name."""
 SHORT, LONG = 20, 1500
-NUM_TOKENS = 1500
+NUM_TOKENS = 800
 
 
 def ring(inference: Inference, name: str) -> inference_pb2.RingInfo:
