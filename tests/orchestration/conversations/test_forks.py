@@ -17,8 +17,6 @@ from tests.orchestration.service import BLOCK_TOKENS, Answer, Service
 from tests.waiting import WAIT_SECONDS, eventually
 from tests.workers.models import Oracle, random_tokens
 
-RING_SIZES = (1, 2, 3)
-
 
 async def go_on(service: Service, name: str, new: list[int], **options: int) -> Answer:
     return await service.answer(service.request(new, conversation=name, mode=PromptMode.APPEND, **options))  # type: ignore[arg-type]
@@ -37,8 +35,7 @@ async def delete_all(service: Service, free: list[int]) -> None:
     service.check_integrity()
 
 
-@pytest.mark.parametrize("num_decode", RING_SIZES)
-@pytest.mark.parametrize("num_prefill", RING_SIZES)
+@pytest.mark.parametrize(("num_prefill", "num_decode"), [(1, 1), (1, 3), (2, 2), (3, 2)])
 async def test_forks_and_their_source_go_on_as_if_they_were_alone(
     num_prefill: int, num_decode: int, model_paths: Mapping[str, Path], oracles: Mapping[str, Oracle]
 ) -> None:

@@ -45,8 +45,7 @@ async def answer_all(service: Service, **sampling: float) -> list[Answer]:
     return list(await asyncio.gather(*(service.answer(request) for request in requests)))
 
 
-@pytest.mark.parametrize("num_decode", [1, 2, 3])
-@pytest.mark.parametrize("num_prefill", [1, 2, 3])
+@pytest.mark.parametrize(("num_prefill", "num_decode"), [(1, 1), (1, 3), (2, 2), (3, 2)])
 async def test_turns_that_gave_way_answer_as_transformers_does(
     num_prefill: int, num_decode: int, model_paths: Mapping[str, Path], oracles: Mapping[str, Oracle]
 ) -> None:
@@ -228,7 +227,7 @@ async def test_turns_cancelled_at_any_moment_of_a_crowded_ring_leave_no_kv_behin
                 answer = await turn
                 assert answer.token_ids == oracles["llama_gqa"].greedy(random_tokens(LENGTHS[number % 4]), 50)
 
-        for start in range(0, 36, 6):
+        for start in range(0, 24, 6):
             await asyncio.gather(*(one(number) for number in range(start, start + 6)))
         assert service.decode.num_preemptions > 0
         await eventually(lambda: service.router.num_running == 0)

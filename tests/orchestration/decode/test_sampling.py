@@ -31,7 +31,7 @@ from tests.workers.models import VOCAB_SIZE, Oracle, random_tokens
 from workers.protocol.decode_commands import FinishReason
 from workers.sampling.parameters import SamplingParameters, TokenBias, TokenLogprobs
 
-RING_SIZES = [(1, 1), (1, 3), (2, 2), (3, 2), (3, 1)]
+RING_SIZES = [(1, 1), (1, 3), (3, 2)]
 LENGTHS = (1, 2, 65)
 MAX_TOKENS = 12
 STOPS = tuple(range(0, VOCAB_SIZE, 2))

@@ -115,7 +115,7 @@ async def test_conversations_that_wander_over_all_rings_are_exact_whatever_is_ed
         free = service.free_blocks()
         talks = [Talk(service, oracles[kind], name) for name in ("a", "b")]
         met = set()
-        for turn in range(20):
+        for turn in range(16):
             talk = talks[turn % 2]
             prefill, decode = PREFILL_RINGS[turn % len(PREFILL_RINGS)], dice.choice(DECODE_RINGS)
             pin(service, prefill, decode)

@@ -34,11 +34,11 @@ def ways_to_cut(num_tokens: int) -> Iterator[list[int]]:
         yield []
 
 
-def test_every_way_to_cut_nine_tokens_finds_room() -> None:
+def test_every_way_to_cut_eight_tokens_finds_room() -> None:
     for num_ranks in (1, 2, 3):
-        for held in itertools.product((0, 1, 2, 5), repeat=num_ranks):
+        for held in itertools.product((0, 1, 5), repeat=num_ranks):
             for pulled in (0, 1, 4):
-                assert all(is_enough(held, pulled, chunks) for chunks in ways_to_cut(9 - pulled)), held
+                assert all(is_enough(held, pulled, chunks) for chunks in ways_to_cut(8 - pulled)), held
 
 
 @settings(max_examples=500, deadline=None)

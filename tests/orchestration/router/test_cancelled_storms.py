@@ -19,7 +19,7 @@ from tests.orchestration.service import Service
 from tests.waiting import eventually
 from tests.workers.models import Oracle, random_tokens
 
-NUM_REQUESTS = 150
+NUM_REQUESTS = 90
 NUM_ROUNDS = 3
 AT_ONCE = 30
 MAX_TOKENS = 12
