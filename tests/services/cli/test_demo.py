@@ -44,7 +44,7 @@ class FakeCluster:
     gateway: Interrupting
 
     def __init__(self, config: Config, progress: Callable[[str], None], stopped: threading.Event) -> None:
-        FakeCluster.gateway = Interrupting()
+        FakeCluster.gateway = Interrupting()  # type: ignore[abstract]  # the demo calls no other method
         self._server = grpc.server(ThreadPoolExecutor(2))
         inference_pb2_grpc.add_InferenceServicer_to_server(self.gateway, self._server)
         self.gateway_address = ""
