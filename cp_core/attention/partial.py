@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import ClassVar, Protocol, TypeGuard
 
 import torch
 
@@ -53,8 +53,7 @@ class AttentionBackend(Protocol):
         ...
 
 
-@runtime_checkable
-class RowAttention(Protocol):
+class RowAttention(AttentionBackend, Protocol):
     """Backend that attends many single queries, each over keys of its own, cheaper than by one call each."""
 
     def attend_rows(self, q: torch.Tensor, runs: Sequence[KvRun], *, scale: float) -> Partial:
@@ -63,6 +62,11 @@ class RowAttention(Protocol):
         The result has the bits of B calls of `partial_attention`.
         """
         ...
+
+
+def attends_rows(backend: AttentionBackend) -> TypeGuard[RowAttention]:
+    """Return whether the backend attends many single queries in one call."""
+    return hasattr(backend, "attend_rows")
 
 
 def empty_partial(q_thd: torch.Tensor, dtype: torch.dtype = torch.float32) -> Partial:

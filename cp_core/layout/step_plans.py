@@ -95,9 +95,9 @@ def split_new(rows: torch.Tensor, shards: Sequence[Shard]) -> tuple[torch.Tensor
     return rows.split([shard.new for shard in shards]) if shards else ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DecodePlan:
-    """Owner of each row and its tokens by rank.
+    """Owner of each row and its tokens by rank. Made once a step, not a layer.
 
     `owners[i]` computes row i and stores its new token; `held[i][r]` tokens of it, with the new one, lie on rank r.
     """
@@ -113,6 +113,11 @@ class DecodePlan:
 
     def __len__(self) -> int:
         return len(self.owners)
+
+    @cached_property
+    def holders(self) -> tuple[list[int], ...]:
+        """Rows of which each rank holds any token, by rank, ascending."""
+        return tuple(self.held_by(rank, range(len(self))) for rank in range(self.num_ranks))
 
     def rows_of(self, rank: int) -> list[int]:
         """Return the rows that a rank computes, ascending."""

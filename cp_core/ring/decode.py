@@ -11,6 +11,7 @@ heads, D head dimension, N ranks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -21,7 +22,7 @@ from cp_core.attention.partial import (
     AttentionBackend,
     Partial,
     PartialBuffer,
-    RowAttention,
+    attends_rows,
     empty_partial,
     finished_out,
     merge,
@@ -52,12 +53,14 @@ def sharded_decode(
     assert len(shards) == batch, f"{len(shards)} shards for a batch of {batch}"
     if not batch:
         return torch.empty_like(q)
-    everything = range(batch)
-    held = [everything if plan is None else plan.held_by(rank, everything) for rank in range(transport.size)]
+    held = [range(batch)] * transport.size if plan is None else plan.holders
+    rows = held[transport.rank]
+    mine = attend_rows(q, rows, rows, shards, backend, scale)
+    if transport.size == 1 and len(mine) == 1 and len(rows) == batch:
+        return _merged_out(mine).to(q.dtype)
     buffers = [PartialBuffer(len(rows), num_heads, head_dim, q.device) for rows in held]
     own = buffers[transport.rank]
-    rows = held[transport.rank]
-    own.fill(attend_rows(q, rows, rows, shards, backend, scale))
+    own.fill(mine)
     if transport.size > 1:
         transport.gather_all(own.flat, [buffer.flat for buffer in buffers]).wait()
     return _merged(q, buffers, held)
@@ -128,12 +131,13 @@ def attend_rows(
     scale: float,
 ) -> list[Partial]:
     """Return the parts of queries q[places], which belong to these rows of the batch, over this rank's shards."""
-    queries = q_bhd if list(places) == list(range(q_bhd.shape[0])) else q_bhd[list(places)]
+    # Places ascend and differ, so as many as queries are all of them.
+    queries = q_bhd if len(places) == q_bhd.shape[0] else q_bhd[list(places)]
     if isinstance(shards, PagedShards):
         assert takes_pages(backend, shards.k.shape[1]), f"{backend.name} takes no pages of {shards.k.shape[1]} tokens"
         return [attend_pages(backend, queries, shards.of(rows), scale)]
     runs = [shards[row] for row in rows]
-    if rows and isinstance(backend, RowAttention) and all(len(each) == 1 and len(each[0].k) for each in runs):
+    if rows and attends_rows(backend) and all(len(each) == 1 and len(each[0].k) for each in runs):
         return [backend.attend_rows(queries, [each[0] for each in runs], scale=scale)]
     return [_attend_shard(queries[number : number + 1], each, backend, scale) for number, each in enumerate(runs)]
 
@@ -154,6 +158,8 @@ def _attend_shard(q_1hd: torch.Tensor, runs: Sequence[KvRun], backend: Attention
 def _merged(q_bhd: torch.Tensor, buffers: Sequence[PartialBuffer], rows: Sequence[Sequence[int]]) -> torch.Tensor:
     """Merge the ranks' parts in rank order: buffers[r] holds the parts of rows[r] of q."""
     batch = q_bhd.shape[0]
+    if not batch:
+        return torch.empty_like(q_bhd)
     parts = []
     for buffer, answered in zip(buffers, rows, strict=True):
         part = Partial(buffer.out, buffer.lse)
@@ -162,4 +168,23 @@ def _merged(q_bhd: torch.Tensor, buffers: Sequence[PartialBuffer], rows: Sequenc
             part.out[list(answered)] = some.out
             part.lse[list(answered)] = some.lse
         parts.append(part)
-    return finished_out(merge(parts)).to(q_bhd.dtype) if batch else torch.empty_like(q_bhd)
+    return _merged_out(parts).to(q_bhd.dtype)
+
+
+def _merged_out(parts: Sequence[Partial]) -> torch.Tensor:
+    """Return the merged out[B, H, D] of M parts, with 0 where nothing was attended; it may be the out of one part.
+
+    Raises FloatingPointError if a log-sum-exp is NaN.
+    """
+    lse_mbh = torch.stack([part.lse for part in parts]) if len(parts) > 1 else parts[0].lse[None]
+    # One number read from the device decides: a NaN is the least of all, and no part is empty if the least is finite.
+    if not math.isfinite(lse_mbh.amin().item()):
+        return finished_out(merge(parts))
+    if len(parts) == 1:
+        return parts[0].out
+    # exp(lse_i) / sum_j exp(lse_j): with every lse finite, the weights of `merge` in one call.
+    weights_mbh1 = lse_mbh.softmax(dim=0)[..., None]
+    out_bhd = parts[0].out * weights_mbh1[0]
+    for part, weight_bh1 in zip(parts[1:], weights_mbh1[1:], strict=True):
+        out_bhd.addcmul_(part.out, weight_bh1)
+    return out_bhd

@@ -168,6 +168,8 @@ class DecodePass:
         # Indices of the stored rows among the computed ones; None where these are all, and no layer has to pick rows.
         self._stored: Tensor | None = None
         self._slots = torch.empty(0, dtype=torch.int64)
+        # For kernels that take runs: what each row's shard is read from. Shard and table are constant over the layers.
+        self._pieces: list[list[SlotRun | Tensor]] = []
         # For kernels that follow block tables: the batch's table, and how many tokens of each row this rank stores.
         self._follows_tables = takes_pages(backend, cache.block_tokens)
         self._table = torch.empty(0, 0, dtype=torch.int32)
@@ -194,6 +196,8 @@ class DecodePass:
         if self._follows_tables:
             self._stored_tokens = tuple(row.held[self._transport.rank] for row in self._batch.rows)
             self._table = self._cache.table([row.blocks for row in self._batch.rows], self._stored_tokens)
+        else:
+            self._pieces = [self._cache.pieces(row.runs) for row in self._batch.rows]
         states = self._hidden_states(computed)
         if self._model.is_helix:
             return self._sample_together(states)
@@ -222,7 +226,7 @@ class DecodePass:
     def _shards(self, layer: int) -> PagedShards | list[list[KvRun]]:
         if self._follows_tables:
             return PagedShards(*self._cache.pages(layer), self._table, self._stored_tokens)
-        return [self._cache.views(layer, row.runs) for row in self._batch.rows]
+        return [self._cache.gathered(layer, pieces) for pieces in self._pieces]
 
     def _hidden_states(self, computed: Sequence[int]) -> Tensor:
         """Return [R, hidden_size] of the newest tokens of these rows."""

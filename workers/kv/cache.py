@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +22,11 @@ from cp_core.layout.step_plans import KvRun
 Slots = npt.NDArray[np.int64]
 
 ALL_HEADS = slice(None)
+
+# Runs of less K and V are attended as one copy: a call of a kernel costs as much as the copy of so many bytes.
+COPIED_BYTES = 512 << 10
+# Most tokens of a copy, so that a processor's cache still has it when a kernel reads it.
+MAX_COPIED_TOKENS = 1024
 
 # Most runs that are copied one by one; for more, an index of every token is cheaper.
 MAX_COPIES = 16
@@ -135,6 +141,29 @@ class KvCache:
         k, v = self.k_layers[layer], self.v_layers[layer]
         return [KvRun(k[run.start : run.stop], v[run.start : run.stop]) for run in where]
 
+    def pieces(self, where: Sequence[SlotRun]) -> list[SlotRun | Tensor]:
+        """Join neighbouring short runs to indices int64[T] of their slots; a step does so once for all layers."""
+        short = COPIED_BYTES // (2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize)
+        pieces: list[SlotRun | Tensor] = []
+        for is_short, group in groupby(where, lambda run: len(run) < short):
+            some = list(group)
+            if is_short and len(some) > 1:
+                slots = np.concatenate([np.arange(run.start, run.stop) for run in some])
+                pieces += torch.from_numpy(slots).to(self.device).split(MAX_COPIED_TOKENS)
+            else:
+                pieces += some
+        return pieces
+
+    def gathered(self, layer: int, pieces: Sequence[SlotRun | Tensor]) -> list[KvRun]:
+        """Return k[S,K,D] and v[S,K,D] of each piece of a layer: a view of a run, a copy of an index."""
+        k, v = self.k_layers[layer], self.v_layers[layer]
+        return [
+            KvRun(k[piece.start : piece.stop], v[piece.start : piece.stop])
+            if isinstance(piece, SlotRun)
+            else KvRun(k.index_select(0, piece), v.index_select(0, piece))
+            for piece in pieces
+        ]
+
     def pages(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return views (k[P,G,K,D], v[P,G,K,D]) of a layer: P blocks of G tokens."""
         shape = (self.num_blocks, self.block_tokens, self.num_kv_heads, self.head_dim)
@@ -168,8 +197,11 @@ class KvCache:
 
     def write_slots(self, layer: int, slots: Tensor, k: Tensor, v: Tensor, *, heads: slice = ALL_HEADS) -> None:
         """Store k[T,K,D] and v[T,K,D] in slots[T] (int64, on this device, all different), as decode steps do."""
-        self.k_layers[layer][:, heads].index_copy_(0, slots, k)
-        self.v_layers[layer][:, heads].index_copy_(0, slots, v)
+        k_shd, v_shd = self.k_layers[layer], self.v_layers[layer]
+        if heads is not ALL_HEADS:
+            k_shd, v_shd = k_shd[:, heads], v_shd[:, heads]
+        k_shd.index_copy_(0, slots, k)
+        v_shd.index_copy_(0, slots, v)
 
     def read(self, layer: int, blocks: Sequence[int], stored_start: int, count: int) -> KvRun:
         """Copy k[T,K,D] and v[T,K,D] of stored tokens [stored_start, stored_start + count)."""

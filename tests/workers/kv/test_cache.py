@@ -88,6 +88,22 @@ def test_a_table_of_scattered_blocks_is_written_and_read_through_an_index() -> N
     assert torch.equal(got.v, v)
 
 
+def test_short_runs_are_attended_as_copies_in_stored_order_and_long_ones_as_views(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("workers.kv.cache.COPIED_BYTES", 5 * 2 * 2 * 3 * 4)  # of 5 tokens
+    monkeypatch.setattr("workers.kv.cache.MAX_COPIED_TOKENS", 7)
+    cache, blocks = small_cache(), (9, 2, 40, 30, 31, 32, 5, 60)
+    k, v = numbered(30)
+    cache.write(1, blocks, 0, k, v)
+    got = cache.gathered(1, cache.pieces(cache.runs(blocks, 30)))
+    assert [len(run.k) for run in got] == [7, 5, 12, 6]
+    assert torch.equal(torch.cat([run.k for run in got]), k)
+    assert torch.equal(torch.cat([run.v for run in got]), v)
+    assert got[2].k.data_ptr() == cache.k_layers[1][120:].data_ptr()
+    assert cache.gathered(1, cache.pieces(())) == []
+
+
 def test_views_share_memory_with_the_cache() -> None:
     cache = small_cache()
     (view,) = cache.views(0, cache.runs((3, 4), 8))
