@@ -57,7 +57,7 @@ def sharded_decode(
     rows = held[transport.rank]
     mine = attend_rows(q, rows, rows, shards, backend, scale)
     if transport.size == 1 and len(mine) == 1 and len(rows) == batch:
-        return _merged_out(mine).to(q.dtype)
+        return merged_out(mine).to(q.dtype)
     buffers = [PartialBuffer(len(rows), num_heads, head_dim, q.device) for rows in held]
     own = buffers[transport.rank]
     own.fill(mine)
@@ -168,10 +168,10 @@ def _merged(q_bhd: torch.Tensor, buffers: Sequence[PartialBuffer], rows: Sequenc
             part.out[list(answered)] = some.out
             part.lse[list(answered)] = some.lse
         parts.append(part)
-    return _merged_out(parts).to(q_bhd.dtype)
+    return merged_out(parts).to(q_bhd.dtype)
 
 
-def _merged_out(parts: Sequence[Partial]) -> torch.Tensor:
+def merged_out(parts: Sequence[Partial]) -> torch.Tensor:
     """Return the merged out[B, H, D] of M parts, with 0 where nothing was attended; it may be the out of one part.
 
     Raises FloatingPointError if a log-sum-exp is NaN.

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 import torch
 
-from cp_core.attention.partial import Accumulator, AttentionBackend, Partial, empty_partial, finished_out, merge
+from cp_core.attention.partial import Accumulator, AttentionBackend, Partial, empty_partial
 from cp_core.layout.shards import TokenRange, even_share
 from cp_core.layout.step_plans import DecodePlan, KvRun
-from cp_core.ring.decode import Shards, attend_rows
+from cp_core.ring.decode import Shards, attend_rows, merged_out
 from cp_core.transport.interface import RingTransport
 
 
@@ -88,12 +88,10 @@ def helix_decode(
     """
     batch = q.shape[0]
     assert len(shards) == batch == len(plan), f"{len(shards)} shards for {batch} queries of {len(plan)} rows"
-    everything = range(batch)
-    held = [plan.held_by(rank, everything) for rank in range(transport.size)]
-    rows = held[transport.rank]
+    rows = plan.holders[transport.rank]
     parts = attend_rows(q, rows, rows, shards, backend, scale)
     own = parts[0] if len(parts) == 1 else _stacked(q, parts)
-    return _merged_columns(q, own, held, columns, transport)
+    return _merged_columns(q, own, plan.holders, columns, transport)
 
 
 def helix_prefill(
@@ -172,4 +170,4 @@ def _merged_columns(
     else:
         arrived = outgoing
     parts = [columns.part(flat, rows, num_rows) for flat, rows in zip(arrived, held, strict=True)]
-    return finished_out(merge(parts)).view(num_rows, len(columns)).to(q_thd.dtype)
+    return merged_out(parts).view(num_rows, len(columns)).to(q_thd.dtype)
