@@ -87,7 +87,12 @@ class PrefillLeader(RingLeader):
         ring, settings = self.ring, self.settings
         work = WorkModel.of_shape(ring.model.shape)
         scheduler = PrefillScheduler(
-            settings.name, work, self._limits(work), settings.prefill_scheduling, rate=self._rate(work)
+            settings.name,
+            work,
+            self._limits(work),
+            settings.prefill_scheduling,
+            rate=self._rate(work),
+            lone_limits=self._lone_limits(work),
         )
         self.loop = PrefillLoop(ring, scheduler)
         self.spawn(self.loop.run())
@@ -97,19 +102,28 @@ class PrefillLeader(RingLeader):
         """Return work units a second by the ring's measured rate, as if steps were matrix products alone."""
         return self.settings.num_processes * self.ring.rates.gemm_flops / work.flops_per_unit
 
-    def _limits(self, work: WorkModel) -> StepLimits:
+    def _limits(self, work: WorkModel, num_layers: int = 1) -> StepLimits:
+        """Return the limits of a step of which a part of 1 / `num_layers` takes at most `step_seconds`."""
         scheduling = self.settings.prefill_scheduling
+        seconds = scheduling.step_seconds * num_layers
         return StepLimits.of(
             work,
             step_budget=scheduling.step_budget,
             chunk_tokens=self.settings.chunk_tokens,
             min_chunk_tokens=scheduling.min_chunk_tokens,
-            most_work=scheduling.step_seconds * self._rate(work) if scheduling.step_seconds else math.inf,
+            most_work=seconds * self._rate(work) if seconds else math.inf,
         )
+
+    def _lone_limits(self, work: WorkModel) -> StepLimits | None:
+        """Return the limits of a step that yields between its layers; None on devices that steps do not yield on.
+
+        To yield, the ranks' threads agree after each layer, and would wait there for a device that computes ahead.
+        """
+        return self._limits(work, self.ring.model.num_layers) if self.settings.ranks.device == "cpu" else None
 
     @property
     def step_budget(self) -> float:
-        return self.loop.scheduler.limits.budget if self.loop is not None else super().step_budget
+        return self.loop.scheduler.lone_limits.budget if self.loop is not None else super().step_budget
 
     @property
     def waiting_work(self) -> float:
@@ -263,7 +277,8 @@ class PrefillLeader(RingLeader):
         assert self.loop is not None, "the ring has started"
         async with self.loop.at_work:
             await self.ring.measure()
-            self.loop.scheduler.limits = self._limits(WorkModel.of_shape(self.ring.model.shape))
+            scheduler, work = self.loop.scheduler, WorkModel.of_shape(self.ring.model.shape)
+            scheduler.limit_steps(self._limits(work), self._lone_limits(work))
         await self.announce()
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from cp_core.errors import RingserveError, Unavailable
 from orchestration.prefill.run import PrefillRun, PreparedPiece
@@ -12,6 +13,14 @@ from orchestration.prefill.scheduler import PrefillScheduler, ScheduledStep
 from orchestration.ring.life import Ring
 from orchestration.tasks import gather_first_error
 from workers.protocol.prefill_steps import PrefillStep
+
+
+@dataclass(frozen=True, slots=True)
+class _Done:
+    """Computed step: its sampled tokens by sequence, and the seconds in which the ranks computed it."""
+
+    tokens: dict[str, int]
+    seconds: float
 
 
 class PrefillLoop:
@@ -27,6 +36,7 @@ class PrefillLoop:
         self._incarnation = ring.incarnation
         self._waiting: dict[str, tuple[PrefillRun, asyncio.Future[int]]] = {}
         self._wakeup = asyncio.Event()
+        self._seconds_within = 0.0
         self._is_over = False
 
     async def compute(self, run: PrefillRun) -> int:
@@ -71,15 +81,18 @@ class PrefillLoop:
         self._is_over = True
         self._wakeup.set()
 
-    async def _step(self, step: ScheduledStep) -> None:
+    async def _step(self, step: ScheduledStep, within: int = 0) -> bool:
+        """Compute a step, by itself or within another one; return False where that one ended before."""
         prepared = self._prepare(step)
         if not prepared:
-            return
-        began = time.monotonic()
+            return True
         for piece in prepared:
             piece.run.is_computing = True
         try:
-            tokens = await self._run_on_ranks(step, prepared)
+            if step.yields:
+                done = await self._run_yielding(step, prepared)
+            else:
+                done = await self._run_on_ranks(step, prepared, within)
         except RingserveError as error:
             # The other ranks now wait for a message that never comes.
             self._ring.report_lost(error, self._incarnation)
@@ -87,11 +100,37 @@ class PrefillLoop:
             for piece in prepared:
                 name = self._ring.settings.name
                 self._fail(piece.run, Unavailable(f"prefill ring {name} failed in a step: {error}"))
-            return
+            return False
         finally:
             for piece in prepared:
                 piece.run.is_computing = False
-        self._commit(step, prepared, tokens, time.monotonic() - began)
+        if done is not None:
+            self._seconds_within += done.seconds if within else 0.0
+            self._commit(step, prepared, done.tokens, done.seconds)
+        return done is not None
+
+    async def _run_yielding(self, step: ScheduledStep, prepared: Sequence[PreparedPiece]) -> _Done | None:
+        """Compute a step on all ranks, and between its layers the steps of turns that may overtake."""
+        self._seconds_within = 0.0
+        is_over = asyncio.Event()
+
+        async def outer() -> _Done | None:
+            try:
+                return await self._run_on_ranks(step, prepared, 0)
+            finally:
+                is_over.set()
+                self._wakeup.set()
+
+        async def inner() -> None:
+            while not is_over.is_set():
+                is_taken = not self._is_over
+                while is_taken and (overtaking := self.scheduler.next_step_within(step)) is not None:
+                    is_taken = await self._step(overtaking, step.number) and not self._is_over
+                await self._wakeup.wait()
+                self._wakeup.clear()
+
+        done, _ = await gather_first_error((outer(), inner()))
+        return done and replace(done, seconds=done.seconds - self._seconds_within)
 
     def _prepare(self, step: ScheduledStep) -> list[PreparedPiece]:
         """Return the pieces of the turns that can take part, and fail the other turns."""
@@ -105,16 +144,30 @@ class PrefillLoop:
                 self._fail(run, error)
         return prepared
 
-    async def _run_on_ranks(self, step: ScheduledStep, prepared: Sequence[PreparedPiece]) -> dict[str, int]:
-        """Compute the step and return the sampled tokens by sequence. Raises the error of a rank."""
+    async def _run_on_ranks(self, step: ScheduledStep, prepared: Sequence[PreparedPiece], within: int) -> _Done | None:
+        """Compute the step; None where the step that it is within ended before. Raises the error of a rank."""
         by_process = zip(*(piece.sequences for piece in prepared), strict=True)
-        steps = [PrefillStep(algorithm=step.algorithm, sequences=sequences) for sequences in by_process]
-        timeout = self._ring.settings.step_timeout
+        steps = [
+            PrefillStep(
+                algorithm=step.algorithm, sequences=sequences, number=step.number, yields=step.yields, within=within
+            )
+            for sequences in by_process
+        ]
+        timeout, began = self._ring.settings.step_timeout, time.monotonic()
         calls = zip(self._ring.ranks, steps, strict=True)
-        outputs = await gather_first_error(port.prefill(step, timeout) for port, step in calls)
+        if within:
+            answers = await gather_first_error(port.prefill_within(step, timeout) for port, step in calls)
+        else:
+            answers = await gather_first_error(port.prefill(step, timeout) for port, step in calls)
+        outputs = [answer for answer in answers if answer is not None]
+        if not outputs:
+            return None
         for piece in prepared:
             piece.run.note_logprobs(outputs)
-        return {name: token for output in outputs for name, token in output.tokens.items()}
+        tokens = {name: token for output in outputs for name, token in output.tokens.items()}
+        # A step within another one waits for the end of a layer, in which the ranks compute for the other one.
+        seconds = max(output.seconds for output in outputs) if within else time.monotonic() - began
+        return _Done(tokens, seconds)
 
     def _commit(
         self, step: ScheduledStep, prepared: Sequence[PreparedPiece], tokens: dict[str, int], seconds: float

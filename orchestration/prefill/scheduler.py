@@ -46,12 +46,16 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class ScheduledStep:
-    """Next step of the ring: all pieces in one pass, by one algorithm. `work` is in work units."""
+    """Next step of the ring: all pieces in one pass, by one algorithm. `work` is in work units.
+
+    A step that `yields` lets other steps run between its layers.
+    """
 
     number: int
     algorithm: Algorithm
     pieces: tuple[Piece, ...]
     work: float
+    yields: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -78,12 +82,23 @@ class _Item:
 
 
 class PrefillScheduler:
-    """Queue of one incarnation of a ring. `rate`, in work units a second, is a guess until a step has been measured."""
+    """Queue of one incarnation of a ring. `rate`, in work units a second, is a guess until a step has been measured.
+
+    `lone_limits` are those of a step of the only turn that is ready; None: the same as of other steps. Such a step may
+    be as long as its layers are short, since it yields to shorter turns between two layers.
+    """
 
     def __init__(
-        self, name: str, work: WorkModel, limits: StepLimits, scheduling: PrefillScheduling, *, rate: float
+        self,
+        name: str,
+        work: WorkModel,
+        limits: StepLimits,
+        scheduling: PrefillScheduling,
+        *,
+        rate: float,
+        lone_limits: StepLimits | None = None,
     ) -> None:
-        self.limits = limits
+        self.limit_steps(limits, lone_limits)
         self._name = name
         self._work = work
         self._scheduling = scheduling
@@ -94,6 +109,11 @@ class PrefillScheduler:
         self._num_steps = 0
         # Work units that the oldest turns lack of their share; negative: their excess, at most that of their last step.
         self._debt = 0.0
+
+    def limit_steps(self, limits: StepLimits, lone_limits: StepLimits | None = None) -> None:
+        """Limit the steps from the next one on, those of a lone turn as all where `lone_limits` is None."""
+        self.limits = limits
+        self.lone_limits = lone_limits or limits
 
     # --- the queue ---------------------------------------------------------------------------------------------------
 
@@ -151,8 +171,45 @@ class PrefillScheduler:
         if not ready:
             return None
         by_age, by_length = sorted(ready, key=self._by_age), sorted(ready, key=self._by_length)
-        filling = self._fill(by_age, by_length)
-        self._count(filling, by_age[0])
+        if len(ready) == 1:
+            filling = _Filling(self._work, self.lone_limits)
+            filling.add_at_least(ready[0])
+        else:
+            filling = self._fill(by_age, by_length)
+        work = sum(filling.work.values())
+        # A step of ordinary length is over soon enough.
+        is_long = self.lone_limits is not self.limits and work > self.limits.budget
+        return self._step(filling, by_age[0], yields=len(ready) == 1 and is_long)
+
+    def next_step_within(self, outer: ScheduledStep) -> ScheduledStep | None:
+        """Return a step to compute between two layers of `outer`, a step that yields; None where no turn may overtake.
+
+        Turns of the same or a higher priority with less work than `outer` may overtake, by the two orders and in steps
+        of ordinary length. While the oldest turn is in `outer` and its share of all work is due, no turn may.
+        """
+        if not self._scheduling.interleave:
+            return None
+        inside = {piece.turn_id for piece in outer.pieces}
+        items = [item for turn_id, item in self._items.items() if item.advice]
+        delayed = [item for item in items if item.turn_id in inside]
+        least = max((item.priority for item in delayed), default=min((item.priority for item in items), default=0))
+        ready = [
+            item
+            for item in items
+            if item.turn_id not in inside
+            and item.priority >= least
+            and self._work.work(item.num_left, item.position) < outer.work
+        ]
+        if not ready:
+            return None
+        oldest = min(items, key=self._by_age)
+        if self._debt > 0 and oldest.turn_id in inside:
+            return None
+        filling = self._fill(sorted(ready, key=self._by_age), sorted(ready, key=self._by_length))
+        return self._step(filling, oldest)
+
+    def _step(self, filling: _Filling, oldest: _Item, *, yields: bool = False) -> ScheduledStep:
+        self._count(filling, oldest)
         self._num_steps += 1
         return ScheduledStep(
             number=self._num_steps,
@@ -162,6 +219,7 @@ class PrefillScheduler:
                 for item, length in filling.tokens.items()
             ),
             work=sum(filling.work.values()),
+            yields=yields,
         )
 
     def commit(self, step: ScheduledStep, seconds: float) -> None:

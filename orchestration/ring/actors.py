@@ -154,6 +154,9 @@ class RayRank:
     async def prefill(self, step: PrefillStep, timeout: float) -> PrefillOutput:
         return await self._call("compute", "prefill", timeout, step)
 
+    async def prefill_within(self, step: PrefillStep, timeout: float) -> PrefillOutput | None:
+        return await self._call("transfer", "prefill_within", timeout + 5, step, timeout)
+
     async def finish_sends(self, key: TransferKey, timeout: float) -> TransferReport:
         return await self._call("transfer", "finish_sends", timeout + 5, key, timeout)
 

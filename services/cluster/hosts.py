@@ -205,6 +205,7 @@ class LeaderHost:
                 tls=config.internal_tls.files,
                 max_batch=config.decode.max_batch,
                 decode_variant=config.decode.variant,
+                packs_weights=self.role == "prefill",
             ),
             kept_fraction=config.kv_cache.kept_fraction,
             continuous=config.decode.continuous,

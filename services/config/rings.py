@@ -108,7 +108,8 @@ class PrefillConfig:
     counts relative to it. 0 takes the work of `chunk_tokens` tokens without a prefix.
 
     A step aims to take at most `step_seconds`, by the rates that the ring measured at its start: about as long as a
-    short prompt may wait for a step of others; 0 sets no limit. Long prompts are cut accordingly, into chunks of at
+    short prompt may wait for a step of others; 0 sets no limit. In a step of a lone turn on CPUs each layer aims to
+    take at most as long, as shorter turns run between its layers. Long prompts are cut accordingly, into chunks of at
     least `min_chunk_tokens`. `fuse` lets a step hold tokens of several turns. `interleave` lets other turns run between
     the chunks of a long one. `ageing_seconds` of waiting make up for one step of priority. A ring whose queue holds
     `max_queue_work` work units refuses more.

@@ -106,6 +106,10 @@ class FakeRank:
         self._check()
         return PrefillOutput()
 
+    async def prefill_within(self, step: PrefillStep, timeout: float) -> PrefillOutput | None:
+        self._check()
+        return None
+
     async def finish_sends(self, key: TransferKey, timeout: float) -> TransferReport:
         self._check()
         return REPORT

@@ -71,6 +71,7 @@ class LocalRing:
         tp: int = 1,
         decode_variant: str = "auto",
         attention_backend: str = "auto",
+        packs_weights: bool = False,
     ) -> None:
         """Start `num_ranks` ranks that share the tokens, each of `tp` workers that share the heads."""
         self.num_ranks = num_ranks
@@ -100,6 +101,7 @@ class LocalRing:
                     ring_transport=ring_transport or "auto",
                     decode_variant=decode_variant,
                     attention_backend=attention_backend,
+                    packs_weights=packs_weights,
                 ),
             )
             info = worker.start(spec, poisoned=True)
@@ -143,6 +145,12 @@ class LocalRing:
         steps = self.steps(turns, algorithm)
         outputs: list[PrefillOutput] = self.together(lambda worker, rank: worker.prefill(steps[rank]))
         return {name: token for output in outputs for name, token in output.tokens.items()}
+
+    def asked_within(self, steps: Sequence[PrefillStep], outer: int) -> list[Future[PrefillOutput | None]]:
+        """Let a step wait at the first ranks, to be computed within the one of number `outer`."""
+        return [
+            worker._inbox.enter(replace(step, within=outer)) for worker, step in zip(self.workers, steps, strict=False)
+        ]
 
     def prefill_logits(self, turns: Sequence[Turn], algorithm: Algorithm = Algorithm.PASS_KV) -> list[Tensor]:
         """Run one step -> per turn the logits of its new tokens [T, vocab_size] in the order of their positions."""

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Linear, Module
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
@@ -58,6 +58,32 @@ def attend_in_ring(
     return out.unsqueeze(0), None
 
 
+class PackedLinear(Linear):
+    """Linear layer on a CPU whose weight lies in the order in which oneDNN's kernels read it.
+
+    A plain weight is brought into an order of that kind in every call, which costs the more the fewer rows a call has.
+    """
+
+    packed: Tensor
+
+    @staticmethod
+    def pack(linear: Linear) -> None:
+        """Make `linear` a packed layer, in place: forward hooks stay, its plain weight does not."""
+        weight = linear.weight.detach()
+        del linear.weight
+        linear.__class__ = PackedLinear
+        linear.packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACKED_ROWS)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Map input[..., in_features] -> [..., out_features]."""
+        out = torch.ops.mkldnn._linear_pointwise(input, self.packed, self.bias, "none", [], "")
+        assert isinstance(out, Tensor)
+        return out
+
+
+# Rows for which fp32 weights are packed: oneDNN takes the same order for any number from a few up.
+PACKED_ROWS = 256
+
 # transformers patches its own classes while it builds a model; two threads at once would leave a patch behind.
 LOADING = threading.Lock()
 
@@ -101,6 +127,14 @@ class LoadedModel:
         if not self.is_helix:
             return None
         return HelixColumns(self.share.num_heads, self.share.head_dim, self.helix.rank, self.helix.size, device)
+
+    def pack_weights(self) -> None:
+        """Pack the fp32 weights of all layers on a CPU. The head stays plain: it takes few rows."""
+        if not torch.backends.mkldnn.is_available():
+            return
+        for linear in list(self.body.modules()):
+            if type(linear) is Linear and linear.weight.dtype == torch.float32 and linear.weight.device.type == "cpu":
+                PackedLinear.pack(linear)
 
     @property
     def head_start(self) -> int:

@@ -5,7 +5,10 @@ T this rank's new tokens over all sequences, H query heads, K KV heads, D head d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,9 +23,13 @@ from cp_core.ring.prefill import ring_prefill
 from cp_core.transport.interface import RingTransport
 from workers.kv.cache import KvCache, SlotRun
 from workers.model.loading import LoadedModel
-from workers.protocol.prefill_steps import PrefillStep, SequencePrefill
+from workers.protocol.prefill_steps import PrefillOutput, PrefillStep, SequencePrefill
 from workers.protocol.transfers import TransferKey
-from workers.sampling.sampler import RowSampler
+from workers.sampling.parameters import TokenLogprobs
+from workers.sampling.sampler import RowSampler, logprobs_of
+
+# Most prompt tokens whose logits are in memory at a time, where the prompt's log-probabilities are asked for.
+SCORED_ROWS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,16 +75,20 @@ def run_prefill(
     cache: KvCache,
     backend: AttentionBackend,
     layer_ready: Callable[[TransferKey, int], None],
+    before_layer: Callable[[], None] | None = None,
 ) -> tuple[PrefillPass, Tensor]:
     """Run a step -> (the pass, hidden states [T, hidden_size]) of this rank; collective. Raises Unavailable."""
-    forward = PrefillPass(step, transport, cache, backend, layer_ready, model.columns(cache.device))
+    columns = model.columns(cache.device)
+    forward = PrefillPass(step, transport, cache, backend, layer_ready, columns, before_layer)
     if forward.num_tokens:
         return forward, model.hidden_states(forward.token_ids, forward.positions, forward)
     return forward, model.attend_without_tokens(forward)
 
 
 class PrefillPass:
-    """Attention of one forward pass. `layer_ready` is called for each layer whose new KV is in the cache.
+    """Attention of one forward pass.
+
+    `before_layer` is called before each layer's attention, `layer_ready` for each layer whose new KV is in the cache.
 
     With `columns` (helix) every rank computes all rows of the step, in the order of their positions, and attends its
     shard of the KV; the step's algorithm is then of no account.
@@ -91,12 +102,14 @@ class PrefillPass:
         backend: AttentionBackend,
         layer_ready: Callable[[TransferKey, int], None],
         columns: HelixColumns | None = None,
+        before_layer: Callable[[], None] | None = None,
     ) -> None:
         self._transport = transport
         self._columns = columns
         self._cache = cache
         self._backend = backend
         self._layer_ready = layer_ready
+        self._before_layer = before_layer
         self._algorithm = step.algorithm.value
         self._plan = PrefillPlan(tuple(SequencePlan(each.layout, each.cached) for each in step.sequences))
         self._shares = self._place(step.sequences)
@@ -115,6 +128,8 @@ class PrefillPass:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Store this layer's k[T,K,D] and v[T,K,D], start sending them, attend q[T,H,D] over the ring -> [T,H,D]."""
+        if self._before_layer is not None:
+            self._before_layer()
         for share in self._shares:
             self._cache.write_runs(layer, share.written, _rows(k, share.stored), _rows(v, share.stored))
             for key in share.keys:
@@ -212,3 +227,79 @@ def _rows(tensor: Tensor, ranges: Sequence[TokenRange]) -> Tensor:
     """Return these rows of a tensor: a view where they are one range."""
     parts = [tensor[each.start : each.stop] for each in ranges]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def score_rows(model: LoadedModel, scored: Sequence[ScoredRows], states: Tensor) -> dict[str, dict[int, TokenLogprobs]]:
+    """Return log-probabilities by sequence and position; collective over tensor parallel ranks.
+
+    A few rows at a time: logits of a whole step would take as much memory as its KV.
+    """
+    scores: dict[str, dict[int, TokenLogprobs]] = {}
+    for each in scored:
+        own = scores.setdefault(each.sequence_id, {})
+        for begin in range(0, len(each.rows), SCORED_ROWS):
+            part = slice(begin, begin + SCORED_ROWS)
+            logits = model.logits(states[list(each.rows[part])])
+            found = logprobs_of(logits, each.token_ids[part], each.num_top)
+            own.update(zip(each.positions[part], found, strict=True))
+    return scores
+
+
+class StepInbox:
+    """Place of the step that is to run between two layers of the present one. At most one waits.
+
+    The leader's call may come before the present step has begun here, and after it has ended: steps have numbers. The
+    compute thread takes a step when it waits at every rank (`is_true_everywhere`), so that all ranks take the same.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: tuple[PrefillStep, Future[PrefillOutput | None]] | None = None
+        self._latest_ended = 0
+
+    def enter(self, step: PrefillStep) -> Future[PrefillOutput | None]:
+        """Let the step wait; the answer is None where the step that it is within ends, or has ended, before it runs."""
+        answer: Future[PrefillOutput | None] = Future()
+        with self._lock:
+            if step.within <= self._latest_ended:
+                answer.set_result(None)
+                return answer
+            assert self._waiting is None, "a step waits already"
+            self._waiting = step, answer
+        return answer
+
+    @contextmanager
+    def serving(self, step: PrefillStep) -> Iterator[None]:
+        """Let steps come that are within `step`, until the end of the block."""
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._latest_ended = max(self._latest_ended, step.number)
+                waiting, self._waiting = self._waiting, None
+            if waiting is not None:
+                waiting[1].set_result(None)
+
+    @property
+    def is_waiting(self) -> bool:
+        return self._waiting is not None
+
+    def run(self, compute: Callable[[PrefillStep], PrefillOutput]) -> None:
+        """Compute the waiting step in the calling thread, and answer who asked. Raises what `compute` raises."""
+        with self._lock:
+            assert self._waiting is not None, "no step waits"
+            (step, answer), self._waiting = self._waiting, None
+        try:
+            answer.set_result(compute(step))
+        except BaseException as error:
+            answer.set_exception(error)
+            raise
+
+
+def is_true_everywhere(own: bool, transports: Sequence[RingTransport], device: torch.device) -> bool:
+    """Return True at every rank if `own` is True at every rank; collective over all transports, one after another."""
+    for transport in transports:
+        told = torch.empty(transport.size, 1, device=device)
+        transport.gather_all(torch.full((1,), float(own), device=device), list(told)).wait()
+        own = bool(told.min() > 0)
+    return own

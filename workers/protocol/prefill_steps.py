@@ -64,10 +64,17 @@ class SequencePrefill:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillStep:
-    """One forward pass of the ring over the new tokens of some sequences."""
+    """One forward pass of the ring over the new tokens of some sequences.
+
+    Steps of a ring have rising numbers. Between the layers of a step that `yields`, the ranks compute a step that is
+    `within` it, by its number, as soon as all of them know of one. 0 is within none.
+    """
 
     algorithm: Algorithm
     sequences: tuple[SequencePrefill, ...]
+    number: int = 0
+    yields: bool = False
+    within: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -98,6 +98,9 @@ class ThreadRank:
     async def prefill(self, step: PrefillStep, timeout: float) -> PrefillOutput:
         return await self._run(self._compute, timeout, lambda: self.worker.prefill(step))
 
+    async def prefill_within(self, step: PrefillStep, timeout: float) -> PrefillOutput | None:
+        return await self._run(self._others, timeout + 5, lambda: self.worker.prefill_within(step, timeout))
+
     async def run_decode(self) -> None:
         await self._run(self._compute, None, self.worker.run_decode)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -34,7 +34,7 @@ from workers.kv.receiver import KvReceiver
 from workers.kv.sender import KvSender
 from workers.model.builtin import resolve_model_path
 from workers.model.loading import DTYPES, LoadedModel, load_model
-from workers.prefill.step import PrefillPass, ScoredRows, run_prefill
+from workers.prefill.step import PrefillPass, StepInbox, is_true_everywhere, run_prefill, score_rows
 from workers.progress import Progress, StepClock
 from workers.protocol.decode_commands import DecodeCommand, DecodeEvents
 from workers.protocol.prefill_steps import PrefillOutput, PrefillStep
@@ -42,13 +42,12 @@ from workers.protocol.ranks import RankEndpoints, RankInfo, RankSpec, RankStatus
 from workers.protocol.transfers import BlockPair, KvExpect, KvSend, TransferKey, TransferReport
 from workers.rank.joining import RingJoining
 from workers.rank.probe import probe_decode_rates, probe_rates
-from workers.sampling.parameters import TokenLogprobs
-from workers.sampling.sampler import logprobs_of, sample_rows
+from workers.sampling.sampler import sample_rows
 
 # A decode loop sends its last header within a heartbeat of its stop; after this time it is ended from outside.
 STOP_SECONDS = 3.0
-# Most prompt tokens whose logits are in memory at a time, where the prompt's log-probabilities are asked for.
-SCORED_ROWS = 256
+
+BeforeLayer = Callable[[], None] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +72,7 @@ class RankWorker:
         self._progress = Progress()
         self._clock = StepClock()
         self._computing = threading.Lock()
+        self._inbox = StepInbox()
         self._started: RankParts | None = None
         self._transport: RingTransport | None = None
         self._tensor: RingTransport | None = None
@@ -102,6 +102,8 @@ class RankWorker:
             helix_rank=spec.cp_rank,
             helix=spec.cp if settings.decode_variant == HELIX else 1,
         )
+        if settings.packs_weights:
+            model.pack_weights()
         info, dtype = model.info, DTYPES[model.info.dtype]
         backend = select_backend(settings.attention_backend, settings.device, dtype)
         choose_variant = DecodeChoice(settings.decode_variant, model.share.shape, spec.cp)
@@ -199,42 +201,49 @@ class RankWorker:
         Raises Unavailable if the ring breaks, TransferError if a transfer cannot begin.
         """
         self._begin_sends(step)
-        with self._compute() as ring:
-            model, began, waited = self.parts.model, time.perf_counter(), self._clock.seconds_waited
+        with self._compute() as ring, self._inbox.serving(step):
+            before_layer = partial(self._yield, step, ring) if step.yields else None
             with self._clock.step():
-                forward, states = self._run_prefill(step, ring)
-            logits = model.logits(states[[last.row for last in forward.last_rows]])
-            names = [last.sequence_id for last in forward.last_rows]
-            samples = model.samples
-            sampled = dict(zip(names, sample_rows(forward.last_rows, logits), strict=True)) if samples else {}
-            scores = self._score(forward.scored_rows, states)
-            self._progress.stepped(running=0)
-            return PrefillOutput(
-                tokens={name: drawn.token_id for name, drawn in sampled.items()},
-                logprobs={name: drawn.logprobs for name, drawn in sampled.items() if drawn.logprobs is not None},
-                scores=scores if samples else {},
-                seconds=time.perf_counter() - began,
-                wait_seconds=self._clock.seconds_waited - waited,
-            )
+                return self._prefill(step, ring, before_layer)
+
+    def prefill_within(self, step: PrefillStep, timeout: float) -> PrefillOutput | None:
+        """Wait until the compute thread has computed a step between two layers of the step that it is within.
+
+        Returns None, at all ranks, where that step ended before. Raises TimeoutError.
+        """
+        return self._inbox.enter(step).result(timeout)
+
+    def _yield(self, outer: PrefillStep, ring: RingTransport) -> None:
+        """Compute the step that waits, if it waits at every rank. Collective."""
+
+        def compute(step: PrefillStep) -> PrefillOutput:
+            self._begin_sends(step)
+            return self._prefill(step, ring)
+
+        if is_true_everywhere(self._inbox.is_waiting, self._transports, self.parts.cache.device):
+            self._inbox.run(compute)
+            self._progress.alive(running=len(outer.sequences))
+
+    def _prefill(self, step: PrefillStep, ring: RingTransport, before_layer: BeforeLayer = None) -> PrefillOutput:
+        model, began, waited = self.parts.model, time.perf_counter(), self._clock.seconds_waited
+        forward, states = self._run_prefill(step, ring, before_layer)
+        logits = model.logits(states[[last.row for last in forward.last_rows]])
+        names = [last.sequence_id for last in forward.last_rows]
+        samples = model.samples
+        sampled = dict(zip(names, sample_rows(forward.last_rows, logits), strict=True)) if samples else {}
+        scores = score_rows(model, forward.scored_rows, states)
+        self._progress.stepped(running=0)
+        return PrefillOutput(
+            tokens={name: drawn.token_id for name, drawn in sampled.items()},
+            logprobs={name: drawn.logprobs for name, drawn in sampled.items() if drawn.logprobs is not None},
+            scores=scores if samples else {},
+            seconds=time.perf_counter() - began,
+            wait_seconds=self._clock.seconds_waited - waited,
+        )
 
     @property
     def _transports(self) -> tuple[RingTransport, ...]:
         return tuple(each for each in (self._transport, self._tensor) if each is not None)
-
-    def _score(self, scored: Sequence[ScoredRows], states: Tensor) -> dict[str, dict[int, TokenLogprobs]]:
-        """Return log-probabilities by sequence and position; collective over tensor parallel ranks.
-
-        A few rows at a time: logits of a whole step would take as much memory as its KV.
-        """
-        scores: dict[str, dict[int, TokenLogprobs]] = {}
-        for each in scored:
-            own = scores.setdefault(each.sequence_id, {})
-            for begin in range(0, len(each.rows), SCORED_ROWS):
-                part = slice(begin, begin + SCORED_ROWS)
-                logits = self.parts.model.logits(states[list(each.rows[part])])
-                found = logprobs_of(logits, each.token_ids[part], each.num_top)
-                own.update(zip(each.positions[part], found, strict=True))
-        return scores
 
     def prefill_logits(self, step: PrefillStep) -> Tensor:
         """Run a prefill step without sampling -> logits[T, vocab_size] of all tokens here, for comparisons.
@@ -252,11 +261,13 @@ class RankWorker:
             for send in sequence.sends:
                 self.parts.sender.begin(send)
 
-    def _run_prefill(self, step: PrefillStep, ring: RingTransport) -> tuple[PrefillPass, Tensor]:
+    def _run_prefill(
+        self, step: PrefillStep, ring: RingTransport, before_layer: BeforeLayer = None
+    ) -> tuple[PrefillPass, Tensor]:
         """Run the step -> (the pass, hidden states [T, hidden_size]) of this rank's tokens."""
         self._progress.alive(running=len(step.sequences))
         parts = self.parts
-        return run_prefill(step, parts.model, ring, parts.cache, parts.backend, parts.sender.layer_ready)
+        return run_prefill(step, parts.model, ring, parts.cache, parts.backend, parts.sender.layer_ready, before_layer)
 
     # --- decode ------------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from cp_core.cost.model import StepLimits
 from cp_core.errors import CapacityExceeded, TurnCancelled, Unavailable
 from orchestration.prefill.loop import PrefillLoop
 from orchestration.protocol.rings import PrefillScheduling
@@ -17,6 +18,7 @@ from tests.orchestration.router.test_turn_failures import is_idle
 from tests.orchestration.service import Answer, Service
 from tests.waiting import eventually
 from tests.workers.models import Oracle, random_tokens
+from workers.protocol.prefill_steps import PrefillOutput, PrefillStep
 
 MAX_TOKENS = 4
 LENGTHS = (700, 3, 41, 1, 130, 17, 260)
@@ -275,5 +277,52 @@ async def test_a_turn_whose_client_leaves_in_the_middle_of_a_long_prompt_frees_i
         await eventually(lambda: service.prefill.is_computing)
         turn.cancel()
         await asyncio.gather(turn, return_exceptions=True)
+        await is_idle(service, free)
+        assert loop.scheduler.load == 0
+
+
+@pytest.mark.parametrize("num_prefill", [1, 2, 3])
+async def test_short_turns_overtake_the_step_of_a_lone_long_one_between_its_layers(
+    num_prefill: int, model_paths: Mapping[str, Path], oracles: Mapping[str, Oracle]
+) -> None:
+    oracle = oracles["llama_gqa"]
+    prompts = [random_tokens(count, seed=count) for count in (400, 7, 1, 30)]
+    async with Service(
+        model_paths["llama_gqa"], num_prefill, 2, scheduling=PrefillScheduling(min_chunk_tokens=8)
+    ) as service:
+        free, loop = service.free_blocks(), loop_of(service)
+        loop.scheduler.limit_steps(
+            StepLimits(budget=64.0, tokens=4096, min_chunk=8), StepLimits(budget=1e6, tokens=4096, min_chunk=8)
+        )
+        is_begun, may_go_on, num_within = asyncio.Event(), asyncio.Event(), 0
+        rank = service.prefill_ranks.made[0]
+        compute, compute_within = rank.prefill, rank.prefill_within
+
+        async def held(step: PrefillStep, timeout: float) -> PrefillOutput:
+            is_begun.set()
+            await may_go_on.wait()
+            return await compute(step, timeout)
+
+        async def counted(step: PrefillStep, timeout: float) -> PrefillOutput | None:
+            nonlocal num_within
+            may_go_on.set()
+            output = await compute_within(step, timeout)
+            num_within += output is not None
+            return output
+
+        rank.prefill, rank.prefill_within = held, counted  # type: ignore[method-assign]
+        tasks = [asyncio.create_task(service.answer(service.request(prompts[0])))]
+        await is_begun.wait()
+        async with asyncio.TaskGroup() as group:
+            tasks += [group.create_task(service.answer(service.request(prompt))) for prompt in prompts[1:]]
+        long = await tasks[0]
+        assert num_within >= 1
+        assert [(len(chunk.tokens), chunk.num_turns) for chunk in long.report.chunks] == [(400, 1)]
+        for prompt, task in zip(prompts, tasks, strict=True):
+            answer = task.result()
+            assert answer.token_ids == oracle.greedy(prompt, 5)
+            assert answer.report.prefill_seconds > 0
+            assert answer.report.queue_seconds >= 0
+        service.check_integrity()
         await is_idle(service, free)
         assert loop.scheduler.load == 0

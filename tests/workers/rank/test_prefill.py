@@ -18,7 +18,9 @@ from cp_core.attention.partial import Partial
 from cp_core.errors import Unavailable
 from tests.workers.models import KINDS, Oracle, random_tokens
 from tests.workers.rings import LocalRing, Turn, run_in_thread
+from workers.model.loading import PackedLinear
 from workers.protocol.prefill_steps import RING_ALGORITHMS, Algorithm
+from workers.rank.worker import RankWorker
 from workers.sampling.parameters import SamplingParameters
 
 TOLERANCE = 2e-5
@@ -117,6 +119,78 @@ def test_sampled_first_tokens_are_the_same_on_rings_of_any_size(model_paths: Mod
             sampled.append(ring.prefill(turns))
     assert sampled[0] == sampled[1] == sampled[2]
     assert len(set(sampled[0].values())) > 2, "eight seeds drew the same token"
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("num_ranks", RING_SIZES)
+def test_a_step_between_the_layers_of_another_changes_no_token_and_no_kv_of_either(
+    num_ranks: int, tp: int, model_paths: Models, oracles: Oracles
+) -> None:
+    """Compute a turn with cached tokens and one of a single token, which leaves ranks empty, within a longer step."""
+    first, second, third = (random_tokens(count, seed=count) for count in (61, 33, 1))
+    oracle = oracles["llama_gqa"]
+    with LocalRing(model_paths["llama_gqa"], num_ranks, tp=tp) as ring:
+        a, b, c = (ring.open(name, 80) for name in "abc")
+        ring.prefill([Turn(a, first[:5]), Turn(b, second[:9])])
+        outer = ring.steps([Turn(a, first[5:], SamplingParameters())], Algorithm.PASS_KV)
+        inner = ring.steps([Turn(b, second[9:], SamplingParameters()), Turn(c, third)], Algorithm.PASS_Q)
+        asked = ring.asked_within(inner, 7)
+        done = ring.together(lambda worker, rank: worker.prefill(replace(outer[rank], number=7, yields=True)))
+        answers = [each.result(20.0) for each in asked]
+        assert {name: token for output in done for name, token in output.tokens.items()} == {
+            "a": oracle.greedy(first, 1)[0]
+        }
+        sampled = {name: token for answer in answers if answer is not None for name, token in answer.tokens.items()}
+        assert sampled == {"b": oracle.greedy(second, 1)[0]}
+        more = random_tokens(6)
+        for conversation, tokens in ((a, first), (b, second), (c, third)):
+            logits = ring.prefill_logits([Turn(conversation, more)])[0]
+            assert_same(logits, oracle.logits([*tokens, *more])[len(tokens) :])
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("kind", ["llama_gqa", "qwen2"])
+def test_packed_weights_give_the_logits_of_one_process(
+    kind: str, tp: int, model_paths: Models, oracles: Oracles
+) -> None:
+    tokens = random_tokens(77)
+    with LocalRing(model_paths[kind], 2, tp=tp, packs_weights=True) as ring:
+        assert all(is_packed(worker) for worker in ring.workers)
+        conversation = ring.open("a", 80)
+        parts = [ring.prefill_logits([Turn(conversation, tokens[a:b])])[0] for a, b in ((0, 1), (1, 4), (4, 77))]
+    assert_same(torch.cat(parts), oracles[kind].logits(tokens))
+
+
+def is_packed(worker: RankWorker) -> bool:
+    linears = [module for module in worker.parts.model.body.modules() if isinstance(module, torch.nn.Linear)]
+    return bool(linears) and all(isinstance(module, PackedLinear) for module in linears)
+
+
+@pytest.mark.parametrize("num_asked", [0, 1, 2])
+def test_a_step_of_which_a_rank_does_not_know_in_time_is_computed_by_no_rank(
+    num_asked: int, model_paths: Models, oracles: Oracles
+) -> None:
+    tokens = random_tokens(30)
+    with LocalRing(model_paths["llama_gqa"], 3) as ring:
+        outer = ring.steps([Turn(ring.open("a", 64), tokens, SamplingParameters())], Algorithm.PASS_KV)
+        inner = ring.steps([Turn(ring.open("b", 64), tokens)], Algorithm.PASS_KV)
+        in_time = ring.asked_within(inner[:num_asked], 3)
+        done = ring.together(lambda worker, rank: worker.prefill(replace(outer[rank], number=3, yields=True)))
+        assert [each.result(20.0) for each in in_time] == [None] * num_asked
+        assert [worker.prefill_within(replace(inner[0], within=3), 20.0) for worker in ring.workers] == [None] * 3
+    assert [token for output in done for token in output.tokens.values()] == oracles["llama_gqa"].greedy(tokens, 1)
+
+
+def test_a_rank_that_fails_between_two_layers_ends_both_steps_at_every_rank(model_paths: Models) -> None:
+    with LocalRing(model_paths["llama_gqa"], 2) as ring:
+        outer = ring.steps([Turn(ring.open("a", 64), random_tokens(20))], Algorithm.PASS_KV)
+        inner = ring.steps([Turn(ring.open("b", 64), random_tokens(9))], Algorithm.PASS_KV)
+        broken = replace(inner[1], sequences=(replace(inner[1].sequences[0], blocks=()),))
+        asked = ring.asked_within([inner[0], broken], 1)
+        steps = [replace(step, number=1, yields=True) for step in outer]
+        runs = [run_in_thread(partial(worker.prefill, step)) for worker, step in zip(ring.workers, steps, strict=True)]
+        errors = [*(run.exception(20.0) for run in runs), *(each.exception(20.0) for each in asked)]
+    assert [type(error) for error in errors] == [Unavailable, AssertionError] * 2
 
 
 class FailingBackend:

@@ -1,0 +1,97 @@
+"""Long steps of a lone turn, and the shorter turns that overtake it between two layers."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+from cp_core.cost.model import StepLimits
+from orchestration.prefill.scheduler import AGE_SHARE
+from orchestration.protocol.rings import PrefillScheduling
+from tests.orchestration.prefill.test_scheduler import WORK, Prompt, Simulation, names
+
+SCHEDULING = PrefillScheduling()
+
+
+def lone_simulation(scheduling: PrefillScheduling = SCHEDULING, *, budget: float = 100.0) -> Simulation:
+    """Return a ring with steps of at most `budget` units, and of twenty times as many for a lone turn."""
+    simulation = Simulation(scheduling, chunk_tokens=4096, budget=budget, min_chunk=32)
+    lone = StepLimits.of(WORK, step_budget=20 * budget, chunk_tokens=4096, min_chunk_tokens=32)
+    simulation.scheduler.limit_steps(simulation.limits, lone)
+    return simulation
+
+
+def test_a_lone_turn_has_long_steps_that_yield_and_turns_side_by_side_have_short_ones() -> None:
+    simulation = lone_simulation()
+    simulation.add("long", Prompt(new=3000))
+    first = simulation.step()
+    assert first is not None
+    assert first.yields
+    assert 1900.0 < first.work <= 2000.0
+    simulation.add("other", Prompt(new=3000))
+    second = simulation.step()
+    assert second is not None
+    assert not second.yields
+    assert [len(piece.tokens) for piece in second.pieces] == [32]
+
+
+def test_a_lone_turn_of_an_ordinary_length_does_not_yield() -> None:
+    simulation = lone_simulation()
+    simulation.add("short", Prompt(new=50))
+    step = simulation.step()
+    assert step is not None
+    assert not step.yields
+    assert names(step) == ["short"]
+
+
+def test_shorter_turns_overtake_a_step_that_yields_and_longer_or_less_important_ones_wait() -> None:
+    simulation = lone_simulation()
+    scheduler = simulation.scheduler
+    simulation.add("long", Prompt(new=3000))
+    outer = scheduler.next_step()
+    assert outer is not None
+    assert outer.yields
+    assert scheduler.next_step_within(outer) is None
+    simulation.add("longer", Prompt(new=4000))
+    simulation.add("less important", Prompt(new=5, priority=-1))
+    assert scheduler.next_step_within(outer) is None
+    simulation.add("short", Prompt(new=20))
+    simulation.add("medium", Prompt(new=200))
+    overtaking = []
+    while (inner := scheduler.next_step_within(outer)) is not None:
+        assert not inner.yields
+        assert inner.work <= 100.0 or [len(piece.tokens) for piece in inner.pieces] == [32]
+        scheduler.commit(inner, 0.01)
+        overtaking.append(names(inner))
+    assert overtaking[0][0] == "short"
+    assert {name for step in overtaking for name in step} == {"short", "medium"}
+    scheduler.commit(outer, 1.0)
+    after = scheduler.next_step()
+    assert after is not None
+    assert {"long", "longer", "less important"} >= set(names(after))
+
+
+def test_no_turn_overtakes_where_turns_do_not_interleave() -> None:
+    simulation = lone_simulation(replace(SCHEDULING, interleave=False))
+    simulation.add("long", Prompt(new=3000))
+    outer = simulation.scheduler.next_step()
+    simulation.add("short", Prompt(new=5))
+    assert outer is not None
+    assert simulation.scheduler.next_step_within(outer) is None
+
+
+def test_a_long_turn_has_its_share_however_many_short_ones_overtake_it() -> None:
+    simulation = lone_simulation()
+    scheduler = simulation.scheduler
+    simulation.add("long", Prompt(new=3000))
+    outer = scheduler.next_step()
+    assert outer is not None
+    others = 0.0
+    for number in itertools.count():
+        simulation.add(f"short {number}", Prompt(new=60))
+        inner = scheduler.next_step_within(outer)
+        if inner is None:
+            break
+        scheduler.commit(inner, 0.01)
+        others += inner.work
+    assert others <= outer.work * (1 - AGE_SHARE) / AGE_SHARE + 2 * simulation.limits.budget
