@@ -37,12 +37,10 @@ def on_one_core() -> Iterator[None]:
 _load_whole = cache(load_model)
 
 
-def load_shared(
-    path: Path, dtype: str, device: str, name: str | None = None, *, tp_rank: int = 0, tp: int = 1
-) -> LoadedModel:
+def load_shared(path: Path, dtype: str, device: str, name: str | None = None, **place: int) -> LoadedModel:
     """Load a whole model once for all ranks of this process: no rank changes it, and loading took most of a start."""
-    if tp > 1:
-        return load_model(path, dtype, device, name, tp_rank=tp_rank, tp=tp)
+    if place["tp"] > 1 or place["helix"] > 1:
+        return load_model(path, dtype, device, name, **place)
     return _load_whole(path, dtype, device, name)
 
 
