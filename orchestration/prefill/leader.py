@@ -55,11 +55,12 @@ class _Turn:
     reserved_at: float = field(default_factory=time.monotonic)
 
     def stop(self, error: RingserveError) -> None:
-        """Make the turn end: at once where it waits, after the present step where it computes."""
+        """Make the turn end: at once where it waits, after the present layer or step where it computes."""
         self.error = self.error or error
         self.loop.scheduler.remove(self.request.turn_id)
         if self.run is not None:
             self.run.stop_error = self.error
+            self.loop.look()
         if self.task is not None and not self.is_cleaning_up and not (self.run and self.run.is_computing):
             self.task.cancel()
 

@@ -76,13 +76,17 @@ class PrefillLoop:
             for run, _ in list(self._waiting.values()):
                 self._fail(run, run.stop_error or self._lost())
 
+    def look(self) -> None:
+        """Look again at the turns: one of them has been stopped."""
+        self._wakeup.set()
+
     def end(self) -> None:
         """Make `run` return after the present step, which the dead ranks of a lost ring end."""
         self._is_over = True
         self._wakeup.set()
 
     async def _step(self, step: ScheduledStep, within: int = 0) -> bool:
-        """Compute a step, by itself or within another one; return False where that one ended before."""
+        """Compute a step, by itself or within another one; return False where it was not computed to its end."""
         prepared = self._prepare(step)
         if not prepared:
             return True
@@ -107,6 +111,9 @@ class PrefillLoop:
         if done is not None:
             self._seconds_within += done.seconds if within else 0.0
             self._commit(step, prepared, done.tokens, done.seconds)
+        elif not within:  # all its turns were stopped
+            for piece in prepared:
+                self._fail(piece.run, piece.run.stop_error or self._lost())
         return done is not None
 
     async def _run_yielding(self, step: ScheduledStep, prepared: Sequence[PreparedPiece]) -> _Done | None:
@@ -121,16 +128,30 @@ class PrefillLoop:
                 is_over.set()
                 self._wakeup.set()
 
+        is_ended = False
+
         async def inner() -> None:
+            nonlocal is_ended
             while not is_over.is_set():
-                is_taken = not self._is_over
+                if not is_ended and all(piece.run.stop_error is not None for piece in prepared):
+                    is_ended = await self._end_on_ranks(step)
+                is_taken = not (self._is_over or is_ended)
                 while is_taken and (overtaking := self.scheduler.next_step_within(step)) is not None:
                     is_taken = await self._step(overtaking, step.number) and not self._is_over
                 await self._wakeup.wait()
                 self._wakeup.clear()
 
         done, _ = await gather_first_error((outer(), inner()))
-        return done and replace(done, seconds=done.seconds - self._seconds_within)
+        if is_ended or done is None:
+            return None
+        return replace(done, seconds=done.seconds - self._seconds_within)
+
+    async def _end_on_ranks(self, step: ScheduledStep) -> bool:
+        """End a step that yields before its last layer; return False where it ended by itself before."""
+        timeout = self._ring.settings.step_timeout
+        end = PrefillStep(algorithm=step.algorithm, sequences=(), within=step.number)
+        answers = await gather_first_error(port.prefill_within(end, timeout) for port in self._ring.ranks)
+        return answers[0] is not None
 
     def _prepare(self, step: ScheduledStep) -> list[PreparedPiece]:
         """Return the pieces of the turns that can take part, and fail the other turns."""

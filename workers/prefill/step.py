@@ -245,6 +245,10 @@ def score_rows(model: LoadedModel, scored: Sequence[ScoredRows], states: Tensor)
     return scores
 
 
+class StepEnded(Exception):
+    """End of the present step between two of its layers, at all ranks alike; nothing of it counts."""
+
+
 class StepInbox:
     """Place of the step that is to run between two layers of the present one. At most one waits.
 
@@ -285,15 +289,20 @@ class StepInbox:
         return self._waiting is not None
 
     def run(self, compute: Callable[[PrefillStep], PrefillOutput]) -> None:
-        """Compute the waiting step in the calling thread, and answer who asked. Raises what `compute` raises."""
+        """Compute the waiting step in the calling thread, and answer who asked. Raises what `compute` raises.
+
+        A step without sequences ends the present one: raises StepEnded.
+        """
         with self._lock:
             assert self._waiting is not None, "no step waits"
             (step, answer), self._waiting = self._waiting, None
         try:
-            answer.set_result(compute(step))
+            answer.set_result(compute(step) if step.sequences else PrefillOutput())
         except BaseException as error:
             answer.set_exception(error)
             raise
+        if not step.sequences:
+            raise StepEnded
 
 
 def is_true_everywhere(own: bool, transports: Sequence[RingTransport], device: torch.device) -> bool:

@@ -67,7 +67,7 @@ class PrefillStep:
     """One forward pass of the ring over the new tokens of some sequences.
 
     Steps of a ring have rising numbers. Between the layers of a step that `yields`, the ranks compute a step that is
-    `within` it, by its number, as soon as all of them know of one. 0 is within none.
+    `within` it, by its number, as soon as all of them know of one. Without sequences, that step ends the present one.
     """
 
     algorithm: Algorithm

@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -34,7 +34,7 @@ from workers.kv.receiver import KvReceiver
 from workers.kv.sender import KvSender
 from workers.model.builtin import resolve_model_path
 from workers.model.loading import DTYPES, LoadedModel, load_model
-from workers.prefill.step import PrefillPass, StepInbox, is_true_everywhere, run_prefill, score_rows
+from workers.prefill.step import PrefillPass, StepEnded, StepInbox, is_true_everywhere, run_prefill, score_rows
 from workers.progress import Progress, StepClock
 from workers.protocol.decode_commands import DecodeCommand, DecodeEvents
 from workers.protocol.prefill_steps import PrefillOutput, PrefillStep
@@ -198,13 +198,16 @@ class RankWorker:
     def prefill(self, step: PrefillStep) -> PrefillOutput:
         """Compute the new tokens of a step, store their KV, and sample the sequences that end here. Collective.
 
+        The output of a step that was ended is empty.
+
         Raises Unavailable if the ring breaks, TransferError if a transfer cannot begin.
         """
         self._begin_sends(step)
         with self._compute() as ring, self._inbox.serving(step):
             before_layer = partial(self._yield, step, ring) if step.yields else None
-            with self._clock.step():
+            with self._clock.step(), suppress(StepEnded):
                 return self._prefill(step, ring, before_layer)
+            return PrefillOutput()
 
     def prefill_within(self, step: PrefillStep, timeout: float) -> PrefillOutput | None:
         """Wait until the compute thread has computed a step between two layers of the step that it is within.

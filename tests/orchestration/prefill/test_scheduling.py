@@ -326,3 +326,42 @@ async def test_short_turns_overtake_the_step_of_a_lone_long_one_between_its_laye
         service.check_integrity()
         await is_idle(service, free)
         assert loop.scheduler.load == 0
+
+
+async def test_the_step_of_a_lone_turn_ends_between_two_layers_when_the_turn_is_aborted(
+    model_paths: Mapping[str, Path], oracles: Mapping[str, Oracle]
+) -> None:
+    prompt = random_tokens(50)
+    async with Service(model_paths["llama_gqa"], 2, 2, scheduling=PrefillScheduling(min_chunk_tokens=8)) as service:
+        free, loop = service.free_blocks(), loop_of(service)
+        loop.scheduler.limit_steps(
+            StepLimits(budget=64.0, tokens=4096, min_chunk=8), StepLimits(budget=1e6, tokens=4096, min_chunk=8)
+        )
+        is_begun, may_go_on = asyncio.Event(), asyncio.Event()
+        rank = service.prefill_ranks.made[0]
+        compute, compute_within = rank.prefill, rank.prefill_within
+        ends: list[PrefillOutput | None] = []
+
+        async def held(step: PrefillStep, timeout: float) -> PrefillOutput:
+            is_begun.set()
+            await may_go_on.wait()
+            return await compute(step, timeout)
+
+        async def noted(step: PrefillStep, timeout: float) -> PrefillOutput | None:
+            assert not step.sequences
+            may_go_on.set()
+            ends.append(await compute_within(step, timeout))
+            return ends[-1]
+
+        rank.prefill, rank.prefill_within = held, noted  # type: ignore[method-assign]
+        aborted = service.request(random_tokens(400))
+        task = asyncio.create_task(service.answer(aborted))
+        await is_begun.wait()
+        await service.router.abort_requests([aborted.request_id])
+        with pytest.raises(TurnCancelled):
+            await task
+        assert ends == [PrefillOutput()]
+        assert (await service.answer(service.request(prompt))).token_ids == oracles["llama_gqa"].greedy(prompt, 5)
+        service.check_integrity()
+        await is_idle(service, free)
+        assert loop.scheduler.load == 0

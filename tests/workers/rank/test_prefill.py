@@ -18,8 +18,9 @@ from cp_core.attention.partial import Partial
 from cp_core.errors import Unavailable
 from tests.workers.models import KINDS, Oracle, random_tokens
 from tests.workers.rings import LocalRing, Turn, run_in_thread
-from workers.model.loading import PackedLinear
-from workers.protocol.prefill_steps import RING_ALGORITHMS, Algorithm
+from workers.model.loading import PackedLinear, load_model
+from workers.protocol.prefill_steps import RING_ALGORITHMS, Algorithm, PrefillOutput, PrefillStep
+from workers.rank import worker as rank_worker
 from workers.rank.worker import RankWorker
 from workers.sampling.parameters import SamplingParameters
 
@@ -151,8 +152,10 @@ def test_a_step_between_the_layers_of_another_changes_no_token_and_no_kv_of_eith
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("kind", ["llama_gqa", "qwen2"])
 def test_packed_weights_give_the_logits_of_one_process(
-    kind: str, tp: int, model_paths: Models, oracles: Oracles
+    kind: str, tp: int, model_paths: Models, oracles: Oracles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Other tests share loaded models, which packing would change.
+    monkeypatch.setattr(rank_worker, "load_model", load_model)
     tokens = random_tokens(77)
     with LocalRing(model_paths[kind], 2, tp=tp, packs_weights=True) as ring:
         assert all(is_packed(worker) for worker in ring.workers)
@@ -179,6 +182,22 @@ def test_a_step_of_which_a_rank_does_not_know_in_time_is_computed_by_no_rank(
         assert [each.result(20.0) for each in in_time] == [None] * num_asked
         assert [worker.prefill_within(replace(inner[0], within=3), 20.0) for worker in ring.workers] == [None] * 3
     assert [token for output in done for token in output.tokens.values()] == oracles["llama_gqa"].greedy(tokens, 1)
+
+
+@pytest.mark.parametrize("num_ranks", RING_SIZES)
+def test_a_step_that_is_ended_between_two_layers_leaves_the_ring_as_it_was(
+    num_ranks: int, model_paths: Models, oracles: Oracles
+) -> None:
+    tokens = random_tokens(30)
+    with LocalRing(model_paths["llama_gqa"], num_ranks) as ring:
+        outer = ring.steps([Turn(ring.open("a", 64), tokens, SamplingParameters())], Algorithm.PASS_KV)
+        end = PrefillStep(algorithm=Algorithm.PASS_KV, sequences=())
+        asked = ring.asked_within([end] * num_ranks, 3)
+        done = ring.together(lambda worker, rank: worker.prefill(replace(outer[rank], number=3, yields=True)))
+        assert [each.result(20.0) for each in asked] == done == [PrefillOutput()] * num_ranks
+        assert ring.prefill([Turn(ring.open("b", 64), tokens, SamplingParameters())]) == {
+            "b": oracles["llama_gqa"].greedy(tokens, 1)[0]
+        }
 
 
 def test_a_rank_that_fails_between_two_layers_ends_both_steps_at_every_rank(model_paths: Models) -> None:
