@@ -176,13 +176,30 @@ def balanced_layout(start: int, num_tokens: int, held: Sequence[int]) -> Prefill
     return PrefillLayout(start, num_tokens, tuple(slot_of[rank] for rank in range(num_ranks)))
 
 
-def append_owner(held: Sequence[int]) -> int:
-    """Return the rank that stores the next decoded token: the emptiest, the lowest of equals. Round-robin once even."""
-    return min(range(len(held)), key=lambda rank: (held[rank], rank))
+def assign_owners(held: Sequence[Sequence[int]], room: Sequence[Sequence[int]]) -> list[int]:
+    """Return the rank that stores the next decoded token of each row of a batch: B rows over N ranks.
+
+    Rank r stores `held[row][r]` tokens of a row, and its table has slots for `room[row][r]`. Each row has a free slot
+    on some rank. A rank gets at most ceil(B / N) rows, more only of rows without a free slot elsewhere. Each row takes
+    the emptiest rank that is left. Rows whose shards are furthest apart choose first, so rows that began level stay
+    within a few tokens, whatever rows join and leave.
+    """
+    num_rows, num_ranks = len(held), len(held[0]) if held else 1
+    limit = -(-num_rows // num_ranks)
+    load = [0] * num_ranks
+    owners = [0] * num_rows
+    for row in sorted(range(num_rows), key=lambda row: min(held[row]) - max(held[row])):
+        counts, slots = held[row], room[row]
+        free = [rank for rank in range(num_ranks) if counts[rank] < slots[rank]]
+        assert free, "a row of the batch has no free slot"
+        owner = min(free, key=lambda rank: (load[rank] >= limit, counts[rank], load[rank]))
+        owners[row] = owner
+        load[owner] += 1
+    return owners
 
 
 def level_counts(held: Sequence[int], num_tokens: int) -> tuple[int, ...]:
-    """Return the tokens that each rank gets of `num_tokens` if each goes to the `append_owner` of the moment."""
+    """Return the tokens that each rank gets of `num_tokens` if each goes to the emptiest, the lowest of equals."""
     counts = [0] * len(held)
     order = sorted(range(len(held)), key=lambda rank: (held[rank], rank))
     left = num_tokens
@@ -205,12 +222,9 @@ def spread(start: int, num_tokens: int, held: Sequence[int]) -> ShardMap:
     return ShardMap(tuple(coalesce([TokenRange(begin, end)]) for begin, end in pairwise(bounds)))
 
 
-def appended(start: int, num_tokens: int, held: Sequence[int]) -> ShardMap:
-    """Lay `num_tokens` decoded tokens from position `start` over ranks one by one, each on its `append_owner`."""
-    counts = list(held)
-    ranges: list[list[TokenRange]] = [[] for _ in held]
-    for position in range(start, start + num_tokens):
-        owner = append_owner(counts)
-        counts[owner] += 1
+def appended(start: int, owners: Iterable[int], num_ranks: int) -> ShardMap:
+    """Lay decoded tokens from position `start` over ranks; `owners` are the ranks that store them, in order."""
+    ranges: list[list[TokenRange]] = [[] for _ in range(num_ranks)]
+    for position, owner in enumerate(owners, start):
         ranges[owner].append(TokenRange(position, position + 1))
     return ShardMap(tuple(coalesce(items) for items in ranges))

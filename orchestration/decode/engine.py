@@ -168,6 +168,8 @@ class DecodeEngine:
             self._ring.report_lost(error, incarnation)
 
     def _on_event(self, turn: DecodeTurn, event: DecodeEvent) -> None:
+        if event.owner is not None:
+            turn.owners.append(event.owner)
         if event.token_id is not None:
             turn.add_token(event.token_id, event.logprobs)
         if turn.is_ending or self._room is None:

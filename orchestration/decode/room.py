@@ -15,6 +15,7 @@ Pure and synchronous: the engine carries out these decisions.
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Sequence
 from typing import Protocol
 
 from cp_core.errors import CapacityExceeded
@@ -24,6 +25,9 @@ from orchestration.ring.kv_pool import KvPool, SequenceKv
 
 URGENT_TOKENS = 4
 """Free slots at or below which a turn takes a younger turn's blocks; above, turns that end may free some in time."""
+
+OWNER_DRIFT = 2
+"""Tokens by which a rank may have more than a level share of an answer, so that rows find owners on all ranks."""
 
 
 class RoomActions(Protocol):
@@ -73,8 +77,7 @@ class DecodeRoom:
             )
         answer = min(self._headroom, max_tokens) if self._can_preempt else max_tokens
         room = sum(filled) + answer
-        growth = level_counts(filled, answer)
-        self._pool.make_room(sequence, [own + more for own, more in zip(filled, growth, strict=True)])
+        self._pool.make_room(sequence, self._slots_for(filled, answer))
         return room
 
     def enter(self, turn: DecodeTurn) -> None:
@@ -106,6 +109,7 @@ class DecodeRoom:
         """Free the blocks of a preempted turn, which waits for new ones at its place in the order of arrival."""
         self._resuming.discard(turn.turn_id)
         self._pool.pin(turn.request.kv_id, turn.turn_id, 0)
+        turn.owners.clear()
         turn.room = 0
         insort(self._preempted, turn, key=lambda other: other.arrival)
         self.balance()
@@ -151,7 +155,7 @@ class DecodeRoom:
                 continue
             before = [len(table) for table in turn.sequence.blocks]
             try:
-                self._pool.make_room(turn.sequence, turn.held_with(room))
+                self._pool.make_room(turn.sequence, self._slots_for(turn.held, room - turn.kv_tokens))
             except CapacityExceeded:
                 continue
             turn.room = room
@@ -170,11 +174,22 @@ class DecodeRoom:
     def _reserve_again(self, turn: DecodeTurn) -> bool:
         room = min(turn.kv_tokens + self._headroom, turn.final_tokens)
         try:
-            self._pool.make_room(turn.sequence, turn.held_with(room))
+            self._pool.make_room(turn.sequence, self._slots_for(turn.held, room))
         except CapacityExceeded:
             return False
         turn.room = room
         return True
+
+    def _slots_for(self, held: Sequence[int], num_tokens: int) -> list[int]:
+        """Return the slots that each rank needs for its `held` tokens and its share of `num_tokens` decoded ones.
+
+        The share has `OWNER_DRIFT` tokens more than a level one, as far as a rank has blocks.
+        """
+        most = self._pool.capacity_tokens // self._pool.num_ranks
+        return [
+            max(own + more, min(own + more + OWNER_DRIFT, own + num_tokens, most))
+            for own, more in zip(held, level_counts(held, num_tokens), strict=True)
+        ]
 
 
 def _free_slots(turn: DecodeTurn) -> int:

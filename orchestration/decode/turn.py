@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from cp_core.errors import InvalidRequest, RingserveError
-from cp_core.layout.shards import ShardMap, appended, level_counts
+from cp_core.layout.shards import ShardMap, appended
 from orchestration.protocol.kv import SentKv
 from orchestration.protocol.turns import (
     Attributes,
@@ -198,8 +198,9 @@ class DecodeTurn:
     feed writes `left_batch`.
 
     `arrival` orders the ring's turns. `room` is how many tokens of the sequence have a slot in its block tables.
-    `error` has ended the turn; None where it runs or ended well. `num_attempts` also counts the attempts that the
-    router could not begin. The gateway's stream reads `events`; an error is the last of them.
+    `owners` are the ranks that store the decoded tokens after those of `sequence.shards`, in order. `error` has ended
+    the turn; None where it runs or ended well. `num_attempts` also counts the attempts that the router could not begin.
+    The gateway's stream reads `events`; an error is the last of them.
     """
 
     attempt: Attempt
@@ -209,6 +210,7 @@ class DecodeTurn:
     prompt_tokens: int
     room: int
     answer: Answer = field(default_factory=Answer)
+    owners: list[int] = field(default_factory=list)
     state: DecodeTurnState = DecodeTurnState.RESERVED
     error: RingserveError | None = None
     num_attempts: int = 1
@@ -264,11 +266,10 @@ class DecodeTurn:
         """Largest number of tokens that the sequence may reach."""
         return self.prompt_tokens + self.request.sampling.max_tokens
 
-    def held_with(self, num_tokens: int) -> list[int]:
-        """Return each rank's share of the sequence at `num_tokens` tokens, which is no fewer than its KV has now."""
-        held = self.sequence.shards.held
-        growth = level_counts(held, num_tokens - sum(held))
-        return [own + more for own, more in zip(held, growth, strict=True)]
+    @property
+    def held(self) -> tuple[int, ...]:
+        """Tokens of the sequence on each rank, decoded ones among them."""
+        return tuple(count + self.owners.count(rank) for rank, count in enumerate(self.sequence.shards.held))
 
     def finish(self, num_tokens: int) -> None:
         """Set the answer to its first `num_tokens` tokens; only the first call counts.
@@ -286,6 +287,7 @@ class DecodeTurn:
     def cut(self) -> None:
         """Drop tokens after the set length, and their KV. Called when the decode loop adds no more tokens."""
         if self.answer.num_finished is not None:
+            self.note_decoded()
             del self.answer.tokens[self.answer.num_finished :]
             self.sequence.shards = self.sequence.shards.truncate(self.kv_tokens)
 
@@ -305,9 +307,9 @@ class DecodeTurn:
     def note_decoded(self) -> ShardMap:
         """Enter the KV of decoded tokens into the sequence's shards; return the shards of all its KV."""
         shards = self.sequence.shards
-        if self.state.is_decoding:
-            known = shards.num_tokens
-            self.sequence.shards = shards.extend(appended(known, self.kv_tokens - known, shards.held))
+        if self.owners:
+            self.sequence.shards = shards.extend(appended(shards.num_tokens, self.owners, shards.num_ranks))
+            self.owners.clear()
         return self.sequence.shards
 
     def spans(self, ring: str, ended: float) -> Sequence[TimeSpan]:

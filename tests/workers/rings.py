@@ -269,14 +269,17 @@ class LocalRing:
         self.admit(conversation, token_id, sampling)
         events = self.events_until_finished([conversation.name])[conversation.name]
         tokens = [event.token_id for event in events if event.token_id is not None]
-        self.note_decoded(conversation, token_id, tokens, events[-1].kv_tokens)
+        self.note_decoded(conversation, token_id, events)
         return tokens
 
-    def note_decoded(self, conversation: Conversation, token_id: int, tokens: Sequence[int], kv_tokens: int) -> None:
-        """Note the KV of decoded tokens in the conversation."""
-        start = sum(conversation.held)
-        conversation.shards = conversation.shards.extend(appended(start, kv_tokens - start, conversation.held))
+    def note_decoded(self, conversation: Conversation, token_id: int, events: Sequence[DecodeEvent]) -> None:
+        """Note the KV of decoded tokens in the conversation, by the events of its time in the batch."""
+        start, kv_tokens = sum(conversation.held), events[-1].kv_tokens
+        tokens = [event.token_id for event in events if event.token_id is not None]
+        owners = [event.owner for event in events if event.owner is not None]
+        conversation.shards = conversation.shards.extend(appended(start, owners, len(conversation.held)))
         conversation.tokens = [*conversation.tokens, token_id, *tokens][:kv_tokens]
+        assert sum(conversation.held) == kv_tokens, "every step tells the owner of the KV that it added"
 
     def stop_decode(self) -> None:
         """End the loop on every rank, so that prefill steps may run again."""

@@ -23,7 +23,6 @@ from cp_core.cost.decode import (
 )
 from cp_core.cost.model import ModelShape, RingRates
 from cp_core.errors import ConfigError
-from cp_core.layout.shards import append_owner
 from workers.decode.messages import HEARTBEAT_SECONDS, BatchChange, DecodeMailbox, Header, HeaderChannel, HeaderKind
 from workers.decode.step import BatchState, DecodePass, DecodePrompts
 from workers.progress import Progress
@@ -96,9 +95,8 @@ class Generation:
     room: list[int]
 
     def is_full(self, held: Sequence[int]) -> bool:
-        """Return True if the next token has no slot on the rank that is to store it."""
-        owner = append_owner(held)
-        return held[owner] >= self.room[owner]
+        """Return True if the next token has no slot on any rank."""
+        return all(count >= slots for count, slots in zip(held, self.room, strict=True))
 
 
 class FollowingLoop:
@@ -284,6 +282,7 @@ class LeadingLoop:
                     token_id=token_id,
                     finish_reason=reason,
                     kv_tokens=row.position + 1,
+                    owner=row.owner,
                     logprobs=drawn.logprobs,
                 )
             )

@@ -17,7 +17,7 @@ from torch import Tensor
 from cp_core.attention.paged import PagedShards, takes_pages
 from cp_core.attention.partial import AttentionBackend
 from cp_core.cost.model import PASS_Q
-from cp_core.layout.shards import append_owner, balanced_layout
+from cp_core.layout.shards import assign_owners, balanced_layout
 from cp_core.layout.step_plans import DecodePlan, KvRun, PassQRoute
 from cp_core.ring.decode import ring_decode, sharded_decode
 from cp_core.ring.helix import helix_decode
@@ -38,17 +38,20 @@ from workers.sampling.sampler import RowSampler, are_greedy, sample_greedy_rows,
 class BatchRow:
     """Running sequence. `token_id` at `position` is its newest token; the next step computes that token's KV.
 
-    `held` counts the stored tokens of every rank. `blocks` and `runs` are this rank's: its block table, and the slots
-    of its shard in stored order. `sampler` draws tokens; the leading loop decides when the sequence ends.
+    `held` counts the stored tokens of every rank, `room` the slots in every rank's table. `owner` is the rank that
+    stores the newest token, from the step's start on. `blocks` and `runs` are this rank's: its block table, and the
+    slots of its shard in stored order. `sampler` draws tokens; the leading loop decides when the sequence ends.
     """
 
     sequence_id: str
     token_id: int
     position: int
     held: list[int]
+    room: list[int]
     blocks: list[int]
     runs: list[SlotRun]
     sampler: RowSampler
+    owner: int = 0
 
     @property
     def next_position(self) -> int:
@@ -58,11 +61,10 @@ class BatchRow:
 
 @dataclass(frozen=True, slots=True)
 class Appended:
-    """Rows whose newest token this rank stores, the slots of those tokens, and the owner (a rank) of every row's."""
+    """Rows whose newest token this rank stores, and the slots of those tokens."""
 
     rows: list[int]
     slots: list[int]
-    owners: list[int]
 
 
 class BatchState:
@@ -94,6 +96,7 @@ class BatchState:
                 token_id=admission.token_id,
                 position=admission.position,
                 held=held,
+                room=[self.block_tokens * len(table) for table in admission.blocks],
                 blocks=blocks,
                 runs=list(runs(blocks, held[self._rank], self.block_tokens)),
                 sampler=RowSampler(admission.sampling, admission.history),
@@ -102,31 +105,34 @@ class BatchState:
         for growth in change.grown:
             row = next(row for row in self.rows if row.sequence_id == growth.sequence_id)
             row.blocks += growth.blocks[self._rank]
+            row.room = [
+                slots + self.block_tokens * len(blocks) for slots, blocks in zip(row.room, growth.blocks, strict=True)
+            ]
 
     def append(self) -> Appended:
-        """Assign every row's newest token to the rank that stores the fewest tokens of the sequence."""
-        appended = Appended([], [], [])
-        for number, row in enumerate(self.rows):
-            owner = append_owner(row.held)
-            appended.owners.append(owner)
+        """Assign every row's newest token to a rank by `assign_owners`, and take the slots of this rank's."""
+        appended = Appended([], [])
+        owners = assign_owners([row.held for row in self.rows], [row.room for row in self.rows])
+        for number, (row, owner) in enumerate(zip(self.rows, owners, strict=True)):
+            row.owner = owner
             if owner == self._rank:
                 appended.rows.append(number)
                 appended.slots.append(self._take_slot(row))
             row.held[owner] += 1
         return appended
 
-    def plan(self, appended: Appended) -> DecodePlan:
+    def plan(self) -> DecodePlan:
         """Plan the step whose tokens were just appended: the rank that computes each row, and every rank's tokens.
 
         The rank that stores a row's new token computes the row, so its KV never travels. Owners rotate over the ranks,
-        and the work rotates with them (arXiv 2411.01783, 3.6).
+        and the work rotates with them (arXiv 2411.01783, 3.6). In each step the rows lie evenly over the ranks.
         """
-        return DecodePlan(self._num_ranks, tuple(appended.owners), tuple(tuple(row.held) for row in self.rows))
+        owners = tuple(row.owner for row in self.rows)
+        return DecodePlan(self._num_ranks, owners, tuple(tuple(row.held) for row in self.rows))
 
     def _take_slot(self, row: BatchRow) -> int:
         """Return the slot of this rank's next token of the row, and add it to the row's runs."""
         block, offset = divmod(row.held[self._rank], self.block_tokens)
-        assert block < len(row.blocks), f"{row.sequence_id!r} has outgrown its {len(row.blocks)} blocks"
         slot = row.blocks[block] * self.block_tokens + offset
         if row.runs and row.runs[-1].stop == slot:
             row.runs[-1] = SlotRun(row.runs[-1].start, slot + 1)
@@ -187,7 +193,7 @@ class DecodePass:
     def _run(self, variant: str) -> list[Sampled]:
         device = self._cache.device
         appended = self._batch.append()
-        self._plan = self._batch.plan(appended)
+        self._plan = self._batch.plan()
         self._route = PassQRoute(self._plan, self._transport.rank) if variant == PASS_Q else None
         computed = range(len(self._batch)) if self._route is None else self._route.own
         self._slots = torch.tensor(appended.slots, dtype=torch.int64, device=device)

@@ -79,14 +79,16 @@ DecodeCommand = AdmitSequence | RemoveSequence | GrowSequence | ComputePrompt
 class DecodeEvent:
     """One token, or the end, or both, of a sequence. `kv_tokens` positions have their KV stored after this step.
 
-    `is_starved`: the sequence left because its block tables are full, and may join again. `prompt_seconds`: the token
-    is the first after a prompt, and is the time of that prompt's step.
+    `owner` is the rank that stores the KV which a step of the batch added; None in all other events. `is_starved`: the
+    sequence left because its block tables are full, and may join again. `prompt_seconds`: the token is the first after
+    a prompt, and is the time of that prompt's step.
     """
 
     sequence_id: str
     token_id: int | None
     finish_reason: FinishReason | None
     kv_tokens: int
+    owner: int | None = None
     is_starved: bool = False
     logprobs: TokenLogprobs | None = None
     prompt_seconds: float | None = None

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from cp_core.errors import ReshardError
 from cp_core.layout.reshard import KvPiece, ReshardPlan, Route, plan_reshard, prove
-from cp_core.layout.shards import ShardMap, TokenRange, appended, balanced_layout, spread
+from cp_core.layout.shards import ShardMap, TokenRange, balanced_layout, spread
+from tests.cp_core.layout.decoded import decoded
 
 
 @st.composite
@@ -27,7 +28,7 @@ def conversations(draw: st.DrawFn, max_ranks: int = 4) -> ShardMap:
         if kind == "prefill":
             shards = shards.extend(balanced_layout(start, count, shards.held).shard_map())
         elif kind == "decode":
-            shards = shards.extend(appended(start, count, shards.held))
+            shards = shards.extend(decoded(start, count, shards.held))
         else:
             shards = shards.extend(spread(start, count, shards.held))
         if draw(st.booleans()):
@@ -87,7 +88,7 @@ def test_every_token_and_head_arrives_exactly_once_whatever_the_turns_were(
     start = data.draw(st.integers(0, source.num_tokens), label="start")
     stop = data.draw(st.integers(start, source.num_tokens), label="stop")
     held = data.draw(st.lists(st.integers(0, 40), min_size=num_destinations, max_size=num_destinations), label="held")
-    lay = data.draw(st.sampled_from([spread, appended]), label="lay")
+    lay = data.draw(st.sampled_from([spread, decoded]), label="lay")
     source_tp, destination_tp = data.draw(st.tuples(*[st.sampled_from([1, 2, 4])] * 2), label="tp")
     check_exact(source, lay(start, stop - start, held), TokenRange(start, stop), 4, source_tp, destination_tp)
 
@@ -217,7 +218,7 @@ def test_planning_takes_as_long_as_there_are_tokens() -> None:
     """Count lines instead of seconds: a quadratic planner takes minutes for KV that was decoded token by token."""
 
     def lines_run(num_tokens: int) -> int:
-        source, destination = appended(0, num_tokens, (0, 0)), spread(0, num_tokens, (0, 0, 0))
+        source, destination = decoded(0, num_tokens, (0, 0)), spread(0, num_tokens, (0, 0, 0))
         counts = {"line": 0}
 
         def trace(frame: FrameType, event: str, arg: Any) -> Any:

@@ -13,13 +13,13 @@ from cp_core.layout.shards import (
     PrefillLayout,
     ShardMap,
     TokenRange,
-    append_owner,
-    appended,
+    assign_owners,
     balanced_layout,
     coalesce,
     level_counts,
     spread,
 )
+from tests.cp_core.layout.decoded import decoded, lone_owners
 
 Tokens = list[int]
 
@@ -40,7 +40,7 @@ def conversations(draw: st.DrawFn) -> ShardMap:
     for _ in range(draw(st.integers(0, 4))):
         new = balanced_layout(shards.num_tokens, draw(st.integers(0, 60)), shards.held)
         shards = shards.extend(new.shard_map())
-        shards = shards.extend(appended(shards.num_tokens, draw(st.integers(0, 12)), shards.held))
+        shards = shards.extend(decoded(shards.num_tokens, draw(st.integers(0, 12)), shards.held))
     return shards
 
 
@@ -104,25 +104,65 @@ def test_many_turns_stay_within_two_tokens_of_each_other(ring: int, turns: list[
 # --- levelling -------------------------------------------------------------------------------------------------------
 
 
-def owners_one_by_one(held: list[int], count: int) -> list[int]:
-    held, owners = list(held), []
-    for _ in range(count):
-        owners.append(append_owner(held))
-        held[owners[-1]] += 1
-    return owners
+@st.composite
+def batch_changes(draw: st.DrawFn) -> list[tuple[set[int], int]]:
+    """For each step of a batch: the rows that leave it, by their place, and how many join."""
+    changes = st.tuples(st.sets(st.integers(0, 15), max_size=8), st.integers(0, 6))
+    return draw(st.lists(changes, max_size=60))
+
+
+@given(st.integers(1, 8), st.integers(0, 16), batch_changes(), st.data())
+def test_a_rank_owns_its_part_of_a_batch_and_shards_stay_level_whatever_rows_join_and_leave(
+    num_ranks: int, num_rows: int, changes: list[tuple[set[int], int]], data: st.DataObject
+) -> None:
+    def joining(count: int) -> list[list[int]]:
+        return [list(level_counts((0,) * num_ranks, data.draw(st.integers(0, 30)))) for _ in range(count)]
+
+    rows = joining(num_rows)
+    for leaving, num_joining in changes:
+        rows = [row for place, row in enumerate(rows) if place not in leaving] + joining(num_joining)
+        owners = assign_owners(rows, [[1000] * num_ranks] * len(rows))
+        assert max(map(owners.count, owners), default=0) <= -(-len(rows) // num_ranks)
+        for row, owner in zip(rows, owners, strict=True):
+            row[owner] += 1
+        assert all(max(row) - min(row) <= 4 for row in rows), "well within a block"
+
+
+@given(st.integers(2, 8), st.integers(1, 64))
+def test_shards_stay_within_a_block_where_only_unlucky_rows_remain(num_ranks: int, num_rows: int) -> None:
+    """The rows that get a token on rank 0 leave: the others lack it ever more, and come first in the next step."""
+    rows = [[0] * num_ranks for _ in range(num_rows)]
+    while rows:
+        owners = assign_owners(rows, [[1000] * num_ranks] * len(rows))
+        for row, owner in zip(rows, owners, strict=True):
+            row[owner] += 1
+        assert all(max(row) - min(row) <= 8 for row in rows)
+        rows = [row for row, owner in zip(rows, owners, strict=True) if owner]
+
+
+@given(st.integers(1, 6), st.lists(st.lists(st.integers(0, 5), min_size=6, max_size=6), max_size=12))
+def test_every_slot_of_a_row_is_used_before_the_row_is_full(num_ranks: int, free: list[list[int]]) -> None:
+    """Tables of any sizes: an owner has a free slot, and as many tokens are stored as there are slots."""
+    rows = {number: [0] * num_ranks for number in range(len(free))}
+    room = {number: slots[:num_ranks] for number, slots in enumerate(free)}
+    while rows := {number: row for number, row in rows.items() if sum(row) < sum(room[number])}:
+        owners = assign_owners(list(rows.values()), [room[number] for number in rows])
+        for (number, row), owner in zip(rows.items(), owners, strict=True):
+            row[owner] += 1
+            assert row[owner] <= room[number][owner]
 
 
 @given(helds, st.integers(0, 150))
 def test_level_counts_are_those_of_appending_one_by_one(held: list[int], count: int) -> None:
-    owners = owners_one_by_one(held, count)
+    owners = lone_owners(held, count)
     assert level_counts(held, count) == tuple(owners.count(rank) for rank in range(len(held)))
 
 
 @given(helds, st.integers(0, 500), st.integers(0, 150))
 def test_decoded_tokens_lie_where_they_were_appended_one_by_one(held: list[int], start: int, count: int) -> None:
-    shards = appended(start, count, held)
+    shards = decoded(start, count, held)
     shards.check(TokenRange(start, start + count))
-    for place, owner in enumerate(owners_one_by_one(held, count)):
+    for place, owner in enumerate(lone_owners(held, count)):
         assert start + place in positions(shards)[owner]
 
 
@@ -140,7 +180,7 @@ def test_spread_gives_each_rank_one_run_and_levels_what_they_hold(held: list[int
 
 @given(st.integers(1, 8), st.integers(0, 200))
 def test_appending_to_an_even_ring_is_round_robin(ring: int, count: int) -> None:
-    assert owners_one_by_one([7] * ring, count) == [place % ring for place in range(count)]
+    assert lone_owners([7] * ring, count) == [place % ring for place in range(count)]
 
 
 # --- shard maps ------------------------------------------------------------------------------------------------------

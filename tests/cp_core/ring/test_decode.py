@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from cp_core.attention.torch_cpu import TorchCpuFlash
 from cp_core.cost.decode import GATHER, HELIX, VARIANTS
 from cp_core.cost.model import PASS_Q
-from cp_core.layout.shards import append_owner
 from cp_core.layout.step_plans import DecodePlan, KvRun, PassQRoute
 from cp_core.ring.decode import ring_decode, sharded_decode
 from cp_core.ring.helix import HelixColumns, helix_decode
 from cp_core.transport.inprocess import InProcessRing
 from cp_core.transport.interface import RingTransport, TransportStats
+from tests.cp_core.layout.decoded import lone_owners
 from tests.cp_core.rings import PoisoningTransport, on_every_rank
 from tests.oracles import Tokens, largest, oracle_causal, random_tokens, relative_difference
 
@@ -126,8 +126,7 @@ def test_round_robin_appends_stay_exact_over_many_steps() -> None:
     whole = random_tokens(60)
     held = [12, 11, 12]
     owner = [position % 3 for position in range(35)]
-    for length in range(36, 61):
-        rank = append_owner(held)
+    for length, rank in enumerate(lone_owners(held, 25), 36):
         held[rank] += 1
         owner.append(rank)
         check([Tokens(whole.q[:length], whole.k[:length], whole.v[:length])], [owner], 3)

@@ -8,6 +8,7 @@ from cp_core.layout.shards import ShardMap, level_counts, spread
 from orchestration.decode.turn import Attempt, DecodeTurn, DecodeTurnState
 from orchestration.protocol.turns import Reservation, Reserve
 from orchestration.ring.kv_pool import KvPool
+from tests.cp_core.layout.decoded import lone_owners
 from workers.protocol.transfers import TransferKey
 from workers.sampling.parameters import SamplingParameters
 
@@ -56,3 +57,10 @@ def decode_turn(
     if first_token is not None:
         turn.answer.tokens.append(first_token)
     return turn
+
+
+def decode_alone(turn: DecodeTurn, num_tokens: int) -> None:
+    """Add tokens 0.. to the answer as a lone turn of a batch gets them; the first of an answer is the prompt's."""
+    turn.answer.tokens += range(num_tokens)
+    held = turn.held
+    turn.owners += lone_owners(held, turn.kv_tokens - sum(held))

@@ -91,7 +91,9 @@ class DecodeRing:
         return turn
 
     def post(self, token_id: int | None, reason: FinishReason | None = None, name: str = "turn") -> None:
-        self.ranks.latest[0].post(DecodeEvent(sequence_id=name, token_id=token_id, finish_reason=reason, kv_tokens=1))
+        owner = None if token_id is None else 0
+        event = DecodeEvent(sequence_id=name, token_id=token_id, finish_reason=reason, kv_tokens=1, owner=owner)
+        self.ranks.latest[0].post(event)
 
 
 @asynccontextmanager

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from cp_core.errors import InvalidRequest
 from cp_core.layout.shards import TokenRange
-from tests.orchestration.decode.decode_turns import BLOCK_TOKENS, PROMPT_TOKENS, decode_turn
+from tests.orchestration.decode.decode_turns import BLOCK_TOKENS, PROMPT_TOKENS, decode_alone, decode_turn
 from workers.protocol.decode_commands import FinishReason
 from workers.sampling.parameters import SamplingParameters, TokenHistory
 
@@ -28,7 +28,7 @@ def test_a_turn_joins_with_its_first_token_whose_kv_is_the_first_to_compute() ->
 @given(st.integers(1, 5), st.integers(1, 40))
 def test_the_tables_have_room_for_the_whole_answer(num_ranks: int, max_tokens: int) -> None:
     turn = decode_turn(num_ranks=num_ranks, max_tokens=max_tokens)
-    turn.answer.tokens += range(max_tokens - 1)
+    decode_alone(turn, max_tokens - 1)
     shards = turn.note_decoded()
     for held, table in zip(shards.held, turn.admission().blocks, strict=True):
         assert held <= len(table) * BLOCK_TOKENS
@@ -38,7 +38,7 @@ def test_the_tables_have_room_for_the_whole_answer(num_ranks: int, max_tokens: i
 @given(st.integers(1, 5), st.integers(1, 30))
 def test_all_but_the_newest_token_have_their_kv_and_lie_evenly(num_ranks: int, num_tokens: int) -> None:
     turn = decode_turn(num_ranks=num_ranks, max_tokens=30, first_token=None)
-    turn.answer.tokens += range(num_tokens)
+    decode_alone(turn, num_tokens)
     shards = turn.note_decoded()
     shards.check(TokenRange(0, PROMPT_TOKENS + num_tokens - 1))
     assert max(shards.held) - min(shards.held) <= 1
@@ -73,7 +73,7 @@ async def test_stopped_timers_never_fire() -> None:
 @given(st.integers(1, 5), st.integers(1, 20), st.integers(1, 20))
 def test_a_finished_turn_has_the_kv_of_the_tokens_that_count(num_ranks: int, num_tokens: int, counted: int) -> None:
     turn = decode_turn(num_ranks=num_ranks, max_tokens=30, first_token=None)
-    turn.answer.tokens += range(num_tokens)
+    decode_alone(turn, num_tokens)
     if counted > num_tokens:
         with pytest.raises(InvalidRequest, match=f"num_tokens: {counted} is out of range; turn turn has {num_tokens}"):
             turn.finish(counted)

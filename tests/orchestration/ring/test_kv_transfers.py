@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cp_core.errors import ReshardError
-from cp_core.layout.shards import ShardMap, TokenRange, appended, balanced_layout, spread
+from cp_core.layout.shards import ShardMap, TokenRange, balanced_layout, spread
 from orchestration.ring.kv_transfers import sends_for
+from tests.cp_core.layout.decoded import decoded as lay_decoded
 from workers.protocol.transfers import KvSend, TransferKey
 
 KEY = TransferKey("turn", 1, "from", "to")
@@ -51,7 +52,7 @@ def test_every_token_and_head_goes_once_from_where_it_is_stored_to_where_it_is_w
     data: st.DataObject,
 ) -> None:
     source = balanced_layout(0, prompt, [0] * num_source).shard_map()
-    source = source.extend(appended(prompt, decoded, source.held))
+    source = source.extend(lay_decoded(prompt, decoded, source.held))
     start = data.draw(st.integers(0, prompt + decoded - 1))
     tokens = TokenRange(start, prompt + decoded)
     destination = spread(start, len(tokens), [0] * num_destination)

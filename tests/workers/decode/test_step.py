@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cp_core.layout.shards import appended
+from tests.cp_core.layout.decoded import decoded
 from tests.workers.decode.admissions import admission
 from workers.decode.messages import BatchChange
 from workers.decode.step import BatchState
@@ -26,7 +26,7 @@ def test_ranks_agree_who_stores_what_and_stay_within_a_token(held: tuple[int, ..
         assert sum(writers) == 1, "one rank stores each token"
         for batch in batches:
             batch.advance((step,), BatchChange())
-    wanted = appended(sum(held), num_steps, held)
+    wanted = decoded(sum(held), num_steps, held)
     for rank, batch in enumerate(batches):
         row = batch.rows[0]
         assert row.position == sum(held) + num_steps
@@ -64,5 +64,20 @@ def test_tables_grow_and_new_tokens_go_there() -> None:
 def test_a_sequence_that_outgrows_its_blocks_is_a_bug_and_says_so() -> None:
     batch = BatchState(0, 1, BLOCK_TOKENS)
     batch.advance((), BatchChange(admitted=(admission(held=(4,), blocks=((0,),)),)))
-    with pytest.raises(AssertionError, match="'a' has outgrown its 1 blocks"):
+    with pytest.raises(AssertionError, match="a row of the batch has no free slot"):
         batch.append()
+
+
+def test_the_owners_of_a_step_are_spread_over_ranks_as_its_plan_says() -> None:
+    """Eight level sequences on four ranks: two rows a rank, in every step."""
+    batches = [BatchState(rank, 4, BLOCK_TOKENS) for rank in range(4)]
+    for batch in batches:
+        batch.advance((), BatchChange(admitted=tuple(admission(name, held=(2, 2, 2, 2)) for name in "abcdefgh")))
+    for step in range(8):
+        stored = [batch.append() for batch in batches]
+        plans = [batch.plan() for batch in batches]
+        assert [len(each.rows) for each in stored] == [2] * 4
+        assert all(plan == plans[0] for plan in plans)
+        assert [plans[0].rows_of(rank) for rank in range(4)] == [each.rows for each in stored]
+        for batch in batches:
+            batch.advance([step] * 8, BatchChange())

@@ -11,8 +11,9 @@ import torch
 
 from cp_core.errors import TransferError
 from cp_core.layout.reshard import plan_reshard
-from cp_core.layout.shards import ShardMap, TokenRange, appended, balanced_layout, spread
+from cp_core.layout.shards import ShardMap, TokenRange, balanced_layout, spread
 from cp_core.transport.peer_tls import PeerTls
+from tests.cp_core.layout.decoded import decoded
 from tests.services.auth.certificates import Authority
 from tests.workers.kv.kv_peers import (
     BLOCK_TOKENS,
@@ -141,8 +142,8 @@ class Rings:
 def conversation(num_ranks: int) -> ShardMap:
     """Make the shards of two turns: a prefill of 37 tokens, 11 decoded tokens, and a prefill of 20."""
     first = balanced_layout(0, 37, (0,) * num_ranks).shard_map()
-    decoded = first.extend(appended(37, 11, first.held))
-    return decoded.extend(balanced_layout(48, 20, decoded.held).shard_map())
+    answered = first.extend(decoded(37, 11, first.held))
+    return answered.extend(balanced_layout(48, 20, answered.held).shard_map())
 
 
 @pytest.mark.parametrize("num_destinations", [1, 2, 3])
@@ -158,10 +159,10 @@ def test_a_conversation_moves_between_rings_of_any_size_bit_for_bit(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_decoded_tokens_move_back_one_by_one_in_every_dtype(dtype: torch.dtype) -> None:
-    decoded = spread(0, 20, (0, 0)).extend(appended(20, 60, (10, 10)))
+    source = spread(0, 20, (0, 0)).extend(decoded(20, 60, (10, 10)))
     with ExitStack() as stack:
-        destination = appended(20, 60, (7, 9, 7))
-        rings = Rings(stack, decoded, destination, (7, 9, 7), dtype)
+        destination = decoded(20, 60, (7, 9, 7))
+        rings = Rings(stack, source, destination, (7, 9, 7), dtype)
         rings.move(TokenRange(20, 80))
 
 
