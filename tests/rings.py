@@ -22,6 +22,8 @@ LLAMA_8B = ModelInfo(
     max_positions=1 << 20,
     num_parameters=0,
     element_bytes=2,
+    kv_dtype="bfloat16",
+    kv_element_bytes=2,
     eos_token_ids=(),
 )
 GPU_RATES = RingRates(gemm_flops=4e14, attention_flops=3e14, link_bytes_per_second=2e10, link_latency_seconds=2e-5)

@@ -171,7 +171,7 @@ def predict_step(
     part_bytes = model.num_heads * (model.head_dim + 1) * model.partial_bytes
     hops = 0.0
     if not is_gather:
-        query = rates.message_seconds(own_rows * model.num_heads * model.head_dim * model.element_bytes)
+        query = rates.message_seconds(own_rows * model.num_heads * model.head_dim * model.attention_bytes)
         hops = peers * (query - rates.ring.overlap * min(query, call))
     flops_per_row = model.linear_flops_per_token + model.head_flops
     if weight_bytes is None:
@@ -252,7 +252,7 @@ def fastest_step(
 
 def _call_seconds(rows: float, tokens: float, model: ModelShape, rates: DecodeRates) -> float:
     """Return the time of one attention call of `rows` queries over `tokens` stored tokens in all."""
-    kv_bytes = 2 * model.num_kv_heads * model.head_dim * model.element_bytes * tokens
+    kv_bytes = 2 * model.num_kv_heads * model.head_dim * model.attention_bytes * tokens
     return (
         rates.call_seconds + kv_bytes / rates.kv_bytes_per_second + max(0, rows - rates.free_rows) * rates.row_seconds
     )

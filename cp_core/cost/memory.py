@@ -50,7 +50,7 @@ def weight_bytes(
 def kv_bytes_per_token(model: ModelShape, tp: int = 1) -> int:
     """Return the bytes of K and V of all layers that one of `tp` processes stores for one token."""
     share = model.share(tp)
-    return 2 * share.num_layers * share.num_kv_heads * share.head_dim * share.element_bytes
+    return 2 * share.num_layers * share.num_kv_heads * share.head_dim * share.attention_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,8 +81,8 @@ def process_memory(
     """Return the memory of a process whose ring computes `step_tokens` at a time over a context of `context_tokens`."""
     share = model.share(tp)
     rows = -(-step_tokens // cp)
-    heads = (2 * share.num_heads + 2 * share.num_kv_heads) * share.head_dim
-    row = (HIDDEN_COPIES * share.hidden_size + MLP_COPIES * share.intermediate_size + heads) * share.element_bytes
+    heads = (2 * share.num_heads + 2 * share.num_kv_heads) * share.head_dim * share.attention_bytes
+    row = (HIDDEN_COPIES * share.hidden_size + MLP_COPIES * share.intermediate_size) * share.element_bytes + heads
     # Two partial outputs with their LSE: the one just computed and the one it is merged into.
     partials = 2 * share.num_heads * (share.head_dim + 1) * FLOAT32_BYTES
     stored = -(-context_tokens // cp) if cp > 1 else 0

@@ -35,6 +35,8 @@ PASS_Q = "pass_q"
 class ModelShape:
     """Sizes of a model, or of one tensor parallel share of it.
 
+    `element_bytes` are those of weights and activations. Queries, keys and values of attention have them too unless
+    `kv_element_bytes` says otherwise.
     Partials return in fp32 whatever the model's dtype is. Only a comparison with published times of another system sets
     `partial_bytes`.
     """
@@ -47,7 +49,13 @@ class ModelShape:
     head_dim: int
     vocab_size: int
     element_bytes: int
+    kv_element_bytes: int | None = None
     partial_bytes: int = 4
+
+    @property
+    def attention_bytes(self) -> int:
+        """Bytes of one number of a query, key or value, in memory and in messages."""
+        return self.element_bytes if self.kv_element_bytes is None else self.kv_element_bytes
 
     @property
     def linear_flops_per_token(self) -> int:
@@ -196,8 +204,8 @@ class StepPredictor:
         self._overhead = model.num_layers * rates.layer_overhead_seconds
         # Bytes of one token: its K and V or its queries in a hop, its partial outputs and LSE from all other ranks.
         self._hop_bytes = {
-            PASS_KV: 2 * model.num_kv_heads * model.head_dim * model.element_bytes,
-            PASS_Q: model.num_heads * model.head_dim * model.element_bytes,
+            PASS_KV: 2 * model.num_kv_heads * model.head_dim * model.attention_bytes,
+            PASS_Q: model.num_heads * model.head_dim * model.attention_bytes,
         }
         self._return_bytes = (num_ranks - 1) * model.num_heads * (model.head_dim + 1) * model.partial_bytes
 

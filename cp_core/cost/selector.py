@@ -65,7 +65,7 @@ def algorithm_1(turn: Turn, model: ModelShape, compute_flops: float, link_bytes_
 
 def algorithm_5(turn: Turn, model: ModelShape, compute_flops: float, link_bytes_per_second: float) -> Selection:
     """Select as Algorithm 1 with the all-to-all of pass-Q counted: a lower miss rate suffices for pass-KV."""
-    scale = turn.num_ranks * compute_flops * model.element_bytes
+    scale = turn.num_ranks * compute_flops * model.attention_bytes
     saved = 4 * turn.new_tokens * link_bytes_per_second / scale
     miss_rate = 2 * model.num_kv_heads / model.num_heads - saved
     return _by_threshold("Algorithm 5", turn, model, compute_flops, link_bytes_per_second, miss_rate)
@@ -134,7 +134,7 @@ def select(
 
 def hiding_length(turn: Turn, model: ModelShape, compute_flops: float, link_bytes_per_second: float) -> float:
     """Return the new tokens from which pass-KV messages hide behind attention: N C K e / (2 H BW), equation 2."""
-    scale = turn.num_ranks * compute_flops * model.num_kv_heads * model.element_bytes
+    scale = turn.num_ranks * compute_flops * model.num_kv_heads * model.attention_bytes
     return scale / (2 * model.num_heads * link_bytes_per_second)
 
 

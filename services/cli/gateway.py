@@ -7,6 +7,7 @@ import argparse
 from services.auth.sections import check_public_endpoints
 from services.cli.options import Subcommands, add_config_options, check_drain_seconds, config_of
 from services.config import LOG_LEVELS, METRIC_NAMES
+from services.config.checks import DEVICES
 from services.gateway.settings import GatewaySettings
 from services.telemetry.logs import LOG_FORMATS
 
@@ -30,6 +31,9 @@ def add(commands: Subcommands) -> None:
     parser.add_argument("--model", required=True, help="model directory or builtin:tiny")
     parser.add_argument("--model-name", default="", help="what HTTP clients call it (default: the directory's name)")
     parser.add_argument("--dtype", default="float32", help="the rings' dtype (default: float32)")
+    parser.add_argument(
+        "--device", choices=DEVICES, default="cpu", help="the rings' device, cpu or cuda (default: cpu)"
+    )
     parser.add_argument("--max-seconds", type=float, default=600.0, help="longest a turn may take (default: 600)")
     parser.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="what to log (default: info)")
     parser.add_argument(
@@ -58,6 +62,7 @@ def run(options: argparse.Namespace) -> int:
             model=options.model,
             model_name=options.model_name or (options.model if options.model.startswith("builtin:") else ""),
             dtype=options.dtype,
+            device=options.device,
             max_seconds=options.max_seconds,
             log_level=options.log_level,
             log_format=options.log_format,

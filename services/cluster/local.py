@@ -111,7 +111,8 @@ class LocalCluster:
     def _start(self) -> None:
         config = self._config
         path = resolve_model_path(config.model.path)
-        model = read_model_info(path, dtype=config.model.dtype, name=Path(config.model.path).name)
+        name = Path(config.model.path).name
+        model = read_model_info(path, dtype=config.model.dtype, name=name, device=config.model.device)
         for pool in config.pools:
             tensor_share(model, pool.tp, f"{pool.key}.tp")
         if not config.ray.address:
@@ -214,6 +215,7 @@ class LocalCluster:
             model=str(model_path),
             model_name=config.gateway.model_name or _model_name(config.model.path),
             dtype=config.model.dtype,
+            device=config.model.device,
             max_seconds=config.gateway.max_seconds,
             log_level=config.logs.level,
             log_format=config.logs.format,

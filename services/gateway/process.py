@@ -46,7 +46,7 @@ FLUSH_SECONDS = 2.0
 async def serve(settings: GatewaySettings) -> None:
     """Serve until told to stop. The first line on standard output is JSON: the addresses listened on."""
     path = resolve_model_path(settings.model)
-    model = read_model_info(path, dtype=settings.dtype, name=Path(settings.model).name)
+    model = read_model_info(path, settings.dtype, Path(settings.model).name, settings.device)
     codec = TextCodec(path)
     authenticator = Authenticator(_tenants(settings))
     peers, metrics = GrpcPeers(settings.peer_tls), GatewayMetrics()

@@ -29,6 +29,7 @@ class GatewaySettings:
     model: str
     model_name: str
     dtype: str
+    device: str
     max_seconds: float
     log_level: str = "info"
     log_format: str = "human"

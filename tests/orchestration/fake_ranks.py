@@ -26,6 +26,8 @@ MODEL = ModelInfo(
     max_positions=4096,
     num_parameters=1000,
     element_bytes=4,
+    kv_dtype="float32",
+    kv_element_bytes=4,
     eos_token_ids=(2,),
 )
 RATES = RingRates(gemm_flops=1.0, attention_flops=2.0, link_bytes_per_second=3.0, link_latency_seconds=4.0)

@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 from transformers import (
+    AttentionInterface,
     AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
@@ -63,11 +65,27 @@ def save_model(kind: str, directory: Path) -> Path:
     return directory
 
 
+def float32_attention(
+    module: Module, query: Tensor, key: Tensor, value: Tensor, mask: None, *, scaling: float, **_: object
+) -> tuple[Tensor, None]:
+    """Attend rotated query[1,H,T,D] to key and value[1,K,S,D], widened to fp32; narrow the output [1,T,H,D]."""
+    group = query.shape[1] // key.shape[1]
+    k, v = (part.float().repeat_interleave(group, dim=1) for part in (key, value))
+    scores = query.float() @ k.transpose(2, 3) * scaling
+    num_tokens, num_stored = scores.shape[2:]
+    hidden = torch.ones(num_tokens, num_stored, dtype=torch.bool).triu(num_stored - num_tokens + 1)
+    out = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1) @ v
+    return out.to(query.dtype).transpose(1, 2), None
+
+
 class Oracle:
     """Oracle: a model as transformers runs it, on one process."""
 
-    def __init__(self, path: Path) -> None:
-        self._model: Any = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
+    def __init__(self, path: Path, dtype: torch.dtype = torch.float32) -> None:
+        """Load the model in `dtype`; attention is computed in fp32 whatever it is, as ringserve does on a CPU."""
+        AttentionInterface.register("float32", float32_attention)
+        how = "eager" if dtype == torch.float32 else "float32"
+        self._model: Any = AutoModelForCausalLM.from_pretrained(path, attn_implementation=how, dtype=dtype).eval()
         self._answers: dict[tuple[int, ...], list[int]] = {}
 
     def logits(self, token_ids: Sequence[int]) -> Tensor:

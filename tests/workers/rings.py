@@ -72,6 +72,7 @@ class LocalRing:
         decode_variant: str = "auto",
         attention_backend: str = "auto",
         packs_weights: bool = False,
+        dtype: str = "float32",
     ) -> None:
         """Start `num_ranks` ranks that share the tokens, each of `tp` workers that share the heads."""
         self.num_ranks = num_ranks
@@ -95,6 +96,7 @@ class LocalRing:
                 settings=RankSettings(
                     tp=tp,
                     model_path=str(model_path),
+                    dtype=dtype,
                     num_blocks=num_blocks,
                     block_tokens=BLOCK_TOKENS,
                     max_batch=max_batch,

@@ -14,8 +14,25 @@ from workers.protocol.ranks import ModelInfo
 ELEMENT_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
-def read_model_info(path: Path, dtype: str | None = None, name: str | None = None) -> ModelInfo:
+CPU_FLAGS = Path("/proc/cpuinfo")
+BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16"}
+"""Instructions of a processor that multiplies bfloat16 faster than float32."""
+
+
+def multiplies_bfloat16(flags: Path = CPU_FLAGS) -> bool:
+    """Return True if this machine's processor has BFLOAT16_FLAGS; False where the system does not list its flags."""
+    try:
+        lines = flags.read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return False
+    return any(BFLOAT16_FLAGS & set(line.split()) for line in lines if line.startswith("flags"))
+
+
+def read_model_info(path: Path, dtype: str | None = None, name: str | None = None, device: str = "cpu") -> ModelInfo:
     """Read the shape of the model in `path`; `dtype` overrides the directory's own, `name` the directory's name.
+
+    Attention and KV have the model's dtype on a GPU. A CPU keeps both in float32: its kernel would widen narrower KV on
+    every call.
 
     Raises ModelRefused if a file is missing or unreadable, or if the model needs a feature that is not supported.
     """
@@ -24,6 +41,7 @@ def read_model_info(path: Path, dtype: str | None = None, name: str | None = Non
     chosen = dtype or config.get("dtype") or config.get("torch_dtype") or "float32"
     if chosen not in ELEMENT_BYTES:
         raise ModelRefused(f"dtype {chosen!r} is not supported; use one of {', '.join(ELEMENT_BYTES)}")
+    kv_dtype = "float32" if device == "cpu" else str(chosen)
     reader = _Reader(path, config)
     num_heads = reader.count("num_attention_heads")
     head_dim = reader.count("head_dim", reader.count("hidden_size") // num_heads)
@@ -41,6 +59,8 @@ def read_model_info(path: Path, dtype: str | None = None, name: str | None = Non
         max_positions=reader.count("max_position_embeddings"),
         num_parameters=0,
         element_bytes=ELEMENT_BYTES[str(chosen)],
+        kv_dtype=kv_dtype,
+        kv_element_bytes=ELEMENT_BYTES[kv_dtype],
         eos_token_ids=_eos_token_ids(path, config),
     )
     if info.num_heads % info.num_kv_heads:

@@ -16,7 +16,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from cp_core.errors import ModelRefused
 from cp_core.ring.helix import HelixColumns
-from workers.model.info import read_model_info, tensor_share
+from workers.model.info import multiplies_bfloat16, read_model_info, tensor_share
 from workers.model.tensor_parallel import TensorParallel
 from workers.protocol.ranks import ModelInfo
 
@@ -50,18 +50,25 @@ def attend_in_ring(
     ring_step: AttentionStep,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attend rotated query[1,H,T,D] to key and value[1,K,T,D] -> (out[1,T,H,D], None), as transformers calls it."""
+    """Attend rotated query[1,H,T,D] to key and value[1,K,T,D] -> (out[1,T,H,D], None), as transformers calls it.
+
+    On a CPU all three are widened to fp32, once; the step stores, sends and merges fp32, and `out` is narrowed.
+    """
     assert attention_mask is None, "the step's layout determines attention; no mask is ever built"
     layer = module.layer_idx
     assert isinstance(layer, int)
-    out = ring_step.attend(layer, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), scaling)
-    return out.unsqueeze(0), None
+    q, k, v = (part[0].transpose(0, 1) for part in (query, key, value))
+    if query.device.type == "cpu":
+        q, k, v = q.float(), k.float(), v.float()
+    out = ring_step.attend(layer, q, k, v, scaling)
+    return out.to(query.dtype).unsqueeze(0), None
 
 
 class PackedLinear(Linear):
     """Linear layer on a CPU whose weight lies in the order in which oneDNN's kernels read it.
 
-    A plain weight is brought into an order of that kind in every call, which costs the more the fewer rows a call has.
+    A plain weight is brought into an order of that kind in every call, which costs the more the fewer rows a call has:
+    in bf16 one row of a plain weight takes 1.4 times as long, with the same bits.
     """
 
     packed: Tensor
@@ -70,9 +77,10 @@ class PackedLinear(Linear):
     def pack(linear: Linear) -> None:
         """Make `linear` a packed layer, in place: forward hooks stay, its plain weight does not."""
         weight = linear.weight.detach()
+        num_rows = PACKED_ROWS if weight.dtype == torch.float32 else None
         del linear.weight
         linear.__class__ = PackedLinear
-        linear.packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACKED_ROWS)
+        linear.packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), num_rows)
 
     def forward(self, input: Tensor) -> Tensor:
         """Map input[..., in_features] -> [..., out_features]."""
@@ -83,6 +91,22 @@ class PackedLinear(Linear):
 
 # Rows for which fp32 weights are packed: oneDNN takes the same order for any number from a few up.
 PACKED_ROWS = 256
+
+
+def pack_layers(module: Module, dtype: torch.dtype) -> None:
+    """Pack every linear layer in `module` of this dtype that is on a CPU."""
+    if not torch.backends.mkldnn.is_available():
+        return
+    for linear in list(module.modules()):
+        if type(linear) is Linear and linear.weight.dtype == dtype and linear.weight.device.type == "cpu":
+            PackedLinear.pack(linear)
+
+
+def pack_bfloat16(module: Module) -> None:
+    """Pack every linear layer in `module` that is in bf16, on a CPU that multiplies bf16: it serves any rows."""
+    if multiplies_bfloat16():
+        pack_layers(module, torch.bfloat16)
+
 
 # transformers patches its own classes while it builds a model; two threads at once would leave a patch behind.
 LOADING = threading.Lock()
@@ -130,11 +154,7 @@ class LoadedModel:
 
     def pack_weights(self) -> None:
         """Pack the fp32 weights of all layers on a CPU. The head stays plain: it takes few rows."""
-        if not torch.backends.mkldnn.is_available():
-            return
-        for linear in list(self.body.modules()):
-            if type(linear) is Linear and linear.weight.dtype == torch.float32 and linear.weight.device.type == "cpu":
-                PackedLinear.pack(linear)
+        pack_layers(self.body, torch.float32)
 
     @property
     def head_start(self) -> int:
@@ -154,13 +174,13 @@ class LoadedModel:
 
         Other ranks' queries are attended here, with the scale that all served models have.
         """
-        share, weights = self.share, self.head.weight
-        assert isinstance(weights, Tensor)
-        q = weights.new_empty(0, share.num_heads, share.head_dim)
-        kv = weights.new_empty(0, share.num_kv_heads, share.head_dim)
+        share, embeddings = self.share, self.model.get_input_embeddings().weight
+        assert isinstance(embeddings, Tensor)
+        q = embeddings.new_empty(0, share.num_heads, share.head_dim, dtype=DTYPES[share.kv_dtype])
+        kv = q.new_empty(0, share.num_kv_heads, share.head_dim)
         for layer in range(share.num_layers):
             step.attend(layer, q, kv, kv, share.head_dim**-0.5)
-        return weights.new_empty(0, share.hidden_size)
+        return embeddings.new_empty(0, share.hidden_size)
 
     def logits(self, hidden_states: Tensor) -> Tensor:
         """Map hidden states [T, hidden_size] -> logits [T, vocab_size]."""
@@ -198,7 +218,7 @@ def load_model(
     The device never holds more than the share; the host reads the whole model before it is cut. Raises ModelRefused for
     anything missing, unreadable, unsupported or incomplete, ConfigError for a `tp` that does not divide the KV heads.
     """
-    info = read_model_info(path, dtype, name)
+    info = read_model_info(path, dtype, name, device)
     share = tensor_share(info, tp)
     if not any(path.glob("*.safetensors")):
         raise ModelRefused(f"{path} has no *.safetensors weights")
@@ -232,4 +252,5 @@ def load_model(
     whole = LoadedModel(model, model.base_model, model.get_output_embeddings(), info, share, tensor, TensorParallel())
     own = whole.cut_over_ring(helix_rank, helix) if helix > 1 else whole
     model.to(device).eval().requires_grad_(False)
+    pack_bfloat16(model)
     return own

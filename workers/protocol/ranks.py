@@ -75,7 +75,10 @@ class RankSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelInfo:
-    """Shape of a model for the planner and the KV pool. Sizes in elements, or in bytes where the name says so."""
+    """Shape of a model for the planner and the KV pool. Sizes in elements, or in bytes where the name says so.
+
+    `dtype` and `element_bytes` are those of weights and activations. Attention and KV are in `kv_dtype`.
+    """
 
     name: str
     model_type: str
@@ -90,6 +93,8 @@ class ModelInfo:
     max_positions: int
     num_parameters: int
     element_bytes: int
+    kv_dtype: str
+    kv_element_bytes: int
     eos_token_ids: tuple[int, ...]
 
     @property
@@ -104,12 +109,13 @@ class ModelInfo:
             head_dim=self.head_dim,
             vocab_size=self.vocab_size,
             element_bytes=self.element_bytes,
+            kv_element_bytes=self.kv_element_bytes,
         )
 
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of K and V in all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.element_bytes
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.kv_element_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,12 +11,13 @@ from collections.abc import Callable
 from typing import Final
 
 import torch
+from torch.nn import Linear
 
 from cp_core.attention.partial import AttentionBackend
 from cp_core.cost.decode import DecodeRates
 from cp_core.cost.model import RingRates
 from cp_core.transport.interface import RingTransport
-from workers.model.loading import DTYPES
+from workers.model.loading import DTYPES, pack_bfloat16
 from workers.protocol.ranks import ModelInfo
 
 SECONDS_PER_RATE: Final = 0.06
@@ -69,21 +70,18 @@ def probe_decode_rates(
     rates: RingRates, info: ModelInfo, device: torch.device, backend: AttentionBackend, transport: RingTransport
 ) -> DecodeRates:
     """Measure decode on this rank with one row, and messages between busy ranks."""
-    dtype = DTYPES[info.dtype]
-    row = torch.ones(1, info.hidden_size, dtype=dtype, device=device)
-    weights = [
-        torch.ones(info.intermediate_size, info.hidden_size, dtype=dtype, device=device) for _ in range(WEIGHT_COPIES)
-    ]
+    row = torch.ones(1, info.hidden_size, dtype=DTYPES[info.dtype], device=device)
+    layers = [_linear(info, device) for _ in range(WEIGHT_COPIES)]
 
     def multiply() -> None:
-        for weight in weights:
-            torch.nn.functional.linear(row, weight)
+        for layer in layers:
+            layer(row)
 
     multiply_seconds = _decode_seconds(multiply, device)
     attend_seconds = _decode_seconds(_attention(info, device, backend, 1), device)
     lone_seconds = _lone_seconds(multiply, multiply_seconds, transport, device)
-    weight_bytes = sum(weight.nbytes for weight in weights)
-    kv_bytes = 2 * STORED_TOKENS * info.num_kv_heads * info.head_dim * dtype.itemsize
+    weight_bytes = WEIGHT_COPIES * info.intermediate_size * info.hidden_size * info.element_bytes
+    kv_bytes = 2 * STORED_TOKENS * info.num_kv_heads * info.head_dim * info.kv_element_bytes
     return DecodeRates(
         ring=rates,
         weight_bytes_per_second=weight_bytes / multiply_seconds,
@@ -98,16 +96,24 @@ def probe_decode_rates(
 
 def _gemm_flops(info: ModelInfo, device: torch.device) -> float:
     """Measure FLOP/s of the model's widest linear layer."""
-    dtype = DTYPES[info.dtype]
-    tokens = torch.ones(GEMM_TOKENS, info.hidden_size, dtype=dtype, device=device)
-    weight = torch.ones(info.intermediate_size, info.hidden_size, dtype=dtype, device=device)
-    seconds = min(_times_within(SECONDS_PER_RATE, lambda: torch.nn.functional.linear(tokens, weight), device))
+    tokens = torch.ones(GEMM_TOKENS, info.hidden_size, dtype=DTYPES[info.dtype], device=device)
+    layer = _linear(info, device)
+    seconds = min(_times_within(SECONDS_PER_RATE, lambda: layer(tokens), device))
     return 2.0 * GEMM_TOKENS * info.hidden_size * info.intermediate_size / seconds
+
+
+def _linear(info: ModelInfo, device: torch.device) -> Linear:
+    """Return a layer of the size and kind of the model's widest."""
+    dtype = DTYPES[info.dtype]
+    layer = Linear(info.hidden_size, info.intermediate_size, bias=False, dtype=dtype, device=device)
+    layer.requires_grad_(False).weight.fill_(1.0)
+    pack_bfloat16(layer)
+    return layer
 
 
 def _attention(info: ModelInfo, device: torch.device, backend: AttentionBackend, tokens: int) -> Callable[[], object]:
     """Return unmasked partial attention of T `tokens` to S STORED_TOKENS: 4 * T * S * H * D operations."""
-    dtype = DTYPES[info.dtype]
+    dtype = DTYPES[info.kv_dtype]
     q = torch.ones(tokens, info.num_heads, info.head_dim, dtype=dtype, device=device)
     k = torch.ones(STORED_TOKENS, info.num_kv_heads, info.head_dim, dtype=dtype, device=device)
     scale = info.head_dim**-0.5

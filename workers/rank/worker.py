@@ -104,7 +104,7 @@ class RankWorker:
         )
         if settings.packs_weights:
             model.pack_weights()
-        info, dtype = model.info, DTYPES[model.info.dtype]
+        info, dtype = model.info, DTYPES[model.info.kv_dtype]
         backend = select_backend(settings.attention_backend, settings.device, dtype)
         choose_variant = DecodeChoice(settings.decode_variant, model.share.shape, spec.cp)
         cache = KvCache(

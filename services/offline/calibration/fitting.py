@@ -36,6 +36,7 @@ def shape_of(model: inference_pb2.GetModelInfoResponse) -> ModelShape:
         head_dim=model.head_dim,
         vocab_size=model.vocab_size,
         element_bytes=ELEMENT_BYTES[model.dtype],
+        kv_element_bytes=model.kv_bytes_per_token // (2 * model.num_layers * model.num_kv_heads * model.head_dim),
     )
 
 

@@ -71,6 +71,8 @@ def to_model_info(model: PlannedModel) -> ModelInfo:
         max_positions=model.max_positions,
         num_parameters=0,
         element_bytes=shape.element_bytes,
+        kv_dtype="",
+        kv_element_bytes=shape.attention_bytes,
         eos_token_ids=(),
     )
 

@@ -10,13 +10,18 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.nn import Linear
 from transformers import PreTrainedModel
 
+from cp_core.cost.memory import kv_bytes_per_token
 from cp_core.errors import ModelRefused
-from tests.workers.models import KINDS
-from workers.model.info import read_model_info
-from workers.model.loading import load_model
+from tests.workers.models import KINDS, Oracle, random_tokens
+from tests.workers.rings import LocalRing, Turn
+from workers.model.info import multiplies_bfloat16, read_model_info
+from workers.model.loading import PackedLinear, load_model
 from workers.model.support import FAMILIES, check_supported
+from workers.protocol.prefill_steps import Algorithm
+from workers.sampling.parameters import SamplingParameters
 
 PLAIN = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
 
@@ -30,11 +35,68 @@ def test_every_supported_family_loads_with_our_attention(kind: str, model_paths:
     assert not loaded.model.training
 
 
-@pytest.mark.parametrize(("dtype", "element_bytes"), [("bfloat16", 2), ("float16", 2), ("float32", 4)])
-def test_the_asked_dtype_is_what_is_loaded(dtype: str, element_bytes: int, model_paths: Mapping[str, Path]) -> None:
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_the_asked_dtype_is_what_is_loaded(dtype: str, model_paths: Mapping[str, Path]) -> None:
     loaded = load_model(model_paths["llama_gqa"], dtype, "cpu")
     assert {str(weights.dtype) for weights in loaded.model.parameters()} == {f"torch.{dtype}"}
-    assert loaded.info.kv_bytes_per_token == 2 * 2 * 2 * 16 * element_bytes
+
+
+@pytest.mark.parametrize(("dtype", "element_bytes"), [("bfloat16", 2), ("float16", 2), ("float32", 4)])
+def test_kv_has_the_dtype_of_the_model_on_a_gpu_and_float32_on_a_cpu(
+    dtype: str, element_bytes: int, model_paths: Mapping[str, Path]
+) -> None:
+    elements = 2 * 2 * 2 * 16
+    on_gpu, on_cpu = (read_model_info(model_paths["llama_gqa"], dtype, device=device) for device in ("cuda", "cpu"))
+    assert (on_gpu.kv_dtype, on_gpu.kv_bytes_per_token) == (dtype, elements * element_bytes)
+    assert (on_cpu.kv_dtype, on_cpu.kv_bytes_per_token) == ("float32", elements * 4)
+    for info in (on_gpu, on_cpu):
+        assert kv_bytes_per_token(info.shape) == info.kv_bytes_per_token
+        assert info.element_bytes == element_bytes
+
+
+def test_a_processor_is_known_by_its_flags(tmp_path: Path) -> None:
+    flags = tmp_path / "cpuinfo"
+    assert not multiplies_bfloat16(flags)
+    for text, is_fast in [("flags : fpu avx512f\n", False), ("model name : avx512_bf16\nflags : avx512_bf16\n", True)]:
+        flags.write_text(text)
+        assert multiplies_bfloat16(flags) is is_fast
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 2, 17])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_packed_layer_has_the_bits_of_a_plain_one_and_keeps_its_hooks(has_bias: bool, num_rows: int) -> None:
+    linear = Linear(96, 40, bias=has_bias, dtype=torch.bfloat16).requires_grad_(False)
+    linear.register_forward_hook(lambda _module, _inputs, output: output + 1)
+    rows = torch.randn(1, num_rows, 96).bfloat16()
+    plain = linear(rows)
+    PackedLinear.pack(linear)
+    assert torch.equal(linear(rows), plain)
+    assert [name for name, _ in linear.named_parameters()] == ["bias"] * has_bias
+
+
+@pytest.mark.parametrize("is_fast", [False, True])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_a_bfloat16_model_answers_as_transformers_does_with_attention_in_float32(
+    num_ranks: int, is_fast: bool, model_paths: Mapping[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three turns of uneven shards, one of a single token, which leaves ranks without any; caches are poisoned."""
+    monkeypatch.setattr("workers.model.loading.multiplies_bfloat16", lambda: is_fast)
+    path = model_paths["llama_gqa"]
+    oracle = Oracle(path, torch.bfloat16)
+    sampling = SamplingParameters(max_tokens=8)
+    with LocalRing(path, num_ranks, dtype="bfloat16") as ring:
+        assert {worker.parts.cache.dtype for worker in ring.workers} == {torch.float32}
+        packed = [module for module in ring.workers[0].parts.model.model.modules() if isinstance(module, PackedLinear)]
+        assert bool(packed) is is_fast
+        conversation = ring.open("a", 96)
+        for number, algorithm in enumerate((Algorithm.PASS_KV, Algorithm.PASS_Q, Algorithm.PASS_KV)):
+            new = random_tokens((37, 1, 6)[number], seed=number)
+            first = ring.prefill([Turn(conversation, new, sampling)], algorithm)["a"]
+            prompt = list(conversation.tokens)
+            assert oracle.greedy(prompt, 1) == [first]
+        ring.start_decode()
+        answer = [first, *ring.decode(conversation, first, sampling)]
+    assert answer == oracle.greedy(prompt, 8)
 
 
 @pytest.mark.parametrize(

@@ -120,6 +120,7 @@ def test_a_gateway_process_is_told_where_its_traces_go() -> None:
         model="m",
         model_name="",
         dtype="float32",
+        device="cpu",
         max_seconds=1.0,
         tracing=TracingConfig(endpoint="https://collector:4317", sample_ratio=0.5),
     )
