@@ -162,16 +162,18 @@ class PrefillLayout:
         return ShardMap(tuple(coalesce(self.chunks(rank)) for rank in range(self.num_ranks)))
 
 
-def balanced_layout(start: int, num_tokens: int, held: Sequence[int]) -> PrefillLayout:
+def balanced_layout(start: int, num_tokens: int, held: Sequence[int], load: Sequence[int] = ()) -> PrefillLayout:
     """Lay out `num_tokens` new tokens from position `start` over ranks that already hold `held` tokens.
 
     The fullest slots go to the emptiest ranks: with fixed slots rank 0 gets every turn's remainder, and a
-    conversation of many short turns lies on it alone.
+    conversation of many short turns lies on it alone. Among equally empty ranks they go to those with least `load`: the
+    tokens that each rank computes of other sequences in the same step, none by default.
     """
     num_ranks = len(held)
     identity = PrefillLayout(start, num_tokens, tuple(range(num_ranks)))
     fullest_slots = sorted(range(num_ranks), key=lambda slot: -identity.tokens_on(slot))
-    emptiest_ranks = sorted(range(num_ranks), key=lambda rank: held[rank])
+    load = load or (0,) * num_ranks
+    emptiest_ranks = sorted(range(num_ranks), key=lambda rank: (held[rank], load[rank]))
     slot_of = dict(zip(emptiest_ranks, fullest_slots, strict=True))
     return PrefillLayout(start, num_tokens, tuple(slot_of[rank] for rank in range(num_ranks)))
 

@@ -155,14 +155,18 @@ class PrefillLoop:
 
     def _prepare(self, step: ScheduledStep) -> list[PreparedPiece]:
         """Return the pieces of the turns that can take part, and fail the other turns."""
-        prepared = []
+        prepared: list[PreparedPiece] = []
+        load = [0] * self._ring.settings.num_ranks
         for piece in step.pieces:
             run, _ = self._waiting[piece.turn_id]
             try:
                 self._ring.require_ready(self._incarnation)
-                prepared.append(run.prepare(piece.tokens))
+                prepared.append(run.prepare(piece.tokens, load))
             except Exception as error:  # of any kind: it ends its own turn and no other
                 self._fail(run, error)
+                continue
+            layout = prepared[-1].sequences[0].layout
+            load = [own + layout.tokens_on(rank) for rank, own in enumerate(load)]
         return prepared
 
     async def _run_on_ranks(self, step: ScheduledStep, prepared: Sequence[PreparedPiece], within: int) -> _Done | None:

@@ -124,16 +124,17 @@ class PrefillRun:
         source = self._peers.leader(other.role, other.endpoint)
         return await fetch(self._ring, self._sequence, source, key, tokens, shards, timeout)
 
-    def prepare(self, piece: TokenRange) -> PreparedPiece:
+    def prepare(self, piece: TokenRange, load: Sequence[int]) -> PreparedPiece:
         """Return each process's part of computing the tokens `piece`, whose KV leaves layer by layer.
 
+        `load[r]` tokens of the step's other pieces are computed on rank r.
         Raises the error that stopped the turn, CapacityExceeded, ReshardError, having changed nothing.
         """
         if self.stop_error is not None:
             raise self.stop_error
         turn, sequence = self._turn, self._sequence
         held = sequence.shards.held
-        layout = balanced_layout(piece.start, len(piece), held)
+        layout = balanced_layout(piece.start, len(piece), held, load)
         after = sequence.shards.extend(layout.shard_map())
         self._pool.make_room(sequence, after.held)
         key = TransferKey(turn.turn_id, turn.attempt, self._incarnation, turn.destination.incarnation)

@@ -15,6 +15,7 @@ from ray._private.thirdparty import pynvml
 from cp_core.errors import ConfigError
 from services.config import Config
 from services.config.rings import Pool
+from services.config.service import ModelConfig
 from workers.model.info import tensor_share
 from workers.protocol.ranks import ModelInfo
 
@@ -22,6 +23,8 @@ MAX_PROCESSES_PER_CORE = 8
 """Processes of ranks on one core at most: each takes seconds of it to start, and more miss the start timeout."""
 PROCESS_BYTES = 300e6
 """Memory of a rank's process without weights and KV: Python, torch, Ray."""
+LEAST_PARAMETERS = 50_000_000
+"""Parameters from which bfloat16 is worth naming: products of smaller matrices are not what takes the time."""
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
@@ -84,6 +87,20 @@ def check_fits(config: Config, model: ModelInfo, machine: Machine) -> None:
     else:
         counts = [(pool, pool.rings * pool.cp * pool.tp) for pool in config.pools]
         _check_memory(config, model, counts, machine.memory_bytes, "free")
+
+
+def dtype_advice(config: ModelConfig, model: ModelInfo, *, can_multiply: bool) -> str:
+    """Return a sentence where bfloat16 would be faster on this machine's processor, or float32; "" where neither is.
+
+    `can_multiply`: the processor has instructions for bfloat16. Without them it takes more time than float32.
+    """
+    if config.device != "cpu":
+        return ""
+    if config.dtype == "float32" and can_multiply and model.num_parameters >= LEAST_PARAMETERS:
+        return "this processor multiplies bfloat16: model.dtype=bfloat16 would be faster here, with rounded results"
+    if config.dtype != "float32" and not (config.dtype == "bfloat16" and can_multiply):
+        return f"this processor does not multiply {config.dtype}: model.dtype=float32 would be faster here"
+    return ""
 
 
 def _check_memory(

@@ -28,7 +28,7 @@ from ray.exceptions import RayError, RayTaskError
 from cp_core.errors import ConfigError, RingserveError, Unavailable
 from orchestration.ring.actors import host as host_actor
 from services.auth.sections import check_files
-from services.cluster.capacity import check_fits, this_machine
+from services.cluster.capacity import check_fits, dtype_advice, this_machine
 from services.cluster.hosts import LeaderHost, RouterHost, router_profile
 from services.cluster.leaders import RayLeader, RingKeeper, is_done, is_node_alive
 from services.cluster.operator import RouterAccess, drain_all
@@ -46,7 +46,7 @@ from services.gateway.settings import GatewaySettings
 from services.telemetry.tracing.tracer import check_installed
 from workers.model.builtin import PREFIX as BUILTIN_PREFIX
 from workers.model.builtin import resolve_model_path
-from workers.model.info import read_model_info, tensor_share
+from workers.model.info import multiplies_bfloat16, read_model_info, tensor_share
 
 log = logging.getLogger(__name__)
 
@@ -117,6 +117,8 @@ class LocalCluster:
             tensor_share(model, pool.tp, f"{pool.key}.tp")
         if not config.ray.address:
             check_fits(config, model, this_machine())
+            if advice := dtype_advice(config.model, model, can_multiply=multiplies_bfloat16()):
+                self._progress(advice)
         profile = router_profile(config.router)
         check_files(config.tls, config.internal_tls, config.auth)
         check_installed(config.tracing)

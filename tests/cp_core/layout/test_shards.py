@@ -101,6 +101,16 @@ def test_many_turns_stay_within_two_tokens_of_each_other(ring: int, turns: list[
         assert max(held) - min(held) <= 2
 
 
+@given(rings, st.lists(st.integers(1, 9) | edge_sizes, max_size=70))
+def test_sequences_of_one_step_spread_their_remainders_over_the_ranks(ring: int, counts: list[int]) -> None:
+    """Prompts of a token each do not meet on one rank."""
+    load = [0] * ring
+    for count in counts:
+        layout = balanced_layout(0, count, (0,) * ring, load)
+        load = [own + layout.tokens_on(rank) for rank, own in enumerate(load)]
+        assert max(load) - min(load) <= 2
+
+
 # --- levelling -------------------------------------------------------------------------------------------------------
 
 

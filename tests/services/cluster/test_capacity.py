@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from cp_core.errors import ConfigError
 from services.cluster import local
-from services.cluster.capacity import Machine, check_fits, this_machine
+from services.cluster.capacity import Machine, check_fits, dtype_advice, this_machine
 from services.cluster.local import LocalCluster
 from services.config import Config, config_from
 from workers.model.builtin import resolve_model_path
@@ -98,3 +99,26 @@ def test_a_cluster_that_cannot_fit_starts_nothing(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(ConfigError, match="66 processes of ranks"):
         cluster.start()
     cluster.stop()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "device", "can_multiply", "advice"),
+    [
+        ("float32", "cpu", True, "model.dtype=bfloat16 would be faster here"),
+        ("float32", "cpu", False, ""),
+        ("bfloat16", "cpu", True, ""),
+        ("bfloat16", "cpu", False, "does not multiply bfloat16: model.dtype=float32 would be faster here"),
+        ("float16", "cpu", True, "does not multiply float16: model.dtype=float32 would be faster here"),
+        ("bfloat16", "cuda", False, ""),
+    ],
+)
+def test_up_says_where_another_dtype_would_be_faster(
+    dtype: str, device: str, can_multiply: bool, advice: str, model: ModelInfo
+) -> None:
+    large = replace(model, num_parameters=135_000_000)
+    said = dtype_advice(config(model={"dtype": dtype, "device": device}).model, large, can_multiply=can_multiply)
+    assert (advice in said) if advice else not said
+
+
+def test_a_small_model_gains_too_little_by_bfloat16_to_say_so(model: ModelInfo) -> None:
+    assert not dtype_advice(Config().model, model, can_multiply=True)
