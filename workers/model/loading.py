@@ -10,8 +10,9 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
-from torch.nn import Linear, Module
+from torch.nn import Linear, Module, SiLU
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
+from transformers.activations import SiLUActivation
 from transformers.utils.logging import disable_progress_bar
 
 from cp_core.errors import ModelRefused
@@ -89,6 +90,41 @@ class PackedLinear(Linear):
         return out
 
 
+@dataclass(frozen=True, slots=True)
+class GatedMlp:
+    """Forward pass of the MLP that all served families have: down(silu(gate(x)) * up(x)).
+
+    The kernels apply silu and the product where their results are still in the processor's cache: two passes over the
+    widest tensors of a layer less.
+    """
+
+    gate: PackedLinear
+    up: PackedLinear
+    down: Module
+
+    @classmethod
+    def try_of(cls, mlp: Module) -> GatedMlp | None:
+        """Return the forward pass of an fp32 `mlp`; None for another module, and where its first two layers have hooks.
+
+        In bf16 it would round less often than transformers does.
+        """
+        gate, up, down = (getattr(mlp, name, None) for name in ("gate_proj", "up_proj", "down_proj"))
+        if not (isinstance(gate, PackedLinear) and isinstance(up, PackedLinear) and isinstance(down, Module)):
+            return None
+        is_silu = isinstance(getattr(mlp, "act_fn", None), SiLU | SiLUActivation)
+        is_plain = is_silu and gate.packed.dtype == torch.float32
+        return cls(gate, up, down) if is_plain and not (gate._forward_hooks or up._forward_hooks) else None
+
+    def __call__(self, input: Tensor) -> Tensor:
+        """Map input[..., hidden_size] -> [..., hidden_size]."""
+        gate, up = self.gate, self.up
+        activated = torch.ops.mkldnn._linear_pointwise(input, gate.packed, gate.bias, "swish", [], "")
+        product = torch.ops.mkldnn._linear_pointwise.binary(input, activated, up.packed, up.bias, "mul")
+        out = self.down(product)
+        assert isinstance(out, Tensor)
+        return out
+
+
 # Rows for which fp32 weights are packed: oneDNN takes the same order for any number from a few up.
 PACKED_ROWS = 256
 
@@ -153,8 +189,11 @@ class LoadedModel:
         return HelixColumns(self.share.num_heads, self.share.head_dim, self.helix.rank, self.helix.size, device)
 
     def pack_weights(self) -> None:
-        """Pack the fp32 weights of all layers on a CPU. The head stays plain: it takes few rows."""
+        """Pack the fp32 weights of all layers on a CPU, and fuse MLPs. The head stays plain: it takes few rows."""
         pack_layers(self.body, torch.float32)
+        for module in self.body.modules():
+            if (mlp := GatedMlp.try_of(module)) is not None:
+                module.forward = mlp
 
     @property
     def head_start(self) -> int:

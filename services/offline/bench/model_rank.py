@@ -38,6 +38,7 @@ def start_worker(place: RankPlace, role: str, model: str, num_blocks: int, max_b
                 num_blocks=num_blocks,
                 block_tokens=BLOCK_TOKENS,
                 max_batch=max_batch,
+                packs_weights=role == "prefill",
             ),
         )
     )

@@ -18,7 +18,7 @@ from cp_core.attention.partial import Partial
 from cp_core.errors import Unavailable
 from tests.workers.models import KINDS, Oracle, random_tokens
 from tests.workers.rings import LocalRing, Turn, run_in_thread
-from workers.model.loading import PackedLinear, load_model
+from workers.model.loading import GatedMlp, PackedLinear, load_model
 from workers.protocol.prefill_steps import RING_ALGORITHMS, Algorithm, PrefillOutput, PrefillStep
 from workers.rank import worker as rank_worker
 from workers.rank.worker import RankWorker
@@ -166,6 +166,9 @@ def test_packed_weights_give_the_logits_of_one_process(
 
 def is_packed(worker: RankWorker) -> bool:
     linears = [module for module in worker.parts.model.body.modules() if isinstance(module, torch.nn.Linear)]
+    mlps = [module for module in worker.parts.model.body.modules() if hasattr(module, "gate_proj")]
+    assert mlps
+    assert all(isinstance(module.forward, GatedMlp) for module in mlps), "a plain MLP"
     return bool(linears) and all(isinstance(module, PackedLinear) for module in linears)
 
 
