@@ -2,7 +2,9 @@
 
 import asyncio
 import io
+import os
 import re
+import shlex
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout
@@ -13,6 +15,8 @@ import pytest
 
 from ringserve.v1 import inference_pb2
 from services.auth.tenants import hash_of, read_tenants
+from services.cli.main import build_parser, main
+from services.cluster.state import ClusterStage, ClusterState, remove_state, started_after_boot, write_state
 from services.config import Config, load_config
 from tests.services.local_gateway import MODEL, LocalGateway, codec, gateway, model_path
 
@@ -66,6 +70,58 @@ def test_python_example_of_the_readme_runs_and_prints_plan_text_and_usage(target
         exec(example_with("python", "InferenceStub").replace("127.0.0.1:50051", target), {})
     assert "pass_q because it is the follow-up of tale\nthere was" in printed.getvalue()
     assert "completion_tokens: 32" in printed.getvalue()
+
+
+def commands_of(*texts: str) -> list[list[str]]:
+    """Return the lines of shell blocks as words, without comments; a backslash joins lines."""
+    lines = "\n".join(texts).replace("\\\n", " ").splitlines()
+    return [words for line in lines if (words := shlex.split(line, comments=True))]
+
+
+async def test_every_shell_command_of_the_readme_runs_as_written(
+    gateway: LocalGateway, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A gateway in this process stands for the cluster that `up` starts and `down` stops; both are only parsed."""
+    monkeypatch.setenv("RINGSERVE_STATE", str(tmp_path))
+    monkeypatch.setattr("sys.stdin", io.StringIO("Tell me of rings.\n/plan\n"))
+    readme = re.findall(r"^```sh\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    commands = commands_of(*readme)
+    assert {words[0] for words in commands} == {"make", "source", "ringserve"}
+    own = [words[1:] for words in commands if words[0] == "ringserve"]
+    assert [words[0] for words in own] == ["up", "status", "generate", "generate", "chat", "down"]
+
+    def run() -> list[int]:
+        statuses = []
+        for words in own:
+            if words[0] in ("up", "down"):
+                build_parser().parse_args(words)
+                is_running = words[0] == "up"
+                gateway_at = ClusterState(
+                    name="default",
+                    pid=os.getpid(),
+                    started=started_after_boot(os.getpid()),
+                    stage=ClusterStage.READY,
+                    gateway=gateway.target,
+                )
+                write_state(gateway_at) if is_running else remove_state("default")
+            else:
+                statuses.append(main(words))
+        return statuses
+
+    assert await asyncio.to_thread(run) == [0] * 4
+    shown = capsys.readouterr()
+    assert "prefill rings: 1 of cp 2; decode rings: 1 of cp 3" in shown.out
+    assert '"conversation_id": "tale"' in shown.out
+    assert "> " in shown.out
+    assert shown.err.count("T=") == 2  # of the first generate, and of /plan
+
+
+def test_shell_commands_of_the_documents_are_known() -> None:
+    blocks = [text for kind, text in EXAMPLES if kind == "sh"]
+    named = [words[1:] for words in commands_of(*blocks) if words[0] == "ringserve"]
+    assert len(named) > 10
+    for words in named:
+        build_parser().parse_args(words)
 
 
 async def test_both_clients_of_the_readme_are_answered(gateway: LocalGateway) -> None:

@@ -16,6 +16,7 @@ from cp_core.errors import (
     CapacityExceeded,
     ConfigError,
     DeadlineExceeded,
+    InvalidRequest,
     NotFound,
     RingserveError,
     Unavailable,
@@ -333,3 +334,13 @@ def test_a_generator_that_is_left_early_closes_its_source_in_the_loop() -> None:
     items.close()
     assert ended.wait(5)
     loop.close(asyncio.sleep(0))
+
+
+@pytest.mark.parametrize("stop", ["The end", ["The end"], ("The end",)])
+def test_a_stop_string_may_stand_alone_or_in_any_sequence(stop: str | list[str]) -> None:
+    assert list(Sampling(stop=stop).to_message().stop) == ["The end"]
+
+
+def test_a_stop_that_is_no_text_is_refused_in_one_sentence() -> None:
+    with pytest.raises(InvalidRequest, match=r"sampling_params\.stop: 3 is not allowed"):
+        Sampling(stop=3).to_message()  # type: ignore[arg-type]

@@ -1,0 +1,252 @@
+"""State of a cluster from the first moment of `up` to its end, with a cluster that starts no process."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cp_core.errors import NotFound, Unavailable
+from services.cli import up
+from services.cli.main import build_parser, main
+from services.cluster.state import (
+    ClusterStage,
+    ClusterState,
+    end_cluster,
+    read_record,
+    read_state,
+    require_state,
+    started_after_boot,
+    write_state,
+)
+from services.cluster.stopping import StopRequest
+
+WAITING = [sys.executable, "-c", "input()"]
+
+
+@pytest.fixture(autouse=True)
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("RINGSERVE_STATE", str(tmp_path / "state"))
+    signals = SimpleNamespace(requested=threading.Event(), insisted=threading.Event())
+    monkeypatch.setattr(up, "StopSignals", lambda: signals)
+    monkeypatch.setattr(up, "set_up_logs", lambda *arguments: logging.getLogger())
+    return tmp_path / "state"
+
+
+class FakeCluster:
+    """Cluster whose start tells two rings; `during` runs in the middle of it, `watching` in place of its life."""
+
+    gateway_address, http_address, metrics_address, router_endpoint = "g:1", "h:2", "", "r:3"
+
+    def __init__(self, during: Callable[[], None], watching: Callable[[], None]) -> None:
+        self._during = during
+        self._watching = watching
+        self.rings_serving = 0
+        self.is_stopped = False
+
+    def __call__(
+        self, config: object, progress: Callable[[str], None], *rest: object, **options: object
+    ) -> FakeCluster:
+        self._progress = progress
+        return self
+
+    def start(self) -> None:
+        self._progress("starting Ray")
+        self.rings_serving = 1
+        self._progress("ring prefill-0 serves")
+        self._during()
+
+    def watch(self) -> None:
+        self._watching()
+
+    def drain(self, insisted: threading.Event) -> None:
+        """Have no turns that could end."""
+
+    def stop(self) -> None:
+        self.is_stopped = True
+
+
+def nothing() -> None:
+    """Let the cluster go on."""
+
+
+def ran(
+    monkeypatch: pytest.MonkeyPatch,
+    *arguments: str,
+    during: Callable[[], None] = nothing,
+    watching: Callable[[], None] = nothing,
+) -> int:
+    cluster = FakeCluster(during, watching)
+    monkeypatch.setattr(up, "LocalCluster", cluster)
+    try:
+        return main([*arguments])
+    finally:
+        assert cluster.is_stopped
+
+
+def failing(error: BaseException) -> Callable[[], None]:
+    def fail() -> None:
+        raise error
+
+    return fail
+
+
+def test_a_cluster_is_known_while_it_starts_and_when_it_serves(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[ClusterState] = []
+
+    def look() -> None:
+        seen.append(require_state("default"))
+
+    assert ran(monkeypatch, "up", during=look, watching=look) == 0
+    starting, ready = seen
+    assert (starting.stage, starting.rings_serving, starting.num_rings) == (ClusterStage.STARTING, 1, 2)
+    assert starting.progress == ("starting Ray", "ring prefill-0 serves")
+    assert (ready.stage, ready.gateway, ready.router) == (ClusterStage.READY, "g:1", "r:3")
+    assert read_record("default") is None
+    shown = capsys.readouterr()
+    assert shown.err.splitlines()[:2] == ["ringserve: starting Ray", "ringserve: ring prefill-0 serves"]
+    assert "ready, gateway at g:1, model builtin:tiny: its weights are random, so its text means nothing" in shown.out
+
+
+def test_serve_is_up_with_a_model(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ran(monkeypatch, "serve", str(tmp_path), "--set", "prefill.cp=1") == 0
+    assert f"ready, gateway at g:1, model {tmp_path} (stop with" in capsys.readouterr().out
+
+
+def test_a_cluster_whose_router_dies_is_reported_with_the_reason_and_the_log(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    died = failing(Unavailable("the router died"))
+    assert ran(monkeypatch, "up", "--detached-log", "/tmp/x.log", watching=died) == 1
+    for _ in range(2):
+        assert main(["status"]) == 1
+        told = capsys.readouterr().err.splitlines()[-1]
+        assert told.startswith("ringserve: the cluster 'default' ended by itself: the router died (log: /tmp/x.log)")
+    assert main(["down"]) == 1
+    with pytest.raises(NotFound, match="no cluster named 'default' runs here"):
+        require_state("default")
+
+
+@pytest.mark.parametrize("error", [Unavailable("Ray did not start"), StopRequest()])
+def test_a_start_that_fails_or_is_stopped_leaves_no_state(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    ran(monkeypatch, "up", during=failing(error))
+    assert read_record("default") is None
+
+
+def test_a_name_in_use_is_refused_and_its_state_stays(
+    monkeypatch: pytest.MonkeyPatch, child: subprocess.Popen[bytes], capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_state(state_of(child))
+    assert main(["up"]) == 1
+    assert f"'default' runs already (pid {child.pid}, starting)" in capsys.readouterr().err
+    assert require_state("default").pid == child.pid
+
+
+# --- detached: the process that waits, and a child that stands for the cluster ---------------------------------------
+
+
+@pytest.fixture
+def child() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen(WAITING, stdin=subprocess.PIPE) as process:
+        yield process
+        process.kill()
+
+
+def state_of(process: subprocess.Popen[bytes], **fields: Any) -> ClusterState:
+    return ClusterState(name="default", pid=process.pid, started=started_after_boot(process.pid), num_rings=2, **fields)
+
+
+def detached(monkeypatch: pytest.MonkeyPatch, process: subprocess.Popen[bytes], then: Callable[[], None]) -> int:
+    """Run `up --detach` with `process` as the cluster; `then` is done by another process, once the name is claimed."""
+    monkeypatch.setattr(up, "_start_detached", lambda command, path: process)
+
+    def act() -> None:
+        claimed()
+        then()
+
+    other = threading.Thread(target=act)
+    other.start()
+    try:
+        return main(["up", "--detach"])
+    finally:
+        other.join(30)
+
+
+def claimed() -> None:
+    """Wait until the cluster that starts is known."""
+    pause = threading.Event()
+    while read_state("default") is None:
+        assert not pause.wait(0.01)
+
+
+def test_a_detached_start_shows_the_progress_of_the_cluster_and_its_log(
+    monkeypatch: pytest.MonkeyPatch, child: subprocess.Popen[bytes], state: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = ("starting Ray", "ring prefill-0 serves")
+
+    def become_ready() -> None:
+        write_state(state_of(child, progress=told, stage=ClusterStage.READY, gateway="g:1", log=str(state / "l")))
+
+    assert detached(monkeypatch, child, become_ready) == 0
+    shown = capsys.readouterr()
+    assert shown.err.splitlines() == ["ringserve: starting Ray", "ringserve: ring prefill-0 serves"]
+    assert "ready, gateway at g:1, model builtin:tiny" in shown.out
+    assert f"(pid {child.pid}, log {state / 'l'})" in shown.out
+
+
+def test_down_ends_a_cluster_that_has_only_begun_to_start(
+    monkeypatch: pytest.MonkeyPatch, child: subprocess.Popen[bytes], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def end() -> None:
+        end_cluster(require_state("default"), 30.0)
+
+    assert detached(monkeypatch, child, end) == 1
+    assert "the cluster did not start: it was told to end (log: " in capsys.readouterr().err
+    assert child.wait(30) != 0
+    assert read_record("default") is None
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_detached_start_that_fails_tells_the_reason_of_the_log(
+    monkeypatch: pytest.MonkeyPatch,
+    child: subprocess.Popen[bytes],
+    state: Path,
+    capsys: pytest.CaptureFixture[str],
+    as_json: bool,
+) -> None:
+    lines = ["ringserve: starting Ray", "ringserve: Ray did not start: no room", "some other line"]
+
+    def fail() -> None:
+        text = "\n".join(json.dumps({"ts": "now", "message": line}) if as_json else line for line in lines)
+        (state / "default.log").write_text(text)
+        child.kill()
+
+    assert detached(monkeypatch, child, fail) == 1
+    assert "ringserve: the cluster did not start: Ray did not start: no room (log: " in capsys.readouterr().err
+    assert read_record("default") is None
+
+
+def test_the_process_of_a_detached_cluster_gets_every_option() -> None:
+    options = build_parser().parse_args(
+        ["serve", "DIR", "--detach", "--name", "x", "--set", "prefill.cp=1", "--no-gateway", "--drain-seconds", "3"]
+    )
+    options.set = [*options.set, "model.path=DIR"]
+    options.detached_log = "/tmp/x.log"
+    again = build_parser().parse_args(up._detached_command(options)[3:])
+    for key in ("name", "set", "no_gateway", "drain_seconds", "detached_log", "config"):
+        assert getattr(again, key) == getattr(options, key)
+    assert not again.detach
