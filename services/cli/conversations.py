@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 
 from google.protobuf.json_format import MessageToJson
 from google.protobuf.message import Message
 from rich.console import Console
+from rich.table import Table
 
 from cp_core.errors import InvalidRequest
 from ringserve.v1 import inference_pb2
@@ -57,20 +59,26 @@ def run_list(options: argparse.Namespace) -> int:
     if options.json:
         _print_json(found)
         return 0
-    table = listing("conversation", "tokens", "turns", "idle", "expires after", "retained", "running")
-    for item in found.conversations:
+    print_table(Console(), _table(found.conversations))
+    return 0
+
+
+def _table(conversations: Sequence[inference_pb2.ConversationSummary]) -> Table:
+    """Return a line for each conversation, with the running turns only where there are some."""
+    is_running = any(item.running_request_id for item in conversations)
+    headers = ("conversation", "tokens", "turns", "idle", "expires", "KV prefill/decode")
+    table = listing(*headers, *(["running"] if is_running else []))
+    for item in conversations:
         waiting = f" +{item.num_waiting} waiting" if item.num_waiting else ""
-        table.add_row(
-            item.conversation_id,
+        cells = (
             str(item.num_tokens),
             str(item.num_turns),
             f"{item.idle_seconds:.0f} s",
             f"{item.ttl_seconds:g} s" if item.ttl_seconds else "never",
             f"{item.kept_on_prefill}/{item.kept_on_decode}",
-            item.running_request_id + waiting,
         )
-    print_table(Console(), table)
-    return 0
+        table.add_row(item.conversation_id, *cells, *([item.running_request_id + waiting] if is_running else []))
+    return table
 
 
 def run_show(options: argparse.Namespace) -> int:

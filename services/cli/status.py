@@ -16,7 +16,7 @@ from rich.table import Table
 from cp_core.errors import ConfigError, NotFound
 from ringserve.v1 import inference_pb2
 from services.cli.options import Subcommands, add_target_options, client_of
-from services.cluster.state import ClusterStage, ClusterState, require_state, starting_line
+from services.cluster.state import OR_TARGET, ClusterStage, ClusterState, require_state, starting_line
 from services.offline.terminal import listing, print_table
 
 EXAMPLE = """example:
@@ -47,7 +47,7 @@ def add(commands: Subcommands) -> None:
 
 def run(options: argparse.Namespace) -> int:
     if not options.target:
-        state = require_state(options.name)
+        state = require_state(options.name, OR_TARGET)
         if state.stage is ClusterStage.STARTING:
             return _show_starting(state, as_json=options.json)
     with client_of(options) as client:

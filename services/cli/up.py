@@ -34,7 +34,7 @@ from services.cluster.state import (
 from services.cluster.stopping import StopRequest, StopSignals
 from services.config import Config
 from services.telemetry.logs import JsonLines, set_up_logs
-from workers.model.builtin import has_random_weights
+from workers.model.builtin import PREFIX, SMOLLM2, has_random_weights
 
 STOP_SECONDS = 60.0
 """Seconds for a detached cluster that does not start in time to end."""
@@ -196,15 +196,13 @@ def _announce(options: argparse.Namespace, config: Config, state: ClusterState) 
         _write_ready_file(options.ready_file, text)
     endpoint = f"gateway at {state.gateway}" if state.gateway else f"router at {state.router}"
     stop = f"pid {state.pid}, log {state.log}" if options.detach else "stop with Ctrl-C or 'ringserve down'"
-    message = f"ringserve: ready, {endpoint}, {model_words(config.model.path)} ({stop})"
-    print(text if options.json else message, flush=True)
-
-
-def model_words(model: str) -> str:
-    """Return the name of a model, and for random weights that its text means nothing."""
-    if has_random_weights(model):
-        return f"model {model}: its weights are random, so its text means nothing"
-    return f"model {model}"
+    print(text if options.json else f"ringserve: ready, {endpoint}, model {config.model.path} ({stop})", flush=True)
+    if has_random_weights(config.model.path) and not options.json:
+        print(
+            f"ringserve: the weights of {config.model.path} are random, so its text means nothing; "
+            f"'ringserve serve {PREFIX}{SMOLLM2}' serves a real model, 'ringserve serve DIR' yours",
+            flush=True,
+        )
 
 
 def _write_ready_file(path: Path, text: str) -> None:

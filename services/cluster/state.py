@@ -17,6 +17,7 @@ from cp_core.errors import ConfigError, NotFound, Unavailable
 START_TOLERANCE_SECONDS = 2.0
 KILL_SECONDS = 10.0
 """Seconds for killed processes to disappear."""
+OR_TARGET = " or give --target HOST:PORT"
 GONE = (psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError)
 """Errors about a process that has ended. psutil passes on the last two where it ends between two of its reads."""
 
@@ -217,20 +218,25 @@ def read_state(name: str) -> ClusterState | None:
     return None if state is None or state.stage is ClusterStage.ENDED else state
 
 
-def require_state(name: str) -> ClusterState:
-    """Return the cluster of that name that starts or serves. Raises NotFound, which tells how one ended by itself."""
+def require_state(name: str, or_else: str = "") -> ClusterState:
+    """Return the cluster of that name that starts or serves. Raises NotFound, which tells how one ended by itself.
+
+    `or_else` is what a user can do instead of starting one.
+    """
     state = read_record(name)
     if state is None:
-        raise NotFound(f"no cluster named {name!r} runs here; start one with 'ringserve up' or give --target HOST:PORT")
+        raise NotFound(f"no cluster named {name!r} runs here; start one with 'ringserve up'{or_else}")
     if state.stage is ClusterStage.ENDED:
         log = f" (log: {state.log})" if state.log else ""
-        raise NotFound(f"the cluster {name!r} ended by itself: {state.reason}{log}; start it with 'ringserve up'")
+        raise NotFound(
+            f"the cluster {name!r} ended by itself: {state.reason}{log}; start it with 'ringserve up'{or_else}"
+        )
     return state
 
 
 def require_ready(name: str) -> ClusterState:
     """Return the cluster of that name that serves. Raises NotFound, and Unavailable for one that still starts."""
-    state = require_state(name)
+    state = require_state(name, OR_TARGET)
     if state.stage is ClusterStage.STARTING:
         raise Unavailable(f"the cluster {starting_line(state)}; 'ringserve status' says when it serves")
     return state

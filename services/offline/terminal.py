@@ -10,6 +10,7 @@ from rich.box import SIMPLE
 from rich.cells import cell_len
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.segment import Segments
 from rich.table import Table
 
 PIPE_WIDTH = 150
@@ -55,7 +56,9 @@ def print_table(target: Console, table: Table, num_keys: int = 1) -> None:
     for part in parts:
         chosen = [*keys, *part]
         width = max(target.width, outside + sum(widths[column] for column in chosen))
-        target.print(_columns(table, chosen), width=width, crop=False, soft_wrap=width > target.width)
+        # Rendered first: `print` would cut the table to the terminal's width.
+        segments = target.render(_columns(table, chosen), target.options.update(width=width))
+        target.print(Segments(segments), end="", soft_wrap=True)
 
 
 def print_lines(*lines: str) -> None:

@@ -115,14 +115,17 @@ def test_a_cluster_is_known_while_it_starts_and_when_it_serves(
     assert read_record("default") is None
     shown = capsys.readouterr()
     assert shown.err.splitlines()[:2] == ["ringserve: starting Ray", "ringserve: ring prefill-0 serves"]
-    assert "ready, gateway at g:1, model builtin:tiny: its weights are random, so its text means nothing" in shown.out
+    assert "ready, gateway at g:1, model builtin:tiny (stop with Ctrl-C" in shown.out
+    assert "the weights of builtin:tiny are random, so its text means nothing" in shown.out
 
 
 def test_serve_is_up_with_a_model(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert ran(monkeypatch, "serve", str(tmp_path), "--set", "prefill.cp=1") == 0
-    assert f"ready, gateway at g:1, model {tmp_path} (stop with" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert f"ready, gateway at g:1, model {tmp_path} (stop with" in shown
+    assert "random" not in shown
 
 
 def test_a_cluster_whose_router_dies_is_reported_with_the_reason_and_the_log(

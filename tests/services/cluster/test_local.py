@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from cp_core.errors import Unavailable
+from cp_core.errors import ConfigError, Unavailable
 from services.cluster import local
 from services.cluster.local import LocalCluster
 from services.cluster.stopping import StopRequest
@@ -58,3 +59,20 @@ def test_files_of_ray_that_vanish_while_it_is_stopped_do_not_stop_the_end(
     cluster.stop()
     assert not cluster._temp.exists()
     assert "Ray ended with an error: [Errno 2] No such file or directory" in caplog.text
+
+
+def test_all_ports_that_are_taken_are_told_at_once_with_the_options_that_help() -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        taken = f"127.0.0.1:{listener.getsockname()[1]}"
+        config = config_from({"gateway": {"listen": taken, "http": "", "metrics": taken}})
+        cluster = LocalCluster(config)
+        with pytest.raises(ConfigError) as refused:
+            cluster.start()
+        cluster.stop()
+    assert str(refused.value) == (
+        f"gateway.listen: cannot listen on {taken}: Address already in use; "
+        f"gateway.metrics: cannot listen on {taken}: Address already in use; choose another port, or any free one "
+        "with --set gateway.listen=127.0.0.1:0 --set gateway.metrics=127.0.0.1:0"
+    )

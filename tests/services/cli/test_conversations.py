@@ -1,0 +1,50 @@
+"""Output of `ringserve conversations list`."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+
+from ringserve.v1 import inference_pb2
+from services.cli import conversations
+from services.cli.main import build_parser
+
+
+def listed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *found: inference_pb2.ConversationSummary
+) -> list[str]:
+    monkeypatch.setenv("COLUMNS", "80")
+    client = SimpleNamespace(list_conversations=lambda prefix: found)
+    monkeypatch.setattr(conversations, "client_of", lambda options: nullcontext(client))
+    assert conversations.run_list(build_parser().parse_args(["conversations", "list"])) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def test_every_id_can_be_copied_and_no_line_is_longer_than_80_columns(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ids = ["chat-4ecf49000d22", "conversation-0123456789abcdef-long", "x"]
+    items = [
+        inference_pb2.ConversationSummary(conversation_id=each, num_tokens=131072, idle_seconds=86400, num_turns=7)
+        for each in ids
+    ]
+    items[1].running_request_id, items[1].num_waiting, items[0].ttl_seconds = "req-0123456789abcdef", 2, 3600
+    lines = listed(monkeypatch, capsys, *items)
+    assert max(map(len, lines)) <= 80
+    for each in ids:
+        assert any(line.split()[0] == each for line in lines)
+    text = "\n".join(lines)
+    assert "req-0123456789abcdef +2 waiting" in text
+    assert "3600 s" in text
+    assert "…" not in text
+
+
+def test_a_short_list_of_idle_conversations_is_one_table(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    item = inference_pb2.ConversationSummary(conversation_id="chat-4ecf49000d22", num_tokens=131072, num_turns=1000)
+    lines = listed(monkeypatch, capsys, item)
+    assert len(lines) == 3
+    assert "running" not in lines[0]
