@@ -115,7 +115,7 @@ async def test_every_shell_command_of_the_readme_runs_as_written(
     assert "prefill rings: 1 of cp 2; decode rings: 1 of cp 3" in shown.out
     assert '"conversation_id": "tale"' in shown.out
     assert "> " in shown.out
-    assert shown.err.count("T=") == 2  # of the first generate, and of /plan
+    assert shown.err.count("TTFT") == 2  # of the first generate, and of /plan
 
 
 def test_shell_commands_of_the_documents_are_known() -> None:
