@@ -61,6 +61,9 @@ def add(commands: Subcommands) -> None:
     parser.add_argument(
         "--hardware", metavar="PROFILE", default="gtt", help="a shipped profile or a file (default: gtt)"
     )
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="its device: KV on cpu is float32 (default: cuda)"
+    )
     parser.add_argument("--context", metavar="TOKENS,...", help="prompt lengths; 128k:9,1m:1 weighs them")
     parser.add_argument("--cached", type=float, default=0.0, help="share of a prompt that is cached (default: 0)")
     parser.add_argument("--chunk", metavar="TOKENS", help="longest prefill step (default: whole prompts)")
@@ -112,7 +115,7 @@ def run_plan(options: argparse.Namespace) -> int:
     for name in ("model", "context"):
         if getattr(options, name) is None:
             raise ConfigError(f"--{name}: no value is given; it is required without --reproduce")
-    model, profile = planned_model(options.model), read_profile(options.hardware)
+    model, profile = planned_model(options.model, options.device), read_profile(options.hardware)
     workload, traffic = _workload(options), _traffic(options)
     shapes = [RingShape(cp=cp, tp=tp) for tp in _tp_sizes(options, model, profile) for cp in _cp_sizes(options)]
     forecasts = [forecast_ring(model, profile, shape, workload) for shape in shapes]

@@ -35,8 +35,11 @@ def shipped_models() -> Mapping[str, Mapping[str, Any]]:
     return models
 
 
-def planned_model(name: str) -> PlannedModel:
-    """Return a shipped model, or that of a directory or `builtin:tiny`. Raises ConfigError or ModelRefused."""
+def planned_model(name: str, device: str = "cuda") -> PlannedModel:
+    """Return a shipped model, or that of a directory or `builtin:tiny`. Raises ConfigError or ModelRefused.
+
+    The KV of a directory's model has its dtype on the device `cuda`, and is float32 on `cpu`.
+    """
     if (sizes := shipped_models().get(name)) is not None:
         return _from_sizes(name, sizes)
     try:
@@ -44,7 +47,7 @@ def planned_model(name: str) -> PlannedModel:
     except ModelRefused as error:
         known = ", ".join(shipped_models())
         raise ConfigError(f"--model: {name!r} is unknown; allowed are {known}, or a model directory") from error
-    info = read_model_info(path)
+    info = read_model_info(path, device=device)
     is_tied = bool(read_json(path / "config.json").get("tie_word_embeddings", False))
     return PlannedModel(
         name=info.name,
