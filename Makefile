@@ -19,7 +19,7 @@ BENCHES := $(wildcard bench/*.py)
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
 
-demo: $(USER_READY) ## serve a long two-turn conversation on this machine and check every token
+demo: $(USER_READY) ## ask a real model about a document on this machine and check every token
 	$(BIN)/ringserve demo
 
 test: $(DEV_READY) ## run lint and tests, required before a commit

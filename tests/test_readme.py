@@ -82,7 +82,7 @@ def commands_of(*texts: str) -> list[list[str]]:
 async def test_every_shell_command_of_the_readme_runs_as_written(
     gateway: LocalGateway, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A gateway in this process stands for the cluster that `up` starts and `down` stops; both are only parsed."""
+    """A gateway in this process stands for the cluster that `serve` starts and `down` stops; both are only parsed."""
     monkeypatch.setenv("RINGSERVE_STATE", str(tmp_path))
     monkeypatch.setattr(Chat, "_context_tokens", lambda self: 64)  # random weights know no end
     monkeypatch.setattr("sys.stdin", io.StringIO("Tell me of rings.\n/plan\n"))
@@ -90,14 +90,14 @@ async def test_every_shell_command_of_the_readme_runs_as_written(
     commands = commands_of(*readme)
     assert {words[0] for words in commands} == {"make", "source", "ringserve"}
     own = [words[1:] for words in commands if words[0] == "ringserve"]
-    assert [words[0] for words in own] == ["up", "status", "generate", "generate", "chat", "down"]
+    assert [words[0] for words in own] == ["serve", "status", "generate", "generate", "chat", "down"]
 
     def run() -> list[int]:
         statuses = []
         for words in own:
-            if words[0] in ("up", "down"):
+            if words[0] in ("serve", "down"):
                 build_parser().parse_args(words)
-                is_running = words[0] == "up"
+                is_running = words[0] == "serve"
                 gateway_at = ClusterState(
                     name="default",
                     pid=os.getpid(),
@@ -130,7 +130,7 @@ async def test_both_clients_of_the_readme_are_answered(gateway: LocalGateway) ->
     with redirect_stdout(io.StringIO()) as printed:
         for word in ("from openai import", "from services.client import"):
             example = example_with("python", word).replace("127.0.0.1:50051", gateway.target)
-            example = example.replace("http://127.0.0.1:8000", gateway.url).replace("builtin:tiny", MODEL)
+            example = example.replace("http://127.0.0.1:8000", gateway.url).replace("builtin:smollm2", MODEL)
             await asyncio.to_thread(exec, example, {})
     # Each prints the reason of a plan; the second example's plan is of a turn whose predecessor is cached.
     assert printed.getvalue().count("predicted pass-KV") == 2

@@ -1,4 +1,4 @@
-"""`ringserve demo`: start a cluster, play a long two-turn conversation, check every token, stop everything."""
+"""`ringserve demo`: ask a real model about a document, check every token against transformers, stop everything."""
 
 from __future__ import annotations
 
@@ -11,20 +11,36 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from cp_core.errors import ModelRefused
+from services.cli.import_model import prepare
 from services.cli.options import Subcommands
 from services.client import Client
 from services.cluster.local import LocalCluster
 from services.cluster.stopping import StopRequest, StopSignals
 from services.gateway.text import TextCodec
-from services.offline.demo import FOLLOW_UP, QUESTION, DemoConversation, DemoTurn, Verdict, check, demo_config, document
-from workers.model.builtin import resolve_model_path
+from services.offline.demo import (
+    FIRST,
+    FOLLOW_UP,
+    FORKED,
+    DemoConversation,
+    DemoTurn,
+    Question,
+    Verdict,
+    check,
+    demo_config,
+    document,
+    passage,
+)
+from workers.model.builtin import PREFIX, SMOLLM2, TINY, has_random_weights, resolve_model_path
 from workers.model.info import read_model_info
 
 EXAMPLE = """example:
   ringserve demo
-  ringserve demo --tokens 16000 --max-tokens 128 --json
+  ringserve demo --model builtin:tiny --tokens 4000 --json
 """
 EXIT_INTERRUPTED = 130
+RANDOM_TOKENS = 8192
+"""Length of the document for a random model: a token of `builtin:tiny` is a byte."""
 FOLLOW_UP_TOOK = {
     "pass_kv": "the follow-up took pass-KV: by the rates of the rings it is no slower than pass-Q here",
     "pass_q": "the follow-up took pass-Q: its queries are few, and keys and values stay in place",
@@ -35,12 +51,22 @@ FOLLOW_UP_TOOK = {
 def add(commands: Subcommands) -> None:
     parser = commands.add_parser(
         "demo",
-        help="run a two-turn conversation and check every token",
+        help="ask a model about a document and check every token",
         epilog=EXAMPLE,
         formatter_class=argparse.RawTextHelpFormatter,
     )
-    parser.add_argument("--tokens", type=int, default=8192, help="tokens of the document, at least (default: 8192)")
-    parser.add_argument("--max-tokens", type=int, default=64, help="tokens of each answer (default: 64)")
+    parser.add_argument(
+        "--model",
+        metavar="DIR",
+        help=f"model (default: {PREFIX}{SMOLLM2}, or {PREFIX}{TINY} where that cannot be had)",
+    )
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        default=0,
+        help=f"cut the document after so many tokens (default: all of it, {RANDOM_TOKENS} with {PREFIX}{TINY})",
+    )
+    parser.add_argument("--max-tokens", type=int, default=64, help="tokens of each answer, at most (default: 64)")
     parser.add_argument("--json", action="store_true", help="print turns and verdicts as one JSON object")
     parser.set_defaults(run=run)
 
@@ -48,23 +74,27 @@ def add(commands: Subcommands) -> None:
 def run(options: argparse.Namespace) -> int:
     console = Console(stderr=options.json)
     began = time.monotonic()
+    model = _choose_model(options.model, console)
+    path = resolve_model_path(model)
+    info, codec = read_model_info(path), TextCodec(path)
+    is_random = has_random_weights(model)
+    text = document(codec, options.tokens or (RANDOM_TOKENS if is_random else 0))
 
     signals = StopSignals()
     cluster = None
     try:
-        config = demo_config()
-        path = resolve_model_path(config.model.path)
 
         def progress(line: str) -> None:
             console.print(f"[dim]{time.monotonic() - began:6.1f} s  {line}")
 
-        cluster = LocalCluster(config, progress, signals.requested)
+        cluster = LocalCluster(demo_config(model, info.max_positions), progress, signals.requested)
         with console.status("starting the cluster"):
             cluster.start()
         with signals.interruptible():
-            turns = _play(console, cluster.gateway_address, TextCodec(path), options)
-            with console.status("checking both answers against transformers on one process"):
-                verdicts = check(turns, path, list(read_model_info(path).eos_token_ids))
+            console.print(f"\n{model} reads the log of an invented weather station, {len(codec.encode(text))} tokens")
+            turns = _play(console, cluster.gateway_address, codec, text, options.max_tokens)
+            with console.status("checking all answers against transformers on one process"):
+                verdicts = check(turns, path, info.eos_token_ids, options.max_tokens, "" if is_random else text)
     except StopRequest:
         console.print("interrupted, stopping")
         return EXIT_INTERRUPTED
@@ -75,24 +105,45 @@ def run(options: argparse.Namespace) -> int:
     return _report(console, options, turns, verdicts, time.monotonic() - began)
 
 
-def _play(console: Console, gateway: str, codec: TextCodec, options: argparse.Namespace) -> list[DemoTurn]:
-    turns = []
+def _choose_model(asked: str | None, console: Console) -> str:
+    """Return the model that was asked for, else the real built-in one, else the random one. Raises ModelRefused."""
+    model = asked or PREFIX + SMOLLM2
+    try:
+        prepare(model, console)
+    except ModelRefused as error:
+        if asked:
+            raise
+        console.print(f"{error}; the demo runs {PREFIX}{TINY}, whose answers mean nothing", markup=False)
+        return PREFIX + TINY
+    return model
+
+
+def _play(console: Console, gateway: str, codec: TextCodec, text: str, max_tokens: int) -> list[DemoTurn]:
+    turns: list[DemoTurn] = []
+
+    def ask(conversation: DemoConversation, question: Question, message: str) -> None:
+        console.print(f"\n> {question.text}", markup=False, highlight=False)
+        waiting = console.status(f"turn {question.title}: prefilling")
+        waiting.start()
+
+        def show(piece: str) -> None:
+            waiting.stop()
+            console.print(piece, end="", markup=False, highlight=False, soft_wrap=True, style="green")
+
+        try:
+            turns.append(conversation.ask(question, message, show))
+        finally:
+            waiting.stop()
+        console.print()
+        if found := passage(text, question.fact):
+            console.print(f"  the log: {found}", markup=False, highlight=False, style="dim")
+
     with Client(gateway) as client:
-        conversation = DemoConversation(client, codec, options.max_tokens)
-        texts = (("1: document", document(codec, options.tokens) + QUESTION), ("2: follow-up", FOLLOW_UP))
-        for title, text in texts:
-            waiting = console.status(f"turn {title}, {len(codec.encode(text))} new tokens: prefilling")
-            waiting.start()
-
-            def show(piece: str, waiting: object = waiting) -> None:
-                waiting.stop()  # type: ignore[attr-defined]
-                console.print(piece, end="", markup=False, highlight=False, soft_wrap=True, style="green")
-
-            try:
-                turns.append(conversation.ask(title, text, show))
-            finally:
-                waiting.stop()
-            console.print()
+        conversation = DemoConversation(client, codec, max_tokens)
+        ask(conversation, FIRST, f"{text}\n\n{FIRST.text}")
+        ask(conversation, FOLLOW_UP, FOLLOW_UP.text)
+        ask(conversation.fork(turns[0]), FORKED, FORKED.text)
+    console.print()
     return turns
 
 
@@ -101,28 +152,35 @@ def _report(
 ) -> int:
     console.print(_table(turns))
     for verdict in verdicts:
-        outcome = (
-            "equal, token for token" if verdict.is_equal else f"DIFFERENT: transformers answers {verdict.expected}"
-        )
-        console.print(f"turn {verdict.title}: {outcome} (smallest lead {verdict.smallest_lead:.2g} logits)")
-    console.print(FOLLOW_UP_TOOK[turns[-1].answer["plan"]["algorithm"]])
-    passed = all(verdict.is_equal for verdict in verdicts)
+        console.print(f"turn {verdict.title}: {_outcome(verdict)} (smallest lead {verdict.smallest_lead:.2g} logits)")
+    console.print(FOLLOW_UP_TOOK[turns[1].answer["plan"]["algorithm"]])
+    passed = all(verdict.is_equal and verdict.is_right is not False for verdict in verdicts)
     console.print(f"{'done' if passed else 'FAILED'} in {seconds:.1f} s; nothing is left running")
     if options.json:
         report = {
             "passed": passed,
             "seconds": seconds,
-            "turns": [{"title": turn.title, **turn.answer, "tokens_per_rank": turn.tokens_per_rank} for turn in turns],
+            "turns": [
+                {"title": turn.question.title, **turn.answer, "tokens_per_rank": turn.tokens_per_rank} for turn in turns
+            ],
             "equal_to_transformers": [verdict.is_equal for verdict in verdicts],
+            "right": [verdict.is_right for verdict in verdicts],
         }
         json.dump(report, sys.stdout)
         print()
     return 0 if passed else 1
 
 
+def _outcome(verdict: Verdict) -> str:
+    right = {True: "right, ", False: "WRONG, ", None: ""}[verdict.is_right]
+    if not verdict.is_equal:
+        return f"{right}DIFFERENT: transformers chooses {verdict.expected}"
+    return f"{right}every token is transformers' own choice"
+
+
 def _table(turns: list[DemoTurn]) -> Table:
     """Return a table with a column for each turn."""
-    table = Table("", *(turn.title for turn in turns))
+    table = Table("", *(turn.question.title for turn in turns))
     plans = [turn.answer["plan"] for turn in turns]
     table.add_row("new tokens T", *(f"{plan['new_tokens']}" for plan in plans))
     table.add_row("cached tokens P", *(f"{plan['cached_tokens']}" for plan in plans))
@@ -135,7 +193,7 @@ def _table(turns: list[DemoTurn]) -> Table:
     table.add_row("TTIT", *(f"{1000 * turn.answer['ttit_seconds']:.1f} ms" for turn in turns))
     table.add_row("migrated to decode", *(f"{plan['migrated_bytes'] / 1e6:.2f} MB" for plan in plans))
     table.add_row("pulled from decode", *(f"{plan['pulled_bytes'] / 1e6:.2f} MB" for plan in plans))
-    for ring in turns[-1].tokens_per_rank:
+    for ring in turns[0].tokens_per_rank:
         held = ("  ".join(f"{tokens}" for tokens in turn.tokens_per_rank.get(ring, [])) for turn in turns)
         table.add_row(f"KV tokens per rank, {ring}", *held)
     return table

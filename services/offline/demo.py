@@ -1,112 +1,151 @@
-"""Demo: a long document and a follow-up, both checked against stock transformers."""
+"""Demo: three questions about a document, in a conversation and its fork, checked against stock transformers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from pydoc_data.topics import topics
-from typing import Any
+from typing import Any, Final
 
-from cp_core.errors import RingserveError
+from cp_core.errors import ConfigError
 from ringserve.v1 import inference_pb2
 from services.client import Client
-from services.config import Config, DecodeConfig, GatewayConfig, KvCacheConfig, LogConfig, PrefillConfig
+from services.config import Config, DecodeConfig, GatewayConfig, KvCacheConfig, LogConfig, ModelConfig, PrefillConfig
 from services.gateway.text import TextCodec
 from services.rpc.answer import answer_dict, collect
 
-CONVERSATION = "demo"
-QUESTION = "\n\nQuestion: what does this text say about names?\nAnswer:"
-FOLLOW_UP = "\nAnd in one short sentence?\n"
+DOCUMENT: Final = Path(__file__).with_name("demo_document.txt")
+"""Log of an invented weather station: nothing else tells what it says. Blank lines end its paragraphs."""
+CONVERSATION: Final = "demo"
+FORK: Final = "demo-fork"
+MAX_RANK_TOKENS: Final = 16384
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """Question about the document, and the words of the document that a right answer repeats."""
+
+    title: str
+    text: str
+    fact: str
+
+
+FIRST: Final = Question(title="1: document", text="What is the name of the dog?", fact="Marzipan")
+FOLLOW_UP: Final = Question(title="2: follow-up", text="What is the code of the boathouse lock?", fact="7319")
+FORKED: Final = Question(title="3: fork of 1", text="What is the password for the radio?", fact="copper lantern")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DemoTurn:
     """Served turn: its whole prompt, and the object that `generate --json` prints."""
 
-    title: str
+    question: Question
     prompt: list[int]
     answer: dict[str, Any]
     tokens_per_rank: dict[str, list[int]]
 
 
-def demo_config() -> Config:
+def demo_config(model: str, max_positions: int) -> Config:
     """Return the configuration of two rings of two ranks on loopback, on free ports."""
     return Config(
+        model=ModelConfig(path=model),
         prefill=PrefillConfig(cp=2, chunk_tokens=16384),
         decode=DecodeConfig(cp=2, max_batch=8),
-        kv_cache=KvCacheConfig(tokens_per_rank=16384),
+        kv_cache=KvCacheConfig(tokens_per_rank=min(MAX_RANK_TOKENS, max_positions // 2)),
         gateway=GatewayConfig(listen="127.0.0.1:0", http="", metrics="127.0.0.1:0"),
         logs=LogConfig(level="warning"),
     )
 
 
-def document(codec: TextCodec, num_tokens: int) -> str:
-    """Return at least `num_tokens` tokens of real text from the reference that every Python carries."""
-    text = ""
-    for line in "".join(topics[name] for name in sorted(topics)).splitlines(keepends=True):
-        text += line
-        # A token is at least one byte: encode only when the text can be long enough.
-        if len(text.encode()) >= num_tokens and len(codec.encode(text)) >= num_tokens:
-            return text
-    raise RingserveError(f"Python's topics have fewer than {num_tokens} tokens")
+def document(codec: TextCodec, num_tokens: int = 0) -> str:
+    """Return the document, or its first `num_tokens` tokens; each paragraph is one line. Raises ConfigError."""
+    paragraphs = DOCUMENT.read_text(encoding="utf-8").strip().split("\n\n")
+    whole = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+    tokens = codec.encode(whole).tolist()
+    if not 0 <= num_tokens <= len(tokens):
+        raise ConfigError(f"--tokens: {num_tokens} is not allowed; the document has {len(tokens)} tokens")
+    return codec.decode(tokens[:num_tokens]) if num_tokens else whole
+
+
+def passage(text: str, fact: str) -> str:
+    """Return the sentence of a text that holds a fact, or nothing."""
+    sentences = text.replace("\n", " ").split(". ")
+    return next((sentence.strip().rstrip(".") + "." for sentence in sentences if fact in sentence), "")
 
 
 class DemoConversation:
-    """Conversation of the demo with a gateway."""
+    """Conversation of the demo with a gateway, in messages of a chat."""
 
     def __init__(self, client: Client, codec: TextCodec, max_tokens: int) -> None:
         self._client = client
         self._codec = codec
         self._max_tokens = max_tokens
-        self._history: list[int] = []
+        self._conversation_id = CONVERSATION
+        self._messages: list[tuple[str, str]] = []
 
-    def ask(self, title: str, text: str, show: Callable[[str], None]) -> DemoTurn:
-        """Send only the new text of a turn; `show` gets the answer's text as it streams."""
-        new = self._codec.encode(text).tolist()
+    def ask(self, question: Question, text: str, show: Callable[[str], None]) -> DemoTurn:
+        """Send the chat so far and `text`; `show` gets the answer's text as it streams."""
+        self._messages.append(("user", text))
+        prompt = self._codec.encode_chat(self._messages).tolist()
+        messages = [inference_pb2.ChatMessage(role=role, content=content) for role, content in self._messages]
         request = inference_pb2.GenerateRequest(
-            tokenized=inference_pb2.TokenizedInput(input_ids=new),
-            conversation_id=CONVERSATION,
-            prompt_mode=(
-                inference_pb2.PROMPT_MODE_APPEND if self._history else inference_pb2.PROMPT_MODE_WHOLE_HISTORY
-            ),
+            chat=inference_pb2.ChatInput(messages=messages),
+            conversation_id=self._conversation_id,
             sampling_params=inference_pb2.SamplingParams(max_tokens=self._max_tokens, temperature=0.0),
         )
         complete = collect(self._client.generate(request, timeout=300), show)
-        prompt = self._history + new
-        self._history = prompt + list(complete.output_ids)
-        placements = self._client.conversation(CONVERSATION).placements
+        self._messages.append(("assistant", complete.text))
+        placements = self._client.conversation(self._conversation_id).placements
         return DemoTurn(
-            title=title,
+            question=question,
             prompt=prompt,
-            answer=answer_dict(complete, CONVERSATION),
+            answer=answer_dict(complete, self._conversation_id),
             tokens_per_rank={place.ring: [rank.num_tokens for rank in place.ranks] for place in placements},
         )
+
+    def fork(self, turn: DemoTurn) -> DemoConversation:
+        """Return a conversation that goes on after the first turn, which `turn` is, and shares its KV."""
+        tokens = len(turn.prompt) + len(turn.answer["token_ids"])
+        self._client.fork_conversation(self._conversation_id, FORK, tokens)
+        fork = DemoConversation(self._client, self._codec, self._max_tokens)
+        fork._conversation_id, fork._messages = FORK, self._messages[:2]
+        return fork
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Verdict of the check of one turn against transformers."""
+    """Verdict of the check of one turn against transformers.
+
+    `is_right` says whether the answer has the fact; None where the model is random or the document was cut before it.
+    """
 
     title: str
     is_equal: bool
+    is_right: bool | None
     smallest_lead: float
     expected: list[int]
 
 
-def check(turns: list[DemoTurn], model_path: Path, stop_token_ids: list[int]) -> list[Verdict]:
-    """Recompute every turn from its whole prompt with stock transformers."""
+def check(
+    turns: Sequence[DemoTurn], model_path: Path, stop_token_ids: Sequence[int], max_tokens: int, facts: str
+) -> list[Verdict]:
+    """Compare every token of every answer with stock transformers' choice at its place.
+
+    `facts` is the text whose facts a right answer has: the document that was sent, or nothing for a random model.
+    """
     from services.offline.reference import StockModel  # here: torch and transformers take seconds to import
 
     stock = StockModel(model_path)
     verdicts = []
     for turn in turns:
-        tokens = turn.answer["token_ids"]
-        reference = stock.greedy(turn.prompt, len(tokens), stop_token_ids)
+        tokens, fact = turn.answer["token_ids"], turn.question.fact
+        reference = stock.follow(turn.prompt, tokens)
+        is_ended = tokens[-1] in stop_token_ids or len(tokens) == max_tokens
         verdicts.append(
             Verdict(
-                title=turn.title,
-                is_equal=reference.token_ids == tokens,
+                title=turn.question.title,
+                is_equal=is_ended and reference.token_ids == tokens,
+                is_right=fact in turn.answer["text"] if fact in facts else None,
                 smallest_lead=reference.smallest_lead,
                 expected=reference.token_ids,
             )

@@ -6,7 +6,7 @@ import json
 
 from tests.services.e2e.cluster import START_SECONDS, Ringserve
 
-SMALL = ("demo", "--tokens", "1024", "--max-tokens", "8")
+SMALL = ("demo", "--model", "builtin:tiny", "--tokens", "1024", "--max-tokens", "8")
 
 
 def test_the_demo_passes_its_own_check_and_prints_one_object(ringserve: Ringserve) -> None:
@@ -14,11 +14,13 @@ def test_the_demo_passes_its_own_check_and_prints_one_object(ringserve: Ringserv
     assert finished.returncode == 0, finished.stderr
     report = json.loads(finished.stdout)
     assert report["passed"]
-    assert report["equal_to_transformers"] == [True, True]
-    first, second = report["turns"]
+    assert report["equal_to_transformers"] == [True, True, True]
+    assert report["right"] == [None, None, None], "the model is random"
+    first, second, fork = report["turns"]
     assert first["plan"]["cached_tokens"] == 0
     assert first["usage"]["prompt_tokens"] >= 1024
     assert second["usage"]["cached_tokens"] == first["usage"]["prompt_tokens"] + 7
+    assert fork["usage"]["cached_tokens"] == first["usage"]["prompt_tokens"] + 8
     for turn in report["turns"]:
         for shares in turn["tokens_per_rank"].values():
             assert max(shares) - min(shares) <= 16
