@@ -17,6 +17,7 @@ from services.cli import demo
 from services.cli.main import EXIT_INTERRUPTED, main
 from services.cluster.stopping import STOP_SIGNALS
 from services.config import Config
+from tests.workers.models import save_model
 from workers.model.builtin import write_tokenizer
 
 WAIT_SECONDS = 30.0
@@ -72,7 +73,7 @@ def handlers() -> Iterator[None]:
 def test_ctrl_c_while_it_answers_leaves_the_turn_ends_the_cluster_and_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    write_tokenizer(tmp_path)
+    write_tokenizer(save_model("llama_gqa", tmp_path))
     clusters: list[FakeCluster] = []
 
     def cluster(*arguments: object) -> FakeCluster:
@@ -80,8 +81,7 @@ def test_ctrl_c_while_it_answers_leaves_the_turn_ends_the_cluster_and_says_so(
         return clusters[-1]
 
     monkeypatch.setattr(demo, "LocalCluster", cluster)
-    monkeypatch.setattr(demo, "resolve_model_path", lambda path: tmp_path)
-    assert main(["demo", "--tokens", "600", "--max-tokens", "5000"]) == EXIT_INTERRUPTED
+    assert main(["demo", "--model", str(tmp_path), "--tokens", "600", "--max-tokens", "5000"]) == EXIT_INTERRUPTED
     (stopped,) = clusters
     assert stopped.gateway_address == "", "it was stopped"
     shown = capsys.readouterr()
