@@ -59,7 +59,7 @@ def main() -> int:
 
 
 def _measure_cluster(seen: dict[str, list[float]], cp: int, tokens: int, runs: int, seed: int) -> None:
-    base = demo_config()
+    base = demo_config("builtin:tiny", max_positions=131072)
     config: Config = replace(base, prefill=PrefillConfig(cp=cp, chunk_tokens=max(16384, tokens)))
     cluster = LocalCluster(config)
     started = time.perf_counter()
