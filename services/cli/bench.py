@@ -6,9 +6,12 @@ import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from rich.console import Console
+
 from cp_core.errors import ConfigError
 from cp_core.transport.ring_backend import SERVING
 from services.cli import bench_load, bench_router, bench_selection
+from services.cli.import_model import prepare
 from services.cli.options import Subcommands, add_config_options, config_of
 from services.offline.bench.report import (
     Report,
@@ -196,6 +199,8 @@ def _refuse(options: argparse.Namespace, names: Sequence[str], why: str) -> None
 def _run(options: argparse.Namespace, total: int, measure: Callable[[Tell], Report]) -> int:
     if options.plot is not None:
         require_matplotlib()
+    if "model" in vars(options):
+        prepare(options.model, Console(stderr=True))
     before = load_now()
     with progress_bar(total) as tell:
         report = measure(tell)
@@ -237,7 +242,7 @@ def _add_kind(
 
 def _add_served_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--model", default="builtin:tiny", metavar="DIR", help="model directory (default: builtin:tiny)"
+        "--model", default="builtin:tiny", metavar="DIR", help="directory or built-in model (default: builtin:tiny)"
     )
     parser.add_argument("--rings-only", action="store_true", help="measure bare rings of processes, not a service")
     add_config_options(parser)

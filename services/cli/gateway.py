@@ -28,7 +28,7 @@ def add(commands: Subcommands) -> None:
         "--metric-names", choices=METRIC_NAMES, default="", help="vllm: show its names as well (default: ours alone)"
     )
     parser.add_argument("--router", required=True, help="HOST:PORT of the router, as 'ringserve status' shows it")
-    parser.add_argument("--model", required=True, help="model directory or builtin:tiny")
+    parser.add_argument("--model", required=True, help="model directory or built-in model")
     parser.add_argument("--model-name", default="", help="what HTTP clients call it (default: the directory's name)")
     parser.add_argument("--dtype", default="float32", help="the rings' dtype (default: float32)")
     parser.add_argument(
