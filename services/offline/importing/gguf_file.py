@@ -26,7 +26,7 @@ ARCHITECTURES: Final[Mapping[str, str]] = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
-"""Class in transformers of each architecture. Mistral's files say `llama`, which computes the same."""
+"""Class in transformers of each architecture."""
 
 KNOWN_KEYS: Final = frozenset(
     {
