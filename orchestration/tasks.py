@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import TypeVar
+
+from cp_core.errors import Unavailable
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+
+FIRST_PAUSE = 0.05
+"""Seconds before the first repetition of a call whose callee could not be reached; each later wait is twice as long."""
+MAX_PAUSE = 5.0
+"""Seconds between two repetitions at most."""
 
 
 class TaskSet:
@@ -80,3 +87,20 @@ async def finish_despite_cancellation(work: Awaitable[T]) -> T:
     if is_cancelled:
         raise asyncio.CancelledError
     return result
+
+
+async def until_reached(call: Callable[[], Awaitable[T]], what: str, until: float) -> T:
+    """Repeat an idempotent call while its callee cannot be reached; `until` is on the event loop's clock.
+
+    `what` says for the log what the call does. Raises Unavailable after `until`, and other errors at once.
+    """
+    pause = FIRST_PAUSE
+    while True:
+        try:
+            return await call()
+        except Unavailable as error:
+            if asyncio.get_running_loop().time() + pause >= until:
+                raise
+            log.warning("%s: %s; trying again in %.2f s", what, error, pause)
+        await asyncio.sleep(pause)
+        pause = min(2 * pause, MAX_PAUSE)

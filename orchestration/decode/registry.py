@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Iterable
 
 from cp_core.errors import Busy, DeadlineExceeded, NotFound, RingserveError, TurnCancelled, Unavailable
@@ -13,14 +14,21 @@ from orchestration.protocol.ports import RouterPort
 from orchestration.protocol.turns import FinishedEvent, TurnOutcome
 from orchestration.ring.kv_transfers import drop
 from orchestration.ring.life import Ring
+from orchestration.tasks import until_reached
 from workers.protocol.decode_commands import FinishReason
 
 log = logging.getLogger(__name__)
+
+LEASE_SECONDS = 30.0
+"""Seconds past a turn's deadline after which the router has ended the turn itself, and need not be told."""
+TELL_SECONDS = 3.0
+"""Seconds that the end of a stream waits for the router. An end that it has not heard by then is told later."""
 
 
 class DecodeTurns:
     """Turns by id, from `add` until their blocks are settled: finished, failed, cancelled or expired.
 
+    An end that the router has not heard is repeated until the turn's lease ends, also after the turn has left.
     A turn that ends before its stream has come stays readable for the attach timeout. `on_settled` is called with each
     turn whose blocks are settled.
     """
@@ -198,23 +206,45 @@ class DecodeTurns:
         await drop(self._ring, turn.attempt.key)
 
     async def _tell_router(self, turn: DecodeTurn, has_failed: bool) -> int:
-        """Return how many tokens to retain: none where the router cannot be reached."""
-        if has_failed:
-            outcome = TurnOutcome(turn_id=turn.turn_id, ok=False)
-        else:
-            shards = turn.note_decoded()
-            outcome = TurnOutcome(
-                turn_id=turn.turn_id,
-                ok=True,
-                token_ids=tuple(turn.answer.tokens),
-                kv_tokens=shards.num_tokens,
-                shards=shards,
-            )
+        """Return how many tokens to retain.
+
+        Where the router does not answer soon, the ring retains what the turn's conversation may use. The next turn of
+        the conversation says how much of it still counts.
+        """
+        told: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._spawn(self._tell(turn, _outcome(turn, has_failed), told))
+        await asyncio.wait([told], timeout=TELL_SECONDS)
+        if told.done():
+            return told.result()
+        log.warning("the router has not heard yet that turn %s has ended", turn.turn_id)
+        has_conversation = turn.request.kv_id != turn.turn_id
+        return turn.note_decoded().num_tokens if has_conversation and not has_failed else 0
+
+    async def _tell(self, turn: DecodeTurn, outcome: TurnOutcome, told: asyncio.Future[int]) -> None:
+        """Tell the router of an end until it has heard it; `told` gets the number of tokens to retain."""
+        age = time.monotonic() - turn.times.reserved_at
+        until = asyncio.get_running_loop().time() + turn.request.deadline_seconds + LEASE_SECONDS - age
+        what = f"the router could not be told the end of turn {turn.turn_id}"
         try:
-            return await self._router.end_turn(outcome)
+            num_retained = await until_reached(lambda: self._router.end_turn(outcome), what, until)
         except RingserveError as error:
-            log.warning("the router could not be told the end of turn %s: %s", turn.turn_id, error)
-            return 0
+            log.warning("%s: %s", what, error)
+            num_retained = 0
+        if not told.done():
+            told.set_result(num_retained)
+
+
+def _outcome(turn: DecodeTurn, has_failed: bool) -> TurnOutcome:
+    if has_failed:
+        return TurnOutcome(turn_id=turn.turn_id, ok=False)
+    shards = turn.note_decoded()
+    return TurnOutcome(
+        turn_id=turn.turn_id,
+        ok=True,
+        token_ids=tuple(turn.answer.tokens),
+        kv_tokens=shards.num_tokens,
+        shards=shards,
+    )
 
 
 def _finished(turn: DecodeTurn, reason: FinishReason) -> FinishedEvent:

@@ -12,10 +12,11 @@ import numpy as np
 from cp_core.errors import RingserveError, TurnCancelled
 from orchestration.conversations.store import Conversation, ConversationStore, tenant_of
 from orchestration.placement.kv_locations import Choice, KvLocation, KvLocations
-from orchestration.placement.registry import LoadShare, RingRegistry
+from orchestration.placement.registry import LoadShare, RegisteredRing, RingRegistry
 from orchestration.protocol.ports import Peers
 from orchestration.protocol.turns import PrefillDone, TurnOutcome
 from orchestration.router.turn import RunningTurn, TurnState, new_turn_id
+from orchestration.tasks import TaskSet, until_reached
 
 log = logging.getLogger(__name__)
 
@@ -23,15 +24,23 @@ MAX_REMEMBERED = 4096
 """Ended turns whose answer is remembered, so that telling an end twice is harmless."""
 LEASE_SECONDS = 30.0
 """Seconds past a turn's deadline after which the router ends the turn itself."""
+END_SECONDS = 1.0
+"""Seconds that a client's last message waits for the prefill ring, which has nothing more to do for the turn."""
 
 
 class TurnRegistry:
     """Registry of running turns by turn id and by request id. Ends turns exactly once, whatever ends them."""
 
     def __init__(
-        self, peers: Peers, rings: RingRegistry, conversations: ConversationStore, control_timeout: float
+        self,
+        peers: Peers,
+        rings: RingRegistry,
+        conversations: ConversationStore,
+        tasks: TaskSet,
+        control_timeout: float,
     ) -> None:
         self._peers = peers
+        self._tasks = tasks
         self._rings = rings
         self._conversations = conversations
         self._control_timeout = control_timeout
@@ -89,14 +98,21 @@ class TurnRegistry:
     # --- ends --------------------------------------------------------------------------------------------------------
 
     async def end(self, outcome: TurnOutcome) -> int:
-        """End a turn. Return how many tokens its decode ring should retain. Idempotent."""
+        """End a turn. Return how many tokens its decode ring should retain. Idempotent.
+
+        Where the prefill ring does not answer within END_SECONDS, the end goes on without the caller. The conversation
+        takes its next turn after it.
+        """
         turn = self._running.get(outcome.turn_id)
         if turn is None:
             return self._ended.get(outcome.turn_id, 0)
         if turn.ending is None:
             self._start_ending(turn, outcome)
         assert turn.ending is not None, "just started"
-        return await asyncio.shield(turn.ending)
+        await asyncio.wait([turn.ending], timeout=END_SECONDS)
+        if turn.ending.done():
+            turn.ending.result()  # raises what a bug raised
+        return turn.retain_tokens
 
     async def abort(self, turn: RunningTurn, error: RingserveError) -> None:
         """End a turn where its client waits: on the decode ring's stream."""
@@ -127,19 +143,19 @@ class TurnRegistry:
 
     def _start_ending(self, turn: RunningTurn, outcome: TurnOutcome) -> None:
         turn.to(TurnState.ENDING)
+        answered = outcome.kv_tokens if turn.is_retained else 0
+        turn.retain_tokens = answered if outcome.ok else turn.retained_on_decode
         turn.ending = asyncio.create_task(self._end(turn, outcome))
 
-    async def _end(self, turn: RunningTurn, outcome: TurnOutcome) -> int:
-        retain = 0
+    async def _end(self, turn: RunningTurn, outcome: TurnOutcome) -> None:
         if turn.resuming is not None:  # reserves on the prefill ring, which is to be settled
             await asyncio.gather(turn.resuming, return_exceptions=True)
         try:
-            retain = await (self._finish(turn, outcome) if outcome.ok else self._roll_back(turn))
+            await (self._finish(turn, outcome) if outcome.ok else self._roll_back(turn))
         finally:
-            self._remove(turn, retain)
-        return retain
+            self._remove(turn)
 
-    async def _finish(self, turn: RunningTurn, outcome: TurnOutcome) -> int:
+    async def _finish(self, turn: RunningTurn, outcome: TurnOutcome) -> None:
         conversation = turn.conversation
         assert turn.prefilling and turn.on_decode, "a finished turn was prefilled"
         done: PrefillDone | None = None
@@ -151,7 +167,7 @@ class TurnRegistry:
         # The prompt and, after a preemption, the tokens decoded before it.
         await self._settle_prefill(turn, done.shards.num_tokens if done and turn.is_retained else 0)
         if not turn.is_retained:
-            return 0
+            return
         await self._leave_other_rings(turn)
         conversation.tokens = np.concatenate([turn.prompt, np.asarray(outcome.token_ids, dtype=np.int64)])
         conversation.num_turns += 1
@@ -159,9 +175,8 @@ class TurnRegistry:
             prefill=_on_prefill_ring(turn, done),
             decode=KvLocation(ring=turn.decode.name, incarnation=turn.on_decode.incarnation, shards=outcome.shards),
         )
-        return outcome.kv_tokens
 
-    async def _roll_back(self, turn: RunningTurn) -> int:
+    async def _roll_back(self, turn: RunningTurn) -> None:
         """Leave the conversation as before the turn. KV that agreed with the turn's prompt is still there."""
         conversation = turn.conversation
         on_prefill, on_decode = turn.retained_on_prefill, turn.retained_on_decode
@@ -173,23 +188,36 @@ class TurnRegistry:
             prefill=prefill.cut(on_prefill) if prefill and prefill.ring in reached else prefill,
             decode=decode.cut(on_decode) if decode and decode.ring in reached else decode,
         )
-        return on_decode
 
     async def _settle_prefill(self, turn: RunningTurn, retain_tokens: int) -> None:
-        """Settle the prefill ring, if the turn has one, and stop waiting for the prefill's answer."""
+        """Settle the prefill ring, if the turn has one, and stop waiting for the prefill's answer.
+
+        A ring that has not answered after the control timeout is told in the background, until its own lease ends.
+        """
         if turn.prefill is not None:
-            port = self._peers.leader("prefill", turn.prefill.registration.endpoint)
-            try:
-                if turn.prefilling is not None and not turn.prefilling.done():
-                    await port.abort_turn(turn.turn_id, TurnCancelled("the turn ended"))
-                await port.settle(turn.kv_id, turn.turn_id, retain_tokens)
-            except RingserveError as error:
-                log.warning("prefill ring %s could not settle %s: %s", turn.prefill.name, turn.turn_id, error)
+            settling = self._tasks.spawn(self._settle(turn, turn.prefill, retain_tokens))
+            await asyncio.wait([settling], timeout=self._control_timeout)
         if turn.prefilling is not None:
             turn.prefilling.cancel()
             await asyncio.gather(turn.prefilling, return_exceptions=True)
 
-    def _remove(self, turn: RunningTurn, retain: int) -> None:
+    async def _settle(self, turn: RunningTurn, ring: RegisteredRing, retain_tokens: int) -> None:
+        port, turn_id = self._peers.leader("prefill", ring.registration.endpoint), turn.turn_id
+        is_computing = turn.prefilling is not None and not turn.prefilling.done()
+
+        async def settle() -> None:
+            if is_computing:
+                await port.abort_turn(turn_id, TurnCancelled("the turn ended"))
+            await port.settle(turn.kv_id, turn_id, retain_tokens)
+
+        assert turn.lease is not None, "a running turn has a lease"
+        what = f"prefill ring {ring.name} could not settle {turn_id}"
+        try:
+            await until_reached(settle, what, turn.lease.when())
+        except RingserveError as error:
+            log.warning("%s: %s", what, error)
+
+    def _remove(self, turn: RunningTurn) -> None:
         turn.to(TurnState.ENDED)
         if turn.lease is not None:
             turn.lease.cancel()
@@ -198,7 +226,7 @@ class TurnRegistry:
         _count(turn, -1)
         turn.load_share.end_prefill()
         self._conversations.close(turn.conversation)
-        self._remember(turn.turn_id, retain)
+        self._remember(turn.turn_id, turn.retain_tokens)
 
     def _remember(self, turn_id: str, retain: int) -> None:
         self._ended[turn_id] = retain

@@ -66,7 +66,7 @@ class Router:
             ttl_seconds=settings.conversation_ttl,
             clock=clock,
         )
-        self._turns = turns = TurnRegistry(peers, rings, store, settings.control_timeout)
+        self._turns = turns = TurnRegistry(peers, rings, store, self._tasks, settings.control_timeout)
         self._operations = ConversationOperations(store, peers, rings, turns, self._tasks)
         self._returns = RingReturns(rings, seconds=settings.return_seconds, max_waiting=settings.max_waiting_turns)
         self._drains = Drains(peers, rings, self._returns)

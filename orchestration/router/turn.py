@@ -68,6 +68,7 @@ class RunningTurn:
 
     `attempt` counts from 1 how often KV is made for the decode ring. `decoded` are generated tokens whose KV a later
     attempt makes as well. Without a `prefill` ring the decode ring computes the prompt, until the turn is resumed.
+    `retain_tokens` are the tokens that the decode ring is to retain after the end.
     `is_on_prefill_ring`: that ring has begun to make the turn's KV, and holds no other tokens of the conversation.
     """
 
@@ -90,7 +91,8 @@ class RunningTurn:
     prefilling: asyncio.Task[PrefillDone] | None = None
     resuming: asyncio.Task[None] | None = None
     is_on_prefill_ring: bool = False
-    ending: asyncio.Task[int] | None = None
+    ending: asyncio.Task[None] | None = None
+    retain_tokens: int = 0
     lease: asyncio.TimerHandle | None = None
     stop_error: RingserveError | None = None
 

@@ -10,6 +10,8 @@ from dataclasses import replace
 import pytest
 
 from cp_core.errors import Busy, DeadlineExceeded, NotFound, RingserveError, TurnCancelled, Unavailable
+from orchestration import tasks
+from orchestration.decode import registry
 from orchestration.decode.engine import DecodeEngine
 from orchestration.decode.registry import DecodeTurns
 from orchestration.decode.turn import Attempt, DecodeTurn, DecodeTurnState
@@ -26,16 +28,19 @@ WAIT_SECONDS = 10.0
 
 
 class Router:
-    """Router that notes the ends of turns and retains all of their KV, or raises `error`."""
+    """Router that notes the ends of turns and retains all of their KV. The next calls raise `errors`."""
 
     def __init__(self) -> None:
         self.heard: list[TurnOutcome] = []
-        self.error: RingserveError | None = None
+        self.errors: list[RingserveError] = []
+        self.is_here = asyncio.Event()
+        self.is_here.set()
 
     async def end_turn(self, outcome: TurnOutcome) -> int:
+        await self.is_here.wait()
         self.heard.append(outcome)
-        if self.error is not None:
-            raise self.error
+        if self.errors:
+            raise self.errors.pop(0)
         return outcome.kv_tokens
 
 
@@ -160,12 +165,46 @@ async def test_a_token_goes_to_the_stream_and_the_last_one_ends_the_turn() -> No
         assert made.engine.num_running == 0
 
 
-async def test_without_an_answer_of_the_router_nothing_is_retained() -> None:
+async def test_an_end_that_the_router_does_not_hear_is_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tasks, "FIRST_PAUSE", 0.001)
     async with ring() as made:
-        made.router.error = Unavailable("no router")
+        made.router.errors = [Unavailable("no router")] * 3
         turn = made.turn()
         made.turns.end_soon(turn, FinishReason.STOP)
         assert isinstance(await over(turn), FinishedEvent)
+        assert [told.ok for told in made.router.heard] == [True] * 4
+        assert len(set(made.router.heard)) == 1
+        assert turn.pool.num_retained("turn") == PROMPT_TOKENS
+
+
+@pytest.mark.parametrize("retained", [0, PROMPT_TOKENS])
+async def test_a_stream_ends_though_the_router_is_away_and_the_end_is_told_later(
+    monkeypatch: pytest.MonkeyPatch, retained: int
+) -> None:
+    monkeypatch.setattr(registry, "TELL_SECONDS", 0.01)
+    async with ring() as made:
+        made.router.is_here.clear()
+        turn = made.turn()
+        if retained:
+            turn.attempt = replace(turn.attempt, request=replace(turn.request, turn_id="turn-of-it"))
+            turn.sequence.pinned_by = "turn-of-it"
+            made.turns.add(turn)
+        made.turns.end_soon(turn, FinishReason.STOP)
+        assert isinstance(await over(turn), FinishedEvent)
+        assert made.router.heard == []
+        assert turn.pool.num_retained("turn") == retained
+        assert turn.pool.usage()[0].active_blocks == 0
+        made.router.is_here.set()
+        await eventually(lambda: [told.ok for told in made.router.heard] == [True])
+
+
+async def test_a_turn_whose_lease_is_over_is_told_no_more() -> None:
+    async with ring() as made:
+        made.router.errors = [Unavailable("no router")] * 2
+        turn = made.turn(deadline_seconds=-registry.LEASE_SECONDS)
+        made.turns.end_soon(turn, FinishReason.STOP)
+        assert isinstance(await over(turn), FinishedEvent)
+        assert len(made.router.heard) == 1
         assert turn.pool.num_retained("turn") == 0
 
 

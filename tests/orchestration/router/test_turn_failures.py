@@ -20,7 +20,9 @@ from cp_core.errors import (
     TurnCancelled,
     Unavailable,
 )
+from orchestration import tasks
 from orchestration.protocol.turns import PromptMode, Reservation, Reserve, TokensEvent, TurnRequest
+from orchestration.router import registry
 from tests.orchestration.service import Service
 from tests.waiting import eventually
 from tests.workers.models import Oracle, random_tokens
@@ -273,3 +275,49 @@ async def test_a_turn_that_ends_while_its_rings_reserve_has_not_begun(
         with pytest.raises(NotBegun, match="ring decode-0 ended the turn before it began; retry"):
             await turn
         await is_idle(service, free)
+
+
+async def test_an_answer_ends_though_the_prefill_ring_hangs(
+    model_paths: Mapping[str, Path], oracles: Mapping[str, Oracle], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "END_SECONDS", 0.01)
+    async with Service(model_paths["llama_gqa"], 2, 3) as service:
+        free, settle = service.free_blocks(), service.prefill.settle
+        asked, may_settle = asyncio.Event(), asyncio.Event()
+
+        async def settle_late(kv_id: str, turn_id: str, retain_tokens: int) -> None:
+            asked.set()
+            await may_settle.wait()
+            await settle(kv_id, turn_id, retain_tokens)
+
+        monkeypatch.setattr(service.prefill, "settle", settle_late)
+        prompt = random_tokens(20)
+        first = await service.answer(service.request(prompt, conversation="c"))
+        await asked.wait()
+        assert service.router.num_running == 1, "the conversation waits for the ring, its client does not"
+        assert service.decode.num_turns == 0
+        may_settle.set()
+        follow = service.request([1, 2], conversation="c", mode=PromptMode.APPEND, wait=True)
+        answer = await service.answer(follow)
+        assert answer.token_ids == oracles["llama_gqa"].greedy([*prompt, *first.token_ids, 1, 2], 5)
+        assert answer.begun.plan.cached_tokens == len(prompt) + len(first.token_ids) - 1
+        await service.router.delete_conversation("c")
+        await is_idle(service, free)
+
+
+async def test_a_settlement_that_is_lost_is_repeated(
+    model_paths: Mapping[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tasks, "FIRST_PAUSE", 0.001)
+    async with Service(model_paths["llama_gqa"], 2, 2) as service:
+        free, settle, lost = service.free_blocks(), service.prefill.settle, [Unavailable("lost on the way")] * 3
+
+        async def settle_once_reached(kv_id: str, turn_id: str, retain_tokens: int) -> None:
+            if lost:
+                raise lost.pop()
+            await settle(kv_id, turn_id, retain_tokens)
+
+        monkeypatch.setattr(service.prefill, "settle", settle_once_reached)
+        await service.answer(service.request(random_tokens(20)))
+        await is_idle(service, free)
+        assert not lost
