@@ -1,5 +1,9 @@
 """Free KV blocks of one rank, as intervals, so that sequences get runs of adjacent blocks.
 
+A table that cannot grow in place goes on at the start of a free *extent*, a fixed range of blocks. The other blocks of
+the extent stay free and count as free. But as long as there are free extents, no other table enters this one, so the
+table grows in place to its end. Without a free extent any free block serves.
+
 `KvPool` uses one allocator for each rank of its ring. The allocator knows block numbers alone, no KV. A block may have
 several holders; it is free again when the last of them releases it.
 """
@@ -12,43 +16,58 @@ from collections.abc import Iterable
 
 
 class BlockAllocator:
-    """Allocator of block numbers 0..num_blocks-1. It prefers long runs: attention reads adjacent blocks as one view."""
+    """Allocator of block numbers 0..num_blocks-1. It prefers long runs: attention reads adjacent blocks as one view.
 
-    def __init__(self, num_blocks: int) -> None:
+    Extent i are the blocks [i * extent_blocks, (i + 1) * extent_blocks).
+    """
+
+    def __init__(self, num_blocks: int, extent_blocks: int = 1) -> None:
+        assert extent_blocks >= 1, f"an extent of {extent_blocks} blocks"
         self.num_blocks = num_blocks
+        self._extent_blocks = extent_blocks
         self._free: list[tuple[int, int]] = [(0, num_blocks)] if num_blocks else []
         self.num_free = num_blocks
         self._extra_holders: dict[int, int] = {}  # number beyond the first; blocks with several alone
 
     def allocate(self, count: int, after: int | None = None) -> list[int]:
-        """Take `count` blocks: from the run that follows block `after`, else from the first run that is long enough.
+        """Take `count` blocks: from the run that follows block `after`, else from free extents, else from any run.
 
-        Where no run is long enough, the blocks come from several runs. More than `num_free` is a bug: AssertionError.
+        The first run that is long enough is taken. Where none is, the blocks come from several runs. More than
+        `num_free` is a bug: AssertionError.
         """
         assert count <= self.num_free, f"asked for {count} blocks of {self.num_free} free"
         taken: list[int] = []
         if after is not None:
             index = bisect_left(self._free, (after + 1, 0))
             if index < len(self._free) and self._free[index][0] == after + 1:
-                taken += self._take(index, count)
+                taken += self._take(index, after + 1, count)
         while len(taken) < count:
             missing = count - len(taken)
-            taken += self._take(self._run_for(missing), missing)
+            taken += self._take(*self._place_for(missing), missing)
         return taken
 
-    def _run_for(self, count: int) -> int:
-        """Return the index of the first free run of at least `count` blocks, else of the longest run."""
+    def _place_for(self, count: int) -> tuple[int, int]:
+        """Return a free run, by its index, and the block in it at which `count` blocks are taken.
+
+        The first run that has them from the start of a free extent on, else the first of that length, else the longest.
+        """
+        extent = self._extent_blocks
+        for index, (start, stop) in enumerate(self._free):
+            aligned = -(-start // extent) * extent
+            if stop - aligned >= max(count, extent):
+                return index, aligned
         lengths = [stop - start for start, stop in self._free]
         fitting = (index for index, length in enumerate(lengths) if length >= count)
-        return next(fitting, lengths.index(max(lengths)))
+        index = next(fitting, lengths.index(max(lengths)))
+        return index, self._free[index][0]
 
-    def _take(self, index: int, count: int) -> list[int]:
-        """Take the first `count` blocks of a free run, or all of a shorter one."""
+    def _take(self, index: int, first: int, count: int) -> list[int]:
+        """Take `count` blocks of a free run from block `first` on, or all from there on of a shorter one."""
         start, stop = self._free[index]
-        end = min(stop, start + count)
-        self._free[index : index + 1] = [(end, stop)] if end < stop else []
-        self.num_free -= end - start
-        return list(range(start, end))
+        end = min(stop, first + count)
+        self._free[index : index + 1] = [(low, high) for low, high in ((start, first), (end, stop)) if low < high]
+        self.num_free -= end - first
+        return list(range(first, end))
 
     def share(self, blocks: Iterable[int]) -> None:
         """Add a holder to each of these blocks, which are held already."""

@@ -22,6 +22,11 @@ from cp_core.layout.shards import ShardMap
 from orchestration.protocol.views import RankKvUsage
 from orchestration.ring.block_allocator import BlockAllocator
 
+EXTENT_TOKENS = 128
+"""Least size of an extent: attention over shorter runs spends more time on its calls than on their tokens."""
+MAX_EXTENTS = 64
+"""Most extents of a rank: where many sequences fit, they also get longer runs."""
+
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
@@ -65,7 +70,8 @@ class KvPool:
         self.block_tokens = block_tokens
         self.num_evictions = 0
         self._max_retained = int(num_blocks * kept_fraction)
-        self._ranks = [BlockAllocator(num_blocks) for _ in range(num_ranks)]
+        extent = max(-(-EXTENT_TOKENS // block_tokens), -(-num_blocks // MAX_EXTENTS))
+        self._ranks = [BlockAllocator(num_blocks, extent) for _ in range(num_ranks)]
         self._sequences: OrderedDict[str, SequenceKv] = OrderedDict()
 
     @property

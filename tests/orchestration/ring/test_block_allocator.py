@@ -24,9 +24,9 @@ def runs(blocks: set[int]) -> list[list[int]]:
 class Allocations(RuleBasedStateMachine):
     """Tables that take blocks and return some or all of them; `free` are the blocks that should be free."""
 
-    @initialize(num_blocks=st.integers(0, 40))
-    def begin(self, num_blocks: int) -> None:
-        self.allocator = BlockAllocator(num_blocks)
+    @initialize(num_blocks=st.integers(0, 40), extent=st.integers(1, 9))
+    def begin(self, num_blocks: int, extent: int) -> None:
+        self.allocator = BlockAllocator(num_blocks, extent)
         self.free = set(range(num_blocks))
         self.tables: list[list[int]] = []
 
@@ -99,6 +99,28 @@ def test_the_first_run_that_holds_all_is_taken_before_a_longer_one() -> None:
     allocator.free([1, 2, 4, 5, 6, 8, 9, 10, 11])
     assert allocator.allocate(3) == [4, 5, 6]
     assert allocator.allocate(5) == [8, 9, 10, 11, 1]
+
+
+def test_tables_that_grow_in_turn_get_runs_of_whole_extents() -> None:
+    allocator = BlockAllocator(48, extent_blocks=8)
+    tables: list[list[int]] = [[], [], []]
+    for _ in range(16):
+        for table in tables:
+            table += allocator.allocate(1, after=table[-1] if table else None)
+    assert allocator.num_free == 0
+    for table in tables:
+        assert all(len(run) % 8 == 0 and run[0] % 8 == 0 for run in runs(set(table)))
+
+
+def test_without_a_free_extent_any_free_block_serves() -> None:
+    allocator = BlockAllocator(20, extent_blocks=8)
+    first, second = allocator.allocate(2), allocator.allocate(3)
+    assert (first, second) == ([0, 1], [8, 9, 10])
+    assert allocator.num_free == 15, "the blocks of an extent that are not in use are free"
+    assert allocator.allocate(5) == [2, 3, 4, 5, 6]
+    assert allocator.allocate(2, after=1) == [11, 12]
+    assert allocator.allocate(8) == [13, 14, 15, 16, 17, 18, 19, 7]
+    allocator.check_integrity(range(20))
 
 
 def test_asking_for_more_than_is_free_is_a_bug_and_takes_nothing() -> None:
