@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from tests.workers.sampling.one_row import choose_token
 from workers.sampling.parameters import SamplingParameters
+from workers.sampling.sampler import draw
 
 
 def test_greedy_takes_the_largest_and_the_first_of_equals() -> None:
@@ -51,6 +53,24 @@ def test_other_seeds_and_other_positions_draw_otherwise() -> None:
 def test_a_token_of_probability_zero_is_never_drawn(seed: int) -> None:
     logits = torch.tensor([-torch.inf, 0.0, -torch.inf, 0.0, -torch.inf])
     assert choose_token(logits, SamplingParameters(temperature=1.0, seed=seed), 0) in (1, 3)
+
+
+@given(
+    st.lists(
+        st.floats(-9, 9, width=32) | st.sampled_from([0.0, 1e-30, 2e-30, 3.0, -math.inf]), min_size=2, max_size=40
+    ),
+    st.integers(1, 45),
+    st.sampled_from([0.3, 1.0]),
+    st.sampled_from([0.0, 0.2]),
+    st.integers(0, 2**63 - 1),
+)
+def test_a_draw_among_the_top_is_the_draw_from_all(
+    values: list[float], top_k: int, top_p: float, min_p: float, seed: int
+) -> None:
+    """Draw with equal logits at the k-th, with logits that a temperature rounds to it, and with less than k finite."""
+    logits = torch.tensor([*values, 10.0])
+    sampling = SamplingParameters(temperature=0.7, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+    assert choose_token(logits, sampling, 3) == draw(logits.double().numpy(), sampling, 3)
 
 
 def test_draws_hardly_hang_on_the_last_bits_of_the_logits() -> None:
