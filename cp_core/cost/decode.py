@@ -7,8 +7,11 @@ B rows (sequences), N ranks, L layers, c context tokens a row, b rows that one r
     gather: b = B            attention = call(B rows over c / N tokens)        messages = one gather of parts
     pass_q: b = ceil(B / N)  attention = N * call(B / N rows over c / N)       messages = (N-1) exposed hops + one
                                                                                all-to-all of parts
+    helix:  b = B            attention = call(B rows over c / N tokens)        messages = one all-to-all of columns +
+                                                                               two sums of hidden states
 
 linear(b) is the slower of b rows of arithmetic and one reading of the weights. A call reads the KV of its rows.
+In helix a rank computes and reads the projections of q, k and v, and 1 / N of all other weights.
 Pass-Q sends more messages and computes N times fewer rows, so while reading the weights dominates, `gather` wins.
 The exception are ranks that share a memory: with fewer rows than ranks, pass-Q leaves some ranks without any, and the
 others read their weights faster. Pass-Q is arXiv 2411.01783, 4.3; gathered parts are vLLM's RFC 26133.
@@ -33,6 +36,9 @@ VARIANT_POLICIES = ("auto", *VARIANTS)
 # Share by which pass-Q must be predicted to be better: it sends N times the messages, and every one may be late.
 MARGIN = 0.05
 TOKEN_BYTES = 8
+# Batches, and the tokens of each sequence, by which a ring chooses when it starts.
+START_BATCHES = (1, 8)
+START_TOKENS = 2048
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,42 +166,87 @@ def predict_step(
     `model` is the share of one process, `weight_bytes` the weights that it reads in a step: all matrices of `model` in
     its own element size if None. Raises ConfigError for an unknown variant.
     """
-    if variant not in STEP_VARIANTS:
-        raise ConfigError(f"decode variant is {variant!r}; allowed are {', '.join(STEP_VARIANTS)}")
-    batch, num_ranks, is_gather = load.batch, load.num_ranks, variant == GATHER
+    if variant not in VARIANTS:
+        raise ConfigError(f"decode variant is {variant!r}; allowed are {', '.join(VARIANTS)}")
+    batch, num_ranks, has_all_rows = load.batch, load.num_ranks, variant != PASS_Q
     peers = num_ranks - 1
-    own_rows = batch if is_gather else -(-batch // num_ranks)
-    call_rows = own_rows if is_gather or rates.is_padded else batch / num_ranks
+    own_rows = batch if has_all_rows else -(-batch // num_ranks)
+    call_rows = own_rows if has_all_rows or rates.is_padded else batch / num_ranks
     call_tokens = load.stored_tokens / num_ranks * (call_rows / batch if batch else 0.0)
     call = _call_seconds(call_rows, call_tokens, model, rates)
     part_bytes = model.num_heads * (model.head_dim + 1) * model.partial_bytes
     hops = 0.0
-    if not is_gather:
+    if not has_all_rows:
         query = rates.message_seconds(own_rows * model.num_heads * model.head_dim * model.attention_bytes)
         hops = peers * (query - rates.ring.overlap * min(query, call))
-    flops_per_row = model.linear_flops_per_token + model.head_flops
+    flops_per_row = float(model.linear_flops_per_token + model.head_flops)
     if weight_bytes is None:
         # A row takes two operations for every weight.
         weight_bytes = flops_per_row / 2 * model.element_bytes
-    weight_rate = rates.weight_rate(num_ranks if is_gather else min(batch, num_ranks), num_ranks)
+    collective = rates.collective_message_seconds(peers * own_rows * part_bytes)
+    if variant == HELIX:
+        share = _helix_share(model, num_ranks)
+        flops_per_row *= share
+        weight_bytes *= share
+        collective = rates.collective_message_seconds(peers * own_rows * part_bytes / num_ranks)
+        collective += 2 * rates.collective_message_seconds(peers * own_rows * model.hidden_size * model.element_bytes)
+    weight_rate = rates.weight_rate(num_ranks if has_all_rows else min(batch, num_ranks), num_ranks)
     return StepCost(
         variant=variant,
         num_layers=model.num_layers,
         linear_seconds=max(own_rows * flops_per_row / rates.ring.gemm_flops, weight_bytes / weight_rate),
         sum_seconds=rates.sum_seconds,
         call_seconds=call,
-        layer_attention_seconds=call if is_gather else num_ranks * call,
+        layer_attention_seconds=call if has_all_rows else num_ranks * call,
         layer_hops_seconds=hops,
-        layer_collective_seconds=rates.collective_message_seconds(peers * own_rows * part_bytes),
+        layer_collective_seconds=collective,
         layer_ring_seconds=rates.ring_seconds if peers else 0.0,
         token_seconds=(
-            0.0 if is_gather or rates.is_padded or not peers else rates.message_seconds(TOKEN_BYTES * own_rows)
+            0.0 if variant == GATHER or rates.is_padded or not peers else rates.message_seconds(TOKEN_BYTES * own_rows)
         ),
     )
 
 
+def _helix_share(model: ModelShape, num_ranks: int) -> float:
+    """Return the part of the linear layers and the head that one rank of a helix ring computes and reads."""
+    qkv = 2 * model.num_layers * model.hidden_size * (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+    whole = qkv / (model.linear_flops_per_token + model.head_flops)
+    return whole + (1.0 - whole) / num_ranks
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StartChoice:
+    """Choice of a ring's weights when it starts, and the predictions behind it, in words."""
+
+    is_helix: bool
+    reason: str
+
+
+def choose_at_start(model: ModelShape, rates: DecodeRates, num_ranks: int) -> StartChoice:
+    """Choose helix for a ring, or whole weights and a choice at every step, by the steps of START_BATCHES sequences.
+
+    Helix must be predicted to be better by more than MARGIN: it sends three messages a layer, and every one may be
+    late.
+    """
+    loads = [
+        DecodeLoad(batch=batch, stored_tokens=batch * START_TOKENS, num_ranks=num_ranks) for batch in START_BATCHES
+    ]
+    seconds = {
+        variant: [predict_step(variant, load, model, rates).total_seconds for load in loads] for variant in VARIANTS
+    }
+    stepwise = [min(seconds[variant][place] for variant in STEP_VARIANTS) for place in range(len(loads))]
+    is_helix = num_ranks > 1 and sum(seconds[HELIX]) < (1.0 - MARGIN) * sum(stepwise)
+    times = [" and ".join(f"{each * 1e3:.3g}" for each in found) for found in (seconds[HELIX], stepwise)]
+    batches = " and ".join(map(str, START_BATCHES))
+    return StartChoice(
+        is_helix=is_helix,
+        reason=f"steps of {batches} sequences of {START_TOKENS:,} tokens are predicted to take {times[0]} ms by helix, "
+        f"{times[1]} ms by the better of gather and pass_q",
+    )
+
+
 def choose_variant(policy: str, load: DecodeLoad, model: ModelShape, rates: DecodeRates | None) -> str:
-    """Return `gather` or `pass_q` by `policy`, one of VARIANT_POLICIES.
+    """Return the variant of a step by `policy`, one of VARIANT_POLICIES.
 
     "auto" takes `gather` unless pass-Q is predicted to be better by more than MARGIN, and always where nothing was
     measured. Raises ConfigError for an unknown policy.
@@ -240,12 +291,15 @@ def fastest_step(
     batch: int,
     context_tokens: float,
 ) -> StepCost:
-    """Return the cost of the variant that is predicted to take less, as `predict_profiled_step` does."""
+    """Return the cost of the variant that is predicted to take less, as `predict_profiled_step` does.
+
+    Helix is among them where tp is 1.
+    """
     steps = (
         predict_profiled_step(
             model, weights, profile, cp=cp, tp=tp, batch=batch, context_tokens=context_tokens, variant=variant
         )
-        for variant in STEP_VARIANTS
+        for variant in (VARIANTS if tp == 1 else STEP_VARIANTS)
     )
     return min(steps, key=lambda step: step.total_seconds)
 

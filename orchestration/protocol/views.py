@@ -45,8 +45,9 @@ class RingStatus:
     """Status that a ring reports to operators.
 
     `rank_pids` has `tp` processes a rank, in order of ranks. `decode_variant` is the variant of the latest decode step
-    that the ring's watch saw. `waiting_work` and `max_waiting_work` are in work units; prefill rings alone have them.
-    `nodes` are the addresses of the nodes of its ranks, each once.
+    that the ring's watch saw, and `decode_reason` why the ring chose helix or not. `waiting_work` and
+    `max_waiting_work` are in work units; prefill rings alone have them. `nodes` are the addresses of the nodes of its
+    ranks, each once.
 
     The router adds what the ring announced (`rates`, `capacity_tokens`, `chunk_tokens`), its own `corrections`, and
     whether it expects the ring back after a drain (`is_restarting`). A ring that has left has the state "away".
@@ -71,6 +72,7 @@ class RingStatus:
     max_waiting_work: float = 0.0
     num_preemptions: int = 0
     decode_variant: str = ""
+    decode_reason: str = ""
     rates: RingRates | None = None
     capacity_tokens: int = 0
     chunk_tokens: int = 0

@@ -250,6 +250,7 @@ class RingLeader(ABC):
             rank_pids=tuple(info.pid for info in ring.infos),
             metrics_endpoint=self.metrics_endpoint,
             decode_variant=ring.decode_variant,
+            decode_reason=ring.decode_reason,
             is_draining=self.is_draining,
             nodes=ring.nodes,
         )

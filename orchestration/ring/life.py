@@ -15,7 +15,9 @@ import secrets
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 
+from cp_core.cost.decode import GATHER
 from cp_core.cost.model import RingRates
 from cp_core.errors import RingserveError, Unavailable
 from orchestration.protocol.ports import RankFactory, RankPort
@@ -49,6 +51,7 @@ class Ring:
         self.incarnation = ""
         self.rebuilds = 0
         self.decode_variant = ""  # variant of the latest decode step that the watch saw
+        self.decode_reason = ""
         self.ranks: Sequence[RankPort] = ()
         self.infos: list[RankInfo] = []
         self.rank_statuses: dict[int, RankStatus] = {}
@@ -155,7 +158,8 @@ class Ring:
             rank=rank,
             num_ranks=settings.num_processes,
             incarnation=incarnation,
-            settings=settings.ranks,
+            # A prefill ring does not decode, and its ranks have different rows.
+            settings=settings.ranks if settings.role == "decode" else replace(settings.ranks, decode_variant=GATHER),
         )
 
     async def _watch_rank(self, number: int, rank: RankPort, incarnation: str) -> None:
@@ -168,6 +172,7 @@ class Ring:
                 return
             self.rank_statuses[number] = status
             self.decode_variant = status.decode_variant or self.decode_variant
+            self.decode_reason = status.decode_reason or self.decode_reason
             if status.running and status.seconds_since_step > self.settings.step_timeout:
                 stuck = f"a rank of {self.settings.name} made no step for {status.seconds_since_step:.0f} s"
                 self.report_lost(Unavailable(stuck), incarnation)

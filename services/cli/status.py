@@ -104,6 +104,7 @@ def _show(console: Console, info: inference_pb2.GetServerInfoResponse, options: 
             + (f", {info.turns_waiting_for_rings} waiting for rings" if info.turns_waiting_for_rings else "")
         ),
         *(_drain_line(drain) for drain in info.drains),
+        *(f"{ring.name}: {ring.decode_reason}" for ring in info.rings if ring.decode_reason),
     ]
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)

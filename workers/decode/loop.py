@@ -18,6 +18,8 @@ from cp_core.cost.decode import (
     VARIANT_POLICIES,
     DecodeLoad,
     DecodeRates,
+    StartChoice,
+    choose_at_start,
     choose_variant,
     predict_step,
 )
@@ -62,6 +64,12 @@ class DecodeChoice:
 
     def __call__(self, num_sequences: int, stored_tokens: int) -> str:
         return choose_variant(self._policy, self._load(num_sequences, stored_tokens), self._shape, self._rates)
+
+    def at_start(self) -> StartChoice | None:
+        """Return whether the ring shares its weights from now on; None where the policy says so already."""
+        if self._policy != "auto" or self._num_ranks == 1 or self._rates is None:
+            return None
+        return choose_at_start(self._shape, self._rates, self._num_ranks)
 
     def predicted(self, num_sequences: int, stored_tokens: int) -> list[tuple[str, float]]:
         """Return (variant, predicted seconds of a step) for every variant; nothing before rates are measured."""

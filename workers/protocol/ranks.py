@@ -157,9 +157,10 @@ class RingSpec:
 class RankStatus:
     """Progress of a rank for watchdogs: a step counter and the seconds since it last moved.
 
-    `decode_variant` served the latest decode step: `gather` or `pass_q`, empty before the first. `step_seconds` is the
-    time in steps and `wait_seconds` its part spent waiting for peers. `communication_seconds` is the part with messages
-    of the ring under way; None: the transport cannot tell. `bytes_sent` counts what the rank sent to its ring.
+    `decode_variant` served the latest decode step: `gather`, `pass_q` or `helix`, empty before the first.
+    `decode_reason` says why the ring shares its weights (helix) or not, if it chose itself. `step_seconds` is the time
+    in steps and `wait_seconds` its part spent waiting for peers. `communication_seconds` is the part with messages of
+    the ring under way; None: the transport cannot tell. `bytes_sent` counts what the rank sent to its ring.
     `step_counts` are steps by length, see `StepClock`. `stalled_seconds` is the longest time for which a transfer that
     has begun, and is not complete, received no byte.
     """
@@ -169,6 +170,7 @@ class RankStatus:
     running: int
     open_transfers: int
     decode_variant: str = ""
+    decode_reason: str = ""
     step_seconds: float = 0.0
     wait_seconds: float = 0.0
     bytes_sent: int = 0

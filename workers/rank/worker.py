@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -74,6 +74,7 @@ class RankWorker:
         self._computing = threading.Lock()
         self._inbox = StepInbox()
         self._started: RankParts | None = None
+        self._decode_reason = ""
         self._transport: RingTransport | None = None
         self._tensor: RingTransport | None = None
 
@@ -161,9 +162,16 @@ class RankWorker:
         self._clock.watch(*self._transports)
 
     def probe(self) -> RingRates:
-        """Measure this rank and its link; collective, about 0.5 s."""
+        """Measure this rank and its link; collective, about 0.5 s.
+
+        The first time, a ring that may choose its decode variant decides by the rates whether its ranks share the
+        weights (helix).
+        """
         with self._compute() as ring:
-            return self._probe(ring)
+            rates = self._probe(ring)
+            if not self._decode_reason:
+                self._choose_weights(ring)
+            return rates
 
     def probe_between_steps(self, timeout: float) -> RingRates:
         """Measure as `probe` does, in the decode loop of all ranks; for the first rank. `timeout` in seconds.
@@ -178,6 +186,22 @@ class RankWorker:
         rates = probe_rates(share, device, parts.backend, ring)
         parts.choose_variant.measured(probe_decode_rates(rates, share, device, parts.backend, ring))
         return rates
+
+    def _choose_weights(self, ring: RingTransport) -> None:
+        """Cut the weights if the first rank predicts helix to be faster; every rank measures rates of its own."""
+        parts = self.parts
+        choice = parts.choose_variant.at_start()
+        if choice is None or parts.spec.tp > 1:
+            return
+        agreed = torch.tensor([choice.is_helix], dtype=torch.int64, device=parts.cache.device)
+        ring.broadcast(agreed, LEADER).wait()
+        self._decode_reason = choice.reason
+        if not agreed.item():
+            return
+        model = parts.model.cut_over_ring(ring.rank, ring.size)
+        model.helix.connect(ring)
+        parts.choose_variant.follow(HELIX)
+        self._started = replace(parts, model=model)
 
     def follow_decode_variant(self, policy: str) -> None:
         """Choose decode variants by `policy` from the next step on; for the first rank. Raises ConfigError.
@@ -357,6 +381,7 @@ class RankWorker:
             running=self._progress.running,
             open_transfers=receiver.num_open if receiver else 0,
             decode_variant=self._progress.decode_variant,
+            decode_reason=self._decode_reason,
             step_seconds=self._clock.step_seconds,
             wait_seconds=self._clock.wait_seconds,
             bytes_sent=sum(transport.stats.bytes_sent for transport in self._transports),

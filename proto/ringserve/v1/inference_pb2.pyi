@@ -1099,6 +1099,7 @@ class RingInfo(_message.Message):
     MAX_WAITING_WORK_FIELD_NUMBER: _builtins.int
     NUM_PREEMPTIONS_FIELD_NUMBER: _builtins.int
     DECODE_VARIANT_FIELD_NUMBER: _builtins.int
+    DECODE_REASON_FIELD_NUMBER: _builtins.int
     RATES_FIELD_NUMBER: _builtins.int
     CAPACITY_TOKENS_FIELD_NUMBER: _builtins.int
     CHUNK_TOKENS_FIELD_NUMBER: _builtins.int
@@ -1129,7 +1130,9 @@ class RingInfo(_message.Message):
     num_preemptions: _builtins.int
     """Decode rings: preemptions, each of a turn that gave its KV blocks to an older one and resumed later."""
     decode_variant: _builtins.str
-    """Of a decode ring: what served its latest step, "gather" or "pass_q"; empty before the first."""
+    """Of a decode ring: what served its latest step, "gather", "pass_q" or "helix"; empty before the first."""
+    decode_reason: _builtins.str
+    """Of a decode ring that chose by itself whether its ranks share the weights (helix): the predictions behind it."""
     capacity_tokens: _builtins.int
     """Tokens that the whole ring has KV room for, and the most that one prefill step computes."""
     chunk_tokens: _builtins.int
@@ -1177,6 +1180,7 @@ class RingInfo(_message.Message):
         max_waiting_work: _builtins.float = ...,
         num_preemptions: _builtins.int = ...,
         decode_variant: _builtins.str = ...,
+        decode_reason: _builtins.str = ...,
         rates: Global___RingRates | None = ...,
         capacity_tokens: _builtins.int = ...,
         chunk_tokens: _builtins.int = ...,
@@ -1187,7 +1191,7 @@ class RingInfo(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["rates", b"rates"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_backend", b"attention_backend", "capacity_tokens", b"capacity_tokens", "chunk_tokens", b"chunk_tokens", "corrections", b"corrections", "decode_variant", b"decode_variant", "draining", b"draining", "endpoint", b"endpoint", "incarnation", b"incarnation", "kv_usage", b"kv_usage", "max_waiting_work", b"max_waiting_work", "metrics_endpoint", b"metrics_endpoint", "name", b"name", "nodes", b"nodes", "num_preemptions", b"num_preemptions", "num_ranks", b"num_ranks", "num_requests_running", b"num_requests_running", "num_requests_waiting", b"num_requests_waiting", "rank_pids", b"rank_pids", "rates", b"rates", "rebuilds", b"rebuilds", "restarting", b"restarting", "ring_transport", b"ring_transport", "role", b"role", "state", b"state", "tp", b"tp", "waiting_work", b"waiting_work"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_backend", b"attention_backend", "capacity_tokens", b"capacity_tokens", "chunk_tokens", b"chunk_tokens", "corrections", b"corrections", "decode_reason", b"decode_reason", "decode_variant", b"decode_variant", "draining", b"draining", "endpoint", b"endpoint", "incarnation", b"incarnation", "kv_usage", b"kv_usage", "max_waiting_work", b"max_waiting_work", "metrics_endpoint", b"metrics_endpoint", "name", b"name", "nodes", b"nodes", "num_preemptions", b"num_preemptions", "num_ranks", b"num_ranks", "num_requests_running", b"num_requests_running", "num_requests_waiting", b"num_requests_waiting", "rank_pids", b"rank_pids", "rates", b"rates", "rebuilds", b"rebuilds", "restarting", b"restarting", "ring_transport", b"ring_transport", "role", b"role", "state", b"state", "tp", b"tp", "waiting_work", b"waiting_work"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

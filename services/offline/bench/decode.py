@@ -11,7 +11,7 @@ from functools import partial
 
 import psutil
 
-from cp_core.cost.decode import GATHER, VARIANT_POLICIES
+from cp_core.cost.decode import GATHER, HELIX, STEP_VARIANTS
 from cp_core.errors import ConfigError
 from cp_core.layout.shards import level_counts
 from services.offline.bench.figures import Target, paired_ratio
@@ -47,7 +47,7 @@ class DecodeCase:
 
 @dataclass(frozen=True, slots=True)
 class DecodeTask:
-    """Case decoded by one policy: a variant, or the variant that the ring's rule chooses (`auto`)."""
+    """Case decoded by one policy: a variant, or the variant that the ring's rule chooses for a step (`auto`)."""
 
     case: DecodeCase
     policy: str
@@ -59,10 +59,10 @@ class DecodeRank:
     The first rank submits the batch and takes a step to end when its tokens arrive.
     """
 
-    def __init__(self, model: str, cases: tuple[DecodeCase, ...], place: RankPlace) -> None:
+    def __init__(self, model: str, cases: tuple[DecodeCase, ...], variant: str, place: RankPlace) -> None:
         self._place = place
         num_blocks = max(case.batch * case.blocks_per_sequence(place.num_ranks) for case in cases)
-        self._worker = start_worker(place, "decode", model, num_blocks, max(case.batch for case in cases))
+        self._worker = start_worker(place, "decode", model, num_blocks, max(case.batch for case in cases), variant)
         self._worker.fill_kv(place.rank)
         self._worker.probe()
         self._cursor = 0
@@ -132,8 +132,13 @@ def num_measurements(ranks: Sequence[int], cases: Sequence[DecodeCase], num_roun
 
 
 def _policies(num_ranks: int) -> Sequence[str]:
-    """Return the policies of a ring; one rank has no choice."""
-    return VARIANT_POLICIES if num_ranks > 1 else (GATHER,)
+    """Return the policies of the rings of one size; one rank has no choice."""
+    return (AUTO, *STEP_VARIANTS, HELIX) if num_ranks > 1 else (GATHER,)
+
+
+def _weights_of(policy: str) -> str:
+    """Return the variant with which a ring starts that follows a policy: helix cuts its weights then."""
+    return HELIX if policy == HELIX else GATHER
 
 
 def measure_decode(
@@ -157,11 +162,15 @@ def measure_decode(
         if not fitting:
             raise ConfigError(f"--context: the KV of no case fits in {SHARE_OF_MEMORY:.0%} of the free memory")
         made = partial(DecodeRank, str(path), tuple(fitting))
-        rings = {size: stack.enter_context(RingProcesses(size, made, transport)) for size in ranks}
+        started = dict.fromkeys((size, _weights_of(policy)) for size in ranks for policy in _policies(size))
+        rings = {
+            (size, weights): stack.enter_context(RingProcesses(size, partial(made, weights), transport))
+            for size, weights in started
+        }
         for case in fitting:
             contenders = [
-                Contender(policy, size, partial(ring.measure, DecodeTask(case, policy)))
-                for size, ring in rings.items()
+                Contender(policy, size, partial(rings[size, _weights_of(policy)].measure, DecodeTask(case, policy)))
+                for size in ranks
                 for policy in _policies(size)
             ]
             alternate(contenders, 1, tell)
@@ -181,7 +190,8 @@ def fitting_cases(
 
 
 def _kv_bytes(info: ModelInfo, ranks: Sequence[int], case: DecodeCase) -> int:
-    return len(ranks) * case.kv_tokens() * info.kv_bytes_per_token
+    num_rings = len({(size, _weights_of(policy)) for size in ranks for policy in _policies(size)})
+    return num_rings * case.kv_tokens() * info.kv_bytes_per_token
 
 
 def _exclusion_note(info: ModelInfo, ranks: Sequence[int], case: DecodeCase) -> str:
@@ -207,11 +217,11 @@ def _targets(info: ModelInfo, case: DecodeCase, measured: Measured) -> list[Targ
 
 
 def _rule_targets(case: DecodeCase, measured: Measured) -> list[Target]:
-    """Return the loss of the rule against the better variant, for each ring that has a choice."""
+    """Return the loss of the rule of a step against the better variant, for each ring that has a choice."""
     targets = []
     for ranks in (ranks for name, ranks in measured if name == AUTO):
         best = min(
-            (series for (name, size), series in measured.items() if size == ranks and name != AUTO),
+            (series for (name, size), series in measured.items() if size == ranks and name in STEP_VARIANTS),
             key=lambda series: series.figures.median,
         )
         loss = paired_ratio(measured[AUTO, ranks].seconds, best.seconds)

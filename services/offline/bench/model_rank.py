@@ -11,6 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
+from cp_core.cost.decode import GATHER
 from services.offline.bench.ring_processes import RankPlace
 from workers.model.builtin import resolve_model_path
 from workers.model.info import read_model_info
@@ -24,7 +25,9 @@ def blocks_for(num_tokens: int) -> int:
     return -(-num_tokens // BLOCK_TOKENS)
 
 
-def start_worker(place: RankPlace, role: str, model: str, num_blocks: int, max_batch: int = 1) -> RankWorker:
+def start_worker(
+    place: RankPlace, role: str, model: str, num_blocks: int, max_batch: int = 1, decode_variant: str = GATHER
+) -> RankWorker:
     """Start a worker at its place in the ring. Raises ModelRefused, Unavailable."""
     worker = RankWorker()
     worker.start(
@@ -39,6 +42,7 @@ def start_worker(place: RankPlace, role: str, model: str, num_blocks: int, max_b
                 block_tokens=BLOCK_TOKENS,
                 max_batch=max_batch,
                 packs_weights=role == "prefill",
+                decode_variant=decode_variant,
             ),
         )
     )
