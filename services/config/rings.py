@@ -149,7 +149,8 @@ class DecodeConfig:
 
     Each ring decodes up to `max_batch` turns. `variant` is how a ring decodes its batch: every rank all of it
     (`gather`), each rank a part (`pass_q`), or the one predicted to be faster (`auto`). With `helix` the ring's ranks
-    share the weights behind attention: each reads only its part of them, and `tp` is 1. With `preemption` a turn begins
+    share the weights behind attention: each reads only its part of them, and `tp` is 1. `auto` takes helix where a ring
+    predicts it to be faster when it starts. With `preemption` a turn begins
     with KV room for `headroom_tokens` of its answer and grows; where no room is left the youngest turn is preempted and
     resumed later. Without it, room for the whole answer is reserved at once. With `continuous` turns join the batch at
     every step, without it when the batch is empty.

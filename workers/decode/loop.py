@@ -13,20 +13,32 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from cp_core.cost.decode import (
+    HELIX,
     STEP_VARIANTS,
     VARIANT_POLICIES,
     DecodeLoad,
     DecodeRates,
-    StartChoice,
     choose_at_start,
     choose_variant,
     predict_step,
 )
 from cp_core.cost.model import ModelShape, RingRates
 from cp_core.errors import ConfigError
-from workers.decode.messages import HEARTBEAT_SECONDS, BatchChange, DecodeMailbox, Header, HeaderChannel, HeaderKind
+from cp_core.transport.interface import RingTransport
+from workers.decode.messages import (
+    HEARTBEAT_SECONDS,
+    LEADER,
+    BatchChange,
+    DecodeMailbox,
+    Header,
+    HeaderChannel,
+    HeaderKind,
+)
 from workers.decode.step import BatchState, DecodePass, DecodePrompts
+from workers.model.loading import LoadedModel
 from workers.progress import Progress
 from workers.protocol.decode_commands import (
     AdmitSequence,
@@ -47,15 +59,23 @@ class DecodeChoice:
 
     def __init__(self, policy: str, shape: ModelShape, num_ranks: int) -> None:
         """Choose by `policy`, without rates yet. Raises ConfigError for an unknown policy."""
+        self._is_helix = policy == HELIX
+        self.reason = ""
+        self._num_ranks = num_ranks
         self.follow(policy)
         self._shape = shape
-        self._num_ranks = num_ranks
         self._rates: DecodeRates | None = None
 
     def follow(self, policy: str) -> None:
-        """Choose by this policy from the next step on. Raises ConfigError for an unknown one."""
+        """Choose by this policy from the next step on.
+
+        Raises ConfigError for an unknown policy, and for one that the ring's weights do not allow: a ring decodes by
+        helix from its start or never.
+        """
         if policy not in VARIANT_POLICIES:
             raise ConfigError(f"decode.variant: {policy!r} is not allowed; use one of {', '.join(VARIANT_POLICIES)}")
+        if self._num_ranks > 1 and (policy == HELIX) != self._is_helix:
+            raise ConfigError(f"decode.variant: {policy!r} is not allowed on a ring that started with other weights")
         self._policy = policy
 
     def measured(self, rates: DecodeRates) -> None:
@@ -65,11 +85,24 @@ class DecodeChoice:
     def __call__(self, num_sequences: int, stored_tokens: int) -> str:
         return choose_variant(self._policy, self._load(num_sequences, stored_tokens), self._shape, self._rates)
 
-    def at_start(self) -> StartChoice | None:
-        """Return whether the ring shares its weights from now on; None where the policy says so already."""
-        if self._policy != "auto" or self._num_ranks == 1 or self._rates is None:
-            return None
-        return choose_at_start(self._shape, self._rates, self._num_ranks)
+    def share_weights(self, model: LoadedModel, ring: RingTransport) -> LoadedModel:
+        """Return the model with this rank's share of its weights, if helix is chosen; collective, once rates are known.
+
+        By "auto" the first rank chooses for all, as every rank has rates of its own, and the first call is for good.
+        With tensor parallelism nothing is chosen. Raises ModelRefused, Unavailable.
+        """
+        if self._policy != "auto" or self.reason or ring.size == 1 or model.tensor.size > 1 or self._rates is None:
+            return model
+        choice = choose_at_start(self._shape, self._rates, ring.size)
+        self.reason = choice.reason
+        agreed = torch.tensor([choice.is_helix], dtype=torch.int64, device=model.model.device)
+        ring.broadcast(agreed, LEADER).wait()
+        if not agreed.item():
+            return model
+        self._policy, self._is_helix = HELIX, True
+        share = model.cut_over_ring(ring.rank, ring.size)
+        share.helix.connect(ring)
+        return share
 
     def predicted(self, num_sequences: int, stored_tokens: int) -> list[tuple[str, float]]:
         """Return (variant, predicted seconds of a step) for every variant; nothing before rates are measured."""

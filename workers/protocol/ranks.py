@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from cp_core.cost.decode import HELIX
 from cp_core.cost.model import ModelShape
 from cp_core.transport.peer_tls import PeerTls
 
@@ -67,6 +68,11 @@ class RankSpec:
     @property
     def cp_rank(self) -> int:
         return self.rank // self.tp
+
+    @property
+    def helix(self) -> int:
+        """Number of ranks that share the weights behind attention from the start."""
+        return self.cp if self.settings.decode_variant == HELIX else 1
 
     @property
     def tp_rank(self) -> int:

@@ -22,9 +22,7 @@ from torch import Tensor
 
 from cp_core.attention.backends import select_backend
 from cp_core.attention.partial import AttentionBackend
-from cp_core.cost.decode import HELIX
 from cp_core.cost.model import RingRates
-from cp_core.errors import ConfigError
 from cp_core.transport.interface import RingTransport
 from workers.decode.loop import DecodeChoice, FollowingLoop, LeadingLoop, LoopWork
 from workers.decode.messages import LEADER, DecodeMailbox, HeaderChannel
@@ -74,7 +72,6 @@ class RankWorker:
         self._computing = threading.Lock()
         self._inbox = StepInbox()
         self._started: RankParts | None = None
-        self._decode_reason = ""
         self._transport: RingTransport | None = None
         self._tensor: RingTransport | None = None
 
@@ -101,7 +98,7 @@ class RankWorker:
             tp_rank=spec.tp_rank,
             tp=spec.tp,
             helix_rank=spec.cp_rank,
-            helix=spec.cp if settings.decode_variant == HELIX else 1,
+            helix=spec.helix,
         )
         if settings.packs_weights:
             model.pack_weights()
@@ -162,15 +159,10 @@ class RankWorker:
         self._clock.watch(*self._transports)
 
     def probe(self) -> RingRates:
-        """Measure this rank and its link; collective, about 0.5 s.
-
-        The first time, a ring that may choose its decode variant decides by the rates whether its ranks share the
-        weights (helix).
-        """
+        """Measure this rank and its link, and share the weights if helix is chosen; collective, about 0.5 s."""
         with self._compute() as ring:
-            rates = self._probe(ring)
-            if not self._decode_reason:
-                self._choose_weights(ring)
+            rates, parts = self._probe(ring), self.parts
+            self._started = replace(parts, model=parts.choose_variant.share_weights(parts.model, ring))
             return rates
 
     def probe_between_steps(self, timeout: float) -> RingRates:
@@ -187,31 +179,9 @@ class RankWorker:
         parts.choose_variant.measured(probe_decode_rates(rates, share, device, parts.backend, ring))
         return rates
 
-    def _choose_weights(self, ring: RingTransport) -> None:
-        """Cut the weights if the first rank predicts helix to be faster; every rank measures rates of its own."""
-        parts = self.parts
-        choice = parts.choose_variant.at_start()
-        if choice is None or parts.spec.tp > 1:
-            return
-        agreed = torch.tensor([choice.is_helix], dtype=torch.int64, device=parts.cache.device)
-        ring.broadcast(agreed, LEADER).wait()
-        self._decode_reason = choice.reason
-        if not agreed.item():
-            return
-        model = parts.model.cut_over_ring(ring.rank, ring.size)
-        model.helix.connect(ring)
-        parts.choose_variant.follow(HELIX)
-        self._started = replace(parts, model=model)
-
     def follow_decode_variant(self, policy: str) -> None:
-        """Choose decode variants by `policy` from the next step on; for the first rank. Raises ConfigError.
-
-        A ring whose weights are cut takes helix alone, and another ring never does.
-        """
-        parts = self.parts
-        if parts.spec.cp > 1 and (policy == HELIX) != parts.model.is_helix:
-            raise ConfigError(f"decode.variant: {policy!r} is not allowed on a ring that started with other weights")
-        parts.choose_variant.follow(policy)
+        """Choose decode variants by `policy` from the next step on; for the first rank. Raises ConfigError."""
+        self.parts.choose_variant.follow(policy)
 
     def fill_kv(self, seed: int) -> None:
         """Fill the cache with random numbers: measurements of decode need KV, of any value."""
@@ -381,7 +351,7 @@ class RankWorker:
             running=self._progress.running,
             open_transfers=receiver.num_open if receiver else 0,
             decode_variant=self._progress.decode_variant,
-            decode_reason=self._decode_reason,
+            decode_reason=self._started.choose_variant.reason if self._started else "",
             step_seconds=self._clock.step_seconds,
             wait_seconds=self._clock.wait_seconds,
             bytes_sent=sum(transport.stats.bytes_sent for transport in self._transports),

@@ -10,10 +10,15 @@ from hypothesis import strategies as st
 
 from cp_core.cost.decode import (
     GATHER,
+    HELIX,
+    START_BATCHES,
+    START_TOKENS,
     STEP_VARIANTS,
+    VARIANTS,
     DecodeLoad,
     DecodeRates,
     StepCost,
+    choose_at_start,
     choose_variant,
     fastest_step,
     predict_profiled_step,
@@ -191,6 +196,38 @@ def test_one_rank_costs_the_same_either_way() -> None:
         predict_step(variant, load(8, num_ranks=1), SHAPE, RATES).total_seconds for variant in STEP_VARIANTS
     )
     assert gather == pass_q
+
+
+def test_helix_by_hand() -> None:
+    """B=3 on N=2: all rows over 50 tokens each, half of every part's columns, and two sums of hidden states."""
+    work = load(3, context=100)
+    cost = predict_step(HELIX, work, SHAPE, RATES)
+    gather = predict_step(GATHER, work, SHAPE, RATES)
+    assert cost.layer_attention_seconds == gather.layer_attention_seconds
+    columns, hidden = 3 * 8 * 65 * 4 / 2, 3 * 512 * 4
+    assert cost.layer_collective_seconds == pytest.approx(3 * 3e-4 + (columns + 2 * hidden) / 1e9)
+    # q, k and v whole: 512 x 12 heads x 64; of the output projection, the MLP and the head one half.
+    weights = 4 * (512 * 12 * 64 + (512 * 512 + 3 * 512 * 1024) / 2) + 512 * 1000 / 2
+    assert cost.linear_seconds == pytest.approx(4 * weights / 1e10)
+    assert cost.token_seconds == pytest.approx(3e-4 + 3 * 8 / 1e9)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_a_ring_starts_with_helix_where_reading_the_weights_rules(num_ranks: int) -> None:
+    slow_memory = replace(RATES, weight_bytes_per_second=2e8, lone_weight_bytes_per_second=2e8)
+    choice = choose_at_start(SHAPE, slow_memory, num_ranks)
+    assert choice.is_helix == (num_ranks > 1)
+    far = replace(slow_memory, busy_message_seconds=0.05)
+    assert not choose_at_start(SHAPE, far, num_ranks).is_helix
+
+
+def test_the_reason_of_a_start_names_the_steps_and_their_predictions() -> None:
+    words = choose_at_start(SHAPE, RATES, 2).reason
+    for batch in START_BATCHES:
+        work = load(batch, context=START_TOKENS)
+        seconds = {variant: predict_step(variant, work, SHAPE, RATES).total_seconds for variant in VARIANTS}
+        assert f"{seconds[HELIX] * 1e3:.3g}" in words
+        assert f"{min(seconds[GATHER], seconds[PASS_Q]) * 1e3:.3g}" in words
 
 
 def test_wrong_values_are_refused_with_what_is_allowed() -> None:

@@ -11,16 +11,19 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cp_core.cost.decode import GATHER, HELIX, VARIANTS, DecodeRates
+from cp_core.cost.decode import GATHER, HELIX, VARIANTS, DecodeRates, StartChoice
 from cp_core.cost.model import PASS_Q, RingRates
 from cp_core.errors import ConfigError
 from cp_core.transport.inprocess import InProcessRing
 from tests.gloo import gloo_as_nccl
 from tests.workers.models import KINDS, Oracle, random_tokens
 from tests.workers.rings import LocalRing, Turn
+from workers.decode import loop
 from workers.decode.loop import DecodeChoice
 from workers.decode.messages import Header, HeaderChannel, HeaderKind
+from workers.model.loading import load_model
 from workers.protocol.prefill_steps import Algorithm
+from workers.rank import worker as worker_module
 from workers.sampling.parameters import SamplingParameters
 
 Models = Mapping[str, Path]
@@ -269,6 +272,29 @@ def test_auto_gathers_until_the_ring_has_measured_itself(model_paths: Models) ->
     choice.measured(free_messages)
     assert [variant for variant, _ in choice.predicted(8, 1000)] == [GATHER, PASS_Q]
     assert choice(8, 1000) == PASS_Q
+
+
+def test_a_ring_that_chooses_helix_at_its_start_shares_its_weights_and_says_why(
+    model_paths: Models, oracles: Oracles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cut weights that are in place already; a later measurement changes nothing."""
+    monkeypatch.setattr(worker_module, "load_model", load_model)
+    monkeypatch.setattr(loop, "choose_at_start", lambda *_: StartChoice(is_helix=True, reason="as it is faster"))
+    prompt, sampling = random_tokens(21), SamplingParameters(max_tokens=8)
+    with LocalRing(model_paths["llama_gqa"], 3) as ring:
+        before = {worker.parts.model.is_helix for worker in ring.workers}
+        for _ in range(2):
+            ring.together(lambda worker, _: worker.probe())
+        conversation = ring.open("a", 64)
+        first = ring.prefill([Turn(conversation, prompt, sampling)])["a"]
+        ring.start_decode()
+        decoded = [first, *ring.decode(conversation, first, sampling)]
+        statuses = {(each.decode_variant, each.decode_reason) for each in (w.status() for w in ring.workers)}
+        heads = [worker.parts.model.head.weight.shape for worker in ring.workers]
+    assert before == {False}
+    assert decoded == oracles["llama_gqa"].greedy(prompt, 8)
+    assert statuses == {(HELIX, "as it is faster")}
+    assert heads == [(100, 64)] * 3
 
 
 def test_probing_lets_auto_choose_by_what_was_measured(model_paths: Models) -> None:

@@ -67,6 +67,6 @@ def test_short_measurements_are_repeated_and_long_ones_are_not() -> None:
 def test_decode_case_whose_kv_does_not_fit_beside_that_of_the_other_rings_is_left_out() -> None:
     info = read_model_info(resolve_model_path("builtin:tiny"))
     small, large = DecodeCase(1024, 1, 8), DecodeCase(65536, 8, 8)
-    free = 3 * large.kv_tokens() * info.kv_bytes_per_token
+    free = 4 * large.kv_tokens() * info.kv_bytes_per_token
     assert fitting_cases(info, [1, 2], [small, large], free) == [small, large]
     assert fitting_cases(info, [1, 2, 3], [small, large], free) == [small]
