@@ -127,6 +127,8 @@ class Chat:
             self._client.delete_conversation(self.conversation)
         except NotFound:
             return  # no turn was run
+        except RingserveError as error:  # such as Busy: an answer that was just stopped is still ending
+            _tell(f"ringserve: the conversation {self.conversation} could not be deleted: {error}")
 
     def set_system(self, text: str) -> None:
         others = [message for message in self.messages if message.role != "system"]
