@@ -30,7 +30,7 @@ from orchestration.protocol.turns import (
     TurnRequest,
 )
 from orchestration.router.router import Router, RouterSettings
-from tests.one_core import on_one_core, sharing_models
+from tests.one_core import on_one_core
 from workers.model.info import read_model_info
 from workers.protocol.prefill_steps import Algorithm
 from workers.protocol.ranks import RankSettings
@@ -174,7 +174,6 @@ class Service:
     async def __aenter__(self) -> Service:
         with ExitStack() as core:
             core.enter_context(on_one_core())
-            core.enter_context(sharing_models())
             # Among equal rings a turn takes the first registered one, and rings of a role register by number.
             await asyncio.gather(self._start("prefill"), self._start("decode"))
             self._core = core.pop_all()

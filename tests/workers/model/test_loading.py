@@ -81,7 +81,6 @@ def test_a_bfloat16_model_answers_as_transformers_does_with_attention_in_float32
 ) -> None:
     """Three turns of uneven shards, one of a single token, which leaves ranks without any; caches are poisoned."""
     monkeypatch.setattr("workers.model.loading.multiplies_bfloat16", lambda: is_fast)
-    monkeypatch.setattr("workers.rank.worker.load_model", load_model)  # no model of another processor is shared
     path = model_paths["llama_gqa"]
     oracle = Oracle(path, torch.bfloat16)
     sampling = SamplingParameters(max_tokens=8)
