@@ -189,7 +189,8 @@ class ConversationStore:
         if conversation is None:
             conversation = self._enter(conversation_id)
         conversation.running_request = request_id
-        self._set_ttl(conversation, ttl_seconds)
+        if ttl_seconds is not None:
+            conversation.ttl_seconds = ttl_seconds
         return conversation, self._make_place(conversation)
 
     async def open_in_turn(
@@ -221,7 +222,8 @@ class ConversationStore:
         finally:
             conversation.waiting.pop(request_id, None)
             self._waiters.pop(request_id, None)
-        self._set_ttl(conversation, ttl_seconds)
+        if ttl_seconds is not None:
+            conversation.ttl_seconds = ttl_seconds
         self._known.move_to_end(conversation_id)
         return conversation, []
 
@@ -375,10 +377,6 @@ class ConversationStore:
         if not self._of_tenant[tenant]:
             del self._of_tenant[tenant]
 
-    def _set_ttl(self, conversation: Conversation, ttl_seconds: float | None) -> None:
-        if ttl_seconds is not None:
-            conversation.ttl_seconds = ttl_seconds
-
     def _touch(self, conversation: Conversation) -> None:
         conversation.last_used = self.clock()
         self._note_expiry(conversation)
@@ -388,6 +386,9 @@ class ConversationStore:
         if conversation.is_idle and conversation.expires_at < conversation.is_due_at:
             conversation.is_due_at = conversation.expires_at
             heapq.heappush(self._expiries, (conversation.expires_at, conversation.conversation_id))
+            if len(self._expiries) > 2 * len(self._known) + 64:  # most are of conversations that were deleted
+                due = ((known.is_due_at, name) for name, known in self._known.items())
+                self._expiries = sorted(entry for entry in due if entry[0] < math.inf)
 
     def _make_place(self, newest: Conversation) -> list[Conversation]:
         self._known.move_to_end(newest.conversation_id)

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Coroutine
 
-from cp_core.errors import RingserveError, TurnCancelled, Unavailable
+from cp_core.errors import NotFound, RingserveError, TurnCancelled, Unavailable
 from cp_core.layout.shards import TokenRange
 from orchestration.decode.feed import DecodeFeed
 from orchestration.decode.room import DecodeRoom
@@ -33,7 +33,8 @@ Spawn = Callable[[Coroutine[None, None, None]], asyncio.Task[None]]
 class DecodeEngine:
     """Feed and room of a ring. `start` makes both for a new incarnation, `stop` drops them when the ring is lost.
 
-    Tokens go to the turns' streams; `on_last_token` is called with a turn whose answer is complete, and the reason.
+    Tokens go to the turns' streams; `on_last_token` is called with a turn whose answer is complete, and the reason,
+    `on_lost` with a preempted turn that the router no longer knows, and the error.
     """
 
     def __init__(
@@ -42,11 +43,13 @@ class DecodeEngine:
         router: RouterPort,
         spawn: Spawn,
         on_last_token: Callable[[DecodeTurn, FinishReason], None],
+        on_lost: Callable[[DecodeTurn, RingserveError], None],
     ) -> None:
         self._ring = ring
         self._router = router
         self._spawn = spawn
         self._on_last_token = on_last_token
+        self._on_lost = on_lost
         self._feed: DecodeFeed | None = None
         self._room: DecodeRoom | None = None
         self._earlier_preemptions = 0  # of former incarnations
@@ -71,7 +74,7 @@ class DecodeEngine:
             self._on_event,
             continuous=settings.continuous,
         )
-        self._room = _RoomActions(ring, feed, self._router, self._spawn).room
+        self._room = _RoomActions(ring, feed, self._router, self._spawn, self._on_lost).room
         self._spawn(self._read(feed, ring.incarnation))
 
     def stop(self, error: RingserveError) -> None:
@@ -185,13 +188,21 @@ class DecodeEngine:
 class _RoomActions:
     """`RoomActions` of one ring incarnation: turns grow, are preempted and come back as its `room` decides."""
 
-    def __init__(self, ring: Ring, feed: DecodeFeed, router: RouterPort, spawn: Spawn) -> None:
+    def __init__(
+        self,
+        ring: Ring,
+        feed: DecodeFeed,
+        router: RouterPort,
+        spawn: Spawn,
+        on_lost: Callable[[DecodeTurn, RingserveError], None],
+    ) -> None:
         settings = ring.settings
         self.room = DecodeRoom(ring.pool, settings.headroom_tokens, can_preempt=settings.preemption, actions=self)
         self._ring = ring
         self._feed = feed
         self._router = router
         self._spawn = spawn
+        self._on_lost = on_lost
 
     def grow(self, turn: DecodeTurn, blocks: list[list[int]]) -> None:
         self._feed.grow(turn, blocks)
@@ -220,7 +231,8 @@ class _RoomActions:
     async def _resume(self, turn: DecodeTurn) -> None:
         """Have the router begin a new attempt, which makes the turn's KV again.
 
-        A turn that cannot be resumed now is preempted once more and tried again later, until its deadline.
+        A turn that cannot be resumed now is preempted once more and tried again later, until its deadline. A turn that
+        the router does not know ends: the router has restarted, and will never resume it.
         """
         turn.num_attempts += 1
         attempt = turn.num_attempts
@@ -232,6 +244,9 @@ class _RoomActions:
         )
         try:
             await self._router.resume_turn(request)
+        except NotFound as error:
+            lost = Unavailable(f"the router no longer knows turn {turn.turn_id}, which was preempted: {error}; retry")
+            self._on_lost(turn, lost)
         except RingserveError as error:
             is_arriving = turn.state in (DecodeTurnState.RESERVED, DecodeTurnState.STREAMING)
             is_whole = turn.request.attempt == attempt and not is_arriving

@@ -52,7 +52,7 @@ class DecodeLeader(RingLeader):
         announce: Callable[[RingRegistration], Awaitable[int]],
     ) -> None:
         super().__init__(settings, factory, peers, announce)
-        self._engine = DecodeEngine(self.ring, router, self.spawn, self._on_last_token)
+        self._engine = DecodeEngine(self.ring, router, self.spawn, self._on_last_token, self._on_lost)
         self._turns = DecodeTurns(self.ring, self._engine, router, self.spawn, self._trace)
         self._arrivals = itertools.count()
 
@@ -240,6 +240,9 @@ class DecodeLeader(RingLeader):
         elif turn.answer.own_end is None:
             turn.answer.own_end = reason
             turn.events.put_nowait(EndingEvent(finish_reason=reason))
+
+    def _on_lost(self, turn: DecodeTurn, error: RingserveError) -> None:
+        self._turns.end_soon(turn, error)
 
     async def finish_turn(self, turn_id: str, num_tokens: int) -> None:
         """End a turn well after its first `num_tokens` tokens; later tokens and their KV are discarded.

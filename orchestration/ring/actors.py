@@ -228,10 +228,18 @@ class RayRanks:
         return [self._rank(ring, index) for index in range(num_ranks)]
 
     def _remove_leftovers(self) -> None:
-        """Free the places of a dead leader of this ring, which Ray holds for as long as the cluster lives."""
+        """Free the places of a dead leader of this ring, which Ray holds for as long as the cluster lives.
+
+        The table lists all namespaces. A ring of the same name in another namespace belongs to another deployment.
+        """
         for ring in placement_group_table().values():
-            if ring["name"].startswith(f"{self._name}.") and ring["state"] != "REMOVED":
-                remove_placement_group(get_placement_group(ring["name"]))
+            if not ring["name"].startswith(f"{self._name}.") or ring["state"] == "REMOVED":
+                continue
+            try:
+                own = get_placement_group(ring["name"])
+            except ValueError:  # not in this namespace, or removed meanwhile
+                continue
+            remove_placement_group(own)
 
     def _rank(self, ring: PlacementGroup, index: int) -> RayRank:
         place = PlacementGroupSchedulingStrategy(placement_group=ring, placement_group_bundle_index=index)

@@ -80,17 +80,26 @@ class TurnAttempts:
             turn.attempt = request.attempt
             turn.resuming = asyncio.create_task(self._resume(turn, np.asarray(request.token_ids, dtype=np.int64)))
         assert turn.resuming is not None, f"attempt {request.attempt} of turn {request.turn_id} was begun by no resume"
-        await asyncio.shield(turn.resuming)
+        try:
+            await asyncio.shield(turn.resuming)
+        except NotFound as error:
+            raise self._not_resumed(turn, error) from None
         assert turn.prefilling is not None, "resumed"
         prefilling = turn.prefilling
         await asyncio.wait([prefilling])  # the prefill's own end, or the end of a cancelled turn, ends it
         if prefilling.cancelled():
             raise NotFound(f"turn {request.turn_id} has ended")
         error = prefilling.exception()
+        if isinstance(error, NotFound):
+            raise self._not_resumed(turn, error)
         if isinstance(error, RingserveError):
             raise error
         if error is not None:
             raise Unavailable("the prefill failed for an internal reason")
+
+    def _not_resumed(self, turn: RunningTurn, error: NotFound) -> RingserveError:
+        """Return what a ring's NotFound means to the decode ring: the router alone says that a turn has ended."""
+        return error if turn.is_over else Unavailable(str(error))
 
     async def _resume(self, turn: RunningTurn, decoded: TokenIds) -> None:
         assert turn.prefilling is not None, "a turn that was decoded was prefilled"

@@ -270,6 +270,22 @@ def test_one_made_again_under_an_old_name_has_an_age_of_its_own() -> None:
 # --- lists -----------------------------------------------------------------------------------------------------------
 
 
+def test_conversations_that_are_deleted_before_their_time_to_live_leave_no_entries() -> None:
+    clock = Clock()
+    store = ConversationStore(100, ttl_seconds=1000.0, clock=clock)
+    finish(store, "first")
+    clock.now += 1
+    for number in range(1000):
+        finish(store, f"c{number}")
+        store.remove(f"c{number}")
+    finish(store, "last")
+    assert len(store._expiries) <= 2 * len(store) + 64
+    assert store.next_expiry == 1100
+    clock.now = 1101
+    assert names(store.expire()) == ["first", "last"]
+    assert store.next_expiry is None
+
+
 def test_pages_go_through_all_of_a_prefix_by_name_each_once() -> None:
     store = ConversationStore(100)
     expected = sorted(f"u{number}" for number in range(25))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from cp_core.errors import CapacityExceeded, DeadlineExceeded, TurnCancelled, Unavailable
+from cp_core.errors import CapacityExceeded, DeadlineExceeded, NotFound, TurnCancelled, Unavailable
 from orchestration.protocol.turns import PrefillDone, PrefillTurn, PromptMode, Reservation, Reserve, ResumeTurn
 from tests.orchestration.router.test_turn_failures import is_idle
 from tests.orchestration.service import Answer, Service
@@ -159,6 +159,28 @@ async def test_an_abort_or_a_deadline_while_held_up_frees_everything(
             await young
         assert isinstance(ending.value, DeadlineExceeded) == stage.endswith("late")
         assert len((await old).token_ids) == 150
+        await is_idle(service, free)
+
+
+async def test_a_preempted_turn_that_the_router_has_forgotten_ends_at_once(
+    model_paths: Mapping[str, Path], oracles: Mapping[str, Oracle], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with small_service(model_paths["llama_gqa"], 2, 2) as service:
+        free, asked = service.free_blocks(), 0
+
+        async def resume_turn(request: ResumeTurn) -> None:
+            nonlocal asked
+            asked += 1
+            raise NotFound(f"turn {request.turn_id} has ended")
+
+        monkeypatch.setattr(service.router, "resume_turn", resume_turn)
+        old = asyncio.create_task(service.answer(service.request(random_tokens(20), max_tokens=150)))
+        await eventually(lambda: service.decode.num_running == 1)
+        young = asyncio.create_task(service.answer(service.request(random_tokens(20), max_tokens=150)))
+        with pytest.raises(Unavailable, match=r"no longer knows turn .* which was preempted"):
+            await young
+        assert asked == 1
+        assert (await old).token_ids == oracles["llama_gqa"].greedy(random_tokens(20), 150)
         await is_idle(service, free)
 
 

@@ -65,7 +65,11 @@ class DecodeRing:
         self.tasks: set[asyncio.Task[None]] = set()
         self.settled: list[DecodeTurn] = []
         self.ring = Ring(settings, self.ranks, on_ready=self._on_ready, on_lost=self._on_lost)
-        self.engine = DecodeEngine(self.ring, self.router, self.spawn, lambda turn, how: self.turns.end_soon(turn, how))  # type: ignore[arg-type]
+
+        def end_soon(turn: DecodeTurn, how: FinishReason | RingserveError) -> None:
+            self.turns.end_soon(turn, how)
+
+        self.engine = DecodeEngine(self.ring, self.router, self.spawn, end_soon, end_soon)  # type: ignore[arg-type]
         self.turns = DecodeTurns(self.ring, self.engine, self.router, self.spawn, self.settled.append)  # type: ignore[arg-type]
 
     def spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
