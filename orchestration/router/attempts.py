@@ -89,12 +89,12 @@ class TurnAttempts:
         await asyncio.wait([prefilling])  # the prefill's own end, or the end of a cancelled turn, ends it
         if prefilling.cancelled():
             raise NotFound(f"turn {request.turn_id} has ended")
-        error = prefilling.exception()
-        if isinstance(error, NotFound):
-            raise self._not_resumed(turn, error)
-        if isinstance(error, RingserveError):
-            raise error
-        if error is not None:
+        failure = prefilling.exception()
+        if isinstance(failure, NotFound):
+            raise self._not_resumed(turn, failure)
+        if isinstance(failure, RingserveError):
+            raise failure
+        if failure is not None:
             raise Unavailable("the prefill failed for an internal reason")
 
     def _not_resumed(self, turn: RunningTurn, error: NotFound) -> RingserveError:
