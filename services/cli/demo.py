@@ -15,7 +15,6 @@ from cp_core.errors import ModelRefused
 from services.cli.import_model import prepare
 from services.cli.options import Subcommands
 from services.client import Client
-from services.cluster.local import LocalCluster
 from services.cluster.stopping import StopRequest, StopSignals
 from services.gateway.text import TextCodec
 from services.offline.demo import (
@@ -86,6 +85,9 @@ def run(options: argparse.Namespace) -> int:
 
         def progress(line: str) -> None:
             console.print(f"[dim]{time.monotonic() - began:6.1f} s  {line}")
+
+        # Here, not above: other commands do without Ray, whose import takes longer than all else of them.
+        from services.cluster.local import LocalCluster
 
         cluster = LocalCluster(demo_config(model, info.max_positions), progress, signals.requested)
         with console.status("starting the cluster"):

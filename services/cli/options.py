@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from cp_core.errors import ConfigError, InvalidRequest, NotFound
 from services.client import Client, TlsFiles
 from services.client.retries import NO_RETRIES
-from services.cluster.local import LocalCluster
 from services.cluster.state import require_ready
 from services.config import Config, LogConfig, load_config
 
@@ -124,6 +123,9 @@ def serving(options: argparse.Namespace) -> Iterator[str]:
     config = config_of(options)
     # Free ports avoid clashes with other clusters; info lines would break the progress bar.
     gateway = replace(config.gateway, listen="127.0.0.1:0", metrics="", http="")
+    # Commands that start no cluster do without Ray: its import takes longer than all else of them.
+    from services.cluster.local import LocalCluster
+
     cluster = LocalCluster(replace(config, gateway=gateway, logs=LogConfig(level="warning")))
     try:
         cluster.start()

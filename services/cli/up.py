@@ -12,6 +12,7 @@ import time
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 from rich.console import Console
@@ -19,7 +20,6 @@ from rich.console import Console
 from cp_core.errors import ConfigError, Unavailable
 from services.cli.import_model import prepare
 from services.cli.options import Subcommands, add_config_options, check_drain_seconds, config_of
-from services.cluster.local import LocalCluster
 from services.cluster.state import (
     ClusterStage,
     ClusterState,
@@ -35,6 +35,9 @@ from services.cluster.stopping import StopRequest, StopSignals
 from services.config import Config
 from services.telemetry.logs import JsonLines, set_up_logs
 from workers.model.builtin import PREFIX, SMOLLM2, has_random_weights
+
+if TYPE_CHECKING:
+    from services.cluster.local import LocalCluster
 
 STOP_SECONDS = 60.0
 """Seconds for a detached cluster that does not start in time to end."""
@@ -99,6 +102,9 @@ def run(options: argparse.Namespace) -> int:
 
 def _serve(options: argparse.Namespace, config: Config) -> int:
     """Run a cluster in the foreground until it is told to end."""
+    # Here, not above: other commands do without Ray, whose import takes longer than all else of them.
+    from services.cluster.local import LocalCluster
+
     if config.logs.format == "json":
         sys.stderr = JsonLines(sys.stderr, "up")
     set_up_logs("up", config.logs.level, config.logs.format)

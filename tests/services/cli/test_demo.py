@@ -13,7 +13,6 @@ import grpc
 import pytest
 
 from ringserve.v1 import inference_pb2, inference_pb2_grpc
-from services.cli import demo
 from services.cli.main import EXIT_INTERRUPTED, main
 from services.cluster.stopping import STOP_SIGNALS
 from services.config import Config
@@ -80,7 +79,7 @@ def test_ctrl_c_while_it_answers_leaves_the_turn_ends_the_cluster_and_says_so(
         clusters.append(FakeCluster(*arguments))  # type: ignore[arg-type]
         return clusters[-1]
 
-    monkeypatch.setattr(demo, "LocalCluster", cluster)
+    monkeypatch.setattr("services.cluster.local.LocalCluster", cluster)
     assert main(["demo", "--model", str(tmp_path), "--tokens", "600", "--max-tokens", "5000"]) == EXIT_INTERRUPTED
     (stopped,) = clusters
     assert stopped.gateway_address == "", "it was stopped"

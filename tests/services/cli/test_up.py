@@ -85,7 +85,7 @@ def ran(
     watching: Callable[[], None] = nothing,
 ) -> int:
     cluster = FakeCluster(during, watching)
-    monkeypatch.setattr(up, "LocalCluster", cluster)
+    monkeypatch.setattr("services.cluster.local.LocalCluster", cluster)
     try:
         return main([*arguments])
     finally:
@@ -219,7 +219,8 @@ def test_down_ends_a_cluster_that_has_only_begun_to_start(
 
     assert detached(monkeypatch, child, end) == 1
     assert "the cluster did not start: it was told to end (log: " in capsys.readouterr().err
-    assert child.wait(30) != 0
+    # `end_cluster` may have taken the exit status in this process, so only the end is sure.
+    child.wait(30)
     assert read_record("default") is None
 
 
