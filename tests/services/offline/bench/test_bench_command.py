@@ -36,7 +36,10 @@ def test_decode_measures_every_variant_at_every_context_and_batch(capsys: pytest
     sizes = ("--context", "64,128", "--batch", "1,2", "--steps", "8", "--layers", "2")
     report = bench(capsys, "decode", "--rings-only", "--ranks", "2", *sizes)
     assert [(row["tokens"], row["batch"], row["name"]) for row in report["rows"]] == [
-        (context, batch, name) for context in (64, 128) for batch in (1, 2) for name in ("auto", "gather", "pass_q")
+        (context, batch, name)
+        for context in (64, 128)
+        for batch in (1, 2)
+        for name in ("auto", "gather", "pass_q", "helix")
     ]
     assert [target["text"].partition(", ")[2] for target in report["targets"]] == [
         f"2 ranks, {context} tokens, batch {batch}" for context in (64, 128) for batch in (1, 2)
