@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping
+import signal
+from collections.abc import Iterator, Mapping
 
 import pytest
 from hypothesis import settings
@@ -39,6 +40,16 @@ class ByFile(LoadScopeScheduling):  # type: ignore[misc]
             return path
         # More than two clusters at a time start slowly.
         return "the shared cluster" if "/e2e/test_" in path else "other clusters"
+
+
+@pytest.fixture(autouse=True)
+def signal_handlers() -> Iterator[None]:
+    """Restore the handlers that a command in the test's process has replaced: other tests send themselves signals."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.getsignal(number) for number in numbers]
+    yield
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -74,6 +74,8 @@ class DecodeLeader(RingLeader):
             if request.attempt > known.request.attempt:
                 await self._reserve_again(known, request)
             return known.reservation
+        if request.attempt > 1:  # this ring preempted the turn, so it ended here meanwhile: nobody would end it again
+            raise TurnCancelled(f"turn {request.turn_id} has ended on decode ring {self.settings.name}")
         self.ring.require_ready()
         self._engine.require_started()
         limit = self.settings.ranks.max_batch + self.settings.max_waiting

@@ -58,6 +58,8 @@ ACTORS_STOP_SECONDS = 10.0
 POLL_SECONDS = 0.2
 JOIN_SECONDS = 1.0
 """Seconds between two attempts to join a Ray cluster."""
+RESTART_WAITS = (0.5, 1.0, 2.0, 4.0, 8.0)
+"""Seconds between attempts to restart a gateway: a connection of another program may hold its port for a while."""
 
 
 class LocalCluster:
@@ -248,6 +250,16 @@ class LocalCluster:
         self.gateway_address, self.metrics_address = addresses["gateway"], addresses["metrics"]
         self.http_address = addresses["http"]
 
+    def _restart_gateway(self) -> None:
+        """Start the gateway at its former addresses. Raises ConfigError where it fails every time."""
+        for seconds in (*RESTART_WAITS, None):
+            self._start_gateway(resolve_model_path(self._config.model.path))
+            try:
+                return self._await_gateway()
+            except ConfigError:
+                if seconds is None or self._stopped.wait(seconds):
+                    raise
+
     def watch(self) -> None:
         """Restart a leader or gateway that died, until stopped. Raises Unavailable when the router died."""
         wanted = self._router.wait_event.remote()
@@ -259,8 +271,7 @@ class LocalCluster:
             gateway = self._gateway
             if gateway is not None and gateway.poll() is not None:
                 log.warning("the gateway died (exit %s) and is started again", gateway.returncode)
-                self._start_gateway(resolve_model_path(self._config.model.path))
-                self._await_gateway()
+                self._restart_gateway()
 
     def drain(self, insisted: threading.Event) -> None:
         """Let running turns end, within `drain_seconds` and until `insisted` is set; new ones are refused."""

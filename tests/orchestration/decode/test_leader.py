@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
-from cp_core.errors import Unavailable
+from cp_core.errors import TurnCancelled, Unavailable
 from orchestration.decode.leader import DecodeLeader
 from orchestration.protocol.rings import RingSettings
 from orchestration.protocol.turns import Reserve, RingRegistration, TurnOutcome
@@ -91,6 +91,19 @@ async def test_a_reservation_whose_caller_is_cancelled_is_undone(monkeypatch: py
         assert leader.num_turns == 0
         assert router.heard == [], "the router began no turn here"
         leader.ring.pool.check_integrity()
+
+
+async def test_a_later_attempt_of_a_turn_that_has_ended_reserves_nothing() -> None:
+    """The router may ask while a preempted turn ends here: no stream and no router would end it a second time."""
+    async with leading() as (leader, _, _):
+        await leader.reserve(reserve())
+        await leader.abort_turn("turn", TurnCancelled("the client left"))
+        assert blocks_in_use(leader) == 0
+        before = leader.num_turns
+        with pytest.raises(TurnCancelled, match="turn turn has ended on decode ring decode-0"):
+            await leader.reserve(replace(reserve(), attempt=2))
+        assert blocks_in_use(leader) == 0
+        assert leader.num_turns == before, "the ended one, which no stream has read"
 
 
 async def test_a_reservation_that_fails_for_an_unknown_reason_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,3 +76,32 @@ def test_all_ports_that_are_taken_are_told_at_once_with_the_options_that_help() 
         f"gateway.metrics: cannot listen on {taken}: Address already in use; choose another port, or any free one "
         "with --set gateway.listen=127.0.0.1:0 --set gateway.metrics=127.0.0.1:0"
     )
+
+
+def test_a_gateway_whose_port_is_taken_for_a_while_is_started_until_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster, starts, waits = LocalCluster(CONFIG), list[Path](), list[float]()
+
+    def answer() -> None:
+        if len(starts) < 3:
+            raise ConfigError("the gateway did not start; its reason is above")
+
+    monkeypatch.setattr(cluster, "_start_gateway", starts.append)
+    monkeypatch.setattr(cluster, "_await_gateway", answer)
+    monkeypatch.setattr(cluster, "_stopped", SimpleNamespace(wait=waits.append))
+    cluster._restart_gateway()
+    assert len(starts) == 3
+    assert waits == list(local.RESTART_WAITS[:2])
+
+
+def test_a_gateway_that_never_starts_again_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster, starts = LocalCluster(CONFIG), list[Path]()
+
+    def fail() -> None:
+        raise ConfigError("the gateway did not start; its reason is above")
+
+    monkeypatch.setattr(cluster, "_start_gateway", starts.append)
+    monkeypatch.setattr(cluster, "_await_gateway", fail)
+    monkeypatch.setattr(cluster, "_stopped", SimpleNamespace(wait=lambda seconds: False))
+    with pytest.raises(ConfigError):
+        cluster._restart_gateway()
+    assert len(starts) == len(local.RESTART_WAITS) + 1
