@@ -26,7 +26,7 @@ test: $(DEV_READY) ## run lint and tests, required before a commit
 	@$(MAKE) --no-print-directory -j 2 lint pytest
 
 pytest: $(DEV_READY)
-	$(BIN)/pytest -n 3
+	$(BIN)/pytest -n 4  # two wait for clusters most of the time
 
 lint: $(DEV_READY) ## check style, types, import contracts, stub freshness
 	$(BIN)/ruff check .

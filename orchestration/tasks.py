@@ -89,16 +89,18 @@ async def finish_despite_cancellation(work: Awaitable[T]) -> T:
     return result
 
 
-async def until_reached(call: Callable[[], Awaitable[T]], what: str, until: float) -> T:
-    """Repeat an idempotent call while its callee cannot be reached; `until` is on the event loop's clock.
+async def until_reached(
+    call: Callable[[], Awaitable[T]], what: str, until: float, on: type[Unavailable] = Unavailable
+) -> T:
+    """Repeat an idempotent call while it fails with `on`; `until` is on the event loop's clock.
 
-    `what` says for the log what the call does. Raises Unavailable after `until`, and other errors at once.
+    `what` says for the log what the call does. Raises that error after `until`, and other errors at once.
     """
     pause = FIRST_PAUSE
     while True:
         try:
             return await call()
-        except Unavailable as error:
+        except on as error:
             if asyncio.get_running_loop().time() + pause >= until:
                 raise
             log.warning("%s: %s; trying again in %.2f s", what, error, pause)

@@ -39,7 +39,7 @@ class ByFile(LoadScopeScheduling):  # type: ignore[misc]
         if not is_of_a_cluster(path):
             return path
         # More than two clusters at a time start slowly.
-        return "the shared cluster" if "/e2e/test_" in path else "other clusters"
+        return "the shared cluster" if "/e2e/shared/" in path else "other clusters"
 
 
 @pytest.fixture(autouse=True)

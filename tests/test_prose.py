@@ -37,6 +37,7 @@ TERMS = re.compile(
 # Layers where a group is torch's: processes of tensor parallelism, query heads of one KV head.
 GROUPS_OF_TORCH = re.compile(r"(?:tests/)?(?:cp_core|workers)/")
 WORDS = re.compile(r"(?<![\w.`/'\"{=-])(?:" + "|".join(INSTEAD) + r")(?![\w`/={-])", re.IGNORECASE)
+ANYWHERE = re.compile(r"\b(?:" + "|".join(INSTEAD) + r")\b", re.IGNORECASE)
 CODE = re.compile(r"``?[^`]*``?")
 OPENINGS = re.compile(
     r"(?:What|Whether|Of|Where|Who|Which|As|When|How|Whoever|Nobody|One that|That|From)\b(?!-)",
@@ -92,7 +93,8 @@ def repository_texts() -> Iterator[Path]:
 def replaced_words(path: Path) -> Iterator[str]:
     """Yield each place of a text with a word that the glossary replaces."""
     name = str(path.relative_to(ROOT))
-    for number, line in prose(path):
+    # Most files have no such word, and to find the prose in a file takes a while.
+    for number, line in prose(path) if ANYWHERE.search(path.read_text()) else ():
         for found in WORDS.finditer(line):
             if not (GROUPS_OF_TORCH.match(name) and "group" in found[0].lower()):
                 (instead,) = (value for word, value in INSTEAD.items() if re.fullmatch(word, found[0], re.IGNORECASE))

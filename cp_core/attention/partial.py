@@ -14,11 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import ClassVar, Protocol, TypeGuard
 
 import torch
 
-from cp_core.layout.step_plans import KvRun, Shard
+from cp_core.layout.step_plans import KvRun, Rows, Shard, seen_keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,13 +101,12 @@ class PartialBuffer:
 def merge(parts: Sequence[Partial]) -> Partial:
     """Merge M >= 1 parts of the same rows. One part is returned as it is; otherwise the result is new memory.
 
-    out and lse have the parts' dtype (fp32). Raises FloatingPointError if any lse is NaN: a kernel failed, or memory
-    without a result was read as one.
+    out and lse have the parts' dtype (fp32). A row with an lse of NaN in a part has NaN in the result, and no other row
+    has: its query is not finite, or a kernel or its memory is broken, and its sequence ends where it is sampled.
     """
     assert parts, "nothing to merge"
     if len(parts) == 1:
-        _check_lse(parts[0].lse)
-        return parts[0]
+        return _without_a_number(parts[0])
     weights_mth, lse_th, has_unseen = _weights(torch.stack([part.lse for part in parts]))
     out_thd: torch.Tensor | None = None
     for part, weight_th in zip(parts, weights_mth, strict=True):
@@ -129,13 +129,13 @@ class Accumulator:
         self._pending: list[Partial] = []
 
     def add(self, part: Partial) -> None:
-        """Take one more part. Raises FloatingPointError if an lse is NaN."""
+        """Take one more part."""
         if len(self._pending) == self._max_pending:
             self._pending = [merge(self._pending)]
         self._pending.append(part)
 
     def result(self) -> Partial:
-        """Return the merge of all parts so far, at least one. Raises FloatingPointError if an lse is NaN."""
+        """Return the merge of all parts so far, at least one."""
         self._pending = [merge(self._pending)]
         return self._pending[0]
 
@@ -149,7 +149,6 @@ def finished_out(part: Partial) -> torch.Tensor:
 def _weights(lse_mth: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, bool]:
     """Return (w_i / s, merged lse, True if any weight is 0 so that its out must not be touched)."""
     highest_th = lse_mth.amax(dim=0)
-    _check_lse(highest_th)
     weights_mth = torch.exp(lse_mth - highest_th.masked_fill(highest_th == -torch.inf, 0.0))
     total_th = weights_mth.sum(dim=0)
     # A row without any key has s = 0; dividing by 1 leaves its weights, and so its out, at 0.
@@ -157,21 +156,11 @@ def _weights(lse_mth: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, bool]:
     return weights_mth, highest_th + total_th.log(), not bool(weights_mth.all())
 
 
-def _check_lse(lse_th: torch.Tensor) -> None:
-    # amax and sum both pass a NaN on; sum also makes one of +inf and -inf.
-    if lse_th.numel() and bool(lse_th.amax().isnan()):
-        raise FloatingPointError("the log-sum-exp of an attention partial is NaN")
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """Query rows [start, stop) of a sequence's new tokens on a rank."""
-
-    start: int
-    stop: int
-
-    def __len__(self) -> int:
-        return self.stop - self.start
+def _without_a_number(part: Partial) -> Partial:
+    """Return the part with an out of NaN in rows whose lse is NaN."""
+    if not part.lse.numel() or not bool(part.lse.amax().isnan()):  # amax passes a NaN on
+        return part
+    return Partial(part.out.masked_fill(part.lse.isnan()[..., None], torch.nan), part.lse)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +173,7 @@ class RowPartial:
 
 @dataclass(frozen=True, slots=True)
 class KeyShard:
-    """Keys and values of `shard`: runs of cached tokens, and the new tokens, low then high, as one run."""
+    """Keys and values of `shard`: runs of cached tokens, and the new tokens in stored order, as one run."""
 
     shard: Shard
     cached: Sequence[KvRun]
@@ -197,72 +186,48 @@ class KeyShard:
         assert held == self.shard.new, f"the run holds {held} new tokens, the plan says {self.shard.new}"
 
 
-def seen_rows(queries: Shard, keys: Shard) -> tuple[Rows, ...]:
-    """Return the query rows that see any key of `keys`, as the ranges that `attend_pair` answers. None is empty."""
-    low, high, both = Rows(0, queries.low), Rows(queries.low, queries.new), Rows(0, queries.new)
-    new_rows, num_new = _rows_and_new_keys(queries, keys)
-    ranges: tuple[Rows, ...]
-    if not num_new:
-        ranges = (both,) if keys.cached else ()
-    elif new_rows == both:
-        ranges = (both,)
-    else:
-        ranges = (low, high) if keys.cached else (high,)
-    return tuple(rows for rows in ranges if len(rows))
-
-
 def attend_pair(
     backend: AttentionBackend, q_thd: torch.Tensor, queries: Shard, keys: KeyShard, scale: float
 ) -> list[RowPartial]:
     """Return one RowPartial for each range of `seen_rows(queries, keys.shard)`, in that order.
 
-    q_thd[T, H, D] holds the low, then the high queries. Cached and new keys are attended in separate calls even where
+    q_thd[T, H, D] holds the queries in stored order. Cached and new keys are attended in separate calls even where
     they lie side by side, as they do in pass-KV: so it has the bits of pass-Q.
     """
-    ranges = seen_rows(queries, keys.shard)
-    if not ranges:
+    seen = [each for each in seen_keys(queries, keys.shard) if each.count or keys.shard.cached]
+    if not seen:
         return []
     cached = Accumulator()
     for run in keys.cached:
         if run.k.shape[0]:
             cached.add(backend.partial_attention(q_thd, run.k, run.v, causal=False, scale=scale))
-    new: Partial | None = None
-    new_rows, num_new = _rows_and_new_keys(queries, keys.shard)
-    if num_new and len(new_rows):
-        new = backend.partial_attention(
-            q_thd[new_rows.start : new_rows.stop],
-            keys.new.k[:num_new],
-            keys.new.v[:num_new],
-            causal=keys.shard.slot == queries.slot,
-            scale=scale,
-        )
     answers = []
-    for rows in ranges:
+    for each in seen:
+        rows = each.rows
         parts = [cached.result().rows(rows.start, rows.stop)] if keys.shard.cached else []
-        if new is not None and rows.start >= new_rows.start:
-            parts.append(new)
+        if each.count:
+            part = backend.partial_attention(
+                q_thd[rows.start : rows.stop],
+                keys.new.k[: each.count],
+                keys.new.v[: each.count],
+                causal=keys.shard.ranges == queries.ranges,
+                scale=scale,
+            )
+            parts.append(part)
         answers.append(RowPartial(rows, merge(parts)))
     return answers
 
 
-def _rows_and_new_keys(queries: Shard, keys: Shard) -> tuple[Rows, int]:
-    """Return the query rows that see new keys, and the number of leading keys they see (causally in the same slot)."""
-    if keys.slot == queries.slot:
-        return Rows(0, queries.new), keys.new
-    if keys.slot < queries.slot:
-        return Rows(0, queries.new), keys.low
-    return Rows(queries.low, queries.new), keys.new
+def merge_rows(parts: Sequence[RowPartial], out_thd: torch.Tensor) -> None:
+    """Merge the parts of one sequence, given in source-rank order, into out_thd[T, H, D] (cast to its dtype).
 
-
-def merge_rows(parts: Sequence[RowPartial], queries: Shard, out_thd: torch.Tensor) -> None:
-    """Merge the parts of one sequence, given in source-rank order, into out_thd[T, H, D] (cast to its dtype)."""
-    low, high = Rows(0, queries.low), Rows(queries.low, queries.new)
-    both = Rows(0, queries.new)
-    segments = (both,) if all(part.rows == both for part in parts) else (low, high)
-    for rows in (rows for rows in segments if len(rows)):
+    Every row is in some part: it sees at least itself.
+    """
+    borders = sorted({border for part in parts for border in (part.rows.start, part.rows.stop)})
+    for start, stop in pairwise(borders):
         covering = [
-            part.partial.rows(rows.start - part.rows.start, rows.stop - part.rows.start)
+            part.partial.rows(start - part.rows.start, stop - part.rows.start)
             for part in parts
-            if part.rows.start <= rows.start and rows.stop <= part.rows.stop
+            if part.rows.start <= start and stop <= part.rows.stop
         ]
-        out_thd[rows.start : rows.stop] = merge(covering).out
+        out_thd[start:stop] = merge(covering).out

@@ -25,10 +25,15 @@ import math
 from dataclasses import dataclass, fields, replace
 
 from cp_core.errors import ConfigError
+from cp_core.layout.head_shares import head_shares
 from cp_core.layout.shards import TokenRange
 
 PASS_KV = "pass_kv"
 PASS_Q = "pass_q"
+GATHER_KV = "gather_kv"
+SP_NTP = "sp_ntp"
+PREFILL_ALGORITHMS = (PASS_KV, PASS_Q, GATHER_KV, SP_NTP)
+"""Algorithms of a ring's prefill step; of two that take equally long the first is taken."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -176,12 +181,13 @@ class PrefillCost:
 
 
 class StepPredictor:
-    """Predictions of a model's steps on rings of one size and speed.
+    """Predictions of a model's steps on rings of one size and speed, by PREFILL_ALGORITHMS.
 
     Values that follow from these alone are computed once: a router asks for many steps while it places one turn.
     """
 
     __slots__ = (
+        "_head_imbalance",
         "_head_seconds",
         "_hop_bytes",
         "_layers",
@@ -190,6 +196,7 @@ class StepPredictor:
         "_pair_seconds",
         "_rates",
         "_return_bytes",
+        "_share_bytes",
         "_token_seconds",
     )
 
@@ -208,36 +215,82 @@ class StepPredictor:
             PASS_Q: model.num_heads * model.head_dim * model.attention_bytes,
         }
         self._return_bytes = (num_ranks - 1) * model.num_heads * (model.head_dim + 1) * model.partial_bytes
+        # In sp_ntp, bytes of a token that the rank sends which sends most: its queries, its K and V, its finished rows.
+        shares = head_shares(num_ranks, model.num_heads, model.num_kv_heads)
+        queries, keys = [len(each.heads) for each in shares], [len(each.kv_heads) for each in shares]
+        head_bytes = model.head_dim * model.attention_bytes
+        self._share_bytes = (
+            (sum(queries) - min(queries)) * head_bytes,
+            2 * (sum(keys) - min(keys)) * head_bytes,
+            (num_ranks - 1) * max(queries) * head_bytes,
+        )
+        self._head_imbalance = max(queries) * num_ranks / model.num_heads
 
     def cost(self, algorithm: str, new_tokens: int, cached_tokens: int) -> PrefillCost:
         """Return the cost of T new tokens after P cached ones that lie evenly over the ranks.
 
-        Raises ConfigError for an algorithm that is neither "pass_kv" nor "pass_q".
+        Raises ConfigError for an algorithm that is none of PREFILL_ALGORITHMS.
         """
-        if algorithm not in self._hop_bytes:
-            raise ConfigError(f"algorithm is {algorithm!r}; allowed are {PASS_KV}, {PASS_Q}")
+        if algorithm not in PREFILL_ALGORITHMS:
+            raise ConfigError(f"algorithm is {algorithm!r}; allowed are {', '.join(PREFILL_ALGORITHMS)}")
         iteration = self._iteration(new_tokens, cached_tokens)
-        message, all_to_all = self._messages(algorithm, new_tokens, cached_tokens)
-        hops, exposed = self._num_ranks - 1, self._exposed(message, iteration)
+        attention, messages, exposed, all_to_all = self._num_ranks * iteration, 0.0, 0.0, 0.0
+        if algorithm == SP_NTP:
+            attention *= self._head_imbalance
+            all_to_all = self._share_seconds(new_tokens, cached_tokens)
+        elif algorithm == GATHER_KV:
+            messages = self._gather_seconds(new_tokens, cached_tokens)
+            exposed = messages - self._rates.ring.overlap * min(messages, iteration)
+        else:
+            message, all_to_all = self._messages(algorithm, new_tokens, cached_tokens)
+            messages, exposed = (self._num_ranks - 1) * message, self._exposed(message, iteration)
         return PrefillCost(
             linear_seconds=self._linear(new_tokens),
-            attention_seconds=self._layers * self._num_ranks * iteration,
+            attention_seconds=self._layers * attention,
             exposed_seconds=self._layers * exposed,
-            hidden_seconds=self._layers * (hops * message - exposed),
+            hidden_seconds=self._layers * (messages - exposed),
             all_to_all_seconds=self._layers * all_to_all,
             overhead_seconds=self._overhead,
         )
 
-    def seconds(self, new_tokens: int, cached_tokens: int) -> tuple[float, float]:
-        """Return the total seconds of pass-KV and of pass-Q, as `cost` predicts them."""
-        iteration = self._iteration(new_tokens, cached_tokens)
-        same = self._linear(new_tokens) + self._layers * self._num_ranks * iteration + self._overhead
-        if self._num_ranks == 1:
-            return same, same
-        message, _ = self._messages(PASS_KV, new_tokens, cached_tokens)
-        pass_kv = same + self._layers * self._exposed(message, iteration)
-        message, all_to_all = self._messages(PASS_Q, new_tokens, cached_tokens)
-        return pass_kv, same + self._layers * (self._exposed(message, iteration) + all_to_all)
+    def seconds(self, new_tokens: int, cached_tokens: int) -> dict[str, float]:
+        """Return the total seconds by algorithm, as `cost` predicts them."""
+        # Each sum is that of `cost`, written out: a router calls this a dozen times while it places one turn.
+        num_ranks, layers, overlap = self._num_ranks, self._layers, self._rates.ring.overlap
+        iteration = (new_tokens * cached_tokens + new_tokens * (new_tokens + 1) // 2) * self._pair_seconds
+        same = self._linear(new_tokens) + layers * num_ranks * iteration + self._overhead
+        if num_ranks == 1:
+            return dict.fromkeys(PREFILL_ALGORITHMS, same)
+        hops, own_tokens = num_ranks - 1, -(-new_tokens // num_ranks)
+        message = self._rates.message_seconds(-(-(new_tokens + cached_tokens) // num_ranks) * self._hop_bytes[PASS_KV])
+        exposed = message - overlap * (message if message < iteration else iteration)
+        pass_kv = same + layers * (hops * exposed)
+        message = self._rates.message_seconds(own_tokens * self._hop_bytes[PASS_Q])
+        exposed = message - overlap * (message if message < iteration else iteration)
+        all_to_all = self._rates.all_to_all_seconds(own_tokens * self._return_bytes)
+        gathered = self._gather_seconds(new_tokens, cached_tokens)
+        by_heads = (self._head_imbalance - 1.0) * num_ranks * iteration + self._share_seconds(new_tokens, cached_tokens)
+        return {
+            PASS_KV: pass_kv,
+            PASS_Q: same + layers * (hops * exposed + all_to_all),
+            GATHER_KV: same + layers * (gathered - overlap * (gathered if gathered < iteration else iteration)),
+            SP_NTP: same + layers * by_heads,
+        }
+
+    def _gather_seconds(self, new_tokens: int, cached_tokens: int) -> float:
+        """Return the seconds of a layer's messages of gather_kv."""
+        stored = -(-(new_tokens + cached_tokens) // self._num_ranks)
+        return self._collective_seconds((self._num_ranks - 1) * stored * self._hop_bytes[PASS_KV])
+
+    def _share_seconds(self, new_tokens: int, cached_tokens: int) -> float:
+        """Return the seconds of a layer's two all-to-alls of sp_ntp."""
+        queries, keys, back = self._share_bytes
+        own, stored = -(-new_tokens // self._num_ranks), -(-(new_tokens + cached_tokens) // self._num_ranks)
+        return self._collective_seconds(own * queries + stored * keys) + self._collective_seconds(own * back)
+
+    def _collective_seconds(self, num_bytes: float) -> float:
+        # The rate of an all-to-all was fitted to the small messages of pass-Q: none is faster than the link.
+        return max(self._rates.all_to_all_seconds(num_bytes), self._rates.message_seconds(num_bytes))
 
     def _linear(self, new_tokens: int) -> float:
         # The fullest rank, whose chunks hold the remainder, takes longest.

@@ -7,20 +7,33 @@ BW link in byte/s. Sources: arXiv 2411.01783, equations 1 to 3, algorithms 1 and
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from cp_core.cost.model import PASS_KV, PASS_Q, ModelShape, PrefillRates, StepPredictor
+from cp_core.cost.model import (
+    GATHER_KV,
+    PASS_KV,
+    PASS_Q,
+    PREFILL_ALGORITHMS,
+    SP_NTP,
+    ModelShape,
+    PrefillRates,
+    StepPredictor,
+)
 from cp_core.errors import ConfigError, InvalidRequest
 
-POLICIES = ("auto", "alg1", "alg5", "empirical", PASS_KV, PASS_Q)
+POLICIES = ("auto", "alg1", "alg5", "empirical", *PREFILL_ALGORITHMS)
 
-# Predictions nearer to each other than this are no reason to leave pass-KV, which needs no all-to-all.
+# Predictions nearer to each other than this are no reason to leave an earlier one of PREFILL_ALGORITHMS.
 TIE = 0.02
+GATHERED_TOKENS = 1 << 17
+"""Most tokens of a sequence whose KV is gathered by choice: each rank holds a layer of all of them at a time."""
+NAMES = {PASS_KV: "pass-KV", PASS_Q: "pass-Q", GATHER_KV: "gather-KV", SP_NTP: "SP-NTP"}
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Chosen algorithm, "pass_kv" or "pass_q", and the reason with its numbers."""
+    """Chosen algorithm, one of PREFILL_ALGORITHMS, and the reason with its numbers."""
 
     algorithm: str
     reason: str
@@ -38,6 +51,11 @@ class Turn:
         for name, least in (("new_tokens", 1), ("cached_tokens", 0), ("num_ranks", 1)):
             if getattr(self, name) < least:
                 raise InvalidRequest(f"{name} is {getattr(self, name)}; allowed is {least} or more")
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the sequence after the turn's prefill."""
+        return self.new_tokens + self.cached_tokens
 
     @property
     def miss_rate(self) -> float:
@@ -81,21 +99,34 @@ def empirical(turn: Turn, fit: EmpiricalFit) -> Selection:
 
 
 def fastest(turn: Turn, model: ModelShape, rates: PrefillRates) -> Selection:
-    """Select the smaller predicted time; a tie within 2% goes to pass-KV."""
-    kv, q = StepPredictor(model, rates, turn.num_ranks).seconds(turn.new_tokens, turn.cached_tokens)
-    return faster(turn, kv, q)
+    """Select the least predicted time; a tie within 2% goes to the earlier one of PREFILL_ALGORITHMS."""
+    return faster(turn, StepPredictor(model, rates, turn.num_ranks).seconds(turn.new_tokens, turn.cached_tokens))
 
 
-def faster(turn: Turn, pass_kv_seconds: float, pass_q_seconds: float) -> Selection:
-    """Select as `fastest`, by times that are known already."""
+def faster(turn: Turn, seconds: Mapping[str, float]) -> Selection:
+    """Select as `fastest`, by times that are known already, in the order of PREFILL_ALGORITHMS."""
     if turn.num_ranks == 1:
         return _alone()
-    kv, q = pass_kv_seconds, pass_q_seconds
-    times = f"predicted pass-KV {_milliseconds(kv)}, pass-Q {_milliseconds(q)}"
-    if is_clearly_less(q, kv):
-        return Selection(PASS_Q, f"Auto: {_describe(turn)}, {times}: pass-Q is faster")
-    verdict = "pass-KV is faster" if is_clearly_less(kv, q) else "a tie within 2% goes to pass-KV"
-    return Selection(PASS_KV, f"Auto: {_describe(turn)}, {times}: {verdict}")
+    chosen = least(seconds, turn.num_tokens)
+    times = ", ".join(f"{NAMES[name]} {_milliseconds(each)}" for name, each in seconds.items())
+    is_tie = any(
+        name != chosen and not is_clearly_less(seconds[chosen], each) and _is_open(name, turn.num_tokens)
+        for name, each in seconds.items()
+    )
+    verdict = f"a tie within 2% goes to {NAMES[chosen]}" if is_tie else f"{NAMES[chosen]} is fastest"
+    return Selection(chosen, f"Auto: {_describe(turn)}, predicted {times}: {verdict}")
+
+
+def least(seconds: Mapping[str, float], num_tokens: int) -> str:
+    """Return the algorithm of least time for a sequence of so many tokens; of a tie the first."""
+    best = min(each for name, each in seconds.items() if _is_open(name, num_tokens))
+    return next(
+        name for name, each in seconds.items() if not is_clearly_less(best, each) and _is_open(name, num_tokens)
+    )
+
+
+def _is_open(name: str, num_tokens: int) -> bool:
+    return name != GATHER_KV or num_tokens <= GATHERED_TOKENS
 
 
 def is_clearly_less(seconds: float, other: float) -> bool:
@@ -105,8 +136,8 @@ def is_clearly_less(seconds: float, other: float) -> bool:
 
 def forced(algorithm: str) -> Selection:
     """Select the algorithm that the configuration or the caller names. Raises ConfigError if it is no algorithm."""
-    if algorithm not in (PASS_KV, PASS_Q):
-        raise ConfigError(f"algorithm is {algorithm!r}; allowed are {PASS_KV}, {PASS_Q}")
+    if algorithm not in PREFILL_ALGORITHMS:
+        raise ConfigError(f"algorithm is {algorithm!r}; allowed are {', '.join(PREFILL_ALGORITHMS)}")
     return Selection(algorithm, f"Forced: {algorithm} is configured")
 
 
@@ -127,7 +158,7 @@ def select(
         if fit is None:
             raise ConfigError("selector is 'empirical', which needs alpha, beta and gamma fitted on this cluster")
         return empirical(turn, fit)
-    if policy in (PASS_KV, PASS_Q):
+    if policy in PREFILL_ALGORITHMS:
         return forced(policy)
     raise ConfigError(f"selector is {policy!r}; allowed are {', '.join(POLICIES)}")
 

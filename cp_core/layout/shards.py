@@ -14,6 +14,9 @@ from itertools import accumulate, pairwise
 
 from cp_core.errors import ReshardError
 
+UNEVEN = 1.125
+"""Work of the fullest rank over the mean, up to which sequences lie whole: they save their messages in every layer."""
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class TokenRange:
@@ -110,72 +113,85 @@ class ShardMap:
 
 @dataclass(frozen=True, slots=True)
 class PrefillLayout:
-    """Layout in 2N chunks of a step's new tokens (arXiv 2411.01783, 3.5.1).
+    """Layout of a step's new tokens [start, start + num_tokens): rank r computes and stores `ranges[r]`.
 
-    The new tokens are cut in 2N chunks whose sizes differ by at most one (the remainder goes to the first chunks).
-    The rank in slot i computes chunks i ("low") and 2N-1-i ("high"), stored in that order. `slots[rank]` is a
-    permutation of 0..N-1: see `balanced_layout` for why it is not the identity.
+    A rank's ranges ascend, none is empty, and no two of them touch. All ranks' ranges together are the new tokens, each
+    once: the constructors below make them so.
     """
 
     start: int
     num_tokens: int
-    slots: tuple[int, ...]
+    ranges: tuple[tuple[TokenRange, ...], ...]
 
     @property
     def num_ranks(self) -> int:
-        return len(self.slots)
+        return len(self.ranges)
 
     @property
     def tokens(self) -> TokenRange:
         return TokenRange(self.start, self.start + self.num_tokens)
 
-    def chunk(self, index: int) -> TokenRange:
-        """Return the positions of chunk `index` in 0..2N-1."""
-        size, remainder = divmod(self.num_tokens, 2 * self.num_ranks)
-        begin = self.start + index * size + min(index, remainder)
-        return TokenRange(begin, begin + size + (index < remainder))
-
-    def chunk_ids(self, rank: int) -> tuple[int, int]:
-        """Return the (low, high) chunk numbers of a rank."""
-        slot = self.slots[rank]
-        return slot, 2 * self.num_ranks - 1 - slot
-
-    def chunks(self, rank: int) -> tuple[TokenRange, TokenRange]:
-        """Return the (low, high) positions of a rank; either may be empty."""
-        low, high = self.chunk_ids(rank)
-        return self.chunk(low), self.chunk(high)
-
     def tokens_on(self, rank: int) -> int:
-        return sum(len(item) for item in self.chunks(rank))
+        return sum(map(len, self.ranges[rank]))
 
     def owner_of(self, position: int) -> tuple[int, int]:
         """Return (rank, index among the rank's local new tokens) of a new token."""
-        for rank in range(self.num_ranks):
-            low, high = self.chunks(rank)
-            if low.start <= position < low.stop:
-                return rank, position - low.start
-            if high.start <= position < high.stop:
-                return rank, len(low) + position - high.start
+        for rank, ranges in enumerate(self.ranges):
+            before = 0
+            for item in ranges:
+                if item.start <= position < item.stop:
+                    return rank, before + position - item.start
+                before += len(item)
         raise AssertionError(f"position {position} is not among the new tokens {self.tokens}")
 
     def shard_map(self) -> ShardMap:
-        return ShardMap(tuple(coalesce(self.chunks(rank)) for rank in range(self.num_ranks)))
+        return ShardMap(self.ranges)
+
+
+def chunked_layout(start: int, num_tokens: int, slots: Sequence[int]) -> PrefillLayout:
+    """Lay out new tokens in 2N chunks (arXiv 2411.01783, 3.5.1): rank r gets chunks slots[r] and 2N-1-slots[r].
+
+    Chunk sizes differ by at most one; the remainder goes to the first chunks. `slots` is a permutation of 0..N-1.
+    """
+    num_chunks = 2 * len(slots)
+    size, remainder = divmod(num_tokens, num_chunks)
+    bounds = [start + index * size + min(index, remainder) for index in range(num_chunks + 1)]
+    chunks = [TokenRange(begin, end) for begin, end in pairwise(bounds)]
+    return PrefillLayout(start, num_tokens, tuple(coalesce((chunks[slot], chunks[~slot])) for slot in slots))
 
 
 def balanced_layout(start: int, num_tokens: int, held: Sequence[int], load: Sequence[int] = ()) -> PrefillLayout:
-    """Lay out `num_tokens` new tokens from position `start` over ranks that already hold `held` tokens.
+    """Lay out `num_tokens` new tokens in 2N chunks from position `start` over ranks that already hold `held` tokens.
 
     The fullest slots go to the emptiest ranks: with fixed slots rank 0 gets every turn's remainder, and a
     conversation of many short turns lies on it alone. Among equally empty ranks they go to those with least `load`: the
     tokens that each rank computes of other sequences in the same step, none by default.
     """
     num_ranks = len(held)
-    identity = PrefillLayout(start, num_tokens, tuple(range(num_ranks)))
+    identity = chunked_layout(start, num_tokens, range(num_ranks))
     fullest_slots = sorted(range(num_ranks), key=lambda slot: -identity.tokens_on(slot))
     load = load or (0,) * num_ranks
     emptiest_ranks = sorted(range(num_ranks), key=lambda rank: (held[rank], load[rank]))
     slot_of = dict(zip(emptiest_ranks, fullest_slots, strict=True))
-    return PrefillLayout(start, num_tokens, tuple(slot_of[rank] for rank in range(num_ranks)))
+    return PrefillLayout(start, num_tokens, tuple(identity.ranges[slot_of[rank]] for rank in range(num_ranks)))
+
+
+def whole_layout(start: int, num_tokens: int, rank: int, num_ranks: int) -> PrefillLayout:
+    """Lay all new tokens on one rank: its queries see them without a message."""
+    whole = coalesce([TokenRange(start, start + num_tokens)])
+    return PrefillLayout(start, num_tokens, tuple(whole if each == rank else () for each in range(num_ranks)))
+
+
+def ranks_of_whole(lengths: Sequence[int], num_ranks: int) -> list[int] | None:
+    """Return the rank that computes each sequence of a step whole: the longest first, to the rank with least work.
+
+    None where the fullest rank would have more than `UNEVEN` times its even share.
+    """
+    load, ranks = [0] * num_ranks, [0] * len(lengths)
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        ranks[index] = load.index(min(load))
+        load[ranks[index]] += lengths[index]
+    return ranks if max(load) * num_ranks <= UNEVEN * sum(lengths) else None
 
 
 def assign_owners(held: Sequence[Sequence[int]], room: Sequence[Sequence[int]]) -> list[int]:

@@ -7,14 +7,14 @@ the queries (arXiv 2411.01783, algorithm 4, sends them).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 
 from cp_core.errors import InvalidRequest
-from cp_core.layout.shards import PrefillLayout
+from cp_core.layout.shards import PrefillLayout, TokenRange
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,22 +26,64 @@ class KvRun:
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
-    """One rank's part of one sequence, in tokens. Its new tokens are chunks `slot` (low) and 2N-1-slot (high)."""
+class Rows:
+    """Query rows [start, stop) of a sequence's new tokens on a rank."""
 
-    slot: int
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One rank's part of one sequence: the number of cached tokens, and the positions of its new tokens, ascending."""
+
     cached: int
-    low: int
-    high: int
+    ranges: tuple[TokenRange, ...]
 
     @property
     def new(self) -> int:
-        return self.low + self.high
+        return sum(map(len, self.ranges))
 
     @property
     def stored(self) -> int:
         """Tokens whose K and V the rank holds in this step."""
-        return self.cached + self.low + self.high
+        return self.cached + self.new
+
+
+@dataclass(frozen=True, slots=True)
+class SeenKeys:
+    """Query rows `rows` that see the first `count` of a shard's new keys in stored order: the same for all rows.
+
+    A rank's rows see its own new keys causally: row i sees keys 0..i, and `count` is the number of rows.
+    """
+
+    rows: Rows
+    count: int
+
+
+def seen_keys(queries: Shard, keys: Shard) -> tuple[SeenKeys, ...]:
+    """Return what all query rows of a sequence on one rank see of the new keys on another, or the same, rank.
+
+    Each range of positions sees the stored keys below its start; neighbours that see equally many are one item.
+    """
+    if queries.ranges == keys.ranges:
+        return (SeenKeys(Rows(0, queries.new), keys.new),) if queries.new else ()
+    seen: list[SeenKeys] = []
+    row = 0
+    for own in queries.ranges:
+        count = sum(len(each) for each in keys.ranges if each.stop <= own.start)
+        first = seen.pop().rows.start if seen and seen[-1].count == count else row
+        row += len(own)
+        seen.append(SeenKeys(Rows(first, row), count))
+    return tuple(seen)
+
+
+def seen_rows(queries: Shard, keys: Shard) -> tuple[Rows, ...]:
+    """Return the query rows that see any key of `keys`, as ranges that see equally much. None is empty."""
+    return tuple(each.rows for each in seen_keys(queries, keys) if each.count or keys.cached)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +100,7 @@ class SequencePlan:
             )
 
     def shard(self, rank: int) -> Shard:
-        low, high = self.layout.chunks(rank)
-        return Shard(self.layout.slots[rank], self.cached[rank], len(low), len(high))
+        return Shard(self.cached[rank], self.layout.ranges[rank])
 
 
 @dataclass(frozen=True)
@@ -77,6 +118,42 @@ class PrefillPlan:
             tuple(sequence.shard(rank) for sequence in self.sequences) for rank in range(max(ranks, default=0))
         )
 
+    @cached_property
+    def seen(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
+        """Sequences of which the queries of a rank see keys of another: `seen[rank][source]`; none of its own."""
+        return tuple(
+            tuple(
+                tuple(
+                    index
+                    for index, (queries, keys) in enumerate(zip(of_rank, of_source, strict=True))
+                    if rank != source and seen_rows(queries, keys)
+                )
+                for source, of_source in enumerate(self.shards)
+            )
+            for rank, of_rank in enumerate(self.shards)
+        )
+
+    @cached_property
+    def kv_reach(self) -> tuple[tuple[int, ...], ...]:
+        """Ranks that the KV of a rank travels on along the ring, by rank and sequence: the last one sees any of it."""
+        return self._reach(lambda rank, other: self.seen[other][rank])
+
+    @cached_property
+    def query_reach(self) -> tuple[tuple[int, ...], ...]:
+        """Ranks that the queries of a rank travel on, by rank and sequence: they see keys of the last one."""
+        return self._reach(lambda rank, other: self.seen[rank][other])
+
+    def _reach(self, sent: Callable[[int, int], tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+        """Return the last hop for each rank and sequence; `sent(rank, other)` are the sequences that `other` needs."""
+        size = len(self.shards)
+        return tuple(
+            tuple(
+                max((hop for hop in range(1, size) if index in sent(rank, (rank + hop) % size)), default=0)
+                for index in range(len(self.sequences))
+            )
+            for rank in range(size)
+        )
+
     def of_rank(self, rank: int) -> tuple[Shard, ...]:
         """Return the shards of one rank, one for each sequence."""
         return self.shards[rank] if self.sequences else ()
@@ -85,9 +162,13 @@ class PrefillPlan:
         """Return the new tokens of all sequences on a rank: the rows of its packed q."""
         return sum(shard.new for shard in self.of_rank(rank))
 
-    def stored_on(self, rank: int) -> int:
-        """Return the cached and new tokens of all sequences on a rank: the rows of its packed KV message."""
-        return sum(shard.stored for shard in self.of_rank(rank))
+    def kv_at(self, rank: int, hop: int) -> tuple[int, ...]:
+        """Return the sequences of which the KV of `rank` is in its message `hop` ranks further on."""
+        return tuple(index for index, reach in enumerate(self.kv_reach[rank]) if reach >= hop)
+
+    def queries_at(self, rank: int, hop: int) -> tuple[int, ...]:
+        """Return the sequences of which the queries of `rank` are in their message `hop` ranks further on."""
+        return tuple(index for index, reach in enumerate(self.query_reach[rank]) if reach >= hop)
 
 
 def split_new(rows: torch.Tensor, shards: Sequence[Shard]) -> tuple[torch.Tensor, ...]:

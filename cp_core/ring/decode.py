@@ -47,7 +47,7 @@ def sharded_decode(
     `shards[i]` are this rank's runs of sequence i, the new token's KV among them on the rank that stores it; a shard
     may be empty. `plan` says which; without it every rank answers for every sequence. The parts are gathered (one
     gather, none if B is 0 or N is 1) and merged in rank order.
-    Raises Unavailable when a peer is lost, FloatingPointError when a log-sum-exp is NaN.
+    Raises Unavailable when a peer is lost.
     """
     batch, num_heads, head_dim = q.shape
     assert len(shards) == batch, f"{len(shards)} shards for a batch of {batch}"
@@ -172,10 +172,7 @@ def _merged(q_bhd: torch.Tensor, buffers: Sequence[PartialBuffer], rows: Sequenc
 
 
 def merged_out(parts: Sequence[Partial]) -> torch.Tensor:
-    """Return the merged out[B, H, D] of M parts, with 0 where nothing was attended; it may be the out of one part.
-
-    Raises FloatingPointError if a log-sum-exp is NaN.
-    """
+    """Return the merged out[B, H, D] of M parts, with 0 where nothing was attended; it may be the out of one part."""
     lse_mbh = torch.stack([part.lse for part in parts]) if len(parts) > 1 else parts[0].lse[None]
     # One number read from the device decides: a NaN is the least of all, and no part is empty if the least is finite.
     if not math.isfinite(lse_mbh.amin().item()):

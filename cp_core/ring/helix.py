@@ -84,7 +84,7 @@ def helix_decode(
 
     `shards[i]` are this rank's runs of sequence i, the new token's KV among them on the rank that stores it; a shard
     may be empty. A rank sends no part of a sequence of which it holds nothing. No message if B is 0 or N is 1.
-    Raises Unavailable when a peer is lost, FloatingPointError when a log-sum-exp is NaN.
+    Raises Unavailable when a peer is lost.
     """
     batch = q.shape[0]
     assert len(shards) == batch == len(plan), f"{len(shards)} shards for {batch} queries of {len(plan)} rows"

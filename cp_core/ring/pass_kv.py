@@ -1,6 +1,7 @@
 """Ring pass-KV prefill, fused over sequences of any length (arXiv 2411.01783, algorithm 2).
 
-Every rank keeps its queries. The packed KV of all sequences goes round the ring, N - 1 hops.
+Every rank keeps its queries. The packed KV of the sequences goes round the ring, N - 1 hops, each sequence's as far as
+any rank's queries see it.
 
 Shapes: T query tokens, S stored tokens, K key/value heads, D head dimension.
 """
@@ -33,31 +34,36 @@ def pass_kv(
     rank, size = transport.rank, transport.size
     queries = plan.of_rank(rank)
     parts: list[SequenceParts] = [[] for _ in range(size)]
-    keys = keys_of_sequence
+    keys = dict(enumerate(keys_of_sequence))
     if size > 1:
-        message = pack_keys(keys_of_sequence, keys_of_sequence[0].new.k)
+        sent = plan.kv_at(rank, 1)
+        message = pack_keys([keys[index] for index in sent], keys_of_sequence[0].new.k)
         # The packed copy exists already, and takes fewer calls where the cache is in pieces.
-        if any(len(shard.cached) > 1 for shard in keys_of_sequence):
-            keys = unpack_keys(message, queries)
+        if any(len(keys[index].cached) > 1 for index in sent):
+            keys |= unpack_keys(message, queries, sent)
     for hop in range(size):
         source, following = (rank - hop) % size, (rank - hop - 1) % size
         is_last = hop == size - 1
         if not is_last:
-            received = message.new_empty(2, plan.stored_on(following), *message.shape[2:])
+            onward, coming = plan.kv_at(source, hop + 1), plan.kv_at(following, hop + 1)
+            if hop and onward != tuple(keys):
+                message = pack_keys([keys[index] for index in onward], message[0])
+            arriving = plan.of_rank(following)
+            received = message.new_empty(2, sum(arriving[index].stored for index in coming), *message.shape[2:])
             work = transport.exchange(message, (rank + 1) % size, received, (rank - 1) % size)
         parts[source] = [
-            attend_pair(backend, q_thd, shard, held, scale)
-            for q_thd, shard, held in zip(q_of_sequence, queries, keys, strict=True)
+            attend_pair(backend, q_thd, shard, keys[index], scale) if index in keys else []
+            for index, (q_thd, shard) in enumerate(zip(q_of_sequence, queries, strict=True))
         ]
         if not is_last:
             work.wait()
             message = received
-            keys = unpack_keys(message, plan.of_rank(following))
+            keys = unpack_keys(message, arriving, coming)
     return parts
 
 
 def pack_keys(shards: Sequence[KeyShard], like: torch.Tensor) -> torch.Tensor:
-    """Return [2, S, K, D]: k, then v, of all sequences' cached, low and high tokens. `like` is any k[.., K, D]."""
+    """Return [2, S, K, D]: k, then v, of the sequences' cached and new tokens. `like` is any k[.., K, D]."""
     num_stored = sum(keys.shard.stored for keys in shards)
     packed = like.new_empty(2, num_stored, *like.shape[1:])
     at = 0
@@ -71,16 +77,15 @@ def pack_keys(shards: Sequence[KeyShard], like: torch.Tensor) -> torch.Tensor:
     return packed
 
 
-def unpack_keys(packed: torch.Tensor, shards: Sequence[Shard]) -> list[KeyShard]:
-    """Return views of each sequence's keys in a packed[2, S, K, D] that holds the given shards."""
-    keys = []
+def unpack_keys(packed: torch.Tensor, shards: Sequence[Shard], sequences: Sequence[int]) -> dict[int, KeyShard]:
+    """Return views of each sequence's keys in a packed[2, S, K, D] that holds the given sequences' shards."""
+    keys = {}
     at = 0
-    for shard in shards:
+    for index in sequences:
+        shard = shards[index]
         new, stop = at + shard.cached, at + shard.stored
-        keys.append(
-            KeyShard(
-                shard, [KvRun(packed[0, at:new], packed[1, at:new])], KvRun(packed[0, new:stop], packed[1, new:stop])
-            )
+        keys[index] = KeyShard(
+            shard, [KvRun(packed[0, at:new], packed[1, at:new])], KvRun(packed[0, new:stop], packed[1, new:stop])
         )
         at = stop
     return keys

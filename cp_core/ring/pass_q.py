@@ -1,7 +1,8 @@
 """Ring pass-Q prefill, fused over sequences of any length (arXiv 2411.01783, algorithm 3).
 
-Every rank keeps its KV. The packed queries go round the ring, N - 1 hops, and the partial results return to the
-queries' owners by one all-to-all. Cheaper than pass-KV where few new tokens follow many cached ones.
+Every rank keeps its KV. The packed queries go round the ring, N - 1 hops, each sequence's as far as they see any key,
+and the partial results return to the queries' owners by one all-to-all. Cheaper than pass-KV where few new tokens
+follow many cached ones.
 """
 
 from __future__ import annotations
@@ -16,11 +17,9 @@ from cp_core.attention.partial import (
     Partial,
     PartialBuffer,
     RowPartial,
-    Rows,
     attend_pair,
-    seen_rows,
 )
-from cp_core.layout.step_plans import PrefillPlan, split_new
+from cp_core.layout.step_plans import PrefillPlan, Rows, seen_rows, split_new
 from cp_core.ring.pass_kv import SequenceParts
 from cp_core.transport.interface import RingTransport
 
@@ -44,17 +43,22 @@ def pass_q(
     parts: list[SequenceParts] = [[] for _ in range(size)]
     # No message goes to the rank itself: its own part stays where it is.
     returned = [PartialBuffer(0, num_heads, head_dim, q_thd.device)] * size
+    queries = dict(enumerate(split_new(q_thd, own)))
     message = q_thd
     for hop in range(size):
         source, following = (rank - hop) % size, (rank - hop - 1) % size
         is_last = hop == size - 1
         if not is_last:
-            received = message.new_empty(plan.new_on(following), num_heads, head_dim)
+            onward, coming = plan.queries_at(source, hop + 1), plan.queries_at(following, hop + 1)
+            if onward != tuple(queries):
+                message = torch.cat([q_thd[:0], *(queries[index] for index in onward)])
+            arriving = [plan.of_rank(following)[index] for index in coming]
+            received = message.new_empty(sum(shard.new for shard in arriving), num_heads, head_dim)
             work = transport.exchange(message, (rank + 1) % size, received, (rank - 1) % size)
-        queries = plan.of_rank(source)
+        shards = plan.of_rank(source)
         answers = [
-            attend_pair(backend, q_rows, shard, keys, scale)
-            for q_rows, shard, keys in zip(split_new(message, queries), queries, keys_of_sequence, strict=True)
+            attend_pair(backend, queries[index], shards[index], keys, scale) if index in queries else []
+            for index, keys in enumerate(keys_of_sequence)
         ]
         if source == rank:
             parts[rank] = answers
@@ -63,6 +67,7 @@ def pass_q(
         if not is_last:
             work.wait()
             message = received
+            queries = dict(zip(coming, split_new(message, arriving), strict=True))
     if size == 1:
         return parts
 

@@ -12,7 +12,8 @@ import uuid
 from dataclasses import dataclass
 
 from cp_core.errors import RingserveError, Unavailable
-from orchestration.conversations.store import Conversation, ConversationStore
+from orchestration.conversations.conversation import Conversation
+from orchestration.conversations.store import ConversationStore
 from orchestration.placement.kv_locations import KvLocation
 from orchestration.placement.registry import RegisteredRing
 from orchestration.protocol.kv import TakeKv, TakenKv

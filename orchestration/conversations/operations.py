@@ -11,12 +11,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from cp_core.errors import Busy, InvalidRequest, NotFound, RingserveError
-from orchestration.conversations.quotas import RunningTurnsPort
-from orchestration.conversations.store import Conversation, ConversationStore
+from orchestration.conversations.conversation import Conversation
+from orchestration.conversations.quotas import KvQuotas, RunningTurnsPort
+from orchestration.conversations.store import ConversationStore
 from orchestration.placement.kv_locations import KvLocation
 from orchestration.placement.registry import RingRegistry
 from orchestration.protocol.kv import ForkKv, RetainedKv
 from orchestration.protocol.ports import Peers
+from orchestration.protocol.turns import KvQuota
 from orchestration.protocol.views import ConversationList, ConversationSummary, ConversationView, KvLocationView
 from orchestration.tasks import TaskSet
 
@@ -42,6 +44,7 @@ class ConversationOperations:
         self._peers = peers
         self._rings = rings
         self._turns = turns
+        self._quotas = KvQuotas(store, turns)
         self._tasks = tasks
         self._expiring: asyncio.Task[None] | None = None
 
@@ -65,22 +68,27 @@ class ConversationOperations:
         """Forget a conversation and release its KV; forks of it retain theirs. Raises NotFound, Busy."""
         self.expire()
         await self._store.until_moved(conversation_id)
-        await self._turns.free(self._store.remove(conversation_id))
+        removed = self._store.remove(conversation_id)
+        await self._store.until_deleted(conversation_id)
+        await self._turns.free(removed)
 
     # --- forks -------------------------------------------------------------------------------------------------------
 
-    async def fork(self, source_id: str, new_id: str, at_token: int | None) -> ConversationView:
+    async def fork(
+        self, source_id: str, new_id: str, at_token: int | None, kv_quota: KvQuota | None = None
+    ) -> ConversationView:
         """Begin a conversation with the source's finished turns, or with its first `at_token` tokens.
 
         On each ring both share the retained KV. A ring that cannot fork leaves the KV to be pulled or computed again.
-        Repeating the request for a fork that is still unused returns it again. Raises NotFound, InvalidRequest, Busy.
+        Repeating the request for a fork that is still unused returns it again. The fork counts in `kv_quota`. Raises
+        NotFound, InvalidRequest, Busy, CapacityExceeded.
         """
         self.expire()
         await self._store.until_moved(source_id)
         source = self._store.get(source_id)
-        if source.tokens is None:
+        if not source.has_finished:
             raise NotFound(f"source_id: conversation {source_id!r} has finished no turn yet")
-        total = len(source.tokens)
+        total = source.num_tokens
         num_tokens = total if at_token is None else at_token
         if not 1 <= num_tokens <= total:
             raise InvalidRequest(f"at_token: {num_tokens} is out of range; allowed are 1 to {total}")
@@ -89,16 +97,20 @@ class ConversationOperations:
             if known.num_forks:
                 raise Busy(f"new_id: conversation {new_id!r} is being forked; retry in a moment")
             return await self.get(new_id)
-        shared = min(num_tokens, self._num_agreeing(source))
+        shared = min(num_tokens, self.num_agreeing(source))
+        over_quota = []
+        if kv_quota is not None:
+            over_quota = self._quotas.admit_fork(kv_quota, source, min(shared, source.kv_tokens))
         fork, dropped = self._store.begin_fork(source, new_id, num_tokens)
         is_forked = False
         try:
             on_prefill, on_decode, *_ = await asyncio.gather(
                 self._fork_on("prefill", source.prefill, source_id, new_id, shared),
                 self._fork_on("decode", source.decode, source_id, new_id, shared),
-                *(self._turns.free(old) for old in dropped),
+                *(self._turns.free(old) for old in (*over_quota, *dropped)),
             )
             fork.places = fork.places.changed(prefill=on_prefill, decode=on_decode)
+            await self._store.note_fork(fork)
             is_forked = True
         finally:
             self._store.end_fork(source, fork)
@@ -124,13 +136,13 @@ class ConversationOperations:
 
     # --- views -------------------------------------------------------------------------------------------------------
 
-    def _num_agreeing(self, conversation: Conversation) -> int:
+    def num_agreeing(self, conversation: Conversation) -> int:
         """Return how many tokens of the finished turns agree with the KV on the rings.
 
         A running turn may have replaced the KV of the others.
         """
         if not conversation.running_request:
-            return 0 if conversation.tokens is None else len(conversation.tokens)
+            return conversation.num_tokens
         turn = self._turns.of_request(conversation.running_request)
         return 0 if turn is None else turn.match_tokens
 
@@ -161,7 +173,7 @@ class ConversationOperations:
     def _view(self, conversation: Conversation, retained: Retained) -> ConversationView:
         """Show a conversation with the locations that are still true: none on a ring that does not answer."""
         view = conversation.view(self._store.clock())
-        limit = self._num_agreeing(conversation)
+        limit = self.num_agreeing(conversation)
 
         def still_there(places: Iterable[KvLocationView]) -> Iterable[KvLocationView]:
             for place in places:

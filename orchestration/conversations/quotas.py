@@ -9,7 +9,8 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from cp_core.errors import CapacityExceeded, InvalidRequest
-from orchestration.conversations.store import Conversation, ConversationStore
+from orchestration.conversations.conversation import Conversation
+from orchestration.conversations.store import ConversationStore
 from orchestration.protocol.turns import KvQuota
 
 BUSY_RETRY_SECONDS = 1.0
@@ -63,6 +64,20 @@ class KvQuotas:
                 f"input: {prompt} prompt tokens and max_tokens {answer} make {needed}, and tenant {quota.tenant!r} may "
                 f"hold at most {limit} KV tokens"
             )
+        return self._make_room(quota, conversation, needed)
+
+    def admit_fork(self, quota: KvQuota, source: Conversation, num_tokens: int) -> list[Conversation]:
+        """Make room for a fork of `num_tokens` tokens; the source keeps its KV. Return and raise as `admit` does."""
+        needed, limit = source.kv_tokens + num_tokens, quota.max_tokens
+        if needed > limit:
+            raise InvalidRequest(
+                f"source_id: the conversation and a fork of {num_tokens} tokens come to {needed} KV tokens, and tenant "
+                f"{quota.tenant!r} may hold at most {limit}"
+            )
+        return self._make_room(quota, source, needed)
+
+    def _make_room(self, quota: KvQuota, conversation: Conversation, needed: int) -> list[Conversation]:
+        limit = quota.max_tokens
         others = [each for each in self._conversations.of_tenant(quota.tenant) if each is not conversation]
         idle = [each for each in others if each.is_idle and each.kv_tokens]
         held = sum(turn.max_kv_tokens for turn in self._turns.of_tenant(quota.tenant))

@@ -18,8 +18,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from cp_core.errors import CapacityExceeded, RingserveError
+from orchestration.conversations.conversation import Conversation
 from orchestration.conversations.mover import ConversationMover, MoveCounts
-from orchestration.conversations.store import Conversation, ConversationStore
+from orchestration.conversations.store import ConversationStore
 from orchestration.placement.planner import Planner
 from orchestration.placement.registry import RegisteredRing, RingRegistry
 from orchestration.protocol.views import DrainView, MoveReason

@@ -8,125 +8,25 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
-from itertools import islice
+from functools import partial
+from itertools import chain
 
 from cp_core.errors import Busy, CapacityExceeded, InvalidRequest, NotFound, RingserveError
-from orchestration.placement.kv_locations import KvLocation, KvLocations
-from orchestration.protocol.views import ConversationView, KvLocationView
+from orchestration.conversations.conversation import Conversation, PlacedConversations, Waiter, is_unnamed, tenant_of
+from orchestration.placement.kv_locations import KvLocations
+from orchestration.protocol.journal import JournalPort, NoJournal, StoredConversation
 from workers.protocol.prefill_steps import TokenIds
 
-
-@dataclass(slots=True)
-class Waiter:
-    """Turn that waits for its conversation. `error` ends the wait."""
-
-    request_id: str
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
-    is_granted: bool = False
-    error: RingserveError | None = None
-
-    def end(self, error: RingserveError) -> None:
-        """End the wait with `error`."""
-        self.error = error
-        self.changed.set()
-
-
-@dataclass(slots=True)
-class Conversation:
-    """Conversation with the `tokens` of all finished turns; `places` says where their KV was put.
-
-    One turn at a time uses it (`running_request`). Turns in `waiting` follow in order of arrival. While `num_forks` are
-    under way no other turn begins, nor while the KV is moved to another ring; the end of the move sets `moved`. Times
-    are on the store's clock; `ttl_seconds` 0 means for ever. At `is_due_at` the store looks whether it has expired.
-    """
-
-    conversation_id: str
-    tokens: TokenIds | None = None
-    num_turns: int = 0
-    places: KvLocations = field(default_factory=KvLocations)
-    running_request: str = ""
-    num_forks: int = 0
-    moved: asyncio.Event | None = None
-    forked_from: str = ""
-    waiting: OrderedDict[str, Waiter] = field(default_factory=OrderedDict)
-    ttl_seconds: float = 0.0
-    last_used: float = 0.0
-    is_due_at: float = math.inf
-
-    @property
-    def prefill(self) -> KvLocation | None:
-        """Location on a prefill ring."""
-        return self.places.prefill
-
-    @property
-    def decode(self) -> KvLocation | None:
-        """Location on a decode ring."""
-        return self.places.decode
-
-    @property
-    def expires_at(self) -> float:
-        """Time of its expiry; infinity means never."""
-        return self.last_used + self.ttl_seconds if self.ttl_seconds else math.inf
-
-    @property
-    def is_idle(self) -> bool:
-        """True if no turn, fork or move uses it."""
-        return not self.running_request and not self.num_forks and self.moved is None
-
-    @property
-    def kv_tokens(self) -> int:
-        """Tokens whose KV is on a ring, as far as the router knows; those on two rings count once."""
-        return max((place.num_tokens for _, place in self.places.items()), default=0)
-
-    def release_kv(self) -> Conversation:
-        """Forget where the KV is. Return the locations, under the same id, for the caller to release on the rings."""
-        left = Conversation(self.conversation_id, places=self.places)
-        self.places = self.places.changed(prefill=None, decode=None)
-        return left
-
-    @property
-    def occupant(self) -> str:
-        """Its user, in words for errors."""
-        if self.running_request:
-            return f"request {self.running_request!r}"
-        return "a fork of it" if self.num_forks else "a move of its KV"
-
-    def view(self, now: float = 0.0) -> ConversationView:
-        """Show the conversation as the store knows it."""
-        return ConversationView(
-            conversation_id=self.conversation_id,
-            num_tokens=0 if self.tokens is None else len(self.tokens),
-            num_turns=self.num_turns,
-            running_request_id=self.running_request,
-            epoch=self.places.epoch,
-            idle_seconds=0.0 if self.running_request else max(0.0, now - self.last_used),
-            ttl_seconds=self.ttl_seconds,
-            num_waiting=len(self.waiting),
-            placements=tuple(
-                KvLocationView(
-                    role=role,
-                    ring=place.ring,
-                    incarnation=place.incarnation,
-                    num_tokens=place.num_tokens,
-                    shards=place.shards,
-                    epoch=place.epoch,
-                )
-                for role, place in self.places.items()
-            ),
-        )
-
-
-def tenant_of(scoped_id: str) -> str:
-    """Return the tenant of an id of the form `tenant/...`; empty where ids carry no tenant."""
-    tenant, slash, _ = scoped_id.partition("/")
-    return tenant if slash else ""
+MAX_GONE = 10_000
+"""Forgotten conversations of which the reason is remembered; the oldest go."""
 
 
 class ConversationStore:
-    """Store of at most `limit` conversations. The least recently used idle one makes room for a new one.
+    """Store of at most `limit` conversations. The least recently used idle one makes room, unnamed ones before others.
 
-    `ttl_seconds` is for conversations that name none. `clock` tells seconds.
+    `on_finished` is called with each conversation that has new tokens, `on_left` with each that is forgotten.
+    `ttl_seconds` is for conversations that name none. `clock` tells seconds. `journal` outlives the store, which begins
+    with the conversations there.
     """
 
     def __init__(
@@ -136,26 +36,67 @@ class ConversationStore:
         max_waiting: int = 64,
         ttl_seconds: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
+        journal: JournalPort | None = None,
     ) -> None:
         self._limit = limit
         self._max_waiting = max_waiting
         self._ttl_seconds = ttl_seconds
         self.clock = clock
+        self.on_left: Callable[[Conversation], None] = _ignore
+        self.on_finished: Callable[[Conversation], None] = _ignore
         self._known: OrderedDict[str, Conversation] = OrderedDict()
-        self._of_tenant: dict[str, dict[str, Conversation]] = {}
+        self._gone: OrderedDict[str, str] = OrderedDict()  # why conversations were forgotten, the latest last
+        self._num_unnamed = 0
+        self._placed = PlacedConversations()
+        self._of_tenant: dict[str, OrderedDict[str, Conversation]] = {}
         self._waiters: dict[str, Waiter] = {}
         # (when to look, id), soonest first. Used since then, a conversation is entered again with a later moment.
         self._expiries: list[tuple[float, str]] = []
+        self._journal = journal or NoJournal()
+        now, age_of = self.clock(), time.time()
+        for stored in self._journal.conversations():
+            self._restore(stored, now - max(0.0, age_of - stored.last_used))
+
+    def _restore(self, stored: StoredConversation, last_used: float) -> None:
+        conversation = self._enter(stored.conversation_id)
+        conversation.read = partial(self._journal.tokens_of, stored.conversation_id)
+        conversation.num_tokens, conversation.num_turns = stored.num_tokens, stored.num_turns
+        conversation.forked_from, conversation.last_turn = stored.forked_from, stored.last_turn
+        conversation.ttl_seconds, conversation.last_used = stored.ttl_seconds, last_used
+        self._note_expiry(conversation)
 
     def __len__(self) -> int:
         return len(self._known)
 
+    @property
+    def num_unnamed(self) -> int:
+        """Conversations of requests that named none."""
+        return self._num_unnamed
+
     def get(self, conversation_id: str) -> Conversation:
         """Return a conversation. Raises NotFound."""
         conversation = self._known.get(conversation_id)
-        if conversation is None or (conversation.tokens is None and not conversation.running_request):
+        if conversation is None or not (conversation.has_finished or conversation.running_request):
             raise NotFound(f"conversation_id: there is no conversation {conversation_id!r}")
         return conversation
+
+    def known(self, conversation_id: str) -> Conversation | None:
+        """Return a conversation, if it is known."""
+        return self._known.get(conversation_id)
+
+    def use(self, conversation: Conversation) -> None:
+        """Take notice that its KV is used: others make room before it."""
+        name = conversation.conversation_id
+        self._known.move_to_end(name)
+        self._of_tenant[tenant_of(name)].move_to_end(name)
+
+    def is_known(self, conversation_id: str) -> bool:
+        """Return whether there is such a conversation, if only one whose first turn runs."""
+        return conversation_id in self._known
+
+    def why_gone(self, conversation_id: str) -> str:
+        """Return why a conversation is not here, in words."""
+        return self._gone.get(conversation_id, "it is not known here; it may never have been, or before a restart")
 
     def of_tenant(self, tenant: str) -> Collection[Conversation]:
         """Return the conversations whose id is `tenant/...`."""
@@ -164,9 +105,9 @@ class ConversationStore:
     def page(self, prefix: str, after: str, limit: int) -> tuple[list[Conversation], str]:
         """Return a page of conversations by id, and where the next one begins.
 
-        Their id begins with `prefix` and follows `after`.
+        Their id begins with `prefix` and follows `after`. Unnamed ones are not shown.
         """
-        names = (name for name in self._known if name.startswith(prefix) and name > after)
+        names = (name for name in self._known if name.startswith(prefix) and name > after and not is_unnamed(name))
         found = heapq.nsmallest(limit + 1, names)
         next_after = found[limit - 1] if len(found) > limit else ""
         return [self._known[name] for name in found[:limit]], next_after
@@ -224,8 +165,15 @@ class ConversationStore:
             self._waiters.pop(request_id, None)
         if ttl_seconds is not None:
             conversation.ttl_seconds = ttl_seconds
-        self._known.move_to_end(conversation_id)
+        self.use(conversation)
         return conversation, []
+
+    def finish(self, conversation: Conversation, tokens: TokenIds) -> None:
+        """Enter the tokens of a turn that has finished, with those before them."""
+        conversation.tokens = tokens
+        conversation.num_turns += 1
+        if conversation.conversation_id in self._known:
+            self.on_finished(conversation)
 
     def is_waiting(self, request_id: str) -> bool:
         """Return whether a request waits for its conversation."""
@@ -246,7 +194,7 @@ class ConversationStore:
         conversation.running_request = ""
         self._pass_on(conversation)
         self._touch(conversation)
-        if conversation.tokens is None and conversation.is_idle:
+        if not conversation.has_finished and conversation.is_idle:
             self._leave(conversation.conversation_id)
 
     def _pass_on(self, conversation: Conversation) -> None:
@@ -280,12 +228,26 @@ class ConversationStore:
         fork = self._known.get(new_id)
         if fork is None or fork.forked_from != source_id or fork.num_turns or fork.running_request:
             return None
-        return fork if fork.tokens is not None and len(fork.tokens) == num_tokens else None
+        return fork if fork.num_tokens == num_tokens else None
+
+    async def note_fork(self, fork: Conversation) -> None:
+        """Write a fork to the journal. Raises Unavailable."""
+        stored = StoredConversation(
+            conversation_id=fork.conversation_id,
+            num_tokens=fork.num_tokens,
+            num_turns=fork.num_turns,
+            forked_from=fork.forked_from,
+            ttl_seconds=fork.ttl_seconds,
+            last_used=time.time(),
+            last_turn="",
+        )
+        await self._journal.forked(fork.forked_from, stored)
 
     def end_fork(self, source: Conversation, fork: Conversation) -> None:
         """End a fork: both conversations take turns again."""
         for conversation in (source, fork):
             conversation.num_forks -= 1
+            self.on_finished(conversation)
             self._pass_on(conversation)
             self._touch(conversation)
 
@@ -293,11 +255,7 @@ class ConversationStore:
 
     def placed_at(self, role: str, ring: str, incarnation: str) -> list[Conversation]:
         """Return the conversations whose KV was put on that incarnation of a ring."""
-        return [
-            conversation
-            for conversation in self._known.values()
-            if (place := conversation.places.at(role)) and (place.ring, place.incarnation) == (ring, incarnation)
-        ]
+        return self._placed.at(role, ring, incarnation)
 
     def can_move(self, conversation: Conversation) -> bool:
         """Return whether a conversation is idle and still in the store."""
@@ -336,8 +294,12 @@ class ConversationStore:
                 f"conversation_id: {conversation_id!r} is busy with {conversation.occupant} "
                 f"and cannot be deleted until that ends"
             )
-        self._leave(conversation_id)
+        self._leave(conversation_id, "it was deleted")
         return conversation
+
+    async def until_deleted(self, conversation_id: str) -> None:
+        """Wait until the journal has forgotten a removed conversation too. Raises Unavailable."""
+        await self._journal.deleted([conversation_id])
 
     def expire(self) -> list[Conversation]:
         """Take out and return the idle conversations whose time to live is over."""
@@ -351,7 +313,7 @@ class ConversationStore:
             if not conversation.is_idle or conversation.expires_at > now:
                 self._note_expiry(conversation)
             else:
-                self._leave(name)
+                self._leave(name, f"it was not used for {conversation.ttl_seconds:g} s, and expired")
                 expired.append(conversation)
         return expired
 
@@ -363,15 +325,29 @@ class ConversationStore:
         return self._expiries[0][0] if self._expiries else None
 
     def _enter(self, conversation_id: str) -> Conversation:
+        self._gone.pop(conversation_id, None)
         conversation = Conversation(conversation_id, ttl_seconds=self._ttl_seconds, last_used=self.clock())
+        conversation.placed = self._placed
         self._known[conversation_id] = conversation
-        self._of_tenant.setdefault(tenant_of(conversation_id), {})[conversation_id] = conversation
+        self._num_unnamed += conversation.is_unnamed
+        self._of_tenant.setdefault(tenant_of(conversation_id), OrderedDict())[conversation_id] = conversation
         return conversation
 
-    def _leave(self, conversation_id: str) -> None:
-        """Forget a conversation. Idempotent."""
-        if self._known.pop(conversation_id, None) is None:
+    def _leave(self, conversation_id: str, why: str = "") -> None:
+        """Forget a conversation, and remember `why`, if given. Idempotent."""
+        conversation = self._known.pop(conversation_id, None)
+        if conversation is None:
             return
+        conversation.placed = None
+        self._placed.move(conversation, conversation.places, KvLocations())
+        if why and not conversation.is_unnamed:
+            self._gone[conversation_id] = why
+            if len(self._gone) > MAX_GONE:
+                self._gone.popitem(last=False)
+        self._num_unnamed -= conversation.is_unnamed
+        self.on_left(conversation)
+        if conversation.has_finished and not conversation.is_unnamed:
+            self._journal.deleted([conversation_id])
         tenant = tenant_of(conversation_id)
         del self._of_tenant[tenant][conversation_id]
         if not self._of_tenant[tenant]:
@@ -391,9 +367,30 @@ class ConversationStore:
                 self._expiries = sorted(entry for entry in due if entry[0] < math.inf)
 
     def _make_place(self, newest: Conversation) -> list[Conversation]:
-        self._known.move_to_end(newest.conversation_id)
+        self.use(newest)
         surplus = max(0, len(self._known) - self._limit)
-        dropped = list(islice((item for item in self._known.values() if item.is_idle), surplus))
-        for item in dropped:
-            self._leave(item.conversation_id)
+        dropped = []
+        for _ in range(surplus):
+            oldest = self._least_needed()
+            if oldest is None:
+                break
+            self._leave(oldest.conversation_id, f"it made room for others, of which {self._limit} are remembered")
+            dropped.append(oldest)
         return dropped
+
+    def _least_needed(self) -> Conversation | None:
+        """Return the idle conversation that makes room first: the tenant with the most pays, so none erases others'.
+
+        Of its conversations those of requests that named none go first, the least recently used one before others.
+        """
+        for mine in sorted(self._of_tenant.values(), key=len, reverse=True):
+            unnamed = (item for item in mine.values() if item.is_unnamed) if self._num_unnamed else ()
+            named = (item for item in mine.values() if not item.is_unnamed)
+            oldest = next((item for item in chain(unnamed, named) if item.is_idle), None)
+            if oldest is not None:
+                return oldest
+        return None
+
+
+def _ignore(conversation: Conversation) -> None:
+    """Take no notice of a conversation."""

@@ -7,13 +7,14 @@ import logging
 import time
 from collections.abc import Callable, Coroutine
 
-from cp_core.errors import NotFound, RingserveError, TurnCancelled, Unavailable
+from cp_core.errors import NotFinite, NotFound, RingserveError, TurnCancelled, Unavailable
 from cp_core.layout.shards import TokenRange
 from orchestration.decode.feed import DecodeFeed
 from orchestration.decode.room import DecodeRoom
 from orchestration.decode.turn import DecodeTurn, DecodeTurnState
+from orchestration.protocol.plans import PlannedChunk
 from orchestration.protocol.ports import RouterPort
-from orchestration.protocol.turns import Admit, PlannedChunk, PrefillReport, ResumeTurn
+from orchestration.protocol.turns import Admit, PrefillReport, ResumeTurn
 from orchestration.ring.kv_pool import SequenceKv
 from orchestration.ring.kv_transfers import drop
 from orchestration.ring.life import Ring
@@ -34,7 +35,7 @@ class DecodeEngine:
     """Feed and room of a ring. `start` makes both for a new incarnation, `stop` drops them when the ring is lost.
 
     Tokens go to the turns' streams; `on_last_token` is called with a turn whose answer is complete, and the reason,
-    `on_lost` with a preempted turn that the router no longer knows, and the error.
+    `on_lost` with a turn that cannot go on, and the error: the router no longer knows it, or its logits are not finite.
     """
 
     def __init__(
@@ -106,7 +107,7 @@ class DecodeEngine:
         self.require_started()
         assert self._feed is not None, "started"
         request, sequence = turn.request, turn.sequence
-        new = TokenRange(turn.reservation.retained_tokens, turn.prompt_tokens)
+        new = TokenRange(turn.reservation.retained_tokens, request.num_tokens)
         prompt = ComputePrompt(
             sequence_id=turn.turn_id,
             token_ids=token_ids[new.start : new.stop],
@@ -116,6 +117,8 @@ class DecodeEngine:
             history=TokenHistory.of(request.sampling, request.penalized_ids),
         )
         event = await self._feed.compute(turn, prompt)
+        if event.is_broken:
+            raise NotFinite.of_turn(turn.turn_id, turn.prompt_tokens)
         if event.token_id is None or turn.is_ending:
             raise ended
         assert event.prompt_seconds is not None, "the loop times its prompts"
@@ -173,6 +176,8 @@ class DecodeEngine:
     def _on_event(self, turn: DecodeTurn, event: DecodeEvent) -> None:
         if event.owner is not None:
             turn.owners.append(event.owner)
+        if event.is_broken:
+            self._on_lost(turn, NotFinite.of_turn(turn.turn_id, event.kv_tokens))
         if event.token_id is not None:
             turn.add_token(event.token_id, event.logprobs)
         if turn.is_ending or self._room is None:
@@ -244,6 +249,8 @@ class _RoomActions:
         )
         try:
             await self._router.resume_turn(request)
+        except NotFinite as error:
+            self._on_lost(turn, error)
         except NotFound as error:
             lost = Unavailable(f"the router no longer knows turn {turn.turn_id}, which was preempted: {error}; retry")
             self._on_lost(turn, lost)

@@ -5,32 +5,31 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator
 from dataclasses import replace
 
 from cp_core.errors import CapacityExceeded, NotFound, RingserveError, TurnCancelled, Unavailable
 from cp_core.layout.shards import ShardMap, balanced_layout, spread
 from orchestration.decode.engine import DecodeEngine
 from orchestration.decode.registry import DecodeTurns
-from orchestration.decode.turn import Attempt, DecodeTurn, DecodeTurnState
+from orchestration.decode.turn import Answer, Attempt, DecodeTurn, DecodeTurnState
+from orchestration.protocol.inventory import TurnOnRing
 from orchestration.protocol.kv import SendKv, SentKv
 from orchestration.protocol.ports import Peers, RankFactory, RouterPort
 from orchestration.protocol.rings import RingSettings
 from orchestration.protocol.turns import (
     Admit,
-    EndingEvent,
     FinishedEvent,
     PrefillDone,
     PrefillTurn,
     Reservation,
     Reserve,
-    RingRegistration,
     ScoredEvent,
     TurnEvent,
 )
 from orchestration.protocol.views import RingStatus
 from orchestration.ring.kv_transfers import copy_blocks, expect, send
-from orchestration.ring.leader import RingLeader
+from orchestration.ring.leader import Announce, RingLeader
 from orchestration.tasks import gather_first_error
 from workers.protocol.decode_commands import FinishReason
 from workers.protocol.prefill_steps import TokenIds
@@ -49,7 +48,7 @@ class DecodeLeader(RingLeader):
         factory: RankFactory,
         peers: Peers,
         router: RouterPort,
-        announce: Callable[[RingRegistration], Awaitable[int]],
+        announce: Announce,
     ) -> None:
         super().__init__(settings, factory, peers, announce)
         self._engine = DecodeEngine(self.ring, router, self.spawn, self._on_last_token, self._on_lost)
@@ -94,11 +93,15 @@ class DecodeLeader(RingLeader):
             await asyncio.shield(turn.tasks.copying)
             if not request.is_direct:
                 await self._expect(turn)
-            if turn.error is not None:  # it was aborted meanwhile, or its deadline has passed
-                raise turn.error
-        except BaseException:  # also where the caller is cancelled: a router that is gone ends no turn
+        except BaseException as error:  # also where the caller is cancelled: a router that is gone ends no turn
+            ended = turn.error  # it was aborted meanwhile, or its deadline passed: its end drops the transfer
             await self._turns.refuse(turn)
+            if ended is not None and isinstance(error, RingserveError):
+                raise ended from error
             raise
+        if turn.error is not None:
+            await self._turns.refuse(turn)
+            raise turn.error
         if not request.is_direct:
             turn.tasks.sealing = self.spawn(self._seal(turn))
         return turn.reservation
@@ -110,16 +113,17 @@ class DecodeLeader(RingLeader):
 
     def _pin(self, request: Reserve) -> DecodeTurn:
         pool = self.ring.pool
-        sequence = pool.pin(request.kv_id, request.turn_id, request.match_tokens)
+        sequence = pool.pin(request.kv_id, request.turn_id, request.match_tokens, shares=request.shares)
         retained, held = sequence.shards.num_tokens, sequence.shards.held
-        num_new = request.num_tokens - retained
+        num_new, num_answered = request.num_tokens - retained, max(0, len(request.answer) - 1)
         # A ring that computes the prompt itself stores each token on the rank that computes it.
         direct = request.is_direct
         coming = balanced_layout(retained, num_new, held).shard_map() if direct else spread(retained, num_new, held)
         try:
             if direct:
                 self._check_direct(num_new)
-            room = self._engine.reserve(sequence, sequence.shards.extend(coming).held, request.sampling.max_tokens)
+            to_come = request.sampling.max_tokens - num_answered
+            room = self._engine.reserve(sequence, sequence.shards.extend(coming).held, to_come)
         except CapacityExceeded:
             pool.settle(request.kv_id, request.turn_id, retained)
             raise
@@ -128,8 +132,9 @@ class DecodeLeader(RingLeader):
             pool,
             sequence,
             arrival=next(self._arrivals),
-            prompt_tokens=request.num_tokens,
+            prompt_tokens=request.num_tokens - num_answered,
             room=room,
+            answer=Answer(tokens=list(request.answer)),
         )
 
     def _check_direct(self, num_new: int) -> None:
@@ -207,17 +212,22 @@ class DecodeLeader(RingLeader):
         return PrefillDone(report=admit.report, shards=shards)
 
     async def admit(self, admit: Admit) -> None:
-        """Hand the prefill ring's first token to the client; decoding waits for the seal. Idempotent."""
+        """Hand the prefill ring's first token to the client; decoding waits for the seal. Idempotent.
+
+        The client of an answer that goes on here has that token already.
+        """
         turn = self._turns.under_way(admit.turn_id)
         if turn is None or admit.attempt != turn.request.attempt:
             raise NotFound(f"turn {admit.turn_id} is not waiting on decode ring {self.settings.name}")
-        if turn.answer.tokens:
-            return  # a repeated call, or a later attempt, whose last token the client has already
+        if turn.is_prefilled:
+            return  # a repeated call, or a later attempt
+        turn.is_prefilled = True
         turn.times.first_token_at = time.monotonic()
-        turn.events.put_nowait(admit.report)
+        turn.opening.append(admit.report)
         if admit.prompt_logprobs:
-            turn.events.put_nowait(ScoredEvent(logprobs=admit.prompt_logprobs))
-        turn.add_token(admit.first_token, admit.logprobs)
+            turn.opening.append(ScoredEvent(logprobs=admit.prompt_logprobs))
+        if not turn.answer.tokens:
+            turn.add_token(admit.first_token, admit.logprobs)
         if turn.state is DecodeTurnState.RESERVED:
             turn.to(DecodeTurnState.STREAMING)
         await self._advance(turn)
@@ -225,7 +235,7 @@ class DecodeLeader(RingLeader):
     async def _advance(self, turn: DecodeTurn) -> None:
         """Admit a sealed turn to the batch, or end a turn whose answer is complete."""
         is_sealed = turn.state is DecodeTurnState.SEALED
-        if not (is_sealed or turn.state.is_decoding) or not turn.answer.tokens or turn.is_ending:
+        if not (is_sealed or turn.state.is_decoding) or not turn.is_prefilled or turn.is_ending:
             return
         if turn.answer.num_finished is not None:
             self._turns.end_soon(turn, turn.answer.finish_reason)
@@ -241,7 +251,7 @@ class DecodeLeader(RingLeader):
             self._turns.end_soon(turn, reason)
         elif turn.answer.own_end is None:
             turn.answer.own_end = reason
-            turn.events.put_nowait(EndingEvent(finish_reason=reason))
+            turn.changed.set()
 
     def _on_lost(self, turn: DecodeTurn, error: RingserveError) -> None:
         self._turns.end_soon(turn, error)
@@ -258,19 +268,21 @@ class DecodeLeader(RingLeader):
         turn.finish(num_tokens)
         await self._advance(turn)
 
-    async def stream_turn(self, turn_id: str) -> AsyncGenerator[TurnEvent, None]:
-        """Yield the turn's events; closing the iterator early aborts the turn. Raises the error of a failed turn."""
-        turn = self._turns.claim(turn_id)
+    async def stream_turn(self, turn_id: str, after: int = 0) -> AsyncGenerator[TurnEvent, None]:
+        """Yield the turn's events behind its first `after` tokens. Raises the error of a failed turn.
+
+        Another stream of the turn ends this one, with Busy. A turn whose stream is closed early runs on for the orphan
+        timeout, within which another may come.
+        """
+        reader = self._turns.read(turn_id, after)
         try:
             while True:
-                event = await turn.events.get()
-                if isinstance(event, RingserveError):
-                    raise event
+                event = await reader.next()
                 yield event
                 if isinstance(event, FinishedEvent):
                     return
         finally:
-            self._turns.end_soon(turn, TurnCancelled("the client went away"))
+            self._turns.leave(reader)
 
     async def send_kv(self, request: SendKv) -> SentKv:
         """Send retained tokens to another ring. Tokens of a running turn stay pinned until the ranks have sent them.
@@ -305,6 +317,10 @@ class DecodeLeader(RingLeader):
     def _trace(self, turn: DecodeTurn) -> None:
         if turn.request.trace_parent:
             self.tracer.record(turn.request.trace_parent, turn.spans(self.settings.name, time.monotonic()))
+
+    def turns_here(self) -> tuple[TurnOnRing, ...]:
+        """Return the turns that hold KV, and those whose end the router has not heard."""
+        return self._turns.inventory()
 
     @property
     def num_running(self) -> int:

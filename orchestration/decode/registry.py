@@ -7,11 +7,12 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 
-from cp_core.errors import Busy, DeadlineExceeded, NotFound, RingserveError, TurnCancelled, Unavailable
+from cp_core.errors import LOSSES, Busy, DeadlineExceeded, NotFound, RingserveError, TurnCancelled, Unavailable
 from orchestration.decode.engine import DecodeEngine, Spawn
-from orchestration.decode.turn import DecodeTurn, DecodeTurnState
+from orchestration.decode.turn import Answer, DecodeTurn, DecodeTurnState
+from orchestration.protocol.inventory import TurnOnRing
 from orchestration.protocol.ports import RouterPort
-from orchestration.protocol.turns import FinishedEvent, TurnOutcome
+from orchestration.protocol.turns import EndingEvent, FinishedEvent, TokensEvent, TurnEvent, TurnOutcome
 from orchestration.ring.kv_transfers import drop
 from orchestration.ring.life import Ring
 from orchestration.tasks import until_reached
@@ -25,12 +26,63 @@ TELL_SECONDS = 3.0
 """Seconds that the end of a stream waits for the router. An end that it has not heard by then is told later."""
 
 
+class TurnReader:
+    """Reader of a turn's events behind its first `after` tokens. The next reader of the turn takes its place.
+
+    Tokens that wait come as one event. The events before the first token precede all tokens: a reader that has tokens
+    has them too.
+    """
+
+    def __init__(self, turn: DecodeTurn, after: int) -> None:
+        self.turn = turn
+        self._num_tokens = after
+        self._num_opening = 0
+        self._has_ending = False
+        turn.reader = self
+        turn.changed.set()
+
+    async def next(self) -> TurnEvent:
+        """Return the next event. Raises the error that ended the turn, and Busy where another reads it now."""
+        turn = self.turn
+        while True:
+            if turn.reader is not self:
+                raise Busy(f"turn {turn.turn_id} is read by another stream")
+            event = self._take()
+            if isinstance(event, RingserveError):
+                raise event
+            if event is not None:
+                return event
+            turn.changed.clear()
+            await turn.changed.wait()
+
+    def _take(self) -> TurnEvent | RingserveError | None:
+        turn, answer = self.turn, self.turn.answer
+        if not self._num_tokens and self._num_opening < len(turn.opening):
+            self._num_opening += 1
+            return turn.opening[self._num_opening - 1]
+        if self._num_tokens < len(answer.tokens):
+            return self._take_tokens(answer)
+        if answer.own_end is not None and turn.end is None and not self._has_ending:
+            self._has_ending = True
+            return EndingEvent(finish_reason=answer.own_end)
+        return turn.end
+
+    def _take_tokens(self, answer: Answer) -> TokensEvent:
+        """Return the tokens that wait; those with log-probabilities apart from those without."""
+        start, first_scored = self._num_tokens, len(answer.tokens) - len(answer.logprobs)
+        stop = first_scored if start < first_scored else len(answer.tokens)
+        self._num_tokens = stop
+        logprobs = answer.logprobs[start - first_scored :] if start >= first_scored else []
+        return TokensEvent(token_ids=tuple(answer.tokens[start:stop]), logprobs=tuple(logprobs))
+
+
 class DecodeTurns:
     """Turns by id, from `add` until their blocks are settled: finished, failed, cancelled or expired.
 
     An end that the router has not heard is repeated until the turn's lease ends, also after the turn has left.
-    A turn that ends before its stream has come stays readable for the attach timeout. `on_settled` is called with each
-    turn whose blocks are settled.
+    A turn whose reader has gone runs on for the orphan timeout, within which its gateway may come back, or another. A
+    turn that has ended stays readable as long; one that nobody has read, for the attach timeout. `on_settled` is called
+    with each turn whose blocks are settled.
     """
 
     def __init__(
@@ -48,15 +100,20 @@ class DecodeTurns:
         self._spawn = spawn
         self._on_settled = on_settled
         self._turns: dict[str, DecodeTurn] = {}
-        self._unread: dict[str, DecodeTurn] = {}
+        self._ended: dict[str, DecodeTurn] = {}
+        self._untold: dict[str, DecodeTurn] = {}
 
     def __len__(self) -> int:
         return len(self._turns)
 
     @property
     def num_unfinished(self) -> int:
-        """Turns that are not over, or whose last event no stream has read yet."""
-        return len(self._turns) + len(self._unread)
+        """Turns that are not over, or that no stream has read yet."""
+        return len(self._turns) + sum(turn.reader is None for turn in self._ended.values())
+
+    def inventory(self) -> tuple[TurnOnRing, ...]:
+        """Return the turns that hold KV, and those whose end the router has not heard."""
+        return tuple(_on_ring(turn) for turn in {**self._untold, **self._turns}.values())
 
     def add(self, turn: DecodeTurn) -> None:
         """Register a turn."""
@@ -71,15 +128,23 @@ class DecodeTurns:
         turn = self._turns.get(turn_id)
         return None if turn is None or turn.is_ending else turn
 
-    def claim(self, turn_id: str) -> DecodeTurn:
-        """Return the turn, which may have ended, for the one stream that reads its events. Raises NotFound, Busy."""
-        turn = self._turns.get(turn_id) or self._unread.pop(turn_id, None)
+    def read(self, turn_id: str, after: int) -> TurnReader:
+        """Return a reader of the turn, which may have ended. It replaces the one before. Raises NotFound."""
+        turn = self._turns.get(turn_id) or self._ended.get(turn_id)
         if turn is None:
             raise NotFound(f"turn {turn_id} is not known on decode ring {self._settings.name}")
-        if turn.is_streamed:
-            raise Busy(f"turn {turn_id} is read by another stream")
-        turn.is_streamed = True
-        return turn
+        return TurnReader(turn, after)
+
+    def leave(self, reader: TurnReader) -> None:
+        """Note that a reader has gone: the turn ends unless another comes in time."""
+        turn, timeout = reader.turn, self._settings.orphan_timeout
+        if turn.reader is reader and not turn.is_ending:
+            timer = asyncio.get_running_loop().call_later(timeout, self._end_if_orphaned, turn, reader)
+            turn.tasks.timers.append(timer)
+
+    def _end_if_orphaned(self, turn: DecodeTurn, reader: TurnReader) -> None:
+        if turn.reader is reader:
+            self.end_soon(turn, TurnCancelled("the client went away"))
 
     def watch(self, turn: DecodeTurn) -> None:
         """End the turn at its deadline, or after the attach timeout where no stream has claimed it."""
@@ -93,7 +158,7 @@ class DecodeTurns:
         ]
 
     def _end_if_unclaimed(self, turn: DecodeTurn, error: RingserveError) -> None:
-        if not turn.is_streamed:
+        if turn.reader is None:
             self.end_soon(turn, error)
 
     async def until_settled(self, kv_id: str) -> None:
@@ -159,7 +224,7 @@ class DecodeTurns:
         try:
             if has_failed:
                 await self._stop_writers(turn)
-            num_retained = await self._tell_router(turn, has_failed)
+            num_retained = await self._tell_router(turn, self._outcome(turn, how))
             await turn.tasks.until_idle()
         finally:
             self._remove(turn, DecodeTurnState.ABORTED if has_failed else DecodeTurnState.DONE)
@@ -167,11 +232,10 @@ class DecodeTurns:
         self._on_settled(turn)
         num_tokens = len(turn.answer.tokens)
         log.info("turn %s ended with %d tokens: %s", turn.turn_id, num_tokens, how, extra=turn.request.log_fields)
-        turn.events.put_nowait(how if isinstance(how, RingserveError) else _finished(turn, how))
-        if not turn.is_streamed:
-            self._unread[turn.turn_id] = turn
-            call_later = asyncio.get_running_loop().call_later
-            call_later(self._settings.attach_timeout, self._unread.pop, turn.turn_id, None)
+        turn.end_with(how if isinstance(how, RingserveError) else _finished(turn, how))
+        self._ended[turn.turn_id] = turn
+        seconds = self._settings.attach_timeout if turn.reader is None else self._settings.orphan_timeout
+        asyncio.get_running_loop().call_later(seconds, self._ended.pop, turn.turn_id, None)
 
     def _remove(self, turn: DecodeTurn, state: DecodeTurnState) -> None:
         turn.to(state)
@@ -179,7 +243,7 @@ class DecodeTurns:
 
     def _settle(self, turn: DecodeTurn, num_retained: int) -> None:
         """Unpin the turn's sequence, to whose blocks no rank writes any more."""
-        turn.pool.settle(turn.request.kv_id, turn.turn_id, num_retained)
+        turn.pool.settle(turn.request.kv_id, turn.turn_id, num_retained, is_guest=turn.request.is_spare)
         self._engine.freed(turn)
 
     async def _cut(self, turn: DecodeTurn, how: FinishReason) -> FinishReason | RingserveError:
@@ -205,45 +269,61 @@ class DecodeTurns:
             return
         await drop(self._ring, turn.attempt.key)
 
-    async def _tell_router(self, turn: DecodeTurn, has_failed: bool) -> int:
+    async def _tell_router(self, turn: DecodeTurn, outcome: TurnOutcome) -> int:
         """Return how many tokens to retain.
 
         Where the router does not answer soon, the ring retains what the turn's conversation may use. The next turn of
         the conversation says how much of it still counts.
         """
         told: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._spawn(self._tell(turn, _outcome(turn, has_failed), told))
+        self._spawn(self._tell(turn, outcome, told))
         await asyncio.wait([told], timeout=TELL_SECONDS)
         if told.done():
             return told.result()
         log.warning("the router has not heard yet that turn %s has ended", turn.turn_id)
         has_conversation = turn.request.kv_id != turn.turn_id
-        return turn.note_decoded().num_tokens if has_conversation and not has_failed else 0
+        return turn.note_decoded().num_tokens if has_conversation and outcome.ok else 0
+
+    def _outcome(self, turn: DecodeTurn, how: FinishReason | RingserveError) -> TurnOutcome:
+        if isinstance(how, RingserveError):
+            lost = "prefill" if self._ring.is_serving(turn.reservation.incarnation) else "decode"
+            return TurnOutcome(turn_id=turn.turn_id, ok=False, lost_role=lost if isinstance(how, LOSSES) else "")
+        shards = turn.note_decoded()
+        return TurnOutcome(
+            turn_id=turn.turn_id,
+            ok=True,
+            finish_reason=how,
+            token_ids=tuple(turn.answer.tokens),
+            kv_tokens=shards.num_tokens,
+            shards=shards,
+        )
 
     async def _tell(self, turn: DecodeTurn, outcome: TurnOutcome, told: asyncio.Future[int]) -> None:
         """Tell the router of an end until it has heard it; `told` gets the number of tokens to retain."""
         age = time.monotonic() - turn.times.reserved_at
         until = asyncio.get_running_loop().time() + turn.request.deadline_seconds + LEASE_SECONDS - age
         what = f"the router could not be told the end of turn {turn.turn_id}"
+        self._untold[turn.turn_id] = turn
         try:
             num_retained = await until_reached(lambda: self._router.end_turn(outcome), what, until)
         except RingserveError as error:
             log.warning("%s: %s", what, error)
             num_retained = 0
+        finally:
+            del self._untold[turn.turn_id]
         if not told.done():
             told.set_result(num_retained)
 
 
-def _outcome(turn: DecodeTurn, has_failed: bool) -> TurnOutcome:
-    if has_failed:
-        return TurnOutcome(turn_id=turn.turn_id, ok=False)
-    shards = turn.note_decoded()
-    return TurnOutcome(
+def _on_ring(turn: DecodeTurn) -> TurnOnRing:
+    states = (DecodeTurnState.RESERVED, DecodeTurnState.STREAMING)
+    return TurnOnRing(
         turn_id=turn.turn_id,
-        ok=True,
-        token_ids=tuple(turn.answer.tokens),
-        kv_tokens=shards.num_tokens,
-        shards=shards,
+        kv_id=turn.request.kv_id,
+        attempt=turn.request.attempt,
+        retained_tokens=turn.reservation.retained_tokens,
+        is_begun=turn.tasks.prefilling is not None,
+        is_sealed=turn.is_ending or turn.state not in states,
     )
 
 

@@ -16,13 +16,13 @@ from cp_core.layout.shards import ShardMap, appended
 from orchestration.protocol.kv import SentKv
 from orchestration.protocol.turns import (
     Attributes,
+    FinishedEvent,
     PrefillDone,
     PrefillReport,
     Reservation,
     Reserve,
+    ScoredEvent,
     TimeSpan,
-    TokensEvent,
-    TurnEvent,
     just_ended,
 )
 from orchestration.ring.kv_pool import KvPool, SequenceKv
@@ -109,11 +109,13 @@ class Attempt:
 class Answer:
     """Tokens of the answer, which the ring's events append, and its length, which the reader may set.
 
+    `logprobs`, where requested, are those of the last tokens: a turn that goes on here begins with tokens of others.
     `num_finished` is that length; None until the reader sets it. `own_end` is why the ring itself stopped decoding;
     None while it decodes.
     """
 
     tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
     num_finished: int | None = None
     own_end: FinishReason | None = None
 
@@ -197,10 +199,12 @@ class DecodeTurn:
     The leader writes `attempt` and `state`. The room writes `room` and the states between ADMITTED and RESUMING. The
     feed writes `left_batch`.
 
-    `arrival` orders the ring's turns. `room` is how many tokens of the sequence have a slot in its block tables.
+    `arrival` orders the ring's turns. `prompt_tokens` are those before the answer. `is_prefilled`: the hand-off's first
+    token is known. `room` is how many tokens of the sequence have a slot in its block tables.
     `owners` are the ranks that store the decoded tokens after those of `sequence.shards`, in order. `error` has ended
     the turn; None where it runs or ended well. `num_attempts` also counts the attempts that the router could not begin.
-    The gateway's stream reads `events`; an error is the last of them.
+    `opening` are the events before the first token, `end` is the last of all. `reader` is the latest stream that reads
+    the turn, which waits for `changed`.
     """
 
     attempt: Attempt
@@ -212,10 +216,13 @@ class DecodeTurn:
     answer: Answer = field(default_factory=Answer)
     owners: list[int] = field(default_factory=list)
     state: DecodeTurnState = DecodeTurnState.RESERVED
+    is_prefilled: bool = False
     error: RingserveError | None = None
     num_attempts: int = 1
-    events: asyncio.Queue[TurnEvent | RingserveError] = field(default_factory=asyncio.Queue)
-    is_streamed: bool = False
+    opening: list[PrefillReport | ScoredEvent] = field(default_factory=list)
+    end: FinishedEvent | RingserveError | None = None
+    reader: object | None = None
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
     left_batch: asyncio.Event = field(default_factory=asyncio.Event)
     tasks: TurnTasks = field(default_factory=TurnTasks)
     times: TurnTimes = field(default_factory=TurnTimes)
@@ -243,11 +250,18 @@ class DecodeTurn:
         self.state = self.state.to(state)
 
     def add_token(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
-        """Append the newest token to the answer and put it into `events`."""
-        if len(self.answer.tokens) == 1:
+        """Append the newest token to the answer."""
+        if self.answer.tokens and not self.times.handoff_seconds:
             self.times.handoff_seconds = time.monotonic() - self.times.first_token_at
         self.answer.tokens.append(token_id)
-        self.events.put_nowait(TokensEvent(token_ids=(token_id,), logprobs=() if logprobs is None else (logprobs,)))
+        if logprobs is not None:
+            self.answer.logprobs.append(logprobs)
+        self.changed.set()
+
+    def end_with(self, end: FinishedEvent | RingserveError) -> None:
+        """Set the last event."""
+        self.end = end
+        self.changed.set()
 
     def reason_to_end(self) -> FinishReason | None:
         """Return the finish reason if the newest token ends the answer."""
@@ -288,7 +302,9 @@ class DecodeTurn:
         """Drop tokens after the set length, and their KV. Called when the decode loop adds no more tokens."""
         if self.answer.num_finished is not None:
             self.note_decoded()
-            del self.answer.tokens[self.answer.num_finished :]
+            num_dropped = len(self.answer.tokens) - self.answer.num_finished
+            for dropped in (self.answer.tokens, self.answer.logprobs):
+                del dropped[len(dropped) - num_dropped :]
             self.sequence.shards = self.sequence.shards.truncate(self.kv_tokens)
 
     def admission(self) -> AdmitSequence:

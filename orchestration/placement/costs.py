@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import NamedTuple
@@ -42,20 +42,19 @@ class _Kind:
 
 
 class StepSeconds(NamedTuple):
-    """Seconds of a step by algorithm, and of its sums over tensor parallel processes, which are the same in both."""
+    """Seconds of a step by algorithm, and of its sums over tensor parallel processes, which are the same in all."""
 
-    pass_kv: float
-    pass_q: float
+    of: Mapping[str, float]
     sums: float
 
     def by(self, algorithm: Algorithm) -> float:
         """Return the seconds of the whole step. A decode ring computes a prompt by pass-Q."""
-        return (self.pass_kv if algorithm is Algorithm.PASS_KV else self.pass_q) + self.sums
+        return self.of[Algorithm.PASS_Q if algorithm is Algorithm.DECODE_RING else algorithm] + self.sums
 
     @property
     def fastest(self) -> Algorithm:
-        """Faster algorithm."""
-        return Algorithm.PASS_Q if self.pass_q < self.pass_kv else Algorithm.PASS_KV
+        """Algorithm that takes least."""
+        return Algorithm(min(self.of, key=self.of.__getitem__))
 
 
 class RingCosts:
@@ -79,6 +78,7 @@ class RingCosts:
         self._link_bytes_per_second = link_bytes_per_second
         self._shapes: dict[int, ModelShape] = {}
         self._kinds: dict[tuple[RingRates | None, int, int, bool], _Kind] = {}
+        self._of_ring: dict[str, tuple[RingRates, int, int, _Kind]] = {}  # by name: rates hash slowly
 
     def rates(self, ring: RingRegistration, *, is_cached: bool) -> PrefillRates:
         """Return the rates of one rank in a step, after cached tokens or without."""
@@ -93,9 +93,8 @@ class RingCosts:
     def seconds(self, ring: RingRegistration, new_tokens: int, cached_tokens: int) -> StepSeconds:
         """Return the seconds of one step by each algorithm: T new tokens after P cached ones."""
         kind = self._kind(ring, cached_tokens > 0)
-        pass_kv, pass_q = kind.predictor.seconds(new_tokens, cached_tokens)
         sums = kind.sum_start_seconds + -(-new_tokens // ring.num_ranks) * kind.sum_seconds_a_token
-        return StepSeconds(pass_kv, pass_q, sums)
+        return StepSeconds(kind.predictor.seconds(new_tokens, cached_tokens), sums)
 
     def pull_seconds(self, ring: RingRegistration, num_bytes: float) -> float:
         """Return the seconds in which KV comes from a decode ring, `num_bytes` over each link."""
@@ -105,16 +104,23 @@ class RingCosts:
 
     def _kind(self, ring: RingRegistration, is_cached: bool) -> _Kind:
         # A profile stands for all rings of a size; without, what is cached changes nothing.
-        key = (
-            (ring.rates, ring.num_ranks, ring.tp, False)
-            if self._profile is None
-            else (None, ring.num_ranks, ring.tp, is_cached)
-        )
+        if self._profile is not None:
+            return self._known((None, ring.num_ranks, ring.tp, is_cached), ring)
+        known = self._of_ring.get(ring.name)
+        if known is not None and known[0] is ring.rates and known[1] == ring.num_ranks and known[2] == ring.tp:
+            return known[3]
+        if len(self._of_ring) >= MAX_KNOWN:
+            self._of_ring.clear()
+        kind = self._known((ring.rates, ring.num_ranks, ring.tp, False), ring)
+        self._of_ring[ring.name] = ring.rates, ring.num_ranks, ring.tp, kind
+        return kind
+
+    def _known(self, key: tuple[RingRates | None, int, int, bool], ring: RingRegistration) -> _Kind:
         kind = self._kinds.get(key)
         if kind is None:
             if len(self._kinds) >= MAX_KNOWN:
                 self._kinds.clear()
-            kind = self._kinds[key] = self._made(ring, is_cached)
+            kind = self._kinds[key] = self._made(ring, is_cached=key[3])
         return kind
 
     def _made(self, ring: RingRegistration, is_cached: bool) -> _Kind:

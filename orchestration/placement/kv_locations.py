@@ -8,12 +8,13 @@ where KV was put. Rings may have evicted it since; a ring that was rebuilt has a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 from cp_core.layout.shards import ShardMap
 from orchestration.placement.registry import RegisteredRing
-from orchestration.protocol.turns import RingAlternative
+from orchestration.protocol.plans import RingAlternative
 from workers.protocol.prefill_steps import Algorithm
 
 
@@ -75,10 +76,16 @@ def _since(epoch: int, before: KvLocation | None, place: KvLocation | None) -> K
     return place if place is None or place == before else replace(place, epoch=epoch)
 
 
+def spare_role(kv_id: str) -> str:
+    """Return the role whose rings evict a sequence first that rings of both roles retain: half of them for each."""
+    return ("prefill", "decode")[zlib.crc32(kv_id.encode()) % 2]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WantedTurn:
     """Turn to be placed. The first `match_tokens` tokens of its prompt agree with KV at the conversation's locations.
 
+    Where the conversation has none, they are those of other histories, whose KV it shares: `shared`, their ids by role.
     `algorithm` is the one that it asks for. `refused_direct` names the decode ring that could not compute it after all.
     """
 
@@ -89,6 +96,7 @@ class WantedTurn:
     decode: KvLocation | None = None
     algorithm: Algorithm | None = None
     refused_direct: str = ""
+    shared: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def asks_for_direct(self) -> bool:
@@ -110,6 +118,10 @@ class WantedTurn:
         place = self._place(ring)
         return 0 if place is None or place.ring != ring.name else min(self.match_tokens, place.num_tokens)
 
+    def shares_on(self, ring: RegisteredRing) -> str:
+        """Return the id of the sequence whose KV it would share on a ring; empty where it shares none."""
+        return self.shared.get(ring.role, "") if self.is_at(ring) else ""
+
     def is_at(self, ring: RegisteredRing) -> bool:
         """Return whether a ring is the conversation's own."""
         place = self._place(ring)
@@ -123,13 +135,14 @@ class WantedTurn:
 class Choice:
     """Rings of a turn, and why. `reason` and `alternatives` are empty where there was no choice.
 
-    `is_direct`: the decode ring computes the prompt itself, and `prefill` is the ring that would have. `direct` is the
-    prediction for that way, None where it was not possible.
+    The prompt is computed in `prefill_seconds`, after `wait_seconds`. `is_direct`: the decode ring computes it itself,
+    and `prefill` is the ring that would have. `direct` is the prediction for that way, None where it was not possible.
     """
 
     prefill: RegisteredRing
     decode: RegisteredRing
     prefill_seconds: float
+    wait_seconds: float = 0.0
     reason: str = ""
     alternatives: tuple[RingAlternative, ...] = ()
     is_direct: bool = False

@@ -23,7 +23,8 @@ from cp_core.errors import InvalidRequest, Unavailable
 from orchestration.placement.kv_locations import Choice, KvLocation, WantedTurn
 from orchestration.placement.planner import Planner, RetainedPrefix, retaining_most
 from orchestration.placement.registry import LoadShare, RegisteredRing, RingRegistry
-from orchestration.protocol.turns import RingAlternative, RingRegistration
+from orchestration.protocol.plans import RingAlternative
+from orchestration.protocol.turns import RingRegistration
 
 
 class DirectOffer(NamedTuple):
@@ -203,11 +204,12 @@ class RingPlacer:
         chosen = options[0]
         if len(options) > 1 and chosen.total(turn) > _worth_leaving(options[1].total(turn)):
             chosen = options[1]
-        direct, is_direct = chosen.direct and chosen.direct.alternative, chosen.is_direct(turn)
+        direct, is_direct, cost = chosen.direct and chosen.direct.alternative, chosen.is_direct(turn), chosen.cost
         return Choice(
-            prefill=chosen.cost.ring,
+            prefill=cost.ring,
             decode=chosen.decode,
-            prefill_seconds=direct.prefill_seconds if direct and is_direct else chosen.cost.prefill,
+            prefill_seconds=direct.prefill_seconds if direct and is_direct else cost.prefill,
+            wait_seconds=direct.queue_seconds if direct and is_direct else cost.queue + cost.move,
             reason=self._reason(turn, chosen),
             alternatives=_listed(chosen),
             is_direct=is_direct,
@@ -339,10 +341,9 @@ class RingPlacer:
 
 def _by_room(turn: WantedTurn) -> tuple[Callable[[RegisteredRing], bool], ...]:
     """Return the conditions on a ring, tried in order: known to have room now, and large enough at all."""
-    need = turn.num_tokens + turn.answer_tokens
 
     def fits(ring: RegisteredRing) -> bool:
-        return ring.registration.capacity_tokens >= need
+        return ring.registration.capacity_tokens >= turn.num_tokens + turn.answer_tokens
 
     def has_room(ring: RegisteredRing) -> bool:
         return ring.free_tokens >= turn.num_tokens and fits(ring)
@@ -358,7 +359,9 @@ def _may_take(
 
 def _first_of_the_quickest(turn: WantedTurn, costs: Sequence[_Cost]) -> _Cost:
     """Choose among tied costs: the conversation's own ring, the smallest, the one without a turn for longest."""
-    least = min(cost.total for cost in costs)
+    least = (quickest := min(costs, key=lambda cost: cost.total)).total
+    if turn.shared:  # the KV of others stays where it is
+        return quickest
     for cost in costs:
         if turn.is_at(cost.ring) and cost.total <= _worth_leaving(least):
             return cost

@@ -8,17 +8,11 @@ from typing import NamedTuple
 
 from cp_core.cost.model import StepLimits, WorkModel, cut
 from cp_core.cost.profile import HardwareProfile
-from cp_core.cost.selector import EmpiricalFit, Selection, Turn, faster, is_clearly_less, select
+from cp_core.cost.selector import EmpiricalFit, Selection, Turn, faster, least, select
 from cp_core.layout.shards import TokenRange
 from orchestration.placement.costs import RingCorrections, RingCosts, StepSeconds
-from orchestration.protocol.turns import (
-    CachedSource,
-    PlannedChunk,
-    PrefillReport,
-    PromptMode,
-    RingRegistration,
-    TurnPlan,
-)
+from orchestration.protocol.plans import CachedSource, PlannedChunk, PromptMode, TurnPlan
+from orchestration.protocol.turns import PrefillReport, RingRegistration
 from workers.protocol.prefill_steps import RING_ALGORITHMS, Algorithm
 from workers.protocol.ranks import ModelInfo
 
@@ -324,8 +318,7 @@ class Planner:
         """Choose as `_select` does, without the reason: a plan has dozens of chunks and tells the reason of one."""
         if self.selector != "auto" or asked is not None:
             return Algorithm(self._select(ring, tokens, seconds, asked).algorithm)
-        is_pass_q = ring.num_ranks > 1 and is_clearly_less(seconds.pass_q, seconds.pass_kv)
-        return Algorithm.PASS_Q if is_pass_q else Algorithm.PASS_KV
+        return Algorithm(least(seconds.of, tokens.stop))
 
     def _select(
         self, ring: RingRegistration, tokens: TokenRange, seconds: StepSeconds, asked: Algorithm | None
@@ -334,7 +327,7 @@ class Planner:
             return Selection(asked, f"Forced: {asked} was asked for with the turn")
         turn = Turn(new_tokens=len(tokens), cached_tokens=tokens.start, num_ranks=ring.num_ranks)
         if self.selector == "auto":
-            return faster(turn, seconds.pass_kv, seconds.pass_q)
+            return faster(turn, seconds.of)
         rates = self._costs.rates(ring, is_cached=tokens.start > 0)
         return select(self.selector, turn, self._costs.shape(ring), rates, self._settings.fit)
 

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from itertools import count
+from typing import Any, TypeVar
 
-from cp_core.errors import RingserveError
+from cp_core.errors import RingserveError, Unavailable
 from orchestration.placement.ring_order import RingOrder
 from orchestration.protocol.ports import Peers
-from orchestration.protocol.rings import RingState
+from orchestration.protocol.rings import LOST, RingState
 from orchestration.protocol.turns import RingRegistration
 from orchestration.protocol.views import RingStatus
 
+T = TypeVar("T")
 RingKind = tuple[int, int, int, int]
 """Ranks, processes a rank, and powers of two near the measured rates of matrix products and links."""
 
+LEASE_TICKS = 8
+"""Ticks of a lease. A router that stands still itself counts one tick for all that time, so no ring looks lost."""
+STATUS_SECONDS = 2.0
+"""Seconds for a ring's leader to tell its status."""
 
 TURN_SECONDS = 0.02
 """Seconds that one more turn in a decode batch costs the batch: 0.1 ms a step for an answer of 200 tokens."""
@@ -32,19 +39,25 @@ class RegisteredRing:
     falls with every turn, and `spare_tokens` with KV that is moved there, until the ring announces them anew.
     `last_placed` counts the router's choices. `number` is the ring's place in order of arrival. A ring enters itself in
     `changed` when its rank among others may change.
+
+    Each announcement renews the ring's lease, of which `silent_ticks` have passed. `lost` is the error of a ring whose
+    lease has ended or whose incarnation is gone, until it is announced again.
     """
 
     __slots__ = (
         "_busy_until",
+        "_calls",
         "_changed",
         "_last_placed",
         "_num_turns",
         "free_tokens",
         "is_ready",
         "kind",
+        "lost",
         "num_prefilling",
         "number",
         "registration",
+        "silent_ticks",
         "spare_tokens",
     )
 
@@ -54,6 +67,9 @@ class RegisteredRing:
         self.registration = registration
         self.number = number
         self.is_ready = True
+        self.lost: Unavailable | None = None
+        self.silent_ticks = 0
+        self._calls: set[asyncio.Future[Any]] = set()
         self.num_prefilling = 0
         self.free_tokens = 0
         self.spare_tokens = 0
@@ -105,7 +121,9 @@ class RegisteredRing:
 
     def announce(self, registration: RingRegistration, now: float) -> None:
         """Take over an announcement. A ring that tells no rate keeps the router's own estimate."""
-        self.registration, self.is_ready = registration, True
+        self.registration, self.is_ready, self.silent_ticks = registration, not registration.is_rebuilding, 0
+        if self.is_ready:
+            self.lost = None
         self.kind = _kind_of(registration)
         self.spare_tokens = registration.spare_tokens
         self.tell(registration.waiting_work, registration.work_rate, registration.free_tokens, now)
@@ -116,6 +134,31 @@ class RegisteredRing:
             self._busy_until = now + waiting_work / work_rate
         self.free_tokens = self.registration.capacity_tokens if free_tokens is None else free_tokens
         self._changed.add(self)
+
+    def lose(self, error: Unavailable) -> None:
+        """Take no more turns, and fail the guarded calls to the ring with `error`."""
+        self.is_ready, self.lost = False, error
+        for call in self._calls:
+            if not call.done():
+                call.set_exception(error)
+
+    def guarded(self, call: Awaitable[T]) -> asyncio.Future[T]:
+        """Make a call to the ring's leader, which is cancelled when the ring is lost, and raises Unavailable then."""
+        # No task of its own waits for both ends: a turn makes several calls, and a task costs more than a callback.
+        answer: asyncio.Future[T] = asyncio.ensure_future(call)
+        guarded: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        if self.lost is not None:
+            answer.cancel()  # before it begins
+            guarded.set_exception(self.lost)
+        self._calls.add(guarded)
+
+        def end(_: asyncio.Future[T]) -> None:
+            self._calls.discard(guarded)
+            answer.cancel()
+
+        guarded.add_done_callback(end)
+        answer.add_done_callback(lambda _: _pass_on(answer, guarded))
+        return guarded
 
     def leave(self) -> None:
         """Leave the registry's order."""
@@ -136,10 +179,17 @@ class RegisteredRing:
 class LoadShare:
     """Share of one turn in two rings' load, from the choice of rings to the end of its prefill."""
 
-    def __init__(self, computing: RegisteredRing, clock: Callable[[], float]) -> None:
+    def __init__(self, computing: RegisteredRing, clock: Callable[[], float], seconds: float) -> None:
         self._computing = computing
         self._clock = clock
+        self._seconds = seconds
         self._is_over = False
+
+    def correct(self, seconds: float) -> None:
+        """Take notice that the prompt takes so long: the plan knows which KV the rings have evicted."""
+        if not self._is_over:
+            self._computing.busy_until += seconds - self._seconds
+            self._seconds = seconds
 
     def end_prefill(self) -> None:
         """End the share: no part of the turn's prompt waits to be computed any more. Idempotent."""
@@ -153,10 +203,14 @@ class LoadShare:
 
 
 class RingRegistry:
-    """Registry of all rings by role and name. `clock` tells seconds."""
+    """Registry of all rings by role and name. `clock` tells seconds.
+
+    `on_lost` is called with a ring that is lost, before its turns' calls to it fail.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
+        self.on_lost: Callable[[RegisteredRing, Unavailable], None] = lambda ring, error: None
         self._rings: dict[str, dict[str, RegisteredRing]] = {"prefill": {}, "decode": {}}
         self._num_placed = 0
         self._numbers = count(1)
@@ -187,8 +241,29 @@ class RingRegistry:
             before = known.registration
             is_news = before.incarnation != registration.incarnation or not known.is_ready
             is_news = is_news or before.is_draining != registration.is_draining
+            if registration.is_rebuilding:
+                is_news = not before.is_rebuilding
+                self._lose(known, f"ring {name} lost a rank and is being rebuilt")
+            elif before.incarnation != registration.incarnation:
+                self._lose(known, f"ring {name} was started again")
         known.announce(registration, self.clock())
         return is_news
+
+    def tick(self) -> list[RegisteredRing]:
+        """Count a tick of every lease. Return the rings whose lease has ended with it."""
+        ended = []
+        for ring in self.all():
+            ring.silent_ticks += 1
+            if ring.silent_ticks == LEASE_TICKS + 1:
+                self._lose(ring, f"the leader of ring {ring.name} gives no sign of life")
+                ended.append(ring)
+        return ended
+
+    def _lose(self, ring: RegisteredRing, why: str) -> None:
+        if ring.lost is None:
+            error = Unavailable(f"{why}; retry")
+            self.on_lost(ring, error)
+            ring.lose(error)
 
     def all(self) -> list[RegisteredRing]:
         """Return every ring."""
@@ -243,7 +318,20 @@ class RingRegistry:
         computing = prefill or decode
         computing.busy_until = max(computing.busy_until, now) + prefill_seconds
         computing.num_prefilling += 1
-        return LoadShare(computing, self.clock)
+        return LoadShare(computing, self.clock, prefill_seconds)
+
+
+def _pass_on(answer: asyncio.Future[T], waiting: asyncio.Future[T]) -> None:
+    """End a future as another has ended, unless it has ended before."""
+    error = None if answer.cancelled() else answer.exception()  # seen, though nobody waits for it any more
+    if waiting.done():
+        return
+    if answer.cancelled():
+        waiting.cancel()
+    elif error is not None:
+        waiting.set_exception(error)
+    else:
+        waiting.set_result(answer.result())
 
 
 def _kind_of(registration: RingRegistration) -> RingKind:
@@ -256,13 +344,16 @@ def _kind_of(registration: RingRegistration) -> RingKind:
 async def status_of(ring: RegisteredRing, peers: Peers) -> RingStatus:
     """Ask a ring's leader for its status. A ring that cannot be reached is "lost"; this never raises for it."""
     registration = ring.registration
+    if ring.lost is not None:
+        return status_without(registration, RingState.REBUILDING if registration.is_rebuilding else LOST)
     try:
-        return await peers.leader(registration.role, registration.endpoint).get_status()
-    except RingserveError:
-        return status_without(registration, "lost")
+        async with asyncio.timeout(STATUS_SECONDS):
+            return await peers.leader(registration.role, registration.endpoint).get_status()
+    except (RingserveError, TimeoutError):
+        return status_without(registration, LOST)
 
 
-def status_without(registration: RingRegistration, state: str) -> RingStatus:
+def status_without(registration: RingRegistration, state: str, *, is_draining: bool = False) -> RingStatus:
     """Return the status of a ring that cannot be asked, by its last announcement."""
     return RingStatus(
         role=registration.role,
@@ -272,6 +363,7 @@ def status_without(registration: RingRegistration, state: str) -> RingStatus:
         state=state,
         num_ranks=registration.num_ranks,
         tp=registration.tp,
+        is_draining=is_draining,
     )
 
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from cp_core.cost.model import StepLimits, WorkModel
@@ -15,6 +15,7 @@ from cp_core.layout.shards import TokenRange, level_counts
 from orchestration.prefill.loop import PrefillLoop
 from orchestration.prefill.run import PrefillRun
 from orchestration.prefill.scheduler import PrefillScheduler
+from orchestration.protocol.inventory import TurnOnRing
 from orchestration.protocol.ports import Peers, RankFactory
 from orchestration.protocol.rings import RingSettings
 from orchestration.protocol.turns import (
@@ -24,11 +25,10 @@ from orchestration.protocol.turns import (
     PrefillTurn,
     Reservation,
     Reserve,
-    RingRegistration,
 )
 from orchestration.protocol.views import RingStatus
 from orchestration.ring.kv_pool import KvPool, SequenceKv
-from orchestration.ring.leader import RingLeader
+from orchestration.ring.leader import Announce, RingLeader
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class PrefillLeader(RingLeader):
         settings: RingSettings,
         factory: RankFactory,
         peers: Peers,
-        announce: Callable[[RingRegistration], Awaitable[int]],
+        announce: Announce,
     ) -> None:
         super().__init__(settings, factory, peers, announce)
         self._peers = peers
@@ -145,7 +145,7 @@ class PrefillLeader(RingLeader):
         assert loop is not None, "a ring that serves has a loop"
         self._check_turns(loop.scheduler)
         pool = self.ring.pool
-        sequence = pool.pin(request.kv_id, request.turn_id, request.match_tokens)
+        sequence = pool.pin(request.kv_id, request.turn_id, request.match_tokens, shares=request.shares)
         retained = sequence.shards.num_tokens
         try:
             new = TokenRange(retained, request.num_tokens)  # at most: tokens on the decode ring are pulled
@@ -267,7 +267,7 @@ class PrefillLeader(RingLeader):
         await self.abort_turn(turn_id, TurnCancelled("the turn was settled before it ended"))
         turn.lease.cancel()
         self._turns.pop(turn_id, None)
-        turn.pool.settle(kv_id, turn_id, retain_tokens)
+        turn.pool.settle(kv_id, turn_id, retain_tokens, is_guest=turn.request.is_spare)
 
     def _lease_ended(self, request: Reserve) -> None:
         log.warning("turn %s was never settled by the router; its KV is released now", request.turn_id)
@@ -286,6 +286,19 @@ class PrefillLeader(RingLeader):
     def is_computing(self) -> bool:
         """True during a step."""
         return self.loop is not None and self.loop.at_work.locked()
+
+    def turns_here(self) -> tuple[TurnOnRing, ...]:
+        """Return the turns that are not settled."""
+        return tuple(
+            TurnOnRing(
+                turn_id=turn_id,
+                kv_id=turn.request.kv_id,
+                attempt=turn.request.attempt,
+                retained_tokens=turn.reservation.retained_tokens,
+                is_begun=turn.task is not None,
+            )
+            for turn_id, turn in self._turns.items()
+        )
 
     @property
     def num_turns(self) -> int:

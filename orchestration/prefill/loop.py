@@ -7,19 +7,23 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from cp_core.errors import RingserveError, Unavailable
+from cp_core.errors import NotFinite, RingserveError, Unavailable
+from cp_core.layout.shards import ranks_of_whole
 from orchestration.prefill.run import PrefillRun, PreparedPiece
 from orchestration.prefill.scheduler import PrefillScheduler, ScheduledStep
 from orchestration.ring.life import Ring
 from orchestration.tasks import gather_first_error
 from workers.protocol.prefill_steps import PrefillStep
 
+PATIENCE = 5.0
+"""Times the predicted seconds of a step after which it counts as stuck."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Done:
     """Computed step: its sampled tokens by sequence, and the seconds in which the ranks computed it."""
 
-    tokens: dict[str, int]
+    tokens: dict[str, int | None]
     seconds: float
 
 
@@ -157,17 +161,31 @@ class PrefillLoop:
         """Return the pieces of the turns that can take part, and fail the other turns."""
         prepared: list[PreparedPiece] = []
         load = [0] * self._ring.settings.num_ranks
+        whole_on = self._ranks_of_whole(step)
         for piece in step.pieces:
             run, _ = self._waiting[piece.turn_id]
             try:
                 self._ring.require_ready(self._incarnation)
-                prepared.append(run.prepare(piece.tokens, load))
+                prepared.append(run.prepare(piece.tokens, load, whole_on.get(piece.turn_id)))
             except Exception as error:  # of any kind: it ends its own turn and no other
                 self._fail(run, error)
                 continue
             layout = prepared[-1].sequences[0].layout
             load = [own + layout.tokens_on(rank) for rank, own in enumerate(load)]
         return prepared
+
+    def _ranks_of_whole(self, step: ScheduledStep) -> dict[str, int]:
+        """Return the rank, by turn, that computes the turn's prompt whole: of several short ones in one step."""
+        settings = self._ring.settings
+        short = {
+            piece.turn_id: len(piece.tokens)
+            for piece in step.pieces
+            if len(piece.tokens) <= settings.prefill_scheduling.whole_tokens
+            and self._waiting[piece.turn_id][0].is_whole_prompt(piece.tokens)
+        }
+        if settings.num_ranks == 1 or len(short) < 2:
+            return {}
+        return dict(zip(short, ranks_of_whole(list(short.values()), settings.num_ranks) or (), strict=False))
 
     async def _run_on_ranks(self, step: ScheduledStep, prepared: Sequence[PreparedPiece], within: int) -> _Done | None:
         """Compute the step; None where the step that it is within ended before. Raises the error of a rank."""
@@ -178,7 +196,7 @@ class PrefillLoop:
             )
             for sequences in by_process
         ]
-        timeout, began = self._ring.settings.step_timeout, time.monotonic()
+        timeout, began = self._patience(step, within), time.monotonic()
         calls = zip(self._ring.ranks, steps, strict=True)
         if within:
             answers = await gather_first_error(port.prefill_within(step, timeout) for port, step in calls)
@@ -194,8 +212,18 @@ class PrefillLoop:
         seconds = max(output.seconds for output in outputs) if within else time.monotonic() - began
         return _Done(tokens, seconds)
 
+    def _patience(self, step: ScheduledStep, within: int) -> float:
+        """Return the seconds that a step may take: five times the prediction, once a step has been measured.
+
+        A step that yields, or is within another one, takes as long as others make it.
+        """
+        timeout = self._ring.settings.step_timeout
+        if within or step.yields or not self.scheduler.is_measured:
+            return timeout
+        return min(timeout, max(self._ring.least_patience, PATIENCE * step.work / self.scheduler.rate))
+
     def _commit(
-        self, step: ScheduledStep, prepared: Sequence[PreparedPiece], tokens: dict[str, int], seconds: float
+        self, step: ScheduledStep, prepared: Sequence[PreparedPiece], tokens: dict[str, int | None], seconds: float
     ) -> None:
         taken = {piece.run.turn_id for piece in prepared}
         left_out = [piece.turn_id for piece in step.pieces if piece.turn_id not in taken]
@@ -208,7 +236,10 @@ class PrefillLoop:
             elif run.is_complete:
                 self._finish(run, tokens[run.kv_id])
 
-    def _finish(self, run: PrefillRun, token: int) -> None:
+    def _finish(self, run: PrefillRun, token: int | None) -> None:
+        if token is None:
+            self._fail(run, NotFinite.of_turn(run.turn_id, run.planned_chunks[-1].tokens.stop))
+            return
         _, computed = self._waiting.pop(run.turn_id)
         if not computed.done():
             computed.set_result(token)

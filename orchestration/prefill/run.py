@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from cp_core.errors import RingserveError
-from cp_core.layout.shards import ShardMap, TokenRange, balanced_layout, spread
+from cp_core.errors import CapacityExceeded, RingserveError
+from cp_core.layout.shards import PrefillLayout, ShardMap, TokenRange, balanced_layout, spread, whole_layout
 from orchestration.protocol.kv import SentKv
+from orchestration.protocol.plans import PlannedChunk
 from orchestration.protocol.ports import Peers
-from orchestration.protocol.turns import Attributes, PlannedChunk, PrefillTurn, TimeSpan, just_ended
+from orchestration.protocol.turns import Attributes, PrefillTurn, TimeSpan, just_ended
 from orchestration.ring.kv_pool import KvPool, SequenceKv
 from orchestration.ring.kv_transfers import copy_blocks, fetch, sends_for
 from orchestration.ring.life import Ring
@@ -122,21 +123,25 @@ class PrefillRun:
             return await fetch(self._ring, self._sequence, decode, key, tokens, shards, timeout, turn_id=turn.turn_id)
         key = TransferKey(transfer_id, turn.attempt, other.incarnation, self._incarnation)
         source = self._peers.leader(other.role, other.endpoint)
-        return await fetch(self._ring, self._sequence, source, key, tokens, shards, timeout)
+        return await fetch(self._ring, self._sequence, source, key, tokens, shards, timeout, kv_id=other.kv_id)
 
-    def prepare(self, piece: TokenRange, load: Sequence[int]) -> PreparedPiece:
+    def is_whole_prompt(self, piece: TokenRange) -> bool:
+        """Return whether the piece is the whole prompt, and no KV of its sequence is here yet."""
+        return piece == TokenRange(0, len(self._turn.token_ids)) and not self._sequence.shards.num_tokens
+
+    def prepare(self, piece: TokenRange, load: Sequence[int], whole_on: int | None = None) -> PreparedPiece:
         """Return each process's part of computing the tokens `piece`, whose KV leaves layer by layer.
 
-        `load[r]` tokens of the step's other pieces are computed on rank r.
+        `load[r]` tokens of the step's other pieces are computed on rank r. `whole_on` is the rank that takes the piece
+        whole, if it has room.
         Raises the error that stopped the turn, CapacityExceeded, ReshardError, having changed nothing.
         """
         if self.stop_error is not None:
             raise self.stop_error
         turn, sequence = self._turn, self._sequence
         held = sequence.shards.held
-        layout = balanced_layout(piece.start, len(piece), held, load)
+        layout = self._lay_out(piece, load, whole_on)
         after = sequence.shards.extend(layout.shard_map())
-        self._pool.make_room(sequence, after.held)
         key = TransferKey(turn.turn_id, turn.attempt, self._incarnation, turn.destination.incarnation)
         # The first chunk also carries cached KV that the decode ring lacks; no chunk carries KV that it retains.
         retained = turn.destination.retained_tokens
@@ -169,6 +174,21 @@ class PrefillRun:
         )
         self._sending = key
         return PreparedPiece(self, piece, tuple(sequences), after)
+
+    def _lay_out(self, piece: TokenRange, load: Sequence[int], whole_on: int | None) -> PrefillLayout:
+        """Return the layout of the piece, for which the sequence has room. Raises CapacityExceeded."""
+        shards = self._sequence.shards
+        if whole_on is not None:
+            whole = whole_layout(piece.start, len(piece), whole_on, shards.num_ranks)
+            try:
+                self._pool.make_room(self._sequence, whole.shard_map().held)
+            except CapacityExceeded:  # its room was reserved for even shares
+                log.debug("turn %s: rank %d has no room for the whole prompt", self.turn_id, whole_on)
+            else:
+                return whole
+        layout = balanced_layout(piece.start, len(piece), shards.held, load)
+        self._pool.make_room(self._sequence, shards.extend(layout.shard_map()).held)
+        return layout
 
     def commit(self, done: PreparedPiece, algorithm: Algorithm, num_turns: int, seconds: float) -> None:
         """Record that the step with `done`, in which `num_turns` turns took part, has been computed."""

@@ -24,8 +24,8 @@ from dataclasses import dataclass, replace
 from cp_core.cost.model import StepLimits, WorkModel
 from cp_core.errors import CapacityExceeded
 from cp_core.layout.shards import TokenRange
+from orchestration.protocol.plans import PlannedChunk
 from orchestration.protocol.rings import PrefillScheduling
-from orchestration.protocol.turns import PlannedChunk
 from workers.protocol.prefill_steps import RING_ALGORITHMS, Algorithm
 
 AGE_SHARE = 0.25
@@ -158,6 +158,11 @@ class PrefillScheduler:
     def rate(self) -> float:
         """Work units a second in recent steps."""
         return self._measured_work / self._measured_seconds if self._measured_seconds else self._rate
+
+    @property
+    def is_measured(self) -> bool:
+        """True once the rate is that of computed steps."""
+        return self._measured_seconds > 0.0
 
     def seconds_for(self, work: float) -> float:
         """Return the seconds in which the ring computes `work` units."""

@@ -10,6 +10,12 @@ from workers.protocol.ranks import RankSettings
 ROLES = ("prefill", "decode")
 AWAY = "away"
 """State that operators see of a ring that has left and is to return."""
+LOST = "lost"
+"""State that operators see of a ring whose leader cannot be reached."""
+HEARTBEAT_SECONDS = 1.0
+"""Seconds between two signs of life, unless settings say otherwise."""
+LOST_SECONDS = 4.0
+"""Seconds without a sign of life after which its sender counts as lost, unless settings say otherwise."""
 
 
 class RingState(StrEnum):
@@ -23,13 +29,15 @@ class RingState(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RingEvent:
-    """Event for whatever started a ring: the ring has drained, or it is wanted again.
+    """Event for whatever started a ring: the ring has drained, it is wanted again, or its leader is silent.
 
-    A ring that is wanted again starts when the nodes at the addresses `leaving_nodes` are gone.
+    A ring that is wanted again starts when the nodes at the addresses `leaving_nodes` are gone. A leader that has not
+    announced its ring for `silent_seconds` is to be replaced; 0 where that is not the event.
     """
 
     ring: str
     leaving_nodes: tuple[str, ...] = ()
+    silent_seconds: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,6 +47,7 @@ class PrefillScheduling:
     step_budget: float = 0.0
     step_seconds: float = 0.0
     min_chunk_tokens: int = 256
+    whole_tokens: int = 512
     fuse: bool = True
     interleave: bool = True
     ageing_seconds: float = 10.0
@@ -48,6 +57,8 @@ class PrefillScheduling:
 @dataclass(frozen=True, kw_only=True)
 class RingSettings:
     """Settings of a ring of `num_ranks` ranks that share the tokens. Times in seconds.
+
+    Each rank is asked for a sign of life every `watch_interval`, and is lost after `lost_timeout` without one.
 
     At most `kept_fraction` of the ranks' blocks are retained between turns.
     """
@@ -70,9 +81,11 @@ class RingSettings:
     control_timeout: float = 20.0
     transfer_timeout: float = 60.0
     stuck_timeout: float = 60.0
-    watch_interval: float = 1.0
+    watch_interval: float = HEARTBEAT_SECONDS
+    lost_timeout: float = LOST_SECONDS
     attach_timeout: float = 30.0
-    announce_interval: float = 2.0
+    orphan_timeout: float = 10.0
+    announce_interval: float = HEARTBEAT_SECONDS
     drain_interval: float = 0.2
     retry_pause: float = 0.5
 

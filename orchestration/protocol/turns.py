@@ -5,26 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Protocol
 
 from cp_core.cost.model import RingRates
-from cp_core.layout.shards import ShardMap, TokenRange
+from cp_core.layout.shards import ShardMap
+from orchestration.protocol.plans import PlannedChunk, PromptMode, TurnPlan
 from workers.protocol.decode_commands import FinishReason
 from workers.protocol.prefill_steps import Algorithm, TokenIds
 from workers.sampling.parameters import SamplingParameters, TokenLogprobs
 
-MAX_PRIORITY = 100
-"""Highest priority of a turn; its negative is the lowest."""
-
-
-class PromptMode(StrEnum):
-    """Relation of a prompt to its conversation's earlier tokens; NEW where there are none."""
-
-    AUTO = "auto"
-    NEW = "new"
-    APPEND = "append"
-    WHOLE_HISTORY = "whole_history"
+MAX_PRIORITY = 100  # of a turn; its negative is the lowest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,13 +26,32 @@ class KvQuota:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LostTurn:
+    """Turn whose ring or stream was lost, as its gateway knows it.
+
+    The answer goes on after `token_ids`, the tokens that its client has; where it `is_complete` they are all of it.
+    `prompt_tokens` is the length of the whole prompt as it was planned. Without `turn_id` another gateway began the
+    turn, and is gone, or its router was lost before it answered: a running turn goes on as it is. Without
+    `prompt_tokens` the turn may not have begun.
+    """
+
+    turn_id: str = ""
+    token_ids: tuple[int, ...] = ()
+    prompt_tokens: int = 0
+    is_complete: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TurnRequest:
     """Turn as the gateway hands it in. A higher `priority` goes first.
 
-    `conversation_id` empty: no KV is retained after the turn. The conversation is forgotten when it has not been used
-    for `conversation_ttl_seconds` (0: never; None: as before, or as the router is set). `wait`: the turn waits for the
-    conversation's running turn, instead of being refused. An `algorithm` replaces the planner's choice. `trace_parent`
-    is what its traces continue; empty: it is not traced. `kv_quota` bounds the tenant's KV; None: there is no bound.
+    `no_cache`: it shares no KV of other histories; without a conversation it leaves none either. A conversation must
+    remember `expected_tokens`, if given. It is forgotten when it has not been used for `conversation_ttl_seconds`
+    (0: never; None: as before, or as the router is set). `wait`: the turn waits for its running turn, instead of being
+    refused. An `algorithm` replaces the planner's choice. `trace_parent` is what its traces continue, if any.
+    `kv_quota` bounds the tenant's KV; None: there is no bound. `follows` names a request with the same prompt, whose KV
+    the turn waits for, to share it. `resume`: the turn has begun before, and lost a ring, its stream or its gateway.
+    `reader` names the gateway's reader of the turn; an earlier one aborts nothing.
     """
 
     request_id: str
@@ -57,101 +66,48 @@ class TurnRequest:
     algorithm: Algorithm | None = None
     trace_parent: str = ""
     kv_quota: KvQuota | None = None
+    no_cache: bool = False
+    expected_tokens: int | None = None
+    follows: str = ""
+    resume: LostTurn | None = None
+    reader: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CachedSource:
-    """Source of cached tokens.
+class EndedAnswer:
+    """Answer of a turn that ended well: all its tokens. By its `seed` a request is known from others of the same id."""
 
-    One of "kept_on_prefill", "pulled_from_decode", "pulled_from_other" (`ring`, which the conversation leaves), and
-    "kept_on_decode", where that ring computes the prompt itself.
-    """
-
-    source: str
-    tokens: TokenRange
-    ring: str = ""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlannedChunk:
-    """New tokens computed in one step, after all before them. `num_turns` turns shared the step; 0 if only planned."""
-
-    tokens: TokenRange
-    algorithm: Algorithm
-    num_turns: int = 0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RingAlternative:
-    """Predicted seconds of a turn on one ring of `num_ranks` ranks of `tp` processes.
-
-    They add up from the queue, the pull of cached KV that the ring lacks, and the prefill of the rest. Where the decode
-    ring could compute the prompt, it is one of the alternatives. Then `handoff_seconds` are those of the new tokens' KV
-    from a prefill ring, and `stall_seconds` those by which all turns that decode there wait longer together.
-    """
-
-    ring: str
-    num_ranks: int
-    tp: int
-    queue_seconds: float
-    move_seconds: float
-    prefill_seconds: float
-    handoff_seconds: float = 0.0
-    stall_seconds: float = 0.0
-
-    @property
-    def total_seconds(self) -> float:
-        """Seconds until the first token."""
-        waits = self.queue_seconds + self.move_seconds + self.handoff_seconds + self.stall_seconds
-        return waits + self.prefill_seconds
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TurnPlan:
-    """Way in which a turn is computed, and why. `algorithm` is that of most new tokens; `reason` is about those chunks.
-
-    `alternatives` are (algorithm, predicted seconds) of computing every chunk by it. Where only the decode ring retains
-    a part, "pull" and "recompute" are there too, each until the prefill has ended. `chunks` are those of an idle ring:
-    the prefill leader cuts by what waits, and reports what it did. `ring_alternatives` are the rings compared, the
-    fastest few and the chosen one; none where there was no choice.
-
-    With `Algorithm.DECODE_RING` the decode ring is also `prefill_ring`, and nothing is handed over. Other plans have it
-    among their `alternatives` where it was possible.
-    """
-
-    algorithm: Algorithm
-    reason: str
-    new_tokens: int
-    cached_tokens: int
-    prefill_ring: str
-    decode_ring: str
-    prefill_ranks: int
-    decode_ranks: int
-    cached_sources: tuple[CachedSource, ...]
-    chunks: tuple[PlannedChunk, ...]
-    predicted_prefill_seconds: float
-    alternatives: tuple[tuple[str, float], ...]
-    prompt_mode: PromptMode
-    ring_alternatives: tuple[RingAlternative, ...] = ()
+    token_ids: tuple[int, ...]
+    seed: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BegunTurn:
-    """Planned turn in progress: its tokens come from the decode leader at `decode_endpoint`."""
+    """Planned turn in progress: its tokens come from the decode leader at `decode_endpoint`.
+
+    Of a turn that was begun again, `lost_role` is the role of the ring that it had lost; with `ended` it had ended by
+    then. The decode leader still has its tokens for a while.
+    """
 
     turn_id: str
     decode_endpoint: str
     prompt_tokens: int
     plan: TurnPlan
+    remembered_tokens: int = 0
+    lost_role: str = ""
+    ended: EndedAnswer | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reserve:
     """Request to pin a turn's KV. `request_id` is for logs, `trace_parent` for traces.
 
-    Only the decode ring uses `sampling`, `source_incarnation`, `penalized_ids` and `is_direct`. `penalized_ids` are the
-    prompt's distinct tokens where a penalty looks at them. `is_direct`: the decode ring computes what it does not
-    retain, so no KV comes.
+    Only the decode ring uses `sampling` and the fields from `source_incarnation` to `is_direct`, and `answer`.
+    `penalized_ids` are the prompt's distinct tokens where a penalty looks at them. `is_direct`: the decode ring
+    computes what it does not retain, so no KV comes. `shares`: the sequence is new and begins with KV of that one,
+    whose blocks it shares. `is_spare`: once retained, its KV is evicted before that of others, as a ring of the other
+    role retains it too. The answer goes on after the tokens of `answer`, whose KV but that of the newest is among
+    the `num_tokens`.
     """
 
     turn_id: str
@@ -167,6 +123,9 @@ class Reserve:
     request_id: str = ""
     trace_parent: str = ""
     is_direct: bool = False
+    shares: str = ""
+    is_spare: bool = False
+    answer: tuple[int, ...] = ()
 
     @property
     def log_fields(self) -> dict[str, str]:
@@ -190,12 +149,13 @@ class Reservation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RetainingRing:
-    """Ring that retains KV of a turn's conversation, and is none of the turn's own."""
+    """Ring that retains KV of a turn's prompt, under `kv_id`, and is none of the turn's own."""
 
     role: str
     ring: str
     endpoint: str
     incarnation: str
+    kv_id: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -246,11 +206,7 @@ class PrefillDone:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Admit:
-    """Request to decode, once the KV is sealed: the first token exists.
-
-    Where asked for, `logprobs` are the first token's, `prompt_logprobs` those of the prompt's tokens from the second
-    on.
-    """
+    """Request to decode, once the KV is sealed. The first token exists, and the `logprobs` that were asked for."""
 
     turn_id: str
     attempt: int
@@ -310,13 +266,18 @@ TurnEvent = PrefillReport | ScoredEvent | TokensEvent | EndingEvent | FinishedEv
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TurnOutcome:
-    """End of a turn, as the decode leader tells the router. `kv_tokens` and `shards` are those of its ring."""
+    """End of a turn, as the decode leader tells the router. `kv_tokens` and `shards` are those of its ring.
+
+    Where the turn failed for the loss of one of its rings, `lost_role` is that ring's; its gateway may begin it again.
+    """
 
     turn_id: str
     ok: bool
+    finish_reason: FinishReason | None = None
     token_ids: tuple[int, ...] = ()
     kv_tokens: int = 0
     shards: ShardMap = field(default_factory=lambda: ShardMap(()))
+    lost_role: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -325,7 +286,7 @@ class RingRegistration:
 
     `num_ranks` ranks share the tokens, and each is `tp` processes that share the heads. `chunk_tokens` is the most that
     one of its prefill steps may compute, `step_budget` its most work units (0: those of `chunk_tokens` tokens). A ring
-    that `is_draining` takes no new turns; a ring that `is_leaving` is gone when this is read.
+    that `is_draining` takes no new turns; one that `is_leaving` is gone when this is read; `is_rebuilding` ones failed.
 
     A decode ring computes up to `max_direct_tokens` tokens of a prompt itself (0: none), where a step of them is
     predicted to take no longer than `max_direct_seconds`. It takes `max_batch` turns into one batch (0: not known).
@@ -355,6 +316,7 @@ class RingRegistration:
     max_direct_seconds: float = 0.0
     is_draining: bool = False
     is_leaving: bool = False
+    is_rebuilding: bool = False
 
     @property
     def doing(self) -> str:

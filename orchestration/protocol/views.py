@@ -218,9 +218,12 @@ def service_fault(view: ServerView) -> str:
 
     It serves if each role has a ring that takes turns, or one that is to return: turns wait for that ring.
     """
+    return roles_fault(view.rings)
+
+
+def roles_fault(rings: Iterable[RingStatus]) -> str:
+    """Return one sentence on the role that lacks rings; empty where none does."""
     serving_roles = {
-        ring.role
-        for ring in view.rings
-        if ring.is_restarting or (ring.state == RingState.READY and not ring.is_draining)
+        ring.role for ring in rings if ring.is_restarting or (ring.state == RingState.READY and not ring.is_draining)
     }
     return next((f"no {role} ring takes turns" for role in ("prefill", "decode") if role not in serving_roles), "")

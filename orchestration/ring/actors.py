@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -28,10 +29,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from cp_core.cost.model import RingRates
 from cp_core.errors import RingserveError, Unavailable
 from orchestration.protocol.rings import RingEvent
+from workers.kv.arrivals import Arrivals
 from workers.protocol.decode_commands import DecodeCommand, DecodeEvents
 from workers.protocol.prefill_steps import PrefillOutput, PrefillStep
 from workers.protocol.ranks import RankEndpoints, RankInfo, RankSpec, RankStatus, RingSpec
-from workers.protocol.transfers import BlockPair, KvExpect, KvSend, TransferKey, TransferReport
+from workers.protocol.transfers import BlockPair, KvEnds, KvExpect, KvSend, TransferKey, TransferReport
 
 
 class Hosted(Protocol):
@@ -65,13 +67,20 @@ class HostActor:
     async def stop(self) -> None:
         await self._hosted.stop()
 
+    async def pid(self) -> int:
+        """Return the process id, by which the starter ends a process that stands still."""
+        return os.getpid()
+
     async def wait_event(self) -> RingEvent:
         """Return the next event of the hosted object. The call also fails when this actor dies."""
         return await self._hosted.wait_event()
 
 
 class RankActor:
-    """One rank. One thread computes; transfers wait in threads of their own; control calls always get an answer."""
+    """One rank. One thread computes; transfers wait in threads of their own; control calls always get an answer.
+
+    A thread of its own tells the leader that the rank lives, whatever the other threads wait for.
+    """
 
     def __init__(self) -> None:
         # The import is here because leaders import this file and must stay free of torch. Garbage collections during
@@ -89,6 +98,15 @@ class RankActor:
         """Start the rank, which listens at its node's address unless the settings name another."""
         listen_host = spec.settings.listen_host or ray.util.get_node_ip_address()
         return self._worker.start(replace(spec, settings=replace(spec.settings, listen_host=listen_host)))
+
+    @ray.method(concurrency_group="control")
+    def renew(self, spec: RankSpec) -> RankInfo:
+        """Begin another incarnation, at the address of before."""
+        return self._worker.renew(replace(spec, settings=self._worker.parts.spec.settings))
+
+    @ray.method(concurrency_group="watch")
+    def status(self) -> RankStatus:
+        return self._worker.status()
 
     @ray.method(concurrency_group="compute")
     def compute(self, method: str, *arguments: Any) -> Any:
@@ -118,6 +136,7 @@ class RayRank:
     def __init__(self, name: str, actor: ActorHandle[Any]) -> None:
         self._name = name
         self._actor = actor
+        self._arrivals = Arrivals(self._poll_kv)
 
     async def _call(self, lane: str, method: str, timeout: float | None, *arguments: Any) -> Any:
         return await self._answer(getattr(self._actor, lane).remote(method, *arguments), method, timeout)
@@ -138,6 +157,9 @@ class RayRank:
 
     async def start(self, spec: RankSpec, timeout: float) -> RankInfo:
         return await self._answer(self._actor.start.remote(spec), "start", timeout)
+
+    async def renew(self, spec: RankSpec, timeout: float) -> RankInfo:
+        return await self._answer(self._actor.renew.remote(spec), "renew", timeout)
 
     async def open_endpoints(self, timeout: float) -> RankEndpoints:
         return await self._call("control", "open_endpoints", timeout)
@@ -167,12 +189,21 @@ class RayRank:
         return await self._call("transfer", "send_kv", timeout + 5, send, timeout)
 
     async def expect_kv(self, expect: KvExpect, timeout: float) -> None:
-        await self._call("control", "expect_kv", timeout, expect)
+        self._arrivals.expect(expect.key)
+        try:
+            await self._call("control", "expect_kv", timeout, expect)
+        except BaseException:
+            self._arrivals.drop(expect.key)
+            raise
 
     async def await_kv(self, key: TransferKey, timeout: float) -> TransferReport:
-        return await self._call("transfer", "await_kv", timeout + 5, key, timeout)
+        return await self._arrivals.wait(key, timeout)
+
+    async def _poll_kv(self, after: int, wait_seconds: float) -> KvEnds:
+        return await self._call("control", "poll_kv", wait_seconds + 30, after, wait_seconds)
 
     async def drop_kv(self, key: TransferKey, timeout: float) -> None:
+        self._arrivals.drop(key)
         await self._call("control", "drop_kv", timeout, key)
 
     async def copy_blocks(self, pairs: Sequence[BlockPair], timeout: float) -> None:
@@ -185,13 +216,14 @@ class RayRank:
         return await self._call("control", "poll", timeout, after, wait_seconds)
 
     async def status(self, timeout: float) -> RankStatus:
-        return await self._call("control", "status", timeout)
+        return await self._answer(self._actor.status.remote(), "status", timeout)
 
     async def run_decode(self) -> None:
         await self._call("compute", "run_decode", None)
 
     async def kill(self) -> None:
         """End the process at once, and free everything it holds."""
+        self._arrivals.close(f"{self._name} died")
         try:
             ray.kill(self._actor, no_restart=True)
         except (RayError, ValueError):
@@ -206,6 +238,7 @@ class RayRanks:
         self._resources = resources
         self._strategy = strategy
         self._ring: PlacementGroup | None = None
+        self._ranks: list[RayRank] = []
 
     async def create(self, num_ranks: int, timeout: float) -> Sequence[RayRank]:
         """Make the actors of all ranks. Raises Unavailable when the cluster has no room for the whole ring."""
@@ -225,7 +258,16 @@ class RayRanks:
         except RayError as error:
             await self.close()
             raise Unavailable(f"the placement group of ring {self._name} failed: {error}") from error
-        return [self._rank(ring, index) for index in range(num_ranks)]
+        self._ranks = [self._rank(ring, index) for index in range(num_ranks)]
+        return self._ranks
+
+    async def replace(self, lost: Sequence[int], timeout: float) -> Sequence[RayRank]:
+        """Kill lost ranks, and make others in their places. Ray starts each when its place is free."""
+        assert self._ring is not None, "a ring was created"
+        for index in lost:
+            await self._ranks[index].kill()
+            self._ranks[index] = self._rank(self._ring, index)
+        return list(self._ranks)
 
     def _remove_leftovers(self) -> None:
         """Free the places of a dead leader of this ring, which Ray holds for as long as the cluster lives.
@@ -243,7 +285,7 @@ class RayRanks:
 
     def _rank(self, ring: PlacementGroup, index: int) -> RayRank:
         place = PlacementGroupSchedulingStrategy(placement_group=ring, placement_group_bundle_index=index)
-        lanes = {"compute": 1, "transfer": 64, "control": 16}
+        lanes = {"compute": 1, "transfer": 64, "control": 16, "watch": 1}
         actor = _remote(RankActor, f"{self._name} rank {index}", concurrency_groups=lanes).options(
             num_cpus=self._resources.get("CPU", 0),
             num_gpus=self._resources.get("GPU", 0),

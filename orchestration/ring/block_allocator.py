@@ -78,6 +78,11 @@ class BlockAllocator:
         """Return the number of holders of a block that is not free."""
         return 1 + self._extra_holders.get(block, 0)
 
+    @property
+    def num_shared(self) -> int:
+        """Blocks that holders would need beyond those here if they shared none."""
+        return sum(self._extra_holders.values())
+
     def free(self, blocks: Iterable[int]) -> None:
         """Remove a holder from each of these blocks. Freeing a free or unknown block is a bug: AssertionError."""
         for block in blocks:

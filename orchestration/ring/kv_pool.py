@@ -1,8 +1,9 @@
 """KV blocks of the sequences on one ring.
 
 A sequence is *active* while a turn has it pinned and *retained* afterwards. Retained sequences are a cache: the pool
-evicts the least recently used first when blocks are needed, or when retained blocks exceed their limit. The ring's
-leader alone reserves and releases, and it releases only after the ranks have stopped using the blocks.
+evicts the least recently used first when blocks are needed, or when retained blocks exceed their limit. The end of a
+sequence goes before its beginning, which later prompts are likelier to share. The ring's leader alone reserves and
+releases, and it releases only after the ranks have stopped using the blocks.
 
 Sequences forked from one history share its full blocks. A shared block is never written: the first `make_room` of a
 turn exchanges shared blocks, from the first unwritten slot on, for blocks of the sequence's own. `SequenceKv.copies`
@@ -14,13 +15,15 @@ that are filled in part.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from cp_core.errors import Busy, CapacityExceeded, NotFound
 from cp_core.layout.shards import ShardMap
+from orchestration.protocol.inventory import SequenceOnRing
 from orchestration.protocol.views import RankKvUsage
 from orchestration.ring.block_allocator import BlockAllocator
+from orchestration.ring.eviction import tails_to_evict
 
 EXTENT_TOKENS = 128
 """Least size of an extent: attention over shorter runs spends more time on its calls than on their tokens."""
@@ -41,6 +44,8 @@ class BlockCopy:
 class SequenceKv:
     """KV of one sequence on this ring. `blocks[r]` may have room beyond `shards.held[r]` while pinned.
 
+    `last_turn` wrote the last of it that is retained; `num_before` tokens were here when it was pinned.
+
     `copies` are not made yet; the sequence holds their sources too until they are. `is_forking` lasts from the fork to
     the first settlement.
     """
@@ -51,6 +56,8 @@ class SequenceKv:
     pinned_by: str | None = None
     copies: list[BlockCopy] = field(default_factory=list)
     is_forking: bool = False
+    last_turn: str = ""
+    num_before: int = 0
 
     def table(self, rank: int) -> tuple[int, ...]:
         """Return the block table of a rank."""
@@ -63,12 +70,24 @@ class SequenceKv:
 
 
 class KvPool:
-    """Blocks and sequences of one ring incarnation. At most `kept_fraction` of a rank's blocks are retained."""
+    """Blocks and sequences of one ring incarnation. At most `kept_fraction` of a rank's blocks are retained.
 
-    def __init__(self, num_ranks: int, num_blocks: int, block_tokens: int, *, kept_fraction: float = 1.0) -> None:
+    Retained sequences are evicted in parts of at least `part_tokens` tokens, the end first.
+    """
+
+    def __init__(
+        self,
+        num_ranks: int,
+        num_blocks: int,
+        block_tokens: int,
+        *,
+        kept_fraction: float = 1.0,
+        part_tokens: int = EXTENT_TOKENS,
+    ) -> None:
         self.num_ranks = num_ranks
+        self._part_tokens = part_tokens
         self.block_tokens = block_tokens
-        self.num_evictions = 0
+        self.evictions = Counter[str]()  # by PARTS
         self._max_retained = int(num_blocks * kept_fraction)
         extent = max(-(-EXTENT_TOKENS // block_tokens), -(-num_blocks // MAX_EXTENTS))
         self._ranks = [BlockAllocator(num_blocks, extent) for _ in range(num_ranks)]
@@ -99,6 +118,11 @@ class KvPool:
         spare = (min(rank.free_blocks, self._max_retained - rank.kept_blocks) for rank in self.usage())
         return max(0, min(spare, default=0)) * self.num_ranks * self.block_tokens
 
+    @property
+    def shared_tokens(self) -> int:
+        """Tokens that sequences would hold beyond those here if they shared no blocks."""
+        return sum(rank.num_shared for rank in self._ranks) * self.block_tokens
+
     def get(self, kv_id: str) -> SequenceKv | None:
         """Return a sequence, if it is here."""
         return self._sequences.get(kv_id)
@@ -108,11 +132,14 @@ class KvPool:
         sequence = self._sequences.get(kv_id)
         return 0 if sequence is None else sequence.shards.num_tokens
 
-    def pin(self, kv_id: str, turn_id: str, match_tokens: int) -> SequenceKv:
+    def pin(self, kv_id: str, turn_id: str, match_tokens: int, *, shares: str = "") -> SequenceKv:
         """Pin a sequence for a turn, cut to its first `match_tokens` tokens; a new sequence starts empty.
 
-        Raises Busy while another turn has it pinned, which may have ended already and be about to settle.
+        With `shares` it is new and begins with those tokens of that sequence, as a fork does. Raises Busy while another
+        turn has it pinned, which may have ended already and be about to settle.
         """
+        if shares:
+            return self.fork(shares, kv_id, turn_id, match_tokens)
         sequence = self._sequences.get(kv_id)
         if sequence is None:
             sequence = self._add(kv_id)
@@ -120,9 +147,12 @@ class KvPool:
             raise Busy(
                 f"conversation_id: {kv_id!r} is busy until turn {sequence.pinned_by!r} has settled; retry in a moment"
             )
+        is_again = sequence.pinned_by is not None
         sequence.pinned_by = turn_id
         self._sequences.move_to_end(kv_id)
         self._cut(sequence, match_tokens)
+        if not is_again:
+            sequence.num_before = sequence.shards.num_tokens
         return sequence
 
     def hold(self, kv_id: str, holder: str, num_tokens: int) -> SequenceKv:
@@ -137,7 +167,7 @@ class KvPool:
             )
         if sequence.pinned_by is not None:
             raise Busy(f"sequence {kv_id!r} is in use by {sequence.pinned_by!r}; retry in a moment")
-        sequence.pinned_by = holder
+        sequence.pinned_by, sequence.num_before = holder, sequence.shards.num_tokens
         return sequence
 
     def take_in(self, kv_id: str, holder: str, held: Sequence[int]) -> SequenceKv:
@@ -181,6 +211,8 @@ class KvPool:
         if source is None:
             return sequence
         sequence.shards = source.shards.truncate(num_tokens)
+        # A running turn of the source may have written more than what it has in common with the turns before.
+        sequence.last_turn, sequence.num_before = source.last_turn, sequence.shards.num_tokens
         for rank, held in enumerate(sequence.shards.held):
             sequence.blocks[rank] = source.filled_table(rank)[: self._blocks_for(held)]
             self._ranks[rank].share(sequence.blocks[rank])
@@ -230,24 +262,12 @@ class KvPool:
         """Evict until `needs[r]` blocks are free on each rank r. Raises CapacityExceeded, having changed nothing."""
         if all(need <= rank.num_free for need, rank in zip(needs, self._ranks, strict=True)):
             return
-        evictable = [other for other in self._sequences.values() if other.pinned_by is None]
-        for rank, need in enumerate(needs):
-            room = self._ranks[rank].num_free + self._num_freed(rank, evictable)
-            if need > room:
-                raise CapacityExceeded(
-                    f"kv cache: {need} blocks of {self.block_tokens} tokens are needed on rank {rank} and {room} of "
-                    f"{self._ranks[rank].num_blocks} can be freed; retry when running turns have ended"
-                )
-        for other in evictable:  # oldest first
-            if all(need <= rank.num_free for need, rank in zip(needs, self._ranks, strict=True)):
-                break
-            self._drop(other)
-            self.num_evictions += 1
-
-    def _num_freed(self, rank: int, sequences: Iterable[SequenceKv]) -> int:
-        """Return the number of a rank's blocks that only these sequences hold."""
-        holders = Counter(block for item in sequences for block in item.blocks[rank])
-        return sum(count == self._ranks[rank].num_holders(block) for block, count in holders.items())
+        oldest_first = (other for other in self._sequences.values() if other.pinned_by is None)
+        for other, num_tokens in tails_to_evict(oldest_first, self._ranks, needs, self.block_tokens, self._part_tokens):
+            self._cut(other, num_tokens)
+            if not num_tokens:
+                self._drop(other)
+            self.evictions["end" if num_tokens else "whole"] += 1
 
     def _grow(self, sequence: SequenceKv, rank: int, count: int, shared: Sequence[int]) -> None:
         """Take `count` free blocks: the first for the `shared` places of the table, the others for its end."""
@@ -281,13 +301,15 @@ class KvPool:
         """End a turn's pin, retain the first `retain_tokens` tokens and release the other blocks. Idempotent.
 
         Copies that are not made yet are given up: the caller guarantees that no rank is making them. A guest, which
-        another ring retained before, is evicted first until a turn uses it.
+        another ring retained before or retains as well, is evicted first until a turn uses it.
         """
         sequence = self._sequences.get(kv_id)
         if sequence is None or sequence.pinned_by not in (None, turn_id):
             return
         self._uncopy(sequence)
         if sequence.pinned_by is not None:
+            if retain_tokens > sequence.num_before:
+                sequence.last_turn = sequence.pinned_by
             sequence.pinned_by, sequence.is_forking = None, False
             self._sequences.move_to_end(kv_id, last=not is_guest)  # a long turn was in use until now
         self._cut(sequence, retain_tokens)
@@ -342,6 +364,17 @@ class KvPool:
     def _blocks_of(self, sequence: SequenceKv, rank: int) -> list[int]:
         """Return every block that a sequence holds on a rank, with the sources of copies that are not made yet."""
         return [*sequence.blocks[rank], *(copy.source for copy in sequence.copies if copy.rank == rank)]
+
+    def inventory(self) -> tuple[SequenceOnRing, ...]:
+        """Return every sequence as it was before the turn that has it pinned."""
+        return tuple(
+            SequenceOnRing(
+                kv_id=item.kv_id,
+                last_turn=item.last_turn,
+                shards=item.shards if item.pinned_by is None else item.shards.truncate(item.num_before),
+            )
+            for item in self._sequences.values()
+        )
 
     def check_integrity(self) -> None:
         """Assert the pool's invariants.

@@ -137,18 +137,21 @@ async def fetch(
     shards: ShardMap,
     deadline_seconds: float,
     *,
+    kv_id: str = "",
     turn_id: str = "",
 ) -> SentKv:
     """Have `source` send `tokens` to their places in `shards`; the sequence has blocks for them.
 
-    `turn_id` names the turn that holds the sequence on the source, if any. However this call ends, no rank of the ring
-    writes for the transfer afterwards. Raises the error of either side.
+    `kv_id` is the sequence's id on the source, where it is another; `turn_id` names the turn that holds it there, if
+    any. However this call ends, no rank of the ring writes for the transfer afterwards.
+
+    Raises the error of either side.
     """
     started = time.monotonic()
     request = SendKv(
         transfer_id=key.transfer_id,
         attempt=key.attempt,
-        kv_id=sequence.kv_id,
+        kv_id=kv_id or sequence.kv_id,
         turn_id=turn_id,
         source_incarnation=key.source,
         destination_incarnation=key.destination,

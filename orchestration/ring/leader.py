@@ -7,10 +7,11 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 
-from cp_core.errors import InvalidRequest, RingserveError, Unavailable
+from cp_core.errors import InvalidRequest, RingserveError, StaleIncarnation, Unavailable
+from orchestration.protocol.inventory import KnownEpoch, Registered, RingInventory, TurnOnRing
 from orchestration.protocol.kv import ForkedKv, ForkKv, RetainedKv, SendKv, SentKv, TakeKv, TakenKv
 from orchestration.protocol.ports import Peers, RankFactory
-from orchestration.protocol.rings import RingSettings
+from orchestration.protocol.rings import RingSettings, RingState
 from orchestration.protocol.turns import Admit, NoTracer, RingRegistration, Tracer, TurnEvent
 from orchestration.protocol.views import RingStatus
 from orchestration.ring.kv_transfers import KvMoves, copy_blocks
@@ -18,6 +19,10 @@ from orchestration.ring.life import Ring
 from orchestration.tasks import TaskSet
 
 log = logging.getLogger(__name__)
+
+
+Announce = Callable[[RingRegistration, KnownEpoch], Awaitable[Registered]]
+"""Announcement of a ring to the router."""
 
 
 class RingLeader(ABC):
@@ -28,19 +33,21 @@ class RingLeader(ABC):
         settings: RingSettings,
         factory: RankFactory,
         peers: Peers,
-        announce: Callable[[RingRegistration], Awaitable[int]],
+        announce: Announce,
     ) -> None:
         self.settings = settings
         self.endpoint = ""
         self.metrics_endpoint = ""
         self.tracer: Tracer = NoTracer()
-        self.ring = Ring(settings, factory, on_ready=self.on_ready, on_lost=self.fail_all)
+        self.ring = Ring(settings, factory, on_ready=self.on_ready, on_lost=self._ring_lost)
         self.kv_moves = KvMoves(self.ring, peers)
         self._announce = announce
+        self._epoch = 0
         self.is_draining = False
         self.is_leaving = False
         self.has_left = asyncio.Event()
         self._leave_task: asyncio.Task[None] | None = None
+        self._announcing: asyncio.Task[None] | None = None
         self._tasks = TaskSet(f"ring {settings.name}")
         self.spawn = self._tasks.spawn
 
@@ -80,13 +87,15 @@ class RingLeader(ABC):
 
     async def on_ready(self) -> None:
         """Announce a ring that serves, for the first time or again."""
-        self.spawn(self._stay_announced(self.ring.incarnation))
+        if self._announcing is None:
+            self._announcing = self.spawn(self._stay_announced())
         await self.announce()
 
     async def announce(self) -> int:
         """Register the ring's state with the router.
 
         Returns the number of turns that the router has or begins on the ring, and of conversations that it moves away.
+        A router that has restarted is told what the ring holds.
         """
         ring = self.ring
         registration = RingRegistration(
@@ -110,19 +119,52 @@ class RingLeader(ABC):
             max_direct_seconds=self.settings.max_direct_seconds if self.settings.role == "decode" else 0.0,
             is_draining=self.is_draining,
             is_leaving=self.is_leaving,
+            is_rebuilding=ring.state is RingState.REBUILDING,
         )
-        return await self._announce(registration)
+        answer = await self._announce(registration, KnownEpoch(epoch=self._epoch))
+        if answer.epoch != self._epoch:
+            epoch = answer.epoch
+            log.info("ring %s tells the router of epoch %d what it holds", self.settings.name, epoch)
+            inventory = RingInventory(sequences=ring.pool.inventory(), turns=self.turns_here())
+            answer = await self._announce(registration, KnownEpoch(epoch=epoch, inventory=inventory))
+            if answer.epoch == epoch:  # else it has restarted again
+                self._epoch = epoch
+        return answer.running_turns
 
-    async def _stay_announced(self, incarnation: str) -> None:
-        """Announce the ring at intervals: the router may have restarted, or have dropped the ring after a lost call."""
+    def check_epoch(self, epoch: int) -> None:
+        """Refuse a call of a router of an epoch before the one that this ring is announced to. Raises StaleIncarnation.
+
+        Such a router stood still while another took its place, and does not know yet. The epoch that answers the ring's
+        announcements counts, also where it is lower: then the journal is a new one.
+        """
+        if epoch < self._epoch:
+            raise StaleIncarnation(
+                f"ring {self.settings.name} is announced to the router of epoch {self._epoch}, which has replaced the "
+                f"one of epoch {epoch}"
+            )
+
+    @abstractmethod
+    def turns_here(self) -> tuple[TurnOnRing, ...]:
+        """Return the turns that hold KV here, and those whose end the router has not heard."""
+
+    async def _stay_announced(self) -> None:
+        """Announce the ring at intervals, also while it is rebuilt, or the router would take its leader for dead."""
         while True:
             await asyncio.sleep(self.settings.announce_interval)
-            if self.is_leaving or not self.ring.is_serving(incarnation):
+            if self.is_leaving or self.ring.state is RingState.CLOSED:
                 return
-            try:
-                await self.announce()
-            except RingserveError as error:
-                log.warning("ring %s could not announce itself: %s", self.settings.name, error)
+            await self._try_announce()
+
+    async def _try_announce(self) -> None:
+        try:
+            await self.announce()
+        except RingserveError as error:
+            log.warning("ring %s could not announce itself: %s", self.settings.name, error)
+
+    async def _ring_lost(self, error: RingserveError) -> None:
+        """End every turn, and tell the router at once that the ring is being rebuilt."""
+        self.spawn(self._try_announce())
+        await self.fail_all(error)
 
     # --- draining ----------------------------------------------------------------------------------------------------
 
@@ -213,7 +255,7 @@ class RingLeader(ABC):
         """Raise InvalidRequest: only a decode leader admits, streams and finishes turns, and overrides this."""
         raise self._no_decode_ring()
 
-    def stream_turn(self, turn_id: str) -> AsyncGenerator[TurnEvent, None]:
+    def stream_turn(self, turn_id: str, after: int = 0) -> AsyncGenerator[TurnEvent, None]:
         """Raise InvalidRequest, as `admit`."""
         raise self._no_decode_ring()
 

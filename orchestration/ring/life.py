@@ -2,9 +2,10 @@
 
 STARTING ──> READY ──a rank fails──> REBUILDING ──> READY ...        any ──close()──> CLOSED
 
-A ring is rebuilt whole: when one rank fails, the other ranks hold shards of sequences that can no longer be attended,
-and may wait in a receive that never ends. So all ranks are killed and made anew. The ring gets a new *incarnation*,
-which makes every message of the old one stale.
+When one rank fails, the other ranks hold shards of sequences that can no longer be attended, and may wait in a receive
+that never ends. So all leave the ring, and begin a new one with the models that they have loaded; only lost ranks are
+killed and made anew. A rank that cannot leave in time is lost as well, and where that does not help, all are made anew.
+The ring gets a new *incarnation*, which makes every message of the old one stale.
 """
 
 from __future__ import annotations
@@ -30,6 +31,15 @@ log = logging.getLogger(__name__)
 
 MAX_RETRY_PAUSE = 30.0
 """Seconds between attempts to rebuild at most; they double up to this limit."""
+RENEW_SECONDS = 10.0
+"""Seconds that a rank may take to leave its ring, besides the time after which a silent one is lost."""
+SILENT_TICKS = 4
+"""Parts of the time without a sign of life after which a rank is lost."""
+LEAST_PATIENCE_CPU = 15.0
+"""Seconds that a step on CPUs may take at least. A process that stands still is noticed by its silence, so this bounds
+steps that hang in a live one: a false alarm on a busy machine would cost a rebuild, and a late one only seconds."""
+LEAST_PATIENCE = 60.0
+"""The same on other devices, which compile kernels at the first step of a shape."""
 
 
 class Ring:
@@ -57,6 +67,7 @@ class Ring:
         self.rank_statuses: dict[int, RankStatus] = {}
         self.rates = RingRates(gemm_flops=0, attention_flops=0, link_bytes_per_second=0, link_latency_seconds=0)
         self.pool = KvPool(settings.num_ranks, 0, settings.ranks.block_tokens)
+        self._gone: set[int] = set()  # ranks that did not answer the watch
         self._factory = factory
         self._on_ready = on_ready
         self._on_lost = on_lost
@@ -77,7 +88,7 @@ class Ring:
     @property
     def cp_ranks(self) -> Sequence[int]:
         """Index of the token share that each of `ranks` holds."""
-        return [rank // self.settings.ranks.tp for rank in range(self.settings.num_processes)]
+        return [rank // self.settings.ranks.tp for rank in range(len(self.ranks))]
 
     @property
     def model(self) -> ModelInfo:
@@ -108,12 +119,44 @@ class Ring:
             raise
 
     async def _build(self) -> None:
-        settings = self.settings
-        incarnation = f"{settings.name}-{uuid.uuid4().hex[:12]}"
+        """Make all ranks, and let them form a ring."""
+        settings, specs = self.settings, self._specs()
         ranks = await self._factory.create(settings.num_processes, settings.start_timeout)
-        specs = [self._spec(rank, incarnation) for rank in range(settings.num_processes)]
         starts = zip(ranks, specs, strict=True)
         infos = await gather_first_error(rank.start(spec, settings.start_timeout) for rank, spec in starts)
+        await self._join(ranks, infos, specs[0].incarnation)
+
+    async def _renew(self) -> None:
+        """Let the ranks that live form a new ring with others in the places of lost ones. Raises Unavailable."""
+        settings, specs = self.settings, self._specs()
+
+        async def renewed(rank: RankPort, spec: RankSpec) -> RankInfo | None:
+            if spec.rank in self._gone:
+                return None
+            try:
+                return await rank.renew(spec, RENEW_SECONDS + settings.lost_timeout)
+            except RingserveError as error:
+                log.info("rank %d of ring %s is made anew: %s", spec.rank, settings.name, error)
+                return None
+
+        kept = await gather_all(renewed(rank, spec) for rank, spec in zip(self.ranks, specs, strict=True))
+        lost = [number for number, info in enumerate(kept) if info is None]
+        if len(lost) == len(kept):
+            raise Unavailable("no rank is left")
+        ranks = await self._factory.replace(lost, settings.start_timeout)
+        made = await gather_first_error(ranks[number].start(specs[number], settings.start_timeout) for number in lost)
+        by_number = dict(zip(lost, made, strict=True))
+        infos = [info or by_number[number] for number, info in enumerate(kept)]
+        await self._join(ranks, infos, specs[0].incarnation)
+
+    def _specs(self) -> list[RankSpec]:
+        """Return the places of a new incarnation."""
+        incarnation = f"{self.settings.name}-{uuid.uuid4().hex[:12]}"
+        return [self._spec(rank, incarnation) for rank in range(self.settings.num_processes)]
+
+    async def _join(self, ranks: Sequence[RankPort], infos: list[RankInfo], incarnation: str) -> None:
+        """Connect started ranks, measure them, and serve."""
+        settings = self.settings
         endpoints = await gather_first_error(rank.open_endpoints(settings.control_timeout) for rank in ranks)
         rendezvous = RingSpec(
             name=incarnation,
@@ -127,6 +170,7 @@ class Ring:
             raise Unavailable(f"ring {settings.name} was closed while it started")
         self.ranks, self.infos, self.rates, self.incarnation = ranks, infos, rates[0], incarnation
         self.rank_statuses.clear()
+        self._gone.clear()
         self.pool = KvPool(
             settings.num_ranks,
             settings.ranks.num_blocks,
@@ -166,18 +210,45 @@ class Ring:
         """Report the ring lost when a rank does not answer or has been in one step for too long."""
         while True:
             try:
-                status = await rank.status(self.settings.stuck_timeout)
+                status = await self._sign_of_life(number, rank)
             except RingserveError as error:
+                self._gone.add(number)
                 self.report_lost(error, incarnation)
                 return
             self.rank_statuses[number] = status
             self.decode_variant = status.decode_variant or self.decode_variant
             self.decode_reason = status.decode_reason or self.decode_reason
-            if status.running and status.seconds_since_step > self.settings.step_timeout:
+            if status.running and status.seconds_since_step > self._longest_step:
                 stuck = f"a rank of {self.settings.name} made no step for {status.seconds_since_step:.0f} s"
                 self.report_lost(Unavailable(stuck), incarnation)
                 return
             await asyncio.sleep(self.settings.watch_interval)
+
+    async def _sign_of_life(self, number: int, rank: RankPort) -> RankStatus:
+        """Ask a rank for its status. Raises Unavailable where it is silent for the lost timeout.
+
+        The wait is counted in ticks: a leader that stands still itself counts one for all that time.
+        """
+        settings = self.settings
+        asking = asyncio.ensure_future(rank.status(settings.stuck_timeout))
+        try:
+            for _ in range(SILENT_TICKS):
+                if (await asyncio.wait([asking], timeout=settings.lost_timeout / SILENT_TICKS))[0]:
+                    return asking.result()
+        finally:
+            asking.cancel()
+        raise Unavailable(f"rank {number} of ring {settings.name} gave no sign of life for {settings.lost_timeout:g} s")
+
+    @property
+    def _longest_step(self) -> float:
+        """Seconds that a step may take. Those of a prefill step depend on its length; its loop watches it."""
+        settings = self.settings
+        return settings.step_timeout if settings.role == "prefill" else min(settings.step_timeout, self.least_patience)
+
+    @property
+    def least_patience(self) -> float:
+        """Seconds that every step may take, however short it is predicted to be."""
+        return LEAST_PATIENCE_CPU if self.settings.ranks.device == "cpu" else LEAST_PATIENCE
 
     async def _watch_loop(self, rank: RankPort, incarnation: str) -> None:
         try:
@@ -212,6 +283,11 @@ class Ring:
     async def _build_until_ready(self) -> bool:
         """Rebuild until the ring serves; return False where it was closed meanwhile."""
         pause = self.settings.retry_pause
+        try:
+            await self._renew()
+            return True
+        except Exception as failure:  # of any kind, as below
+            log.warning("ring %s is made anew as a whole: %s", self.settings.name, failure)
         while self.state is RingState.REBUILDING:
             await gather_all(rank.kill() for rank in self.ranks)
             await self._factory.close()

@@ -11,12 +11,13 @@ from cp_core.errors import NotFound, RingserveError, TurnCancelled, Unavailable
 from orchestration.conversations.mover import MoveCounts
 from orchestration.placement.planner import PULLED_FROM_OTHER, Planner, PromptOnRings
 from orchestration.placement.registry import withdraw_if_lost
+from orchestration.protocol.plans import TurnPlan
 from orchestration.protocol.ports import Peers
-from orchestration.protocol.turns import PrefillDone, PrefillReport, PrefillTurn, ResumeTurn, RetainingRing, TurnPlan
+from orchestration.protocol.turns import PrefillDone, PrefillReport, PrefillTurn, ResumeTurn, RetainingRing
 from orchestration.protocol.views import MoveReason
-from orchestration.router.begin import TurnReservations, explain
 from orchestration.router.registry import TurnRegistry
-from orchestration.router.turn import RunningTurn, TurnState
+from orchestration.router.reservations import TurnReservations, explain
+from orchestration.router.turn import RunningTurn, TurnState, note_computed
 from orchestration.tasks import TaskSet
 from workers.protocol.prefill_steps import RING_ALGORITHMS, TokenIds
 
@@ -50,16 +51,7 @@ class TurnAttempts:
         Raises CapacityExceeded, Unavailable, or the error that ended the turn meanwhile.
         """
         try:
-            await self._reservations.reserve_somewhere(turn)
-            if turn.stop_error is not None:
-                raise turn.stop_error
-            if turn.is_over:
-                if turn.prefill is not None:  # the turn's end found nothing to release on that ring
-                    retain = turn.retained_on_prefill
-                    release = self._reservations.leave_prefill(turn.kv_id, turn.turn_id, turn.prefill, retain)
-                    self._tasks.spawn(release)
-                raise Unavailable(f"ring {turn.decode.name} ended the turn before it began; retry")
-            plan = explain(turn, self._plan(turn))
+            return await self.try_start(turn)
         except BaseException as error:
             # Also when the gateway hangs up while the rings reserve: no reservation must stay.
             reason = error if isinstance(error, RingserveError) else TurnCancelled("the turn was cancelled")
@@ -67,13 +59,47 @@ class TurnAttempts:
             if turn.stop_error is not None and isinstance(error, RingserveError):
                 raise turn.stop_error from None  # whatever else a ring says of a turn that was ended meanwhile
             raise
+
+    async def try_start(self, turn: RunningTurn) -> TurnPlan:
+        """Reserve, plan and start the prefill. Where that fails, the caller ends the turn or tries again."""
+        try:
+            await self._reservations.reserve_somewhere(turn)
+        finally:
+            if turn.is_over and turn.prefill is not None:  # the turn's end found nothing to release on that ring
+                retain = turn.retained_on_prefill
+                release = self._reservations.leave_prefill(turn.kv_id, turn.turn_id, turn.prefill, retain)
+                self._tasks.spawn(release)
+        if turn.stop_error is not None:
+            raise turn.stop_error
+        if turn.is_over:
+            raise Unavailable(f"ring {turn.decode.name} ended the turn before it began; retry")
+        turn.plan = plan = explain(turn, self._plan(turn))
+        turn.load_share.correct(plan.predicted_prefill_seconds)
         self._start_prefill(turn, plan).add_done_callback(lambda task: self._on_first_prefill(turn, task))
         return plan
+
+    def rejoin(self, turn: RunningTurn, joined: PrefillTurn | None) -> None:
+        """Go on with a turn of an earlier router, whose prompt is being computed, or was: then nothing is `joined`."""
+        turn.to(TurnState.PREFILLING)
+        turn.is_on_prefill_ring = turn.prefill is not None
+        turn.prefilling = asyncio.create_task(self._rejoin(turn, joined))
+        turn.prefilling.add_done_callback(lambda task: _note_computed(turn, task))
+        if joined is not None:
+            turn.prefilling.add_done_callback(lambda task: self._on_first_prefill(turn, task))
+        else:
+            turn.load_share.end_prefill()
+            turn.to(TurnState.DECODING)
+
+    async def _rejoin(self, turn: RunningTurn, joined: PrefillTurn | None) -> PrefillDone:
+        computing = turn.choice.computing
+        if joined is None:
+            raise Unavailable(f"ring {computing.name} no longer has the KV of {turn.kv_id}")
+        return await self._peers.leader(computing.role, computing.registration.endpoint).prefill(joined)
 
     async def resume(self, request: ResumeTurn) -> None:
         """Make the KV of a turn again. See `Router.resume_turn`."""
         turn = self._turns.of_turn(request.turn_id)
-        if turn is None or turn.is_over:
+        if turn is None or turn.is_over or turn.state is TurnState.LOST:  # a lost one is begun again under another id
             raise NotFound(f"turn {request.turn_id} has ended")
         if request.attempt > turn.attempt:
             turn.to(TurnState.RESUMING)
@@ -99,7 +125,8 @@ class TurnAttempts:
 
     def _not_resumed(self, turn: RunningTurn, error: NotFound) -> RingserveError:
         """Return what a ring's NotFound means to the decode ring: the router alone says that a turn has ended."""
-        return error if turn.is_over else Unavailable(str(error))
+        has_ended = turn.is_over or turn.state is TurnState.LOST
+        return error if has_ended else Unavailable(str(error))
 
     async def _resume(self, turn: RunningTurn, decoded: TokenIds) -> None:
         assert turn.prefilling is not None, "a turn that was decoded was prefilled"
@@ -107,15 +134,16 @@ class TurnAttempts:
         await asyncio.wait([turn.prefilling], timeout=self._control_timeout)
         if not turn.prefilling.done():
             raise Unavailable(f"ring {turn.choice.computing.name} still works on turn {turn.turn_id}")
+        _require_resuming(turn)
         turn.decoded = decoded
         if turn.prefill is None:
             self._reservations.take_prefill_ring(turn)
         else:
             port = self._peers.leader("prefill", turn.prefill.registration.endpoint)
-            await port.settle(turn.kv_id, turn.turn_id, len(turn.token_ids) - 1)
+            await turn.prefill.guarded(port.settle(turn.kv_id, turn.turn_id, len(turn.token_ids) - 1))
+            _require_resuming(turn)  # it may have another id since, under which nobody would release this reservation
         await self._reservations.reserve(turn)
-        if turn.is_over:
-            raise NotFound(f"turn {turn.turn_id} has ended")
+        _require_resuming(turn)
         self._start_prefill(turn, self._plan(turn))
 
     def _start_prefill(self, turn: RunningTurn, plan: TurnPlan) -> asyncio.Task[PrefillDone]:
@@ -161,15 +189,17 @@ class TurnAttempts:
         )
         turn.is_on_prefill_ring = turn.prefill is not None
         computing = turn.choice.computing
-        return await self._peers.leader(computing.role, computing.registration.endpoint).prefill(request)
+        port = self._peers.leader(computing.role, computing.registration.endpoint)
+        return await computing.guarded(port.prefill(request))
 
     def _on_first_prefill(self, turn: RunningTurn, task: asyncio.Task[PrefillDone]) -> None:
         """Learn from the first prefill. A failed one ends the turn where its client waits: on the decode stream."""
-        turn.load_share.end_prefill()
+        if turn.prefilling is task:
+            turn.load_share.end_prefill()
         error = None if task.cancelled() else task.exception()
         if error is None and not task.cancelled():
             self._note_report(turn, task.result().report)
-        if error is None or turn.is_over:
+        if error is None or turn.is_over or turn.prefilling is not task:
             return
         if not isinstance(error, RingserveError):
             log.error("the prefill of turn %s failed", turn.turn_id, exc_info=error)
@@ -177,7 +207,7 @@ class TurnAttempts:
         if isinstance(error, Unavailable):
             # It may be the decode ring that could not be reached, so the ring is asked.
             self._tasks.spawn(withdraw_if_lost(turn.choice.computing, self._peers))
-        self._tasks.spawn(self._turns.abort(turn, error))
+        self._tasks.spawn(self._turns.fail(turn, error))
 
     def _note_report(self, turn: RunningTurn, report: PrefillReport) -> None:
         self._planner.note_prefill(turn.choice.computing.registration, report)
@@ -189,10 +219,17 @@ class TurnAttempts:
             self._moves.moved(turn.pulled_from.role, MoveReason.TURN, report.pulled_bytes, report.pull_seconds)
 
 
+def _require_resuming(turn: RunningTurn) -> None:
+    """Raise NotFound where the turn has ended meanwhile, or has lost a ring and is begun again under another id."""
+    if turn.state is not TurnState.RESUMING:
+        raise NotFound(f"turn {turn.turn_id} has ended")
+
+
 def _note_computed(turn: RunningTurn, task: asyncio.Task[PrefillDone]) -> None:
     is_computed = not task.cancelled() and task.exception() is None
     if is_computed and turn.state is TurnState.PREFILLING and turn.prefilling is task:
         turn.to(TurnState.DECODING)
+        note_computed(turn, task.result())
 
 
 def _retaining_ring(turn: RunningTurn, plan: TurnPlan) -> RetainingRing | None:
@@ -201,4 +238,10 @@ def _retaining_ring(turn: RunningTurn, plan: TurnPlan) -> RetainingRing | None:
     if not names:
         return None
     ring = next(prefix.ring for prefix in turn.left if prefix.ring.name == names[0])
-    return RetainingRing(role=ring.role, ring=ring.name, endpoint=ring.endpoint, incarnation=ring.incarnation)
+    return RetainingRing(
+        role=ring.role,
+        ring=ring.name,
+        endpoint=ring.endpoint,
+        incarnation=ring.incarnation,
+        kv_id=turn.wanted.shared.get(ring.role, turn.kv_id),
+    )

@@ -14,6 +14,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from cp_core.errors import Busy, CapacityExceeded, DeadlineExceeded, InvalidRequest, NotFound, RingserveError
@@ -51,6 +52,7 @@ class RingReturns:
         self._rings: dict[str, _Returning] = {}
         self._waiting: dict[str, asyncio.Future[None]] = {}
         self._wanted: asyncio.Queue[RingEvent] = asyncio.Queue()
+        self._news = asyncio.Event()
 
     # --- rings -------------------------------------------------------------------------------------------------------
 
@@ -79,6 +81,8 @@ class RingReturns:
 
     def note(self, registration: RingRegistration) -> None:
         """Take notice of an announcement that the registry has entered."""
+        self._news.set()
+        self._news = asyncio.Event()
         ring = self._rings.get(registration.name)
         if ring is not None and registration.is_leaving:
             self._wanted.put_nowait(RingEvent(ring=registration.name, leaving_nodes=tuple(sorted(ring.leaving_nodes))))
@@ -87,8 +91,18 @@ class RingReturns:
             del self._rings[registration.name]
         self._wake()
 
+    def note_silence(self, name: str, seconds: float) -> None:
+        """Have the leader replaced that has not announced its ring for so long."""
+        self._wanted.put_nowait(RingEvent(ring=name, silent_seconds=seconds))
+
+    async def until_news(self, seconds: float) -> None:
+        """Wait until a ring announces what the registry did not know, at most so long."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._news.wait()
+
     async def next_wanted(self) -> RingEvent:
-        """Return the next ring that has left and is wanted again."""
+        """Return the next ring that has left and is wanted again, or whose leader is silent."""
         return await self._wanted.get()
 
     def away(self) -> Sequence[RingRegistration]:

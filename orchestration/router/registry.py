@@ -4,26 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict
-from collections.abc import Iterator
+import time
+from collections.abc import Awaitable, Iterator
+from contextlib import suppress
+from dataclasses import replace
 
 import numpy as np
 
-from cp_core.errors import RingserveError, TurnCancelled
-from orchestration.conversations.store import Conversation, ConversationStore, tenant_of
-from orchestration.placement.kv_locations import Choice, KvLocation, KvLocations
+from cp_core.errors import LOSSES, RingserveError, TurnCancelled, Unavailable
+from orchestration.conversations.conversation import Conversation, tenant_of
+from orchestration.conversations.store import ConversationStore
+from orchestration.placement.kv_locations import Choice, KvLocations
 from orchestration.placement.registry import LoadShare, RegisteredRing, RingRegistry
+from orchestration.protocol.journal import BegunRecord, CommittedRecord, JournalPort, RingIncarnation
 from orchestration.protocol.ports import Peers
 from orchestration.protocol.turns import PrefillDone, TurnOutcome
-from orchestration.router.turn import RunningTurn, TurnState, new_turn_id
+from orchestration.router.turn import EndedTurns, RunningTurn, TurnState, new_turn_id, on_decode_ring, on_prefill_ring
 from orchestration.tasks import TaskSet, until_reached
 
 log = logging.getLogger(__name__)
 
-MAX_REMEMBERED = 4096
-"""Ended turns whose answer is remembered, so that telling an end twice is harmless."""
 LEASE_SECONDS = 30.0
 """Seconds past a turn's deadline after which the router ends the turn itself."""
+FAILOVER_SECONDS = 10.0
+"""Seconds that a turn which lost a ring waits for its gateway to begin it again."""
+INTERRUPTED = (TurnState.PREFILLING, TurnState.DECODING, TurnState.RESUMING)
+"""States of a turn that the loss of a ring interrupts."""
 END_SECONDS = 1.0
 """Seconds that a client's last message waits for the prefill ring, which has nothing more to do for the turn."""
 
@@ -38,7 +44,9 @@ class TurnRegistry:
         conversations: ConversationStore,
         tasks: TaskSet,
         control_timeout: float,
+        journal: JournalPort,
     ) -> None:
+        self._journal = journal
         self._peers = peers
         self._tasks = tasks
         self._rings = rings
@@ -46,30 +54,44 @@ class TurnRegistry:
         self._control_timeout = control_timeout
         self._running: dict[str, RunningTurn] = {}
         self._turn_of_request: dict[str, str] = {}
-        self._ended: OrderedDict[str, int] = OrderedDict()
+        self.ended = EndedTurns(journal)
 
     def __len__(self) -> int:
         return len(self._running)
 
     def add(self, turn: RunningTurn) -> None:
         """Enter a turn, count it to its rings, and start its lease."""
-        delay = turn.request.deadline_seconds + LEASE_SECONDS
-        turn.lease = asyncio.get_running_loop().call_later(delay, self._end_unreported, turn)
+        self.lease(turn, turn.request.deadline_seconds + LEASE_SECONDS)
         self._enter(turn)
+
+    def lease(self, turn: RunningTurn, seconds: float) -> None:
+        """End the turn in so many seconds, unless its end is reported before."""
+        if turn.lease is not None:
+            turn.lease.cancel()
+        turn.lease = asyncio.get_running_loop().call_later(seconds, self._end_unreported, turn)
 
     def move(self, turn: RunningTurn, choice: Choice, load_share: LoadShare) -> str:
         """Move a turn to other rings under a new id. Return the old id, which counts as ended.
 
         So the rings that the turn leaves find nothing of it to end, and retain what the conversation had there.
         """
-        before = turn.turn_id
+        before = self.rename(turn)
         _count(turn, -1)
         turn.load_share.end_prefill()
-        self._remember(before, turn.retained_on_decode)
-        del self._running[before]
-        turn.turn_id, turn.choice, turn.load_share = new_turn_id(), choice, load_share
+        turn.choice, turn.load_share = choice, load_share
         turn.on_prefill = turn.on_decode = None
-        self._enter(turn)
+        _count(turn, 1)
+        return before
+
+    def rename(self, turn: RunningTurn) -> str:
+        """Give a turn a new id: what its rings tell of the old one no longer counts. Return that."""
+        before = turn.turn_id
+        self.ended.note(before, turn.retained_on_decode)
+        del self._running[before]
+        self._journal.failed(before)
+        turn.turn_id = new_turn_id()
+        self._running[turn.turn_id] = turn
+        self._turn_of_request[turn.request.request_id] = turn.turn_id
         return before
 
     def take_prefill_ring(self, turn: RunningTurn, choice: Choice) -> None:
@@ -77,6 +99,22 @@ class TurnRegistry:
         _count(turn, -1)
         turn.choice = choice
         _count(turn, 1)
+
+    def note_begun(self, turn: RunningTurn) -> Awaitable[None]:
+        """Write a turn to the journal as it is now. The awaitable ends when the record is durable."""
+        # Tokens that a new conversation shares with others are its own in the journal.
+        base = turn.match_tokens if turn.request.conversation_id and turn.conversation.has_finished else 0
+        prompt, ttl = turn.prompt[base:], turn.conversation.ttl_seconds
+        record = BegunRecord(
+            turn_id=turn.turn_id,
+            request=replace(turn.request, token_ids=prompt, conversation_ttl_seconds=ttl, prompt_mode=turn.mode),
+            base_tokens=base,
+            prefill=_incarnation(turn.prefill) if turn.prefill else None,
+            decode=_incarnation(turn.decode),
+            attempt=turn.attempt,
+            begun_at=time.time(),
+        )
+        return self._journal.begun(record)
 
     def of_tenant(self, tenant: str) -> Iterator[RunningTurn]:
         """Return the running turns whose request id is `tenant/...`."""
@@ -97,15 +135,27 @@ class TurnRegistry:
 
     # --- ends --------------------------------------------------------------------------------------------------------
 
+    def interrupt(self, turn: RunningTurn, role: str) -> None:
+        """Hold a turn that lost its ring of a role, until its gateway begins it again."""
+        turn.to(TurnState.LOST)
+        turn.lost_role = role
+        turn.load_share.end_prefill()
+        self.lease(turn, FAILOVER_SECONDS)
+
     async def end(self, outcome: TurnOutcome) -> int:
         """End a turn. Return how many tokens its decode ring should retain. Idempotent.
 
-        Where the prefill ring does not answer within END_SECONDS, the end goes on without the caller. The conversation
-        takes its next turn after it.
+        The answer is in the journal before; raises Unavailable where it cannot be written, and the turn goes on. A turn
+        that lost a ring ends later, unless its gateway begins it again. Where the prefill ring does not answer within
+        END_SECONDS, the end goes on without the caller. The conversation takes its next turn after it.
         """
         turn = self._running.get(outcome.turn_id)
         if turn is None:
-            return self._ended.get(outcome.turn_id, 0)
+            return self.ended.retained(outcome.turn_id)
+        if outcome.lost_role and turn.ending is None and self._goes_on(turn, outcome.lost_role):
+            return turn.retained_on_decode
+        if turn.ending is None and outcome.ok:
+            await self._note_answer(turn, outcome)
         if turn.ending is None:
             self._start_ending(turn, outcome)
         assert turn.ending is not None, "just started"
@@ -114,26 +164,75 @@ class TurnRegistry:
             turn.ending.result()  # raises what a bug raised
         return turn.retain_tokens
 
+    async def _note_answer(self, turn: RunningTurn, outcome: TurnOutcome) -> None:
+        record = CommittedRecord(
+            turn_id=turn.turn_id,
+            answer=np.asarray(outcome.token_ids, dtype=np.int64),
+            plan=turn.told_plan,
+            finish_reason=outcome.finish_reason,
+            kv_tokens=outcome.kv_tokens if turn.is_retained else 0,
+            ended_at=time.time(),
+        )
+        await self._journal.committed(record)
+
+    def _goes_on(self, turn: RunningTurn, lost_role: str) -> bool:
+        """Take notice of a loss. Return False where the turn ends by it, since it has not begun."""
+        if turn.state is TurnState.RESERVING:
+            if turn.lost_role:  # its next attempt is being begun, and is repeated
+                turn.stop_error = Unavailable(f"ring {turn.decode.name} was lost before the turn went on")
+            return bool(turn.lost_role)
+        if turn.state is not TurnState.LOST:
+            self.interrupt(turn, lost_role)
+        return True
+
     async def abort(self, turn: RunningTurn, error: RingserveError) -> None:
         """End a turn where its client waits: on the decode ring's stream."""
+        turn_id, is_lost = turn.turn_id, turn.state is TurnState.LOST
         turn.stop_error = error  # where the ring does not know the turn yet
-        try:
-            await self._abort_on_decode(turn, error)
-        except RingserveError as failure:
-            log.warning("decode ring %s could not be told to end %s: %s", turn.decode.name, turn.turn_id, failure)
-            await self.end(TurnOutcome(turn_id=turn.turn_id, ok=False))
+        if is_lost or not await self._told_decode(turn, error):
+            await self.end(TurnOutcome(turn_id=turn_id, ok=False))
+
+    async def fail(self, turn: RunningTurn, error: RingserveError) -> None:
+        """End an attempt whose prefill failed. The client, who waits on the decode ring's stream, is told there."""
+        turn_id = turn.turn_id
+        await self._told_decode(turn, error)
+        # Where that ring did not know the turn any more, it has told no end.
+        await self.end(TurnOutcome(turn_id=turn_id, ok=False, lost_role="prefill" if isinstance(error, LOSSES) else ""))
 
     async def drop(self, turn: RunningTurn, reason: RingserveError) -> None:
         """End a turn that failed before a client could wait on it."""
-        try:
-            await self._abort_on_decode(turn, reason)
-        except RingserveError as error:
-            log.info("decode ring %s could not be told to drop %s: %s", turn.decode.name, turn.turn_id, error)
-        await self.end(TurnOutcome(turn_id=turn.turn_id, ok=False))
+        turn_id = turn.turn_id
+        await self._told_decode(turn, reason)
+        await self.end(TurnOutcome(turn_id=turn_id, ok=False))
 
-    async def _abort_on_decode(self, turn: RunningTurn, error: RingserveError) -> None:
-        port = self._peers.leader("decode", turn.decode.registration.endpoint)
-        await port.abort_turn(turn.turn_id, error)
+    def lose(self, ring: RegisteredRing, error: Unavailable) -> None:
+        """Interrupt the turns that a lost ring was to decode; their gateways see it by themselves.
+
+        A turn that is still being reserved, or prefilled on that ring, ends by its call to the ring, which fails.
+        """
+        for turn in list(self._running.values()):
+            if turn.decode is ring and turn.state in INTERRUPTED:
+                log.warning("turn %s is lost: %s", turn.turn_id, error)
+                self.interrupt(turn, "decode")
+                # A leader that only stood still would decode on.
+                self._tasks.spawn(self._tell_lost(turn.turn_id, ring.name, ring.registration.endpoint, error))
+
+    async def _tell_lost(self, turn_id: str, ring: str, endpoint: str, error: Unavailable) -> None:
+        try:
+            await self._peers.leader("decode", endpoint).abort_turn(turn_id, error)
+        except RingserveError as failure:
+            log.info("decode ring %s could not be told to drop %s: %s", ring, turn_id, failure)
+
+    async def _told_decode(self, turn: RunningTurn, error: RingserveError) -> bool:
+        """Tell the decode ring to end a turn with `error`. Return False where it cannot be told."""
+        ring, turn_id = turn.decode, turn.turn_id
+        try:
+            port = self._peers.leader("decode", ring.registration.endpoint)
+            await ring.guarded(port.abort_turn(turn_id, error))
+        except RingserveError as failure:
+            log.warning("decode ring %s could not be told to end %s: %s", ring.name, turn_id, failure)
+            return False
+        return True
 
     def _end_unreported(self, turn: RunningTurn) -> None:
         """End a turn whose gateway and decode leader are both gone: neither has reported its end."""
@@ -143,6 +242,8 @@ class TurnRegistry:
 
     def _start_ending(self, turn: RunningTurn, outcome: TurnOutcome) -> None:
         turn.to(TurnState.ENDING)
+        if not outcome.ok:
+            self._journal.failed(turn.turn_id)  # nothing waits for it: the record of an ended turn does no harm
         answered = outcome.kv_tokens if turn.is_retained else 0
         turn.retain_tokens = answered if outcome.ok else turn.retained_on_decode
         turn.ending = asyncio.create_task(self._end(turn, outcome))
@@ -152,12 +253,15 @@ class TurnRegistry:
             await asyncio.gather(turn.resuming, return_exceptions=True)
         try:
             await (self._finish(turn, outcome) if outcome.ok else self._roll_back(turn))
+            self._release_earlier(turn)
         finally:
             self._remove(turn)
+            if outcome.ok:
+                self.ended.note_answer(turn, outcome.token_ids)
 
     async def _finish(self, turn: RunningTurn, outcome: TurnOutcome) -> None:
         conversation = turn.conversation
-        assert turn.prefilling and turn.on_decode, "a finished turn was prefilled"
+        assert turn.prefilling, "a finished turn was prefilled"
         done: PrefillDone | None = None
         try:
             async with asyncio.timeout(self._control_timeout):
@@ -169,12 +273,13 @@ class TurnRegistry:
         if not turn.is_retained:
             return
         await self._leave_other_rings(turn)
-        conversation.tokens = np.concatenate([turn.prompt, np.asarray(outcome.token_ids, dtype=np.int64)])
-        conversation.num_turns += 1
+        conversation.last_turn = turn.turn_id
         conversation.places = conversation.places.changed(
-            prefill=_on_prefill_ring(turn, done),
-            decode=KvLocation(ring=turn.decode.name, incarnation=turn.on_decode.incarnation, shards=outcome.shards),
+            prefill=on_prefill_ring(turn, done),
+            decode=on_decode_ring(turn, outcome),
         )
+        tokens = np.concatenate([turn.prompt, np.asarray(outcome.token_ids, dtype=np.int64)])
+        self._conversations.finish(conversation, tokens)
 
     async def _roll_back(self, turn: RunningTurn) -> None:
         """Leave the conversation as before the turn. KV that agreed with the turn's prompt is still there."""
@@ -183,7 +288,11 @@ class TurnRegistry:
         await self._settle_prefill(turn, on_prefill)
         prefill, decode = conversation.prefill, conversation.decode
         # Rings that the turn did not reach, or left, still have what they had of the conversation.
-        reached = {ring.name for ring in turn.rings}
+        reached, earlier = {ring.name for ring in turn.rings}, {ring.name for ring in turn.earlier}
+        if prefill and prefill.ring in earlier:
+            prefill = prefill.cut(turn.match_tokens)
+        if decode and decode.ring in earlier:
+            decode = decode.cut(turn.match_tokens)
         conversation.places = conversation.places.changed(
             prefill=prefill.cut(on_prefill) if prefill and prefill.ring in reached else prefill,
             decode=decode.cut(on_decode) if decode and decode.ring in reached else decode,
@@ -192,11 +301,14 @@ class TurnRegistry:
     async def _settle_prefill(self, turn: RunningTurn, retain_tokens: int) -> None:
         """Settle the prefill ring, if the turn has one, and stop waiting for the prefill's answer.
 
-        A ring that has not answered after the control timeout is told in the background, until its own lease ends.
+        A ring that is lost, or has not answered after the control timeout, is told in the background, until the turn's
+        lease ends.
         """
         if turn.prefill is not None:
             settling = self._tasks.spawn(self._settle(turn, turn.prefill, retain_tokens))
-            await asyncio.wait([settling], timeout=self._control_timeout)
+            with suppress(Unavailable, TimeoutError):
+                async with asyncio.timeout(self._control_timeout):
+                    await turn.prefill.guarded(asyncio.shield(settling))
         if turn.prefilling is not None:
             turn.prefilling.cancel()
             await asyncio.gather(turn.prefilling, return_exceptions=True)
@@ -226,12 +338,22 @@ class TurnRegistry:
         _count(turn, -1)
         turn.load_share.end_prefill()
         self._conversations.close(turn.conversation)
-        self._remember(turn.turn_id, turn.retain_tokens)
+        self.ended.note(turn.turn_id, turn.retain_tokens)
 
-    def _remember(self, turn_id: str, retain: int) -> None:
-        self._ended[turn_id] = retain
-        while len(self._ended) > MAX_REMEMBERED:
-            self._ended.popitem(last=False)
+    def _release_earlier(self, turn: RunningTurn) -> None:
+        """Release KV of a turn's earlier attempts. Rings retain what the conversation has there."""
+        for ring in turn.earlier:
+            if ring in turn.rings:
+                continue
+            place = turn.conversation.places.at(ring.role)
+            retain = place.num_tokens if place is not None and place.ring == ring.name else 0
+            self._tasks.spawn(self._settle_earlier(ring, turn.kv_id, retain))
+
+    async def _settle_earlier(self, ring: RegisteredRing, kv_id: str, retain_tokens: int) -> None:
+        try:
+            await self._peers.leader(ring.role, ring.registration.endpoint).settle(kv_id, "", retain_tokens)
+        except RingserveError as error:
+            log.info("ring %s could not be told to free %s: %s", ring.name, kv_id, error)
 
     async def _leave_other_rings(self, turn: RunningTurn) -> None:
         """Release the conversation's KV on the rings that it has moved away from."""
@@ -240,7 +362,9 @@ class TurnRegistry:
             prefill=old.prefill if old.prefill and turn.prefill and old.prefill.ring != turn.prefill.name else None,
             decode=old.decode if old.decode and old.decode.ring != turn.decode.name else None,
         )
-        await self.free(Conversation(old.conversation_id, places=left))
+        freed = Conversation(old.conversation_id)
+        freed.places = left
+        await self.free(freed)
 
     async def free(self, conversation: Conversation) -> None:
         """Release an idle conversation's KV on every ring. A ring that cannot be told has lost it anyway."""
@@ -255,22 +379,11 @@ class TurnRegistry:
                 log.warning("ring %s could not free %s: %s", ring.name, conversation.conversation_id, error)
 
 
+def _incarnation(ring: RegisteredRing) -> RingIncarnation:
+    return RingIncarnation(ring=ring.name, incarnation=ring.registration.incarnation)
+
+
 def _count(turn: RunningTurn, change: int) -> None:
     """Add a turn to the counts of its rings, or take it out."""
     for ring in turn.rings:
         ring.num_turns += change
-
-
-def _on_prefill_ring(turn: RunningTurn, done: PrefillDone | None) -> KvLocation | None:
-    """Return what a prefill ring retains of the conversation when the turn is over.
-
-    A ring that the turn did without lags behind. Where the turn has changed the history, the ring's KV beyond the
-    common prefix no longer counts.
-    """
-    if turn.prefill is None:
-        before = turn.conversation.prefill
-        return None if before is None else before.cut(turn.match_tokens)
-    if done is None:
-        return None
-    assert turn.on_prefill, "what was prefilled there was reserved before"
-    return KvLocation(ring=turn.prefill.name, incarnation=turn.on_prefill.incarnation, shards=done.shards)

@@ -1,7 +1,8 @@
 """Router: begins and ends turns on the rings that suit them, and knows every ring and conversation.
 
 The router is on no token's path. A gateway begins a turn (`begin_turn`), a decode leader ends it (`end_turn`). A turn
-passes through `begin` (admission and reservations), `attempts` (plan and prefill) and `registry` (its end).
+passes through `admission`, `reservations`, `attempts` (plan and prefill) and `registry` (its end); one that loses a
+ring, through `failover` as well.
 """
 
 from __future__ import annotations
@@ -12,22 +13,28 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from cp_core.errors import Busy, TurnCancelled
+from cp_core.errors import Busy, TurnCancelled, Unavailable
 from orchestration.conversations.mover import ConversationMover, MoveCounts
 from orchestration.conversations.operations import ConversationOperations
+from orchestration.conversations.prefixes import PromptPrefixes
 from orchestration.conversations.rebalancing import DrainRebalancing, FullRebalancing
 from orchestration.conversations.store import ConversationStore
 from orchestration.placement.placer import RingPlacer
 from orchestration.placement.planner import Planner
-from orchestration.placement.registry import RegisteredRing, RingRegistry, status_of, status_without
+from orchestration.placement.registry import LEASE_TICKS, RegisteredRing, RingRegistry, status_of, status_without
+from orchestration.protocol.inventory import UNKNOWN_EPOCH, KnownEpoch, Registered, RingInventory
+from orchestration.protocol.journal import JournalPort, NoJournal
 from orchestration.protocol.ports import Peers
-from orchestration.protocol.rings import AWAY, RingEvent
-from orchestration.protocol.turns import BegunTurn, ResumeTurn, RingRegistration, TurnOutcome, TurnRequest
-from orchestration.protocol.views import ConversationList, ConversationView, MoveTotals, ServerView
+from orchestration.protocol.rings import AWAY, LOST, LOST_SECONDS, RingEvent, RingState
+from orchestration.protocol.turns import BegunTurn, KvQuota, ResumeTurn, RingRegistration, TurnOutcome, TurnRequest
+from orchestration.protocol.views import ConversationList, ConversationView, MoveTotals, ServerView, roles_fault
+from orchestration.router.admission import PromptWaits, TurnAdmission, refused_whole
+from orchestration.router.adoption import Adoption
 from orchestration.router.attempts import TurnAttempts
-from orchestration.router.begin import TurnAdmission, TurnReservations, refused_whole
 from orchestration.router.drains import Drains, RingReturns
+from orchestration.router.failover import Failover
 from orchestration.router.registry import TurnRegistry
+from orchestration.router.reservations import TurnReservations
 from orchestration.tasks import TaskSet
 
 log = logging.getLogger(__name__)
@@ -38,46 +45,77 @@ class RouterSettings:
     """Settings of the router. Times in seconds; `conversation_ttl` 0: conversations are never forgotten for their age.
 
     `max_waiting_turns` bounds the turns that wait for one conversation, and those that wait for rings to return. A ring
-    has `return_seconds` for that.
+    has `return_seconds` for that. A ring that has not announced itself for `ring_lease` counts as lost (0: never).
+    `retain_prompts`: KV of requests without a conversation is retained, and every new
+    prompt shares the KV of the longest prefix that rings retain.
     """
 
     max_conversations: int = 10_000
     conversation_ttl: float = 0.0
     max_waiting_turns: int = 64
     return_seconds: float = 150.0
+    ring_lease: float = LOST_SECONDS
     control_timeout: float = 20.0
     transfer_timeout: float = 60.0
+    retain_prompts: bool = True
     max_positions: int
 
 
 class Router:
-    """Surface of the router. `peers` reaches the leaders, `clock` tells seconds, `placer` chooses rings."""
+    """Surface of the router. `peers` reaches the leaders, `clock` tells seconds, `placer` chooses rings.
+
+    It continues what its predecessor wrote to `journal`.
+    """
 
     def __init__(
-        self, settings: RouterSettings, planner: Planner, peers: Peers, clock: Callable[[], float] = time.monotonic
+        self,
+        settings: RouterSettings,
+        planner: Planner,
+        peers: Peers,
+        clock: Callable[[], float] = time.monotonic,
+        journal: JournalPort | None = None,
     ) -> None:
+        self._journal = journal = journal or NoJournal()
         self._planner = planner
         self._peers = peers
         self._tasks = TaskSet("the router")
+        self._lease = settings.ring_lease
+        self._leases: asyncio.Task[None] | None = None
         self._rings = rings = RingRegistry(clock)
         self._conversations = store = ConversationStore(
             settings.max_conversations,
             max_waiting=settings.max_waiting_turns,
             ttl_seconds=settings.conversation_ttl,
             clock=clock,
+            journal=journal,
         )
-        self._turns = turns = TurnRegistry(peers, rings, store, self._tasks, settings.control_timeout)
+        self._turns = turns = TurnRegistry(peers, rings, store, self._tasks, settings.control_timeout, journal)
+        rings.on_lost = turns.lose
         self._operations = ConversationOperations(store, peers, rings, turns, self._tasks)
+        self.prefixes = PromptPrefixes(store, rings, self._operations.num_agreeing) if settings.retain_prompts else None
         self._returns = RingReturns(rings, seconds=settings.return_seconds, max_waiting=settings.max_waiting_turns)
         self._drains = Drains(peers, rings, self._returns)
         self._moves = MoveCounts()
         self.placer = RingPlacer(rings, planner)
+        self._prompt_waits = PromptWaits(self.prefixes, self.placer, planner, clock) if self.prefixes else None
         self._admission = TurnAdmission(
-            store, self._operations, self._returns, self.placer, turns, self._tasks, settings.max_positions
+            store,
+            self._operations,
+            self._returns,
+            self.placer,
+            turns,
+            self._tasks,
+            self.prefixes,
+            self._prompt_waits,
+            max_positions=settings.max_positions,
         )
-        reservations = TurnReservations(peers, self.placer, turns, self._tasks)
+        reservations = TurnReservations(peers, self.placer, turns, self._tasks, self.prefixes)
         self._attempts = TurnAttempts(
             peers, planner, reservations, turns, self._moves, self._tasks, settings.control_timeout
+        )
+        self._adoption = Adoption(journal, store, rings, turns, self._attempts, peers, self._tasks)
+        self._failover = Failover(
+            peers, self.placer, self._admission, self._attempts, self._returns, turns, self._tasks
         )
         mover = ConversationMover(
             store,
@@ -91,29 +129,53 @@ class Router:
         )
         self._full_rebalancing = FullRebalancing(store, rings, planner, mover, self._moves, self._tasks)
 
+    def restore(self) -> None:
+        """Begin to continue the turns of the router's predecessor. Call it on the event loop, before any other verb."""
+        self._adoption.begin()
+
     # --- turns -------------------------------------------------------------------------------------------------------
 
     async def begin_turn(self, request: TurnRequest) -> BegunTurn:
         """Plan a turn and start it; it may have to wait for its conversation, or for a ring to return.
 
-        Raises InvalidRequest, NotFound, Busy, CapacityExceeded, DeadlineExceeded, NotBegun.
+        A turn that has begun before and lost a ring goes on; see `Failover.begin_again`. Raises InvalidRequest,
+        NotFound, ConversationLost, Busy, CapacityExceeded, DeadlineExceeded, NotBegun.
         """
+        if request.resume is not None:
+            begun = await self._begin_again(request)
+            if begun is not None:
+                return begun
         if self._is_known(request.request_id):
             raise Busy(f"request_id: {request.request_id!r} is running already; choose another")
-        turn = await self._admission.admit(request)
+        if self._adoption.is_early:
+            await self._adoption.until_rings_told()
+        turn = await self._admission.admit(replace(request, resume=None))
+        remembered_tokens = turn.conversation.num_tokens
         with refused_whole():
-            plan = await self._attempts.start(turn)
-        return BegunTurn(
-            turn_id=turn.turn_id,
-            decode_endpoint=turn.decode.registration.endpoint,
-            prompt_tokens=len(turn.prompt),
-            plan=plan,
-        )
+            await self._attempts.start(turn)
+        return turn.as_begun(remembered_tokens=remembered_tokens)
+
+    async def _begin_again(self, request: TurnRequest) -> BegunTurn | None:
+        """Let a turn go on; None where it has not begun as far as anybody knows, and is to begin."""
+        await self._adoption.until_request_settled(request.request_id)
+        if self._adoption.is_early:
+            await self._adoption.until_rings_told()
+        if self._is_waiting(request.request_id):
+            raise Unavailable(f"request {request.request_id!r} waits already, for a gateway that may be gone; retry")
+        return await self._failover.begin_again(request)
+
+    @property
+    def _waits(self) -> tuple[ConversationStore | RingReturns | PromptWaits, ...]:
+        """Registries of requests that wait for something before they are turns."""
+        return self._conversations, self._returns, *((self._prompt_waits,) if self._prompt_waits else ())
+
+    def _is_waiting(self, request_id: str) -> bool:
+        return any(wait.is_waiting(request_id) for wait in self._waits)
 
     def _is_known(self, request_id: str) -> bool:
         """Return whether a turn of that request runs or waits."""
-        waits = self._conversations.is_waiting(request_id) or self._returns.is_waiting(request_id)
-        return waits or self._turns.of_request(request_id) is not None
+        awaited = (each.record.request.request_id for each in self._adoption.pending.values())
+        return self._is_waiting(request_id) or self._turns.of_request(request_id) is not None or request_id in awaited
 
     async def resume_turn(self, request: ResumeTurn) -> None:
         """Make the KV of a turn again, of its prompt and of its decoded tokens. Idempotent.
@@ -121,18 +183,29 @@ class Router:
         Answers when the KV has been handed over. KV that the prefill ring retains is not computed again. Raises
         NotFound for a turn that has ended, else the rings' errors; then the turn may be resumed later.
         """
+        if request.turn_id in self._adoption.pending:
+            await self._adoption.until_settled(request.turn_id)
         await self._attempts.resume(request)
 
     async def end_turn(self, outcome: TurnOutcome) -> int:
         """End a turn. Return how many tokens its decode ring should retain. Idempotent."""
+        if outcome.turn_id in self._adoption.pending:
+            await self._adoption.until_settled(outcome.turn_id)
         return await self._turns.end(outcome)
 
-    async def abort_requests(self, request_ids: Sequence[str]) -> tuple[list[str], list[str]]:
-        """End running and waiting turns by request id. Return (aborted, unknown)."""
+    async def abort_requests(self, request_ids: Sequence[str], reader: str = "") -> tuple[list[str], list[str]]:
+        """End running and waiting turns by request id. Return (aborted, unknown).
+
+        With a `reader`, only running turns that no later one reads: the call of a gateway whose client is gone, while
+        the turn may go on at another gateway.
+        """
+        await self._adoption.until_all_settled()
         error = TurnCancelled("the request was aborted")
-        waits = (self._conversations, self._returns)
+        waits = () if reader else self._waits
         aborted = {name for name in request_ids if any(wait.end_wait(name, error) for wait in waits)}
         running = {name: self._turns.of_request(name) for name in request_ids}
+        if reader:
+            running = {name: turn for name, turn in running.items() if turn and turn.request.reader in ("", reader)}
         await asyncio.gather(*(self._turns.abort(turn, error) for turn in running.values() if turn is not None))
         aborted |= {name for name, turn in running.items() if turn is not None}
         names = list(dict.fromkeys(request_ids))
@@ -147,8 +220,18 @@ class Router:
 
     @property
     def num_conversations(self) -> int:
-        """Conversations in the store."""
-        return len(self._conversations)
+        """Conversations in the store that clients have named."""
+        return len(self._conversations) - self.num_unnamed
+
+    @property
+    def num_unnamed(self) -> int:
+        """Histories of requests without a conversation, whose KV may be shared."""
+        return self._conversations.num_unnamed
+
+    @property
+    def prefix_tokens(self) -> tuple[int, int]:
+        """Tokens of new prompts that were looked up among earlier ones, and those of them whose KV was found."""
+        return (0, 0) if self.prefixes is None else (self.prefixes.queried, self.prefixes.hit)
 
     @property
     def moves(self) -> tuple[MoveTotals, ...]:
@@ -163,9 +246,11 @@ class Router:
         """Return a page of the conversations whose id begins with `prefix`. Raises InvalidRequest."""
         return await self._operations.list(prefix, after, limit)
 
-    async def fork_conversation(self, source_id: str, new_id: str, at_token: int | None) -> ConversationView:
-        """Fork a conversation; see `ConversationOperations.fork`. Raises NotFound, InvalidRequest, Busy."""
-        return await self._operations.fork(source_id, new_id, at_token)
+    async def fork_conversation(
+        self, source_id: str, new_id: str, at_token: int | None, kv_quota: KvQuota | None = None
+    ) -> ConversationView:
+        """Fork a conversation; see `ConversationOperations.fork`."""
+        return await self._operations.fork(source_id, new_id, at_token, kv_quota)
 
     async def delete_conversation(self, conversation_id: str) -> None:
         """Forget a conversation and release its KV. Raises NotFound, Busy."""
@@ -177,12 +262,22 @@ class Router:
 
     # --- rings -------------------------------------------------------------------------------------------------------
 
-    async def register_ring(self, ring: RingRegistration) -> int:
-        """Enter a leader's announcement. Return how many turns are on its ring, or come, and conversations to move."""
+    async def register_ring(self, ring: RingRegistration, known: KnownEpoch = UNKNOWN_EPOCH) -> Registered:
+        """Enter a leader's announcement, and what its ring holds where this router does not know it."""
+        if known.epoch != self._journal.epoch:
+            return Registered(running_turns=0, epoch=self._journal.epoch)
+        return Registered(running_turns=self._register(ring, known.inventory), epoch=known.epoch)
+
+    def _register(self, ring: RingRegistration, inventory: RingInventory | None) -> int:
+        if self._leases is None and self._lease:
+            self._leases = self._tasks.spawn(self._watch_leases())
         if self._rings.register(ring):
-            log.info("%s ring %s %s with %d ranks", ring.role, ring.name, ring.doing, ring.num_ranks)
+            doing = "is being rebuilt" if ring.is_rebuilding else ring.doing
+            log.info("%s ring %s %s with %d ranks", ring.role, ring.name, doing, ring.num_ranks)
             self._returns.note(ring)
         known = self._rings.named(ring.role, ring.name)
+        if known is not None and inventory is not None:
+            self._adoption.note(known, inventory)
         if known is None:
             self._drain_rebalancing.left(ring.name)
             return 0
@@ -191,6 +286,18 @@ class Router:
         self._drain_rebalancing.serves(ring.name)
         self._full_rebalancing.note(known)
         return known.num_turns
+
+    async def _watch_leases(self) -> None:
+        """Find the rings that have not announced themselves in time, and have their leaders replaced."""
+        while True:
+            await asyncio.sleep(self._lease / LEASE_TICKS)
+            self.tick()
+
+    def tick(self) -> None:
+        """Count a tick of every ring's lease, of which there are LEASE_TICKS."""
+        for ring in self._rings.tick():
+            log.warning("%s ring %s has not announced itself for %.1f s and is lost", ring.role, ring.name, self._lease)
+            self._returns.note_silence(ring.name, self._lease)
 
     async def drain_ring(self, name: str, seconds: float, *, force: bool = False) -> None:
         """Drain a ring; see `Drains.drain`. Raises NotFound, InvalidRequest, Busy, Unavailable."""
@@ -205,7 +312,7 @@ class Router:
         await self._drains.undrain(name)
 
     async def next_return(self) -> RingEvent:
-        """Return the next ring that has left and is wanted again."""
+        """Return the next ring that has left and is wanted again, or whose leader is silent."""
         return await self._returns.next_wanted()
 
     @property
@@ -223,6 +330,15 @@ class Router:
         """Turns that wait for a ring to return."""
         return self._returns.num_waiting
 
+    async def find_fault(self) -> str:
+        """Return why the service should get no turns, by the rings' announcements; see `service_fault`."""
+        rings = [ring.registration for ring in self._rings.all()]
+        states = {ring.name: RingState.READY if ring.is_ready else LOST for ring in self._rings.all()}
+        shown = [status_without(ring, states[ring.name], is_draining=ring.is_draining) for ring in rings]
+        shown += [status_without(ring, AWAY) for ring in self._returns.away()]
+        expected = self._returns.is_expected
+        return roles_fault(replace(status, is_restarting=expected(status.name)) for status in shown)
+
     async def get_server_info(self) -> ServerView:
         """Show every ring, and how busy the service is."""
         # Read before the rings are asked: a ring that leaves or returns meanwhile is shown once all the same.
@@ -234,7 +350,7 @@ class Router:
         return ServerView(
             selector=self._planner.selector,
             rings=tuple(replace(status, is_restarting=returns.is_expected(status.name)) for status in shown),
-            conversations=len(self._conversations),
+            conversations=self.num_conversations,
             running_turns=len(self._turns),
             turns_waiting_for_rings=returns.num_waiting,
             drains=self._drain_rebalancing.views(),
@@ -242,5 +358,6 @@ class Router:
         )
 
     async def close(self) -> None:
-        """End background work."""
+        """End background work, and let another router have the journal."""
         await self._tasks.close()
+        await asyncio.to_thread(self._journal.close)

@@ -1,21 +1,34 @@
-"""State of one turn between `begin_turn` and `end_turn`, as the router sees it."""
+"""State of one turn between `begin_turn` and `end_turn`, as the router sees it, and the memory of ended turns."""
 
 from __future__ import annotations
 
 import asyncio
 import uuid
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
 import numpy as np
 
 from cp_core.errors import RingserveError
-from orchestration.conversations.store import Conversation
-from orchestration.placement.kv_locations import Choice, WantedTurn
+from cp_core.layout.shards import ShardMap, TokenRange
+from orchestration.conversations.conversation import Conversation
+from orchestration.conversations.prefixes import PromptUnderWay
+from orchestration.placement.kv_locations import Choice, KvLocation, WantedTurn, spare_role
 from orchestration.placement.planner import RetainedPrefix
 from orchestration.placement.registry import LoadShare, RegisteredRing
-from orchestration.protocol.turns import PrefillDone, PromptMode, Reservation, RetainingRing, TurnRequest
-from workers.protocol.prefill_steps import TokenIds
+from orchestration.protocol.journal import JournalPort
+from orchestration.protocol.plans import PromptMode, TurnPlan
+from orchestration.protocol.turns import (
+    BegunTurn,
+    EndedAnswer,
+    PrefillDone,
+    Reservation,
+    RetainingRing,
+    TurnOutcome,
+    TurnRequest,
+)
+from workers.protocol.prefill_steps import Algorithm, TokenIds
 
 
 def new_turn_id() -> str:
@@ -30,15 +43,17 @@ class TurnState(Enum):
     PREFILLING = auto()
     DECODING = auto()
     RESUMING = auto()
+    LOST = auto()
     ENDING = auto()
     ENDED = auto()
 
 
 ALLOWED = {
     TurnState.RESERVING: {TurnState.PREFILLING, TurnState.ENDING},
-    TurnState.PREFILLING: {TurnState.DECODING, TurnState.RESUMING, TurnState.ENDING},
-    TurnState.DECODING: {TurnState.RESUMING, TurnState.ENDING},
-    TurnState.RESUMING: {TurnState.PREFILLING, TurnState.RESUMING, TurnState.ENDING},
+    TurnState.PREFILLING: {TurnState.DECODING, TurnState.RESUMING, TurnState.LOST, TurnState.ENDING},
+    TurnState.DECODING: {TurnState.RESUMING, TurnState.LOST, TurnState.ENDING},
+    TurnState.RESUMING: {TurnState.PREFILLING, TurnState.RESUMING, TurnState.LOST, TurnState.ENDING},
+    TurnState.LOST: {TurnState.RESERVING, TurnState.ENDING},
     TurnState.ENDING: {TurnState.ENDED},
     TurnState.ENDED: set(),
 }
@@ -55,12 +70,16 @@ class RunningTurn:
          │                                      │                        │  └─ a resumption failed: next attempt
          └──────────────────────────────────────┴────────────────────────┴──────> ENDING ──> ENDED
 
-    Before RESERVING a request waits for its conversation and for rings that return; it is no turn yet. A failure in any
-    state leads to ENDING, as the decode leader's `end_turn` does. ENDING settles both rings and updates the
-    conversation; ENDED has left the registry.
+        PREFILLING, DECODING, RESUMING ──a ring is lost──> LOST ──the gateway begins it again──> RESERVING
 
-    Who writes: `begin.TurnReservations` the rings and reservations, `attempts.TurnAttempts` attempts and prefills,
-    `registry.TurnRegistry` the ids and the end.
+    Before RESERVING a request waits for its conversation and for rings that return; it is no turn yet. A failure in any
+    state leads to ENDING, as the decode leader's `end_turn` does, and so does LOST where no gateway comes. ENDING
+    settles both rings and updates the conversation; ENDED has left the registry.
+
+    `under_way` lets others share the prompt, from the moment when it has been computed.
+
+    Who writes: `TurnReservations` the rings and reservations, `TurnAttempts` attempts and prefills, `TurnRegistry` the
+    ids and the end. `Failover` makes a lost turn one that is to reserve again.
 
     `on_prefill` and `on_decode` are the rings' reservations, None until the rings have answered. `refused` are rings
     that had no room for the turn, or were gone. `left` are rings that retain KV of the conversation and are none of the
@@ -70,6 +89,10 @@ class RunningTurn:
     attempt makes as well. Without a `prefill` ring the decode ring computes the prompt, until the turn is resumed.
     `retain_tokens` are the tokens that the decode ring is to retain after the end.
     `is_on_prefill_ring`: that ring has begun to make the turn's KV, and holds no other tokens of the conversation.
+
+    `first_wanted` is what the first attempt wanted. `emitted` are the answer's tokens that the client had when a ring
+    was lost, whose role is `lost_role`. `earlier` are rings on which the turn was before; they may hold KV under
+    `lone_kv_id`, the turn's first id, or its conversation's.
     """
 
     turn_id: str
@@ -95,11 +118,26 @@ class RunningTurn:
     retain_tokens: int = 0
     lease: asyncio.TimerHandle | None = None
     stop_error: RingserveError | None = None
+    plan: TurnPlan | None = None
+    lost_role: str = ""
+    emitted: tuple[int, ...] = ()
+    lone_kv_id: str = ""
+    earlier: list[RegisteredRing] = field(default_factory=list)
+    under_way: PromptUnderWay | None = None
+    first_wanted: WantedTurn = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.first_wanted = self.wanted
 
     def to(self, following: TurnState) -> None:
         """Take the next state. A transition that the diagram lacks is a bug."""
         assert following in ALLOWED[self.state], f"no turn goes from {self.state.name} to {following.name}"
         self.state = following
+        if self.under_way is not None and (
+            following in (TurnState.RESUMING, TurnState.LOST, TurnState.ENDED)
+            or (following is TurnState.ENDING and self.under_way.places is None)
+        ):
+            self.under_way.end()
 
     @property
     def is_over(self) -> bool:
@@ -124,12 +162,12 @@ class RunningTurn:
     @property
     def kv_id(self) -> str:
         """Id under which the rings hold the KV: the conversation's, or the turn's where there is none."""
-        return self.request.conversation_id or self.turn_id
+        return self.conversation.conversation_id or self.lone_kv_id or self.turn_id
 
     @property
     def match_tokens(self) -> int:
         """Number of prompt tokens that begin the conversation so far, the prompt's last token excluded."""
-        return self.wanted.match_tokens
+        return self.first_wanted.match_tokens
 
     def match_on(self, ring: RegisteredRing) -> int:
         """Return how many of the matching tokens a ring may reuse: 0 where the ring is not the conversation's own.
@@ -144,14 +182,62 @@ class RunningTurn:
 
         In a later attempt, a ring that made KV for this turn before holds the turn's own tokens alone.
         """
-        holds_own = self.attempt > 1 and (ring is self.decode or self.is_on_prefill_ring)
-        return len(self.token_ids) - 1 if holds_own else self.match_on(ring)
+        return len(self.token_ids) - 1 if self._holds_own(ring) else self.match_on(ring)
+
+    def shares_on(self, ring: RegisteredRing) -> str:
+        """Return the id of the sequence whose KV the turn shares on a ring, if it is to share any."""
+        return "" if self._holds_own(ring) else self.wanted.shares_on(ring)
+
+    def is_spare_on(self, ring: RegisteredRing) -> bool:
+        """Return whether a ring may evict the KV first after the turn, since a ring of the other role retains it too.
+
+        Each retains half of the unnamed histories for longer, so that both together retain twice as many.
+        """
+        return self.conversation.is_unnamed and self.prefill is not None and spare_role(self.kv_id) == ring.role
+
+    def _holds_own(self, ring: RegisteredRing) -> bool:
+        return self.attempt > 1 and (ring is self.decode or self.is_on_prefill_ring)
 
     @property
     def token_ids(self) -> TokenIds:
         """All tokens whose KV the decode ring is to get."""
         # A prompt of a million tokens is 8 MB: it is copied only where there is something to add.
         return np.concatenate([self.prompt, self.decoded]) if len(self.decoded) else self.prompt
+
+    @property
+    def told_plan(self) -> TurnPlan:
+        """Plan as clients are told it. Of a turn that an earlier router planned, only the outlines are known."""
+        if self.plan is not None:
+            return self.plan
+        reserved, computing = self.on_decode if self.prefill is None else self.on_prefill, self.choice.computing
+        cached = reserved.retained_tokens if reserved is not None else 0
+        return TurnPlan(
+            algorithm=Algorithm.DECODE_RING if self.prefill is None else Algorithm.PASS_KV,
+            reason="planned by a router that was started again since; the algorithm is not known any more",
+            new_tokens=len(self.prompt) - cached,
+            cached_tokens=cached,
+            prefill_ring=computing.name,
+            decode_ring=self.decode.name,
+            prefill_ranks=computing.registration.num_ranks,
+            decode_ranks=self.decode.registration.num_ranks,
+            cached_sources=(),
+            chunks=(),
+            predicted_prefill_seconds=0.0,
+            alternatives=(),
+            prompt_mode=self.mode,
+        )
+
+    def as_begun(self, *, remembered_tokens: int = 0, ended: EndedAnswer | None = None) -> BegunTurn:
+        """Return the turn as its gateway is told it."""
+        return BegunTurn(
+            turn_id=self.turn_id,
+            decode_endpoint=self.decode.registration.endpoint,
+            prompt_tokens=len(self.prompt),
+            plan=self.told_plan,
+            remembered_tokens=remembered_tokens,
+            lost_role=self.lost_role,
+            ended=ended,
+        )
 
     @property
     def max_kv_tokens(self) -> int:
@@ -161,7 +247,7 @@ class RunningTurn:
     @property
     def is_retained(self) -> bool:
         """True if the KV outlives the turn."""
-        return bool(self.request.conversation_id)
+        return bool(self.conversation.conversation_id)
 
     @property
     def retained_on_prefill(self) -> int:
@@ -175,5 +261,91 @@ class RunningTurn:
 
     def _retained(self, ring: RegisteredRing, reservation: Reservation | None) -> int:
         # A ring that refused has cut nothing beyond what agrees with the prompt.
-        match = self.match_on(ring) if self.is_retained else 0
+        place = self.conversation.places.at(ring.role)
+        match = 0 if place is None or place.ring != ring.name else min(self.match_tokens, place.num_tokens)
         return match if reservation is None else min(match, reservation.retained_tokens)
+
+
+def note_computed(turn: RunningTurn, done: PrefillDone) -> None:
+    """Let others share the prompt, which both rings have now. Its tokens lie there in ways that do not matter here."""
+    prompt, decode = turn.under_way, turn.on_decode
+    if prompt is None or decode is None:
+        return
+    shards = ShardMap(((TokenRange(0, len(turn.prompt)),),))
+    prompt.computed(
+        KvLocation(ring=turn.prefill.name, incarnation=turn.on_prefill.incarnation, shards=done.shards)
+        if turn.prefill is not None and turn.on_prefill is not None
+        else None,
+        KvLocation(ring=turn.decode.name, incarnation=decode.incarnation, shards=shards),
+    )
+
+
+def on_decode_ring(turn: RunningTurn, outcome: TurnOutcome) -> KvLocation | None:
+    """Return what a decode ring retains of the conversation; None where it was lost after the last token."""
+    if not outcome.kv_tokens:
+        return None
+    assert turn.on_decode, "a turn that was decoded was reserved before"
+    return KvLocation(ring=turn.decode.name, incarnation=turn.on_decode.incarnation, shards=outcome.shards)
+
+
+def on_prefill_ring(turn: RunningTurn, done: PrefillDone | None) -> KvLocation | None:
+    """Return what a prefill ring retains of the conversation when the turn is over.
+
+    A ring that the turn did without lags behind. Where the turn has changed the history, the ring's KV beyond the
+    common prefix no longer counts.
+    """
+    if turn.prefill is None:
+        before = turn.conversation.prefill
+        return None if before is None else before.cut(turn.match_tokens)
+    if done is None:
+        return None
+    assert turn.on_prefill, "what was prefilled there was reserved before"
+    return KvLocation(ring=turn.prefill.name, incarnation=turn.on_prefill.incarnation, shards=done.shards)
+
+
+MAX_REMEMBERED = 4096
+"""Ended turns that are remembered, so that telling an end twice is harmless."""
+MAX_ANSWER_TOKENS = 1 << 19
+"""Tokens of ended answers that are remembered together, for gateways that were lost or lost the stream."""
+
+
+class EndedTurns:
+    """Memory of the latest ends: how much a decode ring retains by turn id, and answers by request id.
+
+    Answers of earlier routers are in the journal.
+    """
+
+    def __init__(self, journal: JournalPort) -> None:
+        self._journal = journal
+        self._retained: OrderedDict[str, int] = OrderedDict(journal.ended())
+        self._answers: OrderedDict[str, BegunTurn] = OrderedDict()
+        self._num_tokens = 0
+
+    def note(self, turn_id: str, retain_tokens: int) -> None:
+        """Remember how many tokens the decode ring of an ended turn retains."""
+        self._retained[turn_id] = retain_tokens
+        while len(self._retained) > MAX_REMEMBERED:
+            self._retained.popitem(last=False)
+
+    def retained(self, turn_id: str) -> int:
+        """Return how many tokens the decode ring retains of a turn; 0 where it is not remembered."""
+        return self._retained.get(turn_id, 0)
+
+    def note_answer(self, turn: RunningTurn, token_ids: tuple[int, ...]) -> None:
+        """Remember the answer of a turn that has ended well."""
+        request_id = turn.request.request_id
+        self._forget(request_id)
+        ended = EndedAnswer(token_ids=token_ids, seed=turn.request.sampling.seed)
+        self._answers[request_id] = turn.as_begun(ended=ended)
+        self._num_tokens += len(token_ids)
+        while len(self._answers) > MAX_REMEMBERED or self._num_tokens > MAX_ANSWER_TOKENS:
+            self._forget(next(iter(self._answers)))
+
+    def answer_of(self, request_id: str) -> BegunTurn | None:
+        """Return the answer of a request whose turn ended well, while it is remembered."""
+        return self._answers.get(request_id) or self._journal.answer_of(request_id)
+
+    def _forget(self, request_id: str) -> None:
+        answer = self._answers.pop(request_id, None)
+        if answer is not None and answer.ended is not None:
+            self._num_tokens -= len(answer.ended.token_ids)

@@ -74,7 +74,7 @@ class TokenFile:
         """
         self._path = path
         self._clock = clock
-        self._takes_certificates = takes_certificates
+        self.takes_certificates = takes_certificates
         self._stamp = _stamp(path)
         self._tenants = read_tenants(path, takes_certificates=takes_certificates)
         self._looked_at = clock()
@@ -124,7 +124,7 @@ class TokenFile:
             if stamp == self._stamp:
                 return
             self._stamp = stamp
-            self._tenants = read_tenants(self._path, takes_certificates=self._takes_certificates)
+            self._tenants = read_tenants(self._path, takes_certificates=self.takes_certificates)
             log.info("the tokens were read again: %d", len(self._tenants.grants))
         except ConfigError as error:
             log.error("the tokens are as before: %s", error)
@@ -156,6 +156,12 @@ class Authenticator:
         TLS has verified the certificate. Raises Unauthenticated.
         """
         return ANYBODY if self._tokens is None else self._tokens.tenant_of(authorization, certificate)
+
+    def admit(self, metadata: Mapping[str, str]) -> None:
+        """Refuse a gRPC call by its `authorization` alone, unless a certificate may do. Raises Unauthenticated."""
+        authorization = metadata.get("authorization")
+        if self._tokens is not None and (authorization or not self._tokens.takes_certificates):
+            self._tokens.tenant_of(authorization)
 
     def check_operator(self, tenant: Tenant) -> None:
         """Refuse a tenant that is no operator. Raises Forbidden: the state of the whole service shows other tenants."""

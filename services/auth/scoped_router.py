@@ -49,9 +49,9 @@ class ScopedRouter:
         return name.removeprefix(self._prefix)
 
     async def begin_turn(self, request: TurnRequest) -> BegunTurn:
-        """Begin a turn from `RequestReader`, whose ids and quota are already the tenant's."""
+        """Begin a turn from `RequestReader`, whose ids and quota are already the tenant's; errors have them too."""
         assert request.request_id.startswith(self._prefix), "the request is another tenant's"
-        return await self._shown(self._router.begin_turn(request))
+        return await self._router.begin_turn(request)
 
     async def abort_requests(self, request_ids: Sequence[str]) -> tuple[list[str], list[str]]:
         """Abort requests and return (aborted, unknown) ids; those of another tenant are unknown."""
@@ -74,7 +74,7 @@ class ScopedRouter:
         )
 
     async def fork_conversation(self, source_id: str, new_id: str, at_token: int | None) -> ConversationView:
-        fork = self._router.fork_conversation(self.scoped(source_id), self.scoped(new_id), at_token)
+        fork = self._router.fork_conversation(self.scoped(source_id), self.scoped(new_id), at_token, self.kv_quota)
         return self._own(await self._shown(fork))
 
     async def delete_conversation(self, conversation_id: str) -> None:

@@ -12,6 +12,7 @@ tenants:
       - {common_name: acme-batch}
       - {dns: batch.acme.example}
       - {uri: "spiffe://acme.example/batch"}
+    max_priority: 10            # 100 (the default) is the highest; min_priority bounds it below
     operator: false             # may ask for the state of the whole service
 ```
 """
@@ -30,12 +31,15 @@ from typing import Any
 import yaml
 
 from cp_core.errors import ConfigError
+from orchestration.protocol.turns import MAX_PRIORITY
 
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 """Names of tenants. A name ends before the first slash of an id at the router."""
 SHA256 = re.compile(r"[0-9a-f]{64}")
 TOKEN_PREFIX = "rs-"
 LIMITS = {"max_concurrent_turns": 1_000_000, "max_turns_per_minute": 1_000_000, "max_kv_tokens": 10**15}
+PRIORITIES = {"min_priority": -MAX_PRIORITY, "max_priority": MAX_PRIORITY}
+"""Range of a tenant's priorities, with the defaults."""
 """Limits of a tenant, with the highest value of each."""
 MAX_CERTIFICATE_NAME = 512
 
@@ -61,6 +65,8 @@ class Tenant:
     max_concurrent_turns: int = 0
     max_turns_per_minute: int = 0
     max_kv_tokens: int = 0
+    min_priority: int = -MAX_PRIORITY
+    max_priority: int = MAX_PRIORITY
     is_operator: bool = False
 
 
@@ -133,7 +139,7 @@ def read_tenants(path: Path, *, takes_certificates: bool) -> Tenants:
 
 
 def _tenant(name: str, entry: Any) -> Tenant:
-    fields = ("name", "tokens", "certificates", *LIMITS, "operator")
+    fields = ("name", "tokens", "certificates", *LIMITS, *PRIORITIES, "operator")
     _check_keys(name, entry, fields)
     if not isinstance(entry.get("name"), str) or not NAME.fullmatch(entry["name"]):
         raise ConfigError(f"{name}.name: use 1 to 64 of a-z, 0-9, '.', '_' and '-', beginning with a letter or digit")
@@ -142,6 +148,12 @@ def _tenant(name: str, entry: Any) -> Tenant:
         value = limits[key] = entry.get(key, 0)
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
             raise ConfigError(f"{name}.{key}: {value!r} is out of range; allowed is 0 (no limit) to {most}")
+    for key, usual in PRIORITIES.items():
+        value = limits[key] = entry.get(key, usual)
+        if isinstance(value, bool) or not isinstance(value, int) or abs(value) > MAX_PRIORITY:
+            raise ConfigError(f"{name}.{key}: {value!r} is out of range; allowed is -{MAX_PRIORITY} to {MAX_PRIORITY}")
+    if not limits["min_priority"] <= 0 <= limits["max_priority"]:
+        raise ConfigError(f"{name}: min_priority to max_priority must hold 0, which a request has that names none")
     operator = entry.get("operator", False)
     if not isinstance(operator, bool):
         raise ConfigError(f"{name}.operator: {operator!r} is not allowed; use true or false")

@@ -6,7 +6,8 @@ import argparse
 import asyncio
 import json
 import math
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import grpc
@@ -14,19 +15,34 @@ from rich.table import Table
 
 from cp_core.errors import ConfigError, Unavailable
 from services.cli.options import Subcommands, add_serving_options, serving
-from services.offline.bench.load.replay import KINDS, Arrival, RequestKind, draw_trace, read_trace, replay, write_trace
+from services.client import Client
+from services.offline.bench.load.alike import count_differing, expected_shares, read_requests, scaled
+from services.offline.bench.load.replay import (
+    KINDS,
+    Arrival,
+    Outcome,
+    RequestKind,
+    draw_trace,
+    read_trace,
+    replay,
+    write_trace,
+)
 from services.offline.bench.load.summary import Bounds, LoadReport, Percentiles, summarize, write_load_plot
 from services.offline.bench.report import load_now, require_matplotlib
 from services.offline.terminal import console, print_table, progress_bar, simple_table
+from workers.model.builtin import resolve_model_path
 
 EXAMPLE = """example:
   ringserve bench load --rate 2 --duration 60 --mix short:0.8,long:0.2
   ringserve bench load --start --rate 4 --duration 60 --mix short:1 --every long:10 --plot load.png
   ringserve bench load --target 127.0.0.1:50051 --trace requests.jsonl --json
+  ringserve bench load --start --trace examples/traces/conversation_trace.jsonl.gz --divide 64 --requests 60 --check 10
 """
 HELP = """Requests arrive at random at a rate (Poisson), whatever the state of earlier ones, and with --every also at
 fixed intervals. A kind is NAME=PROMPT or LEAST-MOST:ANSWER in tokens."""
 PIPE_WIDTH = 120
+MAX_DIVIDE = 512
+"""Tokens of a block in Mooncake's traces."""
 
 
 def add(kinds: Subcommands) -> None:
@@ -48,6 +64,12 @@ def add(kinds: Subcommands) -> None:
         "--kind", action="append", metavar="NAME=TOKENS:ANSWER", help=f"another kind; repeatable (default: {defaults})"
     )
     parser.add_argument("--trace", type=Path, metavar="FILE", help="arrivals from a file of JSON lines, not at random")
+    parser.add_argument(
+        "--divide", type=int, default=0, metavar="N", help="--trace has Mooncake's requests; divide their lengths by N"
+    )
+    parser.add_argument("--requests", type=int, default=100, help="first requests taken with --divide (default: 100)")
+    parser.add_argument("--pace", type=_positive, default=1.0, help="factor of the times with --divide (default: 1)")
+    parser.add_argument("--check", type=int, default=0, help="answers compared with transformers, with --divide")
     parser.add_argument("--save-trace", type=Path, metavar="FILE", help="write the arrivals that were drawn")
     parser.add_argument("--ttft-bound", type=_positive, default=2.0, help="seconds, for goodput (default: 2)")
     parser.add_argument("--ttit-bound", type=_positive, default=0.1, help="seconds, for goodput (default: 0.1)")
@@ -78,18 +100,52 @@ def run(options: argparse.Namespace) -> int:
             )
         except grpc.aio.AioRpcError as failure:
             raise Unavailable(f"{target} does not answer: {failure.details()}") from None
+        shares = _expected(options, target) if options.divide else ()
     report = summarize(outcomes, bounds, _settings(options), (before, load_now()))
+    if options.divide:
+        report = replace(report, notes=_cached_lines(options, report, outcomes, *shares))
     if options.plot is not None:
         write_load_plot(report, outcomes, options.plot)
     if options.json:
         print(json.dumps(asdict(report)))
     else:
         print_table(console(pipe_width=PIPE_WIDTH), _table(report))
-        print(*_closing_lines(report), sep="\n")
+        print(*_closing_lines(report), *report.notes, sep="\n")
     return 0 if any(outcome.status == "ok" for outcome in outcomes) else 1
 
 
+def _expected(options: argparse.Namespace, target: str) -> tuple[float, float, str]:
+    """Return the cached shares of simulated rings and of one cache, and the path of the service's model."""
+    with Client(target) as client:
+        rings, model = client.server_info().rings, client.model_info().model_path
+    return *expected_shares(read_requests(options.trace, options.requests), rings, options.divide), model
+
+
+def _cached_lines(
+    options: argparse.Namespace,
+    report: LoadReport,
+    outcomes: Sequence[Outcome],
+    simulated: float,
+    ideal: float,
+    model: str,
+) -> tuple[str, ...]:
+    said = (
+        f"{report.cached_share:.1%} of the prompt tokens were cached; simulated rings have {simulated:.1%}, one cache "
+        f"of the room of a role's rings {ideal:.1%} (least recently used)"
+    )
+    if not options.check:
+        return (said,)
+    num_checked, num_differing = count_differing(outcomes, resolve_model_path(model), options.check)
+    return said, f"{num_checked} answers compared with transformers, {num_differing} differ"
+
+
 def _trace(options: argparse.Namespace) -> list[Arrival]:
+    if options.divide:
+        if options.trace is None or not 1 <= options.divide <= MAX_DIVIDE or options.requests < 1:
+            raise ConfigError(
+                f"--divide: {options.divide} needs --trace, and --requests of 1 or more; allowed are 1 to {MAX_DIVIDE}"
+            )
+        return scaled(read_requests(options.trace, options.requests), options.divide, options.pace)
     if options.trace is not None:
         return read_trace(options.trace)
     kinds = {kind.name: kind for kind in (*KINDS, *map(_kind, options.kind or ()))}

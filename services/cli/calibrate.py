@@ -21,7 +21,7 @@ from services.offline.calibration.report import (
 )
 from services.offline.terminal import console, print_table, progress_bar
 from services.offline.units import parse_token_counts
-from workers.protocol.prefill_steps import RING_ALGORITHMS
+from workers.protocol.prefill_steps import CALIBRATED_ALGORITHMS
 
 EXAMPLE = """example:
   ringserve calibrate --write measured.json
@@ -87,7 +87,7 @@ def _calibrate(
     name = PROFILE_NAME if options.write is None else options.write.stem
     before = profile_from_rings(model, server.rings, name)
     calibrator = Calibrator(client, repeats=options.repeats, timeout=options.timeout, seed=options.seed)
-    with progress_bar(len(cells) * len(RING_ALGORITHMS) * options.repeats, "prefills") as tell:
+    with progress_bar(len(cells) * len(CALIBRATED_ALGORITHMS) * options.repeats, "prefills") as tell:
         measurements = calibrator.prefills(cells, tell)
     steps = calibrator.steps(sorted({cell.cached_tokens + cell.new_tokens for cell in cells}))
     rings = sorted({f"{each.ring} ({each.sample.cp} x {each.sample.tp})" for each in measurements})

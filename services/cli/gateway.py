@@ -70,6 +70,7 @@ def run(options: argparse.Namespace) -> int:
             tokens=config.auth.tokens,
             tls=config.tls.files,
             peer_tls=config.internal_tls.files,
+            lost_seconds=config.timeouts.lost,
             tracing=config.tracing,
         )
     )

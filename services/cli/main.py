@@ -12,6 +12,7 @@ from cp_core.errors import RingserveError
 from services.cli import (
     bench,
     calibrate,
+    chaos,
     chat,
     conversations,
     demo,
@@ -75,6 +76,7 @@ def build_parser() -> argparse.ArgumentParser:
         import_model,
         *planning,
         bench,
+        chaos,
         gateway,
         token,
     )

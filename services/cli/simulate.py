@@ -22,6 +22,7 @@ from services.offline.planning.sizing import require_tp
 from services.offline.simulator.cluster import ClusterShape, PoolShape, conversations_for
 from services.offline.simulator.placement import POLICIES
 from services.offline.simulator.results import SimulationResult, write_simulation_plot
+from services.offline.simulator.shared import ideal_share
 from services.offline.simulator.simulation import Simulation
 from services.offline.simulator.trace import (
     FirstPrompts,
@@ -40,6 +41,8 @@ EXAMPLE = """example:
   ringserve simulate --model llama3-70b --prefill 20x2x8 --decode 20x1x8 --busy 0.6 --time 24h \\
     --first 500-4k:50,8k-128k:45,1m:5 --jobs 2 --plot day.png
   ringserve simulate --model llama3-70b --prefill 200x4x8 --decode 100x1x8 --trace trace.jsonl --json
+  ringserve simulate --model llama3-70b --prefill 8x2x8 --decode 8x1x8 --kv-tokens 20m --max-batch 64 \\
+    --trace examples/traces/conversation_trace.jsonl.gz --placement router,least_loaded,round_robin
 """
 HELP = """Conversations of several turns arrive at a cluster of rings. A hardware profile predicts durations; the code
 of a running cluster decides. Placements: `router` is that of the service; `least_loaded` and `round_robin` ignore KV;
@@ -67,7 +70,12 @@ def add(commands: Subcommands) -> None:
     parser.add_argument("--placement", default=",".join(POLICIES), help=f"(default: {','.join(POLICIES)})")
     parser.add_argument("--chunk", metavar="TOKENS", default="64k", help="longest prefill step (default: 64k)")
     parser.add_argument("--max-batch", type=int, default=32, help="sequences a decode ring takes (default: 32)")
-    parser.add_argument("--trace", type=Path, help="conversations, one JSON object a line (default: synthetic)")
+    parser.add_argument(
+        "--kv-tokens", metavar="TOKENS", help="KV room of all rings of a role together (default: what memory takes)"
+    )
+    parser.add_argument(
+        "--trace", type=Path, help="conversations or Mooncake's requests, one JSON object a line (default: synthetic)"
+    )
     size = parser.add_mutually_exclusive_group()
     size.add_argument(
         "--conversations", type=int, default=1000, help="conversations of a synthetic trace (default: 1000)"
@@ -112,6 +120,8 @@ def run(options: argparse.Namespace) -> int:
         out = console(pipe_width=PIPE_WIDTH)
         print_table(out, _table(results))
         print_table(out, _size_table(results), num_keys=2)
+        if isinstance(trace, list) and any(each.block_ids for each in trace):
+            print_lines(_bounds(trace, cluster.kv_tokens))
         print_lines(
             f"{results[0].num_turns} turns of {len(trace)} conversations; TTFT counts from the first request of a turn"
         )
@@ -158,6 +168,7 @@ def _cluster(options: argparse.Namespace) -> ClusterShape:
         profile=read_profile(options.hardware),
         prefill=prefill,
         decode=decode,
+        kv_tokens=0 if options.kv_tokens is None else parse_tokens("--kv-tokens", options.kv_tokens),
         chunk_tokens=parse_tokens("--chunk", options.chunk),
         max_batch=options.max_batch,
     )
@@ -203,6 +214,12 @@ def _pool(key: str, text: str) -> PoolShape:
         raise ConfigError(f"{key}: {text!r} is no pool; allowed are those like 20x2x8, rings x cp x tp")
     rings, cp, tp = map(int, found.groups())
     return PoolShape(num_rings=rings, cp=cp, tp=tp)
+
+
+def _bounds(trace: Sequence[TracedConversation], room: int) -> str:
+    """Return what one cache for all rings would have served, the most that a placement can."""
+    unlimited = f"one cache for all rings would serve {ideal_share(trace):.1%} of the prompt tokens without a limit"
+    return f"{unlimited}, {ideal_share(trace, room):.1%} in {room} tokens (least recently used)" if room else unlimited
 
 
 def _table(results: Sequence[SimulationResult]) -> Table:

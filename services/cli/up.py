@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import signal
@@ -33,6 +34,7 @@ from services.cluster.state import (
 )
 from services.cluster.stopping import StopRequest, StopSignals
 from services.config import Config
+from services.config.service import AUTO_JOURNAL
 from services.telemetry.logs import JsonLines, set_up_logs
 from workers.model.builtin import PREFIX, SMOLLM2, has_random_weights
 
@@ -116,6 +118,7 @@ def _serve(options: argparse.Namespace, config: Config) -> int:
         signals.requested,
         with_gateway=not options.no_gateway,
         drain_seconds=options.drain_seconds,
+        journal=journal_directory(config, options.name),
     )
     try:
         record.begin()
@@ -135,6 +138,18 @@ def _serve(options: argparse.Namespace, config: Config) -> int:
         finally:
             cluster.stop()
     return 0
+
+
+def journal_directory(config: Config, name: str) -> str:
+    """Return the directory of the router's journal; empty where there is to be none.
+
+    "auto" is one beside the state file of the cluster, for its name and its model, whose token ids it has: the next
+    cluster of that name with that model goes on with the conversations.
+    """
+    if config.router.journal != AUTO_JOURNAL:
+        return config.router.journal
+    model = hashlib.sha256(config.model.path.encode()).hexdigest()[:12]
+    return str(state_directory() / "journals" / f"{name}-{model}")
 
 
 def _starting(options: argparse.Namespace, config: Config, pid: int) -> ClusterState:

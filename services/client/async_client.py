@@ -16,12 +16,11 @@ import grpc
 
 from cp_core.errors import Unavailable
 from ringserve.v1 import inference_pb2, inference_pb2_grpc
-from services.client.channel import TlsFiles, metadata_of
+from services.client.channel import OPTIONS, TlsFiles, metadata_of
 from services.client.failures import error_from_call
-from services.client.requests import Prompt, RequestOptions, Sampling, TurnOptions, is_repeatable, request_of
+from services.client.requests import Message, Prompt, RequestOptions, Sampling, TurnOptions, request_of
 from services.client.results import Answer, AnswerReader, Piece, Plan
-from services.client.retries import Retries, RetryPolicy
-from services.rpc.server import OPTIONS
+from services.client.retries import Retries, RetryPolicy, is_lost
 
 T = TypeVar("T")
 Responses = AsyncGenerator[inference_pb2.GenerateResponse, None]
@@ -33,9 +32,9 @@ CONTROL_SECONDS = 30.0
 class AsyncAnswerStream(AsyncIterator[Piece]):
     """Pieces of one turn as they come. An async context: leaving it early ends the turn everywhere."""
 
-    def __init__(self, responses: Responses) -> None:
+    def __init__(self, responses: Responses, reader: AnswerReader | None = None) -> None:
         self._responses = responses
-        self._reader = AnswerReader()
+        self._reader = reader or AnswerReader()
 
     async def __anext__(self) -> Piece:
         async for response in self._responses:
@@ -117,11 +116,16 @@ class AsyncClient:
         mode: str = "auto",
         sampling: Sampling | None = None,
         request_id: str = "",
+        expected_tokens: int | None = None,
         timeout: float | None = None,
+        reader: AnswerReader | None = None,
     ) -> AsyncAnswerStream:
-        """Run one turn piece by piece. Nothing is sent before the first piece is asked for."""
-        request = request_of(prompt, conversation_id, mode, sampling or Sampling(), request_id)
-        return AsyncAnswerStream(self._attempts(request, timeout))
+        """Run one turn piece by piece. Nothing is sent before the first piece is asked for.
+
+        Where the gateway is lost, the turn goes on at it or at another: no token is lost, and none comes twice.
+        """
+        request = request_of(prompt, conversation_id, mode, sampling or Sampling(), request_id, expected_tokens)
+        return AsyncAnswerStream(self._attempts(request, timeout), reader)
 
     def talk(self, conversation_id: str = "") -> AsyncConversation:
         """Return the conversation of this id, or a new one with a generated id."""
@@ -147,21 +151,25 @@ class AsyncClient:
     async def _attempts(self, request: inference_pb2.GenerateRequest, timeout: float | None) -> Responses:
         clock = asyncio.get_running_loop().time
         deadline = None if timeout is None else clock() + timeout
-        retries = Retries(self._retry, is_repeatable=is_repeatable(request), deadline=deadline)
+        retries, place = Retries(self._retry, deadline=deadline), inference_pb2.Resume()
         while True:
-            has_tokens = False
+            num_before = len(place.received)
             try:
                 left = None if deadline is None else max(deadline - clock(), 0.001)
                 async with aclosing(self._responses(request, left)) as responses:
                     async for response in responses:
-                        has_tokens = has_tokens or not response.HasField("start")
+                        if response.HasField("start"):
+                            place.prompt_tokens = response.start.prompt_tokens
+                        place.received.extend(response.chunk.token_ids)
                         yield response
                 return
             except grpc.aio.AioRpcError as failure:
                 error = error_from_call(failure, self._target)
-            delay = retries.delay_after(error, has_tokens=has_tokens, now=clock())
+            delay = retries.delay_after(error, has_tokens=len(place.received) > num_before, now=clock())
             if delay is None:
                 raise error
+            if is_lost(error) or request.HasField("resume"):
+                request.resume.CopyFrom(place)
             await asyncio.sleep(delay)
 
     # --- control -----------------------------------------------------------------------------------------------------
@@ -210,19 +218,41 @@ class AsyncClient:
 
 
 class AsyncConversation:
-    """Turns that follow each other. Each prompt holds only new text; the service stores the turns before it."""
+    """Turns that follow each other. Each prompt holds only new text; the service stores the turns before it.
+
+    From its second turn on it appends, and says how many tokens the service must remember. A turn that the service
+    would read without them fails with ConversationLost. After a turn whose end is not known it does not say how many
+    once; where nothing is remembered then, the turn fails with NotFound.
+    """
 
     def __init__(self, client: AsyncClient, conversation_id: str) -> None:
         self._client = client
+        self._latest: AnswerReader | None = None
+        self._has_history = False
         self.conversation_id = conversation_id
+
+    @property
+    def remembered_tokens(self) -> int | None:
+        """Tokens that the next turn expects the service to remember; None where that is not known here."""
+        return None if self._latest is None else self._latest.remembered_tokens
 
     async def ask(self, prompt: Prompt, **options: Unpack[TurnOptions]) -> Answer:
         """Run the next turn to its end."""
-        return await self._client.ask(prompt, conversation_id=self.conversation_id, **options)
+        async with self.stream(prompt, **options) as stream:
+            return await stream.answer()
 
     def stream(self, prompt: Prompt, **options: Unpack[TurnOptions]) -> AsyncAnswerStream:
         """Run the next turn piece by piece."""
-        return self._client.stream(prompt, conversation_id=self.conversation_id, **options)
+        expected = self.remembered_tokens
+        self._has_history |= bool(expected)
+        if options.get("mode") == "whole_history" or (prompt and isinstance(prompt[0], Message)):
+            expected = None  # the prompt holds the whole history
+        elif self._has_history and options.get("mode", "auto") == "auto":
+            options["mode"] = "append"
+        self._latest = AnswerReader(remembered_tokens=expected)
+        return self._client.stream(
+            prompt, conversation_id=self.conversation_id, expected_tokens=expected, reader=self._latest, **options
+        )
 
     async def info(self) -> inference_pb2.GetConversationResponse:
         """Return the state of the conversation and the locations of its KV. Raises NotFound before a turn ends."""

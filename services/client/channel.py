@@ -8,9 +8,12 @@ from pathlib import Path
 import grpc
 
 from cp_core.errors import ConfigError
-from services.rpc.server import OPTIONS
+from services.rpc.server import CHANNEL_OPTIONS, keepalive
 
 Metadata = tuple[tuple[str, str], ...]
+
+OPTIONS = (*CHANNEL_OPTIONS, *keepalive(4.0, 4.0, is_always_on=False))
+"""Options of a client's channel: a gateway that is gone, or frozen, ends the client's streams within 8 s."""
 
 
 @dataclass(frozen=True, kw_only=True)

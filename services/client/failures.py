@@ -6,7 +6,7 @@ from typing import Any
 
 import grpc
 
-from cp_core.errors import CapacityExceeded, DeadlineExceeded, RingserveError, Unauthenticated, Unavailable
+from cp_core.errors import CapacityExceeded, DeadlineExceeded, RingserveError, Unauthenticated, Unreachable
 from services.rpc.errors import error_of
 
 OWN_ENDS = ("Locally cancelled by application!", "Channel closed!")
@@ -22,9 +22,9 @@ def error_from_call(call: Any, target: str) -> RingserveError:
         case grpc.StatusCode.DEADLINE_EXCEEDED:
             return DeadlineExceeded("the deadline passed before the turn ended")
         case grpc.StatusCode.UNAVAILABLE:
-            return Unavailable(f"the gateway at {target} cannot be reached")
+            return Unreachable(f"the gateway at {target} cannot be reached")
         case grpc.StatusCode.CANCELLED if call.details() not in OWN_ENDS:
-            return Unavailable(f"the gateway at {target} is ending")
+            return Unreachable(f"the gateway at {target} is ending")
         case grpc.StatusCode.RESOURCE_EXHAUSTED:
             return CapacityExceeded(f"RESOURCE_EXHAUSTED: {call.details()}")
         case grpc.StatusCode.UNAUTHENTICATED:

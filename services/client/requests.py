@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -80,18 +81,27 @@ class TurnOptions(TypedDict, total=False):
 
 
 class RequestOptions(TurnOptions, total=False):
-    """Options of a turn of any conversation; without `conversation_id` nothing is retained after the turn."""
+    """Options of a turn of any conversation; without `conversation_id` nothing is retained after the turn.
+
+    The turn fails with ConversationLost, before any work, unless the conversation remembers `expected_tokens`.
+    """
 
     conversation_id: str
     request_id: str
+    expected_tokens: int | None
 
 
 def request_of(
-    prompt: Prompt, conversation_id: str, mode: str, sampling: Sampling, request_id: str
+    prompt: Prompt,
+    conversation_id: str,
+    mode: str,
+    sampling: Sampling,
+    request_id: str,
+    expected_tokens: int | None = None,
 ) -> inference_pb2.GenerateRequest:
     """Return the contract's request. Raises InvalidRequest.
 
-    A request id is always there: the router knows attempts at one request by it.
+    A request id and a seed are always there: by them the service knows the attempts at one request.
     """
     if mode not in MODES:
         raise InvalidRequest(f"mode: {mode!r} is not allowed; use one of {', '.join(MODES)}")
@@ -100,7 +110,10 @@ def request_of(
         conversation_id=conversation_id,
         prompt_mode=MODES[mode],
         sampling_params=sampling.to_message(),
+        expected_tokens=expected_tokens,
     )
+    if not request.sampling_params.HasField("seed"):
+        request.sampling_params.seed = secrets.randbits(63)
     if isinstance(prompt, str):
         request.text = prompt
         return request
@@ -119,9 +132,3 @@ def request_of(
     else:
         raise InvalidRequest("prompt: give a text, a sequence of token ids, or a sequence of messages")
     return request
-
-
-def is_repeatable(request: inference_pb2.GenerateRequest) -> bool:
-    """Return whether running the request twice leaves the conversation as running it once does: it must not append."""
-    is_whole = request.prompt_mode == inference_pb2.PROMPT_MODE_WHOLE_HISTORY or request.HasField("chat")
-    return not request.conversation_id or is_whole

@@ -55,6 +55,23 @@ class Alternative:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Failover:
+    """Loss of a turn's ring of a role, after so many tokens of the answer, and the rings on which the turn went on.
+
+    `new_tokens` of prompt and answer were computed again. `lost_seconds` passed from the loss to the next token.
+    """
+
+    role: str
+    cause: str
+    after_tokens: int
+    prefill_ring: str
+    decode_ring: str
+    new_tokens: int
+    cached_tokens: int
+    lost_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class RingAlternative:
     """Predicted time of the turn on one ring of `num_ranks` ranks of `tp` processes, in seconds.
 
@@ -98,6 +115,7 @@ class Plan:
     chunks: tuple[Chunk, ...]
     alternatives: tuple[Alternative, ...]
     ring_alternatives: tuple[RingAlternative, ...]
+    failovers: tuple[Failover, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,9 +144,14 @@ class Answer:
 
 
 class AnswerReader:
-    """Reader of one turn's responses. `plan` is set after the first response, `answer` after the last."""
+    """Reader of one turn's responses. `plan` is set after the first response, `answer` after the last.
 
-    def __init__(self) -> None:
+    `remembered_tokens` are those of the conversation: before a turn that is refused, after one that has ended well, and
+    None between.
+    """
+
+    def __init__(self, remembered_tokens: int | None = None) -> None:
+        self.remembered_tokens = remembered_tokens
         self.plan: Plan | None = None
         self.answer: Answer | None = None
         self._start = inference_pb2.GenerateStart()
@@ -138,6 +161,7 @@ class AnswerReader:
         """Return the piece that a response brings, if any."""
         if response.HasField("start"):
             self._start = response.start
+            self.remembered_tokens = None
             self.plan = MAPPER.from_message(Plan, response.start.plan)
             return None
         if response.HasField("chunk"):
@@ -145,6 +169,7 @@ class AnswerReader:
             return Piece(text=response.chunk.text, token_ids=tuple(response.chunk.token_ids))
         complete = response.complete
         self.plan = MAPPER.from_message(Plan, complete.plan)
+        self.remembered_tokens = complete.usage.prompt_tokens + complete.usage.completion_tokens
         self.answer = Answer(
             request_id=self._start.request_id,
             conversation_id=self._start.conversation_id,

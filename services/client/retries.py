@@ -1,14 +1,13 @@
-"""Retries of a turn: only before its first token, and only where a second attempt cannot run the turn twice.
-
-Every attempt has the same request id; the router runs one attempt of an id at a time.
+"""Retries of a turn. Every attempt has the same request id, by which the service knows them for one request.
 
 | what failed | tried again |
 |---|---|
-| no room (`CapacityExceeded`) | yes: the turn was refused whole |
-| no ring, or a gateway that stops (`NotBegun`) | yes: the same |
-| a process could not be reached (`Unavailable`) | where the request is repeatable: its progress is unknown |
-| the request id still runs (`Busy`) | after such a loss: our own first attempt is being ended |
-| anything else, or anything after the first token | no |
+| no room (`CapacityExceeded`), no ring (`NotBegun`) | the turn was refused whole: a few times |
+| the request id still runs (`Busy`) | after such a failure: our own first attempt is being ended |
+| the gateway is gone or stops (`Unreachable`, `Stopping`) | it goes on behind the tokens that came, for some seconds |
+| anything else | no: the gateway itself has tried what helps |
+
+A turn goes on at the same gateway or another. It has the tokens, the text and the account of a single attempt.
 """
 
 from __future__ import annotations
@@ -16,48 +15,67 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from cp_core.errors import Busy, CapacityExceeded, NotBegun, RingserveError, Unavailable
+from cp_core.errors import Busy, CapacityExceeded, NotBegun, RingserveError, Stopping, Unreachable
 
 
 @dataclass(frozen=True, kw_only=True)
 class RetryPolicy:
-    """Bounds of retries. The delay doubles from attempt to attempt, and is never shorter than the server asks for."""
+    """Bounds of retries. The delay doubles from attempt to attempt, and is never shorter than the server asks for.
+
+    A refused turn has `max_attempts` attempts in a row. A lost one is resumed for `resume_seconds` after its loss, or
+    after its latest token if there was one since; 0: never.
+    """
 
     max_attempts: int = 4
     first_delay_seconds: float = 0.2
     max_delay_seconds: float = 5.0
+    resume_seconds: float = 30.0
 
 
-NO_RETRIES = RetryPolicy(max_attempts=1)
+NO_RETRIES = RetryPolicy(max_attempts=1, resume_seconds=0.0)
+MAX_RESUMPTIONS = 1000
+"""Resumptions of one turn: a gateway that ends its streams again and again is no way to read an answer."""
+
+MAX_LOST_DELAY_SECONDS = 1.0
+"""Seconds between two attempts to find a gateway that is started again."""
+
+
+def is_lost(error: RingserveError) -> bool:
+    """Return whether a turn may run on, or have ended, after its stream failed so."""
+    return isinstance(error, Unreachable | Stopping)
 
 
 class Retries:
     """Attempts at one request. `deadline` is a time of the caller's clock, None where there is none."""
 
-    def __init__(self, policy: RetryPolicy, *, is_repeatable: bool, deadline: float | None) -> None:
+    def __init__(self, policy: RetryPolicy, *, deadline: float | None) -> None:
         self._policy = policy
-        self._is_repeatable = is_repeatable
         self._deadline = deadline
-        self._failed = 0
-        self._was_lost = False
+        self._num_failed = 0  # in a row
+        self._num_resumed = 0
+        self._lost_at: float | None = None
+        self._has_begun = False  # an attempt of ours may run
 
     def delay_after(self, error: RingserveError, *, has_tokens: bool, now: float) -> float | None:
-        """Return the seconds until the next attempt; None: there is none."""
-        self._failed += 1
-        if has_tokens or self._failed >= self._policy.max_attempts or not self._may_repeat(error):
+        """Return the seconds until the next attempt; None: there is none. `has_tokens`: the latest one brought some."""
+        if has_tokens:
+            self._num_failed, self._lost_at = 0, None
+        self._num_failed += 1
+        if not self._may_repeat(error, now):
             return None
-        delay = min(self._policy.first_delay_seconds * 2 ** (self._failed - 1), self._policy.max_delay_seconds)
+        longest = min(self._policy.max_delay_seconds, MAX_LOST_DELAY_SECONDS) if is_lost(error) else None
+        delay = self._policy.first_delay_seconds * 2 ** (self._num_failed - 1)
+        delay = min(delay, longest or self._policy.max_delay_seconds)
         # Many clients are refused at once; a random delay spreads their next attempts.
         hint = error.retry_after_seconds if isinstance(error, CapacityExceeded) else None
         delay = max(delay * random.uniform(0.5, 1.0), hint or 0.0)
         return None if self._deadline is not None and now + delay >= self._deadline else delay
 
-    def _may_repeat(self, error: RingserveError) -> bool:
-        if isinstance(error, CapacityExceeded):
-            return True
-        if isinstance(error, Busy):
-            return self._was_lost
-        if isinstance(error, NotBegun) or (isinstance(error, Unavailable) and self._is_repeatable):
-            self._was_lost = True
-            return True
-        return False
+    def _may_repeat(self, error: RingserveError, now: float) -> bool:
+        if is_lost(error):
+            self._num_resumed, self._has_begun = self._num_resumed + 1, True
+            self._lost_at = now if self._lost_at is None else self._lost_at
+            return now - self._lost_at < self._policy.resume_seconds and self._num_resumed <= MAX_RESUMPTIONS
+        was_refused = isinstance(error, CapacityExceeded | NotBegun) or (isinstance(error, Busy) and self._has_begun)
+        self._has_begun = self._has_begun or isinstance(error, NotBegun)
+        return was_refused and self._num_failed < self._policy.max_attempts

@@ -221,6 +221,11 @@ class Conversation:
         self._loop = loop
         self.conversation_id = conversation.conversation_id
 
+    @property
+    def remembered_tokens(self) -> int | None:
+        """Tokens that the next turn expects the service to remember; None where that is not known here."""
+        return self._conversation.remembered_tokens
+
     def ask(self, prompt: Prompt, **options: Unpack[TurnOptions]) -> Answer:
         """Run the next turn to its end."""
         return self._loop.run(self._conversation.ask(prompt, **options))

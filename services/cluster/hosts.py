@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from cp_core.cost.profile import HardwareProfile, read_profile
 from cp_core.cost.selector import EmpiricalFit
 from cp_core.errors import ConfigError
 from orchestration.decode.leader import DecodeLeader
+from orchestration.journal.journal import SqliteJournal
 from orchestration.placement.planner import Planner, PlannerSettings
 from orchestration.prefill.leader import PrefillLeader
 from orchestration.protocol.rings import RingEvent, RingSettings
@@ -28,7 +30,7 @@ from services.config import Config, RouterConfig
 from services.config.rings import Pool
 from services.rpc.health import HealthWatch
 from services.rpc.peers import GrpcPeers
-from services.rpc.server import GrpcServer
+from services.rpc.server import EPOCH_KEY, GrpcServer
 from services.rpc.servicers import RingServicer, RouterServicer
 from services.telemetry.logs import set_up_logs
 from services.telemetry.metrics.endpoint import MetricsEndpoint, metrics_page, probe_pages
@@ -55,14 +57,20 @@ def reachable(address: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class RouterHost:
-    """Builder of the router. Picklable: an actor calls it."""
+    """Builder of the router. Picklable: an actor calls it. `journal` is a directory; empty: nothing survives."""
 
     config: Config
     model: ModelInfo
     profile: HardwareProfile | None = None
+    journal: str = ""
 
     def __call__(self) -> RunningRouter:
         return RunningRouter(self)
+
+    @property
+    def model_name(self) -> str:
+        """Name of the model whose token ids the journal has."""
+        return Path(self.config.model.path).name
 
 
 class RunningRouter:
@@ -72,7 +80,8 @@ class RunningRouter:
         set_up_logs("router", host.config.logs.level, host.config.logs.format)
         self._config = host.config
         self._tls = host.config.internal_tls.files
-        self._peers = GrpcPeers(self._tls)
+        journal = SqliteJournal(Path(host.journal), host.model_name) if host.journal else None
+        self._peers = GrpcPeers(self._tls, host.config.timeouts.lost)
         router = host.config.router
         self._planner = Planner(
             host.model,
@@ -91,10 +100,13 @@ class RunningRouter:
             max_waiting_turns=router.max_waiting_turns,
             control_timeout=host.config.timeouts.control,
             transfer_timeout=host.config.timeouts.transfer,
+            retain_prompts=router.retain_prompts,
             max_positions=host.model.max_positions,
             return_seconds=host.config.timeouts.start + RETURN_SECONDS,
+            ring_lease=host.config.timeouts.lost,
         )
-        self._router = Router(settings, self._planner, self._peers)
+        self._router = Router(settings, self._planner, self._peers, journal=journal)
+        self._peers.epoch = journal.epoch if journal else 0
         self._server: GrpcServer | None = None
         self._metrics: MetricsEndpoint | None = None
 
@@ -107,6 +119,7 @@ class RunningRouter:
             self._metrics = MetricsEndpoint("metrics.router", self._config.metrics.router, pages)
             servicer.metrics_endpoint = reachable(self._metrics.address)
         servicer.register(self._server)
+        self._router.restore()
         return reachable(await self._server.start(self._config.router.listen))
 
     def _view(self) -> RouterView:
@@ -119,6 +132,8 @@ class RunningRouter:
         )
         return RouterView(
             conversations=self._router.num_conversations,
+            unnamed_conversations=self._router.num_unnamed,
+            prefix_tokens=self._router.prefix_tokens,
             running_turns=self._router.num_running,
             turns_waiting_for_rings=self._router.num_waiting_for_rings,
             rings=tuple(rings),
@@ -127,10 +142,10 @@ class RunningRouter:
         )
 
     async def measure(self) -> None:
-        """Do nothing: a router has nothing to measure."""
+        """Do nothing: a router has nothing to measure. Its answer tells that it lives."""
 
     async def wait_event(self) -> RingEvent:
-        """Wait for a ring that has left and is to be started again."""
+        """Wait for a ring that has left and is to be started again, or whose leader is silent."""
         return await self._router.next_return()
 
     async def stop(self) -> None:
@@ -221,6 +236,9 @@ class LeaderHost:
             control_timeout=timeouts.control,
             transfer_timeout=timeouts.transfer,
             stuck_timeout=timeouts.stuck,
+            announce_interval=timeouts.heartbeat,
+            watch_interval=timeouts.heartbeat,
+            lost_timeout=timeouts.lost,
         )
 
 
@@ -231,7 +249,7 @@ class RunningLeader:
         set_up_logs(host.name, host.config.logs.level, host.config.logs.format, ring=host.name)
         self._host = host
         self._tls = host.config.internal_tls.files
-        self._peers = GrpcPeers(self._tls)
+        self._peers = GrpcPeers(self._tls, host.config.timeouts.lost)
         self._server: GrpcServer | None = None
         self._leader: RingLeader | None = None
         self._tracer = tracer_for(host.config.tracing, host.name)
@@ -242,7 +260,7 @@ class RunningLeader:
     async def start(self) -> str:
         """Start the server, then the ring: a ready ring is announced by its endpoint."""
         host = self._host
-        server = self._server = GrpcServer(peer_server(self._tls))
+        server = self._server = GrpcServer(peer_server(self._tls), admit=self._check_epoch)
         router = self._peers.router(host.router_endpoint)
         ranks = RayRanks(host.name, host.resources())
         leader: RingLeader
@@ -250,7 +268,7 @@ class RunningLeader:
             leader = PrefillLeader(host.settings(), ranks, self._peers, router.register_ring)
         else:
             leader = DecodeLeader(host.settings(), ranks, self._peers, router, router.register_ring)
-        RingServicer(leader).register(server)
+        RingServicer(leader, host.config.timeouts.heartbeat).register(server)
         leader.tracer = self._tracer
         leader.has_left = self._drained  # `wait_event` waits for it already
         self._leader = leader
@@ -266,6 +284,12 @@ class RunningLeader:
             await _close(self._metrics)
             raise
         return endpoint
+
+    def _check_epoch(self, metadata: Mapping[str, str]) -> None:
+        """Refuse the call of a router that another has replaced. Raises StaleIncarnation."""
+        epoch = metadata.get(EPOCH_KEY, "")
+        if self._leader is not None and epoch.isdecimal():
+            self._leader.check_epoch(int(epoch))
 
     async def _fault(self) -> str:
         """Return why the ring does not serve, or nothing."""

@@ -6,8 +6,11 @@ runs ──fails──> started again                  runs ──ring has drain
 from __future__ import annotations
 
 import logging
+import os
+import signal
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -53,6 +56,7 @@ class RayLeader:
         self.actor = host_actor(name, f"{host.name} leader", host)
         self.serves = self.actor.start.remote()
         self.started_at = time.monotonic()
+        self._pid = self.actor.pid.remote()
         self._leaves = self.actor.wait_event.remote()  # answers when the ring has drained, or by failing
 
     def has_left(self) -> bool:
@@ -77,6 +81,10 @@ class RayLeader:
         self.kill()
 
     def kill(self) -> None:
+        """End the process, also one that stands still and hears nothing of Ray. Its ranks end with it."""
+        if is_done(self._pid) and not _has_failed(self._pid):
+            with suppress(ProcessLookupError):
+                os.kill(ray.get(self._pid), signal.SIGKILL)  # on this node: see `host_actor`
         ray.kill(self.actor)
 
 
@@ -125,12 +133,23 @@ class RingKeeper(Generic[L]):
         self._leaders[host.name] = self._start(host, f"{host.name}-{self._num_made}")
 
     def want(self, event: RingEvent) -> None:
-        """Note that a ring which has left, or is about to, is to be started again."""
+        """Note that a ring which has left, or is about to, is to be started again, or replace a silent leader."""
+        if event.silent_seconds:
+            self._replace_silent(event)
+            return
         away = self._away.get(event.ring)
         if away is not None:
             away.wanted = event
         elif event.ring in self._leaders:
             self._wanted[event.ring] = event
+
+    def _replace_silent(self, event: RingEvent) -> None:
+        """Kill a leader that stands still, and start another. A leader that started since has not been silent."""
+        leader = self._leaders.get(event.ring)
+        if leader is not None and leader.started_at < self._clock() - event.silent_seconds:
+            log.warning("the leader of ring %s gives no sign of life; it is killed and started again", event.ring)
+            leader.kill()
+            self.make(leader.host)
 
     def look(self) -> None:
         """Stop the leaders of rings that have drained; restart leaders that failed and rings that are wanted."""

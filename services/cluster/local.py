@@ -6,13 +6,9 @@ It ends what it started, by handle: Ray with its driver, the gateway by its proc
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-import os
 import shutil
 import socket
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -26,20 +22,22 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from cp_core.errors import ConfigError, RingserveError, Unavailable
-from orchestration.ring.actors import host as host_actor
+from orchestration.protocol.rings import HEARTBEAT_SECONDS
 from services.auth.sections import check_files
 from services.cluster.capacity import check_fits, dtype_advice, this_machine
+from services.cluster.gateway import GatewayKeeper
 from services.cluster.hosts import LeaderHost, RouterHost, router_profile
-from services.cluster.leaders import RayLeader, RingKeeper, is_done, is_node_alive
+from services.cluster.leaders import RayLeader, RingKeeper, is_node_alive
 from services.cluster.operator import RouterAccess, drain_all
 from services.cluster.ray_guard import (
     check_guarded,
     end_left_behind,
+    families,
     reason_of,
     start_own_ray,
     tame_output,
-    without_ray_token,
 )
+from services.cluster.router import SILENT_SECONDS, RayRouter, RouterKeeper
 from services.cluster.stopping import check_stop, keeping_handlers, run_until_set
 from services.config import Config
 from services.gateway.settings import GatewaySettings
@@ -50,16 +48,10 @@ from workers.model.info import multiplies_bfloat16, read_model_info, tensor_shar
 
 log = logging.getLogger(__name__)
 
-ROUTER_NAME = "router"
-GATEWAY_STOP_SECONDS = 30.0
-"""Seconds for the gateway to end: its turns have 2 s, the rings 3, its last responses 2, twice that on a busy machine.
-"""
 ACTORS_STOP_SECONDS = 10.0
 POLL_SECONDS = 0.2
 JOIN_SECONDS = 1.0
 """Seconds between two attempts to join a Ray cluster."""
-RESTART_WAITS = (0.5, 1.0, 2.0, 4.0, 8.0)
-"""Seconds between attempts to restart a gateway: a connection of another program may hold its port for a while."""
 
 
 class LocalCluster:
@@ -67,7 +59,8 @@ class LocalCluster:
 
     `progress` gets one line for each stage. A gateway that is told to end lets its turns go on for `drain_seconds`.
     With `config.ray.address` the cluster runs on that Ray cluster, which it leaves as it was. Router and leaders run on
-    the node of this process, where gateways and Prometheus find them.
+    the node of this process, where gateways and Prometheus find them. What the router is to remember after its death
+    is in the directory `journal`; empty: nothing.
     """
 
     def __init__(
@@ -78,22 +71,23 @@ class LocalCluster:
         *,
         with_gateway: bool = True,
         drain_seconds: float = 0.0,
+        journal: str = "",
     ) -> None:
         self._config = config
+        self._journal = journal
         self._progress = progress
         self._with_gateway = with_gateway
         self._drain_seconds = drain_seconds
         self._stopped = stopped or threading.Event()
         # Each cluster has one of its own: names of a cluster that has just ended do not collide.
         self._namespace = f"ringserve-{uuid.uuid4().hex[:8]}"
+        # Other children of this process, such as the resource tracker of multiprocessing, are not ended with Ray.
+        self._own_ray: list[psutil.Process] = []
         self._temp = Path(tempfile.mkdtemp(prefix="ringserve-"))
         self._rings = RingKeeper(RayLeader, is_node_alive)
-        self._router: Any = None
-        self._gateway: subprocess.Popen[bytes] | None = None
+        self._router: RouterKeeper | None = None
+        self._gateway: GatewayKeeper | None = None
         self.rings_serving = 0
-        self.gateway_address = ""
-        self.http_address = ""
-        self.metrics_address = ""
         self.router_endpoint = ""
 
     def start(self) -> None:
@@ -133,8 +127,13 @@ class LocalCluster:
             self._progress("starting Ray")
             self._start_ray()
         self._progress("starting the router")
-        self._router = host_actor(ROUTER_NAME, ROUTER_NAME, RouterHost(config=config, model=model, profile=profile))
-        self.router_endpoint = self._result(self._router.start.remote())
+        router_host = RouterHost(config=config, model=model, profile=profile, journal=self._journal)
+        silent = SILENT_SECONDS if self._journal else config.timeouts.stuck
+        self._router = RouterKeeper(router_host, RayRouter, silent_seconds=silent)
+        router = self._router.process
+        assert isinstance(router, RayRouter), "just made"
+        self.router_endpoint = self._result(router.serves)
+        self._router.serves_at(self.router_endpoint)
         hosts = [
             LeaderHost(
                 config=config,
@@ -149,15 +148,20 @@ class LocalCluster:
         ]
         self._progress(f"starting {len(hosts)} rings{' and a gateway' if self._with_gateway else ''}")
         if self._with_gateway:
-            self._start_gateway(path)
+            self._gateway = GatewayKeeper(
+                self._gateway_settings(path),
+                start_seconds=config.timeouts.start,
+                silent_seconds=config.timeouts.lost + HEARTBEAT_SECONDS,
+            )
+            self._gateway.start()
         for host in hosts:
             self._rings.make(host)
         for leader in self._rings.leaders:
             self._result(leader.serves)
             self.rings_serving += 1
             self._progress(f"ring {leader.host.name} serves")
-        if self._with_gateway:
-            self._await_gateway()
+        if self._gateway is not None:
+            self._gateway.await_serving()
             scheme = "https" if config.tls.files else "http"
             http = f", OpenAI's HTTP at {scheme}://{self.http_address}/v1" if self.http_address else ""
             self._progress(f"gateway serves at {self.gateway_address}{http}")
@@ -167,7 +171,7 @@ class LocalCluster:
 
     def _start_ray(self) -> None:
         needed = sum(pool.num_threads for pool in self._config.pools)
-        start_own_ray(max(1, needed), self._namespace, self._temp)
+        self._own_ray = start_own_ray(max(1, needed), self._namespace, self._temp)
 
     def _join_ray(self) -> None:
         """Join a Ray cluster, which may still be starting: it has the start timeout.
@@ -209,18 +213,19 @@ class LocalCluster:
         except RayError as error:
             raise Unavailable(f"the cluster did not start: {error}") from error
 
-    def _start_gateway(self, model_path: Path) -> None:
+    def _gateway_settings(self, model_path: Path) -> GatewaySettings:
         config = self._config
-        settings = GatewaySettings(
-            listen=self.gateway_address or config.gateway.listen,
-            http=self.http_address or config.gateway.http,
-            metrics=self.metrics_address or config.gateway.metrics,
+        return GatewaySettings(
+            listen=config.gateway.listen,
+            http=config.gateway.http,
+            metrics=config.gateway.metrics,
             router=self.router_endpoint,
             model=str(model_path),
             model_name=config.gateway.model_name or _model_name(config.model.path),
             dtype=config.model.dtype,
             device=config.model.device,
             max_seconds=config.gateway.max_seconds,
+            max_calls=config.gateway.max_calls,
             log_level=config.logs.level,
             log_format=config.logs.format,
             metric_names=config.metrics.also_as,
@@ -229,49 +234,35 @@ class LocalCluster:
             tokens=config.auth.tokens,
             tls=config.tls.files,
             peer_tls=config.internal_tls.files,
+            lost_seconds=config.timeouts.lost,
             tracing=config.tracing,
         )
-        command = [sys.executable, "-m", "services.gateway.process", "--settings", settings.to_json()]
-        # A session of its own: Ctrl-C reaches this process alone, which then ends the gateway in order.
-        self._gateway = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,
-            env=without_ray_token(os.environ),
-        )
 
-    def _await_gateway(self) -> None:
-        assert self._gateway is not None, "no gateway was started"
-        line = _read_line(self._gateway, self._config.timeouts.start)
-        if not line:
-            raise ConfigError("the gateway did not start; its reason is above")
-        addresses = json.loads(line)
-        self.gateway_address, self.metrics_address = addresses["gateway"], addresses["metrics"]
-        self.http_address = addresses["http"]
+    @property
+    def gateway_address(self) -> str:
+        """Address of the gateway's gRPC server; empty without a gateway."""
+        return self._gateway.settings.listen if self._gateway else ""
 
-    def _restart_gateway(self) -> None:
-        """Start the gateway at its former addresses. Raises ConfigError where it fails every time."""
-        for seconds in (*RESTART_WAITS, None):
-            self._start_gateway(resolve_model_path(self._config.model.path))
-            try:
-                return self._await_gateway()
-            except ConfigError:
-                if seconds is None or self._stopped.wait(seconds):
-                    raise
+    @property
+    def http_address(self) -> str:
+        """Address of the gateway's HTTP server; empty without."""
+        return self._gateway.settings.http if self._gateway else ""
+
+    @property
+    def metrics_address(self) -> str:
+        """Address of the gateway's metrics; empty without."""
+        return self._gateway.settings.metrics if self._gateway else ""
 
     def watch(self) -> None:
-        """Restart a leader or gateway that died, until stopped. Raises Unavailable when the router died."""
-        wanted = self._router.wait_event.remote()
+        """Restart a router, leader or gateway that died, until stopped. Raises Unavailable, ConfigError."""
+        assert self._router is not None, "the cluster has started"
         while not self._stopped.wait(POLL_SECONDS):
-            if is_done(wanted):
-                self._rings.want(_from_router(wanted))
-                wanted = self._router.wait_event.remote()
+            event = self._router.look()
+            if event is not None:
+                self._rings.want(event)
             self._rings.look()
-            gateway = self._gateway
-            if gateway is not None and gateway.poll() is not None:
-                log.warning("the gateway died (exit %s) and is started again", gateway.returncode)
-                self._restart_gateway()
+            if self._gateway is not None:
+                self._gateway.look(self._stopped)
 
     def drain(self, insisted: threading.Event) -> None:
         """Let running turns end, within `drain_seconds` and until `insisted` is set; new ones are refused."""
@@ -291,11 +282,11 @@ class LocalCluster:
     def stop(self) -> None:
         """End everything that `start` began. Idempotent; safe after a start that failed half way."""
         if self._gateway is not None:
-            _end_process(self._gateway)
+            self._gateway.end()
             self._gateway = None
         if ray.is_initialized():
             self._stop_actors()
-            own = [] if self._config.ray.address else psutil.Process().children(recursive=True)
+            own = families(self._own_ray)
             try:
                 ray.shutdown()
             except OSError as error:  # its processes end by themselves meanwhile, and their files with them
@@ -305,8 +296,8 @@ class LocalCluster:
 
     def _stop_actors(self) -> None:
         stops = [leader.actor.stop.remote() for leader in self._rings.leaders]
-        if self._router is not None:
-            stops.append(self._router.stop.remote())
+        if self._router is not None and isinstance(self._router.process, RayRouter):
+            stops.append(self._router.process.actor.stop.remote())
         done, late = ray.wait(stops, num_returns=len(stops), timeout=ACTORS_STOP_SECONDS) if stops else ([], [])
         if late:
             log.warning("%d of %d actors did not stop in time and are ended with Ray", len(late), len(done) + len(late))
@@ -315,14 +306,6 @@ class LocalCluster:
 def _model_name(path: str) -> str:
     """Return the name of the model over HTTP where the configuration gives none."""
     return path if path.startswith(BUILTIN_PREFIX) else Path(path).name
-
-
-def _from_router(reference: Any) -> Any:
-    """Return the answer of the router's actor. Raises Unavailable where it is dead."""
-    try:
-        return ray.get(reference)
-    except RayError as error:
-        raise Unavailable("the router died; conversations are lost, start the cluster again") from error
 
 
 def _check_free(addresses: Mapping[str, str]) -> None:
@@ -347,22 +330,3 @@ def _why_taken(address: str) -> str:
         except OSError as error:
             return error.strerror or str(error)
     return ""
-
-
-def _read_line(process: subprocess.Popen[bytes], timeout: float) -> bytes:
-    """Return the first line of a process, or nothing if it ends or `timeout` seconds pass before."""
-    lines: list[bytes] = []
-    assert process.stdout is not None
-    reader = threading.Thread(target=lambda: lines.append(process.stdout.readline()), daemon=True)  # type: ignore[union-attr]
-    reader.start()
-    reader.join(timeout)
-    return lines[0] if lines else b""
-
-
-def _end_process(process: subprocess.Popen[bytes]) -> None:
-    process.terminate()
-    try:
-        process.wait(GATEWAY_STOP_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()

@@ -36,12 +36,15 @@ OWN_SOURCES = ("raylet", "autoscaler")
 log = logging.getLogger(__name__)
 
 
-def start_own_ray(num_cpus: int, namespace: str, directory: Path) -> None:
-    """Start a Ray for this process and its children alone. Raises Unavailable, and leaves nothing behind then."""
+def start_own_ray(num_cpus: int, namespace: str, directory: Path) -> list[psutil.Process]:
+    """Start a Ray for this process and its children alone; return those of its processes that this one is to end.
+
+    Raises Unavailable, and leaves nothing behind then.
+    """
     _make_token()
     tame_output()
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    others = set(psutil.Process().children(recursive=True))
+    others = set(psutil.Process().children())
     try:
         with keeping_handlers():
             ray.init(
@@ -55,8 +58,18 @@ def start_own_ray(num_cpus: int, namespace: str, directory: Path) -> None:
                 logging_level=logging.WARNING,
             )
     except Exception as error:  # Ray raises nothing narrower where its processes do not start in time
-        end_left_behind(set(psutil.Process().children(recursive=True)) - others)
+        end_left_behind(families(set(psutil.Process().children()) - others))
         raise Unavailable(f"Ray did not start: {reason_of(error)}") from error
+    return list(set(psutil.Process().children()) - others)
+
+
+def families(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
+    """Return these processes and all their descendants; those that have ended have none."""
+    members = list(processes)
+    for process in list(members):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            members.extend(process.children(recursive=True))
+    return members
 
 
 def end_left_behind(processes: Iterable[psutil.Process]) -> None:

@@ -48,6 +48,7 @@ def check(config: Config) -> None:
     _within("prefill.step_budget", config.prefill.step_budget, 0, 1e15)
     _within("prefill.step_seconds", config.prefill.step_seconds, 0, 3600)
     _within("prefill.min_chunk_tokens", config.prefill.min_chunk_tokens, 1, 1 << 24)
+    _within("prefill.whole_tokens", config.prefill.whole_tokens, 0, 1 << 24)
     _within("prefill.ageing_seconds", config.prefill.ageing_seconds, 0.001, 86_400)
     _within("prefill.max_queue_work", config.prefill.max_queue_work, 1, 1e15)
     _within("decode.max_batch", config.decode.max_batch, 1, 4096)
@@ -72,7 +73,13 @@ def check(config: Config) -> None:
         _within(f"router.{key}", getattr(config.router, key), -1e6, 1e6)
     for item in fields(config.timeouts):
         _within(f"timeouts.{item.name}", getattr(config.timeouts, item.name), 0.1, 86_400)
+    if config.timeouts.lost < 2 * config.timeouts.heartbeat:
+        raise ConfigError(
+            f"timeouts.lost: {config.timeouts.lost:g} s is too short for a heartbeat every "
+            f"{config.timeouts.heartbeat:g} s; allowed is twice that or more"
+        )
     _within("gateway.max_seconds", config.gateway.max_seconds, 0.1, 86_400)
+    _within("gateway.max_calls", config.gateway.max_calls, 1, 1_000_000)
     _address("gateway.listen", config.gateway.listen)
     _address("router.listen", config.router.listen)
     for key in ("http", "metrics"):

@@ -110,9 +110,10 @@ class PrefillConfig:
     A step aims to take at most `step_seconds`, by the rates that the ring measured at its start: about as long as a
     short prompt may wait for a step of others; 0 sets no limit. In a step of a lone turn on CPUs each layer aims to
     take at most as long, as shorter turns run between its layers. Long prompts are cut accordingly, into chunks of at
-    least `min_chunk_tokens`. `fuse` lets a step hold tokens of several turns. `interleave` lets other turns run between
-    the chunks of a long one. `ageing_seconds` of waiting make up for one step of priority. A ring whose queue holds
-    `max_queue_work` work units refuses more.
+    least `min_chunk_tokens`. `fuse` lets a step hold tokens of several turns. New prompts of one step with at most
+    `whole_tokens` tokens lie whole on a rank each, without messages, where that loads the ranks evenly. `interleave`
+    lets other turns run between the chunks of a long one. `ageing_seconds` of waiting make up for one step of priority.
+    A ring whose queue holds `max_queue_work` work units refuses more.
     """
 
     rings: int = 1
@@ -122,6 +123,7 @@ class PrefillConfig:
     step_budget: float = 0.0
     step_seconds: float = 0.15
     min_chunk_tokens: int = 256
+    whole_tokens: int = 512
     fuse: bool = True
     interleave: bool = True
     ageing_seconds: float = 10.0
@@ -136,6 +138,7 @@ class PrefillConfig:
             step_budget=self.step_budget,
             step_seconds=self.step_seconds,
             min_chunk_tokens=self.min_chunk_tokens,
+            whole_tokens=self.whole_tokens,
             fuse=self.fuse,
             interleave=self.interleave,
             ageing_seconds=self.ageing_seconds,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from orchestration.protocol.rings import HEARTBEAT_SECONDS, LOST_SECONDS
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
@@ -19,6 +21,10 @@ class ModelConfig:
     ring_transport: str = "auto"
 
 
+AUTO_JOURNAL = "auto"
+"""Value of `router.journal` that lets `ringserve up` choose the directory."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RouterConfig:
     """Router: selection of a turn's algorithm, and conversations.
@@ -31,6 +37,10 @@ class RouterConfig:
     KV that only the decode ring retains is pulled, computed again, or treated in the way predicted to be faster
     (`missing_kv`: pull, recompute, auto). A conversation that names no time to live is deleted
     `conversation_ttl_seconds` after its last use (0: never); at most `max_waiting_turns` wait for one.
+    `retain_prompts`: prompts share the KV of earlier ones that begin alike, also of those without a conversation.
+
+    `journal` is the directory of what survives the router's death: conversations and running turns. "auto" takes one
+    for the cluster's name and model beside its state file; with "" a router that dies forgets everything.
     """
 
     selector: str = "auto"
@@ -44,6 +54,8 @@ class RouterConfig:
     max_conversations: int = 10_000
     conversation_ttl_seconds: float = 0.0
     max_waiting_turns: int = 64
+    retain_prompts: bool = True
+    journal: str = AUTO_JOURNAL
     listen: str = "127.0.0.1:0"
 
 
@@ -52,7 +64,8 @@ class GatewayConfig:
     """Gateway: gRPC at `listen`, OpenAI's HTTP at `http`, Prometheus at `metrics`. Empty switches off the last two.
 
     `model_name` is the model's name over HTTP; empty takes "builtin:tiny" or the name of the model's directory.
-    `max_seconds` bounds a turn. `insecure` allows listening beyond loopback without TLS or tokens.
+    `max_seconds` bounds a turn, `max_calls` the gRPC calls at a time. `insecure` allows listening beyond loopback
+    without TLS or tokens.
     """
 
     listen: str = "127.0.0.1:50051"
@@ -60,6 +73,7 @@ class GatewayConfig:
     model_name: str = ""
     metrics: str = "127.0.0.1:9464"
     max_seconds: float = 600.0
+    max_calls: int = 4096
     insecure: bool = False
 
 
@@ -93,13 +107,19 @@ class RayConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TimeoutConfig:
-    """Deadlines between our own processes, in seconds."""
+    """Deadlines between our own processes, in seconds.
+
+    Leaders, ranks and streams of tokens give a sign of life every `heartbeat`. One that gives none for `lost` counts as
+    lost: its turns end, and its process is replaced.
+    """
 
     start: float = 120.0
     step: float = 300.0
     control: float = 20.0
     transfer: float = 60.0
     stuck: float = 60.0
+    heartbeat: float = HEARTBEAT_SECONDS
+    lost: float = LOST_SECONDS
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,14 +12,16 @@ import os
 import signal
 import sys
 from collections.abc import Awaitable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from prometheus_client.registry import Collector
 
 from cp_core.errors import RingserveError
-from orchestration.protocol.views import service_fault
+from orchestration.protocol.rings import HEARTBEAT_SECONDS
 from ringserve.v1 import inference_pb2_grpc
 from services.auth.authenticator import Authenticator, TokenFile
+from services.gateway.failover import ROUTER_SECONDS
 from services.gateway.openai.app import HttpApi
 from services.gateway.openai.server import HttpServer
 from services.gateway.requests import RequestReader
@@ -44,17 +46,21 @@ FLUSH_SECONDS = 2.0
 
 
 async def serve(settings: GatewaySettings) -> None:
-    """Serve until told to stop. The first line on standard output is JSON: the addresses listened on."""
+    """Serve until told to stop. The first line on standard output is JSON: the addresses listened on.
+
+    With a parent to follow, each later line is a sign of life.
+    """
     path = resolve_model_path(settings.model)
     model = read_model_info(path, settings.dtype, Path(settings.model).name, settings.device)
     codec = TextCodec(path)
     authenticator = Authenticator(_tenants(settings))
-    peers, metrics = GrpcPeers(settings.peer_tls), GatewayMetrics()
+    peers, metrics = GrpcPeers(settings.peer_tls, settings.lost_seconds, ROUTER_SECONDS), GatewayMetrics()
     reader = RequestReader(model, codec, settings.max_seconds)
     router = peers.router(settings.router)
     tracer = tracer_for(settings.tracing, "gateway")
     servicer = InferenceServicer(model, str(path), codec, reader, router, peers, metrics, authenticator, tracer)
-    server = GrpcServer(settings.tls.grpc_credentials() if settings.tls else None)
+    credentials = settings.tls.grpc_credentials() if settings.tls else None
+    server = GrpcServer(credentials, max_calls=settings.max_calls, admit=authenticator.admit)
     server.add(
         "ringserve.v1.Inference", lambda target: inference_pb2_grpc.add_InferenceServicer_to_server(servicer, target)
     )
@@ -66,10 +72,7 @@ async def serve(settings: GatewaySettings) -> None:
         descriptor = sys.stdin.fileno()
         loop.add_reader(descriptor, lambda: None if os.read(descriptor, 4096) else stopped.set())
 
-    async def find_fault() -> str:
-        return service_fault(await router.get_server_info())
-
-    watch = HealthWatch("the gateway", server, find_fault)
+    watch = HealthWatch("the gateway", server, router.find_fault)
     endpoint = _serve_metrics(settings, metrics, peers, watch)
     metrics_address = endpoint.address if endpoint else ""
     api = HttpApi(servicer, _model_name(settings), model.max_positions, authenticator)
@@ -78,13 +81,26 @@ async def serve(settings: GatewaySettings) -> None:
     address = await server.start(settings.listen, is_serving=False)
     watch.start()
     print(json.dumps({"gateway": address, "http": http_address, "metrics": metrics_address}), flush=True)
+    signs = asyncio.create_task(_give_signs()) if settings.follow_stdin else None
     await stopped.wait()
     await watch.close()
     await _close_servers(server, http_server, servicer.end_turns(settings.drain_seconds, hurry), settings.drain_seconds)
     await peers.close()
     await asyncio.to_thread(tracer.close)
+    if signs is not None:
+        signs.cancel()
     if endpoint:
         await asyncio.to_thread(endpoint.close)
+
+
+async def _give_signs() -> None:
+    """Print an empty line at intervals, by which the parent knows that this process lives."""
+    descriptor = sys.stdout.fileno()
+    os.set_blocking(descriptor, False)  # a parent that stands still reads nothing
+    while True:
+        with suppress(BlockingIOError, BrokenPipeError):
+            os.write(descriptor, b"\n")
+        await asyncio.sleep(HEARTBEAT_SECONDS)
 
 
 def _tenants(settings: GatewaySettings) -> TokenFile | None:

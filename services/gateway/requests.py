@@ -11,9 +11,11 @@ from typing import TypeVar
 import numpy as np
 
 from cp_core.errors import InvalidRequest
-from orchestration.protocol.turns import MAX_PRIORITY, PromptMode, TurnRequest
+from orchestration.protocol.plans import PromptMode
+from orchestration.protocol.turns import LostTurn, TurnRequest
 from ringserve.v1 import inference_pb2
 from services.auth.scoped_router import ScopedRouter
+from services.auth.tenants import Tenant
 from services.gateway.text import REPLACEMENT, StopRule, TextCodec
 from services.rpc.wire.contract import prompt_mode_from
 from workers.protocol.prefill_steps import Algorithm, TokenIds
@@ -68,16 +70,34 @@ class RequestReader:
             deadline_seconds=max(deadline, 0.001),
             conversation_ttl_seconds=_time_to_live(request),
             wait=request.wait,
-            priority=_priority(request.priority),
+            priority=_priority(request.priority, router.tenant),
+            no_cache=request.no_cache,
+            expected_tokens=_expected_tokens(request),
             algorithm=_algorithm(request.algorithm),
+            resume=self._resume(request),
         )
+
+    def _resume(self, request: inference_pb2.GenerateRequest) -> LostTurn | None:
+        if not request.HasField("resume"):
+            return None
+        named("request_id", request.request_id)
+        if num_completions(request.sampling_params) > 1:
+            raise InvalidRequest(f"resume: {request.sampling_params.n} answers cannot be resumed; allowed is 1")
+        if not request.sampling_params.HasField("seed"):
+            raise InvalidRequest("resume: sampling_params.seed is not given; give that of the `start` that came")
+        received = np.fromiter(request.resume.received, dtype=np.int64)
+        check_vocabulary("resume.received", received, self._model.vocab_size)
+        return LostTurn(token_ids=tuple(received.tolist()), prompt_tokens=request.resume.prompt_tokens)
 
     def _prompt(self, request: inference_pb2.GenerateRequest) -> TokenIds:
         kind = request.WhichOneof("input")
         if kind == "text":
+            self._check_length("input.text", len(request.text))
             ids = self._codec.encode(request.text)
         elif kind == "chat":
-            ids = self._codec.encode_chat(_messages(request.chat))
+            messages = _messages(request.chat)
+            self._check_length("input.chat", sum(len(content) for _, content in messages))
+            ids = self._codec.encode_chat(messages)
         elif kind == "tokenized":
             ids = np.fromiter(request.tokenized.input_ids, dtype=np.int64)
         else:
@@ -89,6 +109,23 @@ class RequestReader:
             "input.tokenized.input_ids" if kind == "tokenized" else f"input.{kind}", ids, self._model.vocab_size
         )
         return ids
+
+    def _check_length(self, field: str, num_characters: int) -> None:
+        """Refuse a text before its tokens are made: it has more of them than the model has positions."""
+        limit = self._model.max_positions * self._codec.max_characters
+        if num_characters > limit:
+            raise InvalidRequest(
+                f"{field}: {num_characters} characters are too many; the model's {self._model.max_positions} positions "
+                f"hold at most {limit}"
+            )
+
+
+def _expected_tokens(request: inference_pb2.GenerateRequest) -> int | None:
+    if not request.HasField("expected_tokens"):
+        return None
+    if not request.conversation_id:
+        raise InvalidRequest(f"expected_tokens: {request.expected_tokens} is given without a conversation_id")
+    return request.expected_tokens
 
 
 def _time_to_live(request: inference_pb2.GenerateRequest) -> float | None:
@@ -116,7 +153,7 @@ def identifier(field: str, value: str) -> str:
 def named(field: str, value: str) -> str:
     """Check a name that must not be empty, and return it. Raises InvalidRequest."""
     if not value:
-        raise InvalidRequest(f"{field}: '' is not allowed; name a conversation")
+        raise InvalidRequest(f"{field}: '' is not allowed; name a {field.split('_')[0]}")
     return identifier(field, value)
 
 
@@ -127,9 +164,11 @@ def requests_to_abort(names: Sequence[str]) -> list[str]:
     return [identifier(f"request_ids[{place}]", name) for place, name in enumerate(names)]
 
 
-def _priority(value: int) -> int:
-    if abs(value) > MAX_PRIORITY:
-        raise InvalidRequest(f"priority: {value} is out of range; allowed are -{MAX_PRIORITY} to {MAX_PRIORITY}")
+def _priority(value: int, tenant: Tenant) -> int:
+    if not tenant.min_priority <= value <= tenant.max_priority:
+        raise InvalidRequest(
+            f"priority: {value} is out of range; allowed are {tenant.min_priority} to {tenant.max_priority}"
+        )
     return value
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, aclosing, asynccontextmanager, contextmanager
 from dataclasses import replace
@@ -15,14 +16,16 @@ from typing import Any, TypeVar
 
 import grpc
 
-from cp_core.errors import RingserveError, Unavailable
+from cp_core.errors import RingserveError, Stopping
+from orchestration.protocol.plans import TurnPlan
 from orchestration.protocol.ports import Peers, RouterPort
-from orchestration.protocol.turns import TurnPlan, TurnRequest
+from orchestration.protocol.turns import TurnRequest
 from orchestration.protocol.views import ConversationView, ServerView
 from ringserve.v1 import inference_pb2, inference_pb2_grpc
 from services.auth.authenticator import Authenticator, of_grpc
 from services.auth.scoped_router import ScopedRouter
 from services.auth.tenants import Tenant
+from services.gateway.failover import LastingTurn, begun_in_time, replayed
 from services.gateway.requests import RequestReader, identifier, named, num_completions, requests_to_abort, stop_rule
 from services.gateway.text import AnswerText, IncrementalText, StopRule, TextCodec
 from services.gateway.turn_stream import STOPPING, CallsUnderWay, Responses, TurnStream, TurnsUnderWay, merged, turns_of
@@ -137,7 +140,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         if trace.parent:
             turn_request = replace(turn_request, trace_parent=trace.parent)
         self._metrics.began()
-        turn = self._running.add(request_id)
+        turn = self._running.add(request_id, turn_request.deadline_seconds)
+        turn_request = replace(turn_request, reader=uuid.uuid4().hex[:16])
+        num_received = None
+        if turn_request.resume is not None:
+            num_received = len(turn_request.resume.token_ids)
+            turn_request = replayed(turn_request, turn_request.resume)
 
         def completed(complete: inference_pb2.GenerateComplete) -> None:
             nonlocal outcome
@@ -147,25 +155,34 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
         try:
             with turn:
-                begun = await router.begin_turn(turn_request)
+                begun = await begun_in_time(router.begin_turn, turn_request)
             self._note_plan(request_id, begun.turn_id, begun.prompt_tokens, begun.plan)
             trace.planned(begun)
             text = AnswerText(IncrementalText(self._codec), rule)
-            stream = TurnStream(turn_request, begun, text, started, index, router.unscoped)
-            decode = self._peers.leader("decode", begun.decode_endpoint)
-            async with aclosing(stream.responses(decode, turn, completed)) as responses:
+            stream = TurnStream(turn_request, begun, text, started, index, router.unscoped, num_received)
+            if num_received is not None:
+                self._metrics.lost_ring("gateway", True)
+            lasting = LastingTurn(
+                turn_request,
+                begun,
+                router.begin_turn,
+                lambda endpoint: self._peers.leader("decode", endpoint),
+                noted=self._metrics.lost_ring,
+                is_stopping=self._running.stopping.is_set,
+            )
+            async with aclosing(stream.responses(lasting, turn, completed)) as responses:
                 yield responses
         except RingserveError as error:
             outcome = code_of(error).name.lower()
             if self._running.stopping.is_set():
-                raise Unavailable(STOPPING) from error
+                raise Stopping(STOPPING) from error
             raise router.shown(error) from None
         finally:
             self._running.discard(turn)
             self._metrics.ended(outcome, time.monotonic() - started)
             trace.ended(outcome)
             if outcome in UNSETTLED:
-                self._abort_soon(request_id)
+                self._abort_soon(request_id, turn_request.reader)
 
     def _note_plan(self, request_id: str, turn_id: str, prompt_tokens: int, plan: TurnPlan) -> None:
         cached = {source.source: len(source.tokens) for source in plan.cached_sources}
@@ -182,16 +199,19 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             extra={"request_id": request_id, "turn_id": turn_id},
         )
 
-    def _abort_soon(self, request_id: str) -> asyncio.Task[None]:
-        """Abort a turn in the background: the rings may not know that its gateway or client is gone."""
-        task = asyncio.create_task(self._abort(request_id))
+    def _abort_soon(self, request_id: str, reader: str = "") -> asyncio.Task[None]:
+        """Abort a turn in the background: the rings do not know that its client is gone.
+
+        One that another gateway reads meanwhile goes on, where this one's `reader` is given.
+        """
+        task = asyncio.create_task(self._abort(request_id, reader))
         self._aborts.add(task)
         task.add_done_callback(self._aborts.discard)
         return task
 
-    async def _abort(self, request_id: str) -> None:
+    async def _abort(self, request_id: str, reader: str) -> None:
         try:
-            await self._whole_router.abort_requests([request_id])
+            await self._whole_router.abort_requests([request_id], reader)
         except RingserveError as error:
             log.warning("request %s could not be aborted: %s", request_id, error)
 
@@ -283,8 +303,15 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.ForkConversationRequest, context: Context
     ) -> inference_pb2.GetConversationResponse:
         return to_message(
-            inference_pb2.GetConversationResponse, await self._answer(context, lambda router: _fork(router, request))
+            inference_pb2.GetConversationResponse,
+            await self._answer(context, lambda router: self._fork(router, request)),
         )
+
+    async def _fork(self, router: ScopedRouter, request: inference_pb2.ForkConversationRequest) -> ConversationView:
+        at_token = request.at_token if request.HasField("at_token") else None
+        source, new = named("source_id", request.source_id), named("new_id", request.new_id)
+        with self._authenticator.limits.turns(router.tenant):  # it costs what a turn costs the router
+            return await router.fork_conversation(source, new, at_token)
 
     async def DeleteConversation(
         self, request: inference_pb2.DeleteConversationRequest, context: Context
@@ -316,9 +343,3 @@ def _metadata(context: Context) -> dict[str, str]:
 
 async def _nothing(router: ScopedRouter) -> None:
     """Ask the router nothing: the call only needs a known caller."""
-
-
-async def _fork(router: ScopedRouter, request: inference_pb2.ForkConversationRequest) -> ConversationView:
-    at_token = request.at_token if request.HasField("at_token") else None
-    source, new = named("source_id", request.source_id), named("new_id", request.new_id)
-    return await router.fork_conversation(source, new, at_token)

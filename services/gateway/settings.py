@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Self
 
 from cp_core.transport.peer_tls import PeerTls
+from orchestration.protocol.rings import LOST_SECONDS
 from services.auth.tls import ServerTls
 from services.telemetry.tracing.tracer import TracingConfig
 
@@ -19,7 +20,8 @@ class GatewaySettings:
     """Settings of one gateway.
 
     `follow_stdin` ends the gateway when standard input closes, that is with its parent. `tokens` is the path of the
-    file of tenants. A gateway that is told to end lets its turns run for at most `drain_seconds`.
+    file of tenants. A gateway that is told to end lets its turns run for at most `drain_seconds`. A peer that gives no
+    sign of life for `lost_seconds` fails its turns.
     """
 
     listen: str
@@ -31,6 +33,7 @@ class GatewaySettings:
     dtype: str
     device: str
     max_seconds: float
+    max_calls: int = 4096
     log_level: str = "info"
     log_format: str = "human"
     drain_seconds: float = 2.0
@@ -39,6 +42,7 @@ class GatewaySettings:
     tokens: str = ""
     tls: ServerTls | None = None
     peer_tls: PeerTls | None = None
+    lost_seconds: float = LOST_SECONDS
     tracing: TracingConfig = field(default_factory=TracingConfig)
 
     def to_json(self) -> str:

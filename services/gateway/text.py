@@ -37,6 +37,8 @@ class TextCodec:
             self._tokenizer: Any = _load_tokenizer(model_path)
         except (OSError, ValueError, KeyError) as error:
             raise ModelRefused(f"the tokenizer of {model_path} cannot be loaded: {error}") from error
+        # A byte-level token has a character a byte, others their own characters: no token stands for more.
+        self.max_characters = max((len(token) for token in self._tokenizer.get_vocab()), default=1)
 
     def encode(self, text: str) -> TokenIds:
         """Return the token ids of a text, with the special tokens that the tokenizer adds."""

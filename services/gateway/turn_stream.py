@@ -13,8 +13,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, aclosing, nullcontext
 from dataclasses import replace
 
-from cp_core.errors import Unavailable
-from orchestration.protocol.ports import RingPort
+from cp_core.errors import DeadlineExceeded, RingserveError, Stopping, Unavailable
 from orchestration.protocol.turns import (
     BegunTurn,
     EndingEvent,
@@ -25,6 +24,7 @@ from orchestration.protocol.turns import (
     TurnRequest,
 )
 from ringserve.v1 import inference_pb2
+from services.gateway.failover import FailedOver, LastingTurn
 from services.gateway.text import AnswerText
 from services.rpc.wire.contract import all_logprobs_to, note_chunks, note_lost, to_message
 from workers.protocol.decode_commands import FinishReason
@@ -33,6 +33,8 @@ Responses = AsyncGenerator[inference_pb2.GenerateResponse, None]
 UNGUARDED = nullcontext()
 QUEUED_RESPONSES = 64
 """Responses that wait for a slow client before the turns' streams wait too."""
+DEADLINE_GRACE_SECONDS = 2.0
+"""Seconds that the rings have to end a turn whose deadline has passed; then its gateway does."""
 
 
 class TurnStream:
@@ -46,10 +48,12 @@ class TurnStream:
         started: float,
         index: int = 0,
         shown: Callable[[str], str] = str,
+        num_received: int | None = None,
     ) -> None:
         """Note when the request came, on the clock of `time.monotonic`, as `started`.
 
-        `shown` turns an id of the router into the client's own.
+        `shown` turns an id of the router into the client's own. `num_received` tokens reached the client before its
+        gateway was lost, and are not sent again; None where the request is not resumed.
         """
         self._shown = shown
         self._request = request
@@ -63,6 +67,16 @@ class TurnStream:
         self._first_at = 0.0
         self._last_at = 0.0
         self._plan = to_message(inference_pb2.Plan, begun.plan)
+        self._lost_at = 0.0  # of a loss that no token has followed yet
+        self._num_received = num_received or 0
+        if num_received is not None:
+            self._plan.failovers.add(
+                role="gateway",
+                cause="the stream to the client broke",
+                after_tokens=num_received,
+                prefill_ring=begun.plan.prefill_ring,
+                decode_ring=begun.plan.decode_ring,
+            )
 
     @property
     def ttft_seconds(self) -> float:
@@ -86,22 +100,24 @@ class TurnStream:
                 prompt_tokens=self._begun.prompt_tokens,
                 cached_tokens=self._begun.plan.cached_tokens,
                 plan=self._plan,
+                remembered_tokens=self._begun.remembered_tokens,
+                seed=self._request.sampling.seed,
             )
         )
 
     async def responses(
         self,
-        decode: RingPort,
+        turn: LastingTurn,
         waiting: AbstractContextManager[None] = UNGUARDED,
         completed: Callable[[inference_pb2.GenerateComplete], None] = lambda complete: None,
     ) -> Responses:
         """Yield the start, the chunks and the completion. Raises what ended a failed turn.
 
-        `waiting` is entered around every wait for the decode leader; `completed` is called before the last response.
+        `waiting` is entered around every wait for rings; `completed` is called before the last response.
         """
         yield self._start()
         is_complete = False
-        async with aclosing(decode.stream_turn(self._begun.turn_id)) as events:
+        async with aclosing(turn.events()) as events:
             while True:
                 with waiting:
                     event = await anext(events, None)
@@ -111,17 +127,21 @@ class TurnStream:
                     self._note_prefill(event)
                 elif isinstance(event, ScoredEvent):
                     self._prompt_logprobs = all_logprobs_to(event.logprobs)
+                elif isinstance(event, FailedOver):
+                    self._note_failover(event)
                 elif isinstance(event, TokensEvent):
                     if is_complete:
                         continue  # decoded before the ring learned that the answer was complete
-                    yield self._chunk(event)
+                    chunk = self._chunk(event)
+                    if chunk.chunk.token_ids:
+                        yield chunk
                     is_complete = self._text.matched is not None
                     if is_complete:
                         with waiting:
-                            await decode.finish_turn(self._begun.turn_id, len(self._tokens))
+                            await turn.finish(len(self._tokens))
                 elif isinstance(event, EndingEvent):
                     with waiting:
-                        await decode.finish_turn(self._begun.turn_id, len(self._tokens))
+                        await turn.finish(len(self._tokens))
                 else:
                     last = self._complete(event)
                     completed(last.complete)
@@ -129,7 +149,32 @@ class TurnStream:
                     return
         raise Unavailable(f"the tokens of turn {self._begun.turn_id} ended before the turn did")
 
+    def _note_failover(self, event: FailedOver) -> None:
+        """Add a failover to the plan. A turn that had no token yet is computed by the new plan alone."""
+        self._end_failover(event.lost_at)  # of an attempt that brought no token
+        self._lost_at, plan = event.lost_at, event.begun.plan
+        if not self._tokens:
+            before = list(self._plan.failovers)
+            self._plan = to_message(inference_pb2.Plan, plan)
+            self._plan.failovers.extend(before)
+        self._plan.failovers.add(
+            role=event.begun.lost_role,
+            cause=event.cause,
+            after_tokens=len(self._tokens),
+            prefill_ring=plan.prefill_ring,
+            decode_ring=plan.decode_ring,
+            new_tokens=plan.new_tokens,
+            cached_tokens=plan.cached_tokens,
+        )
+
+    def _end_failover(self, now: float) -> None:
+        if self._lost_at:
+            self._plan.failovers[-1].lost_seconds = now - self._lost_at
+            self._lost_at = 0.0
+
     def _note_prefill(self, report: PrefillReport) -> None:
+        if self._tokens:
+            return  # of an attempt after a loss
         self._plan.prefill_seconds = report.prefill_seconds
         self._plan.queue_seconds = report.queue_seconds
         self._plan.pulled_bytes = report.pulled_bytes
@@ -139,32 +184,37 @@ class TurnStream:
             note_chunks(self._plan, report.chunks)
 
     def _chunk(self, event: TokensEvent) -> inference_pb2.GenerateResponse:
+        """Add tokens to the answer, and return those that the client lacks."""
         self._last_at = time.monotonic()
+        self._end_failover(self._last_at)
         if not self._tokens:
             self._first_at = self._last_at
-        text, token_ids = "", []
+        texts: list[str] = []
         for token_id in event.token_ids:
-            token_ids.append(token_id)
-            text += self._text.push(token_id)
+            texts.append(self._text.push(token_id))
             if self._text.matched is not None:
                 break
-        logprobs = all_logprobs_to(event.logprobs[: len(token_ids)])
+        token_ids = event.token_ids[: len(texts)]
+        logprobs = all_logprobs_to(event.logprobs[: len(texts)])
+        num_known = max(0, self._num_received - len(self._tokens))
         self._tokens.extend(token_ids)
         self._logprobs.extend(logprobs)
         return inference_pb2.GenerateResponse(
             chunk=inference_pb2.GenerateStreamChunk(
-                token_ids=token_ids,
-                text=text,
+                token_ids=token_ids[num_known:],
+                text="".join(texts[num_known:]),
                 prompt_tokens=self._begun.prompt_tokens,
                 completion_tokens=len(self._tokens),
                 cached_tokens=self._plan.cached_tokens,
                 index=self._index,
-                logprobs=logprobs,
+                logprobs=logprobs[num_known:],
             )
         )
 
     def _complete(self, event: FinishedEvent) -> inference_pb2.GenerateResponse:
         self._text.finish()
+        if self._lost_at:
+            self._end_failover(time.monotonic())
         plan = self._plan
         plan.migrated_bytes = event.migrated_bytes
         plan.migration_seconds = event.migration_seconds
@@ -219,29 +269,37 @@ class CallsUnderWay:
 class TurnUnderWay:
     """Running turn, and a context around every wait of it.
 
-    The context raises Unavailable at once when the gateway stops or has stopped.
+    The context raises Stopping at once when the gateway stops or has stopped, and DeadlineExceeded where the rings
+    have not ended the turn in time, its deadline being `seconds`.
     """
 
-    def __init__(self, request_id: str, stopping: asyncio.Event) -> None:
+    def __init__(self, request_id: str, stopping: asyncio.Event, seconds: float) -> None:
         self.request_id = request_id
-        self._stopping = stopping
         self._waits: asyncio.Task[object] | None = None
+        self._error: RingserveError | None = Stopping(STOPPING) if stopping.is_set() else None
+        late = DeadlineExceeded(f"the turn did not end within its deadline of {seconds:.1f} s")
+        self._timer = asyncio.get_running_loop().call_later(seconds + DEADLINE_GRACE_SECONDS, self.stop, late)
 
     def __enter__(self) -> None:
-        if self._stopping.is_set():
-            raise Unavailable(STOPPING)
+        if self._error is not None:
+            raise self._error
         self._waits = asyncio.current_task()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         task, self._waits = self._waits, None
         # A cancellation by another task, alone or as well, is passed on.
-        if kind is asyncio.CancelledError and self._stopping.is_set() and task is not None and not task.uncancel():
-            raise Unavailable(STOPPING) from None
+        if kind is asyncio.CancelledError and self._error is not None and task is not None and not task.uncancel():
+            raise self._error from None
 
-    def stop(self) -> None:
-        """Cancel the current wait."""
+    def stop(self, error: RingserveError) -> None:
+        """End the turn with `error`: cancel its current wait."""
+        self._error = error
         if self._waits is not None:
             self._waits.cancel()
+
+    def close(self) -> None:
+        """Watch the deadline no longer."""
+        self._timer.cancel()
 
 
 class TurnsUnderWay:
@@ -251,12 +309,13 @@ class TurnsUnderWay:
         self.stopping = asyncio.Event()
         self._turns: set[TurnUnderWay] = set()
 
-    def add(self, request_id: str) -> TurnUnderWay:
-        turn = TurnUnderWay(request_id, self.stopping)
+    def add(self, request_id: str, seconds: float) -> TurnUnderWay:
+        turn = TurnUnderWay(request_id, self.stopping, seconds)
         self._turns.add(turn)
         return turn
 
     def discard(self, turn: TurnUnderWay) -> None:
+        turn.close()
         self._turns.discard(turn)
 
     @property
@@ -267,15 +326,19 @@ class TurnsUnderWay:
         """End every turn: at once where it waits, else when its latest response has been taken."""
         self.stopping.set()
         for turn in self._turns:
-            turn.stop()
+            turn.stop(Stopping(STOPPING))
 
 
 def turns_of(request: TurnRequest, num_completions: int) -> list[TurnRequest]:
-    """Return one turn for each answer. The first is the request itself; the others ask for the answer alone."""
+    """Return one turn for each answer. The first is the request itself; the others ask for the answer alone.
+
+    They share the prompt's KV.
+    """
     others = [
         replace(
             request,
             request_id=f"{request.request_id}/{index}",
+            follows=request.request_id,
             sampling=replace(request.sampling, seed=derived_seed(request.sampling.seed, index), prompt_logprobs=None),
         )
         for index in range(1, num_completions)

@@ -94,8 +94,13 @@ def matched_stop(complete: inference_pb2.GenerateComplete) -> int | str | None:
 def plan_line(complete: inference_pb2.GenerateComplete) -> str:
     """Return the plan in one line, for people."""
     plan = complete.plan
+    losses = "".join(
+        f"; lost its {each.role} after {each.after_tokens} tokens ({each.cause}) and went on at {each.prefill_ring} -> "
+        f"{each.decode_ring} after {each.lost_seconds:.2f} s"
+        for each in plan.failovers
+    )
     return (
         f"{plan.algorithm}: T={plan.new_tokens} P={plan.cached_tokens} on {plan.prefill_ring} -> {plan.decode_ring}, "
         f"TTFT {complete.ttft_seconds:.3f} s, TTIT {1000 * complete.ttit_seconds:.1f} ms, "
-        f"{complete.usage.completion_tokens} tokens ({complete.finish_reason}); {plan.reason}"
+        f"{complete.usage.completion_tokens} tokens ({complete.finish_reason}); {plan.reason}{losses}"
     )

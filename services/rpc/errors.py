@@ -11,7 +11,7 @@ from typing import Any, NoReturn, TypeVar
 import grpc
 
 from cp_core import errors
-from cp_core.errors import CapacityExceeded, RingserveError, Unavailable
+from cp_core.errors import CapacityExceeded, RingserveError, Unavailable, Unreachable
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -30,14 +30,17 @@ CODES: dict[type[RingserveError], grpc.StatusCode] = {
     errors.Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
     errors.Forbidden: grpc.StatusCode.PERMISSION_DENIED,
     errors.NotFound: grpc.StatusCode.NOT_FOUND,
+    errors.ConversationLost: grpc.StatusCode.FAILED_PRECONDITION,
     errors.Busy: grpc.StatusCode.ABORTED,
     errors.CapacityExceeded: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
     errors.TurnCancelled: grpc.StatusCode.CANCELLED,
     errors.Unavailable: grpc.StatusCode.UNAVAILABLE,
+    errors.Stopping: grpc.StatusCode.UNAVAILABLE,
     errors.NotBegun: grpc.StatusCode.UNAVAILABLE,
     errors.StaleIncarnation: grpc.StatusCode.UNAVAILABLE,
     errors.TransferError: grpc.StatusCode.UNAVAILABLE,
+    errors.NotFinite: grpc.StatusCode.INTERNAL,
     errors.ReshardError: grpc.StatusCode.INTERNAL,
     errors.ModelRefused: grpc.StatusCode.FAILED_PRECONDITION,
     errors.ConfigError: grpc.StatusCode.FAILED_PRECONDITION,
@@ -75,13 +78,18 @@ def metadata_of(error: RingserveError) -> tuple[tuple[str, str], ...]:
 
 
 def error_from(failure: grpc.aio.AioRpcError, peer: str) -> RingserveError:
-    """Return the error of a failed call to one of our own processes. A failure of gRPC itself becomes Unavailable."""
+    """Return the error of a failed call to one of our own processes.
+
+    A failure of gRPC itself becomes Unavailable: Unreachable where the way is cut. That is about this caller's way, so
+    it has no code: who is told of it by another process gets Unavailable.
+    """
     error = error_of(failure)
     if error is not None:
         return error
     if failure.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
         return Unavailable(f"{peer} did not answer in time")
-    return Unavailable(f"{peer} cannot be reached ({failure.code().name.lower()})")
+    kind = Unreachable if failure.code() is grpc.StatusCode.UNAVAILABLE else Unavailable
+    return kind(f"{peer} cannot be reached ({failure.code().name.lower()})")
 
 
 async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: RingserveError) -> NoReturn:

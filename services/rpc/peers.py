@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 import grpc
 from google.protobuf.message import Message
 
-from cp_core.errors import RingserveError
+from cp_core.errors import NotFound, RingserveError, Unavailable, Unreachable
 from cp_core.transport.peer_tls import PeerTls
+from orchestration.protocol.inventory import UNKNOWN_EPOCH, KnownEpoch, Registered
 from orchestration.protocol.kv import ForkedKv, ForkKv, RetainedKv, SendKv, SentKv, TakeKv, TakenKv
+from orchestration.protocol.rings import LOST_SECONDS
 from orchestration.protocol.turns import (
     Admit,
     BegunTurn,
+    KvQuota,
     PrefillDone,
     PrefillTurn,
     Reservation,
@@ -25,26 +29,68 @@ from orchestration.protocol.turns import (
     TurnRequest,
 )
 from orchestration.protocol.views import ConversationList, ConversationView, RingStatus, ServerView
+from orchestration.tasks import until_reached
 from ringserve.v1 import inference_pb2, rings_pb2, rings_pb2_grpc, router_pb2, router_pb2_grpc
 from services.auth.tls import peer_channel
 from services.rpc.errors import error_from
-from services.rpc.server import OPTIONS
+from services.rpc.server import CHANNEL_OPTIONS, EPOCH_KEY, keepalive
 from services.rpc.wire.contract import event_from, from_message, to_message
 
 T = TypeVar("T")
+Metadata = tuple[tuple[str, str], ...]
 
 CONTROL_SECONDS = 30.0
 """Deadline of a call that should take milliseconds, on a machine whose cores may all be computing."""
 
 ABORT_SECONDS = 330.0
 """Deadline of an abort: a ring finishes the prefill step under way first."""
+FAULT_SECONDS = 4.0
+"""Deadline of a gateway's question whether the service is ready."""
+SILENT_TICKS = 4
+"""Parts of the time without events after which a stream counts as lost; see `_Silence`."""
+
+
+class _Silence:
+    """Watch over a stream of events, whose call it cancels when none has come for `seconds`.
+
+    A process that stands still itself for longer counts one tick for it, and then reads the events that wait.
+    """
+
+    def __init__(self, call: Any, seconds: float) -> None:
+        self.is_over = False
+        self._call = call
+        self._ticks = 0
+        self._loop = asyncio.get_running_loop()
+        self._tick_seconds = seconds / SILENT_TICKS
+        self._timer = self._loop.call_later(self._tick_seconds, self._tick)
+
+    @property
+    def is_long(self) -> bool:
+        """True if no event has come for half the time: the peer stands still, or the way to it is cut."""
+        return self._ticks > SILENT_TICKS // 2
+
+    def end(self) -> None:
+        """Note an event."""
+        self._ticks = 0
+
+    def _tick(self) -> None:
+        self._ticks += 1
+        if self._ticks > SILENT_TICKS:
+            self.is_over = True
+            self._call.cancel()
+        else:
+            self._timer = self._loop.call_later(self._tick_seconds, self._tick)
+
+    def close(self) -> None:
+        self._timer.cancel()
 
 
 class _Peer:
-    """Process at the other end of a channel; `name` is for error messages."""
+    """Process at the other end of a channel; `name` is for error messages. Calls carry `metadata`."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, metadata: Metadata = ()) -> None:
         self._name = name
+        self._metadata = metadata
 
     async def _reach(self, call: Awaitable[T]) -> T:
         try:
@@ -56,14 +102,21 @@ class _Peer:
         self, method: Callable[..., Awaitable[Any]], request: Message, kind: type[T], timeout: float = CONTROL_SECONDS
     ) -> T:
         """Call a method and return its answer as a dataclass of this kind."""
-        return from_message(kind, await self._reach(method(request, timeout=timeout)))
+        return from_message(kind, await self._tell(method, request, timeout))
+
+    async def _tell(self, method: Callable[..., Awaitable[T]], request: Message, timeout: float = CONTROL_SECONDS) -> T:
+        """Call a method and return its answer."""
+        return await self._reach(method(request, timeout=timeout, metadata=self._metadata))
 
 
 class GrpcRing(_Peer):
     """`RingPort` over a channel."""
 
-    def __init__(self, role: str, endpoint: str, channel: grpc.aio.Channel) -> None:
-        super().__init__(f"the {role} leader at {endpoint}")
+    def __init__(
+        self, role: str, endpoint: str, channel: grpc.aio.Channel, lost_seconds: float, epoch: int = 0
+    ) -> None:
+        super().__init__(f"the {role} leader at {endpoint}", ((EPOCH_KEY, str(epoch)),) if epoch else ())
+        self._lost_seconds = lost_seconds
         self._stub = rings_pb2_grpc.RingServiceStub(channel)
         # A prefill ring finishes the step under way before it unpins a sequence.
         self._settle_seconds = ABORT_SECONDS if role == "prefill" else CONTROL_SECONDS
@@ -78,30 +131,46 @@ class GrpcRing(_Peer):
 
     async def admit(self, admit: Admit) -> None:
         request = to_message(rings_pb2.AdmitRequest, admit)
-        await self._reach(self._stub.Admit(request, timeout=CONTROL_SECONDS))
+        await self._tell(self._stub.Admit, request)
 
-    async def stream_turn(self, turn_id: str) -> AsyncGenerator[TurnEvent, None]:
-        """Yield a turn's events. Leaving the iterator cancels the call, and with it the turn."""
-        call = self._stub.StreamTurn(rings_pb2.StreamTurnRequest(turn_id=turn_id))
+    async def stream_turn(self, turn_id: str, after: int = 0) -> AsyncGenerator[TurnEvent, None]:
+        """Yield a turn's events. Leaving the iterator cancels the call.
+
+        Raises Unavailable also where neither events nor heartbeats come, and Unreachable where the connection breaks
+        while they do.
+        """
+        call = self._stub.StreamTurn(rings_pb2.StreamTurnRequest(turn_id=turn_id, after=after))
+        silence = _Silence(call, self._lost_seconds)
         try:
             async for event in call:
-                yield event_from(event)
+                silence.end()
+                if event.WhichOneof("event") != "heartbeat":
+                    yield event_from(event)
         except grpc.aio.AioRpcError as failure:
-            raise error_from(failure, self._name) from None
+            error = error_from(failure, self._name)
+            if isinstance(error, Unreachable) and silence.is_long:
+                error = Unavailable(str(error))
+            raise error from None
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if not silence.is_over or (task is not None and task.cancelling()):
+                raise
+            raise Unavailable(f"{self._name} gave no sign of life for {self._lost_seconds:g} s") from None
         finally:
+            silence.close()
             call.cancel()
 
     async def finish_turn(self, turn_id: str, num_tokens: int) -> None:
         request = rings_pb2.FinishTurnRequest(turn_id=turn_id, num_tokens=num_tokens)
-        await self._reach(self._stub.FinishTurn(request, timeout=CONTROL_SECONDS))
+        await self._tell(self._stub.FinishTurn, request)
 
     async def abort_turn(self, turn_id: str, error: RingserveError) -> None:
         request = rings_pb2.AbortTurnRequest(turn_id=turn_id, message=str(error), error=type(error).__name__)
-        await self._reach(self._stub.AbortTurn(request, timeout=ABORT_SECONDS))
+        await self._tell(self._stub.AbortTurn, request, ABORT_SECONDS)
 
     async def settle(self, kv_id: str, turn_id: str, retain_tokens: int) -> None:
         request = rings_pb2.SettleRequest(kv_id=kv_id, turn_id=turn_id, retain_tokens=retain_tokens)
-        await self._reach(self._stub.Settle(request, timeout=self._settle_seconds))
+        await self._tell(self._stub.Settle, request, self._settle_seconds)
 
     async def send_kv(self, request: SendKv) -> SentKv:
         timeout = request.deadline_seconds + CONTROL_SECONDS
@@ -119,21 +188,30 @@ class GrpcRing(_Peer):
         return await self._ask(self._stub.GetRetained, rings_pb2.GetRetainedRequest(kv_ids=kv_ids), RetainedKv)
 
     async def drain(self, seconds: float) -> None:
-        await self._reach(self._stub.Drain(rings_pb2.DrainRequest(seconds=seconds), timeout=CONTROL_SECONDS))
+        await self._tell(self._stub.Drain, rings_pb2.DrainRequest(seconds=seconds))
 
     async def undrain(self) -> None:
-        await self._reach(self._stub.Drain(rings_pb2.DrainRequest(undo=True), timeout=CONTROL_SECONDS))
+        await self._tell(self._stub.Drain, rings_pb2.DrainRequest(undo=True))
 
     async def get_status(self) -> RingStatus:
         return await self._ask(self._stub.GetStatus, rings_pb2.GetStatusRequest(), RingStatus)
 
 
 class GrpcRouter(_Peer):
-    """`RouterPort` over a channel."""
+    """`RouterPort` over a channel.
 
-    def __init__(self, endpoint: str, channel: grpc.aio.Channel) -> None:
+    Questions, aborts, forks and deletions may be asked twice. They are repeated for `patience` seconds while no router
+    can be reached, which may be started again meanwhile.
+    """
+
+    def __init__(self, endpoint: str, channel: grpc.aio.Channel, patience: float) -> None:
         super().__init__(f"the router at {endpoint}")
         self._stub = router_pb2_grpc.RouterServiceStub(channel)
+        self._patience = patience
+
+    async def _repeat(self, call: Callable[[], Awaitable[T]]) -> T:
+        until = asyncio.get_running_loop().time() + self._patience
+        return await until_reached(call, f"{self._name} was called in vain", until, Unreachable)
 
     async def begin_turn(self, request: TurnRequest) -> BegunTurn:
         # A request may wait for its conversation or for a ring; the router tells it when its deadline has passed.
@@ -150,30 +228,46 @@ class GrpcRouter(_Peer):
         call = self._stub.EndTurn(to_message(router_pb2.EndTurnRequest, outcome), timeout=ABORT_SECONDS)
         return (await self._reach(call)).retain_tokens
 
-    async def abort_requests(self, request_ids: Sequence[str]) -> tuple[list[str], list[str]]:
-        request = inference_pb2.AbortRequest(request_ids=request_ids)
-        answer = await self._reach(self._stub.AbortTurns(request, timeout=ABORT_SECONDS))
+    async def abort_requests(self, request_ids: Sequence[str], reader: str = "") -> tuple[list[str], list[str]]:
+        request = router_pb2.AbortTurnsRequest(request_ids=request_ids, reader=reader)
+        answer = await self._repeat(lambda: self._reach(self._stub.AbortTurns(request, timeout=ABORT_SECONDS)))
         return list(answer.aborted), list(answer.unknown)
 
     async def get_conversation(self, conversation_id: str) -> ConversationView:
         request = inference_pb2.GetConversationRequest(conversation_id=conversation_id)
-        return await self._ask(self._stub.GetConversation, request, ConversationView)
+        return await self._repeat(lambda: self._ask(self._stub.GetConversation, request, ConversationView))
 
     async def list_conversations(self, prefix: str, after: str, limit: int) -> ConversationList:
         request = inference_pb2.ListConversationsRequest(prefix=prefix, page_token=after, page_size=limit)
-        return await self._ask(self._stub.ListConversations, request, ConversationList)
+        return await self._repeat(lambda: self._ask(self._stub.ListConversations, request, ConversationList))
 
-    async def fork_conversation(self, source_id: str, new_id: str, at_token: int | None) -> ConversationView:
-        request = inference_pb2.ForkConversationRequest(source_id=source_id, new_id=new_id, at_token=at_token)
-        return await self._ask(self._stub.ForkConversation, request, ConversationView)
+    async def fork_conversation(
+        self, source_id: str, new_id: str, at_token: int | None, kv_quota: KvQuota | None = None
+    ) -> ConversationView:
+        quota = None if kv_quota is None else to_message(router_pb2.KvQuota, kv_quota)
+        request = router_pb2.BeginForkRequest(source_id=source_id, new_id=new_id, at_token=at_token, kv_quota=quota)
+        return await self._repeat(lambda: self._ask(self._stub.ForkConversation, request, ConversationView))
 
     async def delete_conversation(self, conversation_id: str) -> None:
-        request = inference_pb2.DeleteConversationRequest(conversation_id=conversation_id)
-        await self._reach(self._stub.DeleteConversation(request, timeout=CONTROL_SECONDS))
+        request, num_calls = inference_pb2.DeleteConversationRequest(conversation_id=conversation_id), 0
 
-    async def register_ring(self, ring: RingRegistration) -> int:
-        call = self._stub.RegisterRing(to_message(router_pb2.RegisterRingRequest, ring), timeout=CONTROL_SECONDS)
-        return (await self._reach(call)).running_turns
+        async def delete() -> None:
+            nonlocal num_calls
+            num_calls += 1
+            try:
+                await self._reach(self._stub.DeleteConversation(request, timeout=CONTROL_SECONDS))
+            except NotFound:
+                if num_calls == 1:  # else the call before has deleted it
+                    raise
+
+        await self._repeat(delete)
+
+    async def register_ring(self, ring: RingRegistration, known: KnownEpoch = UNKNOWN_EPOCH) -> Registered:
+        request = to_message(router_pb2.RegisterRingRequest, ring)
+        request.epoch = known.epoch
+        if known.inventory is not None:
+            request.inventory.CopyFrom(to_message(router_pb2.RingInventory, known.inventory))
+        return await self._ask(self._stub.RegisterRing, request, Registered)
 
     async def drain_ring(self, name: str, seconds: float, *, force: bool = False) -> None:
         request = router_pb2.DrainRingRequest(ring=name, seconds=seconds, force=force)
@@ -187,24 +281,39 @@ class GrpcRouter(_Peer):
         request = router_pb2.UndrainRingRequest(ring=name)
         await self._reach(self._stub.UndrainRing(request, timeout=CONTROL_SECONDS))
 
+    async def find_fault(self) -> str:
+        call = self._stub.FindFault(router_pb2.FindFaultRequest(), timeout=FAULT_SECONDS)
+        return (await self._reach(call)).fault
+
     async def get_server_info(self) -> ServerView:
         return await self._ask(self._stub.GetServerInfo, inference_pb2.GetServerInfoRequest(), ServerView)
 
 
 class GrpcPeers:
-    """`Peers` over gRPC: one channel an endpoint, opened on first use; `close` closes all."""
+    """`Peers` over gRPC: one channel an endpoint, opened on first use; `close` closes all.
 
-    def __init__(self, tls: PeerTls | None = None) -> None:
-        """Raise ConfigError for TLS files that cannot be used."""
+    `epoch` is that of the router whose calls these are; 0 for others, and where the router remembers nothing.
+    A peer whose machine gives no sign of life for `lost_seconds` fails its calls, and one whose process gives none its
+    streams.
+    """
+
+    def __init__(
+        self, tls: PeerTls | None = None, lost_seconds: float = LOST_SECONDS, router_patience: float = 0.0
+    ) -> None:
+        """Raise ConfigError for TLS files that cannot be used. `GrpcRouter` explains `router_patience`."""
+        self.epoch = 0
         self._channels: dict[str, grpc.aio.Channel] = {}
+        self._lost_seconds = lost_seconds
+        self._router_patience = router_patience
         self._credentials, options = peer_channel(tls)
-        self._options = (*OPTIONS, *options)
+        alive = keepalive(lost_seconds / SILENT_TICKS, lost_seconds, is_always_on=True)
+        self._options = (*CHANNEL_OPTIONS, *alive, *options)
 
     def leader(self, role: str, endpoint: str) -> GrpcRing:
-        return GrpcRing(role, endpoint, self._channel(endpoint))
+        return GrpcRing(role, endpoint, self._channel(endpoint), self._lost_seconds, self.epoch)
 
     def router(self, endpoint: str) -> GrpcRouter:
-        return GrpcRouter(endpoint, self._channel(endpoint))
+        return GrpcRouter(endpoint, self._channel(endpoint), self._router_patience)
 
     def _channel(self, endpoint: str) -> grpc.aio.Channel:
         if endpoint not in self._channels:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from inspect import iscoroutinefunction
 from typing import Any
@@ -12,7 +12,8 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from cp_core.errors import ConfigError
+from cp_core.errors import ConfigError, RingserveError
+from services.rpc.errors import answering
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 """A prompt of a million tokens is 4 MB between our own processes, and gRPC's own default is 4 MB."""
@@ -28,10 +29,46 @@ OPTIONS = (
     ("grpc.so_reuseport", 0),  # a port in use must be an error, not a shared port
 )
 
+CHANNEL_OPTIONS = (
+    *OPTIONS,
+    # The defaults wait up to two minutes before they try again, and 20 s for each attempt.
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.min_reconnect_backoff_ms", 5000),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    # Pings while nothing else is sent, as often as needed.
+    ("grpc.http2.max_pings_without_data", 0),
+)
+"""Options of every channel of ours, beside `keepalive`."""
+
+SERVER_OPTIONS = (
+    *OPTIONS,
+    # Pings of clients are welcome: a server with gRPC's own limits ends their streams (GOAWAY, too_many_pings).
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 250),
+    ("grpc.http2.max_ping_strikes", 0),
+)
+
+
+def keepalive(interval: float, lost: float, *, is_always_on: bool) -> tuple[tuple[str, int], ...]:
+    """Return channel options: a ping every `interval` seconds, and a connection without answer for `lost` is closed.
+
+    Its calls then fail with UNAVAILABLE. Without `is_always_on` a channel without calls sends no pings.
+    """
+    # gRPC 1.85 closes a connection by `ping_timeout_ms`, a minute by default, not by `keepalive_timeout_ms`.
+    return (
+        ("grpc.keepalive_time_ms", int(1000 * interval)),
+        ("grpc.keepalive_timeout_ms", int(1000 * lost)),
+        ("grpc.http2.ping_timeout_ms", int(1000 * lost)),
+        ("grpc.keepalive_permit_without_calls", int(is_always_on)),
+    )
+
 
 LIVE = "ringserve.live"
 """Service name of liveness probes: SERVING for as long as the process answers at all, ready or not."""
 
+
+EPOCH_KEY = "ringserve-epoch"
+"""Metadata of a router's calls: its epoch."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 MALFORMED_MESSAGE = "the request is no valid message of this method"
@@ -87,6 +124,40 @@ class MalformedInterceptor(grpc.aio.ServerInterceptor):
         return grpc.unary_unary_rpc_method_handler(checked, read, handler.response_serializer)
 
 
+Admit = Callable[[Mapping[str, str]], None]
+"""Check of a call's metadata. Raises the error that the call is answered with."""
+
+
+class AdmittingInterceptor(grpc.aio.ServerInterceptor):
+    """Refusal of callers by their metadata, before their message is read. Health and reflection are for all."""
+
+    def __init__(self, admit: Admit) -> None:
+        self._admit = admit
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        if not handler_call_details.method.startswith("/grpc."):
+            metadata = {key: str(value) for key, value in handler_call_details.invocation_metadata or ()}
+            try:
+                self._admit(metadata)
+            except RingserveError as error:
+                return _refusing(error)
+        return await continuation(handler_call_details)
+
+
+def _refusing(error: RingserveError) -> Any:
+    """Return a handler that answers with an error. As a handler of streams it reads no request."""
+
+    async def refuse(requests: AsyncIterator[Any], context: Context) -> None:
+        async with answering(context):
+            raise error
+
+    return grpc.stream_stream_rpc_method_handler(refuse)
+
+
 def _tolerant(read: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
     def tolerant(data: bytes) -> Any:
         try:
@@ -105,10 +176,17 @@ async def _check(request: Any, context: Context) -> None:
 class GrpcServer:
     """Listening gRPC server. `add` registers a servicer; `service` is its full name for health and reflection."""
 
-    def __init__(self, tls: grpc.ServerCredentials | None = None) -> None:
-        """Serve in plain text without `tls`."""
+    def __init__(
+        self, tls: grpc.ServerCredentials | None = None, *, max_calls: int | None = None, admit: Admit | None = None
+    ) -> None:
+        """Serve in plain text without `tls`, `max_calls` calls at a time, to callers that `admit` lets pass."""
         self._tls = tls
-        self._server = grpc.aio.server(options=OPTIONS, interceptors=[MalformedInterceptor()])
+        admitting = [AdmittingInterceptor(admit)] if admit else []
+        self._server = grpc.aio.server(
+            options=SERVER_OPTIONS,
+            interceptors=[MalformedInterceptor(), *admitting],
+            maximum_concurrent_rpcs=max_calls,
+        )
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._services: list[str] = []

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -10,15 +11,19 @@ from typing import Any, TypeVar
 import grpc
 from google.protobuf.message import Message
 
+from orchestration.protocol.inventory import KnownEpoch, RingInventory
 from orchestration.protocol.kv import ForkKv, SendKv, TakeKv
 from orchestration.protocol.ports import RingPort, RouterPort
+from orchestration.protocol.rings import HEARTBEAT_SECONDS
 from orchestration.protocol.turns import (
     Admit,
     BegunTurn,
+    KvQuota,
     PrefillTurn,
     Reserve,
     ResumeTurn,
     RingRegistration,
+    TurnEvent,
     TurnOutcome,
     TurnRequest,
 )
@@ -29,6 +34,7 @@ from services.rpc.wire.contract import event_to, from_message, to_message
 from services.telemetry.metrics.router import RouterMetrics
 
 Context = grpc.aio.ServicerContext[Any, Any]
+HEARTBEAT = rings_pb2.TurnEvent(heartbeat=rings_pb2.Heartbeat())
 A = TypeVar("A")
 M = TypeVar("M", bound=Message)
 
@@ -45,11 +51,44 @@ async def _serve(
     return await answer(context, call())
 
 
+async def with_heartbeats(events: AsyncGenerator[TurnEvent, None], seconds: float) -> AsyncGenerator[TurnEvent | None]:
+    """Yield the events, and None each `seconds`. Closing it closes `events`, and their error is raised."""
+    arrived: asyncio.Queue[TurnEvent | Exception | None] = asyncio.Queue()
+    ended = Exception()
+
+    async def pump() -> None:
+        try:
+            async with aclosing(events):
+                async for event in events:
+                    arrived.put_nowait(event)
+            arrived.put_nowait(ended)
+        except Exception as error:  # raised below, to the reader
+            arrived.put_nowait(error)
+
+    async def beat() -> None:
+        while True:
+            await asyncio.sleep(seconds)
+            arrived.put_nowait(None)
+
+    tasks = [asyncio.create_task(work()) for work in (pump, beat)]
+    try:
+        while (event := await arrived.get()) is not ended:
+            if isinstance(event, Exception):
+                raise event
+            yield event
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+
 class RingServicer(rings_pb2_grpc.RingServiceServicer):
     """Endpoint of a ring's leader: each method is one verb of `RingPort`."""
 
-    def __init__(self, leader: RingPort) -> None:
+    def __init__(self, leader: RingPort, heartbeat: float = HEARTBEAT_SECONDS) -> None:
+        """Give a sign of life in every stream each `heartbeat` seconds."""
         self._leader = leader
+        self._heartbeat = heartbeat
 
     def register(self, server: GrpcServer) -> None:
         """Add the service to a server that has not started."""
@@ -68,9 +107,11 @@ class RingServicer(rings_pb2_grpc.RingServiceServicer):
         self, request: rings_pb2.StreamTurnRequest, context: Context
     ) -> AsyncIterator[rings_pb2.TurnEvent]:
         # A caller that hangs up cancels this coroutine: `aclosing` tells the leader at once, not at garbage collection.
-        async with answering(context), aclosing(self._leader.stream_turn(request.turn_id)) as events:
-            async for event in events:
-                yield event_to(event)
+        async with answering(context):
+            turn = with_heartbeats(self._leader.stream_turn(request.turn_id, request.after), self._heartbeat)
+            async with aclosing(turn) as events:
+                async for event in events:
+                    yield HEARTBEAT if event is None else event_to(event)
 
     async def FinishTurn(self, request: rings_pb2.FinishTurnRequest, context: Context) -> rings_pb2.FinishTurnResponse:
         await answer(context, self._leader.finish_turn(request.turn_id, request.num_tokens))
@@ -142,8 +183,9 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     ) -> router_pb2.ResumeTurnResponse:
         return await _serve(context, self._router.resume_turn, ResumeTurn, request, router_pb2.ResumeTurnResponse)
 
-    async def AbortTurns(self, request: inference_pb2.AbortRequest, context: Context) -> inference_pb2.AbortResponse:
-        aborted, unknown = await answer(context, self._router.abort_requests(list(request.request_ids)))
+    async def AbortTurns(self, request: router_pb2.AbortTurnsRequest, context: Context) -> inference_pb2.AbortResponse:
+        aborts = self._router.abort_requests(list(request.request_ids), request.reader)
+        aborted, unknown = await answer(context, aborts)
         return inference_pb2.AbortResponse(aborted=aborted, unknown=unknown)
 
     async def GetConversation(
@@ -159,10 +201,12 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         return to_message(inference_pb2.ListConversationsResponse, await answer(context, listing))
 
     async def ForkConversation(
-        self, request: inference_pb2.ForkConversationRequest, context: Context
+        self, request: router_pb2.BeginForkRequest, context: Context
     ) -> inference_pb2.GetConversationResponse:
         at_token = request.at_token if request.HasField("at_token") else None
-        view = await answer(context, self._router.fork_conversation(request.source_id, request.new_id, at_token))
+        quota = from_message(KvQuota, request.kv_quota) if request.HasField("kv_quota") else None
+        fork = self._router.fork_conversation(request.source_id, request.new_id, at_token, quota)
+        view = await answer(context, fork)
         return to_message(inference_pb2.GetConversationResponse, view)
 
     async def DeleteConversation(
@@ -174,8 +218,10 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     async def RegisterRing(
         self, request: router_pb2.RegisterRingRequest, context: Context
     ) -> router_pb2.RegisterRingResponse:
-        turns = await answer(context, self._router.register_ring(from_message(RingRegistration, request)))
-        return router_pb2.RegisterRingResponse(running_turns=turns)
+        inventory = from_message(RingInventory, request.inventory) if request.HasField("inventory") else None
+        known = KnownEpoch(epoch=request.epoch, inventory=inventory)
+        registering = self._router.register_ring(from_message(RingRegistration, request), known)
+        return to_message(router_pb2.RegisterRingResponse, await answer(context, registering))
 
     async def DrainRing(self, request: router_pb2.DrainRingRequest, context: Context) -> router_pb2.DrainRingResponse:
         await answer(context, self._router.drain_ring(request.ring, request.seconds, force=request.force))
@@ -193,6 +239,9 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     ) -> router_pb2.UndrainRingResponse:
         await answer(context, self._router.undrain_ring(request.ring))
         return router_pb2.UndrainRingResponse()
+
+    async def FindFault(self, request: router_pb2.FindFaultRequest, context: Context) -> router_pb2.FindFaultResponse:
+        return router_pb2.FindFaultResponse(fault=await answer(context, self._router.find_fault()))
 
     async def GetServerInfo(
         self, request: inference_pb2.GetServerInfoRequest, context: Context

@@ -76,7 +76,7 @@ class PlacedSequence:
         return SequencePlan(self.layout, tuple(self.cached_owner.count(rank) for rank in range(self.layout.num_ranks)))
 
     def new_positions(self, rank: int) -> list[int]:
-        return [position for chunk in self.layout.chunks(rank) for position in range(chunk.start, chunk.stop)]
+        return [position for each in self.layout.ranges[rank] for position in range(each.start, each.stop)]
 
     def cached_runs(self, rank: int) -> list[KvRun]:
         """Return views of one strided cache tensor, so that runs are no more contiguous than a paged cache's."""

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from cp_core.cost.model import RingRates
-from cp_core.errors import RingserveError
+from cp_core.errors import RingserveError, Unavailable
 from workers.protocol.decode_commands import AdmitSequence, DecodeCommand, DecodeEvent, DecodeEvents
 from workers.protocol.prefill_steps import PrefillOutput, PrefillStep
 from workers.protocol.ranks import ModelInfo, RankEndpoints, RankInfo, RankSpec, RankStatus, RingSpec
@@ -45,6 +45,7 @@ class FakeRank:
         self.specs: list[RankSpec] = []
         self.rendezvous: RingSpec | None = None
         self.is_killed = False
+        self.renews = False
         self.seconds_since_step = 0.0
         self.running = 0
         self.decode_variant = ""
@@ -90,6 +91,12 @@ class FakeRank:
             pid=self.number,
             model=MODEL,
         )
+
+    async def renew(self, spec: RankSpec, timeout: float) -> RankInfo:
+        self._check()
+        if not self.renews:
+            raise Unavailable(f"rank {self.number} does not answer")
+        return await self.start(spec, timeout)
 
     async def open_endpoints(self, timeout: float) -> RankEndpoints:
         return RankEndpoints(tokens=f"tokens:{self.number}")
@@ -191,6 +198,14 @@ class FakeRanks:
         self.rings.append([FakeRank(first + rank, None if rank else error) for rank in range(num_ranks)])
         self.num_open = num_ranks
         return self.latest
+
+    async def replace(self, lost: Sequence[int], timeout: float) -> Sequence[FakeRank]:
+        ranks = list(self.latest)
+        for number in lost:
+            await ranks[number].kill()
+            ranks[number] = FakeRank(100 * len(self.rings) + number)
+        self.rings.append(ranks)
+        return ranks
 
     async def close(self) -> None:
         self.num_open = 0

@@ -5,18 +5,23 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Any, Self
 
 import numpy as np
 
 from cp_core.cost.profile import HardwareProfile
+from cp_core.errors import Unavailable
 from orchestration.decode.leader import DecodeLeader
+from orchestration.journal.journal import SqliteJournal
 from orchestration.placement.planner import Planner, PlannerSettings
 from orchestration.prefill.leader import PrefillLeader
+from orchestration.protocol.inventory import UNKNOWN_EPOCH, KnownEpoch, Registered
+from orchestration.protocol.plans import PromptMode
 from orchestration.protocol.ports import RingPort
 from orchestration.protocol.rings import PrefillScheduling, RingSettings
 from orchestration.protocol.turns import (
@@ -24,13 +29,14 @@ from orchestration.protocol.turns import (
     EndingEvent,
     FinishedEvent,
     PrefillReport,
-    PromptMode,
+    RingRegistration,
     ScoredEvent,
     TokensEvent,
     TurnRequest,
 )
 from orchestration.router.router import Router, RouterSettings
 from tests.one_core import on_one_core
+from tests.waiting import eventually
 from workers.model.info import read_model_info
 from workers.protocol.prefill_steps import Algorithm
 from workers.protocol.ranks import RankSettings
@@ -72,6 +78,32 @@ class DirectPeers:
         return leader
 
 
+class NoRouter:
+    """Router that is down."""
+
+    def __getattr__(self, verb: str) -> Callable[..., Awaitable[Any]]:
+        async def fail(*arguments: object, **options: object) -> None:
+            raise Unavailable("the router cannot be reached")
+
+        return fail
+
+
+class PresentRouter:
+    """Port to the router that runs at the moment of a call."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def register_ring(self, ring: RingRegistration, known: KnownEpoch = UNKNOWN_EPOCH) -> Registered:
+        return await self._service.router.register_ring(ring, known)
+
+    def __getattr__(self, verb: str) -> Any:
+        async def call(*arguments: object, **options: object) -> Any:
+            return await getattr(self._service.router, verb)(*arguments, **options)
+
+        return call
+
+
 class Service:
     """Async context with rings of `num_prefill` and `num_decode` ranks, and NaN in every unwritten KV slot."""
 
@@ -88,6 +120,7 @@ class Service:
         max_waiting_turns: int = 64,
         conversation_ttl: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
+        journal: Path | None = None,
         num_blocks: int = 2048,
         chunk_tokens: int = 4096,
         max_batch: int = 8,
@@ -97,6 +130,7 @@ class Service:
         preemption: bool = True,
         headroom_tokens: int = 128,
         max_direct_tokens: int = 0,
+        retain_prompts: bool = False,
         max_direct_seconds: float = 10.0,
         prefill_tp: int = 1,
         decode_tp: int = 1,
@@ -104,6 +138,8 @@ class Service:
         scheduling: PrefillScheduling | None = None,
         other_prefill: Sequence[Shape] = (),
         other_decode: Sequence[Shape] = (),
+        ring_lease: float = RouterSettings.ring_lease,
+        orphan_timeout: float = 0.0,
     ) -> None:
         """Set up the rings. `other_prefill` and `other_decode` are further ones: prefill-1, decode-1 and so on.
 
@@ -116,8 +152,11 @@ class Service:
             max_positions=self.model.max_positions,
             max_waiting_turns=max_waiting_turns,
             conversation_ttl=conversation_ttl,
+            ring_lease=ring_lease,
+            retain_prompts=retain_prompts,
         )
-        self.router = Router(router_settings, self._planner, self.peers, clock)
+        self._journal, self._router_settings, self._clock = journal, router_settings, clock
+        self.router = self._new_router()
         self.prefill_ranks = ThreadRanks(poisoned=True)
         self.decode_ranks = ThreadRanks(poisoned=True)
 
@@ -133,6 +172,7 @@ class Service:
                 continuous=continuous,
                 preemption=preemption,
                 headroom_tokens=headroom_tokens,
+                orphan_timeout=orphan_timeout,
                 max_direct_tokens=max_direct_tokens,
                 max_direct_seconds=max_direct_seconds,
                 ranks=RankSettings(
@@ -145,12 +185,13 @@ class Service:
                 ),
             )
 
-        register = self.router.register_ring
+        router = PresentRouter(self)
+        register = router.register_ring
         self.prefill = PrefillLeader(
             settings("prefill", num_prefill, prefill_tp), self.prefill_ranks, self.peers, register
         )
         self.decode = DecodeLeader(
-            settings("decode", num_decode, decode_tp), self.decode_ranks, self.peers, self.router, register
+            settings("decode", num_decode, decode_tp), self.decode_ranks, self.peers, router, register
         )
         self.peers.leaders = {"prefill-0": self.prefill, "decode-0": self.decode}
         for number, shape in enumerate(other_prefill, start=1):
@@ -165,19 +206,39 @@ class Service:
                 settings("decode", *_shape(shape, decode_tp), number),
                 ThreadRanks(poisoned=True),
                 self.peers,
-                self.router,
+                router,
                 register,
             )
         self._numbers = itertools.count()
         self._core = ExitStack()
 
-    async def __aenter__(self) -> Service:
+    async def __aenter__(self) -> Self:
         with ExitStack() as core:
             core.enter_context(on_one_core())
             # Among equal rings a turn takes the first registered one, and rings of a role register by number.
             await asyncio.gather(self._start("prefill"), self._start("decode"))
             self._core = core.pop_all()
         return self
+
+    def _new_router(self) -> Router:
+        journal = SqliteJournal(self._journal) if self._journal is not None else None
+        return Router(self._router_settings, self._planner, self.peers, self._clock, journal)
+
+    async def crash_router(self) -> None:
+        """End the router as a crash does: it says nothing to anybody, and calls to it fail."""
+        crashed, self.router = self.router, NoRouter()  # type: ignore[assignment]
+        for turn in crashed._turns._running.values():  # its calls end with it
+            for task in (turn.prefilling, turn.resuming):
+                if task is not None:
+                    task.cancel()
+            if turn.lease is not None:
+                turn.lease.cancel()
+        await crashed.close()
+
+    def start_router(self) -> None:
+        """Start a router on the same journal."""
+        self.router = self._new_router()
+        self.router.restore()
 
     async def _start(self, role: str) -> None:
         for name, leader in self.peers.leaders.items():
@@ -189,7 +250,8 @@ class Service:
     ) -> None:
         with self._core:
             await asyncio.gather(*(leader.close() for leader in self.peers.leaders.values()))
-            await self.router.close()
+            if isinstance(self.router, Router):
+                await self.router.close()
 
     def select(self, selector: str) -> None:
         """Choose another selector for the turns that follow."""
@@ -266,3 +328,18 @@ class Service:
 
 def _shape(shape: Shape, tp: int) -> tuple[int, int]:
     return (shape, tp) if isinstance(shape, int) else shape
+
+
+async def is_idle(service: Service, free: list[int]) -> None:
+    await eventually(lambda: service.free_blocks() == free)
+    service.check_integrity()
+
+
+async def read_tokens(service: Service, request: TurnRequest, count: int) -> None:
+    """Begin a turn, read `count` tokens of it, hang up."""
+    begun = await service.router.begin_turn(request)
+    seen = 0
+    async with aclosing(service.peers.decode(begun.decode_endpoint).stream_turn(begun.turn_id)) as events:
+        while seen < count:
+            event = await anext(events)
+            seen += len(event.token_ids) if isinstance(event, TokensEvent) else 0

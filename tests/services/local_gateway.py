@@ -60,7 +60,8 @@ class LocalGateway:
             authenticator,
             tracer,
         )
-        self._grpc = GrpcServer(tls.grpc_credentials() if tls else None)
+        admit = authenticator.admit if authenticator else None
+        self._grpc = GrpcServer(tls.grpc_credentials() if tls else None, admit=admit)
         self._grpc.add(
             "ringserve.v1.Inference",
             lambda target: inference_pb2_grpc.add_InferenceServicer_to_server(self.servicer, target),

@@ -146,7 +146,7 @@ class LocalRing:
         """Run one step -> the sampled tokens by conversation."""
         steps = self.steps(turns, algorithm)
         outputs: list[PrefillOutput] = self.together(lambda worker, rank: worker.prefill(steps[rank]))
-        return {name: token for output in outputs for name, token in output.tokens.items()}
+        return {name: token for output in outputs for name, token in output.tokens.items() if token is not None}
 
     def asked_within(self, steps: Sequence[PrefillStep], outer: int) -> list[Future[PrefillOutput | None]]:
         """Let a step wait at the first ranks, to be computed within the one of number `outer`."""
@@ -168,7 +168,7 @@ class LocalRing:
             layout = sequence.layout
             logits = torch.full((layout.num_tokens, outputs[0].shape[1]), torch.nan)
             for rank, output in enumerate(outputs):
-                for chunk in layout.chunks(rank):
+                for chunk in layout.ranges[rank]:
                     end = begins[rank] + len(chunk)
                     logits[chunk.start - layout.start : chunk.stop - layout.start] = output[begins[rank] : end]
                     begins[rank] = end

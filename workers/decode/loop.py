@@ -301,20 +301,21 @@ class LeadingLoop:
             token_id=drawn.token_id,
             finish_reason=None,
             kv_tokens=sum(prompt.held) + len(prompt.token_ids),
+            is_broken=drawn.token_id is None,
             logprobs=drawn.logprobs,
             prompt_seconds=time.perf_counter() - began,
         )
         self._mailbox.post([event])
 
     def _commit(self, sampled: Sequence[Sampled]) -> None:
-        """Report the tokens of all rows, and the sequences that end with them."""
+        """Report the tokens of all rows, and the sequences that end with them or have none."""
         events = []
         for row, drawn in zip(self._batch.rows, sampled, strict=True):
             token_id = drawn.token_id
             generation = self._generations[row.sequence_id]
             generation.num_generated += 1
-            reason = _finish_reason(token_id, generation)
-            if reason is not None:
+            reason = None if token_id is None else _finish_reason(token_id, generation)
+            if reason is not None or token_id is None:
                 self._finished.append(row.sequence_id)
                 del self._generations[row.sequence_id]
             events.append(
@@ -324,10 +325,12 @@ class LeadingLoop:
                     finish_reason=reason,
                     kv_tokens=row.position + 1,
                     owner=row.owner,
+                    is_broken=token_id is None,
                     logprobs=drawn.logprobs,
                 )
             )
-        self._sampled = tuple(drawn.token_id for drawn in sampled)
+        # A row without a token leaves with the next header, so any number stands for its token.
+        self._sampled = tuple(drawn.token_id or 0 for drawn in sampled)
         self._mailbox.post(events)
 
 

@@ -36,7 +36,7 @@ from workers.protocol.decode_commands import (
     GrowSequence,
     RemoveSequence,
 )
-from workers.sampling.parameters import Sampled, SamplingParameters, TokenBias, TokenHistory, TokenLogprobs
+from workers.sampling.parameters import NO_TOKEN, Sampled, SamplingParameters, TokenBias, TokenHistory, TokenLogprobs
 
 Command = TypeVar("Command", AdmitSequence, GrowSequence, ComputePrompt)
 
@@ -185,7 +185,8 @@ def gather_sampled(
     name, None without log-probabilities. So the first rank knows each message's length. Collective. Raises Unavailable.
     """
     nothing = torch.empty(0, dtype=torch.int64, device=device)
-    message = torch.tensor(write_words(sampled), dtype=torch.int64, device=device)
+    words = write_words(sampled, num_tops[transport.rank])
+    message = torch.tensor(words, dtype=torch.int64, device=device)
     sends = [message if peer == LEADER else nothing for peer in range(transport.size)]
     if transport.rank != LEADER:
         transport.all_to_all(sends, [nothing] * transport.size).wait()
@@ -195,15 +196,22 @@ def gather_sampled(
     return [read_words(words.tolist(), tops) for words, tops in zip(arrived, num_tops, strict=True)]
 
 
+WITHOUT_TOKEN = -1
+"""Each word of a row whose logits are not finite."""
+
+
 def num_words(num_top: int | None) -> int:
     """Return the words of a row with `num_top` top tokens; None means no log-probabilities."""
     return 1 if num_top is None else 3 + 2 * num_top
 
 
-def write_words(sampled: Iterable[Sampled]) -> list[int]:
-    """Encode sampled tokens as 64-bit words."""
+def write_words(sampled: Iterable[Sampled], num_tops: Iterable[int | None]) -> list[int]:
+    """Encode sampled tokens as 64-bit words, for rows with so many top tokens each."""
     words: list[int] = []
-    for drawn in sampled:
+    for drawn, num_top in zip(sampled, num_tops, strict=True):
+        if drawn.token_id is None:
+            words += [WITHOUT_TOKEN] * num_words(num_top)
+            continue
         words.append(drawn.token_id)
         if (logprobs := drawn.logprobs) is not None:
             words += [logprobs.rank, _bits(logprobs.logprob)]
@@ -218,7 +226,10 @@ def read_words(words: Sequence[int], num_tops: Iterable[int | None]) -> list[Sam
     for num_top in num_tops:
         row = words[place : place + num_words(num_top)]
         place += len(row)
-        sampled.append(Sampled(row[0], None if num_top is None else _logprobs(row)))
+        if row[0] == WITHOUT_TOKEN:
+            sampled.append(NO_TOKEN)
+        else:
+            sampled.append(Sampled(row[0], None if num_top is None else _logprobs(row)))
     assert place == len(words), "the number of words differs from what the rows ask for"
     return sampled
 

@@ -185,7 +185,7 @@ class DecodePass:
         """Run one step of the whole batch. Return the token after each row in the first process, [] elsewhere.
 
         A ring of one rank runs every variant as `gather`, with the same results.
-        Raises Unavailable when a peer is lost, FloatingPointError for a NaN in attention or logits.
+        Raises Unavailable when a peer is lost.
         """
         with self._clock.step():
             return self._run(variant)
@@ -257,7 +257,7 @@ class DecodePass:
         rows = self._batch.rows
         if are_greedy(rows):
             largest, tokens = self._model.largest_logits(states)
-            return sample_greedy_rows(rows, largest, tokens) if self._model.samples else []
+            return sample_greedy_rows(largest, tokens) if self._model.samples else []
         logits = self._model.logits(states)
         return sample_rows(rows, logits) if self._model.samples else []
 
@@ -302,7 +302,7 @@ class DecodePrompts:
     def run(self, prompt: ComputePrompt) -> Sampled | None:
         """Compute the prompt's tokens and store their KV. Return the next token in the ring's first process, else None.
 
-        Raises Unavailable when a peer is lost, FloatingPointError for a NaN in attention or logits.
+        Raises Unavailable when a peer is lost.
         """
         with self._clock.step():
             return self._run(prompt)

@@ -7,9 +7,9 @@ A frame is prefix, msgpack header and raw payload. Every value is checked before
     payload   only of a layer frame: K[T,K,D] of all pieces, one after the other, then V[T,K,D]
 
 T tokens of the frame, K its KV heads, D head dimension. The source sends `layer`, `settle` and `abandon`, the
-destination `settled` and `refused`. A frame that breaks these rules raises TransferError, and its connection ends. A
-layer frame may carry the checksum of its payload. Bytes that changed under way, or in the source's cache during the
-send, are then refused.
+destination `settled`, `refused` and `leave`. A frame that breaks these rules raises TransferError, and its connection
+ends. A layer frame may carry the checksum of its payload. Bytes that changed under way, or in the source's cache during
+the send, are then refused.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ class Kind(StrEnum):
     ABANDON = "abandon"
     SETTLED = "settled"
     REFUSED = "refused"
+    LEAVE = "leave"
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +111,13 @@ class RefusedFrame:
     reason: str
 
 
-Frame = LayerFrame | SettleFrame | AbandonFrame | SettledFrame | RefusedFrame
+@dataclass(frozen=True, slots=True)
+class LeaveFrame:
+    """Request of the destination to end this connection if it carries nothing: others need its place."""
+
+
+TransferFrame = LayerFrame | SettleFrame | AbandonFrame | SettledFrame | RefusedFrame
+Frame = TransferFrame | LeaveFrame
 
 
 def checksum_of(payload: Iterable[memoryview]) -> int:
@@ -123,8 +130,9 @@ def checksum_of(payload: Iterable[memoryview]) -> int:
 
 def encode(frame: Frame, payload_bytes: int = 0) -> bytes:
     """Encode prefix and header of a frame whose payload of `payload_bytes` follows."""
-    key = frame.key
-    fields: dict[str, Any] = {"key": [key.transfer_id, key.attempt, key.source, key.destination]}
+    fields: dict[str, Any] = {}
+    if not isinstance(frame, LeaveFrame):
+        fields["key"] = [frame.key.transfer_id, frame.key.attempt, frame.key.source, frame.key.destination]
     match frame:
         case LayerFrame():
             pieces = np.stack([frame.starts, frame.counts], axis=1).astype("<i8").tobytes()
@@ -140,6 +148,8 @@ def encode(frame: Frame, payload_bytes: int = 0) -> bytes:
             fields |= {"kind": Kind.SETTLED, "payload_bytes": frame.payload_bytes}
         case RefusedFrame():
             fields |= {"kind": Kind.REFUSED, "stale": frame.is_stale, "reason": frame.reason[:MAX_TEXT]}
+        case LeaveFrame():
+            fields |= {"kind": Kind.LEAVE}
     header: bytes = msgpack.packb(fields)
     return PREFIX.pack(MAGIC, VERSION, len(header), payload_bytes) + header
 
@@ -167,10 +177,12 @@ def decode_header(header: bytes | bytearray | memoryview, payload_bytes: int) ->
     if not isinstance(value, dict):
         raise TransferError("KV frame whose header is not a map")
     fields = _Fields(value)
-    key = fields.key()
     kind = fields.text("kind")
     if payload_bytes and kind != Kind.LAYER:
         raise TransferError(f"KV frame of kind {kind!r} with a payload of {payload_bytes} bytes")
+    if kind == Kind.LEAVE:
+        return LeaveFrame()
+    key = fields.key()
     match kind:
         case Kind.LAYER:
             head_start, head_stop = fields.heads()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -17,9 +18,10 @@ import torch
 
 from cp_core.errors import RingserveError, StaleIncarnation, TransferError
 from cp_core.layout.shards import coalesce
+from workers.kv.arrivals import EndedTransfers
 from workers.kv.cache import KvCache, SlotRun, runs_of, slots_of
 from workers.kv.frames import LayerFrame, checksum_of
-from workers.protocol.transfers import KvExpect, TransferKey, TransferReport
+from workers.protocol.transfers import KvEnd, KvEnds, KvExpect, TransferKey, TransferReport
 
 
 class TransferState(Enum):
@@ -48,12 +50,14 @@ class IncomingTransfer:
 
     A transfer that expects nothing begins SEALED. Bytes are written in RESERVED and STREAMING only, under the lock that
     every transition takes. So nothing of the transfer is written after the return of `abort` or `wait_sealed`. The
-    leader owns the blocks throughout; in RESERVED and STREAMING this object alone writes to their slots.
+    leader owns the blocks throughout; in RESERVED and STREAMING this object alone writes to their slots. `on_end` is
+    called once, under that lock, when the transfer becomes SEALED or ABORTED.
     """
 
-    def __init__(self, expect: KvExpect, cache: KvCache) -> None:
+    def __init__(self, expect: KvExpect, cache: KvCache, on_end: Callable[[KvEnd], None] | None = None) -> None:
         self.key = expect.key
         self._cache = cache
+        self._on_end = on_end
         self._ranges = coalesce(expect.ranges)
         self._starts = np.array([item.start for item in self._ranges], dtype=np.int64)
         self._stops = np.array([item.stop for item in self._ranges], dtype=np.int64)
@@ -161,7 +165,10 @@ class IncomingTransfer:
                 total = self._arrived.size
                 arrived = total - self._left
                 raise TransferError(f"{self} has {arrived} of {total} (layer, head, token) after {timeout:g} s")
-            return TransferReport(payload_bytes=self._payload_bytes, seconds=self._ended - self._began)
+            return self._report()
+
+    def _report(self) -> TransferReport:
+        return TransferReport(payload_bytes=self._payload_bytes, seconds=self._ended - self._began)
 
     def __str__(self) -> str:
         return f"transfer {self.key.transfer_id!r} attempt {self.key.attempt}"
@@ -244,6 +251,13 @@ class IncomingTransfer:
         self._arrived = self._arrived[:, :, :0].copy()
         self._places.clear()
         self._changed.notify_all()
+        self.tell_end()
+
+    def tell_end(self) -> None:
+        """Tell that the transfer is over; the table calls it for one that is complete from the start."""
+        if self._on_end is not None:
+            report = self._report() if self._state is TransferState.SEALED else None
+            self._on_end(KvEnd(key=self.key, report=report, error=self._error))
 
 
 # Most keys of ended transfers that are remembered, so that a late `expect` cannot revive one; the oldest go.
@@ -261,6 +275,7 @@ class TransferTable:
         self._transfers: dict[TransferKey, IncomingTransfer] = {}
         self._dropped: OrderedDict[TransferKey, None] = OrderedDict()
         self._lock = threading.Lock()
+        self._ended = EndedTransfers()
 
     @property
     def num_open(self) -> int:
@@ -283,7 +298,7 @@ class TransferTable:
         before or its blocks cannot hold it.
         """
         self._check_destination(expect.key)
-        transfer = IncomingTransfer(expect, self._cache)
+        transfer = IncomingTransfer(expect, self._cache, self._ended.add)
         with self._lock:
             if expect.key in self._transfers:
                 raise TransferError(f"{transfer} is expected already")
@@ -292,6 +307,12 @@ class TransferTable:
             self._transfers[expect.key] = transfer
             if len(self._transfers) > MAX_SEALED:
                 self._forget_sealed()
+            if not transfer.is_open:  # before its first byte: it expects nothing, and no connection knows of it
+                transfer.tell_end()
+
+    def poll_ended(self, after: int, timeout: float) -> KvEnds:
+        """Return the ends of transfers from number `after` on; wait up to `timeout` seconds for the first."""
+        return self._ended.poll(after, timeout)
 
     def wait_sealed(self, key: TransferKey, timeout: float) -> TransferReport:
         """Wait as `IncomingTransfer.wait_sealed` does. Raises TransferError also for an unknown transfer."""
@@ -327,6 +348,7 @@ class TransferTable:
             transfers = list(self._transfers.values())
         for transfer in transfers:
             transfer.abort(error)
+        self._ended.close()
 
     def _forget_sealed(self) -> None:
         """Drop the older half of the sealed transfers; the lock is held."""

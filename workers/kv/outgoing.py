@@ -9,17 +9,14 @@ from enum import Enum, auto
 
 from cp_core.errors import ConfigError, RingserveError, StaleIncarnation, TransferError, Unavailable
 from cp_core.transport.peer_tls import PeerTls, reason_of
-from workers.kv.frames import (
-    Frame,
-    RefusedFrame,
-    SettledFrame,
-    encode,
-)
+from workers.kv.frames import Frame, LeaveFrame, RefusedFrame, SettledFrame, TransferFrame, encode
 from workers.kv.sockets import call
 from workers.protocol.transfers import TransferKey, TransferReport
 
 # Longest wait for a reply on an idle connection before checking whether the connection is broken.
 REPLY_SECONDS = 5.0
+# Time after which a connection that carries nothing is closed.
+IDLE_SECONDS = 120.0
 
 
 class OutgoingState(Enum):
@@ -133,11 +130,18 @@ class DestinationConnection:
     """TCP connection to a KV receiver, from construction until `is_broken`; a thread of its own reads the replies.
 
     One thread at a time may send; `break_off` may be called from any thread. When the connection ends, every transfer
-    that it carried fails unless it is confirmed.
+    that it carried fails unless it is confirmed. A connection that carries nothing ends after `idle_seconds`, or where
+    its destination needs the place: only this side knows that no frame is under way.
     """
 
     def __init__(
-        self, endpoint: str, *, connect_seconds: float, stall_seconds: float, tls: PeerTls | None = None
+        self,
+        endpoint: str,
+        *,
+        connect_seconds: float,
+        stall_seconds: float,
+        idle_seconds: float = IDLE_SECONDS,
+        tls: PeerTls | None = None,
     ) -> None:
         """Connect. Raises Unavailable for a malformed endpoint, and where no KV receiver of ours answers."""
         self._endpoint = endpoint
@@ -150,6 +154,8 @@ class DestinationConnection:
         self._lock = threading.Lock()
         self._carried: dict[TransferKey, tuple[OutgoingTransfer, int]] = {}
         self._end_reason: str | None = None
+        self._idle_seconds = idle_seconds
+        self._used_at = time.monotonic()
         self._hearing = threading.Thread(target=self._hear, name=f"kv-replies-{endpoint}", daemon=True)
         self._hearing.start()
 
@@ -166,7 +172,7 @@ class DestinationConnection:
             self._carried.setdefault(transfer.key, (transfer, 0))
             return True
 
-    def send(self, frame: Frame, payload: list[memoryview]) -> None:
+    def send(self, frame: TransferFrame, payload: list[memoryview]) -> None:
         """Send one frame. Raises Unavailable when the connection breaks or stalls; it is broken then."""
         payload_bytes = sum(buffer.nbytes for buffer in payload)
         with self._lock:
@@ -195,9 +201,11 @@ class DestinationConnection:
         reason = "it was broken off"
         try:
             while not self.is_broken:
-                if self._stream.wait_readable(REPLY_SECONDS):
+                if self._stream.wait_readable(min(REPLY_SECONDS, self._idle_seconds)):
                     frame, _ = self._stream.receive_frame()
                     self._take(frame)
+                elif time.monotonic() - self._used_at >= self._idle_seconds:
+                    self._leave("it was idle")
         except OSError as error:
             reason = reason_of(error)
         except TransferError as error:
@@ -206,11 +214,21 @@ class DestinationConnection:
             self._end(reason)
             self._stream.close()
 
+    def _leave(self, reason: str) -> None:
+        """End the connection if it carries nothing."""
+        with self._lock:
+            if not self._carried and self._end_reason is None:
+                self._end_reason = reason
+
     def _take(self, frame: Frame) -> None:
+        if isinstance(frame, LeaveFrame):
+            self._leave("its place was needed")
+            return
         if not isinstance(frame, SettledFrame | RefusedFrame):
             raise TransferError(f"a destination sent {type(frame).__name__}")
         with self._lock:
             transfer, payload_bytes = self._carried.pop(frame.key, (None, 0))
+            self._used_at = time.monotonic()
         if transfer is None:
             # The transfer was abandoned while the reply was under way.
             return

@@ -19,6 +19,7 @@ from workers.kv.frames import (
     AbandonFrame,
     Frame,
     LayerFrame,
+    LeaveFrame,
     RefusedFrame,
     SettledFrame,
     SettleFrame,
@@ -36,6 +37,12 @@ IDLE_SECONDS = 1.0
 MAX_REFUSED = 1024
 # Longest wait for a connection before checking whether the receiver is closing.
 ACCEPT_SECONDS = 0.5
+# Longest wait of a new connection for the place of an idle one, less than a caller's time to connect. A part of the
+# idle ones is asked to leave at a time, so that not every new connection waits.
+ROOM_SECONDS = 4.0
+# Age from which an unknown caller must make room: a rank's first frame follows its connection at once.
+STRANGE_SECONDS = 0.1
+LEAVING_FRACTION = 8
 JOIN_SECONDS = 10.0
 
 
@@ -69,6 +76,9 @@ class SourceConnection:
     ) -> None:
         """`is_private`: the stream is a TLS connection whose handshake is still to be done."""
         self.is_known = False
+        self.used_at = time.monotonic()
+        self._is_asked_to_leave = False
+        self._replying = threading.Lock()
         self._stream = stream
         self._peer = peer
         self._table = table
@@ -110,11 +120,31 @@ class SourceConnection:
         self._is_closed = True
         self._stream.shut()
 
+    @property
+    def may_leave(self) -> bool:
+        """True if the connection carries nothing, and its source was not asked to leave since its latest frame."""
+        return self.is_known and not self._shares and not self._is_asked_to_leave
+
+    def ask_to_leave(self) -> None:
+        """Ask the source to end the connection if nothing is under way; another thread than `serve`'s may call."""
+        if not self._replying.acquire(blocking=False):
+            return  # it is being answered, so it is not idle
+        self._is_asked_to_leave = True
+        try:
+            self._stream.send([memoryview(encode(LeaveFrame()))])
+        except OSError:
+            return  # it is gone already
+        finally:
+            self._replying.release()
+
     def _know(self) -> None:
         self.is_known = True
         self._stream.deadline = None
 
     def _take(self, frame: Frame, payload_bytes: int) -> None:
+        self.used_at, self._is_asked_to_leave = time.monotonic(), False
+        if isinstance(frame, LeaveFrame):
+            raise TransferError("a source sent LeaveFrame")
         if not self.is_known and self._table.is_own(frame.key):
             self._know()
         match frame:
@@ -182,7 +212,8 @@ class SourceConnection:
         self._reply(self._refused[key])
 
     def _reply(self, frame: RefusedFrame | SettledFrame) -> None:
-        self._stream.send([memoryview(encode(frame))])
+        with self._replying:
+            self._stream.send([memoryview(encode(frame))])
 
 
 def refusal(key: TransferKey, error: RingserveError) -> RefusedFrame:
@@ -195,7 +226,8 @@ class KvReceiver(TransferTable):
 
     `max_connections` bounds threads and staging memory (at most MAX_PAYLOAD_BYTES each). A source that stops in the
     middle of a frame for `stall_seconds` counts as gone. A caller has `greeting_seconds` to become known
-    (`SourceConnection`); when connections run out, the oldest unknown caller is closed.
+    (`SourceConnection`); when connections run out, the oldest unknown caller is closed, and where all are known, those
+    that have been idle longest are asked to leave.
     """
 
     def __init__(
@@ -208,15 +240,19 @@ class KvReceiver(TransferTable):
         stall_seconds: float = 30.0,
         greeting_seconds: float = 10.0,
         max_connections: int = 256,
+        room_seconds: float = ROOM_SECONDS,
+        strange_seconds: float = STRANGE_SECONDS,
         tls: PeerTls | None = None,
     ) -> None:
         super().__init__(cache, incarnation)
         self._stall_seconds = stall_seconds
         self._greeting_seconds = greeting_seconds
         self._max_connections = max_connections
+        self._room_seconds = room_seconds
+        self._strange_seconds = strange_seconds
         self._tls = tls
         self._closing = threading.Event()
-        self._serving_lock = threading.Lock()
+        self._serving_changed = threading.Condition()
         self._serving: dict[SourceConnection, threading.Thread] = {}
         family = socket.AF_INET6 if ":" in listen_host else socket.AF_INET
         try:
@@ -230,8 +266,9 @@ class KvReceiver(TransferTable):
 
     def close(self) -> None:
         """End everything; idempotent. Open transfers fail with Unavailable."""
-        with self._serving_lock:
+        with self._serving_changed:
             self._closing.set()
+            self._serving_changed.notify_all()
             serving = dict(self._serving)
         self.abort_all(Unavailable("the KV receiver is closed"))
         shut(self._listener)
@@ -265,8 +302,9 @@ class KvReceiver(TransferTable):
             is_private=self._tls is not None,
         )
         thread = threading.Thread(target=self._serve, args=(source,), name=f"kv-from-{peer}", daemon=True)
-        with self._serving_lock:
-            if self._closing.is_set() or not self._make_room():
+        has_room = self._make_room()
+        with self._serving_changed:
+            if self._closing.is_set() or not has_room:
                 logger.warning("KV connection of %s is closed: %d are open", peer, len(self._serving))
                 connection.close()
                 return
@@ -274,20 +312,37 @@ class KvReceiver(TransferTable):
             thread.start()
 
     def _make_room(self) -> bool:
-        """Make room for a connection -> True if there is; the lock is held."""
-        if len(self._serving) < self._max_connections:
-            return True
-        stranger = next((source for source in self._serving if not source.is_known), None)
-        if stranger is None:
-            return False
-        # The thread of the closed connection ends by itself.
-        del self._serving[stranger]
-        stranger.close()
-        return True
+        """Make room for a connection -> True if there is. Called by the thread that accepts, the only one that adds."""
+        deadline = time.monotonic() + self._room_seconds
+        while True:
+            with self._serving_changed:
+                if len(self._serving) < self._max_connections:
+                    return True
+                stranger = next((source for source in self._serving if not source.is_known), None)
+                if stranger is not None and time.monotonic() - stranger.used_at >= self._strange_seconds:
+                    # The thread of the closed connection ends by itself.
+                    del self._serving[stranger]
+                    stranger.close()
+                    return True
+                idle = sorted((source for source in self._serving if source.may_leave), key=_use_of)
+            for source in idle[: -(-self._max_connections // LEAVING_FRACTION)]:
+                source.ask_to_leave()
+            with self._serving_changed:
+                left = deadline - time.monotonic()
+                if self._closing.is_set() or left <= 0:
+                    return False
+                if len(self._serving) >= self._max_connections:
+                    # No event tells that a source which was being answered, and so was not asked to leave, is idle.
+                    self._serving_changed.wait(min(left, ACCEPT_SECONDS, self._strange_seconds))
 
     def _serve(self, source: SourceConnection) -> None:
         try:
             source.serve()
         finally:
-            with self._serving_lock:
+            with self._serving_changed:
                 self._serving.pop(source, None)
+                self._serving_changed.notify_all()
+
+
+def _use_of(source: SourceConnection) -> float:
+    return source.used_at

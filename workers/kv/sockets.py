@@ -110,7 +110,8 @@ class KvStream:
 
     def shut(self) -> None:
         """End the connection from any thread: waiting calls return with an error or an end of stream."""
-        shut(self._connection)
+        with self._moving:  # else another thread might free the descriptor now, and its next owner be cut off
+            shut(self._connection)
 
     def close(self) -> None:
         """Free the descriptor, or leave that to the last waiting call: a freed descriptor may be reused. Idempotent."""

@@ -11,12 +11,17 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 from torch.nn import Linear, Module, SiLU
-from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
-from transformers.activations import SiLUActivation
-from transformers.utils.logging import disable_progress_bar
 
 from cp_core.errors import ModelRefused
 from cp_core.ring.helix import HelixColumns
+from workers.model.hugging_face import (
+    AttentionInterface,
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    SiLUActivation,
+    disable_progress_bar,
+    without_initial_weights,
+)
 from workers.model.info import multiplies_bfloat16, read_model_info, tensor_share
 from workers.model.tensor_parallel import TensorParallel
 from workers.protocol.ranks import ModelInfo
@@ -225,7 +230,7 @@ class LoadedModel:
         """Map hidden states [T, hidden_size] -> logits [T, vocab_size]."""
         logits = self.head(hidden_states)
         assert isinstance(logits, Tensor)
-        return self.helix.join(logits, self.info.vocab_size)
+        return self.helix.join(logits, self.info.vocab_size) if self.is_helix else logits
 
     def largest_logits(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """Return the largest logit [T] of each row and its token [T], the first of equals, without joining logits."""
@@ -265,7 +270,7 @@ def load_model(
     # Progress bars of several ranks would garble their leader's terminal.
     disable_progress_bar()
     try:
-        with LOADING:
+        with LOADING, without_initial_weights():
             # Typed as a model alone; with output_loading_info the result is a pair.
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 path,

@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Embedding, Linear, Module, Parameter
-from transformers import PreTrainedModel
 
 from cp_core.errors import ModelRefused
 from cp_core.layout.shards import even_share
 from cp_core.transport.collectives import all_reduce, join_last_dim
 from cp_core.transport.interface import RingTransport
+from workers.model.hugging_face import PreTrainedModel
 
 
 class TensorParallel:

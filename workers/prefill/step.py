@@ -146,7 +146,7 @@ class PrefillPass:
     def _computed(self, sequence: SequencePrefill) -> tuple[TokenRange, ...]:
         """Return the positions that this rank computes, in the order of its rows."""
         layout = sequence.layout
-        return layout.chunks(self._transport.rank) if self._columns is None else (layout.tokens,)
+        return layout.ranges[self._transport.rank] if self._columns is None else (layout.tokens,)
 
     def _place(self, sequences: Sequence[SequencePrefill]) -> tuple[LocalShare, ...]:
         rank, shares, begin = self._transport.rank, [], 0
@@ -156,8 +156,8 @@ class PrefillPass:
             stored: tuple[TokenRange, ...] = (TokenRange(begin, end),)
             if self._columns is not None:
                 shift = begin - sequence.layout.start
-                chunks = sequence.layout.chunks(rank)
-                stored = tuple(TokenRange(chunk.start + shift, chunk.stop + shift) for chunk in chunks)
+                ranges = sequence.layout.ranges[rank]
+                stored = tuple(TokenRange(each.start + shift, each.stop + shift) for each in ranges)
             shares.append(
                 LocalShare(
                     begin,
@@ -226,7 +226,7 @@ class PrefillPass:
 def _rows(tensor: Tensor, ranges: Sequence[TokenRange]) -> Tensor:
     """Return these rows of a tensor: a view where they are one range."""
     parts = [tensor[each.start : each.stop] for each in ranges]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    return parts[0] if len(parts) == 1 else torch.cat([tensor[:0], *parts])
 
 
 def score_rows(model: LoadedModel, scored: Sequence[ScoredRows], states: Tensor) -> dict[str, dict[int, TokenLogprobs]]:

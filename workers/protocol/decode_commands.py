@@ -80,7 +80,8 @@ class DecodeEvent:
     """One token, or the end, or both, of a sequence. `kv_tokens` positions have their KV stored after this step.
 
     `owner` is the rank that stores the KV which a step of the batch added; None in all other events. `is_starved`: the
-    sequence left because its block tables are full, and may join again. `prompt_seconds`: the token is the first after
+    sequence left because its block tables are full, and may join again. `is_broken`: it left because its logits are not
+    finite, without a token. `prompt_seconds`: the token is the first after
     a prompt, and is the time of that prompt's step.
     """
 
@@ -90,13 +91,14 @@ class DecodeEvent:
     kv_tokens: int
     owner: int | None = None
     is_starved: bool = False
+    is_broken: bool = False
     logprobs: TokenLogprobs | None = None
     prompt_seconds: float | None = None
 
     @property
     def has_left(self) -> bool:
         """True if the sequence is out of the batch."""
-        return self.is_starved or self.finish_reason is not None
+        return self.is_starved or self.is_broken or self.finish_reason is not None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,6 +12,7 @@ from enum import StrEnum
 import numpy as np
 import numpy.typing as npt
 
+from cp_core.cost.model import PREFILL_ALGORITHMS
 from cp_core.layout.shards import PrefillLayout
 from workers.protocol.transfers import KvSend
 from workers.sampling.parameters import NO_HISTORY, SamplingParameters, TokenHistory, TokenLogprobs
@@ -20,15 +21,19 @@ TokenIds = npt.NDArray[np.int64]
 
 
 class Algorithm(StrEnum):
-    """Algorithm for a turn's new tokens: on a prefill ring, by what circulates; or on the turn's decode ring."""
+    """Algorithm for a turn's new tokens: on a prefill ring, by what its ranks send; or on the turn's decode ring."""
 
     PASS_KV = "pass_kv"
     PASS_Q = "pass_q"
+    GATHER_KV = "gather_kv"
+    SP_NTP = "sp_ntp"
     DECODE_RING = "decode_ring"
 
 
-RING_ALGORITHMS = (Algorithm.PASS_KV, Algorithm.PASS_Q)
+RING_ALGORITHMS = tuple(map(Algorithm, PREFILL_ALGORITHMS))
 """Algorithms of a prefill step's attention. A prefill step on a decode ring uses pass-Q: the keys are there."""
+CALIBRATED_ALGORITHMS = (Algorithm.PASS_KV, Algorithm.PASS_Q)
+"""Algorithms whose measured times give the rates from which the times of all follow."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,11 +86,13 @@ class PrefillStep:
 class PrefillOutput:
     """Output of one rank, by sequence: the tokens sampled here, with `logprobs` for the sequences that ask for them.
 
+    A token is None where the sequence's logits are not finite.
+
     A rank samples the sequences whose last position it owns. `scores` holds, by sequence and position, the
     log-probabilities of the prompt tokens whose predecessors this rank computed.
     """
 
-    tokens: dict[str, int] = field(default_factory=dict)
+    tokens: dict[str, int | None] = field(default_factory=dict)
     logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)
     scores: dict[str, dict[int, TokenLogprobs]] = field(default_factory=dict)
     seconds: float = 0.0

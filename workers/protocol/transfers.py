@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cp_core.errors import RingserveError
 from cp_core.layout.reshard import KvPiece
 from cp_core.layout.shards import TokenRange
 
@@ -62,3 +63,20 @@ class TransferReport:
 
     payload_bytes: int
     seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KvEnd:
+    """End of an incoming transfer at one rank: its report where it is sealed, else the error that aborted it."""
+
+    key: TransferKey
+    report: TransferReport | None = None
+    error: RingserveError | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KvEnds:
+    """Ends of transfers at one rank; the next ones begin at number `stop`."""
+
+    stop: int
+    ends: tuple[KvEnd, ...]

@@ -14,10 +14,11 @@ from typing import TypeVar
 from cp_core.cost.model import RingRates
 from cp_core.errors import RingserveError, Unavailable
 from cp_core.transport.inprocess import InProcessRing
+from workers.kv.arrivals import Arrivals
 from workers.protocol.decode_commands import DecodeCommand, DecodeEvents
 from workers.protocol.prefill_steps import PrefillOutput, PrefillStep
 from workers.protocol.ranks import RankEndpoints, RankInfo, RankSpec, RankStatus, RingSpec
-from workers.protocol.transfers import BlockPair, KvExpect, KvSend, TransferKey, TransferReport
+from workers.protocol.transfers import BlockPair, KvEnds, KvExpect, KvSend, TransferKey, TransferReport
 from workers.rank.worker import RankWorker
 
 T = TypeVar("T")
@@ -64,6 +65,7 @@ class ThreadRank:
         self._compute = ThreadPoolExecutor(1, f"rank-{rank}")
         self._others = ThreadPoolExecutor(32, f"rank-{rank}-calls")
         self._is_dead = False
+        self._arrivals = Arrivals(self._poll_kv)
 
     async def _run(self, pool: ThreadPoolExecutor, timeout: float | None, call: Callable[[], T]) -> T:
         if self._is_dead:
@@ -81,6 +83,13 @@ class ThreadRank:
     async def start(self, spec: RankSpec, timeout: float) -> RankInfo:
         self._tp = spec.tp
         return await self._run(self._others, timeout, lambda: self.worker.start(spec, poisoned=self._poisoned))
+
+    async def renew(self, spec: RankSpec, timeout: float) -> RankInfo:
+        return await self._run(self._others, timeout, lambda: self.worker.renew(spec))
+
+    def meet(self, rendezvous: ThreadRendezvous) -> None:
+        """Join the next ring there."""
+        self._rendezvous = rendezvous
 
     async def open_endpoints(self, timeout: float) -> RankEndpoints:
         return RankEndpoints()
@@ -114,12 +123,21 @@ class ThreadRank:
         return await self._run(self._others, timeout + 5, lambda: self.worker.send_kv(send, timeout))
 
     async def expect_kv(self, expect: KvExpect, timeout: float) -> None:
-        await self._run(self._others, timeout, lambda: self.worker.expect_kv(expect))
+        self._arrivals.expect(expect.key)
+        try:
+            await self._run(self._others, timeout, lambda: self.worker.expect_kv(expect))
+        except BaseException:
+            self._arrivals.drop(expect.key)
+            raise
 
     async def await_kv(self, key: TransferKey, timeout: float) -> TransferReport:
-        return await self._run(self._others, timeout + 5, lambda: self.worker.await_kv(key, timeout))
+        return await self._arrivals.wait(key, timeout)
+
+    async def _poll_kv(self, after: int, wait_seconds: float) -> KvEnds:
+        return await self._run(self._others, wait_seconds + 30, lambda: self.worker.poll_kv(after, wait_seconds))
 
     async def drop_kv(self, key: TransferKey, timeout: float) -> None:
+        self._arrivals.drop(key)
         await self._run(self._others, timeout, lambda: self.worker.drop_kv(key))
 
     async def copy_blocks(self, pairs: Sequence[BlockPair], timeout: float) -> None:
@@ -137,6 +155,7 @@ class ThreadRank:
     async def kill(self) -> None:
         if not self._is_dead:
             self._is_dead = True
+            self._arrivals.close(f"rank {self._rank} died")
             await asyncio.get_running_loop().run_in_executor(self._others, self.worker.stop)
             self._compute.shutdown(wait=False)
             self._others.shutdown(wait=False)
@@ -153,7 +172,17 @@ class ThreadRanks:
     async def create(self, num_ranks: int, timeout: float) -> Sequence[ThreadRank]:
         rendezvous = ThreadRendezvous(num_ranks, self._ring_timeout)
         self.made = [ThreadRank(rendezvous, rank, self._poisoned) for rank in range(num_ranks)]
-        return self.made
+        return list(self.made)
+
+    async def replace(self, lost: Sequence[int], timeout: float) -> Sequence[ThreadRank]:
+        """Kill lost ranks, make others in their places, and let all meet anew."""
+        rendezvous = ThreadRendezvous(len(self.made), self._ring_timeout)
+        for number in lost:
+            await self.made[number].kill()
+            self.made[number] = ThreadRank(rendezvous, number, self._poisoned)
+        for rank in self.made:
+            rank.meet(rendezvous)
+        return list(self.made)
 
     async def close(self) -> None:
         await asyncio.gather(*(rank.kill() for rank in self.made))

@@ -8,37 +8,30 @@ T this rank's tokens.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from cp_core.attention.backends import select_backend
-from cp_core.attention.partial import AttentionBackend
 from cp_core.cost.model import RingRates
+from cp_core.errors import Unavailable
 from cp_core.transport.interface import RingTransport
-from workers.decode.loop import DecodeChoice, FollowingLoop, LeadingLoop, LoopWork
-from workers.decode.messages import LEADER, DecodeMailbox, HeaderChannel
+from workers.decode.loop import FollowingLoop, LeadingLoop, LoopWork
+from workers.decode.messages import LEADER, HeaderChannel
 from workers.decode.step import BatchState, DecodePass, DecodePrompts
-from workers.kv.cache import KvCache
-from workers.kv.receiver import KvReceiver
-from workers.kv.sender import KvSender
-from workers.model.builtin import resolve_model_path
-from workers.model.loading import DTYPES, LoadedModel, load_model
 from workers.prefill.step import PrefillPass, StepEnded, StepInbox, is_true_everywhere, run_prefill, score_rows
 from workers.progress import Progress, StepClock
 from workers.protocol.decode_commands import DecodeCommand, DecodeEvents
 from workers.protocol.prefill_steps import PrefillOutput, PrefillStep
 from workers.protocol.ranks import RankEndpoints, RankInfo, RankSpec, RankStatus, RingSpec
-from workers.protocol.transfers import BlockPair, KvExpect, KvSend, TransferKey, TransferReport
+from workers.protocol.transfers import BlockPair, KvEnds, KvExpect, KvSend, TransferKey, TransferReport
 from workers.rank.joining import RingJoining
+from workers.rank.parts import RankParts, load_parts, parts_of
 from workers.rank.probe import probe_decode_rates, probe_rates
 from workers.sampling.sampler import sample_rows
 
@@ -46,21 +39,6 @@ from workers.sampling.sampler import sample_rows
 STOP_SECONDS = 3.0
 
 BeforeLayer = Callable[[], None] | None
-
-
-@dataclass(frozen=True, slots=True)
-class RankParts:
-    """Parts of a started rank."""
-
-    spec: RankSpec
-    joining: RingJoining
-    model: LoadedModel
-    backend: AttentionBackend
-    choose_variant: DecodeChoice
-    cache: KvCache
-    receiver: KvReceiver
-    sender: KvSender
-    mailbox: DecodeMailbox
 
 
 class RankWorker:
@@ -86,56 +64,32 @@ class RankWorker:
         Raises ModelRefused, ConfigError (dtype, attention backend, ring transport, decode variant, tp), Unavailable (no
         port to open).
         """
-        settings = spec.settings
-        torch.set_num_threads(settings.num_threads)
-        joining = RingJoining(spec)
-        path = resolve_model_path(settings.model_path)
-        model = load_model(
-            path,
-            settings.dtype,
-            settings.device,
-            Path(settings.model_path).name,
-            tp_rank=spec.tp_rank,
-            tp=spec.tp,
-            helix_rank=spec.cp_rank,
-            helix=spec.helix,
-        )
-        if settings.packs_weights:
-            model.pack_weights()
-        info, dtype = model.info, DTYPES[model.info.kv_dtype]
-        backend = select_backend(settings.attention_backend, settings.device, dtype)
-        choose_variant = DecodeChoice(settings.decode_variant, model.share.shape, spec.cp)
-        cache = KvCache(
-            num_layers=info.num_layers,
-            num_blocks=settings.num_blocks,
-            block_tokens=settings.block_tokens,
-            num_kv_heads=model.share.num_kv_heads,
-            head_dim=info.head_dim,
-            dtype=dtype,
-            device=settings.device,
-            head_start=model.head_start,
-            poisoned=poisoned,
-        )
-        receiver = KvReceiver(cache, spec.incarnation, listen_host=settings.listen_host, tls=settings.tls)
-        self._started = RankParts(
-            spec=spec,
-            joining=joining,
-            model=model,
-            backend=backend,
-            choose_variant=choose_variant,
-            cache=cache,
-            receiver=receiver,
-            sender=KvSender(cache, spec.incarnation, checksums=settings.kv_checksums, tls=settings.tls),
-            mailbox=DecodeMailbox(settings.max_batch),
-        )
-        return RankInfo(
-            rank=spec.rank,
-            kv_endpoint=receiver.endpoint,
-            attention_backend=backend.name,
-            ring_transport=joining.backend,
-            pid=os.getpid(),
-            model=info,
-        )
+        self._started = load_parts(spec, poisoned=poisoned)
+        return self._started.info
+
+    def renew(self, spec: RankSpec) -> RankInfo:
+        """Leave the ring, and begin another incarnation of it at the same place with the loaded model.
+
+        Transfers of the old incarnation end, and later ones of it are refused. Its blocks are free to be written anew.
+        Raises Unavailable where a thread of the old incarnation does not end, or the weights were cut for its ring.
+        """
+        parts = self.parts
+        assert (spec.rank, spec.num_ranks) == (parts.spec.rank, parts.spec.num_ranks), "a place in another ring"
+        if parts.model.is_helix and parts.spec.helix == 1:
+            raise Unavailable(f"rank {spec.rank} shares its weights with a ring that is gone")
+        parts.mailbox.close("the ring is being rebuilt")
+        parts.joining.close()
+        for transport in self._transports:
+            transport.close()  # what waits for a message fails
+        if not self._computing.acquire(timeout=STOP_SECONDS):
+            raise Unavailable(f"rank {spec.rank} still computes")
+        self._computing.release()
+        parts.sender.close()
+        parts.receiver.close()
+        self._transport = self._tensor = None
+        self._progress, self._clock, self._inbox = Progress(), StepClock(), StepInbox()
+        self._started = parts_of(spec, RingJoining(spec), parts.model, parts.backend, parts.cache)
+        return self._started.info
 
     def open_endpoints(self) -> RankEndpoints:
         """Open the endpoints for the ring's rendezvous; `join` takes those of all ranks. Raises Unavailable."""
@@ -313,9 +267,9 @@ class RankWorker:
         """Open blocks to an incoming transfer."""
         self.parts.receiver.expect(expect)
 
-    def await_kv(self, key: TransferKey, timeout: float) -> TransferReport:
-        """Wait until the whole transfer has arrived. Raises TransferError, Unavailable."""
-        return self.parts.receiver.wait_sealed(key, timeout)
+    def poll_kv(self, after: int, timeout: float) -> KvEnds:
+        """Return the ends of incoming transfers from number `after` on; wait up to `timeout` seconds for the first."""
+        return self.parts.receiver.poll_ended(after, timeout)
 
     def drop_kv(self, key: TransferKey) -> None:
         """End an incoming transfer: after the return none of its bytes is written. May be repeated."""

@@ -100,7 +100,11 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """Sampled token; `logprobs` where the parameters ask for them."""
+    """Sampled token; `logprobs` where the parameters ask for them. None: the row's logits are not finite."""
 
-    token_id: int
+    token_id: int | None
     logprobs: TokenLogprobs | None = None
+
+
+NO_TOKEN = Sampled(None)
+"""Outcome of a row whose logits are not finite."""

@@ -31,7 +31,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from workers.sampling.parameters import NO_HISTORY, Sampled, SamplingParameters, TokenHistory, TokenLogprobs
+from workers.sampling.parameters import NO_HISTORY, NO_TOKEN, Sampled, SamplingParameters, TokenHistory, TokenLogprobs
 
 Logits = npt.NDArray[np.float64]
 
@@ -52,14 +52,19 @@ class SampledRow(Protocol):
 def sample_rows(rows: Sequence[SampledRow], logits: Tensor) -> list[Sampled]:
     """Sample the next token of each row of logits[R, V], any float dtype.
 
-    A token depends on its own row, sampling parameters, history and position only. Raises FloatingPointError if a logit
-    is NaN or the largest is infinite: the model or the cache is broken, and no token of it may reach a client.
+    A token depends on its own row, sampling parameters, history and position only. A row has no token if one of its
+    logits is NaN or the largest is infinite: its prompt or KV is broken, and other rows are not.
     """
     if not rows:
         return []
     # max treats NaN as the largest value, so the winner shows any NaN; of equal values it takes the first.
     largest, winners = logits.max(dim=-1)
-    _check_finite(rows, largest)
+    finite = [number for number, value in enumerate(largest.tolist()) if math.isfinite(value)]
+    if len(finite) < len(rows):
+        sampled = [NO_TOKEN] * len(rows)
+        for number, drawn in zip(finite, sample_rows([rows[each] for each in finite], logits[finite]), strict=True):
+            sampled[number] = drawn
+        return sampled
     tokens: list[int] = winners.tolist()
     _draw_plain_rows(rows, logits, tokens)
     for number, row in enumerate(rows):
@@ -76,16 +81,10 @@ def are_greedy(rows: Sequence[SampledRow]) -> bool:
     )
 
 
-def sample_greedy_rows(rows: Sequence[SampledRow], largest: Tensor, tokens: Tensor) -> list[Sampled]:
-    """Sample rows that `are_greedy` from the largest logit [R] of each and its token [R]. Raises as `sample_rows`."""
-    _check_finite(rows, largest)
-    return [Sampled(token, None) for token in tokens.tolist()]
-
-
-def _check_finite(rows: Sequence[SampledRow], largest: Tensor) -> None:
-    for row, value in zip(rows, largest.tolist(), strict=True):
-        if not math.isfinite(value):
-            raise FloatingPointError(f"the largest logit for position {row.next_position} is {value}")
+def sample_greedy_rows(largest: Tensor, tokens: Tensor) -> list[Sampled]:
+    """Sample rows that `are_greedy` from the largest logit [R] of each and its token [R], as `sample_rows` does."""
+    chosen = zip(largest.tolist(), tokens.tolist(), strict=True)
+    return [Sampled(token) if math.isfinite(value) else NO_TOKEN for value, token in chosen]
 
 
 def _draw_plain_rows(rows: Sequence[SampledRow], logits: Tensor, tokens: list[int]) -> None:

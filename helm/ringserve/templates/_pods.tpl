@@ -66,6 +66,10 @@ volumes:
   - name: model
     {{- toYaml . | nindent 4 }}
   {{- end }}
+  {{- with .part.journalVolume }}
+  - name: journal
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
   {{- range $name, $secret := .secrets }}
   - {name: {{ $name }}, secret: {secretName: {{ $secret }}}}
   {{- end }}
@@ -95,6 +99,9 @@ volumeMounts:
   - {name: config, mountPath: /etc/ringserve, readOnly: true}
   {{- if .root.Values.model.volume }}
   - {name: model, mountPath: {{ .root.Values.model.mountPath }}, readOnly: true}
+  {{- end }}
+  {{- if .part.journalVolume }}
+  - {name: journal, mountPath: /var/lib/ringserve}
   {{- end }}
   {{- range $name, $secret := .secrets }}
   - {name: {{ $name }}, mountPath: /etc/ringserve-{{ $name }}, readOnly: true}

@@ -26,8 +26,8 @@ class _PromptMode:
 class _PromptModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PromptMode.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     PROMPT_MODE_UNSPECIFIED: _PromptMode.ValueType  # 0
-    """WHOLE_HISTORY if the input repeats the conversation (all of it, or most of it with an edit), else APPEND.
-    Chat messages are always WHOLE_HISTORY. The plan says which was taken.
+    """APPEND for text and token ids, whatever they hold; a conversation that does not exist yet begins. Chat messages are
+    always WHOLE_HISTORY. The plan says which was taken.
     """
     PROMPT_MODE_APPEND: _PromptMode.ValueType  # 1
     """The input is only what is new; it follows the conversation's tokens. NOT_FOUND where there is no conversation."""
@@ -38,8 +38,8 @@ class PromptMode(_PromptMode, metaclass=_PromptModeEnumTypeWrapper):
     """How the input relates to the conversation's tokens so far."""
 
 PROMPT_MODE_UNSPECIFIED: PromptMode.ValueType  # 0
-"""WHOLE_HISTORY if the input repeats the conversation (all of it, or most of it with an edit), else APPEND.
-Chat messages are always WHOLE_HISTORY. The plan says which was taken.
+"""APPEND for text and token ids, whatever they hold; a conversation that does not exist yet begins. Chat messages are
+always WHOLE_HISTORY. The plan says which was taken.
 """
 PROMPT_MODE_APPEND: PromptMode.ValueType  # 1
 """The input is only what is new; it follows the conversation's tokens. NOT_FOUND where there is no conversation."""
@@ -61,7 +61,10 @@ class GenerateRequest(_message.Message):
     CONVERSATION_TTL_SECONDS_FIELD_NUMBER: _builtins.int
     WAIT_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
+    NO_CACHE_FIELD_NUMBER: _builtins.int
+    EXPECTED_TOKENS_FIELD_NUMBER: _builtins.int
     ALGORITHM_FIELD_NUMBER: _builtins.int
+    RESUME_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Names the request in logs and for Abort. Generated when empty."""
     text: _builtins.str
@@ -78,10 +81,17 @@ class GenerateRequest(_message.Message):
     """
     priority: _builtins.int
     """-100 to 100, higher first: prefill rings compute it before others. Waiting makes up for a lower one in time."""
+    no_cache: _builtins.bool
+    """Neither share the KV of earlier prompts, nor leave this one's for later ones. A conversation keeps its own KV."""
+    expected_tokens: _builtins.int
+    """Tokens that the conversation must remember, as its latest turn left it; 0: it must be new. Where it does not hold,
+    the turn fails with FAILED_PRECONDITION before any work: a follow-up would be read as something else.
+    """
     algorithm: _builtins.str
-    """"pass_kv" or "pass_q": computes every chunk by it, whatever the service's selector would choose. Empty: chosen. The
-    tokens are the same; what measures rings asks for it. Where turns share a prefill step the ring may take the other.
-    "decode_ring": computes a few new tokens on the decode ring that keeps the conversation; refused where it cannot.
+    """"pass_kv", "pass_q", "gather_kv" or "sp_ntp": computes every chunk by it, whatever the service's selector would
+    choose. Empty: chosen. The tokens are the same; what measures rings asks for it. Where turns share a prefill step
+    the ring may take another. "decode_ring": computes a few new tokens on the decode ring that keeps the conversation;
+    refused where it cannot.
     """
     @_builtins.property
     def tokenized(self) -> Global___TokenizedInput: ...
@@ -89,6 +99,12 @@ class GenerateRequest(_message.Message):
     def chat(self) -> Global___ChatInput: ...
     @_builtins.property
     def sampling_params(self) -> Global___SamplingParams: ...
+    @_builtins.property
+    def resume(self) -> Global___Resume:
+        """The request was sent before, to this gateway or another, and its stream broke. The rest is as it was; the seed is
+        that of `start`. The stream has a `start`, then what the client lacks.
+        """
+
     def __init__(
         self,
         *,
@@ -102,22 +118,61 @@ class GenerateRequest(_message.Message):
         conversation_ttl_seconds: _builtins.float | None = ...,
         wait: _builtins.bool = ...,
         priority: _builtins.int = ...,
+        no_cache: _builtins.bool = ...,
+        expected_tokens: _builtins.int | None = ...,
         algorithm: _builtins.str = ...,
+        resume: Global___Resume | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_conversation_ttl_seconds", b"_conversation_ttl_seconds", "chat", b"chat", "conversation_ttl_seconds", b"conversation_ttl_seconds", "input", b"input", "sampling_params", b"sampling_params", "text", b"text", "tokenized", b"tokenized"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_conversation_ttl_seconds", b"_conversation_ttl_seconds", "_expected_tokens", b"_expected_tokens", "_resume", b"_resume", "chat", b"chat", "conversation_ttl_seconds", b"conversation_ttl_seconds", "expected_tokens", b"expected_tokens", "input", b"input", "resume", b"resume", "sampling_params", b"sampling_params", "text", b"text", "tokenized", b"tokenized"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_conversation_ttl_seconds", b"_conversation_ttl_seconds", "algorithm", b"algorithm", "chat", b"chat", "conversation_id", b"conversation_id", "conversation_ttl_seconds", b"conversation_ttl_seconds", "input", b"input", "priority", b"priority", "prompt_mode", b"prompt_mode", "request_id", b"request_id", "sampling_params", b"sampling_params", "text", b"text", "tokenized", b"tokenized", "wait", b"wait"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_conversation_ttl_seconds", b"_conversation_ttl_seconds", "_expected_tokens", b"_expected_tokens", "_resume", b"_resume", "algorithm", b"algorithm", "chat", b"chat", "conversation_id", b"conversation_id", "conversation_ttl_seconds", b"conversation_ttl_seconds", "expected_tokens", b"expected_tokens", "input", b"input", "no_cache", b"no_cache", "priority", b"priority", "prompt_mode", b"prompt_mode", "request_id", b"request_id", "resume", b"resume", "sampling_params", b"sampling_params", "text", b"text", "tokenized", b"tokenized", "wait", b"wait"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__conversation_ttl_seconds: _TypeAlias = _typing.Literal["conversation_ttl_seconds"]  # noqa: Y015
     _WhichOneofArgType__conversation_ttl_seconds: _TypeAlias = _typing.Literal["_conversation_ttl_seconds", b"_conversation_ttl_seconds"]  # noqa: Y015
+    _WhichOneofReturnType__expected_tokens: _TypeAlias = _typing.Literal["expected_tokens"]  # noqa: Y015
+    _WhichOneofArgType__expected_tokens: _TypeAlias = _typing.Literal["_expected_tokens", b"_expected_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__resume: _TypeAlias = _typing.Literal["resume"]  # noqa: Y015
+    _WhichOneofArgType__resume: _TypeAlias = _typing.Literal["_resume", b"_resume"]  # noqa: Y015
     _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["tokenized", "text", "chat"]  # noqa: Y015
     _WhichOneofArgType_input: _TypeAlias = _typing.Literal["input", b"input"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__conversation_ttl_seconds) -> _WhichOneofReturnType__conversation_ttl_seconds | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__expected_tokens) -> _WhichOneofReturnType__expected_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__resume) -> _WhichOneofReturnType__resume | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_input) -> _WhichOneofReturnType_input | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class Resume(_message.Message):
+    """Place at which a stream goes on that broke."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RECEIVED_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    prompt_tokens: _builtins.int
+    """Of `start`; 0 where it did not come."""
+    @_builtins.property
+    def received(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens of all chunks that came."""
+
+    def __init__(
+        self,
+        *,
+        received: _abc.Iterable[_builtins.int] | None = ...,
+        prompt_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["prompt_tokens", b"prompt_tokens", "received", b"received"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Resume: _TypeAlias = Resume  # noqa: Y015
 
 @_typing.final
 class TokenizedInput(_message.Message):
@@ -400,10 +455,16 @@ class GenerateStart(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     PLAN_FIELD_NUMBER: _builtins.int
+    REMEMBERED_TOKENS_FIELD_NUMBER: _builtins.int
+    SEED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     conversation_id: _builtins.str
     prompt_tokens: _builtins.int
     cached_tokens: _builtins.int
+    remembered_tokens: _builtins.int
+    """Tokens of the conversation before this turn; 0: it is new."""
+    seed: _builtins.int
+    """What the tokens are drawn with; a request that is resumed gives it again."""
     @_builtins.property
     def plan(self) -> Global___Plan: ...
     def __init__(
@@ -414,10 +475,12 @@ class GenerateStart(_message.Message):
         prompt_tokens: _builtins.int = ...,
         cached_tokens: _builtins.int = ...,
         plan: Global___Plan | None = ...,
+        remembered_tokens: _builtins.int = ...,
+        seed: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["plan", b"plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "conversation_id", b"conversation_id", "plan", b"plan", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "conversation_id", b"conversation_id", "plan", b"plan", "prompt_tokens", b"prompt_tokens", "remembered_tokens", b"remembered_tokens", "request_id", b"request_id", "seed", b"seed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -593,9 +656,10 @@ class Plan(_message.Message):
     HANDOFF_SECONDS_FIELD_NUMBER: _builtins.int
     CHUNKS_FIELD_NUMBER: _builtins.int
     RING_ALTERNATIVES_FIELD_NUMBER: _builtins.int
+    FAILOVERS_FIELD_NUMBER: _builtins.int
     algorithm: _builtins.str
-    """"pass_kv" or "pass_q": that of most new tokens. Each chunk has its own. "decode_ring": the decode ring, which keeps
-    the KV before them, computes them itself; it is also `prefill_ring` then, and no KV moves.
+    """"pass_kv", "pass_q", "gather_kv" or "sp_ntp": that of most new tokens. Each chunk has its own. "decode_ring": the
+    decode ring, which keeps the KV before them, computes them itself; it is also `prefill_ring` then, and no KV moves.
     """
     reason: _builtins.str
     new_tokens: _builtins.int
@@ -632,6 +696,12 @@ class Plan(_message.Message):
     def ring_alternatives(self) -> _containers.RepeatedCompositeFieldContainer[Global___RingAlternative]:
         """The rings that were compared: the quickest few and the chosen one; none where there was no choice."""
 
+    @_builtins.property
+    def failovers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Failover]:
+        """Rings that the turn lost, and went on without; the answer is as it would have been. The other fields tell of the
+        attempt that made the first token.
+        """
+
     def __init__(
         self,
         *,
@@ -656,14 +726,61 @@ class Plan(_message.Message):
         handoff_seconds: _builtins.float = ...,
         chunks: _abc.Iterable[Global___Chunk] | None = ...,
         ring_alternatives: _abc.Iterable[Global___RingAlternative] | None = ...,
+        failovers: _abc.Iterable[Global___Failover] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["algorithm", b"algorithm", "alternatives", b"alternatives", "cached_sources", b"cached_sources", "cached_tokens", b"cached_tokens", "chunks", b"chunks", "decode_ranks", b"decode_ranks", "decode_ring", b"decode_ring", "handoff_seconds", b"handoff_seconds", "migrated_bytes", b"migrated_bytes", "migration_seconds", b"migration_seconds", "new_tokens", b"new_tokens", "predicted_prefill_seconds", b"predicted_prefill_seconds", "prefill_ranks", b"prefill_ranks", "prefill_ring", b"prefill_ring", "prefill_seconds", b"prefill_seconds", "prompt_mode", b"prompt_mode", "pull_seconds", b"pull_seconds", "pulled_bytes", b"pulled_bytes", "queue_seconds", b"queue_seconds", "reason", b"reason", "ring_alternatives", b"ring_alternatives"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["algorithm", b"algorithm", "alternatives", b"alternatives", "cached_sources", b"cached_sources", "cached_tokens", b"cached_tokens", "chunks", b"chunks", "decode_ranks", b"decode_ranks", "decode_ring", b"decode_ring", "failovers", b"failovers", "handoff_seconds", b"handoff_seconds", "migrated_bytes", b"migrated_bytes", "migration_seconds", b"migration_seconds", "new_tokens", b"new_tokens", "predicted_prefill_seconds", b"predicted_prefill_seconds", "prefill_ranks", b"prefill_ranks", "prefill_ring", b"prefill_ring", "prefill_seconds", b"prefill_seconds", "prompt_mode", b"prompt_mode", "pull_seconds", b"pull_seconds", "pulled_bytes", b"pulled_bytes", "queue_seconds", b"queue_seconds", "reason", b"reason", "ring_alternatives", b"ring_alternatives"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Plan: _TypeAlias = Plan  # noqa: Y015
+
+@_typing.final
+class Failover(_message.Message):
+    """Loss of a ring while a turn ran, and the attempt that followed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLE_FIELD_NUMBER: _builtins.int
+    CAUSE_FIELD_NUMBER: _builtins.int
+    AFTER_TOKENS_FIELD_NUMBER: _builtins.int
+    PREFILL_RING_FIELD_NUMBER: _builtins.int
+    DECODE_RING_FIELD_NUMBER: _builtins.int
+    NEW_TOKENS_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    LOST_SECONDS_FIELD_NUMBER: _builtins.int
+    role: _builtins.str
+    """Role of the lost ring: "prefill" or "decode"."""
+    cause: _builtins.str
+    after_tokens: _builtins.int
+    """Tokens of the answer that the client had."""
+    prefill_ring: _builtins.str
+    """Rings on which the turn went on, and the tokens of prompt and answer whose KV they computed again, or had."""
+    decode_ring: _builtins.str
+    new_tokens: _builtins.int
+    cached_tokens: _builtins.int
+    lost_seconds: _builtins.float
+    """From the loss to the next token, or to the end of an answer that was complete."""
+    def __init__(
+        self,
+        *,
+        role: _builtins.str = ...,
+        cause: _builtins.str = ...,
+        after_tokens: _builtins.int = ...,
+        prefill_ring: _builtins.str = ...,
+        decode_ring: _builtins.str = ...,
+        new_tokens: _builtins.int = ...,
+        cached_tokens: _builtins.int = ...,
+        lost_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_tokens", b"after_tokens", "cached_tokens", b"cached_tokens", "cause", b"cause", "decode_ring", b"decode_ring", "lost_seconds", b"lost_seconds", "new_tokens", b"new_tokens", "prefill_ring", b"prefill_ring", "role", b"role"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Failover: _TypeAlias = Failover  # noqa: Y015
 
 @_typing.final
 class RingAlternative(_message.Message):

@@ -36,6 +36,9 @@ class ReserveRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     TRACE_PARENT_FIELD_NUMBER: _builtins.int
     IS_DIRECT_FIELD_NUMBER: _builtins.int
+    SHARES_FIELD_NUMBER: _builtins.int
+    IS_SPARE_FIELD_NUMBER: _builtins.int
+    ANSWER_FIELD_NUMBER: _builtins.int
     turn_id: _builtins.str
     attempt: _builtins.int
     kv_id: _builtins.str
@@ -56,6 +59,12 @@ class ReserveRequest(_message.Message):
     """W3C Trace Context of the turn's span; empty without tracing."""
     is_direct: _builtins.bool
     """Decode only: the ring computes the tokens of the prompt that it does not retain; it refuses too many."""
+    shares: _builtins.str
+    """The sequence is new and begins with KV of this one, whose blocks it shares; empty: it has its own."""
+    is_spare: _builtins.bool
+    """Once retained, its KV is evicted before that of others: a ring of the other role retains it too."""
+    answer: _builtins.bytes
+    """Decode only: tokens of the answer so far, after which it goes on; `num_tokens` count all of them but the newest."""
     @_builtins.property
     def sampling(self) -> Global___Sampling: ...
     def __init__(
@@ -74,10 +83,13 @@ class ReserveRequest(_message.Message):
         request_id: _builtins.str = ...,
         trace_parent: _builtins.str = ...,
         is_direct: _builtins.bool = ...,
+        shares: _builtins.str = ...,
+        is_spare: _builtins.bool = ...,
+        answer: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "deadline_seconds", b"deadline_seconds", "is_direct", b"is_direct", "kv_id", b"kv_id", "match_tokens", b"match_tokens", "num_tokens", b"num_tokens", "penalized_ids", b"penalized_ids", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "source_incarnation", b"source_incarnation", "trace_parent", b"trace_parent", "turn_id", b"turn_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "attempt", b"attempt", "deadline_seconds", b"deadline_seconds", "is_direct", b"is_direct", "is_spare", b"is_spare", "kv_id", b"kv_id", "match_tokens", b"match_tokens", "num_tokens", b"num_tokens", "penalized_ids", b"penalized_ids", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "shares", b"shares", "source_incarnation", b"source_incarnation", "trace_parent", b"trace_parent", "turn_id", b"turn_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -285,10 +297,13 @@ class KvSource(_message.Message):
     RING_FIELD_NUMBER: _builtins.int
     ENDPOINT_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
+    KV_ID_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     ring: _builtins.str
     endpoint: _builtins.str
     incarnation: _builtins.str
+    kv_id: _builtins.str
+    """Sequence there whose KV begins as the turn's does."""
     def __init__(
         self,
         *,
@@ -296,10 +311,11 @@ class KvSource(_message.Message):
         ring: _builtins.str = ...,
         endpoint: _builtins.str = ...,
         incarnation: _builtins.str = ...,
+        kv_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "incarnation", b"incarnation", "ring", b"ring", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "incarnation", b"incarnation", "kv_id", b"kv_id", "ring", b"ring", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -426,15 +442,19 @@ class StreamTurnRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TURN_ID_FIELD_NUMBER: _builtins.int
+    AFTER_FIELD_NUMBER: _builtins.int
     turn_id: _builtins.str
+    after: _builtins.int
+    """Tokens that the reader has; events come behind them."""
     def __init__(
         self,
         *,
         turn_id: _builtins.str = ...,
+        after: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["turn_id", b"turn_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "turn_id", b"turn_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -449,6 +469,7 @@ class TurnEvent(_message.Message):
     FINISHED_FIELD_NUMBER: _builtins.int
     SCORED_FIELD_NUMBER: _builtins.int
     ENDING_FIELD_NUMBER: _builtins.int
+    HEARTBEAT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def prefilled(self) -> Global___PrefillReport: ...
     @_builtins.property
@@ -459,6 +480,8 @@ class TurnEvent(_message.Message):
     def scored(self) -> Global___PromptScored: ...
     @_builtins.property
     def ending(self) -> Global___Ending: ...
+    @_builtins.property
+    def heartbeat(self) -> Global___Heartbeat: ...
     def __init__(
         self,
         *,
@@ -467,16 +490,34 @@ class TurnEvent(_message.Message):
         finished: Global___Finished | None = ...,
         scored: Global___PromptScored | None = ...,
         ending: Global___Ending | None = ...,
+        heartbeat: Global___Heartbeat | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ending", b"ending", "event", b"event", "finished", b"finished", "prefilled", b"prefilled", "scored", b"scored", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ending", b"ending", "event", b"event", "finished", b"finished", "heartbeat", b"heartbeat", "prefilled", b"prefilled", "scored", b"scored", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ending", b"ending", "event", b"event", "finished", b"finished", "prefilled", b"prefilled", "scored", b"scored", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ending", b"ending", "event", b"event", "finished", b"finished", "heartbeat", b"heartbeat", "prefilled", b"prefilled", "scored", b"scored", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["prefilled", "tokens", "finished", "scored", "ending"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["prefilled", "tokens", "finished", "scored", "ending", "heartbeat"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
 Global___TurnEvent: _TypeAlias = TurnEvent  # noqa: Y015
+
+@_typing.final
+class Heartbeat(_message.Message):
+    """The leader lives: one comes each second, whatever else does."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Heartbeat: _TypeAlias = Heartbeat  # noqa: Y015
 
 @_typing.final
 class Tokens(_message.Message):

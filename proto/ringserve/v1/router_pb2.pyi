@@ -21,6 +21,41 @@ else:
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
+class FindFaultRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FindFaultRequest: _TypeAlias = FindFaultRequest  # noqa: Y015
+
+@_typing.final
+class FindFaultResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FAULT_FIELD_NUMBER: _builtins.int
+    fault: _builtins.str
+    """Why the service should get no turns; empty where it serves."""
+    def __init__(
+        self,
+        *,
+        fault: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fault", b"fault"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FindFaultResponse: _TypeAlias = FindFaultResponse  # noqa: Y015
+
+@_typing.final
 class BeginTurnRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -33,9 +68,14 @@ class BeginTurnRequest(_message.Message):
     WAIT_FIELD_NUMBER: _builtins.int
     CONVERSATION_TTL_SECONDS_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
+    NO_CACHE_FIELD_NUMBER: _builtins.int
+    EXPECTED_TOKENS_FIELD_NUMBER: _builtins.int
+    FOLLOWS_FIELD_NUMBER: _builtins.int
     ALGORITHM_FIELD_NUMBER: _builtins.int
     TRACE_PARENT_FIELD_NUMBER: _builtins.int
     KV_QUOTA_FIELD_NUMBER: _builtins.int
+    RESUME_FIELD_NUMBER: _builtins.int
+    READER_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     conversation_id: _builtins.str
     prompt_mode: _inference_pb2.PromptMode.ValueType
@@ -45,15 +85,25 @@ class BeginTurnRequest(_message.Message):
     wait: _builtins.bool
     conversation_ttl_seconds: _builtins.float
     priority: _builtins.int
+    no_cache: _builtins.bool
+    expected_tokens: _builtins.int
+    follows: _builtins.str
+    """Request with the same prompt, which this one waits for and shares."""
     algorithm: _builtins.str
-    """"pass_kv", "pass_q", "decode_ring" or empty."""
+    """"pass_kv", "pass_q", "gather_kv", "sp_ntp", "decode_ring" or empty."""
     trace_parent: _builtins.str
     """W3C Trace Context of the turn's span; empty without tracing."""
+    reader: _builtins.str
+    """Names the gateway's reader of the turn."""
     @_builtins.property
     def sampling(self) -> _rings_pb2.Sampling: ...
     @_builtins.property
     def kv_quota(self) -> Global___KvQuota:
         """Tenant of the KV, and its limit. Unset: no limit."""
+
+    @_builtins.property
+    def resume(self) -> Global___LostTurn:
+        """The turn has begun before and lost a ring, its stream or its gateway."""
 
     def __init__(
         self,
@@ -67,19 +117,87 @@ class BeginTurnRequest(_message.Message):
         wait: _builtins.bool = ...,
         conversation_ttl_seconds: _builtins.float | None = ...,
         priority: _builtins.int = ...,
+        no_cache: _builtins.bool = ...,
+        expected_tokens: _builtins.int | None = ...,
+        follows: _builtins.str = ...,
         algorithm: _builtins.str = ...,
         trace_parent: _builtins.str = ...,
         kv_quota: Global___KvQuota | None = ...,
+        resume: Global___LostTurn | None = ...,
+        reader: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_conversation_ttl_seconds", b"_conversation_ttl_seconds", "conversation_ttl_seconds", b"conversation_ttl_seconds", "kv_quota", b"kv_quota", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_conversation_ttl_seconds", b"_conversation_ttl_seconds", "_expected_tokens", b"_expected_tokens", "conversation_ttl_seconds", b"conversation_ttl_seconds", "expected_tokens", b"expected_tokens", "kv_quota", b"kv_quota", "resume", b"resume", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_conversation_ttl_seconds", b"_conversation_ttl_seconds", "algorithm", b"algorithm", "conversation_id", b"conversation_id", "conversation_ttl_seconds", b"conversation_ttl_seconds", "deadline_seconds", b"deadline_seconds", "kv_quota", b"kv_quota", "priority", b"priority", "prompt_mode", b"prompt_mode", "request_id", b"request_id", "sampling", b"sampling", "token_ids", b"token_ids", "trace_parent", b"trace_parent", "wait", b"wait"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_conversation_ttl_seconds", b"_conversation_ttl_seconds", "_expected_tokens", b"_expected_tokens", "algorithm", b"algorithm", "conversation_id", b"conversation_id", "conversation_ttl_seconds", b"conversation_ttl_seconds", "deadline_seconds", b"deadline_seconds", "expected_tokens", b"expected_tokens", "follows", b"follows", "kv_quota", b"kv_quota", "no_cache", b"no_cache", "priority", b"priority", "prompt_mode", b"prompt_mode", "reader", b"reader", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "token_ids", b"token_ids", "trace_parent", b"trace_parent", "wait", b"wait"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__conversation_ttl_seconds: _TypeAlias = _typing.Literal["conversation_ttl_seconds"]  # noqa: Y015
     _WhichOneofArgType__conversation_ttl_seconds: _TypeAlias = _typing.Literal["_conversation_ttl_seconds", b"_conversation_ttl_seconds"]  # noqa: Y015
+    _WhichOneofReturnType__expected_tokens: _TypeAlias = _typing.Literal["expected_tokens"]  # noqa: Y015
+    _WhichOneofArgType__expected_tokens: _TypeAlias = _typing.Literal["_expected_tokens", b"_expected_tokens"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__conversation_ttl_seconds) -> _WhichOneofReturnType__conversation_ttl_seconds | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__expected_tokens) -> _WhichOneofReturnType__expected_tokens | None: ...
 
 Global___BeginTurnRequest: _TypeAlias = BeginTurnRequest  # noqa: Y015
+
+@_typing.final
+class AbortTurnsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_IDS_FIELD_NUMBER: _builtins.int
+    READER_FIELD_NUMBER: _builtins.int
+    reader: _builtins.str
+    """Only turns that this reader, and none after it, reads; empty: all of them."""
+    @_builtins.property
+    def request_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        request_ids: _abc.Iterable[_builtins.str] | None = ...,
+        reader: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reader", b"reader", "request_ids", b"request_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AbortTurnsRequest: _TypeAlias = AbortTurnsRequest  # noqa: Y015
+
+@_typing.final
+class LostTurn(_message.Message):
+    """A turn that goes on. The router ends what is left of it on its rings, and begins it again."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TURN_ID_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    IS_COMPLETE_FIELD_NUMBER: _builtins.int
+    turn_id: _builtins.str
+    """Empty where another gateway began the turn, or the router did not answer: a running turn goes on as it is."""
+    token_ids: _builtins.bytes
+    """Tokens that the client has; little-endian int32."""
+    prompt_tokens: _builtins.int
+    """Tokens of the whole prompt, as the first attempt's answer said."""
+    is_complete: _builtins.bool
+    """These tokens are the whole answer."""
+    def __init__(
+        self,
+        *,
+        turn_id: _builtins.str = ...,
+        token_ids: _builtins.bytes = ...,
+        prompt_tokens: _builtins.int = ...,
+        is_complete: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_complete", b"is_complete", "prompt_tokens", b"prompt_tokens", "token_ids", b"token_ids", "turn_id", b"turn_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LostTurn: _TypeAlias = LostTurn  # noqa: Y015
 
 @_typing.final
 class KvQuota(_message.Message):
@@ -106,6 +224,39 @@ class KvQuota(_message.Message):
 Global___KvQuota: _TypeAlias = KvQuota  # noqa: Y015
 
 @_typing.final
+class BeginForkRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SOURCE_ID_FIELD_NUMBER: _builtins.int
+    NEW_ID_FIELD_NUMBER: _builtins.int
+    AT_TOKEN_FIELD_NUMBER: _builtins.int
+    KV_QUOTA_FIELD_NUMBER: _builtins.int
+    source_id: _builtins.str
+    new_id: _builtins.str
+    at_token: _builtins.int
+    @_builtins.property
+    def kv_quota(self) -> Global___KvQuota:
+        """As of a turn."""
+
+    def __init__(
+        self,
+        *,
+        source_id: _builtins.str = ...,
+        new_id: _builtins.str = ...,
+        at_token: _builtins.int | None = ...,
+        kv_quota: Global___KvQuota | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_at_token", b"_at_token", "at_token", b"at_token", "kv_quota", b"kv_quota"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_at_token", b"_at_token", "at_token", b"at_token", "kv_quota", b"kv_quota", "new_id", b"new_id", "source_id", b"source_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__at_token: _TypeAlias = _typing.Literal["at_token"]  # noqa: Y015
+    _WhichOneofArgType__at_token: _TypeAlias = _typing.Literal["_at_token", b"_at_token"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__at_token) -> _WhichOneofReturnType__at_token | None: ...
+
+Global___BeginForkRequest: _TypeAlias = BeginForkRequest  # noqa: Y015
+
+@_typing.final
 class BeginTurnResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -113,12 +264,22 @@ class BeginTurnResponse(_message.Message):
     DECODE_ENDPOINT_FIELD_NUMBER: _builtins.int
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     PLAN_FIELD_NUMBER: _builtins.int
+    REMEMBERED_TOKENS_FIELD_NUMBER: _builtins.int
+    LOST_ROLE_FIELD_NUMBER: _builtins.int
+    ENDED_FIELD_NUMBER: _builtins.int
     turn_id: _builtins.str
     decode_endpoint: _builtins.str
     prompt_tokens: _builtins.int
     """Tokens of the whole prompt, those of the conversation included."""
+    remembered_tokens: _builtins.int
+    lost_role: _builtins.str
+    """Of a turn that was begun again: the role of the ring that it had lost."""
     @_builtins.property
     def plan(self) -> _inference_pb2.Plan: ...
+    @_builtins.property
+    def ended(self) -> Global___EndedAnswer:
+        """The turn has ended well. Its decode leader has its tokens for a while."""
+
     def __init__(
         self,
         *,
@@ -126,14 +287,40 @@ class BeginTurnResponse(_message.Message):
         decode_endpoint: _builtins.str = ...,
         prompt_tokens: _builtins.int = ...,
         plan: _inference_pb2.Plan | None = ...,
+        remembered_tokens: _builtins.int = ...,
+        lost_role: _builtins.str = ...,
+        ended: Global___EndedAnswer | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["plan", b"plan"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "plan", b"plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_endpoint", b"decode_endpoint", "plan", b"plan", "prompt_tokens", b"prompt_tokens", "turn_id", b"turn_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_endpoint", b"decode_endpoint", "ended", b"ended", "lost_role", b"lost_role", "plan", b"plan", "prompt_tokens", b"prompt_tokens", "remembered_tokens", b"remembered_tokens", "turn_id", b"turn_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___BeginTurnResponse: _TypeAlias = BeginTurnResponse  # noqa: Y015
+
+@_typing.final
+class EndedAnswer(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    SEED_FIELD_NUMBER: _builtins.int
+    token_ids: _builtins.bytes
+    """Little-endian int32."""
+    seed: _builtins.int
+    def __init__(
+        self,
+        *,
+        token_ids: _builtins.bytes = ...,
+        seed: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["seed", b"seed", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EndedAnswer: _TypeAlias = EndedAnswer  # noqa: Y015
 
 @_typing.final
 class EndTurnRequest(_message.Message):
@@ -144,12 +331,18 @@ class EndTurnRequest(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     KV_TOKENS_FIELD_NUMBER: _builtins.int
     SHARDS_FIELD_NUMBER: _builtins.int
+    FINISH_REASON_FIELD_NUMBER: _builtins.int
+    LOST_ROLE_FIELD_NUMBER: _builtins.int
     turn_id: _builtins.str
     ok: _builtins.bool
     token_ids: _builtins.bytes
     """Little-endian int32."""
     kv_tokens: _builtins.int
     """Positions with their KV on the decode ring."""
+    finish_reason: _builtins.str
+    """"stop", "length" or empty."""
+    lost_role: _builtins.str
+    """Role of the ring whose loss made the turn fail; its gateway may begin it again."""
     @_builtins.property
     def shards(self) -> _containers.RepeatedCompositeFieldContainer[_inference_pb2.RankShard]: ...
     def __init__(
@@ -160,10 +353,12 @@ class EndTurnRequest(_message.Message):
         token_ids: _builtins.bytes = ...,
         kv_tokens: _builtins.int = ...,
         shards: _abc.Iterable[_inference_pb2.RankShard] | None = ...,
+        finish_reason: _builtins.str = ...,
+        lost_role: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv_tokens", b"kv_tokens", "ok", b"ok", "shards", b"shards", "token_ids", b"token_ids", "turn_id", b"turn_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "kv_tokens", b"kv_tokens", "lost_role", b"lost_role", "ok", b"ok", "shards", b"shards", "token_ids", b"token_ids", "turn_id", b"turn_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -259,6 +454,9 @@ class RegisterRingRequest(_message.Message):
     IS_LEAVING_FIELD_NUMBER: _builtins.int
     MAX_DIRECT_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_DIRECT_SECONDS_FIELD_NUMBER: _builtins.int
+    IS_REBUILDING_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    INVENTORY_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     name: _builtins.str
     endpoint: _builtins.str
@@ -288,8 +486,14 @@ class RegisterRingRequest(_message.Message):
     max_direct_tokens: _builtins.int
     """Of decode rings: the most tokens of a prompt that one computes itself (0: none), and the most seconds for them."""
     max_direct_seconds: _builtins.float
+    is_rebuilding: _builtins.bool
+    """The leader lives, and makes its ring anew: the turns of this incarnation are lost."""
+    epoch: _builtins.int
+    """Epoch of the router that the ring has told its inventory, or tells it now."""
     @_builtins.property
     def rates(self) -> _inference_pb2.RingRates: ...
+    @_builtins.property
+    def inventory(self) -> Global___RingInventory: ...
     def __init__(
         self,
         *,
@@ -313,10 +517,13 @@ class RegisterRingRequest(_message.Message):
         is_leaving: _builtins.bool = ...,
         max_direct_tokens: _builtins.int = ...,
         max_direct_seconds: _builtins.float = ...,
+        is_rebuilding: _builtins.bool = ...,
+        epoch: _builtins.int = ...,
+        inventory: Global___RingInventory | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_free_tokens", b"_free_tokens", "free_tokens", b"free_tokens", "rates", b"rates"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_free_tokens", b"_free_tokens", "free_tokens", b"free_tokens", "inventory", b"inventory", "rates", b"rates"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_free_tokens", b"_free_tokens", "capacity_tokens", b"capacity_tokens", "chunk_tokens", b"chunk_tokens", "endpoint", b"endpoint", "free_tokens", b"free_tokens", "incarnation", b"incarnation", "is_draining", b"is_draining", "is_leaving", b"is_leaving", "max_batch", b"max_batch", "max_direct_seconds", b"max_direct_seconds", "max_direct_tokens", b"max_direct_tokens", "min_chunk_tokens", b"min_chunk_tokens", "name", b"name", "num_ranks", b"num_ranks", "rates", b"rates", "role", b"role", "spare_tokens", b"spare_tokens", "step_budget", b"step_budget", "tp", b"tp", "waiting_work", b"waiting_work", "work_rate", b"work_rate"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_free_tokens", b"_free_tokens", "capacity_tokens", b"capacity_tokens", "chunk_tokens", b"chunk_tokens", "endpoint", b"endpoint", "epoch", b"epoch", "free_tokens", b"free_tokens", "incarnation", b"incarnation", "inventory", b"inventory", "is_draining", b"is_draining", "is_leaving", b"is_leaving", "is_rebuilding", b"is_rebuilding", "max_batch", b"max_batch", "max_direct_seconds", b"max_direct_seconds", "max_direct_tokens", b"max_direct_tokens", "min_chunk_tokens", b"min_chunk_tokens", "name", b"name", "num_ranks", b"num_ranks", "rates", b"rates", "role", b"role", "spare_tokens", b"spare_tokens", "step_budget", b"step_budget", "tp", b"tp", "waiting_work", b"waiting_work", "work_rate", b"work_rate"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__free_tokens: _TypeAlias = _typing.Literal["free_tokens"]  # noqa: Y015
     _WhichOneofArgType__free_tokens: _TypeAlias = _typing.Literal["_free_tokens", b"_free_tokens"]  # noqa: Y015
@@ -325,20 +532,117 @@ class RegisterRingRequest(_message.Message):
 Global___RegisterRingRequest: _TypeAlias = RegisterRingRequest  # noqa: Y015
 
 @_typing.final
+class RingInventory(_message.Message):
+    """What a ring holds, for a router that has restarted."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCES_FIELD_NUMBER: _builtins.int
+    TURNS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___SequenceOnRing]: ...
+    @_builtins.property
+    def turns(self) -> _containers.RepeatedCompositeFieldContainer[Global___TurnOnRing]: ...
+    def __init__(
+        self,
+        *,
+        sequences: _abc.Iterable[Global___SequenceOnRing] | None = ...,
+        turns: _abc.Iterable[Global___TurnOnRing] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["sequences", b"sequences", "turns", b"turns"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RingInventory: _TypeAlias = RingInventory  # noqa: Y015
+
+@_typing.final
+class SequenceOnRing(_message.Message):
+    """Sequence as it was before the turn that uses it, if any. `last_turn` wrote the last of it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KV_ID_FIELD_NUMBER: _builtins.int
+    LAST_TURN_FIELD_NUMBER: _builtins.int
+    SHARDS_FIELD_NUMBER: _builtins.int
+    kv_id: _builtins.str
+    last_turn: _builtins.str
+    @_builtins.property
+    def shards(self) -> _containers.RepeatedCompositeFieldContainer[_inference_pb2.RankShard]: ...
+    def __init__(
+        self,
+        *,
+        kv_id: _builtins.str = ...,
+        last_turn: _builtins.str = ...,
+        shards: _abc.Iterable[_inference_pb2.RankShard] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv_id", b"kv_id", "last_turn", b"last_turn", "shards", b"shards"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SequenceOnRing: _TypeAlias = SequenceOnRing  # noqa: Y015
+
+@_typing.final
+class TurnOnRing(_message.Message):
+    """Turn that holds KV on the ring, or whose end the ring has not told yet."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TURN_ID_FIELD_NUMBER: _builtins.int
+    KV_ID_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    RETAINED_TOKENS_FIELD_NUMBER: _builtins.int
+    IS_BEGUN_FIELD_NUMBER: _builtins.int
+    IS_SEALED_FIELD_NUMBER: _builtins.int
+    turn_id: _builtins.str
+    kv_id: _builtins.str
+    attempt: _builtins.int
+    retained_tokens: _builtins.int
+    """Tokens of the sequence that were on the ring before."""
+    is_begun: _builtins.bool
+    """The ring computes the prompt, or has."""
+    is_sealed: _builtins.bool
+    """The decode ring had the KV of the whole prompt."""
+    def __init__(
+        self,
+        *,
+        turn_id: _builtins.str = ...,
+        kv_id: _builtins.str = ...,
+        attempt: _builtins.int = ...,
+        retained_tokens: _builtins.int = ...,
+        is_begun: _builtins.bool = ...,
+        is_sealed: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "is_begun", b"is_begun", "is_sealed", b"is_sealed", "kv_id", b"kv_id", "retained_tokens", b"retained_tokens", "turn_id", b"turn_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TurnOnRing: _TypeAlias = TurnOnRing  # noqa: Y015
+
+@_typing.final
 class RegisterRingResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    EPOCH_FIELD_NUMBER: _builtins.int
     RUNNING_TURNS_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    """Epoch of the router. A ring that does not know it is registered when it has told its inventory."""
     running_turns: _builtins.int
     """Turns that run or start on this ring; while it drains, also the conversations that are still to be moved."""
     def __init__(
         self,
         *,
+        epoch: _builtins.int = ...,
         running_turns: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["running_turns", b"running_turns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "running_turns", b"running_turns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -52,7 +52,7 @@ class RouterServiceStub:
                 _registered_method=True)
         self.AbortTurns = channel.unary_unary(
                 '/ringserve.v1.RouterService/AbortTurns',
-                request_serializer=ringserve_dot_v1_dot_inference__pb2.AbortRequest.SerializeToString,
+                request_serializer=ringserve_dot_v1_dot_router__pb2.AbortTurnsRequest.SerializeToString,
                 response_deserializer=ringserve_dot_v1_dot_inference__pb2.AbortResponse.FromString,
                 _registered_method=True)
         self.GetConversation = channel.unary_unary(
@@ -67,7 +67,7 @@ class RouterServiceStub:
                 _registered_method=True)
         self.ForkConversation = channel.unary_unary(
                 '/ringserve.v1.RouterService/ForkConversation',
-                request_serializer=ringserve_dot_v1_dot_inference__pb2.ForkConversationRequest.SerializeToString,
+                request_serializer=ringserve_dot_v1_dot_router__pb2.BeginForkRequest.SerializeToString,
                 response_deserializer=ringserve_dot_v1_dot_inference__pb2.GetConversationResponse.FromString,
                 _registered_method=True)
         self.DeleteConversation = channel.unary_unary(
@@ -99,6 +99,11 @@ class RouterServiceStub:
                 '/ringserve.v1.RouterService/GetServerInfo',
                 request_serializer=ringserve_dot_v1_dot_inference__pb2.GetServerInfoRequest.SerializeToString,
                 response_deserializer=ringserve_dot_v1_dot_inference__pb2.GetServerInfoResponse.FromString,
+                _registered_method=True)
+        self.FindFault = channel.unary_unary(
+                '/ringserve.v1.RouterService/FindFault',
+                request_serializer=ringserve_dot_v1_dot_router__pb2.FindFaultRequest.SerializeToString,
+                response_deserializer=ringserve_dot_v1_dot_router__pb2.FindFaultResponse.FromString,
                 _registered_method=True)
 
 
@@ -159,7 +164,7 @@ class RouterServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def RegisterRing(self, request, context):
-        """From a ring leader, at start and after every rebuild.
+        """From a ring leader, again and again: a ring that has not announced itself for some seconds counts as lost.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -192,6 +197,13 @@ class RouterServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FindFault(self, request, context):
+        """From gateways, each second. The router asks no ring for it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RouterServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -212,7 +224,7 @@ def add_RouterServiceServicer_to_server(servicer, server):
             ),
             'AbortTurns': grpc.unary_unary_rpc_method_handler(
                     servicer.AbortTurns,
-                    request_deserializer=ringserve_dot_v1_dot_inference__pb2.AbortRequest.FromString,
+                    request_deserializer=ringserve_dot_v1_dot_router__pb2.AbortTurnsRequest.FromString,
                     response_serializer=ringserve_dot_v1_dot_inference__pb2.AbortResponse.SerializeToString,
             ),
             'GetConversation': grpc.unary_unary_rpc_method_handler(
@@ -227,7 +239,7 @@ def add_RouterServiceServicer_to_server(servicer, server):
             ),
             'ForkConversation': grpc.unary_unary_rpc_method_handler(
                     servicer.ForkConversation,
-                    request_deserializer=ringserve_dot_v1_dot_inference__pb2.ForkConversationRequest.FromString,
+                    request_deserializer=ringserve_dot_v1_dot_router__pb2.BeginForkRequest.FromString,
                     response_serializer=ringserve_dot_v1_dot_inference__pb2.GetConversationResponse.SerializeToString,
             ),
             'DeleteConversation': grpc.unary_unary_rpc_method_handler(
@@ -259,6 +271,11 @@ def add_RouterServiceServicer_to_server(servicer, server):
                     servicer.GetServerInfo,
                     request_deserializer=ringserve_dot_v1_dot_inference__pb2.GetServerInfoRequest.FromString,
                     response_serializer=ringserve_dot_v1_dot_inference__pb2.GetServerInfoResponse.SerializeToString,
+            ),
+            'FindFault': grpc.unary_unary_rpc_method_handler(
+                    servicer.FindFault,
+                    request_deserializer=ringserve_dot_v1_dot_router__pb2.FindFaultRequest.FromString,
+                    response_serializer=ringserve_dot_v1_dot_router__pb2.FindFaultResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -367,7 +384,7 @@ class RouterService:
             request,
             target,
             '/ringserve.v1.RouterService/AbortTurns',
-            ringserve_dot_v1_dot_inference__pb2.AbortRequest.SerializeToString,
+            ringserve_dot_v1_dot_router__pb2.AbortTurnsRequest.SerializeToString,
             ringserve_dot_v1_dot_inference__pb2.AbortResponse.FromString,
             options,
             channel_credentials,
@@ -448,7 +465,7 @@ class RouterService:
             request,
             target,
             '/ringserve.v1.RouterService/ForkConversation',
-            ringserve_dot_v1_dot_inference__pb2.ForkConversationRequest.SerializeToString,
+            ringserve_dot_v1_dot_router__pb2.BeginForkRequest.SerializeToString,
             ringserve_dot_v1_dot_inference__pb2.GetConversationResponse.FromString,
             options,
             channel_credentials,
@@ -612,6 +629,33 @@ class RouterService:
             '/ringserve.v1.RouterService/GetServerInfo',
             ringserve_dot_v1_dot_inference__pb2.GetServerInfoRequest.SerializeToString,
             ringserve_dot_v1_dot_inference__pb2.GetServerInfoResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FindFault(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ringserve.v1.RouterService/FindFault',
+            ringserve_dot_v1_dot_router__pb2.FindFaultRequest.SerializeToString,
+            ringserve_dot_v1_dot_router__pb2.FindFaultResponse.FromString,
             options,
             channel_credentials,
             insecure,

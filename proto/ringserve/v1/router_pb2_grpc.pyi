@@ -42,13 +42,13 @@ class RouterServiceStub:
     """From a decode leader that preempted a turn and has room for it again. Prefills its KV again. Idempotent per
     attempt.
     """
-    AbortTurns: _grpc.UnaryUnaryMultiCallable[_inference_pb2.AbortRequest, _inference_pb2.AbortResponse]
+    AbortTurns: _grpc.UnaryUnaryMultiCallable[_router_pb2.AbortTurnsRequest, _inference_pb2.AbortResponse]
     GetConversation: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GetConversationRequest, _inference_pb2.GetConversationResponse]
     ListConversations: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ListConversationsRequest, _inference_pb2.ListConversationsResponse]
-    ForkConversation: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ForkConversationRequest, _inference_pb2.GetConversationResponse]
+    ForkConversation: _grpc.UnaryUnaryMultiCallable[_router_pb2.BeginForkRequest, _inference_pb2.GetConversationResponse]
     DeleteConversation: _grpc.UnaryUnaryMultiCallable[_inference_pb2.DeleteConversationRequest, _inference_pb2.DeleteConversationResponse]
     RegisterRing: _grpc.UnaryUnaryMultiCallable[_router_pb2.RegisterRingRequest, _router_pb2.RegisterRingResponse]
-    """From a ring leader, at start and after every rebuild."""
+    """From a ring leader, again and again: a ring that has not announced itself for some seconds counts as lost."""
     DrainRing: _grpc.UnaryUnaryMultiCallable[_router_pb2.DrainRingRequest, _router_pb2.DrainRingResponse]
     """From an operator: the ring takes no new turns, and leaves when those that run have ended. Idempotent."""
     RestartRing: _grpc.UnaryUnaryMultiCallable[_router_pb2.RestartRingRequest, _router_pb2.RestartRingResponse]
@@ -56,6 +56,8 @@ class RouterServiceStub:
     UndrainRing: _grpc.UnaryUnaryMultiCallable[_router_pb2.UndrainRingRequest, _router_pb2.UndrainRingResponse]
     """From an operator: a ring that drains takes turns again; one that has left is started again. Idempotent."""
     GetServerInfo: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GetServerInfoRequest, _inference_pb2.GetServerInfoResponse]
+    FindFault: _grpc.UnaryUnaryMultiCallable[_router_pb2.FindFaultRequest, _router_pb2.FindFaultResponse]
+    """From gateways, each second. The router asks no ring for it."""
 
 @_typing.type_check_only
 class RouterServiceAsyncStub(RouterServiceStub):
@@ -70,13 +72,13 @@ class RouterServiceAsyncStub(RouterServiceStub):
     """From a decode leader that preempted a turn and has room for it again. Prefills its KV again. Idempotent per
     attempt.
     """
-    AbortTurns: _aio.UnaryUnaryMultiCallable[_inference_pb2.AbortRequest, _inference_pb2.AbortResponse]  # type: ignore[assignment]
+    AbortTurns: _aio.UnaryUnaryMultiCallable[_router_pb2.AbortTurnsRequest, _inference_pb2.AbortResponse]  # type: ignore[assignment]
     GetConversation: _aio.UnaryUnaryMultiCallable[_inference_pb2.GetConversationRequest, _inference_pb2.GetConversationResponse]  # type: ignore[assignment]
     ListConversations: _aio.UnaryUnaryMultiCallable[_inference_pb2.ListConversationsRequest, _inference_pb2.ListConversationsResponse]  # type: ignore[assignment]
-    ForkConversation: _aio.UnaryUnaryMultiCallable[_inference_pb2.ForkConversationRequest, _inference_pb2.GetConversationResponse]  # type: ignore[assignment]
+    ForkConversation: _aio.UnaryUnaryMultiCallable[_router_pb2.BeginForkRequest, _inference_pb2.GetConversationResponse]  # type: ignore[assignment]
     DeleteConversation: _aio.UnaryUnaryMultiCallable[_inference_pb2.DeleteConversationRequest, _inference_pb2.DeleteConversationResponse]  # type: ignore[assignment]
     RegisterRing: _aio.UnaryUnaryMultiCallable[_router_pb2.RegisterRingRequest, _router_pb2.RegisterRingResponse]  # type: ignore[assignment]
-    """From a ring leader, at start and after every rebuild."""
+    """From a ring leader, again and again: a ring that has not announced itself for some seconds counts as lost."""
     DrainRing: _aio.UnaryUnaryMultiCallable[_router_pb2.DrainRingRequest, _router_pb2.DrainRingResponse]  # type: ignore[assignment]
     """From an operator: the ring takes no new turns, and leaves when those that run have ended. Idempotent."""
     RestartRing: _aio.UnaryUnaryMultiCallable[_router_pb2.RestartRingRequest, _router_pb2.RestartRingResponse]  # type: ignore[assignment]
@@ -84,6 +86,8 @@ class RouterServiceAsyncStub(RouterServiceStub):
     UndrainRing: _aio.UnaryUnaryMultiCallable[_router_pb2.UndrainRingRequest, _router_pb2.UndrainRingResponse]  # type: ignore[assignment]
     """From an operator: a ring that drains takes turns again; one that has left is started again. Idempotent."""
     GetServerInfo: _aio.UnaryUnaryMultiCallable[_inference_pb2.GetServerInfoRequest, _inference_pb2.GetServerInfoResponse]  # type: ignore[assignment]
+    FindFault: _aio.UnaryUnaryMultiCallable[_router_pb2.FindFaultRequest, _router_pb2.FindFaultResponse]  # type: ignore[assignment]
+    """From gateways, each second. The router asks no ring for it."""
 
 class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -117,7 +121,7 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
     def AbortTurns(
         self,
-        request: _inference_pb2.AbortRequest,
+        request: _router_pb2.AbortTurnsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.AbortResponse, _abc.Awaitable[_inference_pb2.AbortResponse]]: ...
 
@@ -138,7 +142,7 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
     def ForkConversation(
         self,
-        request: _inference_pb2.ForkConversationRequest,
+        request: _router_pb2.BeginForkRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.GetConversationResponse, _abc.Awaitable[_inference_pb2.GetConversationResponse]]: ...
 
@@ -155,7 +159,7 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _router_pb2.RegisterRingRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_router_pb2.RegisterRingResponse, _abc.Awaitable[_router_pb2.RegisterRingResponse]]:
-        """From a ring leader, at start and after every rebuild."""
+        """From a ring leader, again and again: a ring that has not announced itself for some seconds counts as lost."""
 
     @_abc_1.abstractmethod
     def DrainRing(
@@ -187,5 +191,13 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.GetServerInfoRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.GetServerInfoResponse, _abc.Awaitable[_inference_pb2.GetServerInfoResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def FindFault(
+        self,
+        request: _router_pb2.FindFaultRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_router_pb2.FindFaultResponse, _abc.Awaitable[_router_pb2.FindFaultResponse]]:
+        """From gateways, each second. The router asks no ring for it."""
 
 def add_RouterServiceServicer_to_server(servicer: RouterServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -43,6 +43,8 @@ log = logging.getLogger(__name__)
 BODY_SECONDS = 60.0
 """Seconds for a client to send its request."""
 HEALTH_SECONDS = 5.0
+HEALTH_AGE = 1.0
+"""Seconds for which the state of the service is shown to probes, which need no token: each asks every ring."""
 DONE = b"data: [DONE]\n\n"
 
 
@@ -76,6 +78,9 @@ class HttpApi:
         self._max_positions = max_positions
         self._reader = HttpRequestReader(model_name, max_positions)
         self._created = int(time.time())
+        self._viewing = asyncio.Lock()
+        self._view: ServerView | None = None
+        self._viewed_at = 0.0
 
     @property
     def app(self) -> ASGIApp:
@@ -154,8 +159,11 @@ class HttpApi:
     async def _health(self, request: Request) -> Response:
         """Answer 200 where a turn can be served: the router answers, and a ring of each role serves."""
         try:
-            async with asyncio.timeout(HEALTH_SECONDS):
-                view = await self._service.server_view()
+            async with asyncio.timeout(HEALTH_SECONDS), self._viewing:
+                view = self._view
+                if view is None or time.monotonic() - self._viewed_at >= HEALTH_AGE:
+                    view = self._view = await self._service.server_view()
+                    self._viewed_at = time.monotonic()
         except TimeoutError:
             raise Unavailable(f"the router did not answer within {HEALTH_SECONDS:.0f} s") from None
         if fault := service_fault(view):

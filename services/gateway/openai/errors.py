@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 
-from cp_core.errors import CapacityExceeded, InvalidRequest, RingserveError
+from cp_core.errors import CapacityExceeded, ConversationLost, InvalidRequest, NotFinite, RingserveError, Unavailable
 from services.rpc.errors import code_of
 
 INTERNAL = "internal error; the server's log has the details"
@@ -22,6 +22,7 @@ _SHAPES: dict[grpc.StatusCode, tuple[int, str, str | None]] = {
     grpc.StatusCode.PERMISSION_DENIED: (403, "permission_error", None),
     grpc.StatusCode.NOT_FOUND: (404, "not_found_error", "not_found"),
     grpc.StatusCode.ABORTED: (409, "conflict_error", "busy"),
+    grpc.StatusCode.FAILED_PRECONDITION: (412, "precondition_error", "failed_precondition"),
     grpc.StatusCode.RESOURCE_EXHAUSTED: (429, "rate_limit_error", "rate_limit_exceeded"),
     grpc.StatusCode.CANCELLED: (499, "cancelled_error", "cancelled"),
     grpc.StatusCode.UNAVAILABLE: (503, "service_unavailable_error", "unavailable"),
@@ -58,10 +59,12 @@ def status_of(error: BaseException) -> int:
 
 
 def headers_of(error: BaseException) -> dict[str, str]:
-    """Return the headers that belong to an error."""
+    """Return the headers that belong to an error. OpenAI's clients would try any error from 500 on again."""
     status = status_of(error)
     if status == 401:
         return {"WWW-Authenticate": "Bearer"}
+    if isinstance(error, NotFinite) or type(error) is Unavailable:  # given up here: its prompt may be what ends rings
+        return {"x-should-retry": "false"}
     if status not in _RETRYABLE:
         return {}
     hint = error.retry_after_seconds if isinstance(error, CapacityExceeded) else None
@@ -72,14 +75,18 @@ def error_body(error: BaseException) -> dict[str, Any]:
     """Return an error as `{"error": {...}}`. The text of a foreign error is not shown."""
     if isinstance(error, BadHttpRequest):
         return _body(str(error), "invalid_request_error", None, error.code)
+    if isinstance(error, NotFinite):
+        return _body(str(error), "server_error", None, "not_finite")
     shape = _SHAPES.get(code_of(error)) if isinstance(error, RingserveError) else None
     if shape is None:
         return _body(INTERNAL, "server_error", None, None)
     _, kind, code = shape
+    if isinstance(error, ConversationLost):
+        code = "conversation_lost"
     message = str(error)
     for pattern, name in _NAMES:
         message = pattern.sub(name, message, count=1)
-    named = _PARAMETER.match(message) if isinstance(error, InvalidRequest) else None
+    named = _PARAMETER.match(message) if isinstance(error, InvalidRequest | ConversationLost) else None
     return _body(message, kind, named.group(1) if named else None, code)
 
 

@@ -119,7 +119,13 @@ SAMPLING: dict[str, tuple[str, Reader]] = {
 }
 """Sampling fields: name -> (field of SamplingParams, reader)."""
 
-OURS: dict[str, Reader] = {"conversation_id": text, "request_id": text, "priority": priority}
+OURS: dict[str, Reader] = {
+    "conversation_id": text,
+    "request_id": text,
+    "priority": priority,
+    "no_cache": boolean,
+    "expected_tokens": integer(32),
+}
 """Fields of the contract that OpenAI's requests lack; clients send them as extra fields (`extra_body`)."""
 
 INERT = frozenset(

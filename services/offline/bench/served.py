@@ -24,6 +24,7 @@ from transformers import DynamicCache
 
 from cp_core.errors import ConfigError, Unavailable
 from ringserve.v1 import inference_pb2, inference_pb2_grpc
+from services.client.channel import OPTIONS
 from services.cluster.local import LocalCluster
 from services.config import Config, LogConfig, MetricsConfig
 from services.offline.bench.figures import Target, paired_ratio
@@ -31,7 +32,6 @@ from services.offline.bench.report import Report, Row
 from services.offline.bench.ring_processes import RankPlace, RingProcesses
 from services.offline.bench.rounds import Contender, Sample, alternate
 from services.offline.reference import StockModel
-from services.rpc.server import OPTIONS
 from workers.model.builtin import resolve_model_path
 from workers.model.info import read_model_info
 from workers.protocol.prefill_steps import TokenIds

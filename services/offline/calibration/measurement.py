@@ -17,7 +17,7 @@ from cp_core.errors import Busy, ConfigError, NotFound, Unavailable
 from ringserve.v1 import inference_pb2
 from services.client import Client
 from services.rpc.answer import collect
-from workers.protocol.prefill_steps import RING_ALGORITHMS, Algorithm
+from workers.protocol.prefill_steps import CALIBRATED_ALGORITHMS, Algorithm
 
 NEW_TOKENS = (32, 128, 512, 2048)
 CACHED_TOKENS = (0, 1024, 4096)
@@ -104,7 +104,7 @@ class Calibrator:
         A ring of one rank is measured by pass-KV alone. Raises Busy where other turns always shared a cell's steps.
         """
         runs: dict[tuple[Cell, Algorithm], list[_Run]] = {
-            (cell, name): [] for cell in cells for name in RING_ALGORITHMS
+            (cell, name): [] for cell in cells for name in CALIBRATED_ALGORITHMS
         }
         for cached in sorted({cell.cached_tokens for cell in cells}):
             with self._conversation(cached) as (conversation, prefix):
@@ -113,8 +113,7 @@ class Calibrator:
                 self._run(conversation, prefix, cells_of_prefix[0], Algorithm.PASS_KV)
                 for round_number in range(self._repeats):
                     for cell in cells_of_prefix:
-                        names = list(RING_ALGORITHMS) if round_number % 2 else list(reversed(RING_ALGORITHMS))
-                        for name in names:
+                        for name in CALIBRATED_ALGORITHMS[:: 1 if round_number % 2 else -1]:
                             runs[cell, name].append(self._run_alone(conversation, prefix, cell, name))
                             tell(f"{name}, {cell.new_tokens} after {cell.cached_tokens}")
         return [found for (cell, name), taken in runs.items() for found in self._by_ring(cell, name, taken)]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cp_core.cost.decode import StepCost, fastest_step
-from cp_core.cost.model import PASS_KV, PASS_Q, PrefillCost
+from cp_core.cost.model import PASS_KV, PASS_Q, PREFILL_ALGORITHMS, PrefillCost
 from cp_core.cost.prefill import predict_migration, predict_turn
 from cp_core.cost.profile import HardwareProfile
 from cp_core.cost.selector import POLICIES, EmpiricalFit, Selection, Turn, select
@@ -172,7 +172,7 @@ def explain_turn(
             model.shape, profile, cp=cp, tp=shape.tp, algorithm=algorithm, new_tokens=new, cached_tokens=cached
         )
 
-    by_ring = {name: cost(shape.cp, name, new_tokens, cached_tokens) for name in (PASS_KV, PASS_Q)}
+    by_ring = {name: cost(shape.cp, name, new_tokens, cached_tokens) for name in PREFILL_ALGORITHMS}
     others: dict[str, PrefillCost] = {}
     direct = None
     if decode is not None and cached_tokens:

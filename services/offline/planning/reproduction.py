@@ -15,7 +15,7 @@ from cp_core.cost.fit_selector import Comparison, fit_compute_per_byte, fit_empi
 from cp_core.cost.model import PASS_KV, PASS_Q
 from cp_core.cost.prefill import predict_turn
 from cp_core.cost.profile import HardwareProfile, read_profile
-from cp_core.cost.selector import EmpiricalFit, Turn, algorithm_1, algorithm_5, empirical, fastest
+from cp_core.cost.selector import EmpiricalFit, Turn, algorithm_1, algorithm_5, empirical, least
 from services.offline.bench.figures import Target
 from services.offline.planning.published import (
     PROFILE,
@@ -65,7 +65,6 @@ def comparisons() -> list[Comparison]:
 def score_selectors(profile: HardwareProfile) -> tuple[SelectorScore, ...]:
     """Score the selectors by nominal rates, by those of table 5, as printed, and calibrated on these turns."""
     turns, whole = comparisons(), published_model().shape
-    share = whole.share(TP)
     first, fifth = (fit_compute_per_byte(rule, whole, turns) for rule in (algorithm_1, algorithm_5))
     fit = fit_empirical(turns)
     decimal = EmpiricalFit(alpha=PRINTED.alpha / math.log(10), beta=PRINTED.beta / math.log(10), gamma=PRINTED.gamma)
@@ -74,8 +73,7 @@ def score_selectors(profile: HardwareProfile) -> tuple[SelectorScore, ...]:
         return min((PASS_KV, PASS_Q), key=lambda algorithm: _seconds(profile, turn, algorithm))
 
     def auto(turn: Turn) -> str:
-        rates = profile.prefill.rates(turn.num_ranks, is_cached=turn.cached_tokens > 0)
-        return fastest(turn, share, rates).algorithm
+        return least({name: _seconds(profile, turn, name) for name in (PASS_KV, PASS_Q)}, turn.num_tokens)
 
     named: list[tuple[str, bool, Chooser]] = [
         ("Algorithm 1, nominal", False, lambda turn: algorithm_1(turn, whole, NOMINAL_FLOPS, NOMINAL_LINK).algorithm),

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from cp_core.cost.decode import fastest_step
 from cp_core.cost.memory import ProcessMemory, process_memory
-from cp_core.cost.model import PASS_KV, PASS_Q, PrefillCost
+from cp_core.cost.model import PREFILL_ALGORITHMS, PrefillCost
 from cp_core.cost.prefill import predict_turn
 from cp_core.cost.profile import HardwareProfile
-from cp_core.cost.selector import TIE
+from cp_core.cost.selector import least
 from cp_core.errors import ConfigError
 from services.offline.planning.models import PlannedModel
 from services.offline.units import ContextShare, format_tokens
@@ -118,8 +118,8 @@ def fastest_turn(
 ) -> tuple[str, PrefillCost]:
     """Return the algorithm that `auto` selects for a whole turn, and its cost; ties within 2% go to pass-KV."""
     cached = workload.cached_tokens(tokens)
-    kv, q = (
-        predict_turn(
+    costs = {
+        algorithm: predict_turn(
             model.shape,
             profile,
             cp=shape.cp,
@@ -129,9 +129,10 @@ def fastest_turn(
             cached_tokens=cached,
             chunk_tokens=workload.chunk_tokens,
         )
-        for algorithm in (PASS_KV, PASS_Q)
-    )
-    return (PASS_Q, q) if q.total_seconds < (1.0 - TIE) * kv.total_seconds else (PASS_KV, kv)
+        for algorithm in PREFILL_ALGORITHMS
+    }
+    taken = least({algorithm: cost.total_seconds for algorithm, cost in costs.items()}, tokens)
+    return taken, costs[taken]
 
 
 def first_that_fits(forecasts: Sequence[RingForecast]) -> RingForecast:

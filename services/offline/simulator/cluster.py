@@ -22,7 +22,13 @@ from orchestration.placement.registry import RegisteredRing, RingRegistry
 from orchestration.prefill.scheduler import PrefillScheduler, ScheduledStep
 from orchestration.protocol.rings import PrefillScheduling
 from orchestration.protocol.turns import RingRegistration
-from services.offline.simulator.rings import Clock, SimulatedDecodeRing, SimulatedPrefillRing
+from services.offline.simulator.rings import (
+    BlockKv,
+    Clock,
+    RetainedKv,
+    SimulatedDecodeRing,
+    SimulatedPrefillRing,
+)
 from services.offline.simulator.trace import SyntheticTrace, TracedConversation, TraceShape
 from workers.protocol.ranks import ModelInfo
 
@@ -41,7 +47,10 @@ class PoolShape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClusterShape:
-    """Hardware, model and limits of a simulated cluster."""
+    """Hardware, model and limits of a simulated cluster.
+
+    The rings of each role have room for `kv_tokens` together; 0: for as many as their memory takes.
+    """
 
     model: ModelInfo
     weights: WeightBytes
@@ -50,6 +59,7 @@ class ClusterShape:
     decode: PoolShape
     chunk_tokens: int = 65_536
     max_batch: int = 32
+    kv_tokens: int = 0
     scheduling: PrefillScheduling = field(default_factory=PrefillScheduling)
 
 
@@ -92,16 +102,17 @@ class StepTimes:
 
 
 class Cluster:
-    """Rings of a simulated cluster and the router's `registry` of them.
+    """Rings of a simulated cluster and the router's `registry` of them. `has_blocks`: sequences share blocks of KV.
 
     Raises ConfigError where a ring cannot hold the `longest` conversation.
     """
 
-    def __init__(self, shape: ClusterShape, clock: Clock, longest: int) -> None:
+    def __init__(self, shape: ClusterShape, clock: Clock, longest: int, *, has_blocks: bool = False) -> None:
         self.registry = RingRegistry(lambda: clock.now)
         self._shape = shape
         self._model = shape.model.shape
         self._clock = clock
+        self._kv = BlockKv if has_blocks else RetainedKv
         step_tokens = min(longest, shape.chunk_tokens)
         self.prefill = {
             ring.entry.name: ring
@@ -152,13 +163,19 @@ class Cluster:
         for number in range(pool.num_rings):
             ring = self._announced(registration, number)
             scheduler = PrefillScheduler(ring.name, times.work, times.limits, self._shape.scheduling, rate=rate)
-            rings.append(SimulatedPrefillRing(ring, self._clock, scheduler, times.of))
+            kv = self._kv(ring.registration.capacity_tokens)
+            rings.append(SimulatedPrefillRing(ring, kv, self._clock, scheduler, times.of))
         return rings
 
     def _decode_rings(self, registration: RingRegistration) -> list[SimulatedDecodeRing]:
         step_seconds = self._decode_step_seconds()
         rings = (self._announced(registration, number) for number in range(self._shape.decode.num_rings))
-        return [SimulatedDecodeRing(ring, self._clock, self._shape.max_batch, step_seconds) for ring in rings]
+        return [
+            SimulatedDecodeRing(
+                ring, self._kv(ring.registration.capacity_tokens), self._clock, self._shape.max_batch, step_seconds
+            )
+            for ring in rings
+        ]
 
     def _decode_step_seconds(self) -> Callable[[int, float], float]:
         shape = self._shape
@@ -196,7 +213,8 @@ class Cluster:
             step_tokens=step_tokens,
             context_tokens=context_tokens,
         )
-        return registration_of(shape, role, capacity_tokens=memory.max_tokens(pool.cp))
+        capacity = shape.kv_tokens // pool.num_rings or memory.max_tokens(pool.cp)
+        return registration_of(shape, role, capacity_tokens=capacity)
 
 
 def registration_of(shape: ClusterShape, role: str, *, capacity_tokens: int) -> RingRegistration:

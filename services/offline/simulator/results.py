@@ -18,8 +18,9 @@ SIZES = {"short": 8_000, "document": 250_000, "longest": 1 << 62}
 class TurnRecord:
     """Finished turn.
 
-    `asked` is the time of its first request; `queue_seconds` run until its first step, `ttft_seconds` until its first
-    token, `decode_seconds` on the decode ring until its last. `new_tokens` of the prompt were never computed before.
+    `asked` is the time of its first request; `queue_seconds` run until its first step, without the fetch of KV;
+    `ttft_seconds` until its first token, `decode_seconds` on the decode ring until its last. `new_tokens` of the prompt
+    were never computed before.
     Of the tokens before them `moved_tokens` came from the decode ring, `recomputed_tokens` were computed again, and
     the other tokens were cached.
     """

@@ -11,10 +11,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 
-from cp_core.layout.shards import TokenRange
+from cp_core.errors import CapacityExceeded
+from cp_core.layout.shards import ShardMap, TokenRange
 from orchestration.placement.registry import RegisteredRing
 from orchestration.prefill.scheduler import Piece, PrefillScheduler, ScheduledStep
-from orchestration.protocol.turns import PlannedChunk, PrefillReport
+from orchestration.protocol.plans import PlannedChunk
+from orchestration.protocol.turns import PrefillReport
+from orchestration.ring.kv_pool import KvPool
+from services.offline.simulator.trace import BLOCK_TOKENS
 
 ANNOUNCE_SECONDS = 2.0
 """Seconds between two reports of a simulated ring to the router, as of real rings."""
@@ -48,20 +52,21 @@ class RetainedKv:
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self._retained: OrderedDict[int, int] = OrderedDict()
-        self._pinned: dict[int, int] = {}
+        self._retained: OrderedDict[str, int] = OrderedDict()
+        self._pinned: dict[str, int] = {}
         self._used = 0
         self.num_pinned_tokens = 0
 
-    def held(self, conversation: int) -> int:
+    def held(self, conversation: str) -> int:
         """Return the retained tokens of a conversation."""
         return self._retained.get(conversation, 0)
 
-    def try_pin(self, conversation: int, tokens: int) -> bool:
-        """Pin `tokens` of the conversation, evicting retained KV of others if necessary.
+    def try_pin(self, conversation: str, tokens: int, *, shares: str = "", shared_tokens: int = 0) -> bool:
+        """Pin `tokens` of the conversation, evicting retained KV of others if necessary; nothing is shared.
 
         Return False and change nothing where running turns leave less room.
         """
+        assert not shares, "this KV is counted in tokens, which no two conversations share"
         if self.num_pinned_tokens + tokens > self.capacity:
             return False
         self._used += tokens - self._retained.pop(conversation, 0)
@@ -72,7 +77,7 @@ class RetainedKv:
             self._used -= evicted
         return True
 
-    def unpin(self, conversation: int, retain: int) -> None:
+    def unpin(self, conversation: str, retain: int, *, is_spare: bool = False) -> None:
         """End a turn: its first `retain` tokens stay while there is room."""
         pinned = self._pinned.pop(conversation)
         self.num_pinned_tokens -= pinned
@@ -80,7 +85,10 @@ class RetainedKv:
         if retain:
             self._retained[conversation] = retain
 
-    def drop(self, conversation: int) -> None:
+    def note_computed(self, conversation: str, tokens: int) -> None:
+        """Take no notice: nothing is shared."""
+
+    def drop(self, conversation: str) -> None:
         """Free the retained KV of a conversation. Idempotent."""
         self._used -= self._retained.pop(conversation, 0)
 
@@ -90,6 +98,58 @@ class RetainedKv:
         assert self._used == sum(self._retained.values()) + self.num_pinned_tokens, "tokens do not add up"
         assert self._used <= self.capacity, "more tokens are held than fit"
         assert not self._retained.keys() & self._pinned.keys(), "a conversation is both retained and pinned"
+
+
+class BlockKv:
+    """KV of a ring in blocks of BLOCK_TOKENS, over the pool of a real ring: sequences that begin alike share blocks."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._pool = KvPool(1, capacity // BLOCK_TOKENS, 1, part_tokens=1)
+
+    @property
+    def num_pinned_tokens(self) -> int:
+        return self.capacity - self._pool.free_tokens * BLOCK_TOKENS
+
+    def held(self, kv_id: str) -> int:
+        """Return the retained tokens of a sequence."""
+        return self._pool.num_retained(kv_id) * BLOCK_TOKENS
+
+    def try_pin(self, kv_id: str, tokens: int, *, shares: str = "", shared_tokens: int = 0) -> bool:
+        """Pin a new sequence of `tokens`, which begins with so many shared ones of another.
+
+        Return False and change nothing where running turns leave less room.
+        """
+        try:
+            sequence = self._pool.pin(kv_id, kv_id, shared_tokens // BLOCK_TOKENS, shares=shares)
+            self._pool.make_room(sequence, [_blocks(tokens)])
+        except CapacityExceeded:
+            self._pool.settle(kv_id, kv_id, 0)
+            return False
+        return True
+
+    def note_computed(self, kv_id: str, tokens: int) -> None:
+        """Let others share the first `tokens` tokens of a pinned sequence."""
+        sequence = self._pool.get(kv_id)
+        assert sequence is not None, "a turn that runs is pinned"
+        sequence.shards = ShardMap(((TokenRange(0, _blocks(tokens)),),)) if tokens else ShardMap.empty(1)
+
+    def unpin(self, kv_id: str, retain: int, *, is_spare: bool = False) -> None:
+        """End a turn: its first `retain` tokens stay while there is room; they go first where they are spare."""
+        self.note_computed(kv_id, retain)
+        self._pool.settle(kv_id, kv_id, _blocks(retain), is_guest=is_spare)
+
+    def drop(self, kv_id: str) -> None:
+        """Free the retained KV of a sequence. Idempotent."""
+        self._pool.settle(kv_id, "", 0)
+
+    def check_integrity(self) -> None:
+        """Assert that no block is counted twice or lost."""
+        self._pool.check_integrity()
+
+
+def _blocks(tokens: int) -> int:
+    return -(-tokens // BLOCK_TOKENS)
 
 
 @dataclass(slots=True, eq=False)
@@ -116,12 +176,13 @@ class SimulatedPrefillRing:
     def __init__(
         self,
         entry: RegisteredRing,
+        kv: RetainedKv | BlockKv,
         clock: Clock,
         scheduler: PrefillScheduler,
         step_seconds: Callable[[ScheduledStep], float],
     ) -> None:
         self.entry = entry
-        self.kv = RetainedKv(entry.registration.capacity_tokens)
+        self.kv = kv
         self.busy_seconds = 0.0
         self.computed_tokens = 0
         self._clock = clock
@@ -204,9 +265,16 @@ class SimulatedDecodeRing:
     `entry` is its entry in the router's registry; `step_seconds(batch, mean context)` predicts a step.
     """
 
-    def __init__(self, entry: RegisteredRing, clock: Clock, max_batch: int, step_seconds: StepSeconds) -> None:
+    def __init__(
+        self,
+        entry: RegisteredRing,
+        kv: RetainedKv | BlockKv,
+        clock: Clock,
+        max_batch: int,
+        step_seconds: StepSeconds,
+    ) -> None:
         self.entry = entry
-        self.kv = RetainedKv(entry.registration.capacity_tokens)
+        self.kv = kv
         self.largest_batch = 0
         self.sequence_seconds = 0.0  # batch size integrated over time
         self._clock = clock

@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from cp_core.errors import CapacityExceeded, ConfigError, Unavailable
-from cp_core.layout.shards import ShardMap, TokenRange
-from orchestration.placement.kv_locations import Choice, KvLocation, WantedTurn
+from cp_core.layout.shards import TokenRange
+from orchestration.placement.kv_locations import Choice, KvLocation, WantedTurn, spare_role
 from orchestration.placement.placer import RingPlacer
 from orchestration.placement.planner import RETAINED, Planner, PlannerSettings, PromptOnRings, RetainedPrefix
 from orchestration.placement.registry import LoadShare, RegisteredRing
-from orchestration.protocol.turns import PrefillReport, PromptMode, TurnPlan
-from orchestration.router.begin import MAX_REFUSALS
+from orchestration.protocol.plans import PromptMode, TurnPlan
+from orchestration.protocol.turns import PrefillReport
+from orchestration.router.reservations import MAX_REFUSALS
 from services.offline.simulator.cluster import Cluster, ClusterShape
 from services.offline.simulator.placement import POLICIES
 from services.offline.simulator.results import SimulationResult, Tally, TurnRecord, percentiles
@@ -28,6 +29,7 @@ from services.offline.simulator.rings import (
     SimulatedDecodeRing,
     SimulatedPrefillRing,
 )
+from services.offline.simulator.shared import SharedPrompts, location
 from services.offline.simulator.trace import TracedConversation, TracedTurn
 from workers.protocol.prefill_steps import Algorithm
 
@@ -39,7 +41,7 @@ RETRY_SECONDS = 5.0
 class _Conversation:
     """State of a conversation: `tokens` of its finished turns, index `at` of its next turn, and locations of its KV."""
 
-    number: int
+    kv_id: str
     traced: TracedConversation
     tokens: int = 0
     at: int = 0
@@ -62,6 +64,7 @@ class _Turn:
     placed: LoadShare
     lacking: int
     """Tokens whose KV the decode ring lacks."""
+    pull_seconds: float = 0.0
     started: float = 0.0
     admitted: float = 0.0
     first_at: float = 0.0
@@ -88,8 +91,10 @@ class Simulation:
         self._clock = Clock()
         self._trace = trace
         longest = max((each.num_tokens for each in trace), default=1)
-        self.cluster = Cluster(shape, self._clock, longest)
+        has_blocks = any(each.block_ids for each in trace)
+        self.cluster = Cluster(shape, self._clock, longest, has_blocks=has_blocks)
         self._policy = POLICIES[placement](self.cluster, self._planner)
+        self._shared = SharedPrompts(self.cluster) if has_blocks else None
         self._tally = Tally()
         self._tell: Callable[[], None] = lambda: None
 
@@ -108,7 +113,7 @@ class Simulation:
         number, traced = next(coming, (0, None))
         if traced is None:
             return
-        conversation = _Conversation(number, traced)
+        conversation = _Conversation(str(number), traced)
 
         def begin() -> None:
             self._tell()
@@ -132,6 +137,8 @@ class Simulation:
             prefill=conversation.prefill,
             decode=conversation.decode,
         )
+        if self._shared is not None:
+            wanted = self._shared.find(wanted, conversation.traced.block_ids)
         refused: list[RegisteredRing] = []
         seconds = RETRY_SECONDS
         while len(refused) <= MAX_REFUSALS:
@@ -139,6 +146,8 @@ class Simulation:
                 choice = self._policy.choose(wanted, refused)
             except Unavailable:
                 break
+            if self._shared is not None and not isinstance(self._policy, RingPlacer):
+                wanted = self._shared.find(wanted, conversation.traced.block_ids, choice)
             before = len(refused)
             try:
                 turn = self._try_reserve(conversation, asked, wanted, choice, refused)
@@ -165,16 +174,20 @@ class Simulation:
 
         Raises CapacityExceeded where the prefill ring's queue is full.
         """
-        number, prompt = conversation.number, wanted.num_tokens
+        kv_id, prompt = conversation.kv_id, wanted.num_tokens
         prefill, decode = self.cluster.prefill[choice.prefill.name], self.cluster.decode[choice.decode.name]
         rings: tuple[SimulatedPrefillRing | SimulatedDecodeRing, ...] = (prefill, decode)
-        before = [ring.kv.held(number) for ring in rings]
-        has_room = [prefill.kv.try_pin(number, prompt), decode.kv.try_pin(number, prompt + wanted.answer_tokens)]
+        sources = [wanted.shares_on(ring.entry) for ring in rings]
+        before = [ring.kv.held(source or kv_id) for ring, source in zip(rings, sources, strict=True)]
+        has_room = [
+            ring.kv.try_pin(kv_id, tokens, shares=source, shared_tokens=wanted.retained_on(ring.entry))
+            for ring, source, tokens in zip(rings, sources, (prompt, prompt + wanted.answer_tokens), strict=True)
+        ]
 
         def roll_back() -> None:
-            for ring, held, has in zip(rings, before, has_room, strict=True):
+            for ring, held, source, has in zip(rings, before, sources, has_room, strict=True):
                 if has:
-                    ring.kv.unpin(number, held)
+                    ring.kv.unpin(kv_id, 0 if source else held)
 
         if not all(has_room):
             refused.extend(ring.entry for ring, has in zip(rings, has_room, strict=True) if not has)
@@ -193,6 +206,7 @@ class Simulation:
         placed = self.cluster.registry.place(
             choice.prefill, choice.decode, prefill_seconds=choice.prefill_seconds, num_tokens=prompt
         )
+        placed.correct(plan.predicted_prefill_seconds)
         choice.prefill.num_turns += 1
         choice.decode.num_turns += 1
         return _Turn(conversation, asked, choice, plan, placed, lacking=prompt - on_decode)
@@ -208,12 +222,12 @@ class Simulation:
                 retained_on_decode=on_decode,
                 prefill=choice.prefill.registration,
                 decode=choice.decode.registration,
-                left=self._on_previous_rings(conversation.number, wanted, choice),
+                left=self._on_previous_rings(conversation.kv_id, wanted, choice),
             ),
             mode=PromptMode.APPEND if conversation.tokens else PromptMode.NEW,
         )
 
-    def _on_previous_rings(self, number: int, wanted: WantedTurn, choice: Choice) -> list[RetainedPrefix]:
+    def _on_previous_rings(self, kv_id: str, wanted: WantedTurn, choice: Choice) -> list[RetainedPrefix]:
         """Return the KV on rings that the conversation leaves; only turns placed by the router move this KV."""
         if not isinstance(self._policy, RingPlacer):
             return []
@@ -223,7 +237,11 @@ class Simulation:
         if wanted.decode is not None and wanted.decode.ring != choice.decode.name:
             rings.append(self.cluster.decode[wanted.decode.ring])
         return [
-            RetainedPrefix(ring.entry.registration, min(wanted.match_tokens, ring.kv.held(number))) for ring in rings
+            RetainedPrefix(
+                ring.entry.registration,
+                min(wanted.retained_on(ring.entry), ring.kv.held(wanted.shares_on(ring.entry) or kv_id)),
+            )
+            for ring in rings
         ]
 
     def _prefill(self, turn: _Turn) -> None:
@@ -231,7 +249,8 @@ class Simulation:
         prefilling = PrefillingTurn(
             _turn_id(turn.conversation), turn.plan.chunks, lambda report, started: self._hand_off(turn, report, started)
         )
-        self._clock.after(self.cluster.pull_seconds(turn.moved_tokens), lambda: ring.enter(prefilling))
+        turn.pull_seconds = self.cluster.pull_seconds(turn.moved_tokens)
+        self._clock.after(turn.pull_seconds, lambda: ring.enter(prefilling))
 
     def _hand_off(self, turn: _Turn, report: PrefillReport, started: float) -> None:
         """Retain the prompt on the prefill ring and migrate the missing KV to the reserved decode ring."""
@@ -242,12 +261,17 @@ class Simulation:
         self._planner.note_prefill(ring.registration, report)
         conversation = turn.conversation
         prompt = conversation.tokens + conversation.turn.new_tokens
-        self.cluster.prefill[ring.name].kv.unpin(conversation.number, prompt)
+        is_spare = self._is_spare(conversation.kv_id, "prefill")
+        self.cluster.prefill[ring.name].kv.unpin(conversation.kv_id, prompt, is_spare=is_spare)
         exposed = self.cluster.exposed_seconds(turn.lacking, report.prefill_seconds)
         self._clock.after(exposed, lambda: self._decode(turn, prompt))
 
     def _decode(self, turn: _Turn, prompt: int) -> None:
         turn.admitted = self._clock.now
+        if self._shared is not None:
+            kv_id, block_ids = turn.conversation.kv_id, turn.conversation.traced.block_ids
+            self.cluster.decode[turn.choice.decode.name].kv.note_computed(kv_id, prompt)
+            self._shared.note(kv_id, block_ids, turn.choice)
         output = turn.conversation.turn.output_tokens
 
         def first() -> None:
@@ -260,34 +284,41 @@ class Simulation:
         conversation, plan = turn.conversation, turn.plan
         output = conversation.turn.output_tokens
         turn.choice.decode.num_turns -= 1
-        self.cluster.decode[turn.choice.decode.name].kv.unpin(conversation.number, prompt + output)
+        ring, is_spare = self.cluster.decode[turn.choice.decode.name], self._is_spare(conversation.kv_id, "decode")
+        ring.kv.unpin(conversation.kv_id, prompt + output, is_spare=is_spare)
+        # A request that shares KV computes what was found nowhere: none of it is known to be computed again.
+        new_tokens = plan.new_tokens if self._shared is not None else conversation.turn.new_tokens
         self._tally.note(
             TurnRecord(
                 asked=turn.asked,
-                queue_seconds=turn.started - turn.asked,
+                queue_seconds=turn.started - turn.asked - turn.pull_seconds,
                 ttft_seconds=turn.first_at - turn.asked,
                 decode_seconds=self._clock.now - turn.admitted,
                 prompt_tokens=prompt,
-                new_tokens=conversation.turn.new_tokens,
+                new_tokens=new_tokens,
                 moved_tokens=turn.moved_tokens,
-                recomputed_tokens=plan.new_tokens - conversation.turn.new_tokens,
+                recomputed_tokens=plan.new_tokens - new_tokens,
                 output_tokens=output,
                 is_pass_q=plan.algorithm is Algorithm.PASS_Q,
             )
         )
         self._leave(conversation, turn.choice)
-        conversation.prefill = _location(turn.choice.prefill, prompt)
-        conversation.decode = _location(turn.choice.decode, prompt + output)
+        conversation.prefill = location(turn.choice.prefill, prompt)
+        conversation.decode = location(turn.choice.decode, prompt + output)
         conversation.tokens = prompt + output
         conversation.at += 1
         self._next_turn(conversation)
 
+    def _is_spare(self, kv_id: str, role: str) -> bool:
+        """Return whether rings of the role retain a request's KV as long as they have room only, as real ones do."""
+        return isinstance(self._policy, RingPlacer) and self._shared is not None and spare_role(kv_id) == role
+
     def _leave(self, conversation: _Conversation, choice: Choice) -> None:
         """Free the conversation's KV on the rings that it has left."""
         if conversation.prefill is not None and conversation.prefill.ring != choice.prefill.name:
-            self.cluster.prefill[conversation.prefill.ring].kv.drop(conversation.number)
+            self.cluster.prefill[conversation.prefill.ring].kv.drop(conversation.kv_id)
         if conversation.decode is not None and conversation.decode.ring != choice.decode.name:
-            self.cluster.decode[conversation.decode.ring].kv.drop(conversation.number)
+            self.cluster.decode[conversation.decode.ring].kv.drop(conversation.kv_id)
 
     def _summary(self) -> SimulationResult:
         tally, seconds = self._tally, self._clock.now
@@ -322,10 +353,4 @@ class Simulation:
 
 
 def _turn_id(conversation: _Conversation) -> str:
-    return f"{conversation.number}-{conversation.at}"
-
-
-def _location(ring: RegisteredRing, num_tokens: int) -> KvLocation:
-    """Return the location of KV on a ring, without its ranks, which the simulation ignores."""
-    shards = ShardMap(((TokenRange(0, num_tokens),),))
-    return KvLocation(ring=ring.name, incarnation=ring.registration.incarnation, shards=shards)
+    return f"{conversation.kv_id}-{conversation.at}"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 import random
+import zlib
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -14,8 +16,11 @@ from cp_core.errors import ConfigError
 
 DAY = 86_400.0
 MAX_TOKENS = 1_000_000_000
+BLOCK_TOKENS = 512
+"""Tokens of a block in traces of requests that begin alike; Mooncake's."""
 SPREAD = 1.5
 """Factor by which first prompts of one size vary, up and down."""
+REQUEST_FIELDS = {"timestamp", "input_length", "output_length", "hash_ids"}
 FIELDS = {"new_tokens", "output_tokens", "think_seconds"}
 
 
@@ -30,10 +35,15 @@ class TracedTurn:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TracedConversation:
-    """Conversation that begins at `start_seconds` plus the first turn's think time."""
+    """Conversation that begins at `start_seconds` plus the first turn's think time.
+
+    With `block_ids` it is a request without a conversation, of one turn: an id for each BLOCK_TOKENS tokens of its
+    prompt. Prompts of equal ids up to a place begin alike.
+    """
 
     start_seconds: float
     turns: tuple[TracedTurn, ...]
+    block_ids: tuple[int, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -119,11 +129,13 @@ def _turn(shape: TraceShape, draw: random.Random, new: int, think: float) -> Tra
 def read_trace(path: Path) -> list[TracedConversation]:
     """Read one JSON object a line: {"start_seconds": s, "turns": [{"new_tokens", "output_tokens", "think_seconds"}]}.
 
-    Raises ConfigError, naming the line.
+    Or one of Mooncake: {"timestamp": milliseconds, "input_length", "output_length", "hash_ids"}. A name that ends in
+    .gz is unpacked. Raises ConfigError, naming the line.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        data = path.read_bytes()
+        lines = (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8").splitlines()
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise ConfigError(f"--trace: {path} cannot be read: {error}") from error
     trace = [_parse(line, f"--trace: {path} line {number}") for number, line in enumerate(lines, start=1) if line]
     if not trace:
@@ -133,7 +145,20 @@ def read_trace(path: Path) -> list[TracedConversation]:
 
 def format_trace(trace: Iterable[TracedConversation]) -> Iterator[str]:
     """Format the lines that `read_trace` takes."""
-    return (json.dumps(asdict(conversation)) + "\n" for conversation in trace)
+    return (json.dumps(_fields(conversation)) + "\n" for conversation in trace)
+
+
+def _fields(conversation: TracedConversation) -> dict[str, object]:
+    if not conversation.block_ids:
+        turns = [asdict(turn) for turn in conversation.turns]
+        return {"start_seconds": conversation.start_seconds, "turns": turns}
+    (turn,) = conversation.turns
+    return {
+        "timestamp": round(1e3 * conversation.start_seconds),
+        "input_length": turn.new_tokens,
+        "output_length": turn.output_tokens,
+        "hash_ids": conversation.block_ids,
+    }
 
 
 def _parse(line: str, where: str) -> TracedConversation:
@@ -141,6 +166,8 @@ def _parse(line: str, where: str) -> TracedConversation:
         content = json.loads(line)
     except ValueError as error:
         raise ConfigError(f"{where} is not JSON: {error}") from error
+    if isinstance(content, dict) and content.keys() == REQUEST_FIELDS:
+        return _parse_request(content, where)
     if not isinstance(content, dict) or content.keys() != {"start_seconds", "turns"}:
         raise ConfigError(f"{where} is no conversation; allowed is an object of start_seconds and turns")
     turns = content["turns"]
@@ -150,6 +177,24 @@ def _parse(line: str, where: str) -> TracedConversation:
         start_seconds=_number(content["start_seconds"], f"{where} start_seconds", 0.0),
         turns=tuple(_parse_turn(turn, where) for turn in turns),
     )
+
+
+def _parse_request(content: dict[str, object], where: str) -> TracedConversation:
+    """Parse a request of Mooncake's traces (kvcache-ai/Mooncake, FAST25-release/traces)."""
+    ids = content["hash_ids"]
+    if not isinstance(ids, list) or not ids or not all(isinstance(each, int) for each in ids):
+        raise ConfigError(f"{where} has hash_ids={ids!r}; allowed is a list of whole numbers, one at least")
+    turn = TracedTurn(
+        new_tokens=round(_number(content["input_length"], f"{where} input_length", 1)),
+        output_tokens=round(_number(content["output_length"], f"{where} output_length", 1)),
+        think_seconds=0.0,
+    )
+    if len(ids) != -(-turn.new_tokens // BLOCK_TOKENS):
+        raise ConfigError(
+            f"{where} has {len(ids)} hash_ids for {turn.new_tokens} tokens; allowed is one for each {BLOCK_TOKENS}"
+        )
+    start = _number(content["timestamp"], f"{where} timestamp", 0.0) / 1e3
+    return TracedConversation(start_seconds=start, turns=(turn,), block_ids=tuple(ids))
 
 
 def _parse_turn(turn: dict[str, object], where: str) -> TracedTurn:

@@ -11,18 +11,15 @@ from typing import Any
 import numpy as np
 
 from cp_core.layout.shards import ShardMap, TokenRange
+from orchestration.protocol.plans import CachedSource, PlannedChunk, PromptMode, RingAlternative, TurnPlan
 from orchestration.protocol.turns import (
-    CachedSource,
     EndingEvent,
     FinishedEvent,
-    PlannedChunk,
     PrefillReport,
-    PromptMode,
-    RingAlternative,
+    RingRegistration,
     ScoredEvent,
     TokensEvent,
     TurnEvent,
-    TurnPlan,
 )
 from orchestration.protocol.views import (
     ConversationList,
@@ -107,8 +104,11 @@ MIRRORS: dict[type, Mirror] = {
             "pulled_bytes",
             "pull_seconds",
             "handoff_seconds",
+            "failovers",
         )
     ),
+    # A ring's inventory travels with its announcement.
+    RingRegistration: Mirror(elsewhere=("epoch", "inventory")),
     RingAlternative: Mirror(derived=("total_seconds",)),
     RingStatus: Mirror(renamed={"is_draining": "draining", "is_restarting": "restarting"}),
     # The gateway adds its own version and uptime.

@@ -23,6 +23,7 @@ FAILURES = ("cancelled", "deadline_exceeded", "unavailable", "internal")
 OUTCOMES = (FinishReason.STOP.value, FinishReason.LENGTH.value, *REFUSALS, *FAILURES)
 OTHER = "other"
 """Label of a value outside the lists: labels must not grow with what clients or later versions send."""
+LOST = ("prefill", "decode", "gateway")
 SOURCES = ("kept_on_prefill", "pulled_from_decode", "pulled_from_other", "kept_on_decode")
 ALGORITHMS = tuple(algorithm.value for algorithm in Algorithm)
 
@@ -39,6 +40,12 @@ class GatewayMetrics:
         self._plans = _counter(registry, "plans", "Turns by the algorithm of their prefill.", "algorithm", ALGORITHMS)
         self._cached = _counter(
             registry, "cached_prompt_tokens", "Prompt tokens not computed again.", "source", SOURCES
+        )
+        self._failovers = _counter(
+            registry, "failovers", "Turns that lost a ring or gateway and went on, by its role.", "role", LOST
+        )
+        self._failed_failovers = Counter(
+            "ringserve_failed_failovers", "Turns that lost a ring and could not go on.", registry=registry
         )
         self._prompt_tokens = Counter("ringserve_prompt_tokens", "Prompt tokens.", registry=registry)
         self._generated = Counter("ringserve_generation_tokens", "Generated tokens.", registry=registry)
@@ -86,6 +93,13 @@ class GatewayMetrics:
         self._prompt_length.observe(prompt_tokens)
         for source, tokens in cached.items():
             self._cached.labels(_known(source, SOURCES)).inc(tokens)
+
+    def lost_ring(self, role: str, went_on: bool) -> None:
+        """Count a turn that lost its ring of a role, or its gateway."""
+        if went_on:
+            self._failovers.labels(_known(role, LOST)).inc()
+        else:
+            self._failed_failovers.inc()
 
     def completed(self, complete: inference_pb2.GenerateComplete) -> None:
         """Observe the parts of a completed turn."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -17,6 +17,7 @@ from prometheus_client.registry import Collector
 from cp_core.cost.decode import VARIANT_POLICIES
 from orchestration.protocol.rings import RingState
 from orchestration.protocol.views import RingStatus
+from orchestration.ring.eviction import PARTS
 from orchestration.ring.leader import RingLeader
 from workers.protocol.ranks import STEP_BOUNDS, RankStatus
 
@@ -35,7 +36,9 @@ class RingView:
 
     status: RingStatus
     rank_statuses: tuple[RankStatus, ...]
-    kv_evictions: int
+    kv_evictions: Mapping[str, int]
+    kv_shared_tokens: int
+    kv_bytes_per_token: int
 
 
 async def view_of(leader: RingLeader) -> RingView:
@@ -44,7 +47,9 @@ async def view_of(leader: RingLeader) -> RingView:
     return RingView(
         status=await leader.get_status(),
         rank_statuses=tuple(statuses[number] for number in sorted(statuses)),
-        kv_evictions=leader.ring.pool.num_evictions,
+        kv_evictions=leader.ring.pool.evictions,
+        kv_shared_tokens=leader.ring.pool.shared_tokens,
+        kv_bytes_per_token=leader.ring.model.kv_bytes_per_token,
     )
 
 
@@ -91,10 +96,12 @@ class RingCollector(Collector):
         yield _counter("ring_rebuilds", "Times the ring was lost and made again.", RING, [(own, status.rebuilds)])
         yield _counter(
             "kv_evictions",
-            "Retained sequences evicted for others, since the last rebuild.",
-            RING,
-            [(own, view.kv_evictions)],
+            "Retained sequences evicted for others, wholly or their end alone, since the last rebuild.",
+            (*RING, "part"),
+            [((*own, part), view.kv_evictions.get(part, 0)) for part in PARTS],
         )
+        shared = view.kv_shared_tokens * view.kv_bytes_per_token
+        yield _gauge("kv_shared_bytes", "KV that sequences would need more if they shared none.", RING, [(own, shared)])
 
         if status.role == "prefill":
             yield _gauge("prefill_waiting_work", "Work units that wait.", RING, [(own, status.waiting_work)])

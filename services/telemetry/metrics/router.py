@@ -31,10 +31,13 @@ class RouterView:
     """Current state of the router.
 
     `rings` are (role, name, whether turns go there). `corrections` are (ring, algorithm, least work of such turns,
-    factor of later predictions).
+    factor of later predictions). `prefix_tokens` are the tokens of new prompts that were looked up among earlier ones,
+    and those whose KV was found.
     """
 
     conversations: int
+    unnamed_conversations: int = 0
+    prefix_tokens: tuple[int, int] = (0, 0)
     running_turns: int
     turns_waiting_for_rings: int = 0
     rings: tuple[tuple[str, str, bool], ...] = ()
@@ -115,6 +118,12 @@ class _RouterCollector(Collector):
             log.warning("the router cannot tell its state: %s", error or type(error).__name__)
             return
         yield GaugeMetricFamily("ringserve_conversations", "Conversations remembered.", view.conversations)
+        unnamed = "Histories of requests without a conversation, whose KV may be shared."
+        yield GaugeMetricFamily("ringserve_unnamed_conversations", unnamed, view.unnamed_conversations)
+        queried, hit = view.prefix_tokens
+        looked = "Tokens of prompts without a history that were looked up among earlier prompts"
+        yield CounterMetricFamily("ringserve_prefix_cache_queries", f"{looked}.", queried)
+        yield CounterMetricFamily("ringserve_prefix_cache_hits", f"{looked} and whose KV was found.", hit)
         yield GaugeMetricFamily("ringserve_router_running_turns", "Turns begun and not ended.", view.running_turns)
         yield GaugeMetricFamily(
             "ringserve_router_turns_waiting_for_rings",

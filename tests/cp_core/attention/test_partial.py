@@ -104,10 +104,13 @@ def test_weights_that_underflow_leave_the_heavier_part_alone() -> None:
 
 
 @pytest.mark.parametrize("others", [0, 1, 2])
-def test_a_nan_lse_is_an_error(others: int) -> None:
-    broken = Partial(torch.zeros(2, 1, 8), torch.tensor([[0.0], [torch.nan]]))
-    with pytest.raises(FloatingPointError, match="NaN"):
-        merge([broken, *[empty_partial(broken.out)] * others])
+def test_a_nan_lse_makes_its_own_row_nan_and_no_other(others: int) -> None:
+    broken = Partial(torch.ones(2, 1, 8), torch.tensor([[0.0], [torch.nan]]))
+    merged = merge([broken, *[empty_partial(broken.out)] * others])
+    assert merged.out[1].isnan().all()
+    assert merged.lse[1].isnan().all()
+    assert torch.equal(merged.out[0], broken.out[0])
+    assert torch.equal(merged.lse[0], broken.lse[0])
 
 
 def test_a_merge_over_no_rows_is_empty() -> None:

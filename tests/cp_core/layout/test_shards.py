@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from cp_core.errors import ReshardError
 from cp_core.layout.shards import (
-    PrefillLayout,
     ShardMap,
     TokenRange,
     assign_owners,
     balanced_layout,
+    chunked_layout,
     coalesce,
     level_counts,
     spread,
@@ -49,12 +49,16 @@ def conversations(draw: st.DrawFn) -> ShardMap:
 
 @given(rings, st.integers(0, 1000), st.integers(0, 500) | edge_sizes)
 def test_2n_chunks_cut_the_new_tokens_in_order_and_differ_by_at_most_one(ring: int, start: int, count: int) -> None:
-    layout = PrefillLayout(start, count, tuple(range(ring)))
-    chunks = [layout.chunk(index) for index in range(2 * ring)]
-    assert [token for chunk in chunks for token in range(chunk.start, chunk.stop)] == [*range(start, start + count)]
-    sizes = [len(chunk) for chunk in chunks]
-    assert max(sizes) - min(sizes) <= 1
-    assert sizes == sorted(sizes, reverse=True), "the remainder goes to the first chunks"
+    layout = chunked_layout(start, count, range(ring))
+    layout.shard_map().check(TokenRange(start, start + count))
+    size, remainder = divmod(count, 2 * ring)
+    sizes = [size + (chunk < remainder) for chunk in range(2 * ring)]  # the remainder goes to the first chunks
+    for rank, stored in enumerate(positions(layout.shard_map())):
+        low, high = sum(sizes[:rank]), sum(sizes[: 2 * ring - 1 - rank])
+        assert stored == [
+            *range(start + low, start + low + sizes[rank]),
+            *range(start + high, start + high + sizes[2 * ring - 1 - rank]),
+        ]
 
 
 @given(helds, st.integers(0, 1000), edge_sizes)
@@ -66,7 +70,7 @@ def test_a_prefill_layout_holds_every_new_token_once_with_rank_totals_within_two
     totals = [layout.tokens_on(rank) for rank in range(layout.num_ranks)]
     assert tuple(totals) == layout.shard_map().held
     assert max(totals) - min(totals) <= 2
-    assert sorted(layout.slots) == [*range(len(held))]
+    assert sorted(layout.ranges) == sorted(chunked_layout(start, count, range(len(held))).ranges)
 
 
 @given(helds, st.integers(0, 50), st.integers(1, 60))
@@ -79,17 +83,15 @@ def test_owner_of_finds_each_new_token_where_the_shard_map_stores_it(held: list[
 
 
 def test_a_rank_computes_one_early_and_one_late_chunk() -> None:
-    layout = PrefillLayout(100, 10, (0, 1))
+    layout = chunked_layout(100, 10, (0, 1))
     # Sizes 3, 3, 2, 2.
-    assert layout.chunks(0) == (TokenRange(100, 103), TokenRange(108, 110))
-    assert layout.chunks(1) == (TokenRange(103, 106), TokenRange(106, 108))
-    assert layout.chunk_ids(0) == (0, 3)
+    assert layout.ranges == ((TokenRange(100, 103), TokenRange(108, 110)), (TokenRange(103, 108),))
     assert layout.owner_of(108) == (0, 3)
 
 
 def test_asking_for_the_owner_of_a_token_that_is_not_new_is_a_bug() -> None:
     with pytest.raises(AssertionError, match="position 9 is not among the new tokens"):
-        PrefillLayout(10, 4, (0, 1)).owner_of(9)
+        chunked_layout(10, 4, (0, 1)).owner_of(9)
 
 
 @given(rings, st.lists(st.integers(1, 9) | edge_sizes, max_size=30))

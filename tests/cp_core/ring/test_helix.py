@@ -37,7 +37,7 @@ def prefill_on_threads(sequences: list[tuple[Tokens, tuple[int, ...]]], size: in
             stop = first + cached[transport.rank]
             middle = (first + stop) // 2
             shift = begin - old
-            stored = (TokenRange(each.start + shift, each.stop + shift) for each in layout.chunks(transport.rank))
+            stored = (TokenRange(each.start + shift, each.stop + shift) for each in layout.ranges[transport.rank])
             runs = [poisoned_run(tokens, *cut) for cut in ((first, middle), (middle, stop))]
             placed.append(NewRows(TokenRange(begin, begin + new), tuple(stored), runs))
             begin += new

@@ -16,7 +16,7 @@ import torch
 
 from cp_core.attention.torch_cpu import TorchCpuFlash
 from cp_core.errors import ConfigError, Unavailable
-from cp_core.layout.shards import PrefillLayout
+from cp_core.layout.shards import chunked_layout
 from cp_core.layout.step_plans import KvRun
 from cp_core.ring.decode import sharded_decode
 from cp_core.transport.connect import RingStore, connect_ring
@@ -78,7 +78,7 @@ def test_messages_of_a_pair_keep_their_order_when_many_are_under_way(backend: st
 
 @pytest.mark.parametrize("algorithm", ["pass_kv", "pass_q"])
 def test_prefill_over_a_real_ring_has_the_bits_of_the_in_process_ring(algorithm: str, backend: str) -> None:
-    sequence = PlacedSequence(random_tokens(41), PrefillLayout(9, 32, (2, 0, 1)), (0, 2, 2, 1, 0, 0, 2, 2, 2))
+    sequence = PlacedSequence(random_tokens(41), chunked_layout(9, 32, (2, 0, 1)), (0, 2, 2, 1, 0, 0, 2, 2, 2))
     expected = prefill_on_threads([sequence], 3, algorithm, 0.125)
     with real_ring(backend, 3) as transports:
         result = prefill_on_threads([sequence], 3, algorithm, 0.125, transports=transports)
@@ -125,8 +125,8 @@ def test_closing_one_rank_ends_the_waits_of_all(backend: str) -> None:
         transports[1].close()
         for wait in waits:
             with pytest.raises(Unavailable):
-                wait.result(timeout=10)
-        assert time.monotonic() - started < 5.0
+                wait.result(timeout=15)
+        assert time.monotonic() - started < 10.0, "the deadline is 20 s"
         with pytest.raises(Unavailable, match="left the ring"):
             transports[1].broadcast(torch.empty(1), 1)
 
@@ -136,7 +136,7 @@ def test_a_wait_ends_at_its_deadline(backend: str) -> None:
         started = time.monotonic()
         with pytest.raises(Unavailable, match="rank 0 lost rank 1 after its deadline"):
             transports[0].broadcast(torch.empty(1), 1).wait(timeout_seconds=0.2)
-        assert 0.2 <= time.monotonic() - started < 3.0
+        assert 0.2 <= time.monotonic() - started < 10.0
 
 
 def _rank_until_killed(backend: str, rank: int, port: int, told: Connection) -> None:
@@ -175,9 +175,9 @@ def test_the_death_of_a_rank_surfaces_at_once_on_all_others(backend: str) -> Non
         # Of a process group only the rank that waits for the dead one notices, and tells the others; sockets tell all.
         with pytest.raises(Unavailable, match="rank 0 lost rank 2" if backend == "nccl" else "rank 0 lost rank [12]"):
             work.wait()
-        assert pipes[0][0].poll(5)
+        assert pipes[0][0].poll(30)
         assert pipes[0][0].recv() in ("rank 1 lost rank 0", "rank 1 lost rank 2")
-        assert time.monotonic() - started < 5.0
+        assert time.monotonic() - started < 30.0, "the deadline is 60 s"
     finally:
         for process in processes:
             process.kill()

@@ -84,7 +84,7 @@ def prefill_seconds(
         transport = DelayedTransport(inner, latency_seconds, bytes_per_second, clock=clock)
         backend = TimedAttention(clock, iteration_seconds)
         layout = plan.sequences[0].layout
-        mine = torch.cat([torch.arange(chunk.start, chunk.stop) for chunk in layout.chunks(inner.rank)])
+        mine = torch.cat([torch.arange(chunk.start, chunk.stop) for chunk in layout.ranges[inner.rank]])
         start_together.wait(timeout=10)
         started = clock.now()
         ring_prefill(tokens.q[mine], tokens.k[mine], tokens.v[mine], [[]], plan, transport, backend, 0.125, algorithm)
@@ -118,12 +118,11 @@ def test_a_slow_link_shows_what_computing_does_not_hide() -> None:
 
 
 def test_communication_hides_under_compute_by_the_clock_on_the_wall() -> None:
-    """Return the least of several runs: other load on the machine only adds time."""
-    alone = min(prefill_seconds(3, "pass_kv", WallClock, 0.08, 0.0) for _ in range(4))
-    hidden = min(prefill_seconds(3, "pass_kv", WallClock, 0.08, 0.05) for _ in range(4))
-    exposed = prefill_seconds(3, "pass_kv", WallClock, 0.08, 0.13)
-    assert hidden <= 1.10 * alone
-    assert exposed >= 3 * 0.08 + 2 * 0.05
+    """Hold once: other load on the machine only adds time."""
+    compute, hop = 0.08, 0.05
+    limit = 3 * compute + hop  # with exposed messages it takes two hops longer than the compute
+    assert any(prefill_seconds(3, "pass_kv", WallClock, compute, hop) < limit for _ in range(30))
+    assert prefill_seconds(3, "pass_kv", WallClock, compute, 0.13) >= 3 * compute + 2 * hop
 
 
 def pair(latency_seconds: float, bytes_per_second: float = UNLIMITED) -> Sequence[DelayedTransport]:
@@ -131,29 +130,30 @@ def pair(latency_seconds: float, bytes_per_second: float = UNLIMITED) -> Sequenc
 
 
 def test_a_message_arrives_after_latency_and_bytes_over_rate() -> None:
-    left, right = pair(0.05, bytes_per_second=4000.0)
+    left, right = pair(0.05, bytes_per_second=500.0)
     received = [torch.empty(100) for _ in range(2)]
     works = [right.exchange(torch.empty(0), 0, each, 0) for each in received]
     started = time.monotonic()
     for value in (1.0, 2.0):
         left.exchange(torch.full((100,), value), 1, torch.empty(0), 1).wait()
-    assert time.monotonic() - started < 0.1, "who sends does not wait"
     works[0].wait()
-    assert time.monotonic() - started >= 0.05 + 0.1
+    assert time.monotonic() - started >= 0.05 + 0.8
     works[1].wait()
     # The second message had to wait for the link.
-    assert time.monotonic() - started >= 0.05 + 0.2
+    assert time.monotonic() - started >= 0.05 + 1.6
     assert [float(each.sum()) for each in received] == [100.0, 200.0]
     assert (left.stats.exchanges, left.stats.bytes_sent) == (2, 800)
 
 
 def test_a_wait_ends_at_its_deadline_though_the_message_is_under_way() -> None:
     left, right = pair(30.0)
+    started = time.monotonic()
     left.broadcast(torch.zeros(1), 0).wait()
+    assert time.monotonic() - started < 20.0, "who sends does not wait"
     started = time.monotonic()
     with pytest.raises(Unavailable, match="rank 1 waited too long for a message that is still under way"):
         right.broadcast(torch.empty(1), 0).wait(timeout_seconds=0.1)
-    assert 0.1 <= time.monotonic() - started < 5.0
+    assert 0.1 <= time.monotonic() - started < 20.0
     with pytest.raises(Unavailable, match="rank 1 left the ring of 2"):
         left.broadcast(torch.zeros(1), 0)
 

@@ -110,7 +110,7 @@ def test_a_slow_reader_is_waited_for_until_the_deadline(tls: PeerTls | None) -> 
         started = time.monotonic()
         with pytest.raises(Unavailable, match="rank 0 lost rank 1 after its deadline"):
             sending.wait(timeout_seconds=0.3)
-        assert 0.3 <= time.monotonic() - started < 3.0
+        assert 0.3 <= time.monotonic() - started < 10.0
         # Rank 0 passed its deadline in the middle of a message, so the start of the next one is unknown.
         work = right.exchange(torch.empty(0), 0, torch.empty(HUGE_BYTES, dtype=torch.uint8), 0)
         with pytest.raises(Unavailable, match="rank 1 lost rank 0"):
@@ -193,8 +193,8 @@ def test_a_death_in_the_middle_of_a_large_message_surfaces_on_everybody_at_once(
             # Either rank may notice first, by the dead rank's kernel; the other then notices by it.
             for wait, reason in zip(waits, ["rank 0 lost rank [12]", "rank 2 lost rank [01]"], strict=True):
                 with pytest.raises(Unavailable, match=reason):
-                    wait.result(timeout=10)
-            assert time.monotonic() - started < 5.0
+                    wait.result(timeout=30)
+            assert time.monotonic() - started < 30.0, "the deadline is 60 s"
         finally:
             first.close()
             third.close()

@@ -13,7 +13,7 @@ import torch
 
 from cp_core.errors import NotFound, Unavailable
 from orchestration.protocol.kv import TakeKv, TakenKv
-from orchestration.protocol.turns import PromptMode
+from orchestration.protocol.plans import PromptMode
 from orchestration.protocol.views import DrainView, MoveReason
 from tests.orchestration.conversations.moving import Leader, kv_of
 from tests.orchestration.ring.test_kv_moves import HeldBack, kill_one
@@ -129,7 +129,7 @@ async def test_those_used_last_go_first_where_there_is_not_room_for_all(
         view = await service.drain("decode-0")
         assert (view.num_moved, view.num_no_room, view.num_failed) == (2, 2, 0)
         assert service.retained("decode-1", "abcd") == "ad"
-        assert pool.num_evictions == 0
+        assert not pool.evictions
         pool.settle("of others", "turn", 0)
         for name in "abcd":
             await service.turn(name, [7, 8])

@@ -10,10 +10,9 @@ import pytest
 
 from cp_core.errors import Busy, InvalidRequest, NotFound
 from orchestration.protocol.kv import ForkedKv, ForkKv
-from orchestration.protocol.turns import PromptMode
+from orchestration.protocol.plans import PromptMode
 from orchestration.protocol.views import ConversationView
-from tests.orchestration.router.test_turn_failures import read_tokens
-from tests.orchestration.service import BLOCK_TOKENS, Answer, Service
+from tests.orchestration.service import BLOCK_TOKENS, Answer, Service, read_tokens
 from tests.waiting import WAIT_SECONDS, eventually
 from tests.workers.models import Oracle, random_tokens
 

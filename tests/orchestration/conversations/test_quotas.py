@@ -14,8 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cp_core.errors import CapacityExceeded, InvalidRequest, NotFound
-from orchestration.conversations.store import ConversationStore, tenant_of
-from orchestration.protocol.turns import KvQuota, PromptMode, TurnRequest
+from orchestration.conversations.conversation import tenant_of
+from orchestration.conversations.store import ConversationStore
+from orchestration.protocol.plans import PromptMode
+from orchestration.protocol.turns import KvQuota, TurnRequest
 from tests.orchestration.conversations.test_store import Clock
 from tests.orchestration.service import Service
 from tests.waiting import eventually
@@ -115,6 +117,18 @@ async def test_a_fork_counts_and_what_it_shares_outlives_its_source(model_paths:
         await service.answer(of(service, "acme", "", 100, random_tokens(40)))  # 64 + 45 would be too many
         await eventually(lambda: service.decode.ring.pool.get("acme/fork") is None)
         assert await retained(service, "acme/fork") == 0
+        service.check_integrity()
+
+
+async def test_a_fork_is_refused_or_makes_room_where_its_tenants_quota_is_full(model_paths: Mapping[str, Path]) -> None:
+    async with Service(model_paths["llama_gqa"], 1, 1) as service:
+        await service.answer(of(service, "acme", "old", 0, random_tokens(20, seed=1)))
+        await service.answer(of(service, "acme", "c", 0, random_tokens(60)))
+        with pytest.raises(InvalidRequest, match="source_id: the conversation and a fork of 64 tokens come to 128 KV"):
+            await service.router.fork_conversation("acme/c", "acme/f", None, KvQuota(tenant="acme", max_tokens=127))
+        await service.router.fork_conversation("acme/c", "acme/f", None, KvQuota(tenant="acme", max_tokens=130))
+        assert await retained(service, "acme/old") == 0
+        assert await retained(service, "acme/f") == 64
         service.check_integrity()
 
 

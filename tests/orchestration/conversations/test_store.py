@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from cp_core.errors import Busy, CapacityExceeded, NotFound, TurnCancelled
 from cp_core.layout.shards import TokenRange, spread
-from orchestration.conversations.store import Conversation, ConversationStore
+from orchestration.conversations.conversation import Conversation
+from orchestration.conversations.store import MAX_GONE, ConversationStore
 from orchestration.placement.kv_locations import KvLocation
 
 
@@ -85,6 +89,33 @@ def test_a_view_shows_each_ring_that_holds_kv() -> None:
     assert (place.role, place.ring, place.incarnation, place.num_tokens) == ("decode", "decode-0", "x", 10)
     assert place.shards == shards
     assert conversation.view().num_tokens == 10
+
+
+RINGS = st.sampled_from([None, ("a", "1"), ("a", "2"), ("b", "1")])
+
+
+@given(st.lists(st.tuples(st.sampled_from("xyz"), RINGS, RINGS, st.booleans()), max_size=12))
+def test_the_conversations_of_a_ring_are_those_that_a_search_finds(
+    changes: list[tuple[str, tuple[str, str] | None, tuple[str, str] | None, bool]],
+) -> None:
+    store, shards = ConversationStore(2), spread(0, 10, (0, 0))
+    known: dict[str, Conversation] = {}
+    for name, *rings, is_removed in changes:
+        conversation, dropped = store.open(name, "turn")
+        known[name] = conversation
+        places = [at and KvLocation(ring=at[0], incarnation=at[1], shards=shards) for at in rings]
+        conversation.places = conversation.places.changed(prefill=places[0], decode=places[1])
+        store.finish(conversation, np.arange(10))
+        store.close(conversation)
+        gone = [*dropped, store.remove(name)] if is_removed else dropped
+        for each in gone:
+            del known[each.conversation_id]
+            each.places = each.places.put("decode", None)  # as a turn that ends late
+        for role, ring, incarnation in itertools.product(("prefill", "decode"), "ab", "12"):
+            found = store.placed_at(role, ring, incarnation)
+            places_of = ((each, each.places.at(role)) for each in known.values())
+            there = [each for each, at in places_of if at and (at.ring, at.incarnation) == (ring, incarnation)]
+            assert sorted(each.conversation_id for each in found) == sorted(each.conversation_id for each in there)
 
 
 def test_a_placement_is_cut_like_its_shards() -> None:
@@ -310,3 +341,39 @@ def test_a_page_that_is_just_full_is_the_last() -> None:
     assert store.page("", "", 3)[1] == ""
     assert store.page("", "", 2)[1] == "b"
     assert store.page("x", "", 2) == ([], "")
+
+
+def test_the_reasons_of_forgotten_conversations_are_remembered_for_some() -> None:
+    store = ConversationStore(1)
+    for number in range(MAX_GONE + 2):
+        finish(store, f"c{number}")
+    assert store.why_gone(f"c{MAX_GONE}") == "it made room for others, of which 1 are remembered"
+    assert store.why_gone("c0").startswith("it is not known here")
+    finish(store, f"c{MAX_GONE}")
+    assert store.why_gone(f"c{MAX_GONE}").startswith("it is not known here"), "it is there again"
+    assert len(store._gone) <= MAX_GONE
+
+
+def test_a_tenant_with_many_conversations_erases_its_own_and_no_other_tenants() -> None:
+    store = ConversationStore(1000)
+    for number in range(500):
+        finish(store, f"calm/{number}")
+    source = finish(store, "greedy/source")
+    for number in range(10_000):
+        fork, dropped = store.begin_fork(source, f"greedy/{number}", 10)
+        store.end_fork(source, fork)
+        assert all(old.conversation_id.startswith("greedy/") for old in dropped)
+    assert len(store) == 1000
+    assert len(store.of_tenant("calm")) == 500
+    finish(store, "third/new")
+    assert len(store.of_tenant("greedy")) + len(store.of_tenant("calm")) == 999, "one of the two with the most pays"
+
+
+def test_a_tenant_whose_conversations_are_all_in_use_lets_others_make_room() -> None:
+    store = ConversationStore(3)
+    store.open("a/1", "one")
+    store.open("a/2", "two")
+    finish(store, "b/1")
+    _, dropped = store.open("c/1", "three")
+    assert [old.conversation_id for old in dropped] == ["b/1"]
+    assert store.open("c/2", "four")[1] == [], "all are in use"

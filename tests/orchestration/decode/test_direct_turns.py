@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestration.protocol.turns import PromptMode
+from orchestration.protocol.plans import PromptMode
 from tests.orchestration.service import BLOCK_TOKENS, Answer, Service
 from tests.workers.models import Oracle, random_tokens
 from workers.protocol.prefill_steps import Algorithm

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from cp_core.errors import TurnCancelled, Unavailable
+from cp_core.errors import TransferError, TurnCancelled, Unavailable
 from orchestration.decode.leader import DecodeLeader
+from orchestration.protocol.inventory import KnownEpoch, Registered
 from orchestration.protocol.rings import RingSettings
 from orchestration.protocol.turns import Reserve, RingRegistration, TurnOutcome
 from tests.orchestration.fake_ranks import FakeRanks
@@ -31,8 +32,8 @@ class Router:
         self.heard.append(outcome)
         return 0
 
-    async def register_ring(self, registration: RingRegistration) -> int:
-        return 0
+    async def register_ring(self, registration: RingRegistration, known: KnownEpoch) -> Registered:
+        return Registered(running_turns=0)
 
 
 @asynccontextmanager
@@ -104,6 +105,31 @@ async def test_a_later_attempt_of_a_turn_that_has_ended_reserves_nothing() -> No
             await leader.reserve(replace(reserve(), attempt=2))
         assert blocks_in_use(leader) == 0
         assert leader.num_turns == before, "the ended one, which no stream has read"
+
+
+@pytest.mark.parametrize("is_refused", [False, True], ids=["expected by all ranks", "refused by one rank"])
+async def test_a_reservation_that_is_aborted_meanwhile_fails_with_the_cause_of_its_end(
+    is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end drops the transfer that the ranks are about to expect: one of them may refuse it before it is heard."""
+    async with leading() as (leader, ranks, _):
+        asked, answer = asyncio.Event(), asyncio.Event()
+
+        async def answers_late(expect: KvExpect, timeout: float) -> None:
+            asked.set()
+            await answer.wait()
+            if is_refused:
+                raise TransferError("transfer 'turn' attempt 1 was dropped: a new attempt is needed")
+
+        monkeypatch.setattr(ranks.latest[1], "expect_kv", answers_late)
+        call = asyncio.create_task(leader.reserve(reserve()))
+        await asked.wait()
+        await leader.abort_turn("turn", TurnCancelled("the client left"))
+        answer.set()
+        with pytest.raises(TurnCancelled, match="the client left"):
+            await call
+        assert blocks_in_use(leader) == 0
+        leader.ring.pool.check_integrity()
 
 
 async def test_a_reservation_that_fails_for_an_unknown_reason_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.orchestration.decode.test_preemption import LENGTHS, MAX_TOKENS, small_service
-from tests.orchestration.router.test_turn_failures import is_idle
-from tests.orchestration.service import Answer, Service
+from tests.orchestration.service import Answer, Service, is_idle
 from tests.workers.models import VOCAB_SIZE, random_tokens
 from workers.sampling.parameters import SamplingParameters
 

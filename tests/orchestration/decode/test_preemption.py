@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from cp_core.errors import CapacityExceeded, DeadlineExceeded, NotFound, TurnCancelled, Unavailable
-from orchestration.protocol.turns import PrefillDone, PrefillTurn, PromptMode, Reservation, Reserve, ResumeTurn
-from tests.orchestration.router.test_turn_failures import is_idle
-from tests.orchestration.service import Answer, Service
+from orchestration.protocol.plans import PromptMode
+from orchestration.protocol.turns import PrefillDone, PrefillTurn, Reservation, Reserve, ResumeTurn
+from tests.orchestration.service import Answer, Service, is_idle
 from tests.waiting import eventually
 from tests.workers.models import Oracle, random_tokens
 

@@ -16,7 +16,7 @@ from orchestration.decode.engine import DecodeEngine
 from orchestration.decode.registry import DecodeTurns
 from orchestration.decode.turn import Attempt, DecodeTurn, DecodeTurnState
 from orchestration.protocol.rings import RingSettings
-from orchestration.protocol.turns import FinishedEvent, TurnEvent, TurnOutcome
+from orchestration.protocol.turns import FinishedEvent, TokensEvent, TurnEvent, TurnOutcome
 from orchestration.ring.life import Ring
 from tests.orchestration.decode.decode_turns import PROMPT_TOKENS, decode_turn
 from tests.orchestration.fake_ranks import FakeRanks
@@ -122,11 +122,8 @@ async def ring(*, control_timeout: float = 20.0, attach_timeout: float = 30.0) -
 async def over(turn: DecodeTurn) -> TurnEvent | RingserveError:
     """Return the last event of the turn's stream."""
     await eventually(lambda: turn.tasks.ending is not None and turn.tasks.ending.done(), WAIT_SECONDS)
-    last = None
-    while not turn.events.empty():
-        last = turn.events.get_nowait()
-    assert last is not None
-    return last
+    assert turn.end is not None
+    return turn.end
 
 
 async def test_the_first_to_end_a_turn_decides_how_and_the_router_hears_it_once() -> None:
@@ -294,12 +291,18 @@ async def test_one_stream_reads_a_turn_and_may_come_after_its_end() -> None:
         turn = made.turn()
         await made.turns.end("turn", TurnCancelled("gone"))
         assert made.turns.under_way("turn") is None
-        assert made.turns.claim("turn") is turn
-        with pytest.raises(NotFound, match="turn is not known"):
-            made.turns.claim("turn")
-        made.turns.claim(made.turn("other").turn_id)
+        for _ in range(2):
+            reader = made.turns.read("turn", 0)
+            assert reader.turn is turn
+            assert isinstance(await reader.next(), TokensEvent)
+            with pytest.raises(TurnCancelled, match="gone"):
+                await reader.next()
+        with pytest.raises(NotFound, match="unknown is not known"):
+            made.turns.read("unknown", 0)
+        first = made.turns.read(made.turn("other").turn_id, 0)
+        made.turns.read("other", 0)
         with pytest.raises(Busy, match="read by another stream"):
-            made.turns.claim("other")
+            await first.next()
 
 
 async def test_a_turn_that_no_stream_reads_is_forgotten() -> None:
@@ -309,14 +312,14 @@ async def test_a_turn_that_no_stream_reads_is_forgotten() -> None:
         last = await over(turn)
         assert isinstance(last, TurnCancelled)
         assert "no client read the turn's tokens" in str(last)
-        await eventually(lambda: not made.turns._unread)
+        await eventually(lambda: not made.turns._ended)
         with pytest.raises(NotFound):
-            made.turns.claim("turn")
+            made.turns.read("turn", 0)
 
 
 async def test_a_turn_that_is_read_ends_at_its_deadline() -> None:
     async with ring(attach_timeout=0.001) as made:
         turn = made.turn(deadline_seconds=0.05)
         made.turns.watch(turn)
-        made.turns.claim("turn")
+        made.turns.read("turn", 0)
         assert isinstance(await over(turn), DeadlineExceeded)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from cp_core.cost.model import PASS_KV, PASS_Q, PrefillRates, predict_prefill
+from cp_core.cost.model import PREFILL_ALGORITHMS, PrefillRates, predict_prefill
 from orchestration.placement.kv_locations import WantedTurn
 from orchestration.placement.placer import LEAVE_SECONDS, TIE
 from orchestration.placement.registry import TURN_SECONDS, WAIT_SECONDS, RegisteredRing, RingRegistry
@@ -96,7 +96,7 @@ class ExhaustivePlacer:
         shape, ranks = self._model.shape, ring.registration.num_ranks
         return min(
             predict_prefill(shape, rates, ranks, name, num_tokens - cached, cached).total_seconds
-            for name in (PASS_KV, PASS_Q)
+            for name in PREFILL_ALGORITHMS
         )
 
     def _move(self, num_tokens: int, prefill: RingRegistration, decode: RingRegistration) -> float:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from orchestration.placement.costs import LEAST
-from orchestration.protocol.turns import PromptMode
+from orchestration.protocol.plans import PromptMode
 from services.offline.reference import StockModel
 from tests.orchestration.service import Service
 from tests.workers.models import random_tokens, save_model

@@ -20,7 +20,7 @@ from orchestration.placement.planner import (
     RetainedPrefix,
     choose_source,
 )
-from orchestration.protocol.turns import CachedSource, PromptMode, TurnPlan
+from orchestration.protocol.plans import CachedSource, PromptMode, TurnPlan
 from tests.orchestration.fake_ranks import MODEL
 from tests.rings import CPU_RATES as RATES
 from tests.rings import registration

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from cp_core.layout.shards import TokenRange
 from orchestration.placement.costs import LEAST, LIKE, WINDOW, RingCorrections
 from orchestration.placement.planner import Planner, PlannerSettings, PromptOnRings
-from orchestration.protocol.turns import PlannedChunk, PrefillReport, PromptMode, TurnPlan
+from orchestration.protocol.plans import PlannedChunk, PromptMode, TurnPlan
+from orchestration.protocol.turns import PrefillReport
 from orchestration.protocol.views import Correction
 from tests.orchestration.fake_ranks import MODEL
 from tests.rings import registration

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
-from cp_core.cost.model import RingRates
+from cp_core.cost.model import PREFILL_ALGORITHMS, RingRates
 from cp_core.errors import InvalidRequest
 from orchestration.placement.costs import LEAST
 from orchestration.placement.kv_locations import WantedTurn
 from orchestration.placement.planner import Planner, PlannerSettings, PromptOnRings
 from orchestration.placement.registry import RegisteredRing
-from orchestration.protocol.turns import PlannedChunk, PrefillReport, PromptMode, TurnPlan
+from orchestration.protocol.plans import PlannedChunk, PromptMode, TurnPlan
+from orchestration.protocol.turns import PrefillReport
 from tests.orchestration.placement.test_placer import SLOW_LINKS, Cluster, at
 from tests.rings import GPU_RATES as RATES
 from tests.rings import LLAMA_8B as MODEL
@@ -165,7 +166,7 @@ def test_the_plan_names_the_decode_ring_and_lists_every_other_way() -> None:
     assert (plan.algorithm, plan.prefill_ring, plan.decode_ring) == (DIRECT, "d0", "d0")
     assert (plan.new_tokens, plan.cached_tokens) == (20, HISTORY)
     assert [(item.source, len(item.tokens)) for item in plan.cached_sources] == [("kept_on_decode", HISTORY)]
-    assert [name for name, _ in plan.alternatives] == ["decode_ring", "pass_kv", "pass_q", "pull", "recompute"]
+    assert [name for name, _ in plan.alternatives] == ["decode_ring", *PREFILL_ALGORITHMS, "pull", "recompute"]
     assert plan.predicted_prefill_seconds == dict(plan.alternatives)["decode_ring"] > 0
     assert "d0 retains 50000 tokens and computes the 20 new ones in " in plan.reason
     assert planned(planner, made, DIRECT).reason.startswith("Forced: decode_ring was asked for with the turn")

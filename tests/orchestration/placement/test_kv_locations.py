@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from cp_core.layout.shards import spread
 from orchestration.placement.kv_locations import KvLocation, KvLocations
-from orchestration.protocol.turns import PromptMode
-from tests.orchestration.router.test_turn_failures import read_tokens
-from tests.orchestration.service import Service
+from orchestration.protocol.plans import PromptMode
+from tests.orchestration.service import Service, read_tokens
 from tests.waiting import eventually
 from tests.workers.models import random_tokens
 

@@ -10,7 +10,7 @@ import pytest
 from cp_core.cost.fit import PrefillSample, predicted_prefill
 from cp_core.cost.profile import HardwareProfile, format_profile, read_profile
 from orchestration.placement.costs import LEAST
-from orchestration.protocol.turns import PromptMode, TurnPlan
+from orchestration.protocol.plans import PromptMode, TurnPlan
 from tests.orchestration.service import Service
 from tests.workers.models import random_tokens, save_model
 from workers.protocol.prefill_steps import Algorithm

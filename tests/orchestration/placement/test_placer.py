@@ -15,7 +15,8 @@ from orchestration.placement.kv_locations import Choice, KvLocation, WantedTurn
 from orchestration.placement.placer import LEAVE_SECONDS, MAX_ALTERNATIVES, TIE, RingPlacer
 from orchestration.placement.planner import Planner, PlannerSettings
 from orchestration.placement.registry import RegisteredRing, RingRegistry
-from orchestration.protocol.turns import PlannedChunk, PrefillReport
+from orchestration.protocol.plans import PlannedChunk
+from orchestration.protocol.turns import PrefillReport
 from tests.rings import GPU_RATES as RATES
 from tests.rings import LLAMA_8B as MODEL
 from tests.rings import registration

@@ -11,7 +11,7 @@ from cp_core.cost.model import RingRates
 from cp_core.cost.profile import read_profile
 from cp_core.errors import ConfigError
 from orchestration.placement.planner import Planner, PlannerSettings, PromptOnRings
-from orchestration.protocol.turns import PromptMode, TurnPlan
+from orchestration.protocol.plans import PromptMode, TurnPlan
 from tests.orchestration.fake_ranks import MODEL
 from tests.rings import registration
 from workers.protocol.prefill_steps import RING_ALGORITHMS

@@ -11,11 +11,10 @@ import pytest
 from orchestration.placement.kv_locations import Choice, WantedTurn
 from orchestration.placement.placer import RingPlacer
 from orchestration.placement.registry import RegisteredRing
-from orchestration.protocol.turns import PromptMode
+from orchestration.protocol.plans import PromptMode
 from orchestration.protocol.views import ConversationView
 from tests.orchestration.conftest import KINDS
-from tests.orchestration.router.test_turn_failures import is_idle, read_tokens
-from tests.orchestration.service import Answer, Service, Shape
+from tests.orchestration.service import Answer, Service, Shape, is_idle, read_tokens
 from tests.waiting import eventually
 from tests.workers.models import Oracle, random_tokens
 

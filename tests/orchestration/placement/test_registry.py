@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 
 import pytest
 
 from cp_core.errors import RingserveError, Unavailable
-from orchestration.placement.registry import RegisteredRing, RingRegistry, status_of, withdraw_if_lost
+from orchestration.placement.registry import LEASE_TICKS, RegisteredRing, RingRegistry, status_of, withdraw_if_lost
 from orchestration.protocol.rings import RingState
 from orchestration.protocol.turns import RingRegistration
 from orchestration.protocol.views import RingStatus
@@ -98,6 +99,18 @@ def test_a_ring_whose_last_turn_is_prefilled_has_no_queue_whatever_was_predicted
     assert prefill.queue_seconds(1.0) == 0.0
 
 
+def test_a_prompt_whose_kv_was_evicted_counts_with_all_that_is_computed() -> None:
+    rings = RingRegistry(Time())
+    prefill, decode = registered(rings, "a"), registered(rings, "b", "decode")
+    first, second = (rings.place(prefill, decode, prefill_seconds=1.0, num_tokens=1) for _ in range(2))
+    first.correct(4.0)
+    first.correct(4.0)
+    assert prefill.queue_seconds(0.0) == 5.0
+    second.end_prefill()
+    second.correct(9.0)
+    assert prefill.queue_seconds(0.0) == 5.0, "a prompt that was computed counts no more"
+
+
 @pytest.mark.parametrize("rate", [0.0, 1.0])
 def test_a_ring_that_tells_no_rate_keeps_the_routers_estimate(rate: float) -> None:
     rings = RingRegistry(Time())
@@ -149,3 +162,78 @@ async def test_only_a_ring_that_serves_gets_more_turns(leader: Leader, is_ready:
     ring = RegisteredRing(registration("ring"))
     await withdraw_if_lost(ring, leader)  # type: ignore[arg-type]
     assert ring.is_ready is is_ready
+
+
+# --- leases ----------------------------------------------------------------------------------------------------------
+
+
+def lose(rings: RingRegistry, name: str) -> list[str]:
+    """End the lease of a ring while the other rings announce themselves; return the rings that are lost."""
+    lost = []
+    for _ in range(LEASE_TICKS + 1):
+        for ring in rings.all():
+            if ring.name != name:
+                rings.register(ring.registration)
+        lost += [ring.name for ring in rings.tick()]
+    return lost
+
+
+async def test_a_silent_ring_is_lost_once_takes_no_turns_and_serves_when_it_is_announced_again() -> None:
+    rings = RingRegistry()
+    silent, other = registered(rings, "silent"), registered(rings, "other")
+    assert lose(rings, "silent") == ["silent"]
+    assert not rings.tick()
+    assert rings.ready("prefill") == [other]
+    status = await status_of(silent, Leader())  # type: ignore[arg-type]
+    assert status.state == "lost", "its leader is not asked"
+    assert rings.register(registration("silent")), "that it serves again is news"
+    assert rings.ready("prefill") == [silent, other]
+    assert silent.lost is None
+
+
+async def test_a_call_to_a_ring_fails_when_the_ring_is_lost_and_so_does_a_later_one() -> None:
+    rings = RingRegistry()
+    ring = registered(rings, "silent")
+    call = ring.guarded(asyncio.Event().wait())
+    await asyncio.sleep(0)
+    lose(rings, "silent")
+    with pytest.raises(Unavailable, match="ring silent gives no sign of life"):
+        await call
+    with pytest.raises(Unavailable, match="ring silent gives no sign of life"):
+        await ring.guarded(asyncio.Event().wait())
+    late = ring.guarded(asyncio.Event().wait())
+    rings.register(registration("silent"))
+    with pytest.raises(Unavailable, match="ring silent gives no sign of life"):
+        await late  # it was refused before the ring came back
+    assert await ring.guarded(asyncio.sleep(0, "answer")) == "answer"
+
+
+@pytest.mark.parametrize(
+    ("announced", "why", "is_ready"),
+    [
+        (registration("a", "second"), "ring a was started again", True),
+        (replace(registration("a"), is_rebuilding=True), "ring a lost a rank and is being rebuilt", False),
+    ],
+)
+async def test_an_incarnation_that_is_gone_fails_its_calls(
+    announced: RingRegistration, why: str, is_ready: bool
+) -> None:
+    rings = RingRegistry()
+    lost: list[str] = []
+    rings.on_lost = lambda ring, error: lost.append(str(error))
+    ring = registered(rings, "a")
+    call = ring.guarded(asyncio.Event().wait())
+    await asyncio.sleep(0)
+    assert rings.register(announced)
+    with pytest.raises(Unavailable, match=why):
+        await call
+    assert not rings.register(announced), "told again"
+    assert len(lost) == 1
+    assert ring.takes_turns is is_ready
+
+
+async def test_a_ring_that_is_rebuilt_is_shown_so_and_is_not_asked() -> None:
+    rings = RingRegistry()
+    ring = registered(rings, "a")
+    rings.register(replace(registration("a"), is_rebuilding=True))
+    assert (await status_of(ring, Leader())).state == "rebuilding"  # type: ignore[arg-type]

@@ -15,8 +15,8 @@ from cp_core.cost.model import StepLimits, WorkModel, cut
 from cp_core.errors import CapacityExceeded
 from cp_core.layout.shards import TokenRange
 from orchestration.prefill.scheduler import AGE_SHARE, PrefillScheduler, ScheduledStep
+from orchestration.protocol.plans import PlannedChunk
 from orchestration.protocol.rings import PrefillScheduling
-from orchestration.protocol.turns import PlannedChunk
 from workers.protocol.prefill_steps import RING_ALGORITHMS, Algorithm
 
 WORK = WorkModel(pairs_per_token=240.0, flops_per_unit=1.0)

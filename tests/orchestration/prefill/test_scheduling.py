@@ -12,10 +12,10 @@ import pytest
 from cp_core.cost.model import StepLimits
 from cp_core.errors import CapacityExceeded, TurnCancelled, Unavailable
 from orchestration.prefill.loop import PrefillLoop
+from orchestration.protocol.plans import PromptMode
 from orchestration.protocol.rings import PrefillScheduling
-from orchestration.protocol.turns import PromptMode, TurnRequest
-from tests.orchestration.router.test_turn_failures import is_idle
-from tests.orchestration.service import Answer, Service
+from orchestration.protocol.turns import TurnRequest
+from tests.orchestration.service import Answer, Service, is_idle
 from tests.waiting import eventually
 from tests.workers.models import Oracle, random_tokens
 from workers.protocol.prefill_steps import PrefillOutput, PrefillStep
@@ -365,25 +365,3 @@ async def test_the_step_of_a_lone_turn_ends_between_two_layers_when_the_turn_is_
         service.check_integrity()
         await is_idle(service, free)
         assert loop.scheduler.load == 0
-
-
-async def test_prompts_of_a_token_that_share_a_step_lie_on_all_ranks(
-    model_paths: Mapping[str, Path], oracles: Mapping[str, Oracle]
-) -> None:
-    prompts = [random_tokens(1, seed=number) for number in range(6)]
-    async with Service(model_paths["llama_gqa"], 3, 2) as service:
-        rank, steps = service.prefill_ranks.made[0], list[PrefillStep]()
-        compute = rank.prefill
-
-        async def noted(step: PrefillStep, timeout: float) -> PrefillOutput:
-            steps.append(step)
-            return await compute(step, timeout)
-
-        rank.prefill = noted  # type: ignore[method-assign]
-        done = await answers(service, [service.request(prompt, max_tokens=MAX_TOKENS) for prompt in prompts])
-        service.check_integrity()
-    assert [answer.token_ids for answer in done] == [oracles["llama_gqa"].greedy(each, MAX_TOKENS) for each in prompts]
-    largest = max(steps, key=lambda step: len(step.sequences))
-    tokens = [sum(sequence.layout.tokens_on(rank) for sequence in largest.sequences) for rank in range(3)]
-    assert len(largest.sequences) > 1
-    assert max(tokens) - min(tokens) <= 1

@@ -9,6 +9,7 @@ import pytest
 
 from cp_core.errors import RingserveError, Unavailable
 from cp_core.layout.shards import spread
+from orchestration.protocol.inventory import Registered
 from orchestration.protocol.kv import ForkKv
 from orchestration.protocol.rings import RingSettings
 from orchestration.ring.kv_pool import KvPool, SequenceKv
@@ -34,8 +35,8 @@ class SlowRank(FakeRank):
 
 
 async def started(tp: int = 1) -> tuple[Leader, FakeRanks]:
-    async def announce(registration: object) -> int:
-        return 0
+    async def announce(registration: object, known: object) -> Registered:
+        return Registered(running_turns=0)
 
     ranks = FakeRanks()
     settings = RingSettings(

@@ -115,7 +115,7 @@ async def test_a_ring_without_spare_room_takes_nothing_and_evicts_nothing(servic
     with pytest.raises(CapacityExceeded, match="blocks of 4 tokens are needed on rank 0 and 2 are spare"):
         await taker.take_kv(take(giver, "c"))
     assert service.free_blocks() == free
-    assert pool.num_evictions == 0
+    assert not pool.evictions
     assert pool.spare_tokens == 2 * pool.block_tokens * pool.num_ranks
 
 
@@ -196,7 +196,7 @@ async def test_a_move_whose_ring_dies_fails_and_leaves_the_other_ring_as_it_was(
     assert [rank.free_blocks for rank in stays.ring.pool.usage()] == free
     assert taker.ring.pool.num_retained("c") == 0
     if dies == "source":
-        with pytest.raises(Unavailable):
+        with pytest.raises((Unavailable, TransferError)):  # as the first time, where the giver remembers its end
             await taker.take_kv(request)  # of an incarnation that is gone
     else:
         await taker.take_kv(request)  # to the ring's next life

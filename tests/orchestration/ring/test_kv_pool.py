@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from cp_core.errors import Busy, CapacityExceeded, NotFound
 from cp_core.layout.shards import ShardMap, TokenRange, spread
+from orchestration.ring.block_allocator import BlockAllocator
 from orchestration.ring.kv_pool import KvPool, SequenceKv
 
 BLOCK_TOKENS = 4
@@ -118,6 +119,17 @@ def test_the_least_recently_used_sequence_makes_room() -> None:
     assert known(pool, "abcd") == "ad"
 
 
+@pytest.mark.parametrize(("need", "left"), [(1, 12), (2, 8), (4, 0), (5, 0)])
+def test_the_end_of_a_sequence_makes_room_before_its_beginning(need: int, left: int) -> None:
+    pool = KvPool(1, 8, BLOCK_TOKENS, part_tokens=BLOCK_TOKENS)
+    retain(pool, "a", 16)
+    retain(pool, "b", 16)
+    fill(pool, pool.pin("c", "turn", 0), need * BLOCK_TOKENS)
+    pool.check_integrity()
+    assert pool.num_retained("a") == left
+    assert pool.num_retained("b") == (12 if need == 5 else 16)
+
+
 def test_a_sequence_counts_as_used_until_its_turn_settles() -> None:
     pool = KvPool(1, 3, BLOCK_TOKENS)
     fill(pool, pool.pin("long", "turn", 0), 4)
@@ -221,4 +233,30 @@ def test_a_held_sequence_is_neither_cut_nor_evicted_nor_held_twice() -> None:
     pool.settle("a", "move", 12)
     fill(pool, pool.pin("b", "turn", 0), 2 * BLOCK_TOKENS)
     assert known(pool, "ab") == "b"
+    pool.check_integrity()
+
+
+def test_growth_in_a_full_cache_looks_at_what_it_evicts_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Count the blocks looked at, not the time: a full cache evicts at each growth."""
+    pool = KvPool(2, 1024, BLOCK_TOKENS)
+    for number in range(1023):
+        sequence = pool.pin(f"old-{number}", "t", 0)
+        pool.make_room(sequence, [BLOCK_TOKENS] * 2)
+        sequence.shards = spread(0, 2 * BLOCK_TOKENS, (0, 0))
+        pool.settle(f"old-{number}", "t", 2 * BLOCK_TOKENS)
+    growing, looked = pool.pin("growing", "g", 0), 0
+    num_holders = BlockAllocator.num_holders
+
+    def counted(self: BlockAllocator, block: int) -> int:
+        nonlocal looked
+        looked += 1
+        return num_holders(self, block)
+
+    monkeypatch.setattr(BlockAllocator, "num_holders", counted)
+    for blocks in range(1, 101):
+        pool.make_room(growing, [blocks * BLOCK_TOKENS] * 2)
+    assert pool.evictions.total() == 99
+    assert pool.get("old-98") is None
+    assert pool.get("old-99") is not None
+    assert looked < 100 * 2 * 100, "all blocks of the cache would be 200,000"
     pool.check_integrity()

@@ -23,10 +23,13 @@ class Forks(RuleBasedStateMachine):
     """Sequences and slots: `histories` are the numbers that each sequence must read, `memory` those in the slots."""
 
     @initialize(
-        num_ranks=st.integers(1, 3), num_blocks=st.integers(2, 24), kept_fraction=st.sampled_from([1.0, 1.0, 0.6])
+        num_ranks=st.integers(1, 3),
+        num_blocks=st.integers(2, 24),
+        kept_fraction=st.sampled_from([1.0, 1.0, 0.6]),
+        part_tokens=st.sampled_from([1, 5, 128]),
     )
-    def begin(self, num_ranks: int, num_blocks: int, kept_fraction: float) -> None:
-        self.pool = KvPool(num_ranks, num_blocks, BLOCK_TOKENS, kept_fraction=kept_fraction)
+    def begin(self, num_ranks: int, num_blocks: int, kept_fraction: float, part_tokens: int) -> None:
+        self.pool = KvPool(num_ranks, num_blocks, BLOCK_TOKENS, kept_fraction=kept_fraction, part_tokens=part_tokens)
         self.max_retained = int(num_blocks * kept_fraction)
         self.memory: dict[tuple[int, int], int] = {}
         self.histories: dict[str, list[int]] = {}
@@ -145,6 +148,8 @@ class Forks(RuleBasedStateMachine):
         for name in [name for name in self.histories if self.pool.get(name) is None]:
             assert name not in self.pinned | self.forking, "a pinned sequence is never evicted"
             del self.histories[name]
+        for name in self.histories.keys() - self.pinned.keys() - self.forking.keys():  # the end may be evicted
+            self.histories[name] = self.histories[name][: self.pool.num_retained(name)]
 
     @invariant()
     def everyone_reads_its_own_history(self) -> None:
@@ -189,6 +194,17 @@ def test_a_fork_shares_full_blocks_and_gets_its_own_of_the_one_that_is_filled_in
     assert fork.blocks[0][:2] == source.blocks[0][:2]
     assert fork.copies == [BlockCopy(0, source.blocks[0][2], fork.blocks[0][2])]
     assert [usage.free_blocks for usage in pool.usage()] == [4]
+
+
+def test_shared_blocks_are_counted_once_for_each_further_holder() -> None:
+    pool = KvPool(2, 16, BLOCK_TOKENS)
+    retained(pool, "a", 32)
+    assert pool.shared_tokens == 0
+    for name in "bc":
+        forked(pool, "a", name, 16)
+    assert pool.shared_tokens == 32
+    pool.settle("a", "", 0)
+    assert pool.shared_tokens == 16
 
 
 def test_the_end_of_one_fork_frees_nothing_of_the_other() -> None:

@@ -16,9 +16,8 @@ import pytest
 import torch
 
 from cp_core.errors import TurnCancelled, Unavailable
-from orchestration.protocol.turns import PromptMode
-from tests.orchestration.router.test_turn_failures import is_idle
-from tests.orchestration.service import Service
+from orchestration.protocol.plans import PromptMode
+from tests.orchestration.service import Service, is_idle
 from tests.waiting import eventually
 from tests.workers.kv.kv_peers import hand_source
 from tests.workers.models import Oracle, random_tokens

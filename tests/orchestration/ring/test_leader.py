@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from cp_core.errors import RingserveError, Unavailable
+from orchestration.protocol.inventory import KnownEpoch, Registered, TurnOnRing
 from orchestration.protocol.rings import RingSettings
 from orchestration.protocol.turns import RingRegistration
 from orchestration.protocol.views import RingStatus
@@ -32,6 +33,9 @@ class Leader(RingLeader):
     def num_turns(self) -> int:
         return 0
 
+    def turns_here(self) -> tuple[TurnOnRing, ...]:
+        return ()
+
     async def get_status(self) -> RingStatus:
         return self.status_with(running=0, waiting=0)
 
@@ -43,12 +47,15 @@ class Router:
         self.heard: list[RingRegistration] = []
         self.errors: list[RingserveError] = []
         self.coming = 0
+        self.known: list[KnownEpoch] = []
+        self.epoch = 0
 
-    async def register(self, registration: RingRegistration) -> int:
+    async def register(self, registration: RingRegistration, known: KnownEpoch) -> Registered:
         self.heard.append(registration)
+        self.known.append(known)
         if self.errors:
             raise self.errors.pop(0)
-        return self.coming
+        return Registered(running_turns=self.coming, epoch=self.epoch)
 
 
 def made(announce_interval: float = 0.001) -> tuple[Leader, Router, FakeRanks]:

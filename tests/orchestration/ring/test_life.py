@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
 
 from cp_core.errors import ModelRefused, RingserveError, Unavailable
 from orchestration.protocol.rings import RingSettings, RingState
+from orchestration.ring import life
 from orchestration.ring.life import Ring
 from tests.orchestration.fake_ranks import RATES, FakeRanks
 from tests.waiting import eventually
-from workers.protocol.ranks import RankSettings
+from workers.protocol.ranks import RankSettings, RankStatus
 
 WAIT_SECONDS = 10.0
 DEAD = Unavailable("rank 1 died")
@@ -191,6 +194,73 @@ async def test_a_lost_rank_ends_the_turns_and_then_the_ring_is_rebuilt(role: str
         with pytest.raises(Unavailable, match="rebuilt during the turn"):
             ring.require_ready(first)
         assert not ring.is_serving(first)
+
+
+@pytest.mark.parametrize(("silent", "made_anew"), [((), [1]), ((2,), [1, 2])])
+async def test_ranks_that_live_stay_in_the_rebuilt_ring_with_their_models(
+    silent: tuple[int, ...], made_anew: list[int]
+) -> None:
+    async with started() as rings:
+        first, before = rings.ring.incarnation, list(rings.ranks.latest)
+        for rank in before:
+            rank.renews = rank.number not in silent
+        before[1].fail(DEAD)
+        await rings.until_told("ready", "lost", "ready")
+        after = rings.ranks.latest
+        assert [number for number in range(3) if after[number] is not before[number]] == made_anew
+        assert [rank.number for rank in before if rank.is_killed] == made_anew
+        assert rings.ring.ranks == after
+        assert {rank.specs[-1].incarnation for rank in after} == {rings.ring.incarnation} != {first}
+        assert {rank.rendezvous.name for rank in after if rank.rendezvous} == {rings.ring.incarnation}
+        assert rings.ring.kv_endpoints == tuple(f"kv:{100 + n if n in made_anew else n}" for n in range(3))
+
+
+async def test_a_rank_that_gives_no_sign_of_life_is_lost() -> None:
+    async with started() as rings:
+        rings.ring.settings = replace(rings.ring.settings, lost_timeout=0.2)
+
+        async def hang(timeout: float) -> RankStatus:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        rings.ranks.latest[1].status = hang  # type: ignore[method-assign]
+        await rings.until_told(
+            "ready", "lost: ring ring lost a rank and is being rebuilt: rank 1 of ring ring", "ready"
+        )
+        assert "gave no sign of life for 0.2 s" in rings.told[1]
+
+
+async def test_a_leader_that_stood_still_itself_takes_no_rank_for_lost() -> None:
+    async with started() as rings:
+        rings.ring.settings = replace(rings.ring.settings, lost_timeout=0.2)
+        rank, answered, asked_again = rings.ranks.latest[1], asyncio.Event(), asyncio.Event()
+        status = rank.status
+
+        async def late(timeout: float) -> RankStatus:
+            time.sleep(0.5)
+            await asyncio.sleep(0)
+            answered.set()
+            return await status(timeout)
+
+        async def again(timeout: float) -> RankStatus:
+            asked_again.set()
+            return await status(timeout)
+
+        rank.status = late  # type: ignore[method-assign]
+        async with asyncio.timeout(WAIT_SECONDS):
+            await answered.wait()
+            rank.status = again  # type: ignore[method-assign]
+            await asked_again.wait()  # the verdict on the late answer is past
+        assert rings.told == ["ready"]
+
+
+async def test_a_decode_step_that_hangs_in_a_live_rank_is_lost_long_before_the_longest_prefill() -> None:
+    async with started("decode") as rings:
+        rank = rings.ranks.latest[2]
+        rank.seconds_since_step, rank.running = life.LEAST_PATIENCE_CPU + 1, 1
+        assert rank.seconds_since_step < rings.ring.settings.step_timeout
+        await rings.until_told("ready", "lost: ring ring lost a rank and is being rebuilt: a rank of ring made no step")
+        await eventually(lambda: rings.ring.rebuilds == 1)
 
 
 async def test_a_rank_stuck_in_a_step_is_lost() -> None:

@@ -7,7 +7,8 @@ import time
 from cp_core.layout.shards import TokenRange
 from orchestration.prefill.run import PrefillTimes
 from orchestration.protocol.kv import SentKv
-from orchestration.protocol.turns import PlannedChunk, PrefillReport
+from orchestration.protocol.plans import PlannedChunk
+from orchestration.protocol.turns import PrefillReport
 from tests.orchestration.decode.decode_turns import decode_turn
 from workers.protocol.prefill_steps import Algorithm
 

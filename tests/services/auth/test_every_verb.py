@@ -21,7 +21,7 @@ from tests.workers.models import random_tokens
 __all__ = ["guarded"]
 
 THREE = Sampling(max_tokens=3, temperature=0.0)
-OWNED, NEVER = "diary", "never"
+OWNED, NEVER = "diary", "unheard-of"
 Answer = tuple[object, str]
 """Status and sentence."""
 

@@ -12,17 +12,20 @@ from typing import Any
 import pytest
 
 from cp_core.errors import (
-    Busy,
     CapacityExceeded,
     ConfigError,
+    ConversationLost,
     DeadlineExceeded,
     InvalidRequest,
+    NotBegun,
     NotFound,
     RingserveError,
+    Stopping,
     Unavailable,
 )
 from ringserve.v1 import inference_pb2, inference_pb2_grpc
 from services.client import AsyncClient, Client, Message, RetryPolicy, Sampling
+from services.client.retries import NO_RETRIES
 from services.client.sync_client import _LoopThread
 from services.gateway.text import TextCodec
 from services.rpc.errors import answering
@@ -35,7 +38,7 @@ WAIT_SECONDS = 20.0
 
 FIVE = Sampling(max_tokens=5, temperature=0.0)
 LONG = Sampling(max_tokens=4000)
-QUICK = RetryPolicy(max_attempts=3, first_delay_seconds=0.02)
+QUICK = RetryPolicy(max_attempts=3, first_delay_seconds=0.02, max_delay_seconds=0.1)
 
 
 class InThreads:
@@ -97,7 +100,7 @@ async def test_of_several_gateways_the_next_is_called_where_one_has_ended(gatewa
     register = inference_pb2_grpc.add_InferenceServicer_to_server
     first.add("ringserve.v1.Inference", lambda target: register(gateway.servicer, target))
     target = f"ipv4:{await first.start('127.0.0.1:0')},{gateway.target}"
-    async with AsyncClient(target, retry=RetryPolicy(max_attempts=1)) as client:
+    async with AsyncClient(target, retry=NO_RETRIES) as client:
         stream = client.stream("x", conversation_id="c", sampling=Sampling(max_tokens=100, ignore_eos=True))
         await anext(stream)
         stopping = asyncio.create_task(first.stop(60.0))
@@ -132,9 +135,38 @@ async def test_a_conversation_sends_only_what_is_new(client: AsyncClient, oracle
     assert list(second.token_ids) == oracle.greedy(history, 5)
     assert (second.plan.cached_tokens, second.plan.prompt_mode) == (64, "append")
     assert (await talk.info()).num_turns == 2
+    quoting = [*history, *second.token_ids, 4]
+    third = await talk.ask(quoting, sampling=FIVE)
+    assert third.usage.prompt_tokens == 2 * len(quoting) - 1, "what repeats the history does not replace it"
     await talk.delete()
     with pytest.raises(NotFound, match=talk.conversation_id):
         await talk.info()
+
+
+async def test_a_conversation_that_was_lost_is_not_begun_anew_in_silence(client: AsyncClient) -> None:
+    talk = client.talk()
+    for number in range(2):
+        await talk.ask(random_tokens(20, seed=number), sampling=FIVE)
+        assert talk.remembered_tokens == (await talk.info()).num_tokens
+    await client.delete_conversation(talk.conversation_id)
+    for _ in range(2):
+        with pytest.raises(ConversationLost, match="was to remember 50 tokens, and it has 0: it was deleted"):
+            await talk.ask([1, 2, 3], sampling=FIVE)
+    whole = await talk.ask([1, 2, 3], mode="whole_history", sampling=FIVE)
+    assert whole.plan.prompt_mode == "new"
+    assert (await talk.ask([4], sampling=FIVE)).plan.prompt_mode == "append"
+
+
+async def test_a_conversation_does_not_say_what_it_cannot_know(gateway: LocalGateway, client: AsyncClient) -> None:
+    talk = client.talk()
+    await talk.ask(random_tokens(20), sampling=FIVE)
+    async with talk.stream([5, 6]) as pieces:
+        await anext(pieces)
+    assert talk.remembered_tokens is None, "the turn was left, and may have been kept or not"
+    await gateway.wait_idle()
+    await client.delete_conversation(talk.conversation_id)
+    with pytest.raises(NotFound, match=r"there is no conversation .* to append to: it was deleted"):
+        await talk.ask([5, 6], sampling=FIVE)
 
 
 async def test_leaving_a_stream_ends_its_turn(gateway: LocalGateway, client: AsyncClient) -> None:
@@ -174,6 +206,7 @@ async def test_closing_a_client_ends_its_turns(gateway: LocalGateway) -> None:
 
 
 def test_ctrl_c_cancels_what_a_thread_waits_for() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # Python leaves SIGINT ignored in a shell's background job
     loop, ended, began = _LoopThread(), [], threading.Event()
 
     async def wait() -> None:
@@ -204,26 +237,27 @@ Step = RingserveError | str
 
 
 class Failing(inference_pb2_grpc.InferenceServicer):
-    """Gateway with a prescribed act for each attempt."""
+    """Gateway with a prescribed act for each attempt. Later ones go on with the text of the earlier."""
 
     def __init__(self, *attempts: Sequence[Step]) -> None:
         self._attempts = list(attempts)
-        self.requests: list[str] = []
+        self.requests: list[inference_pb2.GenerateRequest] = []
+        self._text = ""
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Any) -> AsyncIterator[Any]:
-        self.requests.append(request.request_id)
+        self.requests.append(request)
         async with answering(context):
             async for response in self._attempt(self._attempts.pop(0)):
                 yield response
 
     async def _attempt(self, steps: Sequence[Step]) -> AsyncIterator[inference_pb2.GenerateResponse]:
-        yield inference_pb2.GenerateResponse(start=inference_pb2.GenerateStart())
+        yield inference_pb2.GenerateResponse(start=inference_pb2.GenerateStart(prompt_tokens=7))
         for step in steps:
             if isinstance(step, RingserveError):
                 raise step
+            self._text += step
             yield inference_pb2.GenerateResponse(chunk=inference_pb2.GenerateStreamChunk(text=step, token_ids=[1]))
-        text = "".join(str(step) for step in steps)
-        yield inference_pb2.GenerateResponse(complete=inference_pb2.GenerateComplete(text=text))
+        yield inference_pb2.GenerateResponse(complete=inference_pb2.GenerateComplete(text=self._text))
 
 
 async def answered(gateway: Failing, ask: Callable[[AsyncClient, Client], Any]) -> Any:
@@ -253,19 +287,28 @@ BOTH = pytest.mark.parametrize("by", [by_threads, by_asyncio], ids=["threads", "
 
 
 @BOTH
-async def test_a_lost_gateway_is_tried_again_under_the_same_request_id(by: Callable[..., Any]) -> None:
-    gateway = Failing([Unavailable("rebuilding")], [Busy("the first attempt ends")], ["fine"])  # type: ignore[abstract]
-    answer = await answered(gateway, by())
-    assert answer.text == "fine"
-    assert len(set(gateway.requests)) == 1
-    assert len(gateway.requests) == 3
+@pytest.mark.parametrize("conversation", ["", "c"])
+async def test_a_turn_whose_gateway_is_lost_goes_on_behind_the_tokens_that_came(
+    by: Callable[..., Any], conversation: str
+) -> None:
+    """Also one that adds to its conversation: by its request id the service knows it."""
+    stopping = Stopping("the gateway is stopping")
+    gateway = Failing([stopping], ["ha", "lf", stopping], [NotBegun("no ring")], [" done"])  # type: ignore[abstract]
+    answer = await answered(gateway, by(conversation_id=conversation))
+    assert answer.text == "half done"
+    assert [list(each.resume.received) for each in gateway.requests] == [[], [], [1, 1], [1, 1]]
+    assert [each.resume.prompt_tokens for each in gateway.requests] == [0, 7, 7, 7]
+    assert [each.HasField("resume") for each in gateway.requests] == [False, True, True, True]
+    for request in gateway.requests:
+        request.ClearField("resume")
+    assert all(request == gateway.requests[0] for request in gateway.requests)
 
 
 @BOTH
-async def test_what_adds_to_a_conversation_is_not_tried_again_after_a_loss(by: Callable[..., Any]) -> None:
-    gateway = Failing([Unavailable("rebuilding")])  # type: ignore[abstract]
-    with pytest.raises(Unavailable, match="rebuilding"):
-        await answered(gateway, by(conversation_id="c"))
+async def test_what_its_gateway_gave_up_is_not_tried_again(by: Callable[..., Any]) -> None:
+    gateway = Failing([Unavailable("the turn lost a ring 3 times")])  # type: ignore[abstract]
+    with pytest.raises(Unavailable, match="lost a ring 3 times"):
+        await answered(gateway, by())
     assert len(gateway.requests) == 1
 
 
@@ -278,17 +321,9 @@ async def test_a_refusal_for_want_of_room_is_tried_again_when_the_server_says(by
 
 
 @BOTH
-async def test_nothing_is_tried_again_after_the_first_token(by: Callable[..., Any]) -> None:
-    gateway = Failing(["half an", Unavailable("lost")])  # type: ignore[abstract]
-    with pytest.raises(Unavailable, match="lost"):
-        await answered(gateway, by())
-    assert len(gateway.requests) == 1
-
-
-@BOTH
 async def test_attempts_end_and_the_last_error_is_raised(by: Callable[..., Any]) -> None:
-    gateway = Failing(*([Unavailable(f"attempt {number}")] for number in range(3)))  # type: ignore[abstract]
-    with pytest.raises(Unavailable, match="attempt 2"):
+    gateway = Failing(*([NotBegun(f"attempt {number}")] for number in range(3)))  # type: ignore[abstract]
+    with pytest.raises(NotBegun, match="attempt 2"):
         await answered(gateway, by())
 
 
@@ -296,7 +331,7 @@ async def test_a_gateway_that_is_not_there_is_named() -> None:
     server = GrpcServer()
     address = await server.start("127.0.0.1:0")
     await server.stop(0)
-    async with AsyncClient(address, retry=QUICK) as client:
+    async with AsyncClient(address, retry=NO_RETRIES) as client:
         with pytest.raises(Unavailable, match=f"the gateway at {address} cannot be reached"):
             await client.ask("x")
         with pytest.raises(Unavailable, match=address):

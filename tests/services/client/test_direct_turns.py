@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from prometheus_client import generate_latest
 
+from cp_core.cost.model import PREFILL_ALGORITHMS
 from orchestration.placement.registry import RegisteredRing
 from services.client import AsyncClient, Sampling
 from services.gateway.text import TextCodec
@@ -51,7 +52,7 @@ async def test_a_follow_up_stays_on_the_decode_ring_and_says_so(gateway: LocalGa
         for number, size in enumerate((1, 6, 4)):
             prompt = [*history, *random_tokens(size, seed=number)]
             expected = oracle.greedy(prompt, 5)
-            answer = await client.ask(prompt, conversation_id="c", sampling=FIVE)
+            answer = await client.ask(prompt, conversation_id="c", mode="whole_history", sampling=FIVE)
             assert list(answer.token_ids) == expected
             assert answer.usage.cached_tokens == len(history) - 1
             plan = answer.plan
@@ -63,8 +64,10 @@ async def test_a_follow_up_stays_on_the_decode_ring_and_says_so(gateway: LocalGa
             assert plan.predicted_prefill_seconds > 0
             assert {item.algorithm for item in plan.alternatives} >= {"decode_ring", "pass_kv", "pass_q"}
             history = [*prompt, *answer.token_ids]
-        long = await client.ask([*history, *random_tokens(33)], conversation_id="c", sampling=FIVE)
-        assert long.plan.algorithm in ("pass_kv", "pass_q")
+        long = await client.ask(
+            [*history, *random_tokens(33)], conversation_id="c", mode="whole_history", sampling=FIVE
+        )
+        assert long.plan.algorithm in PREFILL_ALGORITHMS
         assert list(long.token_ids) == oracle.greedy([*history, *random_tokens(33)], 5)
         assert gateway.service.prefill.num_turns == 0
     shown = generate_latest(gateway.servicer._metrics.registry).decode()
@@ -83,13 +86,13 @@ async def test_a_stop_string_ends_a_follow_up_and_the_next_one_goes_on_from_ther
         tokens = oracle.greedy(prompt, 12)
         stop = codec.decode(tokens[2:4])
         sampling = Sampling(max_tokens=12, temperature=0.0, stop=(stop,))
-        answer = await client.ask(prompt, conversation_id="c", sampling=sampling)
+        answer = await client.ask(prompt, conversation_id="c", mode="whole_history", sampling=sampling)
         assert answer.plan.algorithm == "decode_ring"
         assert answer.matched_stop == stop
         assert list(answer.token_ids) == tokens[: len(answer.token_ids)]
         assert len(answer.token_ids) < 12
         history = [*prompt, *answer.token_ids]
-        after = await client.ask([*history, 9], conversation_id="c", sampling=FIVE)
+        after = await client.ask([*history, 9], conversation_id="c", mode="whole_history", sampling=FIVE)
         assert list(after.token_ids) == oracle.greedy([*history, 9], 5)
         assert after.plan.algorithm == "decode_ring"
         assert after.usage.cached_tokens == len(history) - 1

@@ -7,7 +7,15 @@ from dataclasses import dataclass
 import grpc
 import pytest
 
-from cp_core.errors import CapacityExceeded, DeadlineExceeded, NotBegun, RingserveError, Unauthenticated, Unavailable
+from cp_core.errors import (
+    CapacityExceeded,
+    DeadlineExceeded,
+    NotBegun,
+    RingserveError,
+    Unauthenticated,
+    Unavailable,
+    Unreachable,
+)
 from services.client.failures import error_from_call
 from services.rpc.errors import metadata_of
 
@@ -35,8 +43,8 @@ class Call:
 @pytest.mark.parametrize(
     ("call", "kind", "said"),
     [
-        (Call(CODE.UNAVAILABLE, "failed to connect"), Unavailable, "the gateway at here:1 cannot be reached"),
-        (Call(CODE.CANCELLED, "CANCELLED"), Unavailable, "the gateway at here:1 is ending"),
+        (Call(CODE.UNAVAILABLE, "failed to connect"), Unreachable, "the gateway at here:1 cannot be reached"),
+        (Call(CODE.CANCELLED, "CANCELLED"), Unreachable, "the gateway at here:1 is ending"),
         (Call(CODE.DEADLINE_EXCEEDED), DeadlineExceeded, "the deadline passed"),
         (Call(CODE.RESOURCE_EXHAUSTED, "too large"), CapacityExceeded, "too large"),
         (Call(CODE.UNAUTHENTICATED, "no"), Unauthenticated, "no"),

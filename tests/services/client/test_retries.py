@@ -10,23 +10,26 @@ from cp_core.errors import (
     DeadlineExceeded,
     InvalidRequest,
     NotBegun,
+    NotFinite,
     NotFound,
     RingserveError,
+    Stopping,
     TurnCancelled,
     Unavailable,
+    Unreachable,
 )
-from services.client.requests import Message, Sampling, is_repeatable, request_of
-from services.client.retries import NO_RETRIES, Retries, RetryPolicy
+from services.client.requests import Sampling, request_of
+from services.client.retries import MAX_RESUMPTIONS, NO_RETRIES, Retries, RetryPolicy
 
 POLICY = RetryPolicy(max_attempts=4, first_delay_seconds=1.0, max_delay_seconds=3.0)
 FULL = CapacityExceeded("full")
-LOST = Unavailable("lost")
+LOST = Unreachable("lost")
 NOT_BEGUN = NotBegun("no ring")
 RUNNING = Busy("still running")
 
 
-def retries(*, is_repeatable: bool = True, deadline: float | None = None) -> Retries:
-    return Retries(POLICY, is_repeatable=is_repeatable, deadline=deadline)
+def retries(deadline: float | None = None) -> Retries:
+    return Retries(POLICY, deadline=deadline)
 
 
 def delay(of: Retries, failure: RingserveError, *, has_tokens: bool = False, now: float = 0.0) -> float | None:
@@ -46,16 +49,31 @@ def test_the_server_is_given_the_time_it_asks_for() -> None:
     assert delay(retries(), CapacityExceeded("full", 7.0)) == 7.0
 
 
-@pytest.mark.parametrize("failure", [FULL, LOST, NOT_BEGUN])
-def test_nothing_is_tried_again_after_the_first_token(failure: RingserveError) -> None:
-    assert delay(retries(), failure, has_tokens=True) is None
+@pytest.mark.parametrize("failure", [LOST, Stopping("the gateway is stopping")])
+def test_a_lost_turn_goes_on_for_a_while_which_tokens_begin_anew(failure: RingserveError) -> None:
+    attempts = retries()
+    assert delay(attempts, failure, has_tokens=True, now=0.0) is not None
+    assert delay(attempts, failure, now=POLICY.resume_seconds - 1) is not None
+    assert delay(attempts, failure, has_tokens=True, now=POLICY.resume_seconds) is not None
+    assert delay(attempts, failure, now=2 * POLICY.resume_seconds - 1) is not None
+    assert delay(attempts, failure, now=2 * POLICY.resume_seconds) is None
 
 
-def test_a_loss_is_tried_again_only_where_that_cannot_add_to_a_conversation_twice() -> None:
-    assert delay(retries(is_repeatable=False), LOST) is None
-    assert delay(retries(is_repeatable=True), LOST) is not None
-    assert delay(retries(is_repeatable=False), FULL) is not None  # refused whole
-    assert delay(retries(is_repeatable=False), NOT_BEGUN) is not None  # the same
+def test_a_gateway_that_starts_again_is_looked_for_each_second() -> None:
+    attempts = retries()
+    assert all((delay(attempts, LOST) or 9.0) <= 1.0 for _ in range(9))
+
+
+def test_a_turn_that_its_gateway_gave_up_is_not_tried_again() -> None:
+    """Its own prompt may be what ends the rings."""
+    assert delay(retries(), Unavailable("the turn lost a ring 3 times")) is None
+
+
+def test_resumptions_end_though_each_brings_a_token() -> None:
+    attempts = retries()
+    delays = [delay(attempts, LOST, has_tokens=True) for _ in range(MAX_RESUMPTIONS + 1)]
+    assert None not in delays[:-1]
+    assert delays[-1] is None
 
 
 def test_a_request_id_that_still_runs_is_waited_for_only_where_it_may_be_ours() -> None:
@@ -66,7 +84,7 @@ def test_a_request_id_that_still_runs_is_waited_for_only_where_it_may_be_ours() 
         assert delay(after_a_loss, RUNNING) is not None
 
 
-@pytest.mark.parametrize("kind", [InvalidRequest, NotFound, DeadlineExceeded, TurnCancelled, RingserveError])
+@pytest.mark.parametrize("kind", [InvalidRequest, NotFound, NotFinite, DeadlineExceeded, TurnCancelled, RingserveError])
 def test_what_would_fail_again_is_not_tried_again(kind: type[RingserveError]) -> None:
     assert delay(retries(), kind("no")) is None
 
@@ -77,24 +95,15 @@ def test_no_attempt_begins_after_the_deadline() -> None:
 
 
 def test_retries_can_be_switched_off() -> None:
-    assert Retries(NO_RETRIES, is_repeatable=True, deadline=None).delay_after(FULL, has_tokens=False, now=0.0) is None
+    for failure in (FULL, LOST):
+        assert Retries(NO_RETRIES, deadline=None).delay_after(failure, has_tokens=False, now=0.0) is None
 
 
-@pytest.mark.parametrize(
-    ("prompt", "conversation", "mode", "expected"),
-    [
-        ("text", "", "auto", True),
-        ("text", "c", "auto", False),
-        ("text", "c", "append", False),
-        ("text", "c", "whole_history", True),
-        ([Message(role="user", content="x")], "c", "auto", True),
-    ],
-)
-def test_a_request_is_repeatable_where_it_cannot_add_to_a_conversation(
-    prompt: object, conversation: str, mode: str, expected: bool
-) -> None:
-    request = request_of(prompt, conversation, mode, Sampling(), "")  # type: ignore[arg-type]
-    assert is_repeatable(request) is expected
+def test_attempts_at_one_request_draw_the_same_tokens() -> None:
+    first, second = (request_of("x", "", "auto", Sampling(), "").sampling_params for _ in range(2))
+    assert first.HasField("seed")
+    assert first.seed != second.seed
+    assert request_of("x", "", "auto", Sampling(seed=0), "").sampling_params.seed == 0
 
 
 @pytest.mark.parametrize(

@@ -128,3 +128,20 @@ def test_a_node_that_stays_is_not_waited_for_for_ever(machine: Machine) -> None:
     assert machine.look() == 1
     assert machine.look(after=NODE_SECONDS - 1) == 1
     assert machine.look(after=1) == 2
+
+
+def test_a_silent_leader_is_killed_before_its_successor_starts(machine: Machine) -> None:
+    machine.now = 10.0
+    machine.keeper.want(RingEvent(ring="decode-0", silent_seconds=4.0))
+    assert [leader.name for leader in machine.made] == ["decode-0-1", "decode-0-2"]
+    assert machine.made[0].ends == ["kill"]
+
+
+def test_a_leader_that_started_after_its_predecessor_fell_silent_is_left_alone(machine: Machine) -> None:
+    machine.made[0].reason = "died"
+    assert machine.look() == 2
+    machine.now += 3.0
+    machine.keeper.want(RingEvent(ring="decode-0", silent_seconds=4.0))
+    machine.keeper.want(RingEvent(ring="other", silent_seconds=4.0))
+    assert machine.look() == 2
+    assert machine.made[1].ends == []

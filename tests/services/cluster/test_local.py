@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import socket
+import subprocess
 import threading
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from cp_core.errors import ConfigError, Unavailable
@@ -61,6 +63,30 @@ def test_files_of_ray_that_vanish_while_it_is_stopped_do_not_stop_the_end(
     assert "Ray ended with an error: [Errno 2] No such file or directory" in caplog.text
 
 
+def test_only_children_that_are_of_ray_end_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = list[int]()
+    cluster = LocalCluster(CONFIG)
+    monkeypatch.setattr(local, "ray", SimpleNamespace(is_initialized=lambda: True, shutdown=lambda: None))
+    monkeypatch.setattr(local, "end_left_behind", lambda processes: ended.extend(each.pid for each in processes))
+    echo = ["sh", "-c", "cat; true"]  # a process with a child of its own
+    with (
+        subprocess.Popen(echo, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as of_ray,
+        subprocess.Popen(echo, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other,
+    ):
+        for process in (of_ray, other):
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.write(b"\n")
+            process.stdin.flush()
+            assert process.stdout.readline() == b"\n"
+        monkeypatch.setattr(local, "start_own_ray", lambda *arguments: [psutil.Process(of_ray.pid)])
+        cluster._start_ray()
+        descendants = [each.pid for each in psutil.Process(of_ray.pid).children()]
+        cluster.stop()
+        assert len(descendants) == 1
+        assert ended == [of_ray.pid, *descendants]
+
+
 def test_all_ports_that_are_taken_are_told_at_once_with_the_options_that_help() -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -76,32 +102,3 @@ def test_all_ports_that_are_taken_are_told_at_once_with_the_options_that_help() 
         f"gateway.metrics: cannot listen on {taken}: Address already in use; choose another port, or any free one "
         "with --set gateway.listen=127.0.0.1:0 --set gateway.metrics=127.0.0.1:0"
     )
-
-
-def test_a_gateway_whose_port_is_taken_for_a_while_is_started_until_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    cluster, starts, waits = LocalCluster(CONFIG), list[Path](), list[float]()
-
-    def answer() -> None:
-        if len(starts) < 3:
-            raise ConfigError("the gateway did not start; its reason is above")
-
-    monkeypatch.setattr(cluster, "_start_gateway", starts.append)
-    monkeypatch.setattr(cluster, "_await_gateway", answer)
-    monkeypatch.setattr(cluster, "_stopped", SimpleNamespace(wait=waits.append))
-    cluster._restart_gateway()
-    assert len(starts) == 3
-    assert waits == list(local.RESTART_WAITS[:2])
-
-
-def test_a_gateway_that_never_starts_again_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    cluster, starts = LocalCluster(CONFIG), list[Path]()
-
-    def fail() -> None:
-        raise ConfigError("the gateway did not start; its reason is above")
-
-    monkeypatch.setattr(cluster, "_start_gateway", starts.append)
-    monkeypatch.setattr(cluster, "_await_gateway", fail)
-    monkeypatch.setattr(cluster, "_stopped", SimpleNamespace(wait=lambda seconds: False))
-    with pytest.raises(ConfigError):
-        cluster._restart_gateway()
-    assert len(starts) == len(local.RESTART_WAITS) + 1

@@ -22,9 +22,6 @@ def written(directory: Path, text: str | bytes) -> Path:
     return path
 
 
-# --- what wins -------------------------------------------------------------------------------------------------------
-
-
 def test_without_anything_the_defaults_hold() -> None:
     assert load_config(environment={}) == Config()
 
@@ -131,6 +128,7 @@ RANGES = [
     ("prefill.step_budget", 0, 1e15),
     ("prefill.step_seconds", 0, 3600),
     ("prefill.min_chunk_tokens", 1, 1 << 24),
+    ("prefill.whole_tokens", 0, 1 << 24),
     ("prefill.ageing_seconds", 0.001, 86_400),
     ("prefill.max_queue_work", 1, 1e15),
     ("decode.rings", 1, 1024),
@@ -154,7 +152,8 @@ RANGES = [
     ("router.beta", -1e6, 1e6),
     ("router.gamma", -1e6, 1e6),
     ("gateway.max_seconds", 0.1, 86_400),
-    *((f"timeouts.{name}", 0.1, 86_400) for name in ("start", "step", "control", "transfer", "stuck")),
+    ("gateway.max_calls", 1, 1_000_000),
+    *((f"timeouts.{name}", 0.1, 86_400) for name in vars(Config().timeouts)),
 ]
 
 
@@ -168,6 +167,8 @@ def test_a_number_out_of_range_is_refused_with_key_value_and_range(key: str, low
 
 
 def test_every_number_has_a_range() -> None:
+    said = refusal({"timeouts": {"heartbeat": 3.0, "lost": 5.0}})
+    assert said.startswith("timeouts.lost: 5 s is too short for a heartbeat every 3 s")
     numbers = {
         f"{section.name}.{field.name}"
         for section in dataclasses.fields(Config)
@@ -210,7 +211,7 @@ def test_a_value_of_the_wrong_type_is_refused_by_name(key: str, value: object, k
         ("model.device", "gpu", "cpu, cuda"),
         ("decode.variant", "pass_kv", "auto, gather, pass_q, helix"),
         ("router.missing_kv", "fetch", "auto, pull, recompute"),
-        ("router.selector", "best", "auto, alg1, alg5, empirical, pass_kv, pass_q"),
+        ("router.selector", "best", "auto, alg1, alg5, empirical, pass_kv, pass_q, gather_kv, sp_ntp"),
         ("metrics.also_as", "sglang", ", vllm"),
     ],
 )

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cp_core.errors import Unavailable
-from orchestration.protocol.turns import PromptMode, TurnRequest
+from orchestration.protocol.plans import PromptMode
+from orchestration.protocol.turns import TurnRequest
 from ringserve.v1 import inference_pb2
 from services.gateway.turn_stream import Responses, derived_seed, merged, turns_of
 from workers.sampling.parameters import SamplingParameters
@@ -44,6 +45,7 @@ def test_the_first_turn_is_the_request_and_the_others_ask_for_answers_only() -> 
     first, second, third = turns_of(request(), 3)
     assert first.sampling == request().sampling
     assert [turn.request_id for turn in (first, second, third)] == ["r", "r/1", "r/2"]
+    assert [turn.follows for turn in (first, second, third)] == ["", "r", "r"], "they share the KV of the prompt"
     assert second.sampling.seed == derived_seed(5, 1) != third.sampling.seed
     assert (second.sampling.logprobs, second.sampling.prompt_logprobs) == (1, None)
 

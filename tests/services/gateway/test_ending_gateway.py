@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cp_core.errors import Unavailable
+from cp_core.errors import DeadlineExceeded, Unavailable
 from services.client import AsyncClient, Sampling
 from services.client.retries import NO_RETRIES
 from services.gateway.turn_stream import TurnsUnderWay
@@ -68,7 +68,7 @@ async def test_who_reads_hears_of_it_whatever_rings_and_router_do(
         asyncio.Event(),
     )
 
-    async def never(request: Any) -> Any:
+    async def never(*arguments: Any) -> Any:
         asked.set()
         await answers.wait()
 
@@ -90,9 +90,20 @@ async def test_who_reads_hears_of_it_whatever_rings_and_router_do(
     await eventually(lambda: gateway.service.free_blocks() == free)
 
 
+async def test_a_turn_that_the_rings_do_not_end_ends_at_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.gateway.turn_stream.DEADLINE_GRACE_SECONDS", 0.0)
+    turns = TurnsUnderWay()
+    turn = turns.add("request", 0.01)
+    with pytest.raises(DeadlineExceeded, match=r"did not end within its deadline of 0\.0 s"), turn:
+        await asyncio.Event().wait()
+    with pytest.raises(DeadlineExceeded), turn:
+        pass
+    turns.discard(turn)
+
+
 async def test_a_client_that_hangs_up_while_the_gateway_stops_is_no_failure() -> None:
     turns, waits = TurnsUnderWay(), asyncio.Event()
-    turn = turns.add("request")
+    turn = turns.add("request", 60.0)
 
     async def wait() -> None:
         with turn:

@@ -11,21 +11,19 @@ import pytest
 
 from cp_core.errors import RingserveError, TurnCancelled, Unavailable
 from cp_core.layout.shards import TokenRange
+from orchestration.protocol.plans import CachedSource, PlannedChunk, PromptMode, TurnPlan
 from orchestration.protocol.turns import (
     BegunTurn,
-    CachedSource,
     EndingEvent,
     FinishedEvent,
-    PlannedChunk,
     PrefillReport,
-    PromptMode,
     ScoredEvent,
     TokensEvent,
     TurnEvent,
-    TurnPlan,
     TurnRequest,
 )
 from ringserve.v1 import inference_pb2
+from services.gateway.failover import LastingTurn
 from services.gateway.text import REPLACEMENT, AnswerText, IncrementalText, StopRule, TextCodec
 from services.gateway.turn_stream import TurnStream
 from workers.protocol.decode_commands import FinishReason
@@ -58,7 +56,7 @@ class Leader:
     """The two verbs of a decode leader that a stream uses."""
 
     def __init__(self, *events: TurnEvent | RingserveError) -> None:
-        self._events = events
+        self._events = list(events)
         self.asked = ""
         self.finished: list[tuple[str, int]] = []
         self.is_closed = False
@@ -66,10 +64,12 @@ class Leader:
     async def finish_turn(self, turn_id: str, num_tokens: int) -> None:
         self.finished.append((turn_id, num_tokens))
 
-    async def stream_turn(self, turn_id: str) -> AsyncGenerator[TurnEvent, None]:
+    async def stream_turn(self, turn_id: str, after: int = 0) -> AsyncGenerator[TurnEvent, None]:
         self.asked = turn_id
+        events = list(self._events)
+        self._events.clear()
         try:
-            for event in self._events:
+            for event in events:
                 if isinstance(event, RingserveError):
                     raise event
                 yield event
@@ -93,11 +93,16 @@ class Turn:
             deadline_seconds=5.0,
         )
         begun = BegunTurn(turn_id="t", decode_endpoint="d", prompt_tokens=100, plan=PLAN)
-        self.leader = Leader(*events)
+        self.leader = leader = Leader(*events)
+
+        async def begin(again: TurnRequest) -> BegunTurn:
+            return begun
+
+        self.lasting = LastingTurn(request, begun, begin, lambda endpoint: leader)  # type: ignore[arg-type,return-value]
         self.stream = TurnStream(request, begun, AnswerText(IncrementalText(codec), rule), started=0.0)
 
     async def read(self) -> list[inference_pb2.GenerateResponse]:
-        self.opened, *rest = [response async for response in self.stream.responses(self.leader)]  # type: ignore[arg-type]
+        self.opened, *rest = [response async for response in self.stream.responses(self.lasting)]
         assert self.opened.HasField("start")
         return rest
 
@@ -108,7 +113,7 @@ def tokens(text: bytes) -> TokensEvent:
 
 async def test_the_stream_opens_with_the_plan_as_decided(byte_codec: TextCodec) -> None:
     turn = Turn(byte_codec)
-    start = (await anext(turn.stream.responses(turn.leader))).start  # type: ignore[arg-type]
+    start = (await anext(turn.stream.responses(turn.lasting))).start
     assert (start.request_id, start.conversation_id) == ("r", "c")
     assert (start.prompt_tokens, start.cached_tokens) == (100, 97)
     assert (start.plan.algorithm, start.plan.reason, start.plan.prefill_seconds) == ("pass_q", "few new tokens", 0.0)
@@ -188,7 +193,7 @@ async def test_the_time_between_tokens_is_the_mean_after_the_first(
 
 async def test_what_ended_a_failed_turn_is_raised_after_its_tokens(byte_codec: TextCodec) -> None:
     turn = Turn(byte_codec, REPORT, tokens(b"a"), TurnCancelled("aborted"))
-    responses = turn.stream.responses(turn.leader)  # type: ignore[arg-type]
+    responses = turn.stream.responses(turn.lasting)
     await anext(responses)
     assert (await anext(responses)).chunk.text == "a"
     with pytest.raises(TurnCancelled, match="aborted"):
@@ -203,7 +208,7 @@ async def test_a_stream_that_just_ends_is_a_failure(byte_codec: TextCodec) -> No
 
 async def test_leaving_early_closes_the_leaders_stream(byte_codec: TextCodec) -> None:
     turn = Turn(byte_codec, REPORT, tokens(b"a"), tokens(b"b"), finished(FinishReason.LENGTH))
-    responses = turn.stream.responses(turn.leader)  # type: ignore[arg-type]
+    responses = turn.stream.responses(turn.lasting)
     await anext(responses)
     await anext(responses)
     await responses.aclose()

@@ -79,6 +79,16 @@ def test_a_plan_fits_in_one_line() -> None:
     )
 
 
+def test_the_line_of_a_plan_says_which_rings_were_lost() -> None:
+    failed_over = complete()
+    failed_over.plan.failovers.add(
+        role="decode", cause="killed", after_tokens=5, prefill_ring="p", decode_ring="e", lost_seconds=1.5
+    )
+    assert plan_line(failed_over) == (
+        f"{plan_line(complete())}; lost its decode after 5 tokens (killed) and went on at p -> e after 1.50 s"
+    )
+
+
 def test_answers_come_in_the_order_of_their_numbers_and_only_the_first_is_shown() -> None:
     shown: list[str] = []
     first, second = complete("ab"), complete("xy")

@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from cp_core import errors
-from cp_core.errors import RingserveError, Unavailable
+from cp_core.errors import RingserveError, Unavailable, Unreachable
 from ringserve.v1 import inference_pb2, inference_pb2_grpc
 from services.client import Client
 from services.rpc.errors import CODES, MAX_MESSAGE, RETRY_KEY, answer, answering, code_of, error_from, error_named
@@ -26,14 +26,17 @@ EXPECTED = {
     "Unauthenticated": grpc.StatusCode.UNAUTHENTICATED,
     "Forbidden": grpc.StatusCode.PERMISSION_DENIED,
     "NotFound": grpc.StatusCode.NOT_FOUND,
+    "ConversationLost": grpc.StatusCode.FAILED_PRECONDITION,
     "Busy": grpc.StatusCode.ABORTED,
     "CapacityExceeded": grpc.StatusCode.RESOURCE_EXHAUSTED,
     "DeadlineExceeded": grpc.StatusCode.DEADLINE_EXCEEDED,
     "TurnCancelled": grpc.StatusCode.CANCELLED,
     "Unavailable": grpc.StatusCode.UNAVAILABLE,
+    "Stopping": grpc.StatusCode.UNAVAILABLE,
     "NotBegun": grpc.StatusCode.UNAVAILABLE,
     "StaleIncarnation": grpc.StatusCode.UNAVAILABLE,
     "TransferError": grpc.StatusCode.UNAVAILABLE,
+    "NotFinite": grpc.StatusCode.INTERNAL,
     "ReshardError": grpc.StatusCode.INTERNAL,
     "ModelRefused": grpc.StatusCode.FAILED_PRECONDITION,
     "ConfigError": grpc.StatusCode.FAILED_PRECONDITION,
@@ -41,7 +44,7 @@ EXPECTED = {
 EVERY_ERROR = [
     kind
     for kind in vars(errors).values()
-    if isinstance(kind, type) and issubclass(kind, RingserveError) and kind is not RingserveError
+    if isinstance(kind, type) and issubclass(kind, RingserveError) and kind not in (RingserveError, Unreachable)
 ]
 
 
@@ -112,6 +115,13 @@ def test_an_error_without_a_code_of_its_own_has_its_parents() -> None:
 
     assert code_of(Narrower("x")) is grpc.StatusCode.UNAVAILABLE
     assert code_of(RingserveError("x")) is grpc.StatusCode.INTERNAL
+
+
+async def test_that_a_peer_cannot_reach_another_is_told_as_unavailable(server: FailingServer) -> None:
+    """The way that is cut is not the caller's own."""
+    for failure in await server.fail(Unreachable("the leader cannot be reached")):
+        back = error_from(failure, "the gateway")
+        assert (type(back), str(back)) == (Unavailable, "the leader cannot be reached")
 
 
 def test_an_unknown_name_is_unavailable() -> None:

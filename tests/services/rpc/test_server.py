@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 import grpc
@@ -12,7 +12,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from cp_core.errors import ConfigError
+from cp_core.errors import ConfigError, Unauthenticated
 from ringserve.v1 import inference_pb2, inference_pb2_grpc
 from services.rpc.server import GrpcServer
 
@@ -112,3 +112,66 @@ async def test_a_stopped_server_refuses_calls_and_its_port_is_free_again() -> No
     again = server_of_inference()
     assert await again.start(address) == address
     await again.stop(0)
+
+
+async def test_an_unknown_caller_is_refused_before_its_message_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+
+    def admit(metadata: Mapping[str, str]) -> None:
+        if metadata.get("authorization") != "Bearer right":
+            raise Unauthenticated("authorization: the token is not known")
+
+    class Servicer(inference_pb2_grpc.InferenceServicer):
+        async def Abort(self, request: Any, context: Any) -> inference_pb2.AbortResponse:
+            read.append(request.ByteSize())
+            return inference_pb2.AbortResponse()
+
+    servicer, server = Servicer(), GrpcServer(admit=admit)  # type: ignore[abstract]
+    server.add(SERVICE, lambda target: inference_pb2_grpc.add_InferenceServicer_to_server(servicer, target))
+    parsed: list[int] = []
+
+    def noting(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+        def noted(data: bytes) -> Any:
+            parsed.append(len(data))
+            return parse(data)
+
+        return noted
+
+    monkeypatch.setattr("services.rpc.server._tolerant", noting)
+    options = [("grpc.max_send_message_length", 1 << 26)]
+    async with grpc.aio.insecure_channel(await server.start("127.0.0.1:0"), options=options) as channel:
+        stub: Any = inference_pb2_grpc.InferenceStub(channel)
+        large = inference_pb2.AbortRequest(request_ids=["x" * (1 << 24)])
+        for metadata in ((), (("authorization", "Bearer wrong"),)):
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await stub.Abort(large, timeout=30, metadata=metadata)
+            assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+            assert refused.value.details() == "authorization: the token is not known"
+        assert (parsed, read) == ([], [])
+        await stub.Abort(large, timeout=30, metadata=(("authorization", "Bearer right"),))
+        assert read == [large.ByteSize()]
+        assert await health_of(channel, "") == SERVING, "health is for all"
+    await server.stop(0)
+
+
+async def test_a_server_takes_so_many_calls_at_a_time() -> None:
+    running, go_on = asyncio.Event(), asyncio.Event()
+
+    class Servicer(inference_pb2_grpc.InferenceServicer):
+        async def Abort(self, request: Any, context: Any) -> inference_pb2.AbortResponse:
+            running.set()
+            await go_on.wait()
+            return inference_pb2.AbortResponse()
+
+    servicer, server = Servicer(), GrpcServer(max_calls=1)  # type: ignore[abstract]
+    server.add(SERVICE, lambda target: inference_pb2_grpc.add_InferenceServicer_to_server(servicer, target))
+    async with grpc.aio.insecure_channel(await server.start("127.0.0.1:0")) as channel:
+        stub: Any = inference_pb2_grpc.InferenceStub(channel)
+        first = asyncio.ensure_future(stub.Abort(inference_pb2.AbortRequest(), timeout=30))
+        await running.wait()
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await stub.Abort(inference_pb2.AbortRequest(), timeout=30)
+        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        go_on.set()
+        await first
+    await server.stop(0)

@@ -24,7 +24,7 @@ from tests.workers.kv.kv_peers import (
     receiving,
     send_of,
 )
-from workers.kv.frames import Frame, LayerFrame, checksum_of
+from workers.kv.frames import LayerFrame, TransferFrame, checksum_of
 from workers.kv.outgoing import DestinationConnection
 from workers.kv.sender import KvSender
 
@@ -91,7 +91,7 @@ def test_a_block_written_while_its_source_sends_it_is_noticed(monkeypatch: pytes
     TRUTH.store(source, BLOCKS, range(TOKENS))
     send = DestinationConnection.send
 
-    def send_late(connection: DestinationConnection, frame: Frame, payload: list[memoryview]) -> None:
+    def send_late(connection: DestinationConnection, frame: TransferFrame, payload: list[memoryview]) -> None:
         """Write to the block between its checksum and its send."""
         source.k_layers[0].fill_(1.0)
         send(connection, frame, payload)

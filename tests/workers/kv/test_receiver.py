@@ -32,6 +32,7 @@ from workers.kv.frames import (
     VERSION,
     AbandonFrame,
     LayerFrame,
+    LeaveFrame,
     RefusedFrame,
     SettledFrame,
     SettleFrame,
@@ -267,11 +268,12 @@ def test_a_source_that_settled_its_share_may_go_while_others_still_send(
 
 def test_more_connections_than_allowed_are_cut_off() -> None:
     cache = cache_of()
-    receiver = KvReceiver(cache, "decode-0/1", max_connections=1)
+    receiver = KvReceiver(cache, "decode-0/1", max_connections=1, room_seconds=0.1)
     with hand_source(receiver.endpoint) as first:
         first.send(SettleFrame(key_of()))
         first.refusal()
         with hand_source(receiver.endpoint) as second:
             assert second.is_cut_off()
+        assert isinstance(first.reply(), LeaveFrame), "it could have left"
         check_still_serves(receiver, cache, first)
     receiver.close()

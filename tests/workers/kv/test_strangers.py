@@ -120,7 +120,7 @@ def test_a_crowd_of_silent_strangers_keeps_no_rank_out(tls: PeerTls | None) -> N
         receiver.close()
 
 
-def test_a_rank_that_is_known_never_makes_room_and_may_stay_silent() -> None:
+def test_a_rank_that_is_known_makes_no_room_for_strangers_and_may_stay_silent() -> None:
     cache = cache_of()
     receiver = KvReceiver(cache, DESTINATION, max_connections=2, greeting_seconds=GREETING_SECONDS)
     try:
@@ -143,4 +143,4 @@ def test_a_receiver_that_closes_waits_for_no_handshake(authority: Authority) -> 
         silent.sendall(b"\x16\x03\x01")
         began = time.monotonic()
         receiver.close()
-        assert time.monotonic() - began < 5.0
+        assert time.monotonic() - began < 30.0, "the handshake has 60 s"

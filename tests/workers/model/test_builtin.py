@@ -114,7 +114,9 @@ def generate(model: Any, prompt: bytes, num_tokens: int, sampling: SamplingParam
         for _ in range(num_tokens):
             output = model(torch.tensor([inputs]), past_key_values=past, use_cache=True, logits_to_keep=1)
             past = output.past_key_values
-            inputs = [choose_token(output.logits[0, -1], sampling, len(tokens))]
+            token = choose_token(output.logits[0, -1], sampling, len(tokens))
+            assert token is not None
+            inputs = [token]
             tokens += inputs
     return tokens[len(prompt) :]
 

@@ -62,19 +62,27 @@ def test_a_processor_is_known_by_its_flags(tmp_path: Path) -> None:
         assert multiplies_bfloat16(flags) is is_fast
 
 
+CAN_PACK_BFLOAT16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+"""True where this processor has kernels for packed bf16 weights; only there are such weights packed at all."""
+
+
 @pytest.mark.parametrize("num_rows", [0, 1, 2, 17])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_a_packed_layer_has_the_bits_of_a_plain_one_and_keeps_its_hooks(has_bias: bool, num_rows: int) -> None:
-    linear = Linear(96, 40, bias=has_bias, dtype=torch.bfloat16).requires_grad_(False)
+    dtype = torch.bfloat16 if CAN_PACK_BFLOAT16 else torch.float32
+    linear = Linear(96, 40, bias=has_bias, dtype=dtype).requires_grad_(False)
     linear.register_forward_hook(lambda _module, _inputs, output: output + 1)
-    rows = torch.randn(1, num_rows, 96).bfloat16()
+    rows = torch.randn(1, num_rows, 96, dtype=dtype)
     plain = linear(rows)
     PackedLinear.pack(linear)
-    assert torch.equal(linear(rows), plain)
+    if dtype is torch.bfloat16:
+        assert torch.equal(linear(rows), plain)
+    else:  # the kernels sum in another order
+        torch.testing.assert_close(linear(rows), plain)
     assert [name for name, _ in linear.named_parameters()] == ["bias"] * has_bias
 
 
-@pytest.mark.parametrize("is_fast", [False, True])
+@pytest.mark.parametrize("is_fast", [False, True] if CAN_PACK_BFLOAT16 else [False])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_a_bfloat16_model_answers_as_transformers_does_with_attention_in_float32(
     num_ranks: int, is_fast: bool, model_paths: Mapping[str, Path], monkeypatch: pytest.MonkeyPatch

@@ -44,7 +44,9 @@ def sends(
 def arrived(source: LocalRing, destination: LocalRing, key: TransferKey) -> int:
     """Wait for both sides -> the bytes that moved."""
     sent = source.together(lambda worker, _: worker.finish_sends(key, WAIT_SECONDS).payload_bytes)
-    received = destination.together(lambda worker, _: worker.await_kv(key, WAIT_SECONDS).payload_bytes)
+    received = destination.together(
+        lambda worker, _: worker.parts.receiver.wait_sealed(key, WAIT_SECONDS).payload_bytes
+    )
     assert sum(sent) == sum(received)
     return sum(received)
 
@@ -83,7 +85,7 @@ def test_two_turns_over_two_rings_have_the_tokens_of_one_process(
         expect(prefill, key, here, back)
         returning = sends(key, there, there.shards, prefill, back, made)
         decode.beside(lambda worker, rank: worker.send_kv(returning[rank][0], WAIT_SECONDS))
-        prefill.beside(lambda worker, _: worker.await_kv(key, WAIT_SECONDS))
+        prefill.beside(lambda worker, _: worker.parts.receiver.wait_sealed(key, WAIT_SECONDS))
         here.shards = here.shards.extend(back)
         second = prefill.prefill([Turn(here, [answer[-1], *question], sampling)], Algorithm.PASS_Q)["a"]
     assert second == oracles["llama_gqa"].greedy([*prompt, *answer, *question], 1)[0]

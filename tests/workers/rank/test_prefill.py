@@ -20,7 +20,7 @@ from tests.workers.models import KINDS, Oracle, random_tokens
 from tests.workers.rings import LocalRing, Turn, run_in_thread
 from workers.model.loading import GatedMlp, PackedLinear, load_model
 from workers.protocol.prefill_steps import RING_ALGORITHMS, Algorithm, PrefillOutput, PrefillStep
-from workers.rank import worker as rank_worker
+from workers.rank import parts as rank_parts
 from workers.rank.worker import RankWorker
 from workers.sampling.parameters import SamplingParameters
 
@@ -155,7 +155,7 @@ def test_packed_weights_give_the_logits_of_one_process(
     kind: str, tp: int, model_paths: Models, oracles: Oracles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Other tests share loaded models, which packing would change.
-    monkeypatch.setattr(rank_worker, "load_model", load_model)
+    monkeypatch.setattr(rank_parts, "load_model", load_model)
     tokens = random_tokens(77)
     with LocalRing(model_paths[kind], 2, tp=tp, packs_weights=True) as ring:
         assert all(is_packed(worker) for worker in ring.workers)

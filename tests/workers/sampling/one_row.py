@@ -18,6 +18,6 @@ class Row:
     next_position: int
 
 
-def choose_token(logits: Tensor, sampling: SamplingParameters, position: int) -> int:
-    """Sample one token from logits[V]."""
+def choose_token(logits: Tensor, sampling: SamplingParameters, position: int) -> int | None:
+    """Sample one token from logits[V]; None where they are not finite."""
     return sample_rows([Row(RowSampler(sampling), position)], logits[None])[0].token_id

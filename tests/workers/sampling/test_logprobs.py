@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from workers.decode.messages import num_words, read_words, write_words
-from workers.sampling.parameters import Sampled, TokenLogprobs
+from workers.sampling.parameters import NO_TOKEN, Sampled, TokenLogprobs
 from workers.sampling.sampler import logprobs_of
 
 
@@ -42,9 +43,17 @@ def drawn(draw: st.DrawFn) -> Sampled:
     )
 
 
+@pytest.mark.parametrize("num_top", [None, 0, 3])
+def test_a_row_without_a_token_arrives_as_one_among_others(num_top: int | None) -> None:
+    sampled = [Sampled(7), NO_TOKEN, Sampled(8)]
+    words = write_words(sampled, [None, num_top, None])
+    assert len(words) == 2 + num_words(num_top)
+    assert read_words(words, [None, num_top, None]) == sampled
+
+
 @given(st.lists(drawn(), max_size=5))
 def test_drawn_tokens_arrive_as_they_were_sent(sampled: list[Sampled]) -> None:
     num_tops = [None if each.logprobs is None else len(each.logprobs.top_ids) for each in sampled]
-    words = write_words(sampled)
+    words = write_words(sampled, num_tops)
     assert len(words) == sum(map(num_words, num_tops))
     assert read_words(words, num_tops) == sampled

@@ -23,8 +23,8 @@ from transformers.generation.logits_process import (
 )
 
 from tests.workers.sampling.one_row import choose_token
-from workers.sampling.parameters import SamplingParameters, TokenBias, TokenHistory
-from workers.sampling.sampler import RowSampler, filtered, sample_rows
+from workers.sampling.parameters import NO_TOKEN, Sampled, SamplingParameters, TokenBias, TokenHistory
+from workers.sampling.sampler import RowSampler, filtered, sample_greedy_rows, sample_rows
 
 VOCAB_SIZE = 40
 tokens = st.integers(0, VOCAB_SIZE - 1)
@@ -196,12 +196,18 @@ def test_a_row_gets_its_token_whatever_else_is_in_the_batch(
     assert sample_rows(rows[::-1], logits.flip(0)) == alone[::-1]
 
 
-def test_a_broken_row_fails_the_step_before_any_token_leaves_it() -> None:
-    logits = torch.zeros(2, 5)
-    logits[1, 3] = torch.nan
-    rows = [Row(RowSampler(SamplingParameters())), Row(RowSampler(SamplingParameters(temperature=1.0, top_k=2)), 9)]
-    with pytest.raises(FloatingPointError, match="the largest logit for position 9 is nan"):
-        sample_rows(rows, logits)
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf])
+def test_a_broken_row_has_no_token_and_the_others_have_theirs(broken: float) -> None:
+    logits = torch.stack([random_logits(seed) for seed in range(4)])
+    kinds = [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 2}, {"temperature": 0.5, "logprobs": 2}]
+    rows = [Row(RowSampler(SamplingParameters(**kind)), 9) for kind in kinds]  # type: ignore[arg-type]
+    whole = sample_rows(rows, logits)
+    for number in range(4):
+        damaged = logits.clone()
+        damaged[number, 3] = broken
+        assert sample_rows(rows, damaged) == [*whole[:number], NO_TOKEN, *whole[number + 1 :]]
+    greedy = sample_greedy_rows(torch.tensor([1.0, broken]), torch.tensor([4, 5]))
+    assert greedy == [Sampled(4), NO_TOKEN]
 
 
 def test_no_rows_have_no_tokens() -> None:

@@ -10,7 +10,7 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
 import grpc
@@ -18,7 +18,7 @@ import numpy as np
 
 from cp_core.errors import ConfigError
 from ringserve.v1 import inference_pb2, inference_pb2_grpc
-from services.rpc.server import OPTIONS
+from services.client.channel import OPTIONS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,12 +33,17 @@ class RequestKind:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arrival:
-    """Request of a trace."""
+    """Request of a trace. With `block_ids` its prompt begins as those of others with the same first ids.
+
+    Then each id stands for `block_tokens` tokens, which are drawn by it.
+    """
 
     at: float
     kind: str
     prompt_tokens: int
     max_tokens: int
+    block_ids: tuple[int, ...] = ()
+    block_tokens: int = 0
 
 
 KINDS = (
@@ -107,6 +112,7 @@ def _read_line(path: Path, number: int, line: str) -> Arrival:
     names = ", ".join(field.name for field in fields(Arrival))
     try:
         arrival = Arrival(**json.loads(line))
+        arrival = replace(arrival, block_ids=tuple(arrival.block_ids))
         is_valid = arrival.at >= 0 and arrival.prompt_tokens >= 1 and arrival.max_tokens >= 1
     except (ValueError, TypeError) as error:
         raise ConfigError(f"--trace: line {number} of {path} is no JSON object of {names}") from error
@@ -126,7 +132,7 @@ OK = "ok"
 class Outcome:
     """Outcome of one request. Seconds; `sent` and `ended` from the start of the run, `gaps` between tokens.
 
-    `status` is "ok", or the gRPC status code's name in lower case.
+    `cached_tokens` of the prompt were not computed. `status` is "ok", or the gRPC status code's name in lower case.
     """
 
     arrival: Arrival
@@ -137,6 +143,9 @@ class Outcome:
     gaps: list[float] = field(default_factory=list)
     num_tokens: int = 0
     status: str = ""
+    cached_tokens: int = 0
+    prompt: Sequence[int] = ()
+    token_ids: tuple[int, ...] = ()
 
     @property
     def ttit(self) -> float:
@@ -176,8 +185,12 @@ def _request(
 ) -> inference_pb2.GenerateRequest:
     ends = set(model.eos_token_ids)
     tokens = [token for token in range(min(model.vocab_size, 4096)) if token not in ends]
+    drawn = [np.random.default_rng(block).choice(tokens, arrival.block_tokens) for block in arrival.block_ids]
+    # Of lengths that are rounded down the last block may lack a few tokens.
+    missing = max(0, arrival.prompt_tokens - len(drawn) * arrival.block_tokens)
+    prompt = np.concatenate([*drawn, generator.choice(tokens, missing)])[: arrival.prompt_tokens]
     return inference_pb2.GenerateRequest(
-        tokenized=inference_pb2.TokenizedInput(input_ids=generator.choice(tokens, arrival.prompt_tokens).tolist()),
+        tokenized=inference_pb2.TokenizedInput(input_ids=prompt.tolist()),
         sampling_params=inference_pb2.SamplingParams(max_tokens=arrival.max_tokens, ignore_eos=True),
     )
 
@@ -196,6 +209,9 @@ async def _serve(
             count = len(response.chunk.token_ids)
             if response.HasField("complete"):
                 outcome.queue = response.complete.plan.queue_seconds
+                outcome.cached_tokens = response.complete.usage.cached_tokens
+                outcome.prompt = request.tokenized.input_ids
+                outcome.token_ids = tuple(response.complete.output_ids)
             if not count:
                 continue
             if outcome.ttft is None:

@@ -80,6 +80,7 @@ class LoadReport:
     kinds: tuple[KindSummary, ...]
     notes: tuple[str, ...] = ()
     load: tuple[float, float] = (0.0, 0.0)
+    cached_share: float = 0.0
 
 
 def summarize(
@@ -88,6 +89,7 @@ def summarize(
     """Summarize at least one outcome."""
     seconds = max(outcome.ended for outcome in outcomes) - min(outcome.sent for outcome in outcomes)
     done = [outcome for outcome in outcomes if outcome.status == OK]
+    num_prompt = sum(outcome.arrival.prompt_tokens for outcome in done)
     names = sorted({outcome.arrival.kind for outcome in outcomes})
     by_kind = {name: [each for each in outcomes if each.arrival.kind == name] for name in names}
     if len(by_kind) > 1:
@@ -97,11 +99,12 @@ def summarize(
         seconds=seconds,
         requests_per_second=len(done) / seconds,
         good_requests_per_second=sum(map(bounds.are_met, outcomes)) / seconds,
-        prompt_tokens_per_second=sum(outcome.arrival.prompt_tokens for outcome in done) / seconds,
+        prompt_tokens_per_second=num_prompt / seconds,
         completion_tokens_per_second=sum(outcome.num_tokens for outcome in outcomes) / seconds,
         bounds=bounds,
         kinds=tuple(_summary(name, of_kind, bounds) for name, of_kind in by_kind.items()),
         load=load,
+        cached_share=sum(each.cached_tokens for each in done) / max(1, num_prompt),
     )
 
 

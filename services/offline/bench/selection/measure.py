@@ -41,7 +41,7 @@ from services.offline.calibration.measurement import Cell, Measurement
 from services.offline.terminal import Tell
 from workers.model.builtin import resolve_model_path
 from workers.model.info import read_model_info
-from workers.protocol.prefill_steps import RING_ALGORITHMS, Algorithm
+from workers.protocol.prefill_steps import CALIBRATED_ALGORITHMS, Algorithm
 from workers.protocol.ranks import ModelInfo
 
 
@@ -58,7 +58,7 @@ class SelectionSettings:
 
     @property
     def num_measurements(self) -> int:
-        prefills = len(RING_ALGORITHMS) * self.rounds * (len(self.cells) + len(self.fit_cells))
+        prefills = len(CALIBRATED_ALGORITHMS) * self.rounds * (len(self.cells) + len(self.fit_cells))
         return len(self.ranks) * (len(self.all_cells) + len(self.rates) * prefills)
 
     @property

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+from ringserve.v1 import inference_pb2
 from services.client.retries import NO_RETRIES
 from services.offline.reference import StockModel
 from tests.services.e2e.cluster import Ringserve, ids, pid_at, wait_until
@@ -34,7 +35,9 @@ def test_two_turns_from_cp1_tp2_to_cp2_tp1_and_back(secure: Secure, stock: Stock
     history: list[int] = []
     for turn, size in enumerate((150, 20)):
         history += random_tokens(size, seed=turn)
-        complete = inference.answer(ids(history, max_tokens=7, conversation="c"))
+        complete = inference.answer(
+            ids(history, max_tokens=7, conversation="c", mode=inference_pb2.PROMPT_MODE_WHOLE_HISTORY)
+        )
         assert list(complete.output_ids) == stock.greedy(history, 7).token_ids, f"turn {turn}"
         history += complete.output_ids
     # Six of the first answer's seven tokens have KV, which only the decode ring had: K and V of 2 layers, 2 heads.

@@ -51,7 +51,9 @@ def test_plans_are_predicted_by_the_profile_that_the_cluster_was_given(
         shape = shape_of(client.model_info())
     history: list[int] = []
     for new in (prompt_of(LONG, 1), prompt_of(LONG, 2)):
-        answer = inference.answer(ids([*history, *new], conversation="predicted"))
+        answer = inference.answer(
+            ids([*history, *new], conversation="predicted", mode=inference_pb2.PROMPT_MODE_WHOLE_HISTORY)
+        )
         history += [*new, *answer.output_ids]
         plan = answer.plan
         sample = PrefillSample(
@@ -97,7 +99,9 @@ def test_a_conversation_goes_to_the_ring_that_each_of_its_turns_is_worth(
     for number, (num_tokens, name) in enumerate(turns):
         new = prompt_of(num_tokens, number)
         cached = max(0, len(history) - 1)
-        answer = inference.answer(ids([*history, *new], conversation="wanders"))
+        answer = inference.answer(
+            ids([*history, *new], conversation="wanders", mode=inference_pb2.PROMPT_MODE_WHOLE_HISTORY)
+        )
         assert list(answer.output_ids) == stock.greedy([*history, *new], 6).token_ids
         assert answer.plan.prefill_ring == name, answer.plan.reason
         # A ring that it comes to fetches what is worth it from the decode ring.

@@ -10,10 +10,14 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 import httpx2
+import openai
 import pytest
 from starlette.types import Message
 
-from cp_core.errors import ConfigError, Unavailable
+from cp_core.errors import ConfigError, NotFinite, RingserveError, Unavailable
+from orchestration.protocol.turns import BegunTurn, TurnRequest
+from orchestration.protocol.views import ServerView
+from services.gateway import failover
 from services.gateway.openai import app
 from services.gateway.openai.server import KEEP_ALIVE, MAX_HEADER_BYTES, EventStream, HttpServer
 from tests.services.local_gateway import CALL_SECONDS, MODEL, LocalGateway
@@ -144,9 +148,27 @@ async def test_an_error_of_our_own_shows_nothing_of_its_inside(
     assert "a secret of ours" in caplog.text
 
 
+async def test_probes_without_a_token_do_not_ask_the_rings_each_time(
+    http: httpx2.AsyncClient, gateway: LocalGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.gateway.openai.app.HEALTH_AGE", 3600.0)
+    asked, view = 0, gateway.service.router.get_server_info
+
+    async def counted() -> ServerView:
+        nonlocal asked
+        asked += 1
+        return await view()
+
+    monkeypatch.setattr(gateway.service.router, "get_server_info", counted)
+    answers = await asyncio.gather(*(http.get("/health") for _ in range(20)))
+    assert [answer.status_code for answer in answers] == [200] * 20
+    assert asked <= 1
+
+
 async def test_health_says_whether_a_turn_could_be_served(
     http: httpx2.AsyncClient, gateway: LocalGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("services.gateway.openai.app.HEALTH_AGE", 0.0)
     assert (await http.get("/health")).json() == {"status": "ok"}
 
     async def lost() -> None:
@@ -213,3 +235,22 @@ async def test_a_stopped_server_is_closed_and_its_port_free(gateway: LocalGatewa
     again = HttpServer(app.HttpApi(gateway.servicer, MODEL, 100).app)
     assert await again.start(address) == address
     await again.stop(1.0)
+
+
+@pytest.mark.parametrize("error", [NotFinite("the model's logits are NaN"), Unavailable("it lost a ring 3 times")])
+async def test_what_would_fail_again_is_not_tried_again_by_the_client(
+    gateway: LocalGateway, monkeypatch: pytest.MonkeyPatch, error: RingserveError
+) -> None:
+    """Each attempt may cost a ring."""
+    monkeypatch.setattr(failover, "ROUTER_SECONDS", 0.0)
+    asked: list[TurnRequest] = []
+
+    async def fail(request: TurnRequest) -> BegunTurn:
+        asked.append(request)
+        raise error
+
+    monkeypatch.setattr(gateway.service.router, "begin_turn", fail)
+    async with gateway.openai(max_retries=2) as client:
+        with pytest.raises(openai.APIStatusError, match=str(error)):
+            await client.completions.create(model=MODEL, prompt="x")
+    assert len(asked) == 1

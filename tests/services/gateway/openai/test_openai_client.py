@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 from openai.types.chat import ChatCompletionMessageParam
 
-from cp_core.errors import CapacityExceeded, RingserveError, Unavailable
+from cp_core.errors import CapacityExceeded, NotBegun, RingserveError
 from orchestration.protocol.turns import BegunTurn, TurnRequest
 from services.gateway.text import TextCodec
+from tests.orchestration.service import Service
 from tests.services.local_gateway import MODEL, LocalGateway
 from tests.waiting import eventually
 from tests.workers.models import Oracle, random_tokens
@@ -46,6 +48,42 @@ async def test_a_chat_is_answered_exactly_and_accounted_for(
     plan = extra(answer)["plan"]
     assert (plan["new_tokens"], plan["prefill_ranks"], plan["decode_ranks"]) == (len(prompt), 2, 3)
     assert plan["reason"]
+
+
+async def test_a_chat_of_the_plain_client_and_a_document_asked_about_again_get_cached_tokens(
+    codec: TextCodec, oracle: Oracle, model_path: Path
+) -> None:
+    """The client names no conversation, and sends the whole history each time."""
+    service = Service(model_path, 2, 3, retain_prompts=True)
+    question: list[ChatCompletionMessageParam] = [{"role": "user", "content": "What does this say? " + "no " * 40}]
+    async with LocalGateway(model_path, codec, service=service) as gateway, gateway.openai() as client:
+
+        async def ask(
+            messages: list[ChatCompletionMessageParam], body: dict[str, Any] | None = None
+        ) -> tuple[str, int, int]:
+            answer = await client.chat.completions.create(
+                model=MODEL, messages=messages, max_tokens=7, temperature=0, extra_body=body
+            )
+            usage = answer.usage
+            assert usage is not None
+            assert usage.prompt_tokens_details is not None
+            prompt = codec.encode_chat([(each["role"], str(each["content"])) for each in messages]).tolist()
+            assert extra(answer)["token_ids"] == oracle.greedy(prompt, 7)
+            return (
+                answer.choices[0].message.content or "",
+                usage.prompt_tokens,
+                usage.prompt_tokens_details.cached_tokens or 0,
+            )
+
+        said, length, cached = await ask(question)
+        assert cached == 0
+        _, _, again = await ask(question)
+        assert again == length - 1, "all but the last token, whose logits give the first new one"
+        _, _, without = await ask(question, {"no_cache": True})
+        assert without == 0
+        follow_up = [*question, {"role": "assistant", "content": said}, {"role": "user", "content": "And then?"}]
+        _, _, in_chat = await ask(follow_up)  # type: ignore[arg-type]
+        assert in_chat >= length
 
 
 async def test_a_streamed_chat_is_the_same_answer_in_pieces(gateway: LocalGateway) -> None:
@@ -278,7 +316,7 @@ class Refusing:
     ("error", "status", "kind", "retry"),
     [
         (CapacityExceeded("no room: 0 blocks free of 64"), 429, "rate_limit_error", "1"),
-        (Unavailable("the ring is being rebuilt"), 503, "service_unavailable_error", "1"),
+        (NotBegun("the ring is being rebuilt"), 503, "service_unavailable_error", "1"),
         (RingserveError("odd"), 500, "server_error", None),
     ],
 )
@@ -306,6 +344,11 @@ async def test_a_conversation_that_is_not_there_is_not_found(gateway: LocalGatew
             await client.completions.create(
                 model=MODEL, prompt="x", extra_body={"conversation_id": "nobody", "prompt_mode": "append"}
             )
+        body = {"conversation_id": "nobody", "expected_tokens": 9}
+        with pytest.raises(openai.APIStatusError, match="was to remember 9 tokens, and it has 0: it is not kn") as lost:
+            await client.completions.create(model=MODEL, prompt="x", extra_body=body)
+        error = lost.value
+        assert (error.status_code, error.code, error.param) == (412, "conversation_lost", "expected_tokens")
 
 
 async def test_a_busy_conversation_is_a_conflict_and_an_abort_ends_its_stream_as_an_error(

@@ -1,37 +1,73 @@
-"""`ringserve bench router`: a small load, and wrong options."""
+"""`ringserve bench router`: a small load, parts of the router's work, and wrong options."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
 from services.cli.main import main
+from services.offline.bench.router import parts
 
 
-def test_it_counts_every_decision_and_the_memory_of_a_conversation(capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = ["--conversations", "30", "--rings", "8", "--turns", "3", "--tokens", "200"]
-    assert main(["bench", "router", *sizes, "--json"]) == 0
+@pytest.fixture(autouse=True)
+def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"LOOKED_UP": 4096, "BRANCHES": 4, "POOL_BLOCKS": 128}.items():
+        monkeypatch.setattr(parts, name, value)
+
+
+def test_it_counts_every_decision_and_the_memory_of_a_conversation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = ["--conversations", "30", "--rings", "8", "--turns", "3", "--tokens", "200", "--rounds", "2"]
+    assert main(["bench", "router", *sizes, "--journal", str(tmp_path), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["decisions"] == 90
     assert 0.0 < report["placement"]["p50"] <= report["decision"]["p50"] <= report["decision"]["p99"]
     assert report["decisions_per_second"] == pytest.approx(1e3 / report["decision"]["mean"], rel=1e-6)
     assert 0.0 < report["processor"]["p50"] <= report["processor"]["p99"] <= report["processor"]["most"]
+    assert report["turn"]["p50"] > report["decision"]["p50"], "the end of a turn takes time too"
+    journal = report["journal"]
+    assert journal["turn"]["mean"] > journal["decision"]["mean"], "and its answer is written"
+    assert journal["added"]["least"] <= journal["added"]["median"] <= journal["added"]["most"]
     assert 0.0 <= report["pauses_share"] < 1.0
     assert (report["num_pauses"] > 0) == (report["longest_pause"] > 0.0)
     assert report["kept_share"] == 1.0, "no ring has a queue, so no conversation leaves its KV"
     assert 0.0 <= report["direct_share"] <= 1.0
     assert report["bytes_per_conversation"] > report["token_bytes_per_conversation"] > 0.0
-    assert report["is_met"] == (report["decision"]["p99"] < report["target_milliseconds"])
+    assert not list(tmp_path.iterdir()), "the journals of a run do not outlive it"
 
 
-def test_the_table_tells_the_target(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "router", "--conversations", "5", "--rings", "4"]) == 0
-    assert "target of p99 under 1 ms" in capsys.readouterr().out
+def test_it_measures_parts_and_tells_which_targets_are_met(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--conversations", "20", "--rings", "4", "--tokens", "160", "--rounds", "2"]
+    assert main(["bench", "router", *sizes, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    spreads = ("lookup", "branched_lookup", "pool_growth", "placed_at", "begun", "committed")
+    for name in spreads:
+        assert 0.0 < report["parts"][name]["p50"] <= report["parts"][name]["most"], name
+    measured = report["parts"]["index_bytes_per_history"]
+    assert report["parts"]["index_bytes_per_block"] == pytest.approx(measured / 10), "10 blocks of 16 tokens"
+    assert report["parts"]["layout_bytes_per_token"] > 0.0
+    met = {sentence.partition(":")[0]: is_met for sentence, is_met in report["targets"].items()}
+    assert met["p99 of a decision (ms)"] == (report["decision"]["p99"] <= 1.0)
+    assert met["index, bytes for 16 tokens"] == (report["parts"]["index_bytes_per_block"] <= 40.0)
+
+
+def test_without_a_journal_the_table_has_no_rows_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "router", "--conversations", "5", "--rings", "4", "--rounds", "1", "--journal", "none"]) == 0
+    printed = capsys.readouterr().out
+    assert "p99 of a decision (ms): " in printed
+    assert "journal" not in printed
 
 
 @pytest.mark.parametrize(
-    ("option", "value", "sentence"), [("--rings", "1", "--rings: 1 is out of range"), ("--turns", "0", "--turns: 0")]
+    ("option", "value", "sentence"),
+    [
+        ("--rings", "1", "--rings: 1 is out of range"),
+        ("--turns", "0", "--turns: 0"),
+        ("--journal", "no/such", "--journal: 'no/such' is no directory"),
+    ],
 )
 def test_sizes_out_of_range_are_refused(
     option: str, value: str, sentence: str, capsys: pytest.CaptureFixture[str]

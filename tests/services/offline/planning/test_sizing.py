@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cp_core.cost.model import PREFILL_ALGORITHMS
 from cp_core.cost.profile import read_profile
 from cp_core.cost.selector import EmpiricalFit
 from cp_core.errors import ConfigError, InvalidRequest
@@ -164,7 +165,9 @@ def test_an_explanation_names_what_is_chosen_and_what_everything_else_would_cost
     shape = RingShape(cp=4, tp=8)
     explained = explain_turn(MODEL, PROFILE, shape, policy="auto", new_tokens=1280, cached_tokens=126_720)
     totals = {each.name: each.cost.total_seconds for each in explained.alternatives}
-    assert explained.chosen.algorithm == "pass_q" == min(totals, key=totals.__getitem__)
+    assert explained.chosen.algorithm == "pass_q", "gather_kv is faster by less than a tie"
+    assert min(totals, key=totals.__getitem__) == "gather_kv"
+    assert totals["gather_kv"] > 0.98 * totals["pass_q"]
     assert [each.name for each in explained.alternatives if each.is_chosen] == ["pass_q"]
     assert "everything computed again, pass_kv" in totals
     assert totals["everything computed again, pass_kv"] > 5 * totals["pass_q"]
@@ -182,7 +185,7 @@ def test_a_forced_algorithm_is_taken_and_others_say_what_they_would_have_done() 
 
 def test_a_first_turn_on_one_rank_has_no_other_way_than_both_algorithms() -> None:
     explained = explain_turn(MODEL, PROFILE, RingShape(cp=1, tp=8), policy="auto", new_tokens=1280, cached_tokens=0)
-    assert [each.name for each in explained.alternatives] == ["pass_kv", "pass_q"]
+    assert [each.name for each in explained.alternatives] == [*PREFILL_ALGORITHMS]
 
 
 def test_a_turn_without_new_tokens_is_refused() -> None:

@@ -16,8 +16,8 @@ from cp_core.errors import CapacityExceeded, ConfigError
 from cp_core.layout.shards import TokenRange
 from orchestration.placement.registry import RegisteredRing
 from orchestration.prefill.scheduler import PrefillScheduler, ScheduledStep
+from orchestration.protocol.plans import PlannedChunk
 from orchestration.protocol.rings import PrefillScheduling
-from orchestration.protocol.turns import PlannedChunk
 from services.offline.simulator.results import percentile
 from services.offline.simulator.rings import (
     Clock,
@@ -57,22 +57,23 @@ def test_events_happen_in_order_of_time_and_then_of_entry() -> None:
 
 def test_the_least_recently_used_conversation_makes_room_and_pinned_ones_never_do() -> None:
     kv = RetainedKv(100)
-    for conversation, tokens in ((1, 40), (2, 30), (3, 30)):
+    for conversation, tokens in (("1", 40), ("2", 30), ("3", 30)):
         assert kv.try_pin(conversation, tokens)
         kv.unpin(conversation, tokens)
-    assert kv.try_pin(1, 50), "10 more are needed, and the second is the oldest now"
-    assert [kv.held(conversation) for conversation in (1, 2, 3)] == [0, 0, 30]
-    assert not kv.try_pin(4, 51), "only 50 are not pinned"
-    assert kv.held(3) == 30, "nothing was evicted in vain"
-    kv.unpin(1, 50)
-    assert kv.held(1) == 50
+    assert kv.try_pin("1", 50), "10 more are needed, and the second is the oldest now"
+    assert [kv.held(conversation) for conversation in ("1", "2", "3")] == [0, 0, 30]
+    assert not kv.try_pin("4", 51), "only 50 are not pinned"
+    assert kv.held("3") == 30, "nothing was evicted in vain"
+    kv.unpin("1", 50)
+    assert kv.held("1") == 50
     kv.check_integrity()
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 60), st.integers(0, 60), st.booleans()), max_size=60))
 def test_no_token_is_ever_counted_twice_or_lost(turns: list[tuple[int, int, int, bool]]) -> None:
-    kv, pinned = RetainedKv(100), dict[int, int]()
-    for conversation, tokens, retain, ends in turns:
+    kv, pinned = RetainedKv(100), dict[str, int]()
+    for number, tokens, retain, ends in turns:
+        conversation = str(number)
         if conversation in pinned:
             if ends:
                 kv.unpin(conversation, min(retain, pinned.pop(conversation)))
@@ -93,7 +94,7 @@ def prefill_ring(clock: Clock, scheduling: PrefillScheduling) -> SimulatedPrefil
     def seconds(step: ScheduledStep) -> float:
         return sum(len(piece.tokens) for piece in step.pieces) / 10
 
-    return SimulatedPrefillRing(registered("prefill"), clock, scheduler, seconds)
+    return SimulatedPrefillRing(registered("prefill"), RetainedKv(100), clock, scheduler, seconds)
 
 
 def arriving(ring: SimulatedPrefillRing, name: str, tokens: int, done: list[tuple[str, float]], clock: Clock) -> None:
@@ -132,7 +133,7 @@ def test_a_full_queue_says_when_to_ask_again() -> None:
 def test_a_decode_batch_slows_down_with_every_sequence_and_speeds_up_again() -> None:
     """Run steps of 1 s a sequence: one alone until 2 s, then two together at 2 s a step."""
     clock, seen = Clock(), []
-    ring = SimulatedDecodeRing(registered("decode"), clock, 2, lambda batch, _: float(batch))
+    ring = SimulatedDecodeRing(registered("decode"), RetainedKv(100), clock, 2, lambda batch, _: float(batch))
 
     def admit(name: str, tokens: int) -> None:
         ring.admit(

@@ -16,10 +16,12 @@ from google.protobuf.message import Message
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cp_core.cost.model import RingRates
+from cp_core.cost.model import PREFILL_ALGORITHMS, RingRates
 from cp_core.errors import InvalidRequest
 from cp_core.layout.shards import ShardMap, TokenRange
+from orchestration.protocol.inventory import Registered, RingInventory
 from orchestration.protocol.kv import ForkedKv, ForkKv, RetainedKv, SendKv, SentKv, TakeKv, TakenKv
+from orchestration.protocol.plans import PromptMode, TurnPlan
 from orchestration.protocol.turns import (
     Admit,
     BegunTurn,
@@ -29,7 +31,6 @@ from orchestration.protocol.turns import (
     PrefillDone,
     PrefillReport,
     PrefillTurn,
-    PromptMode,
     Reservation,
     Reserve,
     ResumeTurn,
@@ -39,7 +40,6 @@ from orchestration.protocol.turns import (
     TokensEvent,
     TurnEvent,
     TurnOutcome,
-    TurnPlan,
     TurnRequest,
 )
 from orchestration.protocol.views import ConversationList, ConversationView, RingStatus, ServerView
@@ -155,6 +155,8 @@ PAIRS: list[tuple[Any, type[Message]]] = [
     (ResumeTurn, router_pb2.ResumeTurnRequest),
     (TurnOutcome, router_pb2.EndTurnRequest),
     (RingRegistration, router_pb2.RegisterRingRequest),
+    (RingInventory, router_pb2.RingInventory),
+    (Registered, router_pb2.RegisterRingResponse),
     (RingRates, inference_pb2.RingRates),
     (RingStatus, inference_pb2.RingInfo),
     (ConversationView, inference_pb2.GetConversationResponse),
@@ -170,8 +172,8 @@ CLIENT_PAIRS: list[tuple[type, type[Message]]] = [
     (results.Usage, inference_pb2.Usage),
 ]
 
-HAND_WRITTEN = {"Alternative", "RankShard", "Range", "TurnEvent"}
-"""Messages that a hand-written pair of functions converts."""
+HAND_WRITTEN = {"BeginForkRequest", "Heartbeat", "Alternative", "RankShard", "Range", "TurnEvent"}
+"""Messages that a hand-written pair of functions converts, or a call reads field by field."""
 
 PUBLIC = {
     "GenerateRequest",
@@ -179,6 +181,7 @@ PUBLIC = {
     "ChatInput",
     "ChatMessage",
     "SamplingParams",
+    "Resume",
     "GenerateResponse",
     "GenerateStart",
     "GenerateStreamChunk",
@@ -287,7 +290,7 @@ def test_a_prompt_mode_the_contract_does_not_define_is_nothing() -> None:
 @given(values_of(TurnPlan), st.sampled_from(FinishReason))
 def test_what_the_client_reads_are_plain_words(plan: TurnPlan, reason: FinishReason) -> None:
     message = to_message(inference_pb2.Plan, plan)
-    assert message.algorithm in ("pass_kv", "pass_q", "decode_ring")
+    assert message.algorithm in (*PREFILL_ALGORITHMS, "decode_ring")
     assert message.prompt_mode in ("auto", "new", "append", "whole_history")
     read = results.MAPPER.from_message(results.Plan, message)
     for shown, planned in zip(read.ring_alternatives, plan.ring_alternatives, strict=True):

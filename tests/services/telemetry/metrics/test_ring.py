@@ -52,7 +52,13 @@ def view(state: str = "ready", role: str = "decode") -> RingView:
     other = RankStatus(
         steps=8, seconds_since_step=0.25, running=1, open_transfers=0, bytes_sent=99, step_counts=tuple(counts)
     )
-    return RingView(status=status(state, role), rank_statuses=(busy, other), kv_evictions=7)
+    return RingView(
+        status=status(state, role),
+        rank_statuses=(busy, other),
+        kv_evictions={"end": 7},
+        kv_shared_tokens=3,
+        kv_bytes_per_token=5,
+    )
 
 
 async def samples(collector: RingCollector | WithVllmNames) -> Mapping[str, float]:
@@ -76,7 +82,12 @@ async def test_a_ring_tells_of_itself_and_of_every_rank() -> None:
     assert found[f"ringserve_num_requests_waiting{ring}"] == 4
     assert found[f"ringserve_kv_cache_usage_perc{ring}"] == 0.3, "retained blocks do not count"
     assert found[f"ringserve_ring_rebuilds_total{ring}"] == 5
-    assert found[f"ringserve_kv_evictions_total{ring}"] == 7
+    evictions = {
+        part: found[f"ringserve_kv_evictions_total{{part={part},ring=decode-1,role=decode}}"]
+        for part in ("end", "whole")
+    }
+    assert evictions == {"end": 7, "whole": 0}
+    assert found[f"ringserve_kv_shared_bytes{ring}"] == 15
     assert found[f"ringserve_num_preemptions_total{ring}"] == 11
     variants = {
         name: found[f"ringserve_ring_decode_variant{{ring=decode-1,role=decode,variant={name}}}"]
@@ -109,7 +120,7 @@ async def test_steps_of_all_ranks_are_one_histogram_and_only_those_that_can_tell
 
 async def test_a_ring_whose_ranks_have_said_nothing_yet_has_no_steps() -> None:
     async def get_view() -> RingView:
-        return RingView(status=status(), rank_statuses=(), kv_evictions=0)
+        return RingView(status=status(), rank_statuses=(), kv_evictions={}, kv_shared_tokens=0, kv_bytes_per_token=5)
 
     found = await samples(RingCollector("decode", "decode-1", get_view, asyncio.get_running_loop()))
     assert not [key for key in found if "step_time" in key]

@@ -1,0 +1,45 @@
+"""Shares of a model's attention heads, one a rank. Pure Python."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+from cp_core.layout.shards import TokenRange, even_share
+
+
+@dataclass(frozen=True, slots=True)
+class HeadShare:
+    """Query heads [start, stop) of one rank, and the KV heads that they read.
+
+    A KV head whose group of query heads lies across a border is read by both ranks; query heads are not replicated.
+    """
+
+    heads: TokenRange
+    kv_heads: TokenRange
+    group: int
+
+    @classmethod
+    def of_rank(cls, rank: int, num_ranks: int, num_heads: int, num_kv_heads: int) -> HeadShare:
+        """Return one rank's share; shares of query heads differ by at most one."""
+        start, stop = even_share(num_heads, rank, num_ranks)
+        group = num_heads // num_kv_heads
+        return cls(TokenRange(start, stop), TokenRange(start // group, max(start // group, -(-stop // group))), group)
+
+    def runs(self) -> Iterator[tuple[TokenRange, TokenRange]]:
+        """Yield (query heads, KV heads), counted from the share's first: runs of KV heads with equally many readers."""
+        start, stop = self.heads.start, self.heads.stop
+        first, last = -(-start // self.group) * self.group, stop // self.group * self.group
+        borders = sorted({start, stop, *(border for border in (first, last) if start < border < stop)})
+        for begin, end in pairwise(borders):
+            kv_begin, kv_end = begin // self.group, -(-end // self.group)
+            yield (
+                TokenRange(begin - start, end - start),
+                TokenRange(kv_begin - self.kv_heads.start, kv_end - self.kv_heads.start),
+            )
+
+
+def head_shares(num_ranks: int, num_heads: int, num_kv_heads: int) -> list[HeadShare]:
+    """Return the share of every rank."""
+    return [HeadShare.of_rank(rank, num_ranks, num_heads, num_kv_heads) for rank in range(num_ranks)]

@@ -1,0 +1,63 @@
+"""Gather prefill: every rank gets the KV of all others at once (TSP, the baseline of KV-Runahead, arXiv 2405.05329).
+
+Every rank keeps its queries, as in pass-KV, and the same layout gives the same bits. One start of messages a layer in
+place of N - 1, hidden only behind the attention of the rank's own keys: for few new tokens on fast links.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from cp_core.attention.partial import AttentionBackend, KeyShard, attend_pair
+from cp_core.layout.step_plans import PrefillPlan
+from cp_core.ring.pass_kv import SequenceParts, pack_keys, unpack_keys
+from cp_core.transport.interface import RingTransport
+
+
+def gather_kv(
+    q_of_sequence: Sequence[torch.Tensor],
+    keys_of_sequence: Sequence[KeyShard],
+    plan: PrefillPlan,
+    transport: RingTransport,
+    backend: AttentionBackend,
+    scale: float,
+) -> list[SequenceParts]:
+    """Return the parts of this rank's queries: result[source][sequence]. KV goes only to ranks whose queries see it.
+
+    q_of_sequence[i][T, H, D] are this rank's queries, keys_of_sequence[i] its keys. Raises Unavailable.
+    """
+    rank, size = transport.rank, transport.size
+    queries = plan.of_rank(rank)
+    like = keys_of_sequence[0].new.k
+    packed: dict[tuple[int, ...], torch.Tensor] = {}
+    sends, receives, coming = [], [], []
+    for peer in range(size):
+        onward = plan.seen[peer][rank]
+        if onward not in packed:
+            packed[onward] = pack_keys([keys_of_sequence[index] for index in onward], like)
+        sends.append(packed[onward])
+        coming.append(plan.seen[rank][peer])
+        stored = sum(plan.of_rank(peer)[index].stored for index in coming[peer])
+        receives.append(like.new_empty(2, stored, *like.shape[1:]))
+    work = transport.all_to_all(sends, receives)
+    own = dict(enumerate(keys_of_sequence))
+    # A packed copy takes fewer calls than a cache in pieces.
+    most = max(packed, key=len)
+    if any(len(own[index].cached) > 1 for index in most):
+        own |= unpack_keys(packed[most], queries, most)
+    parts: list[SequenceParts] = [[] for _ in range(size)]
+    for source in [rank, *(peer for peer in range(size) if peer != rank)]:
+        if source == rank:
+            keys = own
+        else:
+            work.wait()
+            keys = unpack_keys(receives[source], plan.of_rank(source), coming[source])
+        parts[source] = [
+            attend_pair(backend, q_thd, shard, keys[index], scale) if index in keys else []
+            for index, (q_thd, shard) in enumerate(zip(q_of_sequence, queries, strict=True))
+        ]
+    if size == 1:
+        work.wait()
+    return parts

@@ -1,0 +1,398 @@
+"""Prefixes of prompts whose KV is on rings: those of histories that begin with the same tokens.
+
+Every history whose KV rings retain can be shared, by prompts of the same tenant alone: histories of conversations, and
+of *unnamed* ones, which the router makes of requests without a conversation. The sequence of the prompt shares blocks
+with the history's, as a fork does (`Reserve.shares`). The prompt of a running turn can be shared as soon as it has been
+computed. Before, prompts that begin alike may wait for it.
+
+The index of histories is a radix tree. An edge has a run of tokens, a node the histories that end there:
+
+    root ──"You are a helpful"──┬──" assistant. Summarize"── A
+                                └──" pirate."──┬── B
+                                               └──" Sing"── C
+
+Tokens themselves are compared, so no history is ever taken for another. Edges are views of the histories' own arrays: a
+history costs the tree at most two nodes, however long it is. Pure Python and synchronous.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import uuid
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import islice
+
+import numpy as np
+
+from orchestration.conversations.conversation import UNNAMED, Conversation, tenant_of
+from orchestration.conversations.store import ConversationStore
+from orchestration.placement.kv_locations import Choice, KvLocation, KvLocations, WantedTurn
+from orchestration.placement.registry import RingRegistry
+from workers.protocol.prefill_steps import TokenIds
+
+MIN_SHARED = 16
+"""Fewest tokens worth sharing: a full block of the usual size, so that something is shared and not only copied."""
+MAX_LOOKED_AT = 32
+"""Histories that a prompt looks at, those that share most of it first."""
+
+
+def common_prefix(left: TokenIds, right: TokenIds) -> int:
+    """Return how many leading tokens of both agree."""
+    shorter = min(len(left), len(right))
+    differs = np.flatnonzero(left[:shorter] != right[:shorter])
+    return int(differs[0]) if len(differs) else shorter
+
+
+class _Node:
+    """Node of the tree: `edge` leads to it from `parent`, `end` tokens lie between the root and the node.
+
+    `children` by the first token of their edge, and `histories`, with their tokens, have the latest used last.
+    """
+
+    __slots__ = ("children", "edge", "end", "histories", "parent")
+
+    def __init__(self, parent: _Node | None, edge: TokenIds, end: int) -> None:
+        self.parent = parent
+        self.edge = edge
+        self.end = end
+        self.children: OrderedDict[int, _Node] = OrderedDict()
+        self.histories: OrderedDict[str, TokenIds] = OrderedDict()
+
+    def latest(self, skipped: _Node | None = None) -> Iterator[tuple[str, TokenIds]]:
+        """Yield the histories that end here or below, but not below `skipped`, the latest used branch first."""
+        stack = [self]
+        while stack:
+            node = stack.pop()
+            yield from reversed(node.histories.items())
+            stack.extend(child for child in node.children.values() if child is not skipped)
+
+    def borrow_edge(self) -> None:
+        """Take the edge from the tokens of a history that ends here or below, so that those of others may go."""
+        _, tokens = next(self.latest())
+        self.edge = tokens[self.end - len(self.edge) : self.end]
+
+    def split(self, length: int) -> _Node:
+        """Put a node `length` tokens along the edge and return it."""
+        assert self.parent is not None, "the root has no edge"
+        middle = _Node(self.parent, self.edge[:length], self.end - len(self.edge) + length)
+        self.parent.children[int(self.edge[0])] = middle  # in its place of the order
+        self.parent, self.edge = middle, self.edge[length:]
+        middle.children[int(self.edge[0])] = self
+        return middle
+
+    def join(self) -> None:
+        """Make one edge of this node's and its only child's."""
+        assert self.parent is not None, "the root stays"
+        (child,) = self.children.values()
+        _, tokens = next(child.latest())
+        child.edge = tokens[self.end - len(self.edge) : child.end]
+        child.parent = self.parent
+        self.parent.children[int(child.edge[0])] = child
+
+
+class PrefixIndex:
+    """Index of histories, each under an id of the caller's."""
+
+    def __init__(self) -> None:
+        self._root = _Node(None, np.empty(0, dtype=np.int64), 0)
+        self._nodes: dict[str, _Node] = {}
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def put(self, key: str, tokens: TokenIds) -> None:
+        """Enter a history, in the place of what the key stood for. The array must not change afterwards."""
+        self.remove(key)
+        node, at, rest = self._walk(tokens)
+        if at < len(node.edge):
+            node = node.split(at)
+        if len(rest):
+            node.children[int(rest[0])] = node = _Node(node, rest, len(tokens))
+        node.histories[key] = tokens
+        self._nodes[key] = node
+        self.touch(key)
+
+    def touch(self, key: str) -> None:
+        """Take notice that a history is used: `matches` tells it before others that share as much. Idempotent."""
+        node = self._nodes.get(key)
+        if node is None:
+            return
+        node.histories.move_to_end(key)
+        while node.parent is not None:
+            node.parent.children.move_to_end(int(node.edge[0]))
+            node = node.parent
+
+    def remove(self, key: str) -> None:
+        """Forget a history. Idempotent."""
+        node = self._nodes.pop(key, None)
+        if node is None:
+            return
+        del node.histories[key]
+        while node.parent is not None and not node.histories and not node.children:
+            del node.parent.children[int(node.edge[0])]
+            node = node.parent
+        above = node.parent
+        if above is not None and not node.histories and len(node.children) == 1:
+            node.join()
+            node = above
+        while node.parent is not None:
+            node.borrow_edge()
+            node = node.parent
+
+    def matches(self, tokens: TokenIds, limit: int) -> Iterator[tuple[str, int]]:
+        """Yield at most `limit` histories that begin as `tokens` do, and how many tokens they share.
+
+        The one that shares most comes first; of those that share as much, the latest used.
+        """
+        node, at, _ = self._walk(tokens)
+        return islice(_around(node, node.end - len(node.edge) + at), limit)
+
+    def _walk(self, tokens: TokenIds) -> tuple[_Node, int, TokenIds]:
+        """Return the node whose edge `tokens` reach last, how many of the edge's they share, and the tokens left."""
+        node, rest = self._root, tokens
+        while len(rest):
+            child = node.children.get(int(rest[0]))
+            if child is None:
+                break
+            shared = common_prefix(child.edge, rest)
+            node, rest = child, rest[shared:]
+            if shared < len(child.edge):
+                return child, shared, rest
+        return node, len(node.edge), rest
+
+
+def _around(node: _Node | None, shared: int) -> Iterator[tuple[str, int]]:
+    """Yield histories below `node`, which share `shared` tokens, then those beside it, which share less."""
+    below: _Node | None = None
+    while node is not None and shared:
+        for key, _ in node.latest(skipped=below):
+            yield key, shared
+        below, node = node, node.parent
+        shared = 0 if node is None else node.end
+
+
+@dataclass(frozen=True, slots=True)
+class SharedKv:
+    """KV of other histories for the first `num_tokens` tokens of a prompt; on each role's ring for as many of them.
+
+    `kv_ids` are the sequences there, by role.
+    """
+
+    num_tokens: int = 0
+    prefill: KvLocation | None = None
+    decode: KvLocation | None = None
+    kv_ids: dict[str, str] = field(default_factory=dict)
+
+
+NOTHING_SHARED = SharedKv()
+
+
+@dataclass(slots=True, eq=False)
+class PromptUnderWay:
+    """Prompt of a running turn, on the rings of `choice`; its KV is predicted to be there at `ready_at`.
+
+    Then `places` say where, and until the turn ends others share it. It `is_settled` with that, or with the end of a
+    turn whose prompt was not computed; then `waiting` turns go on. `forget` takes it out of the prefixes.
+    """
+
+    request_id: str
+    kv_id: str
+    tokens: TokenIds
+    choice: Choice
+    ready_at: float
+    forget: Callable[[], None]
+    places: KvLocations | None = None
+    is_settled: bool = False
+    waiting: list[asyncio.Future[None]] = field(default_factory=list)
+
+    def computed(self, prefill: KvLocation | None, decode: KvLocation) -> None:
+        """Let others share the KV."""
+        self.places = KvLocations(prefill=prefill, decode=decode)
+        self._settle()
+
+    def end(self) -> None:
+        """Let no more others share or await it. Idempotent."""
+        self.forget()
+        self._settle()
+
+    def _settle(self) -> None:
+        self.is_settled = True
+        for each in self.waiting:
+            if not each.done():
+                each.set_result(None)
+
+
+class PromptPrefixes:
+    """Histories of a store and running prompts, by their tokens.
+
+    `num_agreeing` says how many tokens of a history its rings have for certain. Fewer than `min_shared` tokens are not
+    worth sharing. `queried` and `hit` count the tokens of prompts that looked here, and those that were found.
+    """
+
+    def __init__(
+        self,
+        store: ConversationStore,
+        rings: RingRegistry,
+        num_agreeing: Callable[[Conversation], int],
+        min_shared: int = MIN_SHARED,
+    ) -> None:
+        self._store = store
+        self._rings = rings
+        self._num_agreeing = num_agreeing
+        self._min_shared = min_shared
+        self._of_tenant: dict[str, PrefixIndex] = {}
+        self._under_way: dict[str, PrefixIndex] = {}
+        self._running: dict[str, PromptUnderWay] = {}  # by KV id
+        self.queried = 0
+        self.hit = 0
+        store.on_finished, store.on_left = self._note, self._forget
+
+    def _note(self, conversation: Conversation) -> None:
+        if conversation.conversation_id and conversation.tokens is not None:
+            index = self._of_tenant.setdefault(tenant_of(conversation.conversation_id), PrefixIndex())
+            index.put(conversation.conversation_id, conversation.tokens)
+
+    def _forget(self, conversation: Conversation) -> None:
+        tenant = tenant_of(conversation.conversation_id)
+        index = self._of_tenant.get(tenant)
+        if index is None:
+            return
+        index.remove(conversation.conversation_id)
+        if not len(index):
+            del self._of_tenant[tenant]
+
+    def begin(self, request_id: str, kv_id: str, tokens: TokenIds, choice: Choice, ready_at: float) -> PromptUnderWay:
+        """Enter the prompt of a turn whose rings are chosen. The caller ends it."""
+        tenant = tenant_of(request_id)
+
+        def forget() -> None:
+            if self._running.get(kv_id) is prompt:
+                del self._running[kv_id]
+                index = self._under_way[tenant]
+                index.remove(kv_id)
+                if not len(index):
+                    del self._under_way[tenant]
+
+        if (before := self._running.get(kv_id)) is not None:
+            before.end()
+        prompt = PromptUnderWay(request_id, kv_id, tokens, choice, ready_at, forget)
+        self._under_way.setdefault(tenant, PrefixIndex()).put(kv_id, tokens)
+        self._running[kv_id] = prompt
+        return prompt
+
+    def of_request(self, request_id: str) -> PromptUnderWay | None:
+        """Return the prompt of a running turn, while others may share or await it."""
+        return next((each for each in self._running.values() if each.request_id == request_id), None)
+
+    def coming(self, tenant: str, prompt: TokenIds) -> Iterator[tuple[PromptUnderWay, int]]:
+        """Yield prompts of running turns that begin as this one does, and how many tokens they share, most first."""
+        index = self._under_way.get(tenant)
+        for kv_id, shared in index.matches(prompt[:-1], MAX_LOOKED_AT) if index is not None else ():
+            yield self._running[kv_id], shared
+
+    def name_for(self, request_id: str, prompt: TokenIds) -> str:
+        """Return the unnamed conversation for a request without one: one that the prompt continues, or a new one.
+
+        A new one shares more where another history does.
+        """
+        tenant, most = tenant_of(request_id), 0
+        for conversation, shared in self.matches(tenant, prompt):
+            most = max(most, shared)
+            if most - shared >= self._min_shared:
+                break
+            if conversation.tokens is None or len(conversation.tokens) > shared:
+                continue
+            if conversation.is_unnamed and conversation.is_idle and shared < len(prompt):
+                return conversation.conversation_id
+        name = f"{UNNAMED}{uuid.uuid4().hex[:16]}"
+        return f"{tenant}/{name}" if tenant else name
+
+    def find(self, tenant: str, prompt: TokenIds) -> SharedKv:
+        """Return the KV on rings that begins as the prompt does: the longest on a ring of each role."""
+        self.queried += len(prompt)
+        shared = self.look(tenant, prompt)
+        for kv_id in shared.kv_ids.values():
+            conversation = self._store.known(kv_id)
+            if conversation is not None:
+                self._store.use(conversation)
+            if tenant in self._of_tenant:
+                self._of_tenant[tenant].touch(kv_id)
+        self.hit += shared.num_tokens
+        return shared
+
+    def look(self, tenant: str, prompt: TokenIds) -> SharedKv:
+        """Return as `find`, without notice that it is used."""
+        found = dict[str, tuple[KvLocation, str]]()
+        # The last token is always computed: its logits give the first new one.
+        histories = (
+            (conversation.conversation_id, min(shared, self._num_agreeing(conversation)), conversation.places, shared)
+            for conversation, shared in self.matches(tenant, prompt[:-1])
+        )
+        running = (
+            (each.kv_id, shared, each.places, shared)
+            for each, shared in self.coming(tenant, prompt)
+            if each.places is not None
+        )
+        for kv_id, agreeing, places, shared in heapq.merge(histories, running, key=lambda item: -item[3]):
+            if shared < self._min_shared or (
+                len(found) == 2 and all(place.num_tokens >= shared for place, _ in found.values())
+            ):
+                break
+            for role, place in places.items():
+                most = found[role][0].num_tokens if role in found else self._min_shared - 1
+                if min(agreeing, place.num_tokens) > most and self._is_there(role, place):
+                    found[role] = place.cut(agreeing), kv_id
+        if not found:
+            return NOTHING_SHARED
+        return SharedKv(
+            num_tokens=max(place.num_tokens for place, _ in found.values()),
+            prefill=found["prefill"][0] if "prefill" in found else None,
+            decode=found["decode"][0] if "decode" in found else None,
+            kv_ids={role: kv_id for role, (_, kv_id) in found.items()},
+        )
+
+    def agreeing(self, wanted: WantedTurn, prompt: TokenIds) -> WantedTurn:
+        """Return a turn with those places of shared KV that still agree with its prompt.
+
+        A history may have been replaced since the turn found it: another turn has edited it, or it was deleted.
+        """
+        places, shared = {"prefill": wanted.prefill, "decode": wanted.decode}, dict[str, str]()
+        for role, kv_id in wanted.shared.items():
+            place = places[role]
+            if place is not None and self._agrees(kv_id, prompt[: min(wanted.match_tokens, place.num_tokens)]):
+                shared[role] = kv_id
+            else:
+                places[role] = None
+        return replace(wanted, shared=shared, prefill=places["prefill"], decode=places["decode"])
+
+    def _agrees(self, kv_id: str, beginning: TokenIds) -> bool:
+        length, running, history = len(beginning), self._running.get(kv_id), self._store.known(kv_id)
+        if running is not None and common_prefix(running.tokens, beginning) == length:
+            return True
+        tokens = None if history is None or self._num_agreeing(history) < length else history.tokens
+        return tokens is not None and common_prefix(tokens, beginning) == length
+
+    def matches(self, tenant: str, prompt: TokenIds) -> Iterator[tuple[Conversation, int]]:
+        """Yield a few histories that begin as the prompt does, with the number of tokens they share, most first."""
+        index = self._of_tenant.get(tenant)
+        for name, shared in index.matches(prompt, MAX_LOOKED_AT) if index is not None else ():
+            conversation = self._store.known(name)
+            if conversation is not None:
+                yield conversation, shared
+
+    def _is_there(self, role: str, place: KvLocation) -> bool:
+        ring = self._rings.named(role, place.ring)
+        return ring is not None and ring.is_ready and ring.registration.incarnation == place.incarnation
+
+    def note_retained(self, kv_id: str, role: str, incarnation: str, num_tokens: int) -> None:
+        """Take notice that a ring has no more than `num_tokens` tokens of a history: it has evicted the others."""
+        conversation = self._store.known(kv_id)
+        place = None if conversation is None else conversation.places.at(role)
+        if conversation is None or place is None or place.incarnation != incarnation or not conversation.is_idle:
+            return
+        if num_tokens < place.num_tokens:
+            left = place.cut(num_tokens) if num_tokens else None
+            conversation.places = conversation.places.put(role, left)

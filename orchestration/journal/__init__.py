@@ -1,0 +1,1 @@
+"""Journal of the router over SQLite: what survives its death."""

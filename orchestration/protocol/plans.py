@@ -1,0 +1,96 @@
+"""Plan of a turn: how it is computed, and why. Frozen data, which crosses to the client."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from cp_core.layout.shards import TokenRange
+from workers.protocol.prefill_steps import Algorithm
+
+
+class PromptMode(StrEnum):
+    """Relation of a prompt to its conversation's earlier tokens; NEW where there are none.
+
+    AUTO is APPEND, or NEW where APPEND would be refused.
+    """
+
+    AUTO = "auto"
+    NEW = "new"
+    APPEND = "append"
+    WHOLE_HISTORY = "whole_history"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CachedSource:
+    """Source of cached tokens.
+
+    One of "kept_on_prefill", "pulled_from_decode", "pulled_from_other" (`ring`, which the conversation leaves), and
+    "kept_on_decode", where that ring computes the prompt itself.
+    """
+
+    source: str
+    tokens: TokenRange
+    ring: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedChunk:
+    """New tokens computed in one step, after all before them. `num_turns` turns shared the step; 0 if only planned."""
+
+    tokens: TokenRange
+    algorithm: Algorithm
+    num_turns: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RingAlternative:
+    """Predicted seconds of a turn on one ring of `num_ranks` ranks of `tp` processes.
+
+    They add up from the queue, the pull of cached KV that the ring lacks, and the prefill of the rest. Where the decode
+    ring could compute the prompt, it is one of the alternatives. Then `handoff_seconds` are those of the new tokens' KV
+    from a prefill ring, and `stall_seconds` those by which all turns that decode there wait longer together.
+    """
+
+    ring: str
+    num_ranks: int
+    tp: int
+    queue_seconds: float
+    move_seconds: float
+    prefill_seconds: float
+    handoff_seconds: float = 0.0
+    stall_seconds: float = 0.0
+
+    @property
+    def total_seconds(self) -> float:
+        """Seconds until the first token."""
+        return self.queue_seconds + self.move_seconds + self.handoff_seconds + self.stall_seconds + self.prefill_seconds
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TurnPlan:
+    """Way in which a turn is computed, and why. `algorithm` is that of most new tokens; `reason` is about those chunks.
+
+    `alternatives` are (algorithm, predicted seconds) of computing every chunk by it. Where only the decode ring retains
+    a part, "pull" and "recompute" are there too, each until the prefill has ended. `chunks` are those of an idle ring:
+    the prefill leader cuts by what waits, and reports what it did. `ring_alternatives` are the rings compared, the
+    fastest few and the chosen one; none where there was no choice.
+
+    With `Algorithm.DECODE_RING` the decode ring is also `prefill_ring`, and nothing is handed over. Other plans have it
+    among their `alternatives` where it was possible.
+    """
+
+    algorithm: Algorithm
+    reason: str
+    new_tokens: int
+    cached_tokens: int
+    prefill_ring: str
+    decode_ring: str
+    prefill_ranks: int
+    decode_ranks: int
+    cached_sources: tuple[CachedSource, ...]
+    chunks: tuple[PlannedChunk, ...]
+    predicted_prefill_seconds: float
+    alternatives: tuple[tuple[str, float], ...]
+    prompt_mode: PromptMode
+    ring_alternatives: tuple[RingAlternative, ...] = ()

@@ -1,0 +1,287 @@
+"""Adoption of what an earlier router began: turns that go on, and KV that rings retain.
+
+    begun, says the journal ──both rings have told their inventory──> adopted: runs as if this router had begun it
+            │                                                            ^
+            ├──its decode ring has told, the prefill ring not in time───┘
+            ├──its decode ring holds no such turn──> failed: the conversation is as before the turn
+            └──its decode ring has told nothing in time──> failed
+
+Rings hold turns too that the journal lacks: an earlier router died before they were begun. They are ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from cp_core.errors import RingserveError, TurnCancelled, Unavailable
+from cp_core.layout.shards import ShardMap
+from orchestration.conversations.conversation import Conversation
+from orchestration.conversations.store import ConversationStore
+from orchestration.placement.kv_locations import Choice, KvLocation, WantedTurn
+from orchestration.placement.registry import RegisteredRing, RingRegistry
+from orchestration.protocol.inventory import RingInventory, SequenceOnRing, TurnOnRing
+from orchestration.protocol.journal import BegunRecord, JournalPort
+from orchestration.protocol.ports import Peers
+from orchestration.protocol.rings import ROLES
+from orchestration.protocol.turns import PrefillTurn, Reservation
+from orchestration.router.attempts import TurnAttempts
+from orchestration.router.registry import TurnRegistry
+from orchestration.router.turn import RunningTurn
+from orchestration.tasks import TaskSet
+
+log = logging.getLogger(__name__)
+
+ADOPT_SECONDS = 5.0
+"""Seconds after its start in which a router waits for what rings hold."""
+LEAST_SECONDS = 1.0
+"""Seconds that a turn whose deadline is over has left, for its decode ring to end it."""
+
+
+@dataclass(slots=True)
+class _Pending:
+    """Turn that the journal has as begun, with what its rings tell of it. `settled`: adopted, or failed."""
+
+    record: BegunRecord
+    conversation: Conversation
+    on_prefill: TurnOnRing | None = None
+    on_decode: TurnOnRing | None = None
+    has_prefill_told: bool = False
+    settled: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Adoption:
+    """Turns and KV of earlier epochs, from `begin` until no turn is `pending`: each is adopted or has failed.
+
+    It `is_early` until rings of both roles serve, or have had the time to tell of it.
+    """
+
+    def __init__(
+        self,
+        journal: JournalPort,
+        store: ConversationStore,
+        rings: RingRegistry,
+        turns: TurnRegistry,
+        attempts: TurnAttempts,
+        peers: Peers,
+        tasks: TaskSet,
+    ) -> None:
+        self._journal = journal
+        self._store = store
+        self._rings = rings
+        self._turns = turns
+        self._attempts = attempts
+        self._peers = peers
+        self._tasks = tasks
+        self.pending: dict[str, _Pending] = {}
+        self.is_early = False
+        self._have_told = asyncio.Event()
+
+    def begin(self) -> None:
+        """Occupy the conversations of the turns that run, and give their rings a while to tell of them."""
+        for record in self._journal.turns():
+            self.pending[record.turn_id] = _Pending(record, self._occupied(record))
+        if self.pending:
+            log.info("%d turns were running when the router before this one ended", len(self.pending))
+        if self._journal.epoch > 1:
+            self.is_early = True
+            self._tasks.spawn(self._settle_all_in_time())
+
+    def _occupied(self, record: BegunRecord) -> Conversation:
+        request = record.request
+        return self._opened(request.conversation_id, request.request_id)
+
+    def _opened(self, name: str, request_id: str) -> Conversation:
+        if not name:
+            return Conversation("", running_request=request_id)
+        conversation, dropped = self._store.open(name, request_id)
+        for old in dropped:
+            self._tasks.spawn(self._turns.free(old))
+        return conversation
+
+    async def until_settled(self, turn_id: str) -> None:
+        """Wait until a pending turn is adopted, or has failed."""
+        await self.pending[turn_id].settled.wait()
+
+    async def until_request_settled(self, request_id: str) -> None:
+        """Wait until no turn of the request is pending."""
+        for pending in list(self.pending.values()):
+            if pending.record.request.request_id == request_id:
+                await pending.settled.wait()
+
+    async def until_rings_told(self) -> None:
+        """Wait until rings of both roles serve, which a new turn needs, or have had the time to tell of it."""
+        await self._have_told.wait()
+
+    def _end_early(self) -> None:
+        self.is_early = False
+        self._have_told.set()
+
+    async def until_all_settled(self) -> None:
+        """Wait until no turn is pending."""
+        for pending in list(self.pending.values()):
+            await pending.settled.wait()
+
+    async def _settle_all_in_time(self) -> None:
+        await asyncio.sleep(ADOPT_SECONDS)
+        self._end_early()
+        for pending in list(self.pending.values()):
+            if pending.on_decode is not None:
+                self._adopt(pending, pending.on_decode)
+            else:
+                self._fail(pending, f"its decode ring {pending.record.decode.ring} has told nothing")
+
+    # --- what rings tell ---------------------------------------------------------------------------------------------
+
+    def note(self, ring: RegisteredRing, inventory: RingInventory) -> None:
+        """Take over what a registered ring holds."""
+        if self.is_early and all(self._rings.ready(role) for role in ROLES):
+            self._end_early()
+        here = {turn.turn_id: turn for turn in inventory.turns}
+        for sequence in inventory.sequences:
+            self._place(ring, sequence)
+        for pending in list(self.pending.values()):
+            self._note_turn(pending, ring, here.get(pending.record.turn_id))
+        for turn in here.values():
+            if turn.turn_id not in self.pending and self._turns.of_turn(turn.turn_id) is None:
+                self._tasks.spawn(self._end_orphan(ring, turn))
+
+    def _note_turn(self, pending: _Pending, ring: RegisteredRing, turn: TurnOnRing | None) -> None:
+        record = pending.record
+        if ring.role == "prefill" and record.prefill is not None and record.prefill.ring == ring.name:
+            pending.on_prefill, pending.has_prefill_told = turn, True
+        elif ring.role == "decode" and record.decode.ring == ring.name:
+            pending.on_decode = turn
+            if turn is None:
+                self._fail(pending, f"its decode ring {ring.name} no longer has it")
+                return
+        if pending.on_decode is not None and (pending.has_prefill_told or record.prefill is None):
+            self._adopt(pending, pending.on_decode)
+
+    def _place(self, ring: RegisteredRing, sequence: SequenceOnRing) -> None:
+        """Note the KV that a ring retains of a conversation, as far as it agrees with the conversation."""
+        conversation = self._store.known(sequence.kv_id)
+        if conversation is None or not conversation.has_finished:
+            return
+        if self._turns.of_request(conversation.running_request) is not None:
+            return  # a turn of this router uses the conversation, and notes its KV when it ends
+        agreeing = self._journal.agreeing(sequence.kv_id, sequence.last_turn)
+        shards = sequence.shards.truncate(min(agreeing, sequence.shards.num_tokens))
+        known = conversation.places.at(ring.role)
+        if shards.num_tokens and (known is None or known.num_tokens < shards.num_tokens):
+            place = KvLocation(ring=ring.name, incarnation=ring.registration.incarnation, shards=shards)
+            conversation.places = conversation.places.put(ring.role, place)
+
+    async def _end_orphan(self, ring: RegisteredRing, turn: TurnOnRing) -> None:
+        """End a turn that no journal has as running. What its sequence had before stays on the ring."""
+        self._turns.ended.note(turn.turn_id, turn.retained_tokens)
+        port = self._peers.leader(ring.role, ring.registration.endpoint)
+        log.info("ring %s holds turn %s, which does not run; it is ended", ring.name, turn.turn_id)
+        try:
+            if ring.role == "prefill":
+                await port.settle(turn.kv_id, turn.turn_id, turn.retained_tokens)
+            else:
+                lost = TurnCancelled("the router was started again before the turn had begun; retry")
+                await port.abort_turn(turn.turn_id, lost)
+        except RingserveError as error:
+            log.warning("ring %s could not end turn %s: %s", ring.name, turn.turn_id, error)
+
+    # --- turns -------------------------------------------------------------------------------------------------------
+
+    def _adopt(self, pending: _Pending, on_decode: TurnOnRing) -> None:
+        """Let a turn go on as if this router had begun it."""
+        record = pending.record
+        decode = self._rings.named("decode", record.decode.ring)
+        prefill = self._rings.named("prefill", record.prefill.ring) if record.prefill and pending.on_prefill else None
+        if decode is None:
+            self._fail(pending, f"its decode ring {record.decode.ring} has left")
+            return
+        if on_decode.kv_id not in (record.turn_id, record.request.conversation_id):
+            # A request without a conversation leaves an unnamed one, which only the rings remember.
+            pending.conversation = self._opened(on_decode.kv_id, record.request.request_id)
+        turn = self._running(pending, prefill, decode, on_decode)
+        self._settled(pending)
+        self._turns.add(turn)
+        computing = pending.on_prefill if record.prefill is not None else on_decode
+        is_joinable = computing is not None and computing.is_begun
+        self._attempts.rejoin(turn, _joined(turn) if is_joinable else None)
+        log.info("turn %s of an earlier router goes on", turn.turn_id)
+        if not is_joinable and not on_decode.is_sealed:
+            lost = Unavailable("the ring that computed the prompt was lost while the router was started again; retry")
+            self._tasks.spawn(self._turns.abort(turn, lost))
+
+    def _running(
+        self, pending: _Pending, prefill: RegisteredRing | None, decode: RegisteredRing, on_decode: TurnOnRing
+    ) -> RunningTurn:
+        record, conversation = pending.record, pending.conversation
+        left = record.begun_at + record.request.deadline_seconds - time.time()
+        request = replace(record.request, deadline_seconds=max(LEAST_SECONDS, left))
+        prompt = request.token_ids
+        if record.base_tokens:
+            assert conversation.tokens is not None, "its turn continued it"
+            prompt = np.concatenate([conversation.tokens[: record.base_tokens], prompt])
+        wanted = WantedTurn(
+            num_tokens=len(prompt),
+            answer_tokens=request.sampling.max_tokens,
+            match_tokens=record.base_tokens,
+            prefill=conversation.prefill,
+            decode=conversation.decode,
+            algorithm=request.algorithm,
+        )
+        choice = Choice(prefill=prefill or decode, decode=decode, prefill_seconds=0.0, is_direct=prefill is None)
+        share = self._rings.place(prefill, decode, prefill_seconds=0.0, num_tokens=0)
+        turn = RunningTurn(record.turn_id, request, conversation, prompt, request.prompt_mode, wanted, choice, share)
+        turn.attempt = on_decode.attempt
+        turn.on_decode = _reservation(decode, on_decode)
+        if prefill is not None and pending.on_prefill is not None:
+            turn.on_prefill = _reservation(prefill, pending.on_prefill)
+        return turn
+
+    def _fail(self, pending: _Pending, why: str) -> None:
+        turn_id = pending.record.turn_id
+        log.warning("turn %s of an earlier router does not go on: %s", turn_id, why)
+        self._journal.failed(turn_id)
+        self._turns.ended.note(turn_id, 0)
+        self._settled(pending)
+        if pending.conversation.conversation_id:
+            self._store.close(pending.conversation)
+        held, prefill = pending.on_prefill, pending.record.prefill
+        ring = self._rings.named("prefill", prefill.ring) if prefill is not None else None
+        if held is not None and ring is not None:
+            self._tasks.spawn(self._end_orphan(ring, held))
+
+    def _settled(self, pending: _Pending) -> None:
+        del self.pending[pending.record.turn_id]
+        pending.settled.set()
+
+
+def _reservation(ring: RegisteredRing, turn: TurnOnRing) -> Reservation:
+    """Return as much of a ring's reservation as a turn needs that was planned before."""
+    return Reservation(
+        incarnation=ring.registration.incarnation,
+        retained_tokens=turn.retained_tokens,
+        shards=ShardMap.empty(ring.registration.num_ranks),
+        kv_endpoints=(),
+        tp=ring.registration.tp,
+    )
+
+
+def _joined(turn: RunningTurn) -> PrefillTurn:
+    """Return the request that joins a prefill under way: its ring knows the rest."""
+    assert turn.on_decode is not None, "an adopted turn is on its decode ring"
+    return PrefillTurn(
+        turn_id=turn.turn_id,
+        attempt=turn.attempt,
+        kv_id=turn.kv_id,
+        token_ids=turn.token_ids[:0],
+        cached_tokens=0,
+        chunks=(),
+        sampling=turn.request.sampling,
+        deadline_seconds=turn.request.deadline_seconds,
+        decode_endpoint=turn.decode.registration.endpoint,
+        destination=turn.on_decode,
+    )

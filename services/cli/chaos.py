@@ -1,0 +1,195 @@
+"""`ringserve chaos`: break every kind of process under load, and show what clients saw of it."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import tempfile
+import time
+from pathlib import Path
+
+from cp_core.errors import ConfigError, RingserveError
+from services.cli.import_model import prepare
+from services.cli.options import Subcommands, add_config_options, config_of
+from services.cluster.stopping import StopSignals, run_until_set
+from services.offline.chaos.cluster import START_SECONDS
+from services.offline.chaos.faults import How, Kind, Phase, choose
+from services.offline.chaos.run import Plan, Run
+from services.offline.chaos.verdict import MAX_DETECT_SECONDS, MAX_NEXT_TOKEN_SECONDS, Outcome, Result
+from services.offline.terminal import console, listing, print_lines, print_table
+from workers.model.builtin import PREFIX, TINY
+
+EXAMPLE = """example:
+  ringserve chaos --only 'decode-rank/decoding/kill'
+  ringserve chaos --only 'router/*' --only 'gateway/*' --rounds 3
+  ringserve chaos --model builtin:smollm2 --seconds 7200 --logs chaos-logs --json > chaos.json
+"""
+HELP = f"""Starts a cluster of its own and plays 8 conversations of three turns to it, greedy and seeded,
+with penalties and stop strings. In every cell of the matrix PROCESS x PHASE x HOW one process
+is hit while the second turns are seen in that phase, or just before them (idle). All answers
+must equal those without a fault, which for greedy ones are those of transformers. The fault must
+be noticed within {MAX_DETECT_SECONDS:g} s and the next token come within {MAX_NEXT_TOKEN_SECONDS:g} s.
+No KV block and no conversation may be lost.
+
+PROCESS: {", ".join(Kind)}
+PHASE:   {", ".join(Phase)}
+HOW:     {", ".join(How)} (SIGKILL, SIGSTOP)
+
+Exit status: 0 where every cell held, 1 where one was broken or the run was cut short, 130 after Ctrl-C."""
+EXIT_BROKEN = 1
+EXIT_INTERRUPTED = 130
+PIPE_WIDTH = 80
+CHUNK_TOKENS = 128
+TOKENS_PER_RANK = 16384
+
+
+def add(commands: Subcommands) -> None:
+    parser = commands.add_parser(
+        "chaos",
+        help="break processes under load and check what clients see",
+        description=HELP,
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
+    parser.add_argument(
+        "--only",
+        action="append",
+        metavar="PROCESS/PHASE/HOW",
+        help="run these cells alone; * stands for any text, missing parts at the end for all; repeatable",
+    )
+    parser.add_argument("--rounds", type=int, default=1, help="how often to run all cells (default: 1)")
+    parser.add_argument("--seconds", type=float, default=7200.0, help="begin no cell after so long (default: 7200)")
+    parser.add_argument(
+        "--stream-seconds", type=float, default=60.0, help="deadline of each turn of the load (default: 60)"
+    )
+    parser.add_argument("--model", default=PREFIX + TINY, help=f"model of the cluster (default: {PREFIX}{TINY})")
+    parser.add_argument("--prefill-rings", type=int, default=2, help="prefill rings (default: 2)")
+    parser.add_argument("--decode-rings", type=int, default=2, help="decode rings (default: 2)")
+    parser.add_argument("--logs", type=Path, metavar="DIR", help="keep the logs of the clusters in this directory")
+    parser.add_argument("--json", action="store_true", help="print one JSON object with all cells at the end")
+    add_config_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the subcommand."""
+    cells = choose(options.only or ())
+    if not cells:
+        raise ConfigError(f"--only: no cell matches {' or '.join(options.only)}; see 'ringserve chaos --help'")
+    for option in ("rounds", "seconds", "stream_seconds", "prefill_rings", "decode_rings"):
+        if not getattr(options, option) > 0:
+            raise ConfigError(
+                f"--{option.replace('_', '-')}: {getattr(options, option)} is not allowed; give 1 or more"
+            )
+    settings = _settings(options)
+    prepare(options.model, console(stderr=True))
+    with tempfile.TemporaryDirectory(prefix="ringserve-chaos-") as temporary:
+        directory = options.logs or Path(temporary)
+        directory.mkdir(parents=True, exist_ok=True)
+        plan = Plan(
+            cells=cells,
+            rounds=options.rounds,
+            model=options.model,
+            settings=settings,
+            directory=directory,
+            seconds=options.seconds,
+            stream_seconds=options.stream_seconds,
+        )
+        return _run(options, plan)
+
+
+def _settings(options: argparse.Namespace) -> list[str]:
+    """Return the options of `ringserve up`. Raises ConfigError for a configuration that it would refuse."""
+    values = {
+        "model.path": options.model,
+        "prefill.rings": options.prefill_rings,
+        "decode.rings": options.decode_rings,
+        # Many short steps: each phase lasts long enough to be seen.
+        "prefill.chunk_tokens": CHUNK_TOKENS,
+        "kv_cache.tokens_per_rank": TOKENS_PER_RANK,
+        "router.retain_prompts": "false",  # all KV is free again once the conversations are deleted
+        "timeouts.start": START_SECONDS / 2,  # of each of two stages
+        "gateway.listen": "127.0.0.1:0",
+        "gateway.http": "",
+        "gateway.metrics": "127.0.0.1:0",
+    }
+    options.set = [*(f"{key}={value}" for key, value in values.items()), *(options.set or ())]
+    config_of(options)  # a wrong key must not cost half a minute
+    words = [word for item in options.set for word in ("--set", item)]
+    return words if options.config is None else ["--config", str(options.config.resolve()), *words]
+
+
+def _run(options: argparse.Namespace, plan: Plan) -> int:
+    told = console(stderr=True)
+    signals = StopSignals()
+    began = time.monotonic()
+
+    def tell(line: str) -> None:
+        told.print(f"{time.monotonic() - began:6.1f} s  {line}", markup=False, highlight=False, soft_wrap=True)
+
+    chaos = Run(plan, tell)
+    results: list[Result] = []
+
+    async def collect() -> None:
+        async for result in chaos.results():
+            results.append(result)
+            tell(_line(result))
+
+    failure = ""
+    try:
+        asyncio.run(run_until_set(signals.requested, collect()))
+    except RingserveError as error:
+        failure = str(error)
+    finally:
+        chaos.stop()
+    is_whole = not chaos.num_left and not failure and not signals.requested.is_set()
+    has_held = is_whole and all(result.outcome is not Outcome.BROKEN for result in results)
+    if options.json:
+        report = {
+            "held": has_held,
+            "cells_left": chaos.num_left,
+            "failure": failure,
+            "smallest_lead": chaos.smallest_lead,
+            "cells": [result.as_dict() for result in results],
+        }
+        print(json.dumps(report))
+    else:
+        _show(results, chaos)
+    if failure:
+        told.print(f"ringserve: {failure}", markup=False, highlight=False, soft_wrap=True)
+    return EXIT_INTERRUPTED if signals.requested.is_set() else 0 if has_held else EXIT_BROKEN
+
+
+def _show(results: list[Result], chaos: Run) -> None:
+    table = listing("process", "phase", "how", "exact", "notice", "next", "gap", "KV", "")
+    for result in results:
+        table.add_row(
+            result.process,
+            result.phase,
+            result.how,
+            f"{result.exact}/{result.streams}" if result.streams else "",
+            _seconds(result.detect_seconds),
+            _seconds(result.next_token_seconds),
+            _seconds(result.longest_gap_seconds),
+            str(result.free_blocks_before - result.free_blocks_after) if result.recover_seconds is not None else "",
+            result.outcome,
+        )
+    print_table(console(pipe_width=PIPE_WIDTH), table)
+    counts = {outcome: sum(result.outcome is outcome for result in results) for outcome in Outcome}
+    broken = (f"{result.process}/{result.phase}/{result.how}: {'; '.join(result.reasons)}" for result in results)
+    print_lines(
+        "notice, next token and longest gap in seconds; KV: blocks that are not free again",
+        *(line for line, result in zip(broken, results, strict=True) if result.outcome is Outcome.BROKEN),
+        ", ".join(f"{count} {outcome}" for outcome, count in counts.items() if count) or "no cell was run",
+        *([f"{chaos.num_left} cells were not run: the time was over"] if chaos.num_left else []),
+    )
+
+
+def _line(result: Result) -> str:
+    """Return a cell's outcome in one line, for those who watch."""
+    return f"{result.outcome}{': ' if result.reasons else ''}{'; '.join(result.reasons)}"
+
+
+def _seconds(seconds: float | None) -> str:
+    return "" if seconds is None else f"{seconds:.1f}"

@@ -1,0 +1,179 @@
+"""Router of a cluster: started again in place, at the same port, when it dies or stands still.
+
+starts ──serves──> runs ──dies, or is silent: killed──> starts      at most len(RESTART_WAITS) failed starts in a row
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from typing import Protocol
+
+import ray
+from ray.exceptions import RayError
+
+from cp_core.errors import Unavailable
+from orchestration.protocol.rings import RingEvent
+from orchestration.ring.actors import host as host_actor
+from services.cluster.hosts import RouterHost
+from services.cluster.leaders import is_done
+
+log = logging.getLogger(__name__)
+
+ROUTER_NAME = "router"
+RESTART_WAITS = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0)
+"""Seconds before each attempt to start a router again, after the last one that served."""
+SILENT_SECONDS = 5.0
+"""Seconds without an answer after which a router with a journal is killed: starting it again costs no turn."""
+PROBE_SECONDS = 1.0
+"""Seconds between two questions whether the router answers."""
+
+
+class RouterProcess(Protocol):
+    """Process of one router."""
+
+    def endpoint(self) -> str | None:
+        """Return where it serves, or None while it starts. Raises Unavailable where it cannot."""
+
+    def event(self) -> RingEvent | None:
+        """Return the next thing to do for a ring, if there is one. Raises Unavailable where the process has died."""
+
+    def answers(self) -> bool:
+        """Ask whether the process lives, unless it is being asked; return whether the last answer has come."""
+
+    def kill(self) -> None: ...
+
+
+class RayRouter:
+    """`RouterProcess` as an actor of that name."""
+
+    def __init__(self, host: RouterHost, name: str) -> None:
+        self.actor = host_actor(name, ROUTER_NAME, host)
+        self.serves = self.actor.start.remote()
+        self._pid = self.actor.pid.remote()
+        self._event = self.actor.wait_event.remote()
+        self._answer = self.serves
+
+    def endpoint(self) -> str | None:
+        if not is_done(self.serves):
+            return None
+        try:
+            endpoint: str = ray.get(self.serves)
+        except RayError as error:
+            raise Unavailable(f"the router could not start: {getattr(error, 'cause', None) or error}") from error
+        return endpoint
+
+    def event(self) -> RingEvent | None:
+        if not is_done(self._event):
+            return None
+        try:
+            event: RingEvent = ray.get(self._event)
+        except RayError as error:
+            raise Unavailable("the router died") from error
+        self._event = self.actor.wait_event.remote()
+        return event
+
+    def answers(self) -> bool:
+        if not is_done(self._answer):
+            return False
+        self._answer = self.actor.measure.remote()
+        return True
+
+    def kill(self) -> None:
+        """End the process, also one that stands still and hears nothing of Ray."""
+        if is_done(self._pid):
+            with suppress(ProcessLookupError, RayError):
+                os.kill(ray.get(self._pid), signal.SIGKILL)  # on this node: see `host_actor`
+        ray.kill(self.actor)
+
+
+class RouterKeeper:
+    """Keeper of the one router: `start`, then `look` again and again.
+
+    `make` starts a process under a name of its own, `clock` returns seconds. `silent_seconds` without an answer make a
+    router one that stands still.
+    """
+
+    def __init__(
+        self,
+        host: RouterHost,
+        make: Callable[[RouterHost, str], RouterProcess],
+        *,
+        silent_seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._host = host
+        self._make = make
+        self._silent_seconds = silent_seconds
+        self._clock = clock
+        self._num_made = 0
+        self._num_failed = 0
+        self._serves = False
+        self._heard_at = self._probed_at = self._start_at = clock()
+        self.process: RouterProcess | None = None
+        self._start()
+
+    def _start(self) -> None:
+        # Ray frees the name of a dead actor when it likes: the successor gets another.
+        self._num_made += 1
+        self._serves = False
+        self.process = self._make(self._host, f"{ROUTER_NAME}-{self._num_made}")
+
+    def serves_at(self, endpoint: str) -> None:
+        """Note where the router serves; it is started again with that port."""
+        config, port = self._host.config, endpoint.rpartition(":")[2]
+        listen = f"{config.router.listen.rpartition(':')[0]}:{port}"
+        self._host = replace(self._host, config=replace(config, router=replace(config.router, listen=listen)))
+        self._note_serving()
+
+    def _note_serving(self) -> None:
+        self._serves, self._heard_at, self._probed_at = True, self._clock(), self._clock()
+
+    def look(self) -> RingEvent | None:
+        """Start the router again where it has to be. Return what it wants to be done for a ring, if anything.
+
+        Raises Unavailable where it cannot be started.
+        """
+        now = self._clock()
+        if self.process is None:
+            if now >= self._start_at:
+                self._start()
+            return None
+        try:
+            if not self._serves:
+                if self.process.endpoint() is not None:
+                    log.warning("the router serves again")
+                    self._note_serving()
+                return None
+            self._probe(now)
+            return self.process.event()
+        except Unavailable as error:
+            self._end(str(error), now)
+        return None
+
+    def _probe(self, now: float) -> None:
+        """Ask the router for a sign of life. Raises Unavailable where none has come for too long."""
+        if now - self._probed_at < PROBE_SECONDS:
+            return
+        self._probed_at = now
+        if self.process is not None and self.process.answers():
+            self._heard_at, self._num_failed = now, 0
+        elif now - self._heard_at > self._silent_seconds:
+            raise Unavailable(f"the router has not answered for {now - self._heard_at:.0f} s")
+
+    def _end(self, why: str, now: float) -> None:
+        """End the process and have another started after a while. Raises Unavailable after too many failures."""
+        if self.process is not None:
+            self.process.kill()
+        self.process = None
+        if self._num_failed == len(RESTART_WAITS):
+            raise Unavailable(f"{why}; it could not be started again, so the cluster ends")
+        forgets = "" if self._host.journal else ", and without router.journal its conversations are forgotten"
+        log.warning("%s; it is started again%s", why, forgets)
+        self._start_at = now + RESTART_WAITS[self._num_failed]
+        self._num_failed += 1

@@ -1,0 +1,1 @@
+"""Benchmark of the router: decisions under load, and its parts one by one."""

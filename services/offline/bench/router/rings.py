@@ -1,0 +1,104 @@
+"""Rings that reserve at once and compute nothing, in the place of leaders."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from functools import cache
+
+from cp_core.errors import NotFound, RingserveError
+from cp_core.layout.shards import ShardMap, spread
+from orchestration.protocol.kv import ForkedKv, ForkKv, RetainedKv, SendKv, SentKv, TakeKv, TakenKv
+from orchestration.protocol.turns import (
+    Admit,
+    PrefillDone,
+    PrefillReport,
+    PrefillTurn,
+    Reservation,
+    Reserve,
+    RingRegistration,
+    TurnEvent,
+)
+from orchestration.protocol.views import RingStatus
+
+
+@cache
+def _shards(start: int, count: int, num_ranks: int) -> ShardMap:
+    """Return the shards of a run of tokens; they are cached, since a ring's leader computes them in service."""
+    return spread(start, count, (0,) * num_ranks)
+
+
+class InstantRing:
+    """Prefill and decode ring that retains all KV and finishes every request at once.
+
+    `retained` are the tokens of each sequence. No KV moves, and no turn is decoded.
+    """
+
+    def __init__(self, registration: RingRegistration) -> None:
+        self.registration = registration
+        self.retained: dict[str, int] = {}
+
+    async def reserve(self, request: Reserve) -> Reservation:
+        retained = min(request.match_tokens, self.retained.get(request.shares or request.kv_id, 0))
+        return Reservation(
+            incarnation=self.registration.incarnation,
+            retained_tokens=retained,
+            shards=self.shards(request.num_tokens - retained, start=retained),
+            kv_endpoints=(),
+        )
+
+    async def prefill(self, turn: PrefillTurn) -> PrefillDone:
+        return PrefillDone(report=PrefillReport(), shards=self.shards(len(turn.token_ids)))
+
+    def shards(self, num_tokens: int, *, start: int = 0) -> ShardMap:
+        """Return how the ring lays a run of tokens over its ranks."""
+        return _shards(start, num_tokens, self.registration.num_ranks)
+
+    async def settle(self, kv_id: str, turn_id: str, retain_tokens: int) -> None:
+        if retain_tokens:
+            self.retained[kv_id] = retain_tokens
+        else:
+            self.retained.pop(kv_id, None)
+
+    async def abort_turn(self, turn_id: str, error: RingserveError) -> None:
+        """Ignore the request: no turn of this ring runs."""
+
+    async def get_retained(self, kv_ids: Sequence[str]) -> RetainedKv:
+        tokens = tuple(self.retained.get(name, 0) for name in kv_ids)
+        return RetainedKv(incarnation=self.registration.incarnation, num_tokens=tokens)
+
+    async def send_kv(self, request: SendKv) -> SentKv:
+        raise NotFound("no KV moves")
+
+    async def take_kv(self, request: TakeKv) -> TakenKv:
+        raise NotFound("no KV moves")
+
+    async def admit(self, admit: Admit) -> None:
+        raise AssertionError("nothing is decoded")
+
+    def stream_turn(self, turn_id: str, after: int = 0) -> AsyncGenerator[TurnEvent, None]:
+        raise AssertionError("nothing is decoded")
+
+    async def finish_turn(self, turn_id: str, num_tokens: int) -> None:
+        raise AssertionError("nothing is decoded")
+
+    async def fork_kv(self, request: ForkKv) -> ForkedKv:
+        raise AssertionError("nothing is forked")
+
+    async def drain(self, seconds: float) -> None:
+        raise AssertionError("nothing drains")
+
+    async def undrain(self) -> None:
+        raise AssertionError("nothing drains")
+
+    async def get_status(self) -> RingStatus:
+        raise AssertionError("no status is asked for")
+
+
+class InstantRings:
+    """`Peers` of rings in this process, by endpoint."""
+
+    def __init__(self, registrations: Sequence[RingRegistration]) -> None:
+        self.rings = {each.endpoint: InstantRing(each) for each in registrations}
+
+    def leader(self, role: str, endpoint: str) -> InstantRing:
+        return self.rings[endpoint]

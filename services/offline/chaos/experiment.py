@@ -1,0 +1,288 @@
+"""Experiment of a chaos run: the load on a cluster, a fault in an observed phase, and all that is seen of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from cp_core.errors import NotFound, RingserveError, Unavailable
+from ringserve.v1 import inference_pb2
+from services.client.async_client import AsyncClient
+from services.offline.chaos.faults import Cell, How, Kind, Phase, Processes
+from services.offline.chaos.load import FIRST, HIT, LAST, Expected, Stream, begin, play
+from services.offline.chaos.verdict import MAX_DETECT_SECONDS, Observation, Outcome, Result, judge, nothing_hit
+
+DECODING_TOKENS = 6
+"""Tokens after which a stream counts as decoding."""
+STATUS_SECONDS = 1.0
+"""Deadline of one question about the state of the rings."""
+PAUSE_SECONDS = 0.05
+TRIGGER_SECONDS = 0.002
+RECOVER_SECONDS = 90.0
+FREE_SECONDS = 20.0
+Info = inference_pb2.GetServerInfoResponse
+
+
+@dataclass(slots=True)
+class _Target:
+    """Process to hit: its name, its id, its ring and the ring's incarnation at that time, and when it was hit."""
+
+    name: str
+    ring: str
+    pid: int
+    incarnation: str
+    hit_at: float
+
+
+class Experiment:
+    """Experiments on one cluster, one after the other."""
+
+    def __init__(self, gateway: str, processes: Processes, expected: Sequence[Expected], stream_seconds: float) -> None:
+        """Take the gateway's address, the processes of the cluster, the load, and the deadline of each turn."""
+        self._gateway = gateway
+        self._processes = processes
+        self._expected = expected
+        self._stream_seconds = stream_seconds
+        self._info = Info()
+        self._num_rings = 0
+        self._target: _Target | None = None
+        self._sign: tuple[float, str] | None = None
+
+    async def run(self, cell: Cell, prefix: str) -> Result:
+        """Run one cell in conversations of its own. Raises RingserveError where the cluster did not serve before it."""
+        self._target, self._sign = None, None
+        if cell.kind is Kind.RAYLET:
+            return nothing_hit(cell, Outcome.APART, "one node: its raylet is the cluster's head")
+        async with AsyncClient(self._gateway) as client, self._watching(cell):
+            before = await self._whole(client)
+            self._num_rings, free_before = len(before.rings), _num_free(before)
+            firsts = begin(self._expected, FIRST)
+            await play(client, firsts, prefix, self._stream_seconds)
+            if wrong := next((stream for stream in firsts if not stream.is_exact), None):
+                raise Unavailable(f"the load failed before the fault: {wrong.error or wrong.difference}")
+            streams = await self._play_and_hit(client, cell, prefix, firsts)
+            if not self._was_hit:
+                await self._forget(client, prefix)
+                return nothing_hit(cell, Outcome.UNSEEN, f"no stream was seen in the phase {cell.phase}")
+            try:
+                return judge(cell, await self._observe(client, cell, prefix, streams, free_before))
+            finally:
+                self._processes.resume()
+
+    async def _play_and_hit(
+        self, client: AsyncClient, cell: Cell, prefix: str, firsts: Sequence[Stream]
+    ) -> list[Stream]:
+        """Run the second turns, and hit the process when its phase is seen, or just before them."""
+        if cell.phase is Phase.IDLE:
+            self._hit(cell, firsts[0])
+        streams = begin(self._expected, HIT)
+
+        def look(_: Stream | None = None) -> None:
+            if not self._was_hit and (stream := in_phase(cell.phase, streams, self._info)):
+                self._hit(cell, stream)
+
+        playing = asyncio.create_task(play(client, streams, prefix, self._stream_seconds, look))
+        try:
+            while not playing.done() and not self._was_hit:
+                look()
+                await asyncio.wait([playing], timeout=TRIGGER_SECONDS)
+            await playing
+        finally:
+            playing.cancel()
+        return streams
+
+    @property
+    def _was_hit(self) -> bool:
+        return self._target is not None
+
+    def _hit(self, cell: Cell, stream: Stream) -> None:
+        """Hit the process that has to do with a stream."""
+        ring = ""
+        if cell.role and stream.plan is not None:
+            ring = stream.plan.prefill_ring if cell.role == "prefill" else stream.plan.decode_ring
+        name = self._processes.name_of(cell.kind, ring)
+        if not name:
+            return
+        info = next((each for each in self._info.rings if each.name == ring), inference_pb2.RingInfo())
+        pid = self._processes.hit(name, cell.how)
+        self._target = _Target(name, ring, pid, info.incarnation, time.monotonic())
+
+    async def _observe(
+        self, client: AsyncClient, cell: Cell, prefix: str, streams: list[Stream], free_before: int
+    ) -> Observation:
+        """Collect what is seen of the fault from the end of the streams to a cluster that is whole again."""
+        target = self._target
+        assert target is not None, "something was hit"
+        affected = [stream for stream in streams if not target.ring or stream.uses(target.ring)]
+        affected = [stream for stream in affected if not stream.ended < target.hit_at]
+        self._note_errors(affected)
+        while self._sign is None and time.monotonic() < target.hit_at + 2 * MAX_DETECT_SECONDS:
+            await asyncio.sleep(PAUSE_SECONDS)
+        self._processes.resume()  # a process that was given up must do no harm when it goes on
+        recovered = None
+        with contextlib.suppress(RingserveError):
+            await self._whole(client)
+            recovered = time.monotonic() - target.hit_at
+        lost, follow_ups = ([], []) if recovered is None else await self._follow_up(client, prefix, streams)
+        free_after = await self._forget(client, prefix) if recovered is not None else 0
+        sign = self._sign
+        role_rings = [ring for ring in self._info.rings if ring.role == cell.role]
+        return Observation(
+            victim=target.name,
+            streams=streams,
+            affected=affected,
+            follow_ups=follow_ups,
+            hit_at=target.hit_at,
+            detect_seconds=None if sign is None else sign[0] - target.hit_at,
+            sign="" if sign is None else sign[1],
+            recover_seconds=recovered,
+            free_before=free_before,
+            free_after=free_after,
+            lost=lost,
+            is_alone=bool(cell.role) and len(role_rings) == 1,
+        )
+
+    def _note_errors(self, affected: Sequence[Stream]) -> None:
+        """Take the first error of an affected stream for a sign."""
+        failed = [stream for stream in affected if stream.error]
+        if failed:
+            first = min(failed, key=lambda stream: stream.ended)
+            self._note(first.ended, "a stream failed")
+
+    def _note(self, at: float, sign: str) -> None:
+        if self._sign is None or at < self._sign[0]:
+            self._sign = (at, sign)
+
+    async def _follow_up(
+        self, client: AsyncClient, prefix: str, streams: Sequence[Stream]
+    ) -> tuple[list[str], list[Stream]]:
+        """Check every conversation's length and run the turn after the fault. Return the lost ones and the turns."""
+        lost, after = [], []
+        for stream in streams:
+            name = stream.expected.script.name
+            # A turn that failed may have been committed, or not at all.
+            lengths = {len(stream.expected.history(LAST))} | (
+                {len(stream.expected.history(HIT))} if stream.error else set()
+            )
+            try:
+                num_tokens = (await client.conversation(prefix + name)).num_tokens
+            except NotFound:
+                num_tokens = 0
+            if num_tokens not in lengths:
+                lost.append(name)
+            elif num_tokens == max(lengths):
+                after.append(stream.expected)
+        follow_ups = begin(after, LAST)
+        await play(client, follow_ups, prefix, self._stream_seconds)
+        return lost, follow_ups
+
+    # --- the cluster -------------------------------------------------------------------------------------------------
+
+    async def _whole(self, client: AsyncClient) -> Info:
+        """Return the state of the rings when all serve and no turn runs. Raises Unavailable where that never comes."""
+        deadline = time.monotonic() + RECOVER_SECONDS
+        while True:
+            with contextlib.suppress(RingserveError, TimeoutError):
+                async with asyncio.timeout(STATUS_SECONDS):
+                    info = await client.server_info()
+                if len(info.rings) >= self._num_rings and is_whole(info):
+                    return info
+            if time.monotonic() > deadline:
+                raise Unavailable(f"the cluster is not whole and idle after {RECOVER_SECONDS:.0f} s")
+            await asyncio.sleep(PAUSE_SECONDS)
+
+    async def _forget(self, client: AsyncClient, prefix: str) -> int:
+        """Delete the conversations of a cell. Return the number of free KV blocks once it is all, or after a while."""
+        for each in self._expected:
+            with contextlib.suppress(RingserveError):
+                await client.delete_conversation(prefix + each.script.name)
+        deadline = time.monotonic() + FREE_SECONDS
+        while True:
+            info = await self._whole(client)
+            if _num_free(info) == _num_blocks(info) or time.monotonic() > deadline:
+                return _num_free(info)
+            await asyncio.sleep(PAUSE_SECONDS)
+
+    @asynccontextmanager
+    async def _watching(self, cell: Cell) -> AsyncIterator[None]:
+        """Look at rings and processes all the time, and note the first sign that the service has noticed the fault."""
+        watching = [asyncio.create_task(self._watch_rings()), asyncio.create_task(self._watch_processes(cell.how))]
+        try:
+            yield
+        finally:
+            for task in watching:
+                task.cancel()
+            await asyncio.gather(*watching, return_exceptions=True)
+
+    async def _watch_rings(self) -> None:
+        async with AsyncClient(self._gateway) as client:
+            while True:
+                with contextlib.suppress(RingserveError, TimeoutError):
+                    async with asyncio.timeout(STATUS_SECONDS):
+                        self._info = await client.server_info()
+                    if (target := self._target) is not None and target.ring:
+                        ring = next((each for each in self._info.rings if each.name == target.ring), None)
+                        if ring is None or ring.state != "ready":
+                            self._note(time.monotonic(), f"the ring is {'gone' if ring is None else ring.state}")
+                        elif ring.incarnation != target.incarnation:
+                            self._note(time.monotonic(), "the ring was built again")
+                await asyncio.sleep(PAUSE_SECONDS)
+
+    async def _watch_processes(self, how: How) -> None:
+        while True:
+            pids = await asyncio.to_thread(self._processes.look)
+            if (target := self._target) is not None:
+                pid = pids.get(target.name, 0)
+                if pid and pid != target.pid:
+                    self._note(time.monotonic(), "the process was replaced")
+                elif not pid and how is How.STOP:
+                    self._note(time.monotonic(), "the stopped process was killed")
+            await asyncio.sleep(10 * PAUSE_SECONDS)
+
+
+def in_phase(phase: Phase, streams: Sequence[Stream], info: Info) -> Stream | None:
+    """Return a stream in this phase, if one is. The phases' own docstring says what shows them."""
+    running = [stream for stream in streams if stream.plan is not None and not stream.is_over]
+    waiting = [stream for stream in running if not stream.token_ids]
+    match phase:
+        case Phase.QUEUED:
+            rings = {ring.name for ring in info.rings if ring.role == "prefill" and ring.num_requests_waiting}
+            found = [stream for stream in waiting if stream.plan and stream.plan.prefill_ring in rings]
+            return found[-1] if found else None
+        case Phase.PREFILL:
+            rings = {ring.name for ring in info.rings if ring.role == "prefill" and ring.num_requests_running}
+            return next((each for each in waiting if each.plan and each.plan.prefill_ring in rings), None)
+        case Phase.MIGRATING:
+            migrating = (each for each in running if each.plan and each.plan.prefill_ring != each.plan.decode_ring)
+            return next((stream for stream in migrating if len(stream.token_ids) == 1), None)
+        case Phase.DECODING:
+            return next((stream for stream in running if len(stream.token_ids) >= DECODING_TOKENS), None)
+        case Phase.IDLE:
+            return None
+
+
+def is_whole(info: Info) -> bool:
+    return (
+        bool(info.rings)
+        and not info.running_turns
+        and all(
+            ring.state == "ready"
+            and not ring.num_requests_running
+            and not ring.num_requests_waiting
+            and ring.kv_usage
+            and not any(rank.active_blocks for rank in ring.kv_usage)
+            for ring in info.rings
+        )
+    )
+
+
+def _num_free(info: Info) -> int:
+    return sum(rank.free_blocks for ring in info.rings for rank in ring.kv_usage)
+
+
+def _num_blocks(info: Info) -> int:
+    return sum(rank.total_blocks for ring in info.rings for rank in ring.kv_usage)

@@ -1,0 +1,120 @@
+"""Chaos run: clusters, the answers without a fault, and one cell of the matrix after the other."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from cp_core.errors import RingserveError, Unavailable
+from services.client.async_client import AsyncClient
+from services.gateway.text import TextCodec
+from services.offline.chaos.cluster import OwnCluster
+from services.offline.chaos.experiment import Experiment
+from services.offline.chaos.faults import Cell
+from services.offline.chaos.load import Expected, answers_without_fault, write_scripts
+from services.offline.chaos.verdict import Outcome, Result, nothing_hit
+from services.offline.demo import document
+from workers.model.builtin import resolve_model_path
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Cells to run, `rounds` times, in clusters of `ringserve up` with these options, whose files go to `directory`.
+
+    No cell begins after `seconds`. Every turn has `stream_seconds`.
+    """
+
+    cells: Sequence[Cell]
+    rounds: int
+    model: str
+    settings: Sequence[str]
+    directory: Path
+    seconds: float
+    stream_seconds: float
+
+
+class Run:
+    """Run of a plan. `stop` ends its cluster, whatever has happened."""
+
+    def __init__(self, plan: Plan, progress: Progress) -> None:
+        self._plan = plan
+        self._progress = progress
+        self._cluster: OwnCluster | None = None
+        self._num_clusters = 0
+        self._expected: list[Expected] = []
+        self.smallest_lead = 0.0
+        self.num_left = 0
+
+    async def results(self) -> AsyncIterator[Result]:
+        """Yield the line of every cell. Raises Unavailable where no cluster starts or it answers wrongly unharmed."""
+        deadline = time.monotonic() + self._plan.seconds
+        todo = [(number, cell) for number in range(1, self._plan.rounds + 1) for cell in self._plan.cells]
+        for place, (number, cell) in enumerate(todo):
+            if time.monotonic() > deadline:
+                self.num_left = len(todo) - place
+                return
+            self._progress(f"{cell} ({place + 1} of {len(todo)})")
+            yield replace(await self._cell(cell, f"chaos-{place}-"), round=number)
+
+    async def _cell(self, cell: Cell, prefix: str) -> Result:
+        cluster = await self._running()
+        assert cluster.processes is not None, "the cluster has started"
+        experiment = Experiment(cluster.gateway, cluster.processes, self._expected, self._plan.stream_seconds)
+        try:
+            result = await experiment.run(cell, prefix)
+        except RingserveError as error:
+            result = nothing_hit(cell, Outcome.BROKEN, f"the cluster failed: {error}")
+        if cluster.has_ended:
+            reason = f"the whole cluster ended: {cluster.last_line()}"
+            result = replace(result, outcome=Outcome.BROKEN, reasons=(*result.reasons, reason))
+        if result.outcome is Outcome.BROKEN and (result.recover_seconds is None or result.lost_conversations):
+            self.stop()
+        return result
+
+    async def _running(self) -> OwnCluster:
+        """Return the cluster, started where none runs. The first one tells the answers without a fault."""
+        if self._cluster is None or self._cluster.has_ended:
+            self.stop()
+            self._cluster = OwnCluster(self._plan.settings, self._plan.directory, self._num_clusters)
+            self._num_clusters += 1
+            await self._cluster.start(self._progress)
+        if not self._expected:
+            path = resolve_model_path(self._plan.model)
+            codec = TextCodec(path)
+            scripts = write_scripts(codec.encode(document(codec)).tolist())
+            self._progress("asking for the answers without a fault")
+            async with AsyncClient(self._cluster.gateway) as client:
+                self._expected = await answers_without_fault(client, scripts, self._plan.stream_seconds)
+            self._progress("checking greedy answers against transformers")
+            self.smallest_lead = await asyncio.to_thread(check_greedy, path, self._expected)
+        return self._cluster
+
+    def stop(self) -> None:
+        """End the cluster. Idempotent."""
+        if self._cluster is not None:
+            self._cluster.stop()
+            self._cluster = None
+
+
+def check_greedy(model_path: Path, expected: Sequence[Expected]) -> float:
+    """Compare greedy answers with stock transformers' choices. Return the smallest lead of a chosen token, in logits.
+
+    Raises Unavailable where an answer differs: without a fault, no service may differ from transformers.
+    """
+    from services.offline.reference import StockModel  # here: torch and transformers take seconds to import
+
+    stock, lead = StockModel(model_path), float("inf")
+    for each in expected:
+        if not each.script.is_greedy:
+            continue
+        for number, answer in enumerate(each.answers):
+            reference = stock.follow((*each.history(number), *each.script.turns[number].prompt), answer)
+            if tuple(reference.token_ids) != answer:
+                raise Unavailable(f"turn {number + 1} of {each.script.name} differs from transformers without a fault")
+            lead = min(lead, reference.smallest_lead)
+    return lead

@@ -1,0 +1,66 @@
+"""Records of turns for tests of the journal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from orchestration.protocol.journal import BegunRecord, CommittedRecord, RingIncarnation, StoredConversation
+from orchestration.protocol.plans import PromptMode
+from orchestration.protocol.turns import KvQuota, TurnRequest
+from workers.protocol.decode_commands import FinishReason
+from workers.protocol.prefill_steps import Algorithm
+from workers.sampling.parameters import SamplingParameters, TokenBias
+
+SAMPLING = SamplingParameters(
+    temperature=0.5, seed=7, max_tokens=9, stop_token_ids=(1, 2), logit_bias=(TokenBias(3, -1.0),), logprobs=2
+)
+
+
+def begun(turn_id: str, conversation_id: str, tokens: Sequence[int], base: int = 0) -> BegunRecord:
+    """Return the record of a turn whose prompt is `tokens` behind `base` tokens of its conversation."""
+    return BegunRecord(
+        turn_id=turn_id,
+        request=TurnRequest(
+            request_id=f"request of {turn_id}",
+            conversation_id=conversation_id,
+            prompt_mode=PromptMode.APPEND,
+            token_ids=np.asarray(tokens, dtype=np.int64),
+            sampling=SAMPLING,
+            deadline_seconds=60.0,
+            conversation_ttl_seconds=5.0,
+            priority=3,
+            algorithm=Algorithm.PASS_Q,
+            kv_quota=KvQuota(tenant="t", max_tokens=10),
+        ),
+        base_tokens=base,
+        prefill=RingIncarnation(ring="prefill-0", incarnation="a"),
+        decode=RingIncarnation(ring="decode-0", incarnation="b"),
+        attempt=1,
+        begun_at=100.0,
+    )
+
+
+def committed(turn_id: str, answer: Sequence[int]) -> CommittedRecord:
+    """Return the record of a turn that ended with an answer."""
+    return CommittedRecord(
+        turn_id=turn_id,
+        answer=np.asarray(answer, dtype=np.int64),
+        finish_reason=FinishReason.STOP,
+        kv_tokens=len(answer),
+        ended_at=200.0,
+    )
+
+
+def fork(new_id: str, num_tokens: int) -> StoredConversation:
+    """Return a new conversation of so many tokens."""
+    return StoredConversation(
+        conversation_id=new_id,
+        num_tokens=num_tokens,
+        num_turns=0,
+        forked_from="",
+        ttl_seconds=0.0,
+        last_used=300.0,
+        last_turn="",
+    )

@@ -1,0 +1,192 @@
+import asyncio
+import dataclasses
+import multiprocessing
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cp_core.errors import ConfigError, Unavailable
+from orchestration.journal import schema
+from orchestration.journal.journal import MAX_ENDED, SqliteJournal
+from tests.orchestration.journal.records import begun, committed, fork
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schema, "LOCK_SECONDS", 0.1)
+
+
+async def turn(
+    journal: SqliteJournal, name: str, turn_id: str, prompt: list[int], answer: list[int], base: int
+) -> None:
+    await asyncio.gather(
+        journal.begun(begun(turn_id, name, prompt, base)), journal.committed(committed(turn_id, answer))
+    )
+
+
+def tokens(journal: SqliteJournal, name: str) -> list[int]:
+    return [int(token) for token in journal.tokens_of(name)]
+
+
+def num_rows(directory: Path, table: str) -> int:
+    (count,) = sqlite3.connect(directory / schema.FILE).execute(f"SELECT count(*) FROM {table}").fetchone()
+    return int(count)
+
+
+def num_bytes(directory: Path) -> int:
+    return sum(path.stat().st_size for path in directory.iterdir())
+
+
+async def test_a_conversation_outlives_its_router(tmp_path: Path) -> None:
+    journal = SqliteJournal(tmp_path)
+    await turn(journal, "c", "t1", [1, 2], [3], base=0)
+    await turn(journal, "c", "t2", [4], [5, 6], base=3)
+    journal.close()
+    later = SqliteJournal(tmp_path)
+    assert later.epoch == journal.epoch + 1
+    (known,) = later.conversations()
+    assert dataclasses.astuple(known) == ("c", 6, 2, "", 5.0, 200.0, "t2")
+    assert tokens(later, "c") == [1, 2, 3, 4, 5, 6]
+    assert list(later.ended()) == [("t1", 1), ("t2", 2)]
+    assert not list(later.turns())
+    later.close()
+
+
+async def test_a_turn_that_has_not_ended_is_remembered_as_it_was_begun(tmp_path: Path) -> None:
+    journal = SqliteJournal(tmp_path)
+    record = begun("t1", "c", [1, 2], base=0)
+    await asyncio.gather(journal.begun(record), journal.begun(begun("t2", "", [9])), journal.failed("t2"))
+    journal.close()
+    later = SqliteJournal(tmp_path)
+    (known,) = later.turns()
+    assert known.request.token_ids.tolist() == [1, 2]
+    nothing = np.empty(0, dtype=np.int64)
+    assert dataclasses.replace(known, request=dataclasses.replace(known.request, token_ids=nothing)) == (
+        dataclasses.replace(record, request=dataclasses.replace(record.request, token_ids=nothing))
+    )
+    later.close()
+
+
+async def test_a_fork_copies_no_tokens_and_outlives_its_source(tmp_path: Path) -> None:
+    journal = SqliteJournal(tmp_path)
+    await turn(journal, "c", "t1", list(range(1_000_000)), [7], base=0)
+    before = num_rows(tmp_path, "segments")
+    size = num_bytes(tmp_path)
+    for number in range(20):
+        await journal.forked("c", fork(f"f{number}", 500_000))
+    assert num_bytes(tmp_path) - size < 4_000_000, "copies would take 80 MB"
+    assert num_rows(tmp_path, "segments") == before
+    await journal.deleted(["c"])
+    assert tokens(journal, "f3") == list(range(500_000))
+    await journal.deleted([f"f{number}" for number in range(20)])
+    assert num_rows(tmp_path, "segments") == 0
+    journal.close()
+
+
+async def test_a_history_that_is_cut_back_leaves_nothing_behind(tmp_path: Path) -> None:
+    journal = SqliteJournal(tmp_path)
+    await turn(journal, "c", "t0", list(range(1000)), [1], base=0)
+    for number in range(50):
+        await turn(journal, "c", f"t{number + 1}", list(range(1000)), [2], base=10 + number)
+    assert tokens(journal, "c")[-1001:] == [*range(1000), 2]
+    database = sqlite3.connect(tmp_path / schema.FILE)
+    (stored,) = database.execute("SELECT sum(length(tokens)) FROM segments").fetchone()
+    assert stored == 4 * len(tokens(journal, "c"))
+    journal.close()
+
+
+async def test_agreement_counts_what_later_turns_have_left_of_a_turn(tmp_path: Path) -> None:
+    journal = SqliteJournal(tmp_path)
+    await turn(journal, "c", "t1", list(range(10)), [1, 2], base=0)
+    await turn(journal, "c", "t2", [5], [6], base=8)
+    await journal.forked("c", fork("f", 9))
+    assert [journal.agreeing("c", name) for name in ("t1", "t2", "another")] == [8, 10, 0]
+    assert [journal.agreeing("f", name) for name in ("t1", "t2")] == [8, 9]
+    assert journal.agreeing("unknown", "t1") == 0
+    journal.close()
+
+
+async def test_an_end_that_is_told_twice_counts_once(tmp_path: Path) -> None:
+    journal = SqliteJournal(tmp_path)
+    await turn(journal, "c", "t1", [1], [2], base=0)
+    await journal.committed(committed("t1", [2]))
+    await journal.committed(committed("never begun", [2]))
+    assert tokens(journal, "c") == [1, 2]
+    assert next(iter(journal.conversations())).num_turns == 1
+    journal.close()
+
+
+async def test_answers_of_ended_turns_are_bounded(tmp_path: Path) -> None:
+    journal = SqliteJournal(tmp_path)
+    writes = [
+        write
+        for number in range(MAX_ENDED + 10)
+        for write in (journal.begun(begun(f"t{number}", "", [1])), journal.committed(committed(f"t{number}", [2])))
+    ]
+    await asyncio.gather(*writes)
+    assert len(list(journal.ended())) == MAX_ENDED
+    assert num_rows(tmp_path, "turns") == 0
+    journal.close()
+
+
+async def test_a_record_that_cannot_be_written_fails_alone(tmp_path: Path) -> None:
+    journal = SqliteJournal(tmp_path)
+    failing = journal.forked("unknown", fork("f", 1))
+    good = journal.begun(begun("t1", "c", [1]))
+    await good
+    with pytest.raises(Unavailable, match=r"router\.journal"):
+        await failing
+    assert [record.turn_id for record in journal.turns()] == ["t1"]
+    journal.close()
+
+
+def _hold(directory: Path, held: Callable[[], None], until: Callable[[], None]) -> None:
+    journal = SqliteJournal(directory)
+    held()
+    until()
+    journal.close()
+
+
+def test_a_second_router_is_told_who_has_the_journal(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    held, free = context.Event(), context.Event()
+    holder = context.Process(target=_hold, args=(tmp_path, held.set, free.wait))
+    holder.start()
+    try:
+        assert held.wait(30)
+        with pytest.raises(ConfigError, match=r"router\.journal: another router writes to"):
+            SqliteJournal(tmp_path)
+    finally:
+        free.set()
+        holder.join()
+    SqliteJournal(tmp_path).close()
+
+
+async def test_a_journal_of_another_model_or_of_a_later_version_is_refused(tmp_path: Path) -> None:
+    SqliteJournal(tmp_path, "one").close()
+    with pytest.raises(ConfigError, match="with model one, and this router serves two"):
+        SqliteJournal(tmp_path, "two")
+    with sqlite3.connect(tmp_path / schema.FILE) as database:
+        database.execute("PRAGMA user_version=99")
+    with pytest.raises(ConfigError, match="is of version 99"):
+        SqliteJournal(tmp_path, "one")
+
+
+async def test_an_older_version_is_migrated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = SqliteJournal(tmp_path)
+    await turn(journal, "c", "t1", [1], [2], base=0)
+    journal.close()
+    monkeypatch.setattr(schema, "VERSIONS", (*schema.VERSIONS, "CREATE TABLE later (id INTEGER);"))
+    migrated = SqliteJournal(tmp_path)
+    assert tokens(migrated, "c") == [1, 2]
+    assert num_rows(tmp_path, "later") == 0
+    migrated.close()
+
+
+def test_a_file_that_is_no_journal_is_named(tmp_path: Path) -> None:
+    (tmp_path / schema.FILE).write_text("no database at all, of any version" * 10)
+    with pytest.raises(ConfigError, match="move it away"):
+        SqliteJournal(tmp_path)

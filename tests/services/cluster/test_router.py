@@ -1,0 +1,119 @@
+"""A router that dies, stands still, or does not start again."""
+
+from __future__ import annotations
+
+import pytest
+
+from cp_core.errors import Unavailable
+from orchestration.protocol.rings import RingEvent
+from services.cluster.hosts import RouterHost
+from services.cluster.router import PROBE_SECONDS, RESTART_WAITS, RouterKeeper
+from services.config import config_from
+from workers.model.builtin import resolve_model_path
+from workers.model.info import read_model_info
+
+SILENT = 5.0
+
+
+class Process:
+    """Router that does what the test says."""
+
+    def __init__(self, host: RouterHost) -> None:
+        self.host = host
+        self.served: str | None = None
+        self.failure = ""
+        self.is_silent = False
+        self.kills = 0
+        self.events: list[RingEvent] = []
+
+    def endpoint(self) -> str | None:
+        self._check()
+        return self.served
+
+    def event(self) -> RingEvent | None:
+        self._check()
+        return self.events.pop() if self.events else None
+
+    def answers(self) -> bool:
+        return not self.is_silent
+
+    def kill(self) -> None:
+        self.kills += 1
+
+    def _check(self) -> None:
+        if self.failure:
+            raise Unavailable(self.failure)
+
+
+class Keeping:
+    """Keeper of such routers, with a clock of its own."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.made: list[Process] = []
+        config = config_from({"router": {"listen": "127.0.0.1:0"}})
+        host = RouterHost(config=config, model=read_model_info(resolve_model_path("builtin:tiny")), journal="/journal")
+        self.keeper = RouterKeeper(host, self._make, silent_seconds=SILENT, clock=lambda: self.now)
+        self.keeper.serves_at("10.0.0.7:4711")
+
+    def _make(self, host: RouterHost, name: str) -> Process:
+        self.made.append(Process(host))
+        return self.made[-1]
+
+    def look(self, seconds: float = 0.0) -> RingEvent | None:
+        self.now += seconds
+        return self.keeper.look()
+
+
+def test_a_router_that_dies_is_started_again_at_its_port() -> None:
+    keeping = Keeping()
+    keeping.made[0].failure = "the router died"
+    keeping.look()
+    keeping.look()
+    assert [process.host.config.router.listen for process in keeping.made] == ["127.0.0.1:0", "127.0.0.1:4711"]
+    again = keeping.made[1]
+    again.events.append(RingEvent(ring="decode-0"))
+    assert keeping.look() is None, "it does not serve yet"
+    again.served = "10.0.0.7:4711"
+    keeping.look()
+    assert keeping.look() == RingEvent(ring="decode-0")
+
+
+def test_a_router_that_stands_still_is_killed_and_started_again() -> None:
+    keeping = Keeping()
+    keeping.made[0].is_silent = True
+    for _ in range(int(SILENT / PROBE_SECONDS)):
+        keeping.look(PROBE_SECONDS)
+    still = keeping.made[0]
+    assert still.kills == 0
+    keeping.look(PROBE_SECONDS)
+    assert still.kills == 1
+    keeping.look()
+    assert len(keeping.made) == 2
+
+
+def test_a_router_that_never_starts_again_ends_the_cluster_with_its_reason() -> None:
+    keeping = Keeping()
+    for wait in RESTART_WAITS:
+        keeping.made[-1].failure = "the router could not start: its port is taken"
+        keeping.look()
+        num_made = len(keeping.made)
+        if wait:
+            keeping.look(wait / 2)
+            assert len(keeping.made) == num_made, "too early"
+        keeping.look(wait)
+        assert len(keeping.made) == num_made + 1
+    keeping.made[-1].failure = "the router could not start: its port is taken"
+    with pytest.raises(Unavailable, match="its port is taken; it could not be started again"):
+        keeping.look()
+
+
+def test_failures_long_ago_do_not_count() -> None:
+    keeping = Keeping()
+    for _ in range(3 * len(RESTART_WAITS)):
+        keeping.made[-1].failure = "the router died"
+        keeping.look()
+        keeping.look(RESTART_WAITS[-1])
+        keeping.made[-1].served = "10.0.0.7:4711"
+        keeping.look()
+        keeping.look(PROBE_SECONDS)

@@ -1,0 +1,102 @@
+"""Faults of `ringserve chaos`, on processes that only bear the names of ours."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+
+import psutil
+import pytest
+
+from ringserve.v1 import inference_pb2
+from services.offline.chaos.experiment import in_phase
+from services.offline.chaos.faults import Cell, How, Kind, Phase, Processes, choose, matrix
+from services.offline.chaos.load import Stream
+from tests.services.e2e.cluster import wait_until
+from tests.services.offline.chaos.streams import PLAN, expected
+
+WAITS = "import sys; print('runs', flush=True); sys.stdin.read()"
+
+
+@pytest.fixture
+def child() -> Iterator[Callable[[str], psutil.Process]]:
+    """Start processes whose title is given; they end with the test."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(title: str) -> psutil.Process:
+        process = subprocess.Popen(
+            [title, "-c", WAITS], executable=sys.executable, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        started.append(process)
+        assert process.stdout is not None
+        process.stdout.readline()
+        return psutil.Process(process.pid)
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def test_every_cell_is_named_once_and_chosen_by_its_name() -> None:
+    cells = matrix()
+    assert len(set(cells)) == len(cells) == len(Kind) * len(Phase) * len(How)
+    assert choose(["router/decoding/stop"]) == [Cell(Kind.ROUTER, Phase.DECODING, How.STOP)]
+    assert {cell.kind for cell in choose(["decode-*/idle"])} == {Kind.DECODE_LEADER, Kind.DECODE_RANK}
+    assert choose(["nothing"]) == []
+    assert choose([]) == cells
+
+
+def test_processes_are_known_by_their_titles_and_others_are_not(child: Callable[[str], psutil.Process]) -> None:
+    rank, router = child("ray::decode-0 rank 1"), child("ray::router.wait_event")
+    child("ray::IDLE")
+    processes = Processes(os.getpid())
+    assert processes.look() == {"decode-0 rank 1": rank.pid, "router": router.pid}
+    assert processes.name_of(Kind.DECODE_RANK, "decode-0") == "decode-0 rank 1"
+    assert processes.name_of(Kind.DECODE_RANK, "decode-1") == ""
+    assert processes.name_of(Kind.ROUTER, "") == "router"
+
+
+def test_a_stopped_process_goes_on_and_a_killed_one_is_gone(child: Callable[[str], psutil.Process]) -> None:
+    leader, rank = child("ray::prefill-0 leader.start"), child("ray::prefill-0 rank 0")
+    processes = Processes(os.getpid())
+    processes.look()
+    assert processes.hit("prefill-0 leader", How.STOP) == leader.pid
+    wait_until(lambda: leader.status() == psutil.STATUS_STOPPED, "the leader is stopped")
+    assert processes.hit("prefill-0 rank 0", How.KILL) == rank.pid
+    wait_until(lambda: "prefill-0 rank 0" not in processes.look(), "the rank is gone")
+    assert processes.resume() == [leader.pid]
+    wait_until(lambda: leader.status() != psutil.STATUS_STOPPED, "the leader goes on")
+    assert processes.resume() == []
+
+
+def test_the_end_kills_stopped_processes_too(child: Callable[[str], psutil.Process]) -> None:
+    leader = child("ray::prefill-0 leader")
+    processes = Processes(os.getpid())
+    processes.look()
+    processes.hit("prefill-0 leader", How.STOP)
+    processes.kill_all()
+    wait_until(lambda: leader.status() == psutil.STATUS_ZOMBIE, "the leader has ended")
+
+
+@pytest.mark.parametrize(
+    ("phase", "tokens", "running", "waiting"),
+    [
+        (Phase.QUEUED, 0, 0, 1),
+        (Phase.PREFILL, 0, 1, 0),
+        (Phase.MIGRATING, 1, 0, 0),
+        (Phase.DECODING, 6, 0, 0),
+    ],
+)
+def test_each_phase_is_seen_by_its_own_signs_alone(phase: Phase, tokens: int, running: int, waiting: int) -> None:
+    stream = Stream(expected=expected(), number=1, began=1.0, plan=PLAN, token_ids=[5] * tokens)
+    ring = inference_pb2.RingInfo(
+        role="prefill", name=PLAN.prefill_ring, num_requests_running=running, num_requests_waiting=waiting
+    )
+    info = inference_pb2.GetServerInfoResponse(rings=[ring])
+    assert [each for each in Phase if in_phase(each, [stream], info)] == [phase]
+    stream.ended = 2.0
+    assert not any(in_phase(each, [stream], info) for each in Phase)
+    assert not in_phase(phase, [Stream(expected=expected(), number=1, began=1.0)], info)

@@ -1,0 +1,135 @@
+"""A stream without tokens stays open while its leader lives, and ends when the leader stands still."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+
+from cp_core.errors import Unavailable
+from orchestration.protocol.turns import EndingEvent, TurnEvent
+from services.rpc.peers import GrpcPeers
+from services.rpc.server import GrpcServer
+from services.rpc.servicers import RingServicer, with_heartbeats
+from workers.protocol.decode_commands import FinishReason
+
+WAIT_SECONDS = 60.0
+LAST = EndingEvent(finish_reason=FinishReason.LENGTH)
+
+
+class Leader:
+    """Decode leader whose turn has one event, once `may_end` is set."""
+
+    def __init__(self) -> None:
+        self.may_end = asyncio.Event()
+        self.is_closed = asyncio.Event()
+
+    async def stream_turn(self, turn_id: str, after: int = 0) -> AsyncGenerator[TurnEvent, None]:
+        try:
+            await self.may_end.wait()
+            yield LAST
+        finally:
+            self.is_closed.set()
+
+
+@pytest.fixture
+async def peers() -> AsyncIterator[GrpcPeers]:
+    made = GrpcPeers(lost_seconds=1.0)
+    yield made
+    await made.close()
+
+
+async def serve(leader: Leader, heartbeat: float) -> tuple[GrpcServer, str]:
+    server, port = GrpcServer(), leader
+    RingServicer(port, heartbeat).register(server)  # type: ignore[arg-type]
+    return server, await server.start("127.0.0.1:0")
+
+
+async def test_heartbeats_keep_a_stream_without_tokens_open(peers: GrpcPeers) -> None:
+    leader = Leader()
+    server, endpoint = await serve(leader, heartbeat=0.05)
+    async with asyncio.timeout(WAIT_SECONDS), aclosing(peers.leader("decode", endpoint).stream_turn("t")) as events:
+        event = asyncio.ensure_future(anext(events))
+        await asyncio.wait([event], timeout=2.5)  # longer than a stream may be silent
+        assert not event.done()
+        leader.may_end.set()
+        assert await event == LAST
+    await server.stop(0)
+
+
+async def test_a_stream_without_a_sign_of_life_is_lost_and_names_its_leader(peers: GrpcPeers) -> None:
+    leader = Leader()
+    server, endpoint = await serve(leader, heartbeat=3600.0)
+    async with asyncio.timeout(WAIT_SECONDS):
+        with pytest.raises(Unavailable, match=f"decode leader at {endpoint} gave no sign of life for 1 s"):
+            await anext(peers.leader("decode", endpoint).stream_turn("t"))
+        await leader.is_closed.wait()
+    await server.stop(0)
+
+
+async def test_a_reader_that_is_cancelled_is_told_so_and_not_that_the_leader_is_lost(peers: GrpcPeers) -> None:
+    leader = Leader()
+    server, endpoint = await serve(leader, heartbeat=0.05)
+    reading = asyncio.ensure_future(anext(peers.leader("decode", endpoint).stream_turn("t")))
+    await asyncio.wait([reading], timeout=0.2)
+    reading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+    async with asyncio.timeout(WAIT_SECONDS):
+        await leader.is_closed.wait()
+    await server.stop(0)
+
+
+async def test_heartbeats_pass_on_errors_and_close_what_they_accompany() -> None:
+    async def failing() -> AsyncGenerator[TurnEvent, None]:
+        yield LAST
+        raise Unavailable("gone")
+
+    beating = with_heartbeats(failing(), 3600.0)
+    assert await anext(beating) == LAST
+    with pytest.raises(Unavailable, match="gone"):
+        await anext(beating)
+    leader = Leader()
+    beating = with_heartbeats(leader.stream_turn("t"), 0.01)
+    assert await anext(beating) is None
+    await beating.aclose()
+    assert leader.is_closed.is_set()
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+SERVER = """
+import asyncio
+from services.rpc.server import GrpcServer
+async def main():
+    server = GrpcServer()
+    print(await server.start("127.0.0.1:0"), flush=True)
+    await server.wait()
+asyncio.run(main())
+"""
+
+
+async def test_a_call_to_a_process_that_stands_still_fails_long_before_its_deadline(peers: GrpcPeers) -> None:
+    process = await asyncio.to_thread(
+        subprocess.Popen, [sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        endpoint = (await asyncio.to_thread(process.stdout.readline)).strip()
+        leader: Any = peers.leader("decode", endpoint)
+        with pytest.raises(Unavailable, match="unimplemented"):
+            await leader.get_status()
+        os.kill(process.pid, signal.SIGSTOP)
+        began = asyncio.get_running_loop().time()
+        with pytest.raises(Unavailable, match="cannot be reached"):
+            await leader.get_status()
+        assert asyncio.get_running_loop().time() - began < 20.0, "its deadline is 30 s"
+    finally:
+        process.kill()
+        await asyncio.to_thread(process.communicate)

@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+PROGRAM = """
+import sys
+from pathlib import Path
+import torch
+from workers.rank.worker import RankWorker
+from workers.model.loading import load_model
+
+model = load_model(Path(sys.argv[1]), "float32", "cpu")
+model.pack_weights()
+heavy = {"torch._dynamo", "sympy", "torch.distributed.tensor", "torch.distributed.fsdp"}
+print(sorted(heavy & sys.modules.keys()))
+
+# What is no part of serving is as it was: masks of a batch by transformers, and torch's compiler.
+from transformers import AutoModelForCausalLM, LlamaConfig
+import transformers.models
+stock = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32)
+ids = torch.arange(24).reshape(2, 12)
+padding = torch.ones_like(ids)
+padding[0, :4] = 0
+assert stock.generate(ids, attention_mask=padding, max_new_tokens=2, do_sample=False, pad_token_id=0).shape == (2, 14)
+assert transformers.models.LlamaConfig is LlamaConfig
+assert torch.distributed.is_available()
+assert callable(torch._dynamo.reset) and torch.compiler.disable.__module__ == "torch.compiler"
+"""
+
+
+def test_a_rank_loads_neither_torchs_compiler_nor_sharded_tensors(model_paths: Mapping[str, Path]) -> None:
+    command = [sys.executable, "-c", PROGRAM, str(model_paths["llama_gqa"])]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout == "[]\n"
