@@ -130,7 +130,7 @@ class Family:
     def alive(self) -> list[str]:
         """Those that still run, by command."""
         self.look()
-        return [" ".join(_command(process)) for process in self._seen if _is_alive(process)]
+        return [" ".join(_command(process)) for process in self._seen if is_alive(process)]
 
     def wait_gone(self, seconds: float = 20.0) -> None:
         """Nothing of it may be left."""
@@ -140,7 +140,7 @@ class Family:
         """End all that still run, at once."""
         self.look()
         for process in self._seen:
-            if _is_alive(process):
+            if is_alive(process):
                 process.kill()
 
     def temporary_directories(self) -> set[Path]:
@@ -153,7 +153,8 @@ class Family:
         }
 
 
-def _is_alive(process: psutil.Process) -> bool:
+def is_alive(process: psutil.Process) -> bool:
+    """Return whether a process runs: one that has ended and is not yet reaped does not."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

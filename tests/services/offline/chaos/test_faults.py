@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import psutil
 import pytest
@@ -14,30 +14,46 @@ from ringserve.v1 import inference_pb2
 from services.offline.chaos.experiment import in_phase
 from services.offline.chaos.faults import Cell, How, Kind, Phase, Processes, choose, matrix
 from services.offline.chaos.load import Stream
-from tests.services.e2e.cluster import wait_until
+from tests.services.e2e.cluster import is_alive, wait_until
 from tests.services.offline.chaos.streams import PLAN, expected
 
 WAITS = "import sys; print('runs', flush=True); sys.stdin.read()"
+PARENT = f"""
+import subprocess, sys
+for title in sys.stdin:
+    child = subprocess.Popen([title.strip(), "-c", {WAITS!r}], executable=sys.executable, stdin=-1, stdout=-1)
+    child.stdout.readline()
+    print(child.pid, flush=True)
+"""
+
+
+class Parent:
+    """A process of its own above those with our titles: whoever runs the tests has other children."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+        self.pid = process.pid
+        self.children = list[psutil.Process]()
+
+    def start(self, title: str) -> psutil.Process:
+        """Start a child with this title; it ends with the test."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(title, file=self._process.stdin, flush=True)
+        self.children.append(psutil.Process(int(self._process.stdout.readline())))
+        return self.children[-1]
 
 
 @pytest.fixture
-def child() -> Iterator[Callable[[str], psutil.Process]]:
-    """Start processes whose title is given; they end with the test."""
-    started: list[subprocess.Popen[bytes]] = []
-
-    def start(title: str) -> psutil.Process:
-        process = subprocess.Popen(
-            [title, "-c", WAITS], executable=sys.executable, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
-        started.append(process)
-        assert process.stdout is not None
-        process.stdout.readline()
-        return psutil.Process(process.pid)
-
-    yield start
-    for process in started:
-        process.kill()
-        process.communicate()
+def parent() -> Iterator[Parent]:
+    with subprocess.Popen(
+        [sys.executable, "-c", PARENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        parent = Parent(process)
+        yield parent
+        for child in parent.children:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()  # also one that is stopped
 
 
 def test_every_cell_is_named_once_and_chosen_by_its_name() -> None:
@@ -49,19 +65,19 @@ def test_every_cell_is_named_once_and_chosen_by_its_name() -> None:
     assert choose([]) == cells
 
 
-def test_processes_are_known_by_their_titles_and_others_are_not(child: Callable[[str], psutil.Process]) -> None:
-    rank, router = child("ray::decode-0 rank 1"), child("ray::router.wait_event")
-    child("ray::IDLE")
-    processes = Processes(os.getpid())
+def test_processes_are_known_by_their_titles_and_others_are_not(parent: Parent) -> None:
+    rank, router = parent.start("ray::decode-0 rank 1"), parent.start("ray::router.wait_event")
+    parent.start("ray::IDLE")
+    processes = Processes(parent.pid)
     assert processes.look() == {"decode-0 rank 1": rank.pid, "router": router.pid}
     assert processes.name_of(Kind.DECODE_RANK, "decode-0") == "decode-0 rank 1"
     assert processes.name_of(Kind.DECODE_RANK, "decode-1") == ""
     assert processes.name_of(Kind.ROUTER, "") == "router"
 
 
-def test_a_stopped_process_goes_on_and_a_killed_one_is_gone(child: Callable[[str], psutil.Process]) -> None:
-    leader, rank = child("ray::prefill-0 leader.start"), child("ray::prefill-0 rank 0")
-    processes = Processes(os.getpid())
+def test_a_stopped_process_goes_on_and_a_killed_one_is_gone(parent: Parent) -> None:
+    leader, rank = parent.start("ray::prefill-0 leader.start"), parent.start("ray::prefill-0 rank 0")
+    processes = Processes(parent.pid)
     processes.look()
     assert processes.hit("prefill-0 leader", How.STOP) == leader.pid
     wait_until(lambda: leader.status() == psutil.STATUS_STOPPED, "the leader is stopped")
@@ -72,13 +88,13 @@ def test_a_stopped_process_goes_on_and_a_killed_one_is_gone(child: Callable[[str
     assert processes.resume() == []
 
 
-def test_the_end_kills_stopped_processes_too(child: Callable[[str], psutil.Process]) -> None:
-    leader = child("ray::prefill-0 leader")
-    processes = Processes(os.getpid())
+def test_the_end_kills_stopped_processes_too(parent: Parent) -> None:
+    leader = parent.start("ray::prefill-0 leader")
+    processes = Processes(parent.pid)
     processes.look()
     processes.hit("prefill-0 leader", How.STOP)
     processes.kill_all()
-    wait_until(lambda: leader.status() == psutil.STATUS_ZOMBIE, "the leader has ended")
+    wait_until(lambda: not is_alive(leader), "the leader has ended")
 
 
 @pytest.mark.parametrize(
