@@ -1,4 +1,4 @@
-"""`ringserve bench selection`: worth of the choice between pass-KV and pass-Q on links of several rates."""
+"""`ringserve bench selection`: worth of each prefill algorithm, and of the choice, on links of several rates."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ EXAMPLE = """example:
 """
 HELP = """Rings of processes on this machine, each rank in a network namespace of its own, on links of a given rate
 (Linux; needs root or user namespaces, and iproute2). At every rate a ring is calibrated as `ringserve calibrate` does,
-by prefills of --fit-new and --fit-cached. Then both algorithms prefill every T of --new after every P of --cached in
-alternation, round after round; the table shows the seconds of each policy and its loss against the better algorithm."""
+by prefills of --fit-new and --fit-cached. Then all algorithms prefill every T of --new after every P of --cached in
+alternation, round after round; tables show the seconds of each policy and its loss against the best algorithm of
+each prompt, and what the best one gains over pass-KV."""
 PIPE_WIDTH = 120
 MOST_RANKS = 16
 DEFAULTS = {
@@ -38,7 +39,7 @@ DEFAULTS = {
 def add(kinds: Subcommands) -> None:
     parser = kinds.add_parser(
         "selection",
-        help="pass-KV or pass-Q on links of several rates: the loss of each policy",
+        help="prefill algorithms on links of several rates: the loss of each policy",
         description=HELP,
         epilog=EXAMPLE,
         formatter_class=argparse.RawTextHelpFormatter,
@@ -68,6 +69,7 @@ def run(options: argparse.Namespace) -> int:
     from services.offline.bench.selection.measure import SelectionSettings, measured_in_namespaces
     from services.offline.bench.selection.results import (
         closing_lines,
+        gains_table,
         judged_cells,
         losses_table,
         selection_json,
@@ -94,7 +96,7 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print(selection_json(report))
     else:
-        for table in (losses_table(report), wrong_table(report)):
+        for table in (losses_table(report), gains_table(report), wrong_table(report)):
             if table is not None:
                 print_table(console(pipe_width=PIPE_WIDTH), table)
         print(*closing_lines(report), sep="\n")

@@ -1,4 +1,4 @@
-"""`ringserve bench selection`: rings on links of several rates, calibrated, then measured by both algorithms.
+"""`ringserve bench selection`: rings on links of several rates, calibrated, then measured by all algorithms.
 
 The measurement runs in a process of its own network namespace, which holds only the rings' bridges. That process is
 this module run as a program; it reads pickled settings from standard input and writes pickled messages to standard
@@ -41,7 +41,7 @@ from services.offline.calibration.measurement import Cell, Measurement
 from services.offline.terminal import Tell
 from workers.model.builtin import resolve_model_path
 from workers.model.info import read_model_info
-from workers.protocol.prefill_steps import CALIBRATED_ALGORITHMS, Algorithm
+from workers.protocol.prefill_steps import CALIBRATED_ALGORITHMS, RING_ALGORITHMS, Algorithm
 from workers.protocol.ranks import ModelInfo
 
 
@@ -58,7 +58,8 @@ class SelectionSettings:
 
     @property
     def num_measurements(self) -> int:
-        prefills = len(CALIBRATED_ALGORITHMS) * self.rounds * (len(self.cells) + len(self.fit_cells))
+        fitted = len(CALIBRATED_ALGORITHMS) * len(self.fit_cells)
+        prefills = self.rounds * (fitted + len(RING_ALGORITHMS) * len(self.cells))
         return len(self.ranks) * (len(self.all_cells) + len(self.rates) * prefills)
 
     @property
@@ -104,7 +105,7 @@ def measure_selection(
 def _compare(ring: RingProcesses, size: int, cell: Cell) -> list[str]:
     answers: list[Difference] = ring.ask(Compare(cell))
     return [
-        f"{_name(size, cell)}: on rank {rank} logits of pass-KV and pass-Q differ by {answer.most:.3g}, "
+        f"{_name(size, cell)}: on rank {rank} logits of the algorithms differ by {answer.most:.3g}, "
         f"the largest is {answer.largest:.3g}"
         for rank, answer in enumerate(answers)
         if not answer.is_rounding
@@ -122,9 +123,9 @@ def _measure_ring(
         measured, name=where, element_bytes=info.element_bytes, processes_per_host=1, memory_bytes=1.0
     )
     tell_fit, tell_judged = (lambda _, what=what: tell(f"{where}: {what}") for what in ("calibrating", "measuring"))
-    fit_series = _alternate(ring, size, settings.fit_cells, settings.rounds, tell_fit)
+    fit_series = _alternate(ring, size, settings.fit_cells, CALIBRATED_ALGORITHMS, settings.rounds, tell_fit)
     calibration: Calibration = calibrate(info.shape, before, _measurements(where, size, fit_series), ())
-    series = _alternate(ring, size, settings.cells, settings.rounds, tell_judged)
+    series = _alternate(ring, size, settings.cells, RING_ALGORITHMS, settings.rounds, tell_judged)
     cells = tuple(
         judge(
             info.shape,
@@ -132,8 +133,7 @@ def _measure_ring(
             calibration.profile,
             size,
             cell,
-            series[cell, Algorithm.PASS_KV].seconds,
-            series[cell, Algorithm.PASS_Q].seconds,
+            {name.value: series[cell, name].seconds for name in RING_ALGORITHMS},
         )
         for cell in settings.cells
     )
@@ -145,8 +145,8 @@ def _measure_ring(
         fitted=calibration.fitted,
         held_out=calibration.held_out,
         cells=cells,
-        ways=score_policies(cells, size),
-        noise=noise_loss(cells, size),
+        ways=score_policies(cells),
+        noise=noise_loss(cells),
     )
     return result, [text for found in (fit_series, series) for text in _different_tokens(size, found)]
 
@@ -154,14 +154,21 @@ def _measure_ring(
 MeasuredCells = dict[tuple[Cell, Algorithm], Series]
 
 
-def _alternate(ring: RingProcesses, size: int, cells: Sequence[Cell], num_rounds: int, tell: Tell) -> MeasuredCells:
-    """Measure all cells once a round, each by both algorithms in succession."""
-    both = {
+def _alternate(
+    ring: RingProcesses,
+    size: int,
+    cells: Sequence[Cell],
+    algorithms: Sequence[Algorithm],
+    num_rounds: int,
+    tell: Tell,
+) -> MeasuredCells:
+    """Measure all cells once a round, each by the algorithms in succession."""
+    contenders = {
         (cell, name): Contender(f"{name} of {_name(size, cell)}", size, partial(ring.measure, Prefill(cell, name)))
-        for cell, name in product(cells, (Algorithm.PASS_KV, Algorithm.PASS_Q))
+        for cell, name in product(cells, algorithms)
     }
-    found = alternate(list(both.values()), num_rounds, tell)
-    return {key: found[contender.name, size] for key, contender in both.items()}
+    found = alternate(list(contenders.values()), num_rounds, tell)
+    return {key: found[contender.name, size] for key, contender in contenders.items()}
 
 
 def _measurements(where: str, size: int, series: MeasuredCells) -> list[Measurement]:

@@ -1,4 +1,4 @@
-"""Rank of the selection bench: prefixes in its cache, and prefills after them by either algorithm.
+"""Rank of the selection bench: prefixes in its cache, and prefills after them by any algorithm.
 
 T tokens of this rank.
 """
@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from cp_core.cost.model import RingRates
 from cp_core.layout.shards import balanced_layout
@@ -18,13 +20,13 @@ from services.offline.bench.selection.links import LinkRate, Links
 from services.offline.calibration.measurement import Cell
 from workers.model.builtin import resolve_model_path
 from workers.model.info import read_model_info
-from workers.protocol.prefill_steps import Algorithm, PrefillStep, SequencePrefill
+from workers.protocol.prefill_steps import RING_ALGORITHMS, Algorithm, PrefillStep, SequencePrefill
 from workers.sampling.parameters import SamplingParameters
 
 # Tokens of one step of a prefix; bounds its memory.
 PREFIX_STEP_TOKENS = 4096
 NAME = "bench"
-# Share of the largest logit: both algorithms sum the same products in float32, in another order.
+# Share of the largest logit: all algorithms sum the same products in float32, in another order.
 MAX_DIFFERENCE = 1e-4
 
 
@@ -50,7 +52,7 @@ class Prefill:
 
 @dataclass(frozen=True, slots=True)
 class Compare:
-    """Task of one cell by both algorithms; answered with Difference."""
+    """Task of one cell by all algorithms; answered with Difference."""
 
     cell: Cell
 
@@ -64,7 +66,10 @@ class Prefilled(Sample):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """Largest difference between two algorithms' logits on this rank, and the largest logit; 0 without tokens."""
+    """Largest difference of any algorithm's logits from those of pass-KV on this rank, and the largest logit.
+
+    Both are 0 without tokens.
+    """
 
     most: float
     largest: float
@@ -129,10 +134,11 @@ class SelectionRank:
 
     def _compare(self, cell: Cell) -> Difference:
         """Compare the logits[T, vocab_size] of every new token of this rank."""
-        kv, q = (self._worker.prefill_logits(self._step(cell, name)) for name in (Algorithm.PASS_KV, Algorithm.PASS_Q))
-        if not kv.numel():
+        by_pass_kv, *others = (self._worker.prefill_logits(self._step(cell, name)) for name in RING_ALGORITHMS)
+        if not by_pass_kv.numel():
             return Difference(most=0.0, largest=0.0)
-        return Difference(most=float((kv - q).abs().max()), largest=float(kv.abs().max()))
+        differences = torch.stack([(by_pass_kv - each).abs().max() for each in others])
+        return Difference(most=float(differences.max()), largest=float(by_pass_kv.abs().max()))
 
     def _made(self, cached: int, blocks: tuple[int, ...]) -> _Prefix:
         """Prefill a prefix. Collective."""

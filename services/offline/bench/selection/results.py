@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 from statistics import median
+from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from cp_core.cost.fit_selector import Comparison, best_seconds, beyond_best
-from cp_core.cost.model import PASS_KV, PASS_Q, ModelShape, RingRates, predict_prefill
+from cp_core.cost.model import PASS_KV, PREFILL_ALGORITHMS, ModelShape, RingRates, StepPredictor
 from cp_core.cost.profile import HardwareProfile
-from cp_core.cost.selector import POLICIES, Turn, select
+from cp_core.cost.selector import NAMES, POLICIES, Turn, select
 from cp_core.errors import ConfigError
 from services.offline.bench.report import save_figure
 from services.offline.bench.selection.links import LinkRate
@@ -22,32 +22,42 @@ from services.offline.calibration.fitting import Errors
 from services.offline.calibration.measurement import Cell
 from services.offline.terminal import simple_table
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 OWN_RATES = "auto, uncalibrated"
 """Name of `auto` by the rates that a ring measured at its start, as used without a profile."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JudgedCell:
-    """Cell with the seconds of every round by each algorithm, both predictions, and the choice of every policy."""
+    """Cell with the seconds of every round and the prediction by algorithm, and the choice of every policy."""
 
     cell: Cell
-    pass_kv: tuple[float, ...]
-    pass_q: tuple[float, ...]
-    predicted_pass_kv: float
-    predicted_pass_q: float
+    seconds: Mapping[str, tuple[float, ...]]
+    predicted: Mapping[str, float]
     chosen: Mapping[str, str]
 
     @property
+    def medians(self) -> dict[str, float]:
+        return {name: median(each) for name, each in self.seconds.items()}
+
+    @property
     def best(self) -> str:
-        return PASS_KV if median(self.pass_kv) <= median(self.pass_q) else PASS_Q
+        """Algorithm of the least median, the first of equals."""
+        return min(self.seconds, key=self.medians.__getitem__)
+
+    def rounds_from(self, start: int) -> JudgedCell:
+        """Return the cell with every second round."""
+        return replace(self, seconds={name: each[start::2] for name, each in self.seconds.items()})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyScore:
     """Score of a selection policy over all cells.
 
-    `loss` is the relative excess of its `seconds` over the better algorithm of each cell; `wrong` are the cells where
-    it chose the slower one.
+    `loss` is the relative excess of its `seconds` over the best algorithm of each cell; `wrong` are the cells where
+    it chose a slower one.
     """
 
     name: str
@@ -103,78 +113,47 @@ def judge(
     fitted: HardwareProfile,
     num_ranks: int,
     cell: Cell,
-    pass_kv: Sequence[float],
-    pass_q: Sequence[float],
+    seconds: Mapping[str, Sequence[float]],
 ) -> JudgedCell:
     """Judge a cell: the choices of all policies by the fitted profile, and of `auto` by the one `before` the fit."""
     turn = Turn(new_tokens=cell.new_tokens, cached_tokens=cell.cached_tokens, num_ranks=num_ranks)
     rates, own = (each.prefill.rates(num_ranks, is_cached=cell.cached_tokens > 0) for each in (fitted, before))
     chosen = {name: select(name, turn, model, rates, fitted.empirical).algorithm for name in POLICIES}
-    kv, q = (
-        predict_prefill(model, rates, num_ranks, each, cell.new_tokens, cell.cached_tokens).total_seconds
-        for each in (PASS_KV, PASS_Q)
-    )
     return JudgedCell(
         cell=cell,
-        pass_kv=tuple(pass_kv),
-        pass_q=tuple(pass_q),
-        predicted_pass_kv=kv,
-        predicted_pass_q=q,
+        seconds={name: tuple(each) for name, each in seconds.items()},
+        predicted=StepPredictor(model, rates, num_ranks).seconds(cell.new_tokens, cell.cached_tokens),
         chosen=chosen | {OWN_RATES: select("auto", turn, model, own).algorithm},
     )
 
 
-def score_policies(cells: Sequence[JudgedCell], num_ranks: int) -> tuple[PolicyScore, ...]:
+def score_policies(cells: Sequence[JudgedCell]) -> tuple[PolicyScore, ...]:
     """Score every policy by the medians of all rounds, after the best choice of each cell, which loses nothing."""
-    comparisons = [_comparison(cell, num_ranks) for cell in cells]
-    names = list(cells[0].chosen)
     chosen = {"best of each cell": [cell.best for cell in cells]} | {
-        name: [cell.chosen[name] for cell in cells] for name in names
+        name: [cell.chosen[name] for cell in cells] for name in cells[0].chosen
     }
-    return tuple(_score(name, cells, comparisons, algorithms) for name, algorithms in chosen.items())
+    return tuple(_score(name, cells, algorithms) for name, algorithms in chosen.items())
 
 
-def noise_loss(cells: Sequence[JudgedCell], num_ranks: int) -> float | None:
-    """Return the loss of choosing in each half of the rounds what was better in the other half; None for one round.
+def noise_loss(cells: Sequence[JudgedCell]) -> float | None:
+    """Return the loss of choosing in each half of the rounds what was best in the other half; None for one round.
 
     This loss is noise, which no policy can avoid.
     """
-    halves = [[_every_second(cell, start) for cell in cells] for start in (0, 1)]
-    if any(not cell.pass_kv or not cell.pass_q for half in halves for cell in half):
+    if any(len(rounds) < 2 for cell in cells for rounds in cell.seconds.values()):
         return None
-    lost = best = 0.0
-    for half, other in (halves, halves[::-1]):
-        comparisons = [_comparison(cell, num_ranks) for cell in half]
-        lost += beyond_best(comparisons, [cell.best == PASS_KV for cell in other])
-        best += best_seconds(comparisons)
-    return lost / best
+    first, second = ([cell.rounds_from(start) for cell in cells] for start in (0, 1))
+    scores = [_score("", half, [cell.best for cell in other]) for half, other in ((first, second), (second, first))]
+    beyond = sum(score.loss * score.seconds / (1 + score.loss) for score in scores)
+    return beyond / sum(score.seconds / (1 + score.loss) for score in scores)
 
 
-def _score(
-    name: str, cells: Sequence[JudgedCell], comparisons: Sequence[Comparison], algorithms: Sequence[str]
-) -> PolicyScore:
-    beyond, best = beyond_best(comparisons, [each == PASS_KV for each in algorithms]), best_seconds(comparisons)
-    wrong = tuple(each.cell for each, algorithm in zip(cells, algorithms, strict=True) if algorithm != each.best)
-    return PolicyScore(name=name, seconds=best + beyond, loss=beyond / best, wrong=wrong)
-
-
-def _comparison(cell: JudgedCell, num_ranks: int) -> Comparison:
-    return Comparison(
-        turn=Turn(new_tokens=cell.cell.new_tokens, cached_tokens=cell.cell.cached_tokens, num_ranks=num_ranks),
-        pass_kv_seconds=median(cell.pass_kv),
-        pass_q_seconds=median(cell.pass_q),
-    )
-
-
-def _every_second(cell: JudgedCell, start: int) -> JudgedCell:
-    return JudgedCell(
-        cell=cell.cell,
-        pass_kv=cell.pass_kv[start::2],
-        pass_q=cell.pass_q[start::2],
-        predicted_pass_kv=cell.predicted_pass_kv,
-        predicted_pass_q=cell.predicted_pass_q,
-        chosen=cell.chosen,
-    )
+def _score(name: str, cells: Sequence[JudgedCell], algorithms: Sequence[str]) -> PolicyScore:
+    chosen = [(cell, algorithm) for cell, algorithm in zip(cells, algorithms, strict=True)]
+    seconds = sum(cell.medians[algorithm] for cell, algorithm in chosen)
+    best = sum(cell.medians[cell.best] for cell in cells)
+    wrong = tuple(cell.cell for cell, algorithm in chosen if algorithm != cell.best)
+    return PolicyScore(name=name, seconds=seconds, loss=seconds / best - 1.0, wrong=wrong)
 
 
 WANTED = 0.03
@@ -193,24 +172,46 @@ def losses_table(report: SelectionReport) -> Table:
 
 
 def wrong_table(report: SelectionReport) -> Table | None:
-    """Return a table of the cells where calibrated `auto` chose the slower algorithm; None without any."""
-    headers = ("ranks", "rate", "T", "P", "pass-KV ms", "least", "most", "pass-Q ms", "least", "most", "lost")
-    table = simple_table(*headers, title="cells where auto took the slower one")
+    """Return a table of the cells where calibrated `auto` chose a slower algorithm; None without any.
+
+    Each time is a median with the least and the most of all rounds.
+    """
+    headers = ("ranks", "rate", "T", "P", *(f"{NAMES[name]} ms" for name in PREFILL_ALGORITHMS), "auto", "lost ms")
+    table = simple_table(*headers, left_aligned=("auto",), title="cells where auto took a slower one")
     for ring in report.rings:
         for cell in ring.cells:
-            if cell.chosen["auto"] == cell.best:
+            chosen = cell.chosen["auto"]
+            if chosen == cell.best:
                 continue
-            both = (cell.pass_kv, cell.pass_q)
-            times = [value for runs in both for value in (median(runs), min(runs), max(runs))]
-            lost = abs(median(cell.pass_kv) - median(cell.pass_q))
+            lost = cell.medians[chosen] - cell.medians[cell.best]
             table.add_row(
                 str(ring.ranks),
                 str(ring.rate),
                 str(cell.cell.new_tokens),
                 str(cell.cell.cached_tokens),
-                *(f"{value * 1e3:.1f}" for value in (*times, lost)),
+                *(_spread(cell.seconds[name]) for name in PREFILL_ALGORITHMS),
+                NAMES[chosen],
+                f"{lost * 1e3:.1f}",
             )
     return table if table.row_count else None
+
+
+def _spread(seconds: Sequence[float]) -> str:
+    return f"{median(seconds) * 1e3:.1f} [{min(seconds) * 1e3:.1f}-{max(seconds) * 1e3:.1f}]"
+
+
+def gains_table(report: SelectionReport) -> Table:
+    """Return a table of the best algorithm of each cell, and of its seconds over those of pass-KV."""
+    cells = list(dict.fromkeys(cell.cell for ring in report.rings for cell in ring.cells))
+    headers = ("T", "P", *(f"{ring.ranks} ranks, {ring.rate}" for ring in report.rings))
+    table = simple_table(*headers, title="best algorithm of each cell, its seconds over those of pass-KV")
+    for each in cells:
+        shown = []
+        for ring in report.rings:
+            (cell,) = (found for found in ring.cells if found.cell == each)
+            shown.append(f"{NAMES[cell.best]} {cell.medians[cell.best] / cell.medians[PASS_KV]:.2f}")
+        table.add_row(str(each.new_tokens), str(each.cached_tokens), *shown)
+    return table
 
 
 def closing_lines(report: SelectionReport) -> list[str]:
@@ -218,7 +219,7 @@ def closing_lines(report: SelectionReport) -> list[str]:
     lines = []
     for ring in report.rings:
         own, fitted = ring.measured, ring.profile.prefill
-        noise = "" if ring.noise is None else f"; the better algorithm of every other round would lose {ring.noise:.1%}"
+        noise = "" if ring.noise is None else f"; the best algorithm of every other round would lose {ring.noise:.1%}"
         held_out = "" if ring.held_out is None else f", {ring.held_out.rms:.1%} rms on held-out cells"
         lines.append(
             f"{ring.ranks} ranks, {ring.rate}: link {own.link_bytes_per_second * 8e-6:.0f} Mbit/s by itself, "
@@ -229,7 +230,7 @@ def closing_lines(report: SelectionReport) -> list[str]:
     lines.append(f"auto loses {max(auto):.1%} at worst; at most {WANTED:.0%} is wanted")
     lines += [f"the algorithms DISAGREE: {text}" for text in report.disagreements]
     if not report.disagreements:
-        lines.append("both algorithms gave the same logits and tokens in every cell")
+        lines.append("all algorithms gave the same logits and tokens in every cell")
     lines.append(f"load {report.load[0]:.1f} before and {report.load[1]:.1f} after")
     return lines
 
@@ -241,16 +242,17 @@ def selection_json(report: SelectionReport) -> str:
 
 
 def write_selection_plot(report: SelectionReport, path: Path) -> None:
-    """Draw pass-Q over pass-KV for each ring and rate: medians with least and most as points, predictions as lines.
+    """Draw each algorithm's seconds over those of pass-KV, for each ring and rate.
 
-    Raises ConfigError for the path.
+    Points are medians of the rounds' ratios with the least and the most, lines are predictions. Raises ConfigError for
+    the path.
     """
     from matplotlib.figure import Figure
 
     ranks = list(dict.fromkeys(ring.ranks for ring in report.rings))
     rates = list(dict.fromkeys(ring.rate for ring in report.rings))
     figure = Figure(figsize=(4.5 * len(rates), 4.0 * len(ranks)), layout="constrained")
-    figure.suptitle(f"pass-Q over pass-KV, above 1 pass-KV is faster\n{report.settings}")
+    figure.suptitle(f"seconds over those of pass-KV, below 1 is faster\n{report.settings}")
     grid = figure.subplots(len(ranks), len(rates), squeeze=False, sharex=True)
     for ring in report.rings:
         axes = grid[ranks.index(ring.ranks)][rates.index(ring.rate)]
@@ -259,19 +261,32 @@ def write_selection_plot(report: SelectionReport, path: Path) -> None:
         axes.set(xscale="log", yscale="log", xlabel="new tokens")
         axes.axhline(1.0, color="grey", linestyle=":")
         axes.grid(True, which="both", alpha=0.3)
-        for number, (cached, cells) in enumerate(_by_cached(ring).items()):
+        others = [name for name in PREFILL_ALGORITHMS if name != PASS_KV]
+        for shape, (cached, cells) in zip(MARKERS * len(ring.cells), _by_cached(ring).items(), strict=False):
             tokens = [cell.cell.new_tokens for cell in cells]
-            paired = [sorted(q / kv for kv, q in zip(cell.pass_kv, cell.pass_q, strict=True)) for cell in cells]
-            middle = [median(ratios) for ratios in paired]
-            spread = [[at - ratios[0] for at, ratios in zip(middle, paired, strict=True)]]
-            spread.append([ratios[-1] - at for at, ratios in zip(middle, paired, strict=True)])
-            axes.errorbar(tokens, middle, yerr=spread, fmt="o", capsize=3, color=f"C{number}", label=f"P {cached}")
-            predicted = [cell.predicted_pass_q / cell.predicted_pass_kv for cell in cells]
-            axes.plot(tokens, predicted, color=f"C{number}")
+            for color, name in enumerate(others):
+                _draw_ratios(axes, cells, name, f"C{color}", shape, f"{NAMES[name]}, P {cached}")
             axes.set_xticks(tokens, [str(count) for count in tokens])
             axes.set_xticks([], minor=True)
-        axes.legend(fontsize="small")
+        axes.legend(fontsize="x-small")
     save_figure(figure, path)
+
+
+MARKERS = "osD^v*"
+"""Marks of cached tokens; colours are algorithms."""
+
+
+def _draw_ratios(axes: Axes, cells: Sequence[JudgedCell], name: str, color: str, marker: str, label: str) -> None:
+    tokens = [cell.cell.new_tokens for cell in cells]
+    paired = [
+        sorted(other / kv for kv, other in zip(cell.seconds[PASS_KV], cell.seconds[name], strict=True))
+        for cell in cells
+    ]
+    middle = [median(ratios) for ratios in paired]
+    spread = [[at - ratios[0] for at, ratios in zip(middle, paired, strict=True)]]
+    spread.append([ratios[-1] - at for at, ratios in zip(middle, paired, strict=True)])
+    axes.errorbar(tokens, middle, yerr=spread, fmt=marker, capsize=3, color=color, label=label)
+    axes.plot(tokens, [cell.predicted[name] / cell.predicted[PASS_KV] for cell in cells], color=color)
 
 
 def _by_cached(ring: RingResult) -> dict[int, list[JudgedCell]]:

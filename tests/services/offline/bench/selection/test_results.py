@@ -35,10 +35,8 @@ SHAPE = ModelShape(
 def cell(tokens: int, pass_kv: list[float], pass_q: list[float], auto: str) -> JudgedCell:
     return JudgedCell(
         cell=Cell(cached_tokens=0, new_tokens=tokens),
-        pass_kv=tuple(pass_kv),
-        pass_q=tuple(pass_q),
-        predicted_pass_kv=1.0,
-        predicted_pass_q=1.0,
+        seconds={PASS_KV: tuple(pass_kv), PASS_Q: tuple(pass_q)},
+        predicted={PASS_KV: 1.0, PASS_Q: 1.0},
         chosen={"auto": auto, PASS_KV: PASS_KV, PASS_Q: PASS_Q},
     )
 
@@ -51,7 +49,7 @@ CELLS = [
 
 
 def test_a_policy_loses_the_excess_of_its_choices_over_the_better_algorithm_of_each_cell_by_medians() -> None:
-    ways = {way.name: way for way in score_policies(CELLS, 2)}
+    ways = {way.name: way for way in score_policies(CELLS)}
     assert list(ways) == ["best of each cell", "auto", PASS_KV, PASS_Q]
     assert [way.seconds for way in ways.values()] == pytest.approx([6.0, 7.0, 9.0, 7.0])
     assert [way.loss for way in ways.values()] == pytest.approx([0.0, 1 / 6, 0.5, 1 / 6])
@@ -60,11 +58,11 @@ def test_a_policy_loses_the_excess_of_its_choices_over_the_better_algorithm_of_e
 
 def test_noise_is_the_loss_of_a_choice_by_earlier_measurements() -> None:
     steady = [cell(1, [1.0, 1.0], [2.0, 2.0], PASS_KV)]
-    assert noise_loss(steady, 2) == 0.0
+    assert noise_loss(steady) == 0.0
     # The two rounds contradict each other: the choice by either is wrong in the other.
     torn = [cell(1, [1.0, 3.0], [2.0, 2.0], PASS_KV)]
-    assert noise_loss(torn, 2) == pytest.approx(((2.0 - 1.0) + (3.0 - 2.0)) / 3.0)
-    assert noise_loss([cell(1, [1.0], [2.0], PASS_KV)], 2) is None
+    assert noise_loss(torn) == pytest.approx(((2.0 - 1.0) + (3.0 - 2.0)) / 3.0)
+    assert noise_loss([cell(1, [1.0], [2.0], PASS_KV)]) is None
 
 
 def test_judged_cells_differ_from_fitted_ones() -> None:
@@ -80,12 +78,12 @@ def test_each_policy_chooses_by_the_fitted_profile_and_auto_also_by_the_rates_be
     gtt = replace(gtt, empirical=EmpiricalFit(alpha=0.0, beta=0.0, gamma=1.0))
     rates = replace(gtt.prefill, gemm_flops=1e9, attention_flops=1e9, link_latency_seconds=1e-6)
     fast, slow = (replace(gtt, prefill=replace(rates, link_bytes_per_second=link)) for link in (1e10, 1e3))
-    judged = judge(SHAPE, fast, slow, 2, Cell(cached_tokens=4096, new_tokens=16), [1.0], [2.0])
+    judged = judge(SHAPE, fast, slow, 2, Cell(cached_tokens=4096, new_tokens=16), {PASS_KV: [1.0], PASS_Q: [2.0]})
     assert judged.chosen.keys() == {*POLICIES, OWN_RATES}
     assert (judged.chosen["auto"], judged.chosen[OWN_RATES]) == (PASS_Q, PASS_KV)
     assert judged.chosen["empirical"] == PASS_KV, "its h is always above 0"
     assert (judged.chosen[PASS_KV], judged.chosen[PASS_Q]) == (PASS_KV, PASS_Q)
     expected = predict_prefill(SHAPE, slow.prefill.rates(2, is_cached=True), 2, PASS_Q, 16, 4096)
-    assert judged.predicted_pass_q == expected.total_seconds
-    assert judged.predicted_pass_q < judged.predicted_pass_kv
+    assert judged.predicted[PASS_Q] == pytest.approx(expected.total_seconds)
+    assert judged.predicted[PASS_Q] == min(judged.predicted.values())
     assert judged.best == PASS_KV

@@ -29,6 +29,7 @@ from services.offline.bench.selection.rank import Difference
 from services.offline.bench.selection.results import (
     SelectionReport,
     closing_lines,
+    gains_table,
     losses_table,
     selection_json,
     write_selection_plot,
@@ -123,6 +124,7 @@ def test_logits_may_differ_by_rounding_and_never_be_nan(most: float, largest: fl
 def test_the_report_is_a_table_json_and_a_picture(report: SelectionReport, tmp_path: Path) -> None:
     assert losses_table(report).row_count == len(report.rings[0].ways)
     assert wrong_table(report) is None
+    assert gains_table(report).row_count == 2
     (ring,) = report.rings
     wrong = replace(ring, cells=tuple(replace(cell, chosen={"auto": "pass_kv"}) for cell in ring.cells))
     table = wrong_table(replace(report, rings=(wrong,)))
@@ -176,7 +178,7 @@ def test_ranks_in_namespaces_meet_on_links_of_the_rate_or_the_refusal_names_root
     assert by_cell[LONG].best == "pass_q"
     # Least bytes on the link: keys and values of half of all tokens, in one layer.
     sent = (LONG.cached_tokens + LONG.new_tokens) // 2 * 2 * 2 * 64 * 4
-    assert min(by_cell[LONG].pass_kv) > 0.9 * sent / SLOW.bytes_per_second
+    assert min(by_cell[LONG].seconds["pass_kv"]) > 0.9 * sent / SLOW.bytes_per_second
     assert sorted(os.listdir("/sys/class/net")) == own_devices
     assert psutil.Process().children(recursive=True) == own_children
 
