@@ -6,7 +6,9 @@
             ├──its decode ring holds no such turn──> failed: the conversation is as before the turn
             └──its decode ring has told nothing in time──> failed
 
-Rings hold turns too that the journal lacks: an earlier router died before they were begun. They are ended.
+Rings hold turns too that the journal lacks: an earlier router died before they were begun. They are ended. KV that no
+conversation has on its ring is released, since no turn would: of conversations that have left the ring or were deleted,
+and of requests that named none.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -40,17 +43,20 @@ ADOPT_SECONDS = 5.0
 """Seconds after its start in which a router waits for what rings hold."""
 LEAST_SECONDS = 1.0
 """Seconds that a turn whose deadline is over has left, for its decode ring to end it."""
+RELEASE_SECONDS = 0.25
+"""Seconds between two looks whether a conversation is idle whose KV may have to be released on a ring."""
 
 
 @dataclass(slots=True)
 class _Pending:
-    """Turn that the journal has as begun, with what its rings tell of it. `settled`: adopted, or failed."""
+    """Turn that the journal has as begun, with what its rings tell of it. `settled`: it `is_adopted`, or has failed."""
 
     record: BegunRecord
     conversation: Conversation
     on_prefill: TurnOnRing | None = None
     on_decode: TurnOnRing | None = None
     has_prefill_told: bool = False
+    is_adopted: bool = False
     settled: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -144,11 +150,11 @@ class Adoption:
         here = {turn.turn_id: turn for turn in inventory.turns}
         for sequence in inventory.sequences:
             self._place(ring, sequence)
+        awaited = {name: pending for name in here if (pending := self.pending.get(name))}
+        orphans = [turn for name, turn in here.items() if not awaited.get(name) and self._turns.of_turn(name) is None]
         for pending in list(self.pending.values()):
             self._note_turn(pending, ring, here.get(pending.record.turn_id))
-        for turn in here.values():
-            if turn.turn_id not in self.pending and self._turns.of_turn(turn.turn_id) is None:
-                self._tasks.spawn(self._end_orphan(ring, turn))
+        self._tasks.spawn(self._tidy(ring, inventory, awaited, orphans))
 
     def _note_turn(self, pending: _Pending, ring: RegisteredRing, turn: TurnOnRing | None) -> None:
         record = pending.record
@@ -173,8 +179,48 @@ class Adoption:
         shards = sequence.shards.truncate(min(agreeing, sequence.shards.num_tokens))
         known = conversation.places.at(ring.role)
         if shards.num_tokens and (known is None or known.num_tokens < shards.num_tokens):
+            if known is not None and (left := self._rings.named(ring.role, known.ring)) is not None:
+                self._tasks.spawn(self._release_unplaced(left, [sequence.kv_id]))
             place = KvLocation(ring=ring.name, incarnation=ring.registration.incarnation, shards=shards)
             conversation.places = conversation.places.put(ring.role, place)
+
+    async def _tidy(
+        self,
+        ring: RegisteredRing,
+        inventory: RingInventory,
+        awaited: Mapping[str, _Pending],
+        orphans: Sequence[TurnOnRing],
+    ) -> None:
+        """End the turns of a ring that do not go on, then release the KV that no conversation has there."""
+        await asyncio.gather(*(self._end_orphan(ring, turn) for turn in orphans))
+        for pending in awaited.values():
+            await pending.settled.wait()
+        failed = [turn for turn in inventory.turns if (each := awaited.get(turn.turn_id)) and not each.is_adopted]
+        await asyncio.gather(*(self._end_orphan(ring, turn) for turn in failed))
+        await self.until_all_settled()
+        ended = {turn.turn_id for turn in (*orphans, *failed)}
+        in_use = {turn.kv_id for turn in inventory.turns if turn.turn_id not in ended}
+        names = [sequence.kv_id for sequence in inventory.sequences if sequence.kv_id not in in_use]
+        await self._release_unplaced(ring, names)
+
+    async def _release_unplaced(self, ring: RegisteredRing, kv_ids: Sequence[str]) -> None:
+        """Release those sequences on a ring whose conversations, once they are idle, are not there."""
+        incarnation = ring.registration.incarnation
+        port = self._peers.leader(ring.role, ring.registration.endpoint)
+        while kv_ids:
+            busy = []
+            for kv_id in kv_ids:
+                conversation = self._store.known(kv_id)
+                place = None if conversation is None else conversation.places.at(ring.role)
+                if conversation is not None and not conversation.is_idle:
+                    busy.append(kv_id)
+                elif place is None or place.ring != ring.name:
+                    try:
+                        await port.settle(kv_id, "", retain_tokens=0)
+                    except RingserveError as error:
+                        log.warning("ring %s could not free %s: %s", ring.name, kv_id, error)
+            kv_ids = busy if ring.registration.incarnation == incarnation else ()
+            await asyncio.sleep(RELEASE_SECONDS if kv_ids else 0.0)
 
     async def _end_orphan(self, ring: RegisteredRing, turn: TurnOnRing) -> None:
         """End a turn that no journal has as running. What its sequence had before stays on the ring."""
@@ -204,6 +250,7 @@ class Adoption:
             # A request without a conversation leaves an unnamed one, which only the rings remember.
             pending.conversation = self._opened(on_decode.kv_id, record.request.request_id)
         turn = self._running(pending, prefill, decode, on_decode)
+        pending.is_adopted = True
         self._settled(pending)
         self._turns.add(turn)
         computing = pending.on_prefill if record.prefill is not None else on_decode
@@ -249,10 +296,6 @@ class Adoption:
         self._settled(pending)
         if pending.conversation.conversation_id:
             self._store.close(pending.conversation)
-        held, prefill = pending.on_prefill, pending.record.prefill
-        ring = self._rings.named("prefill", prefill.ring) if prefill is not None else None
-        if held is not None and ring is not None:
-            self._tasks.spawn(self._end_orphan(ring, held))
 
     def _settled(self, pending: _Pending) -> None:
         del self.pending[pending.record.turn_id]
