@@ -21,6 +21,8 @@ from orchestration.tasks import TaskSet
 log = logging.getLogger(__name__)
 
 
+RETRY_SECONDS = 0.25
+"""Seconds between announcements while the router does not hear them: one that has started again waits for the rings."""
 Announce = Callable[[RingRegistration, KnownEpoch], Awaitable[Registered]]
 """Announcement of a ring to the router."""
 
@@ -43,6 +45,7 @@ class RingLeader(ABC):
         self.kv_moves = KvMoves(self.ring, peers)
         self._announce = announce
         self._epoch = 0
+        self._is_heard = True
         self.is_draining = False
         self.is_leaving = False
         self.has_left = asyncio.Event()
@@ -150,7 +153,8 @@ class RingLeader(ABC):
     async def _stay_announced(self) -> None:
         """Announce the ring at intervals, also while it is rebuilt, or the router would take its leader for dead."""
         while True:
-            await asyncio.sleep(self.settings.announce_interval)
+            interval = self.settings.announce_interval
+            await asyncio.sleep(interval if self._is_heard else min(interval, RETRY_SECONDS))
             if self.is_leaving or self.ring.state is RingState.CLOSED:
                 return
             await self._try_announce()
@@ -159,7 +163,11 @@ class RingLeader(ABC):
         try:
             await self.announce()
         except RingserveError as error:
-            log.warning("ring %s could not announce itself: %s", self.settings.name, error)
+            if self._is_heard:
+                log.warning("ring %s cannot announce itself, and tries on: %s", self.settings.name, error)
+            self._is_heard = False
+        else:
+            self._is_heard = True
 
     async def _ring_lost(self, error: RingserveError) -> None:
         """End every turn, and tell the router at once that the ring is being rebuilt."""

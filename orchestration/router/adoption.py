@@ -41,6 +41,10 @@ log = logging.getLogger(__name__)
 
 ADOPT_SECONDS = 5.0
 """Seconds after its start in which a router waits for what rings hold."""
+LATE_SECONDS = 2.0
+"""Seconds after its start in which a router begins no turn until every expected ring has told: the first ones would
+compute prompts whose KV lies on the others.
+"""
 LEAST_SECONDS = 1.0
 """Seconds that a turn whose deadline is over has left, for its decode ring to end it."""
 RELEASE_SECONDS = 0.25
@@ -63,7 +67,8 @@ class _Pending:
 class Adoption:
     """Turns and KV of earlier epochs, from `begin` until no turn is `pending`: each is adopted or has failed.
 
-    It `is_early` until rings of both roles serve, or have had the time to tell of it.
+    It `is_early` until `num_expected` rings have told what they hold; where rings of both roles serve, for LATE_SECONDS
+    at most.
     """
 
     def __init__(
@@ -75,6 +80,7 @@ class Adoption:
         attempts: TurnAttempts,
         peers: Peers,
         tasks: TaskSet,
+        num_expected: int = 0,
     ) -> None:
         self._journal = journal
         self._store = store
@@ -84,7 +90,9 @@ class Adoption:
         self._peers = peers
         self._tasks = tasks
         self.pending: dict[str, _Pending] = {}
-        self.is_early = False
+        self._num_expected = num_expected
+        self._told: set[str] = set()
+        self.is_early = self._is_late = False
         self._have_told = asyncio.Event()
 
     def begin(self) -> None:
@@ -120,8 +128,14 @@ class Adoption:
                 await pending.settled.wait()
 
     async def until_rings_told(self) -> None:
-        """Wait until rings of both roles serve, which a new turn needs, or have had the time to tell of it."""
+        """Wait until the expected rings have told what they hold, or have had the time to tell of it."""
         await self._have_told.wait()
+
+    def _end_early_if_told(self) -> None:
+        """Let turns begin where all rings have told, or where those that have suffice and the others are late."""
+        have_all = self._is_late or len(self._told) >= self._num_expected
+        if self.is_early and have_all and all(self._rings.ready(role) for role in ROLES):
+            self._end_early()
 
     def _end_early(self) -> None:
         self.is_early = False
@@ -133,7 +147,11 @@ class Adoption:
             await pending.settled.wait()
 
     async def _settle_all_in_time(self) -> None:
-        await asyncio.sleep(ADOPT_SECONDS)
+        late = min(LATE_SECONDS, ADOPT_SECONDS)
+        await asyncio.sleep(late)
+        self._is_late = True
+        self._end_early_if_told()
+        await asyncio.sleep(ADOPT_SECONDS - late)
         self._end_early()
         for pending in list(self.pending.values()):
             if pending.on_decode is not None:
@@ -145,8 +163,6 @@ class Adoption:
 
     def note(self, ring: RegisteredRing, inventory: RingInventory) -> None:
         """Take over what a registered ring holds."""
-        if self.is_early and all(self._rings.ready(role) for role in ROLES):
-            self._end_early()
         here = {turn.turn_id: turn for turn in inventory.turns}
         for sequence in inventory.sequences:
             self._place(ring, sequence)
@@ -154,6 +170,8 @@ class Adoption:
         orphans = [turn for name, turn in here.items() if not awaited.get(name) and self._turns.of_turn(name) is None]
         for pending in list(self.pending.values()):
             self._note_turn(pending, ring, here.get(pending.record.turn_id))
+        self._told.add(ring.name)
+        self._end_early_if_told()
         self._tasks.spawn(self._tidy(ring, inventory, awaited, orphans))
 
     def _note_turn(self, pending: _Pending, ring: RegisteredRing, turn: TurnOnRing | None) -> None:

@@ -47,7 +47,8 @@ class RouterSettings:
     `max_waiting_turns` bounds the turns that wait for one conversation, and those that wait for rings to return. A ring
     has `return_seconds` for that. A ring that has not announced itself for `ring_lease` counts as lost (0: never).
     `retain_prompts`: KV of requests without a conversation is retained, and every new
-    prompt shares the KV of the longest prefix that rings retain.
+    prompt shares the KV of the longest prefix that rings retain. Turns of a router that was started again wait a while
+    for `num_rings` rings to tell what they hold (0: for one of each role).
     """
 
     max_conversations: int = 10_000
@@ -59,6 +60,7 @@ class RouterSettings:
     transfer_timeout: float = 60.0
     retain_prompts: bool = True
     max_positions: int
+    num_rings: int = 0
 
 
 class Router:
@@ -113,7 +115,7 @@ class Router:
         self._attempts = TurnAttempts(
             peers, planner, reservations, turns, self._moves, self._tasks, settings.control_timeout
         )
-        self._adoption = Adoption(journal, store, rings, turns, self._attempts, peers, self._tasks)
+        self._adoption = Adoption(journal, store, rings, turns, self._attempts, peers, self._tasks, settings.num_rings)
         self._failover = Failover(
             peers, self.placer, self._admission, self._attempts, self._returns, turns, self._tasks
         )

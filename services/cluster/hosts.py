@@ -104,6 +104,7 @@ class RunningRouter:
             max_positions=host.model.max_positions,
             return_seconds=host.config.timeouts.start + RETURN_SECONDS,
             ring_lease=host.config.timeouts.lost,
+            num_rings=sum(pool.rings for pool in host.config.pools),
         )
         self._router = Router(settings, self._planner, self._peers, journal=journal)
         self._peers.epoch = journal.epoch if journal else 0

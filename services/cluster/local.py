@@ -22,7 +22,6 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from cp_core.errors import ConfigError, RingserveError, Unavailable
-from orchestration.protocol.rings import HEARTBEAT_SECONDS
 from services.auth.sections import check_files
 from services.cluster.capacity import check_fits, dtype_advice, this_machine
 from services.cluster.gateway import GatewayKeeper
@@ -37,7 +36,7 @@ from services.cluster.ray_guard import (
     start_own_ray,
     tame_output,
 )
-from services.cluster.router import SILENT_SECONDS, RayRouter, RouterKeeper
+from services.cluster.router import RayRouter, RouterKeeper
 from services.cluster.stopping import check_stop, keeping_handlers, run_until_set
 from services.config import Config
 from services.gateway.settings import GatewaySettings
@@ -128,7 +127,8 @@ class LocalCluster:
             self._start_ray()
         self._progress("starting the router")
         router_host = RouterHost(config=config, model=model, profile=profile, journal=self._journal)
-        silent = SILENT_SECONDS if self._journal else config.timeouts.stuck
+        # With a journal, to start a router again costs no turn.
+        silent = config.timeouts.lost if self._journal else config.timeouts.stuck
         self._router = RouterKeeper(router_host, RayRouter, silent_seconds=silent)
         router = self._router.process
         assert isinstance(router, RayRouter), "just made"
@@ -151,7 +151,7 @@ class LocalCluster:
             self._gateway = GatewayKeeper(
                 self._gateway_settings(path),
                 start_seconds=config.timeouts.start,
-                silent_seconds=config.timeouts.lost + HEARTBEAT_SECONDS,
+                silent_seconds=config.timeouts.lost,
             )
             self._gateway.start()
         for host in hosts:

@@ -28,10 +28,10 @@ log = logging.getLogger(__name__)
 ROUTER_NAME = "router"
 RESTART_WAITS = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0)
 """Seconds before each attempt to start a router again, after the last one that served."""
-SILENT_SECONDS = 5.0
-"""Seconds without an answer after which a router with a journal is killed: starting it again costs no turn."""
-PROBE_SECONDS = 1.0
+PROBE_SECONDS = 0.5
 """Seconds between two questions whether the router answers."""
+MAX_TICK_SECONDS = 1.0
+"""Silence that one question counts at most: this process may have stood still itself."""
 
 
 class RouterProcess(Protocol):
@@ -114,7 +114,8 @@ class RouterKeeper:
         self._num_made = 0
         self._num_failed = 0
         self._serves = False
-        self._heard_at = self._probed_at = self._start_at = clock()
+        self._probed_at = self._start_at = clock()
+        self._silence = 0.0
         self.process: RouterProcess | None = None
         self._start()
 
@@ -132,7 +133,7 @@ class RouterKeeper:
         self._note_serving()
 
     def _note_serving(self) -> None:
-        self._serves, self._heard_at, self._probed_at = True, self._clock(), self._clock()
+        self._serves, self._silence, self._probed_at = True, 0.0, self._clock()
 
     def look(self) -> RingEvent | None:
         """Start the router again where it has to be. Return what it wants to be done for a ring, if anything.
@@ -160,11 +161,12 @@ class RouterKeeper:
         """Ask the router for a sign of life. Raises Unavailable where none has come for too long."""
         if now - self._probed_at < PROBE_SECONDS:
             return
+        self._silence += min(now - self._probed_at, MAX_TICK_SECONDS)
         self._probed_at = now
         if self.process is not None and self.process.answers():
-            self._heard_at, self._num_failed = now, 0
-        elif now - self._heard_at > self._silent_seconds:
-            raise Unavailable(f"the router has not answered for {now - self._heard_at:.0f} s")
+            self._silence, self._num_failed = 0.0, 0
+        elif self._silence > self._silent_seconds:
+            raise Unavailable(f"the router has not answered for {self._silence:.0f} s")
 
     def _end(self, why: str, now: float) -> None:
         """End the process and have another started after a while. Raises Unavailable after too many failures."""

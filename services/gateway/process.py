@@ -100,7 +100,7 @@ async def _give_signs() -> None:
     while True:
         with suppress(BlockingIOError, BrokenPipeError):
             os.write(descriptor, b"\n")
-        await asyncio.sleep(HEARTBEAT_SECONDS)
+        await asyncio.sleep(HEARTBEAT_SECONDS / 2)
 
 
 def _tenants(settings: GatewaySettings) -> TokenFile | None:

@@ -154,6 +154,7 @@ class Service:
             conversation_ttl=conversation_ttl,
             ring_lease=ring_lease,
             retain_prompts=retain_prompts,
+            num_rings=2 + len(other_prefill) + len(other_decode),
         )
         self._journal, self._router_settings, self._clock = journal, router_settings, clock
         self.router = self._new_router()

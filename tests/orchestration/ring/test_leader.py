@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 
 import pytest
 
@@ -11,6 +12,7 @@ from orchestration.protocol.inventory import KnownEpoch, Registered, TurnOnRing
 from orchestration.protocol.rings import RingSettings
 from orchestration.protocol.turns import RingRegistration
 from orchestration.protocol.views import RingStatus
+from orchestration.ring import leader as leaders
 from orchestration.ring.leader import RingLeader
 from tests.orchestration.fake_ranks import RATES, FakeRanks
 from tests.orchestration.service import DirectPeers
@@ -105,6 +107,21 @@ async def test_a_ring_stays_announced_though_the_router_is_away_for_a_while() ->
     assert len(set(router.heard)) == 1
     await leader.close()
     assert asyncio.all_tasks() == {asyncio.current_task()}, "a closed ring says nothing"
+
+
+async def test_a_ring_that_the_router_does_not_hear_announces_itself_more_often(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(leaders, "RETRY_SECONDS", 0.001)
+    leader, router, _ = made(announce_interval=3600)
+    await leader.start("here:1")
+    router.errors = [Unavailable("no router")] * 3
+    with caplog.at_level(logging.WARNING):
+        await leader._try_announce()  # before the task that announces the ring at intervals has begun
+        await eventually(lambda: leader._is_heard)
+    assert len(router.heard) == 1 + 4
+    assert len(caplog.records) == 1, "an outage is told once"
+    await leader.close()
 
 
 async def test_a_rebuilt_ring_is_announced_as_its_new_incarnation_only() -> None:

@@ -92,6 +92,14 @@ def test_a_router_that_stands_still_is_killed_and_started_again() -> None:
     assert len(keeping.made) == 2
 
 
+def test_a_router_is_not_blamed_for_a_while_in_which_its_keeper_stood_still() -> None:
+    keeping = Keeping()
+    keeping.made[0].is_silent = True
+    keeping.look(100.0)
+    keeping.look(PROBE_SECONDS)
+    assert keeping.made[0].kills == 0
+
+
 def test_a_router_that_never_starts_again_ends_the_cluster_with_its_reason() -> None:
     keeping = Keeping()
     for wait in RESTART_WAITS:

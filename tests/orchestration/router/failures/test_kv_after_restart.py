@@ -119,5 +119,33 @@ async def test_histories_without_a_conversation_which_the_journal_lacks_are_rele
         service.check_integrity()
 
 
+async def test_a_turn_waits_until_the_rings_have_told_that_retain_its_conversation(
+    model_paths: Mapping[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adoption, "LATE_SECONDS", 60.0)
+    async with two_rings_a_role(model_paths, tmp_path) as service:
+        first = await service.answer(service.request(random_tokens(40), conversation="c"))
+        await restart(service, NEW)
+        request = service.request([7], conversation="c", mode=PromptMode.APPEND)
+        answering = asyncio.create_task(service.answer(request))
+        await announce(service, OLD)
+        answer = await answering
+        assert answer.begun.plan.cached_tokens == 40 + len(first.token_ids) - 1
+
+
+async def test_a_ring_that_does_not_tell_holds_up_turns_for_a_while_only(
+    model_paths: Mapping[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adoption, "LATE_SECONDS", 0.01)
+    async with two_rings_a_role(model_paths, tmp_path) as service:
+        for name in OLD:
+            announcing = service.peers.leaders[name]._announcing
+            assert announcing is not None
+            announcing.cancel()
+        await restart(service, NEW)
+        answer = await service.answer(service.request(random_tokens(40), conversation="c"))
+        assert (answer.begun.plan.prefill_ring, answer.begun.plan.decode_ring) == NEW
+
+
 def _retained(service: Service, name: str) -> int:
     return service.peers.leaders[name].ring.pool.num_retained("c")
