@@ -12,6 +12,9 @@ USER_READY := $(VENV)/ready-user
 DEV_READY := $(VENV)/ready-dev
 BENCHES := $(wildcard bench/*.py)
 
+# Tests start many processes: where bytecode is not written, each of them compiles all that it imports.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test pytest lint format bench proto clean distclean
 .DELETE_ON_ERROR:

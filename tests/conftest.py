@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import fcntl
 import gc
 import signal
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Generator, Iterator, Mapping
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -62,6 +65,19 @@ CLUSTER_SECONDS = 600.0
 
 def is_of_a_cluster(path: str) -> bool:
     return "/e2e/" in path
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Let one process compile the tests, which takes as long as their imports, and the others read its bytecode."""
+    if sys.dont_write_bytecode:
+        return (yield)
+    with Path(__file__).open() as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            fcntl.flock(lock, fcntl.LOCK_SH)
+        return (yield)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
