@@ -226,6 +226,7 @@ class LocalCluster:
             device=config.model.device,
             max_seconds=config.gateway.max_seconds,
             max_calls=config.gateway.max_calls,
+            page=config.gateway.page,
             log_level=config.logs.level,
             log_format=config.logs.format,
             metric_names=config.metrics.also_as,

@@ -64,8 +64,8 @@ class GatewayConfig:
     """Gateway: gRPC at `listen`, OpenAI's HTTP at `http`, Prometheus at `metrics`. Empty switches off the last two.
 
     `model_name` is the model's name over HTTP; empty takes "builtin:tiny" or the name of the model's directory.
-    `max_seconds` bounds a turn, `max_calls` the gRPC calls at a time. `insecure` allows listening beyond loopback
-    without TLS or tokens.
+    `max_seconds` bounds a turn, `max_calls` the gRPC calls at a time. `page` serves a page at `/` of `http`. `insecure`
+    allows listening beyond loopback without TLS or tokens.
     """
 
     listen: str = "127.0.0.1:50051"
@@ -74,6 +74,7 @@ class GatewayConfig:
     metrics: str = "127.0.0.1:9464"
     max_seconds: float = 600.0
     max_calls: int = 4096
+    page: bool = True
     insecure: bool = False
 
 

@@ -75,7 +75,7 @@ async def serve(settings: GatewaySettings) -> None:
     watch = HealthWatch("the gateway", server, router.find_fault)
     endpoint = _serve_metrics(settings, metrics, peers, watch)
     metrics_address = endpoint.address if endpoint else ""
-    api = HttpApi(servicer, _model_name(settings), model.max_positions, authenticator)
+    api = HttpApi(servicer, _model_name(settings), model, authenticator, has_page=settings.page)
     http_server = HttpServer(api.app, settings.tls.http_context() if settings.tls else None)
     http_address = await http_server.start(settings.http) if settings.http else ""
     address = await server.start(settings.listen, is_serving=False)

@@ -310,8 +310,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def _fork(self, router: ScopedRouter, request: inference_pb2.ForkConversationRequest) -> ConversationView:
         at_token = request.at_token if request.HasField("at_token") else None
         source, new = named("source_id", request.source_id), named("new_id", request.new_id)
-        with self._authenticator.limits.turns(router.tenant):  # it costs what a turn costs the router
-            return await router.fork_conversation(source, new, at_token)
+        return await self.fork_conversation(router.tenant, source, new, at_token)
+
+    async def fork_conversation(
+        self, tenant: Tenant, source_id: str, new_id: str, at_token: int | None
+    ) -> ConversationView:
+        """Begin a conversation with another's tokens, within the tenant's limits. Raises RingserveError."""
+        with self._authenticator.limits.turns(tenant):  # it costs what a turn costs the router
+            return await self.router_for(tenant).fork_conversation(source_id, new_id, at_token)
 
     async def DeleteConversation(
         self, request: inference_pb2.DeleteConversationRequest, context: Context

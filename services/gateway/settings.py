@@ -20,8 +20,8 @@ class GatewaySettings:
     """Settings of one gateway.
 
     `follow_stdin` ends the gateway when standard input closes, that is with its parent. `tokens` is the path of the
-    file of tenants. A gateway that is told to end lets its turns run for at most `drain_seconds`. A peer that gives no
-    sign of life for `lost_seconds` fails its turns.
+    file of tenants. `page` serves a page at `/` of `http`. A gateway that is told to end lets its turns run for at most
+    `drain_seconds`. A peer that gives no sign of life for `lost_seconds` fails its turns.
     """
 
     listen: str
@@ -34,6 +34,7 @@ class GatewaySettings:
     device: str
     max_seconds: float
     max_calls: int = 4096
+    page: bool = True
     log_level: str = "info"
     log_format: str = "human"
     drain_seconds: float = 2.0

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import Message
 
 from cp_core.errors import Unavailable
 from ringserve.v1 import inference_pb2
@@ -37,12 +39,26 @@ def collect_all(
     return sorted(answers, key=lambda answer: answer.index)
 
 
-def plan_dict(plan: inference_pb2.Plan) -> dict[str, Any]:
-    """Return a plan with the contract's field names; 64-bit numbers stay numbers."""
-    values = MessageToDict(plan, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
-    for key in ("migrated_bytes", "pulled_bytes"):
-        values[key] = int(values[key])
+LONG_NUMBERS = {FieldDescriptor.TYPE_INT64, FieldDescriptor.TYPE_UINT64}
+
+
+def message_dict(message: Message) -> dict[str, Any]:
+    """Return a message with the contract's field names; 64-bit numbers stay numbers, as JSON's readers expect."""
+    values = MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+    _restore_numbers(values, message.DESCRIPTOR)
     return values
+
+
+def _restore_numbers(values: dict[str, Any], descriptor: Any) -> None:
+    for field in descriptor.fields:
+        if field.name not in values:
+            continue
+        found = values[field.name]
+        if field.type in LONG_NUMBERS:
+            values[field.name] = [int(number) for number in found] if field.is_repeated else int(found)
+        elif field.message_type is not None and not field.message_type.GetOptions().map_entry:
+            for part in found if field.is_repeated else [found]:
+                _restore_numbers(part, field.message_type)
 
 
 def answer_dict(complete: inference_pb2.GenerateComplete, conversation_id: str) -> dict[str, Any]:
@@ -58,7 +74,7 @@ def answer_dict(complete: inference_pb2.GenerateComplete, conversation_id: str) 
             "cached_tokens": complete.usage.cached_tokens,
             "completion_tokens": complete.usage.completion_tokens,
         },
-        "plan": plan_dict(complete.plan),
+        "plan": message_dict(complete.plan),
         "ttft_seconds": complete.ttft_seconds,
         "ttit_seconds": complete.ttit_seconds,
         "seed": complete.seed,

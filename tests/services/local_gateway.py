@@ -66,7 +66,7 @@ class LocalGateway:
             "ringserve.v1.Inference",
             lambda target: inference_pb2_grpc.add_InferenceServicer_to_server(self.servicer, target),
         )
-        api = HttpApi(self.servicer, MODEL, self.service.model.max_positions, authenticator)
+        api = HttpApi(self.servicer, MODEL, self.service.model, authenticator)
         self._http = HttpServer(api.app, tls.http_context() if tls else None)
         self.target = ""
         self.url = ""

@@ -18,11 +18,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from cp_core.errors import RingserveError, Unavailable
-from orchestration.protocol.views import ServerView, service_fault
+from cp_core.errors import RingserveError
 from ringserve.v1 import inference_pb2
 from services.auth.authenticator import Authenticator
-from services.auth.scoped_router import ScopedRouter
 from services.auth.tenants import Tenant
 from services.gateway.openai.errors import BadHttpRequest, error_body, headers_of, status_of
 from services.gateway.openai.requests import HttpRequestReader, HttpTurn
@@ -35,20 +33,19 @@ from services.gateway.openai.responses import (
     model_json,
 )
 from services.gateway.openai.server import EventStream, HeaderLimit, certificate_of, ended_by_hang_up
+from services.gateway.page.page import ServiceViews, ViewedService, page_routes
 from services.gateway.requests import identifier
 from services.rpc.server import MAX_MESSAGE_BYTES
+from workers.protocol.ranks import ModelInfo
 
 log = logging.getLogger(__name__)
 
 BODY_SECONDS = 60.0
 """Seconds for a client to send its request."""
-HEALTH_SECONDS = 5.0
-HEALTH_AGE = 1.0
-"""Seconds for which the state of the service is shown to probes, which need no token: each asks every ring."""
 DONE = b"data: [DONE]\n\n"
 
 
-class TurnService(Protocol):
+class TurnService(ViewedService, Protocol):
     """Service behind the HTTP endpoint: the gateway."""
 
     def generate(
@@ -59,28 +56,27 @@ class TurnService(Protocol):
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of token ids."""
 
-    def router_for(self, tenant: Tenant) -> ScopedRouter:
-        """Return the router as a tenant sees it."""
-
-    async def server_view(self) -> ServerView:
-        """Return the state of the service as the router sees it. Raises Unavailable."""
-
 
 class HttpApi:
-    """HTTP API for one model, under OpenAI's paths. `app` is the ASGI application."""
+    """HTTP API for one model, under OpenAI's paths, and the page. `app` is the ASGI application."""
 
     def __init__(
-        self, service: TurnService, model_name: str, max_positions: int, authenticator: Authenticator | None = None
+        self,
+        service: TurnService,
+        model_name: str,
+        model: ModelInfo,
+        authenticator: Authenticator | None = None,
+        *,
+        has_page: bool = True,
     ) -> None:
         self._service = service
         self._authenticator = authenticator or Authenticator()
         self._model_name = model_name
-        self._max_positions = max_positions
-        self._reader = HttpRequestReader(model_name, max_positions)
+        self._max_positions = model.max_positions
+        self._reader = HttpRequestReader(model_name, model.max_positions)
         self._created = int(time.time())
-        self._viewing = asyncio.Lock()
-        self._view: ServerView | None = None
-        self._viewed_at = 0.0
+        self._views = ServiceViews(service, model_name, model, self._authenticator, self._caller)
+        self._has_page = has_page
 
     @property
     def app(self) -> ASGIApp:
@@ -89,9 +85,11 @@ class HttpApi:
             Route("/v1/completions", self._completion, methods=["POST"]),
             Route("/v1/models", self._models, methods=["GET"]),
             Route("/v1/models/{name:path}", self._model, methods=["GET"]),
+            *self._views.routes(),
+            Route("/v1/conversations", self._fork, methods=["POST"]),
             Route("/v1/conversations/{name:path}", self._conversation, methods=["GET"]),
             Route("/v1/conversations/{name:path}", self._forget, methods=["DELETE"]),
-            Route("/health", self._health, methods=["GET"]),
+            *(page_routes() if self._has_page else ()),
         ]
         return Starlette(
             routes=routes,
@@ -145,6 +143,10 @@ class HttpApi:
     def _model_json(self) -> dict[str, Any]:
         return model_json(self._model_name, self._created, self._max_positions)
 
+    async def _fork(self, request: Request) -> Response:
+        self._caller(request)  # first: bodies of strangers are not read
+        return await self._views.fork(request, _parsed(await _body(request)))
+
     async def _conversation(self, request: Request) -> Response:
         router = self._service.router_for(self._caller(request))
         view = await router.get_conversation(identifier("conversation_id", request.path_params["name"]))
@@ -155,20 +157,6 @@ class HttpApi:
         name = identifier("conversation_id", request.path_params["name"])
         await router.delete_conversation(name)
         return JSONResponse({"id": name, "object": "conversation.deleted", "deleted": True})
-
-    async def _health(self, request: Request) -> Response:
-        """Answer 200 where a turn can be served: the router answers, and a ring of each role serves."""
-        try:
-            async with asyncio.timeout(HEALTH_SECONDS), self._viewing:
-                view = self._view
-                if view is None or time.monotonic() - self._viewed_at >= HEALTH_AGE:
-                    view = self._view = await self._service.server_view()
-                    self._viewed_at = time.monotonic()
-        except TimeoutError:
-            raise Unavailable(f"the router did not answer within {HEALTH_SECONDS:.0f} s") from None
-        if fault := service_fault(view):
-            raise Unavailable(fault)
-        return JSONResponse({"status": "ok"})
 
 
 async def _whole(responses: AsyncIterator[inference_pb2.GenerateResponse], answer: TurnAnswer) -> dict[str, Any]:

@@ -10,14 +10,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from google.protobuf.json_format import MessageToDict
-
 from cp_core.errors import Unavailable
 from orchestration.protocol.views import ConversationView
 from ringserve.v1 import inference_pb2
 from services.gateway.openai.requests import HttpTurn
 from services.gateway.text import REPLACEMENT
-from services.rpc.answer import plan_dict
+from services.rpc.answer import message_dict
 from services.rpc.wire.contract import to_message
 
 Json = dict[str, Any]
@@ -177,7 +175,7 @@ class TurnAnswer:
             "conversation_id": start.conversation_id,
             "prompt_tokens": start.prompt_tokens,
             "cached_tokens": start.cached_tokens,
-            "plan": plan_dict(start.plan),
+            "plan": message_dict(start.plan),
         }
 
     def _extra(self, complete: inference_pb2.GenerateComplete) -> Json:
@@ -185,7 +183,7 @@ class TurnAnswer:
             "request_id": self._start.request_id,
             "conversation_id": self._start.conversation_id,
             "token_ids": list(complete.output_ids),
-            "plan": plan_dict(complete.plan),
+            "plan": message_dict(complete.plan),
             "ttft_seconds": complete.ttft_seconds,
             "ttit_seconds": complete.ttit_seconds,
             "seed": complete.seed,
@@ -194,10 +192,7 @@ class TurnAnswer:
 
 def conversation_json(view: ConversationView) -> Json:
     """Return a conversation in OpenAI's shape, with its own fields in `ringserve`."""
-    message = to_message(inference_pb2.GetConversationResponse, view)
-    known = MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
-    for numbered in (known, *known["placements"]):
-        numbered["epoch"] = int(numbered["epoch"])  # 64-bit numbers stay numbers
+    known = message_dict(to_message(inference_pb2.GetConversationResponse, view))
     return {"id": view.conversation_id, "object": "conversation", "metadata": {}, "ringserve": known}
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from cp_core.errors import Unavailable
 from ringserve.v1 import inference_pb2
-from services.rpc.answer import answer_dict, answers_dict, collect, collect_all, plan_dict, plan_line
+from services.rpc.answer import answer_dict, answers_dict, collect, collect_all, message_dict, plan_line
 
 Response = inference_pb2.GenerateResponse
 
@@ -64,7 +64,7 @@ def test_the_printed_object_holds_what_is_promised() -> None:
 
 
 def test_a_plan_has_every_field_and_numbers_stay_numbers() -> None:
-    plan = plan_dict(complete().plan)
+    plan = message_dict(complete().plan)
     assert set(plan) == {field.name for field in inference_pb2.Plan.DESCRIPTOR.fields}
     assert plan["migrated_bytes"] == 2**40
     assert plan["pulled_bytes"] == 0

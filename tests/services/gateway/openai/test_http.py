@@ -20,6 +20,7 @@ from orchestration.protocol.views import ServerView
 from services.gateway import failover
 from services.gateway.openai import app
 from services.gateway.openai.server import KEEP_ALIVE, MAX_HEADER_BYTES, EventStream, HttpServer
+from tests.rings import LLAMA_8B
 from tests.services.local_gateway import CALL_SECONDS, MODEL, LocalGateway
 
 
@@ -151,7 +152,7 @@ async def test_an_error_of_our_own_shows_nothing_of_its_inside(
 async def test_probes_without_a_token_do_not_ask_the_rings_each_time(
     http: httpx2.AsyncClient, gateway: LocalGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.gateway.openai.app.HEALTH_AGE", 3600.0)
+    monkeypatch.setattr("services.gateway.page.page.SEEN_AGE", 3600.0)
     asked, view = 0, gateway.service.router.get_server_info
 
     async def counted() -> ServerView:
@@ -168,7 +169,7 @@ async def test_probes_without_a_token_do_not_ask_the_rings_each_time(
 async def test_health_says_whether_a_turn_could_be_served(
     http: httpx2.AsyncClient, gateway: LocalGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.gateway.openai.app.HEALTH_AGE", 0.0)
+    monkeypatch.setattr("services.gateway.page.page.SEEN_AGE", 0.0)
     assert (await http.get("/health")).json() == {"status": "ok"}
 
     async def lost() -> None:
@@ -221,18 +222,18 @@ async def test_a_port_in_use_is_an_error_that_names_it() -> None:
         taken.listen()
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(ConfigError, match=f"gateway.http: cannot listen on {address}"):
-            await HttpServer(app.HttpApi(None, MODEL, 1).app).start(address)  # type: ignore[arg-type]
+            await HttpServer(app.HttpApi(None, MODEL, LLAMA_8B).app).start(address)  # type: ignore[arg-type]
 
 
 async def test_a_stopped_server_is_closed_and_its_port_free(gateway: LocalGateway) -> None:
-    server = HttpServer(app.HttpApi(gateway.servicer, MODEL, 100).app)
+    server = HttpServer(app.HttpApi(gateway.servicer, MODEL, gateway.service.model).app)
     address = await server.start("127.0.0.1:0")
     async with httpx2.AsyncClient(base_url=f"http://{address}") as http:
         assert (await http.get("/v1/models")).status_code == 200
         await server.stop(1.0)
         with pytest.raises(httpx2.ConnectError):
             await http.get("/v1/models")
-    again = HttpServer(app.HttpApi(gateway.servicer, MODEL, 100).app)
+    again = HttpServer(app.HttpApi(gateway.servicer, MODEL, gateway.service.model).app)
     assert await again.start(address) == address
     await again.stop(1.0)
 

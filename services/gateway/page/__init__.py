@@ -1,0 +1,1 @@
+"""Page of a gateway at `/`, and the JSON views that it reads."""

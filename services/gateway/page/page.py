@@ -1,0 +1,189 @@
+"""Static page at `/`, with the views of service and conversations that it reads. Others may read them too.
+
+An operator sees the whole service; another tenant sees whether it serves, and its own conversations.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from cp_core.errors import Forbidden, InvalidRequest, Unavailable
+from orchestration.protocol.views import ConversationView, RingStatus, ServerView, service_fault
+from ringserve.v1 import inference_pb2
+from services.auth.authenticator import Authenticator
+from services.auth.scoped_router import ScopedRouter
+from services.auth.tenants import Tenant
+from services.gateway.openai.fields import integer, shown, text
+from services.gateway.openai.responses import Json, conversation_json
+from services.gateway.requests import identifier, named
+from services.rpc.answer import message_dict
+from services.rpc.wire.contract import to_message
+from services.telemetry.metrics.registry import package_version
+from workers.protocol.ranks import ModelInfo
+
+SEEN_SECONDS = 5.0
+"""Seconds for the router to show the state of the service."""
+SEEN_AGE = 1.0
+"""Seconds for which one state is shown to all who ask: any number of probes and pages cost one question a second."""
+DEFAULT_LIMIT = 100
+MAX_LIMIT = 1000
+
+FILES = {
+    "/": ("page.html", "text/html"),
+    "/page.css": ("page.css", "text/css"),
+    **{f"/{name}.js": (f"{name}.js", "text/javascript") for name in ("page", "base", "turns")},
+}
+HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
+"""Headers of the page: it loads nothing from elsewhere, and no other page frames it."""
+
+
+class ViewedService(Protocol):
+    """Service behind the views: the gateway."""
+
+    def router_for(self, tenant: Tenant) -> ScopedRouter:
+        """Return the router as a tenant sees it."""
+
+    async def server_view(self) -> ServerView:
+        """Return the state of the service as the router sees it. Raises Unavailable."""
+
+    async def fork_conversation(
+        self, tenant: Tenant, source_id: str, new_id: str, at_token: int | None
+    ) -> ConversationView:
+        """Begin a conversation with another's tokens, within the tenant's limits. Raises RingserveError."""
+
+
+class ServiceViews:
+    """Views of the service and of conversations, over HTTP. `caller` returns the tenant of a request."""
+
+    def __init__(
+        self,
+        service: ViewedService,
+        model_name: str,
+        model: ModelInfo,
+        authenticator: Authenticator,
+        caller: Callable[[Request], Tenant],
+    ) -> None:
+        self._service = service
+        self._model_name = model_name
+        self._model = model
+        self._authenticator = authenticator
+        self._caller = caller
+        self._looking = asyncio.Lock()
+        self._seen: ServerView | None = None
+        self._seen_at = 0.0
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/health", self._health, methods=["GET"]),
+            Route("/v1/service", self._show_service, methods=["GET"]),
+            Route("/v1/conversations", self._list, methods=["GET"]),
+        ]
+
+    async def fork(self, request: Request, body: Any) -> Response:
+        """Answer POST /v1/conversations: a conversation that begins with the tokens of another."""
+        values = _fields(body, {"id": text, "forked_from": text, "at_token": integer(32)})
+        source, new = named("forked_from", values.get("forked_from", "")), named("id", values.get("id", ""))
+        view = await self._service.fork_conversation(self._caller(request), source, new, values.get("at_token"))
+        return JSONResponse(conversation_json(view))
+
+    async def _health(self, request: Request) -> Response:
+        """Answer 200 where a turn can be served: the router answers, and a ring of each role serves."""
+        if fault := service_fault(await self._view()):
+            raise Unavailable(fault)
+        return JSONResponse({"status": "ok"})
+
+    async def _show_service(self, request: Request) -> Response:
+        tenant = self._caller(request)
+        answer: Json = {"object": "service", "model": self._model_name, "version": package_version()}
+        try:
+            view = await self._view()
+        except Unavailable as error:
+            return JSONResponse(answer | {"serves": False, "fault": str(error)})
+        fault = service_fault(view)
+        answer |= {"serves": not fault, "fault": fault}
+        try:
+            self._authenticator.check_operator(tenant)
+        except Forbidden:
+            return JSONResponse(answer)
+        known = message_dict(to_message(inference_pb2.GetServerInfoResponse, view))
+        for status, ring in zip(view.rings, known["rings"], strict=True):
+            ring["queue_seconds"] = queue_seconds(status, self._model)
+        for key in ("version", "uptime_seconds"):  # those of the gateway, which a list of gateways would not share
+            del known[key]
+        return JSONResponse(answer | known)
+
+    async def _list(self, request: Request) -> Response:
+        router = self._service.router_for(self._caller(request))
+        given = _fields(dict(request.query_params), {"prefix": text, "after": text, "limit": _limit})
+        prefix, after = (identifier(name, given.get(name, "")) for name in ("prefix", "after"))
+        listing = await router.list_conversations(prefix, after, given.get("limit", DEFAULT_LIMIT))
+        known = message_dict(to_message(inference_pb2.ListConversationsResponse, listing))
+        data = [
+            {"id": each["conversation_id"], "object": "conversation", "ringserve": each}
+            for each in known["conversations"]
+        ]
+        more = known["next_page_token"]
+        return JSONResponse({"object": "list", "data": data, "has_more": bool(more), "next_after": more})
+
+    async def _view(self) -> ServerView:
+        """Return the state of the service, SEEN_AGE old at most. Raises Unavailable."""
+        try:
+            async with asyncio.timeout(SEEN_SECONDS), self._looking:
+                if self._seen is None or time.monotonic() - self._seen_at >= SEEN_AGE:
+                    self._seen = await self._service.server_view()
+                    self._seen_at = time.monotonic()
+                return self._seen
+        except TimeoutError:
+            raise Unavailable(f"the router did not answer within {SEEN_SECONDS:.0f} s") from None
+
+
+def queue_seconds(ring: RingStatus, model: ModelInfo) -> float | None:
+    """Return the seconds of work that wait at a prefill ring; None where it has not measured its speed."""
+    if ring.rates is None or ring.rates.gemm_flops <= 0:
+        return None
+    work_per_second = ring.num_ranks * ring.rates.gemm_flops / model.shape.share(ring.tp).linear_flops_per_token
+    return ring.waiting_work / work_per_second
+
+
+def page_routes() -> list[Route]:
+    """Return the routes of the page's files, which hold nothing of the service: no token is asked for."""
+    return [Route(path, _file(name, kind), methods=["GET"]) for path, (name, kind) in FILES.items()]
+
+
+def _file(name: str, kind: str) -> Callable[[Request], Any]:
+    content = (Path(__file__).parent / name).read_bytes()
+
+    async def answer(request: Request) -> Response:
+        return Response(content, media_type=kind, headers=HEADERS)
+
+    return answer
+
+
+def _fields(body: Any, readers: dict[str, Callable[[str, Any], Any]]) -> dict[str, Any]:
+    """Return the fields of a body or a query that are not null. Raises InvalidRequest for one that is not known."""
+    if not isinstance(body, dict):
+        raise InvalidRequest("the body must be a JSON object")
+    for name in body:
+        if name not in readers:
+            raise InvalidRequest(f"{name[:60]}: there is no such field; allowed are {', '.join(readers)}")
+    return {name: readers[name](name, value) for name, value in body.items() if value is not None}
+
+
+def _limit(name: str, value: str) -> int:
+    if not (value.isascii() and value.isdigit() and len(value) <= 4 and 1 <= int(value) <= MAX_LIMIT):
+        raise InvalidRequest(f"{name}: {shown(value)} is not allowed; give a whole number from 1 to {MAX_LIMIT}")
+    return int(value)
