@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import fcntl
 import gc
+import os
 import signal
 import sys
 from collections.abc import Generator, Iterator, Mapping
@@ -14,6 +15,10 @@ from xdist.scheduler import LoadScopeScheduling
 
 from tests.services.auth.certificates import Authority
 from tests.waiting import WatchedLoop
+
+# torch's threads spin while they wait for one another: beside other processes two of them took five times the processor
+# time of one. This process has not loaded torch yet, and those that it starts inherit the variable.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -30,10 +30,14 @@ def goes_on_unseen(
     inference: Inference,
     stock: StockModel,
     request: inference_pb2.GenerateRequest,
+    role: str,
     tokens: int,
     hit: Callable[[], None],
-) -> str:
-    """Hit a turn when its client has so many tokens; its answer is right all the same. Return the role that it lost."""
+) -> list[int]:
+    """Hit a turn when its client has so many tokens. It loses the ring of `role`, and its answer is right.
+
+    Return the answer's tokens.
+    """
     max_tokens = request.sampling_params.max_tokens
     call = inference.stream(request, STREAM_SECONDS)
     try:
@@ -45,11 +49,13 @@ def goes_on_unseen(
         hit()
         for response in call:
             seen += response.chunk.token_ids
-        assert seen == stock.greedy(list(request.tokenized.input_ids), max_tokens).token_ids
+        assert len(seen) == max_tokens
+        assert seen == stock.follow(request.tokenized.input_ids, seen).token_ids
         assert list(response.complete.output_ids) == seen
         (failover,) = response.complete.plan.failovers
         assert failover.after_tokens >= tokens
-        return str(failover.role)
+        assert failover.role == role
+        return seen
     finally:
         call.cancel()
 
@@ -105,7 +111,7 @@ def test_a_prefill_rank_killed_while_a_turn_prefills_is_not_seen_by_its_client(
     history = begin_conversation(inference, "prefill-rank")
     old = inference.ring("prefill")
     request = ids(random_tokens(7000), max_tokens=5)
-    assert goes_on_unseen(inference, stock, request, 0, lambda: kill(old.rank_pids[1])) == "prefill"
+    goes_on_unseen(inference, stock, request, "prefill", 0, lambda: kill(old.rank_pids[1]))
     new = wait_for_rebuild(inference, "prefill", old, lost=[1])
     assert new.rebuilds == old.rebuilds + 1
     # All KV that the decode ring retained comes back from there.
@@ -119,7 +125,7 @@ def test_a_decode_rank_killed_in_mid_answer_is_not_seen_by_its_client(inference:
     history = begin_conversation(inference, "decode-rank")
     old = inference.ring("decode")
     request = ids(random_tokens(30), max_tokens=LONG)
-    assert goes_on_unseen(inference, stock, request, 5, lambda: kill(old.rank_pids[1])) == "decode"
+    goes_on_unseen(inference, stock, request, "decode", 5, lambda: kill(old.rank_pids[1]))
     new = wait_for_rebuild(inference, "decode", old, lost=[1])
     assert new.rebuilds == old.rebuilds + 1
     answer = goes_on(inference, stock, "decode-rank", history)
@@ -136,7 +142,7 @@ def test_a_frozen_decode_rank_is_noticed_and_replaced(inference: Inference, stoc
     history = begin_conversation(inference, "frozen-rank")
     old = inference.ring("decode")
     request = ids(random_tokens(30), max_tokens=LONG)
-    assert goes_on_unseen(inference, stock, request, 5, lambda: freeze(old.rank_pids[1])) == "decode"
+    goes_on_unseen(inference, stock, request, "decode", 5, lambda: freeze(old.rank_pids[1]))
     assert wait_for_rebuild(inference, "decode", old, lost=[1]).rebuilds == old.rebuilds + 1
     wait_until(lambda: not psutil.pid_exists(old.rank_pids[1]), "the frozen rank is killed", REBUILD_SECONDS)
     goes_on(inference, stock, "frozen-rank", history)
@@ -147,7 +153,7 @@ def test_a_frozen_decode_leader_is_noticed_killed_and_replaced(inference: Infere
     old = inference.ring("decode")
     leader = pid_at(old.endpoint)
     request = ids(random_tokens(30), max_tokens=LONG)
-    assert goes_on_unseen(inference, stock, request, 5, lambda: freeze(leader)) == "decode"
+    goes_on_unseen(inference, stock, request, "decode", 5, lambda: freeze(leader))
     wait_for_rebuild(inference, "decode", old)
     gone = {leader, *old.rank_pids}
     wait_until(lambda: not gone & set(psutil.pids()), "the frozen leader is killed, and its ranks", REBUILD_SECONDS)
@@ -165,12 +171,12 @@ def test_a_killed_leader_is_started_again_with_a_ring_of_its_own(
     leader = pid_at(old.endpoint)  # found before the turn runs: on a busy machine the search takes seconds
     prompt, max_tokens = (random_tokens(30), LONG) if tokens else (random_tokens(7000), 5)
     request = ids(prompt, max_tokens=max_tokens, conversation=hit, request_id=hit)
-    assert goes_on_unseen(inference, stock, request, tokens, lambda: kill(leader)) == role
+    answer = goes_on_unseen(inference, stock, request, role, tokens, lambda: kill(leader))
     wait_for_rebuild(inference, role, old)
     wait_until(inference.is_idle, "the turn is over for the router, too")
     goes_on(inference, stock, name, history)
     # The turn that was hit has left its conversation, and its name is free again.
-    goes_on(inference, stock, hit, prompt + stock.greedy(prompt, max_tokens).token_ids)
+    goes_on(inference, stock, hit, prompt + answer)
     assert inference.answer(ids([1, 2], request_id=hit)).finish_reason == "length"
 
 
