@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import io
+import subprocess
+import sys
 
 import pytest
 
@@ -84,6 +86,16 @@ def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) 
         main.main(["--version"])
     assert ended.value.code == 0
     assert capsys.readouterr().out == f"ringserve {package_version()}\n"
+
+
+def test_a_command_does_not_wait_for_packages_that_few_commands_use() -> None:
+    """Parse a command line in a new process: with torch and transformers it takes seven times as long."""
+    code = (
+        "import sys; from services.cli.main import build_parser; build_parser().parse_args(['status']); "
+        "print([name for name in ('torch', 'transformers', 'ray', 'matplotlib') if name in sys.modules])"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert shown.stdout.strip() == "[]"
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])

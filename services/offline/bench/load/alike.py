@@ -13,7 +13,6 @@ from cp_core.errors import ConfigError
 from ringserve.v1 import inference_pb2
 from services.offline.bench.load.replay import OK, Arrival, Outcome
 from services.offline.planning.models import planned_model, to_model_info
-from services.offline.reference import StockModel
 from services.offline.simulator.cluster import ClusterShape, PoolShape
 from services.offline.simulator.shared import ideal_share
 from services.offline.simulator.simulation import Simulation
@@ -49,6 +48,9 @@ def scaled(trace: Sequence[TracedConversation], divide: int, pace: float) -> lis
 
 def count_differing(outcomes: Sequence[Outcome], model_path: Path, limit: int) -> tuple[int, int]:
     """Compare answers of every so many requests with stock transformers. Return how many, and how many differ."""
+    # Here, not above: other commands do without torch, whose import takes longer than all else of them.
+    from services.offline.reference import StockModel
+
     done = sorted((each for each in outcomes if each.status == OK), key=lambda each: tuple(each.prompt))
     sample = done[:: max(1, len(done) // limit)][:limit] if limit else []
     stock = StockModel(model_path)
