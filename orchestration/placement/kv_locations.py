@@ -87,6 +87,7 @@ class WantedTurn:
 
     Where the conversation has none, they are those of other histories, whose KV it shares: `shared`, their ids by role.
     `algorithm` is the one that it asks for. `refused_direct` names the decode ring that could not compute it after all.
+    Turns of one `cache_key` prefer the same rings.
     """
 
     num_tokens: int
@@ -97,6 +98,7 @@ class WantedTurn:
     algorithm: Algorithm | None = None
     refused_direct: str = ""
     shared: Mapping[str, str] = field(default_factory=dict)
+    cache_key: str = ""
 
     @property
     def asks_for_direct(self) -> bool:

@@ -9,111 +9,25 @@ the conversation leaves it when that costs less than the ring's queue. A prefill
 ring that retains most of it, or computes it again; that is the turn's decode ring or one that the conversation leaves.
 A decode ring gets from the prefill ring what it lacks. So a conversation that goes to another decode ring takes along,
 by way of the prefill ring, what only the old one retained. Where the conversation's decode ring could compute a few new
-tokens itself (`DirectPlacer`), that is compared with the way over a prefill ring, hand-off included. Pure Python and
-synchronous.
+tokens itself (`DirectPlacer`), that is compared with the way over a prefill ring, hand-off included.
+
+Where rings are about equal, a turn takes those of the latest turn of its cache key. Pure Python and synchronous.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Collection, Sequence
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
-from cp_core.errors import InvalidRequest, Unavailable
+from cp_core.errors import Unavailable
+from orchestration.placement.cache_keys import KeyedRings
+from orchestration.placement.direct import DirectOffer, DirectPlacer, compared, milliseconds, refuse_direct
 from orchestration.placement.kv_locations import Choice, KvLocation, WantedTurn
 from orchestration.placement.planner import Planner, RetainedPrefix, retaining_most
 from orchestration.placement.registry import LoadShare, RegisteredRing, RingRegistry
 from orchestration.protocol.plans import RingAlternative
 from orchestration.protocol.turns import RingRegistration
-
-
-class DirectOffer(NamedTuple):
-    """Predicted times of a turn whose decode ring computes the prompt.
-
-    `is_too_long`: it would delay the ring's batch for longer than is allowed; then it is only for turns that ask.
-    """
-
-    alternative: RingAlternative
-    is_too_long: bool
-
-
-class DirectPlacer:
-    """Predictions for turns whose decode ring computes the prompt."""
-
-    def __init__(self, planner: Planner) -> None:
-        self._planner = planner
-
-    def offer(
-        self, turn: WantedTurn, prefill: RegisteredRing, decode: RegisteredRing, now: float
-    ) -> DirectOffer | None:
-        """Predict a turn, to be compared with the way over `prefill`.
-
-        Return None where the decode ring may not compute the prompt, or lacks the KV.
-        """
-        ring, retained = decode.registration, turn.retained_on(decode)
-        if not self._may(turn) or not retained or turn.num_tokens - retained > ring.max_direct_tokens:
-            return None
-        seconds = self._planner.compare_direct(turn.num_tokens, retained, ring, prefill.registration)
-        alternative = RingAlternative(
-            ring=decode.name,
-            num_ranks=ring.num_ranks,
-            tp=ring.tp,
-            queue_seconds=decode.queue_seconds(now),
-            move_seconds=0.0,
-            prefill_seconds=seconds,
-            stall_seconds=seconds * decode.num_turns,
-        )
-        step = self._planner.predict_direct(turn.num_tokens, retained, ring)
-        return DirectOffer(alternative, is_too_long=step > ring.max_direct_seconds)
-
-    def _may(self, turn: WantedTurn) -> bool:
-        if turn.algorithm is not None:
-            return turn.asks_for_direct
-        return not turn.refused_direct and self._planner.may_choose_direct
-
-    def handoff_seconds(self, turn: WantedTurn, prefill: RegisteredRing, decode: RegisteredRing) -> float:
-        """Return the seconds of the new tokens' hand-off, which a decode ring that computes them saves."""
-        new_tokens = turn.num_tokens - turn.retained_on(decode)
-        return self._planner.predict_move(new_tokens, prefill.registration, decode.registration)
-
-
-def refuse_direct(turn: WantedTurn, max_tokens: int) -> NoReturn:
-    """Refuse a turn that asks for its decode ring to compute more than any can, at most `max_tokens`.
-
-    Raises InvalidRequest.
-    """
-    retained = 0 if turn.decode is None else min(turn.match_tokens, turn.decode.num_tokens)
-    raise InvalidRequest(
-        f"algorithm: {turn.algorithm} is for up to {max_tokens} new tokens (decode.max_direct_tokens) after KV that "
-        f"the conversation's decode ring retains; this turn has {turn.num_tokens - retained} after {retained}"
-    )
-
-
-def compared(offer: DirectOffer, prefill: RingAlternative, *, is_direct: bool) -> str:
-    """Compare both ways in words, the chosen one first."""
-    direct = offer.alternative
-    itself, over = f"ring {direct.ring} itself", f"the way over ring {prefill.ring}"
-    if is_direct:
-        return f"{itself} takes {_told(direct)}, {over} {_told(prefill)}"
-    but = ", too long for those that decode there" if offer.is_too_long else ""
-    return f"{over} takes {_told(prefill)}, {itself} {_told(direct)}{but}"
-
-
-def _told(alternative: RingAlternative) -> str:
-    parts = {
-        "queue": alternative.queue_seconds,
-        "stall of others": alternative.stall_seconds,
-        "move": alternative.move_seconds,
-        "hand-off": alternative.handoff_seconds,
-    }
-    told = ", ".join(f"{name} {milliseconds(value)}" for name, value in parts.items() if value)
-    return milliseconds(alternative.total_seconds) + (f" ({told})" if told else "")
-
-
-def milliseconds(seconds: float) -> str:
-    """Format seconds as milliseconds with three digits."""
-    return f"{1e3 * seconds:.3g} ms"
-
 
 TIE = 0.1
 """Relative difference of predictions below which they count as equal: they are not more exact."""
@@ -186,6 +100,7 @@ class RingPlacer:
         self._rings = rings
         self._planner = planner
         self._direct = DirectPlacer(planner)
+        self._keyed = KeyedRings(rings)
 
     def choose(self, turn: WantedTurn, refused: Collection[RegisteredRing] = ()) -> Choice:
         """Choose the rings that are predicted to answer first; none of `refused`, which had no room for the turn.
@@ -219,11 +134,12 @@ class RingPlacer:
     def choose_prefill(self, turn: WantedTurn, decode: RegisteredRing) -> Choice:
         """Choose a prefill ring for a turn that decodes on `decode` and has none yet. Raises Unavailable."""
         prefills = self._prefill_options(turn, ())
-        cost = _first_of_the_quickest(turn, self._prefill_costs(turn, prefills, decode, self._rings.clock()))
+        cost = self._first_of_the_quickest(turn, self._prefill_costs(turn, prefills, decode, self._rings.clock()))
         return Choice(prefill=cost.ring, decode=decode, prefill_seconds=cost.prefill)
 
     def place(self, turn: WantedTurn, choice: Choice) -> LoadShare:
-        """Count the turn to its rings' load, until the share that is returned ends."""
+        """Count the turn to its rings' load, until the share that is returned ends. Later turns of its key follow."""
+        self._keyed.note(turn.cache_key, choice)
         return self._rings.place(
             None if choice.is_direct else choice.prefill,
             choice.decode,
@@ -234,10 +150,12 @@ class RingPlacer:
     # --- which rings are compared ------------------------------------------------------------------------------------
 
     def _prefill_options(self, turn: WantedTurn, refused: Collection[RegisteredRing]) -> list[RegisteredRing]:
-        """Return the least busy ring of each kind, and the conversation's own, however busy it is."""
-        own = self._own("prefill", turn.prefill, refused)
+        """Return the least busy ring of each kind, the key's, and the conversation's own, however busy they are."""
+        own, keyed = self._own("prefill", turn.prefill, refused), self._keyed.of(turn.cache_key, "prefill")
         for accepts in _by_room(turn):
             others = self._rings.least_busy(lambda ring: ring is not own and _may_take(ring, refused, accepts))  # noqa: B023
+            if keyed is not None and keyed not in (own, *others) and _may_take(keyed, refused, accepts):
+                others.append(keyed)
             if own is not None and accepts(own):
                 others.append(own)
             if others:
@@ -246,9 +164,11 @@ class RingPlacer:
 
     def _decode_options(self, turn: WantedTurn, refused: Collection[RegisteredRing]) -> list[RegisteredRing]:
         """Return the conversation's own ring, and the least loaded other one if its load could make up for the KV."""
-        own = self._own("decode", turn.decode, refused)
+        own, keyed = self._own("decode", turn.decode, refused), self._keyed.of(turn.cache_key, "decode")
         for accepts in _by_room(turn):
             other = self._rings.least_loaded(lambda ring: ring is not own and _may_take(ring, refused, accepts))  # noqa: B023
+            if keyed is not None and other is not None and keyed is not own and _may_take(keyed, refused, accepts):
+                other = keyed if keyed.load_seconds <= other.load_seconds + LEAVE_SECONDS else other
             if own is None or not accepts(own):
                 if other is not None:
                     return [other]
@@ -277,7 +197,7 @@ class RingPlacer:
         self, turn: WantedTurn, prefills: Sequence[RegisteredRing], decode: RegisteredRing, now: float
     ) -> _Option:
         costs = self._prefill_costs(turn, prefills, decode, now)
-        cost = _first_of_the_quickest(turn, costs)
+        cost = self._first_of_the_quickest(turn, costs)
         direct = self._direct.offer(turn, cost.ring, decode, now)
         handoff = self._direct.handoff_seconds(turn, cost.ring, decode) if direct else 0.0
         return _Option(decode, self._decode_seconds(turn, decode), cost, costs, direct, handoff)
@@ -305,6 +225,23 @@ class RingPlacer:
             queue = ring.queue_seconds(now)
             costs.append(_Cost(ring, queue, move, prefill, queue + move + prefill))
         return costs
+
+    def _first_of_the_quickest(self, turn: WantedTurn, costs: Sequence[_Cost]) -> _Cost:
+        """Choose among tied costs: the conversation's own ring, the key's, the smallest, the one idle for longest."""
+        least = (quickest := min(costs, key=lambda cost: cost.total)).total
+        for cost in costs:  # the KV of others stays where it is
+            if not turn.shared and turn.is_at(cost.ring) and cost.total <= _worth_leaving(least):
+                return cost
+        tied = [cost for cost in costs if cost.total <= least * (1 + TIE)]
+        keyed = self._keyed.of(turn.cache_key, "prefill")
+        for cost in tied:
+            if cost.ring is keyed:
+                return cost
+        if turn.shared:
+            return quickest
+        return min(
+            tied, key=lambda cost: (_num_processes(cost.ring.registration), cost.ring.last_placed, cost.ring.number)
+        )
 
     def own_rings(self, turn: WantedTurn) -> list[RegisteredRing]:
         """Return the conversation's rings that can be asked for retained KV, those that drain among them."""
@@ -355,20 +292,6 @@ def _may_take(
     ring: RegisteredRing, refused: Collection[RegisteredRing], accepts: Callable[[RegisteredRing], bool]
 ) -> bool:
     return ring.takes_turns and accepts(ring) and ring not in refused
-
-
-def _first_of_the_quickest(turn: WantedTurn, costs: Sequence[_Cost]) -> _Cost:
-    """Choose among tied costs: the conversation's own ring, the smallest, the one without a turn for longest."""
-    least = (quickest := min(costs, key=lambda cost: cost.total)).total
-    if turn.shared:  # the KV of others stays where it is
-        return quickest
-    for cost in costs:
-        if turn.is_at(cost.ring) and cost.total <= _worth_leaving(least):
-            return cost
-    return min(
-        (cost for cost in costs if cost.total <= least * (1 + TIE)),
-        key=lambda cost: (_num_processes(cost.ring.registration), cost.ring.last_placed, cost.ring.number),
-    )
 
 
 def _worth_leaving(other: float) -> float:

@@ -51,7 +51,8 @@ class TurnRequest:
     refused. An `algorithm` replaces the planner's choice. `trace_parent` is what its traces continue, if any.
     `kv_quota` bounds the tenant's KV; None: there is no bound. `follows` names a request with the same prompt, whose KV
     the turn waits for, to share it. `resume`: the turn has begun before, and lost a ring, its stream or its gateway.
-    `reader` names the gateway's reader of the turn; an earlier one aborts nothing.
+    `reader` names the gateway's reader of the turn; an earlier one aborts nothing. Turns of one `cache_key` prefer the
+    rings of the latest one, where they answer about as soon as others.
     """
 
     request_id: str
@@ -69,6 +70,7 @@ class TurnRequest:
     no_cache: bool = False
     expected_tokens: int | None = None
     follows: str = ""
+    cache_key: str = ""
     resume: LostTurn | None = None
     reader: str = ""
 

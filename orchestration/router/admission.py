@@ -297,6 +297,7 @@ def _wanted(request: TurnRequest, conversation: Conversation, prompt: TokenIds, 
         decode=shared.decode or conversation.decode,
         algorithm=request.algorithm,
         shared=shared.kv_ids,
+        cache_key="" if request.no_cache else request.cache_key,
     )
 
 

@@ -54,6 +54,10 @@ def add(commands: Subcommands) -> None:
         metavar="SECONDS",
         help="delete the conversation this long after its last use; 0: never",
     )
+    parser.add_argument("--no-cache", action="store_true", help="share no KV of earlier prompts, and leave none")
+    parser.add_argument(
+        "--cache-key", default="", metavar="KEY", help="prefer the rings of earlier requests of this key"
+    )
     parser.add_argument("--priority", type=int, default=0, metavar="N", help="-100 to 100, higher first (default: 0)")
     parser.add_argument(
         "--algorithm",
@@ -97,6 +101,8 @@ def run(options: argparse.Namespace) -> int:
         prompt_mode=MODES[options.mode],
         conversation_ttl_seconds=options.conversation_ttl,
         wait=options.wait,
+        no_cache=options.no_cache,
+        cache_key=options.cache_key,
         priority=_priority(options.priority),
         algorithm=options.algorithm,
     )

@@ -117,6 +117,8 @@ class AsyncClient:
         sampling: Sampling | None = None,
         request_id: str = "",
         expected_tokens: int | None = None,
+        no_cache: bool = False,
+        cache_key: str = "",
         timeout: float | None = None,
         reader: AnswerReader | None = None,
     ) -> AsyncAnswerStream:
@@ -124,7 +126,16 @@ class AsyncClient:
 
         Where the gateway is lost, the turn goes on at it or at another: no token is lost, and none comes twice.
         """
-        request = request_of(prompt, conversation_id, mode, sampling or Sampling(), request_id, expected_tokens)
+        request = request_of(
+            prompt,
+            conversation_id,
+            mode,
+            sampling or Sampling(),
+            request_id,
+            expected_tokens,
+            no_cache=no_cache,
+            cache_key=cache_key,
+        )
         return AsyncAnswerStream(self._attempts(request, timeout), reader)
 
     def talk(self, conversation_id: str = "") -> AsyncConversation:

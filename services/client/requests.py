@@ -81,14 +81,18 @@ class TurnOptions(TypedDict, total=False):
 
 
 class RequestOptions(TurnOptions, total=False):
-    """Options of a turn of any conversation; without `conversation_id` nothing is retained after the turn.
+    """Options of a turn of any conversation, or of none.
 
-    The turn fails with ConversationLost, before any work, unless the conversation remembers `expected_tokens`.
+    The turn fails with ConversationLost, before any work, unless the conversation remembers `expected_tokens`. With
+    `no_cache` it shares no KV of earlier prompts, and without a conversation it leaves none for later ones. Requests of
+    one `cache_key` prefer the same rings.
     """
 
     conversation_id: str
     request_id: str
     expected_tokens: int | None
+    no_cache: bool
+    cache_key: str
 
 
 def request_of(
@@ -98,6 +102,9 @@ def request_of(
     sampling: Sampling,
     request_id: str,
     expected_tokens: int | None = None,
+    *,
+    no_cache: bool = False,
+    cache_key: str = "",
 ) -> inference_pb2.GenerateRequest:
     """Return the contract's request. Raises InvalidRequest.
 
@@ -111,6 +118,8 @@ def request_of(
         prompt_mode=MODES[mode],
         sampling_params=sampling.to_message(),
         expected_tokens=expected_tokens,
+        no_cache=no_cache,
+        cache_key=cache_key,
     )
     if not request.sampling_params.HasField("seed"):
         request.sampling_params.seed = secrets.randbits(63)

@@ -6,6 +6,7 @@ import math
 import secrets
 import uuid
 from collections.abc import Sequence
+from hashlib import blake2b
 from typing import TypeVar
 
 import numpy as np
@@ -72,6 +73,7 @@ class RequestReader:
             wait=request.wait,
             priority=_priority(request.priority, router.tenant),
             no_cache=request.no_cache,
+            cache_key=_cache_key(router.tenant.name, request.cache_key),
             expected_tokens=_expected_tokens(request),
             algorithm=_algorithm(request.algorithm),
             resume=self._resume(request),
@@ -126,6 +128,11 @@ def _expected_tokens(request: inference_pb2.GenerateRequest) -> int | None:
     if not request.conversation_id:
         raise InvalidRequest(f"expected_tokens: {request.expected_tokens} is given without a conversation_id")
     return request.expected_tokens
+
+
+def _cache_key(tenant: str, key: str) -> str:
+    """Return the digest by which rings are chosen: clients name users in keys, whose names nobody else needs."""
+    return blake2b(f"{tenant}/{key}".encode(), digest_size=16).hexdigest() if key else ""
 
 
 def _time_to_live(request: inference_pb2.GenerateRequest) -> float | None:

@@ -63,6 +63,7 @@ class GenerateRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     NO_CACHE_FIELD_NUMBER: _builtins.int
     EXPECTED_TOKENS_FIELD_NUMBER: _builtins.int
+    CACHE_KEY_FIELD_NUMBER: _builtins.int
     ALGORITHM_FIELD_NUMBER: _builtins.int
     RESUME_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
@@ -86,6 +87,10 @@ class GenerateRequest(_message.Message):
     expected_tokens: _builtins.int
     """Tokens that the conversation must remember, as its latest turn left it; 0: it must be new. Where it does not hold,
     the turn fails with FAILED_PRECONDITION before any work: a follow-up would be read as something else.
+    """
+    cache_key: _builtins.str
+    """Requests of one key prefer the rings of the latest one, where others are predicted to answer about as soon: their
+    prompts probably begin alike. Empty: no preference. The tokens are the same.
     """
     algorithm: _builtins.str
     """"pass_kv", "pass_q", "gather_kv" or "sp_ntp": computes every chunk by it, whatever the service's selector would
@@ -120,12 +125,13 @@ class GenerateRequest(_message.Message):
         priority: _builtins.int = ...,
         no_cache: _builtins.bool = ...,
         expected_tokens: _builtins.int | None = ...,
+        cache_key: _builtins.str = ...,
         algorithm: _builtins.str = ...,
         resume: Global___Resume | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_conversation_ttl_seconds", b"_conversation_ttl_seconds", "_expected_tokens", b"_expected_tokens", "_resume", b"_resume", "chat", b"chat", "conversation_ttl_seconds", b"conversation_ttl_seconds", "expected_tokens", b"expected_tokens", "input", b"input", "resume", b"resume", "sampling_params", b"sampling_params", "text", b"text", "tokenized", b"tokenized"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_conversation_ttl_seconds", b"_conversation_ttl_seconds", "_expected_tokens", b"_expected_tokens", "_resume", b"_resume", "algorithm", b"algorithm", "chat", b"chat", "conversation_id", b"conversation_id", "conversation_ttl_seconds", b"conversation_ttl_seconds", "expected_tokens", b"expected_tokens", "input", b"input", "no_cache", b"no_cache", "priority", b"priority", "prompt_mode", b"prompt_mode", "request_id", b"request_id", "resume", b"resume", "sampling_params", b"sampling_params", "text", b"text", "tokenized", b"tokenized", "wait", b"wait"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_conversation_ttl_seconds", b"_conversation_ttl_seconds", "_expected_tokens", b"_expected_tokens", "_resume", b"_resume", "algorithm", b"algorithm", "cache_key", b"cache_key", "chat", b"chat", "conversation_id", b"conversation_id", "conversation_ttl_seconds", b"conversation_ttl_seconds", "expected_tokens", b"expected_tokens", "input", b"input", "no_cache", b"no_cache", "priority", b"priority", "prompt_mode", b"prompt_mode", "request_id", b"request_id", "resume", b"resume", "sampling_params", b"sampling_params", "text", b"text", "tokenized", b"tokenized", "wait", b"wait"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__conversation_ttl_seconds: _TypeAlias = _typing.Literal["conversation_ttl_seconds"]  # noqa: Y015
     _WhichOneofArgType__conversation_ttl_seconds: _TypeAlias = _typing.Literal["_conversation_ttl_seconds", b"_conversation_ttl_seconds"]  # noqa: Y015

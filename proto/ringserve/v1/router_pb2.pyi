@@ -71,6 +71,7 @@ class BeginTurnRequest(_message.Message):
     NO_CACHE_FIELD_NUMBER: _builtins.int
     EXPECTED_TOKENS_FIELD_NUMBER: _builtins.int
     FOLLOWS_FIELD_NUMBER: _builtins.int
+    CACHE_KEY_FIELD_NUMBER: _builtins.int
     ALGORITHM_FIELD_NUMBER: _builtins.int
     TRACE_PARENT_FIELD_NUMBER: _builtins.int
     KV_QUOTA_FIELD_NUMBER: _builtins.int
@@ -89,6 +90,8 @@ class BeginTurnRequest(_message.Message):
     expected_tokens: _builtins.int
     follows: _builtins.str
     """Request with the same prompt, which this one waits for and shares."""
+    cache_key: _builtins.str
+    """Digest of the client's key and its tenant."""
     algorithm: _builtins.str
     """"pass_kv", "pass_q", "gather_kv", "sp_ntp", "decode_ring" or empty."""
     trace_parent: _builtins.str
@@ -120,6 +123,7 @@ class BeginTurnRequest(_message.Message):
         no_cache: _builtins.bool = ...,
         expected_tokens: _builtins.int | None = ...,
         follows: _builtins.str = ...,
+        cache_key: _builtins.str = ...,
         algorithm: _builtins.str = ...,
         trace_parent: _builtins.str = ...,
         kv_quota: Global___KvQuota | None = ...,
@@ -128,7 +132,7 @@ class BeginTurnRequest(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_conversation_ttl_seconds", b"_conversation_ttl_seconds", "_expected_tokens", b"_expected_tokens", "conversation_ttl_seconds", b"conversation_ttl_seconds", "expected_tokens", b"expected_tokens", "kv_quota", b"kv_quota", "resume", b"resume", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_conversation_ttl_seconds", b"_conversation_ttl_seconds", "_expected_tokens", b"_expected_tokens", "algorithm", b"algorithm", "conversation_id", b"conversation_id", "conversation_ttl_seconds", b"conversation_ttl_seconds", "deadline_seconds", b"deadline_seconds", "expected_tokens", b"expected_tokens", "follows", b"follows", "kv_quota", b"kv_quota", "no_cache", b"no_cache", "priority", b"priority", "prompt_mode", b"prompt_mode", "reader", b"reader", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "token_ids", b"token_ids", "trace_parent", b"trace_parent", "wait", b"wait"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_conversation_ttl_seconds", b"_conversation_ttl_seconds", "_expected_tokens", b"_expected_tokens", "algorithm", b"algorithm", "cache_key", b"cache_key", "conversation_id", b"conversation_id", "conversation_ttl_seconds", b"conversation_ttl_seconds", "deadline_seconds", b"deadline_seconds", "expected_tokens", b"expected_tokens", "follows", b"follows", "kv_quota", b"kv_quota", "no_cache", b"no_cache", "priority", b"priority", "prompt_mode", b"prompt_mode", "reader", b"reader", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "token_ids", b"token_ids", "trace_parent", b"trace_parent", "wait", b"wait"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__conversation_ttl_seconds: _TypeAlias = _typing.Literal["conversation_ttl_seconds"]  # noqa: Y015
     _WhichOneofArgType__conversation_ttl_seconds: _TypeAlias = _typing.Literal["_conversation_ttl_seconds", b"_conversation_ttl_seconds"]  # noqa: Y015

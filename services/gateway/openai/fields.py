@@ -128,12 +128,13 @@ OURS: dict[str, Reader] = {
 }
 """Fields of the contract that OpenAI's requests lack; clients send them as extra fields (`extra_body`)."""
 
+CACHE_KEYS = ("prompt_cache_key", "user")
+"""Fields of OpenAI's requests for the contract's `cache_key`; the first one that is not empty counts."""
+
 INERT = frozenset(
     {
-        "user",
         "metadata",
         "safety_identifier",
-        "prompt_cache_key",
         "prompt_cache_options",
         "prompt_cache_retention",
         "service_tier",
@@ -166,7 +167,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 def check_names(body: dict[str, Any], own: frozenset[str]) -> None:
     """Refuse unknown fields. `own` are the fields that only this kind of request has. Raises InvalidRequest."""
     for name, value in body.items():
-        if name in own or name in SAMPLING or name in OURS or name in INERT:
+        if name in own or name in SAMPLING or name in OURS or name in CACHE_KEYS or name in INERT:
             continue
         if name not in NEUTRAL:
             raise InvalidRequest(f"{name[:60]}: there is no such field")

@@ -10,7 +10,17 @@ from typing import Any
 
 from cp_core.errors import InvalidRequest, NotFound
 from ringserve.v1 import inference_pb2
-from services.gateway.openai.fields import OURS, SAMPLING, boolean, check_names, integer, shown, text, token_ids
+from services.gateway.openai.fields import (
+    CACHE_KEYS,
+    OURS,
+    SAMPLING,
+    boolean,
+    check_names,
+    integer,
+    shown,
+    text,
+    token_ids,
+)
 
 DEFAULT_TEMPERATURE = 1.0
 """Default temperature of OpenAI. Over gRPC it is 0."""
@@ -104,6 +114,7 @@ class HttpRequestReader:
     def _turn(self, values: dict[str, Any]) -> HttpTurn:
         request = inference_pb2.GenerateRequest(
             sampling_params=_sampling(values),
+            cache_key=next(filter(None, [text(name, values.get(name, "")) for name in CACHE_KEYS]), ""),
             **{name: read(name, values[name]) for name, read in OURS.items() if name in values},
         )
         stream = boolean("stream", values.get("stream", False))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -238,3 +239,19 @@ async def test_many_turns_at_once_on_many_rings_are_exact_and_leave_nothing(
         await is_idle(service, free)
         await eventually(lambda: all(not ring.num_turns for ring in service.router.rings))
         assert not any(ring.num_prefilling for ring in service.router.rings)
+
+
+async def test_prompts_of_a_key_go_to_its_rings_and_one_without_cache_goes_where_it_is_quiet(
+    model_paths: Mapping[str, Path], oracles: Mapping[str, Oracle]
+) -> None:
+    async with Service(model_paths[KIND], 2, 2, other_prefill=[2], other_decode=[2]) as service:
+        went = []
+        for number, no_cache in enumerate([False, False, False, True]):
+            prompt = random_tokens(40, seed=number)
+            answer = await service.answer(replace(service.request(prompt), cache_key="ada", no_cache=no_cache))
+            assert answer.token_ids == oracles[KIND].greedy(prompt, 5)
+            await eventually(lambda: service.router.num_running == 0)
+            went.append(answer.begun.plan.decode_ring)
+        assert len(set(went[:3])) == 1
+        assert went[3] != went[0], "it has no key, and the other ring had no turn for longer"
+        service.check_integrity()

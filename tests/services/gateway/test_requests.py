@@ -69,6 +69,18 @@ def test_ids_and_quota_of_a_turn_are_its_tenants(reader: RequestReader) -> None:
     assert unnamed.conversation_id == ""
 
 
+def test_a_cache_key_is_a_tenants_own_and_its_name_goes_no_further(reader: RequestReader) -> None:
+    def key(tenant: str, given: str) -> str:
+        router = ScopedRouter(None, Tenant(name=tenant))  # type: ignore[arg-type]
+        return reader.read(text_request(cache_key=given), None, router).cache_key
+
+    assert key("acme", "") == ""
+    assert key("acme", "Ada Lovelace") == key("acme", "Ada Lovelace")
+    others = key("acme", "Bob"), key("", "Ada Lovelace"), key("zeta", "Ada Lovelace")
+    assert len({key("acme", "Ada Lovelace"), *others}) == 4
+    assert "Ada" not in key("acme", "Ada Lovelace")
+
+
 def test_a_bare_prompt_gets_every_default(reader: RequestReader) -> None:
     turn = reader.read(text_request("hé"), None, NOBODYS)
     assert turn.token_ids.tolist() == list("hé".encode())

@@ -46,6 +46,35 @@ def refusal(answer: httpx2.Response, status: int) -> str:
     return message
 
 
+@pytest.mark.parametrize("route", ["completions", "chat/completions"])
+async def test_a_prompt_cache_key_or_else_the_user_is_the_cache_key(
+    route: str, gateway: LocalGateway, http: httpx2.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = list[str]()
+    begin_turn = gateway.service.router.begin_turn
+
+    async def begin(request: TurnRequest) -> BegunTurn:
+        keys.append(request.cache_key)
+        return await begin_turn(request)
+
+    monkeypatch.setattr(gateway.service.router, "begin_turn", begin)
+    prompt = {"prompt": "x"} if route == "completions" else {"messages": [{"role": "user", "content": "x"}]}
+    asked: dict[str, Any] = {"model": MODEL, "max_tokens": 1, **prompt}
+    fields: list[dict[str, Any]] = [{}, {"user": "ada"}, {"prompt_cache_key": "ada"}]
+    fields += [{"prompt_cache_key": "ada", "user": "bob"}, {"prompt_cache_key": "", "user": "bob"}]
+    fields += [{"prompt_cache_key": None, "user": "x" * 9000}]
+    for each in fields:
+        answer = await http.post(f"/v1/{route}", json=asked | each)
+        assert answer.status_code == 200, answer.text
+    none, ada, also_ada, still_ada, bob, long = keys
+    assert none == ""
+    assert ada == also_ada == still_ada
+    assert len({none, ada, bob, long}) == 4
+    assert len(long) == len(ada)
+    refused = await http.post(f"/v1/{route}", json=asked | {"user": ["ada"]})
+    assert refusal(refused, 400).startswith("user: ['ada'] is not allowed; give a string")
+
+
 MALFORMED = {
     "nothing": (b"", "the body is not valid JSON"),
     "half an object": (b'{"model": ', "the body is not valid JSON"),

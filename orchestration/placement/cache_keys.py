@@ -1,0 +1,36 @@
+"""Rings of cache keys: clients tell by a key that the prompts of requests probably begin alike."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from orchestration.placement.kv_locations import Choice
+from orchestration.placement.registry import RegisteredRing, RingRegistry
+
+MAX_KEYS = 100_000
+
+
+class KeyedRings:
+    """Names of the rings that the latest turn of each key went to, for at most `max_keys` keys used latest."""
+
+    def __init__(self, rings: RingRegistry, max_keys: int = MAX_KEYS) -> None:
+        self._rings = rings
+        self._max_keys = max_keys
+        self._names: OrderedDict[str, dict[str, str]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def note(self, key: str, choice: Choice) -> None:
+        """Take notice of the rings of a turn. An empty key stands for none."""
+        if not key:
+            return
+        self._names[key] = {"prefill": choice.prefill.name, "decode": choice.decode.name}
+        self._names.move_to_end(key)
+        if len(self._names) > self._max_keys:
+            self._names.popitem(last=False)
+
+    def of(self, key: str, role: str) -> RegisteredRing | None:
+        """Return the key's ring of a role, if the key has one that is still there."""
+        names = self._names.get(key)
+        return None if names is None else self._rings.named(role, names[role])
