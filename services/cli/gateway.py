@@ -48,7 +48,7 @@ def add(commands: Subcommands) -> None:
 def run(options: argparse.Namespace) -> int:
     from services.gateway.process import run_gateway
 
-    config = config_of(options)  # tls, internal_tls, auth, tracing, gateway.insecure and .page: the rest are options
+    config = config_of(options)  # tls, auth, tracing, http, gateway.insecure and .page: the rest are options
     endpoints = {"--listen": options.listen, "--http": options.http}
     check_public_endpoints(endpoints, config.tls, config.auth, is_insecure=config.gateway.insecure)
     check_drain_seconds(options.drain_seconds)
@@ -65,6 +65,7 @@ def run(options: argparse.Namespace) -> int:
             device=options.device,
             max_seconds=options.max_seconds,
             page=config.gateway.page,
+            api=config.http,
             log_level=options.log_level,
             log_format=options.log_format,
             drain_seconds=options.drain_seconds,

@@ -227,6 +227,7 @@ class LocalCluster:
             max_seconds=config.gateway.max_seconds,
             max_calls=config.gateway.max_calls,
             page=config.gateway.page,
+            api=config.http,
             log_level=config.logs.level,
             log_format=config.logs.format,
             metric_names=config.metrics.also_as,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ from cp_core.transport.ring_backend import select_ring_backend
 from orchestration.placement.planner import MISSING_KV
 from services.auth.sections import check_public_endpoints, check_ring, check_sections
 from services.config.rings import check_names
+from services.config.service import UNKNOWN_FIELDS
 from services.telemetry.logs import LOG_FORMATS
 from services.telemetry.tracing.tracer import check_tracing
 
@@ -85,6 +87,8 @@ def check(config: Config) -> None:
     for key in ("http", "metrics"):
         if address := getattr(config.gateway, key):
             _address(f"gateway.{key}", address)
+    _among("http.unknown_fields", config.http.unknown_fields, UNKNOWN_FIELDS)
+    _origins(config.http.origins)
     _among("metrics.also_as", config.metrics.also_as, METRIC_NAMES)
     for key in ("router", "prefill", "decode"):
         if getattr(config.metrics, key):
@@ -145,6 +149,14 @@ def _among(key: str, value: str, allowed: tuple[str, ...]) -> None:
 def _within(key: str, value: float, low: float, high: float) -> None:
     if not low <= value <= high:
         raise ConfigError(f"{key}: {value} is out of range; allowed is {low} to {high}")
+
+
+def _origins(origins: str) -> None:
+    for origin in origins.split():
+        if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^\s/?#]+", origin):
+            raise ConfigError(
+                f"http.origins: {origin!r} is no origin; write SCHEME://HOST[:PORT], e.g. https://example.org, or *"
+            )
 
 
 def _address(key: str, value: str) -> None:

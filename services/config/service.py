@@ -78,6 +78,21 @@ class GatewayConfig:
     insecure: bool = False
 
 
+UNKNOWN_FIELDS = ("refuse", "ignore")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HttpConfig:
+    """OpenAI's HTTP at `gateway.http`.
+
+    `unknown_fields` says what becomes of a request with fields that are not served: "refuse" it, or "ignore" them and
+    log their names. `origins` are those whose pages in a browser may call, separated by spaces, or "*"; empty: none.
+    """
+
+    unknown_fields: str = "refuse"
+    origins: str = ""
+
+
 @dataclass(frozen=True, kw_only=True)
 class MetricsConfig:
     """Metrics endpoints of router and ring leaders; the gateway has `gateway.metrics`. Empty switches one off.

@@ -9,6 +9,7 @@ from services.config.checks import check
 from services.config.rings import DecodeConfig, KvCacheConfig, Pool, PoolConfig, PrefillConfig, pools_of
 from services.config.service import (
     GatewayConfig,
+    HttpConfig,
     LogConfig,
     MetricsConfig,
     ModelConfig,
@@ -29,6 +30,7 @@ class Config:
     kv_cache: KvCacheConfig = field(default_factory=KvCacheConfig)
     router: RouterConfig = field(default_factory=RouterConfig)
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
+    http: HttpConfig = field(default_factory=HttpConfig)
     tls: TlsConfig = field(default_factory=TlsConfig)
     internal_tls: InternalTlsConfig = field(default_factory=InternalTlsConfig)
     auth: AuthConfig = field(default_factory=AuthConfig)

@@ -73,9 +73,18 @@ async def serve(settings: GatewaySettings) -> None:
         loop.add_reader(descriptor, lambda: None if os.read(descriptor, 4096) else stopped.set())
 
     watch = HealthWatch("the gateway", server, router.find_fault)
-    endpoint = _serve_metrics(settings, metrics, peers, watch)
+    shown = _shown(settings, metrics)
+    endpoint = _serve_metrics(settings, shown, peers, watch)
     metrics_address = endpoint.address if endpoint else ""
-    api = HttpApi(servicer, _model_name(settings), model, authenticator, has_page=settings.page)
+    api = HttpApi(
+        servicer,
+        _model_name(settings),
+        model,
+        authenticator,
+        has_page=settings.page,
+        config=settings.api,
+        metrics=shown,
+    )
     http_server = HttpServer(api.app, settings.tls.http_context() if settings.tls else None)
     http_address = await http_server.start(settings.http) if settings.http else ""
     address = await server.start(settings.listen, is_serving=False)
@@ -131,15 +140,19 @@ def _model_name(settings: GatewaySettings) -> str:
     return settings.model_name or Path(settings.model).name
 
 
+def _shown(settings: GatewaySettings, metrics: GatewayMetrics) -> Collector:
+    """Return the series to show, under vLLM's names too where these are asked for."""
+    if settings.metric_names != "vllm":
+        return metrics.registry
+    return WithVllmNames(metrics.registry.collect, GATEWAY_NAMES, Path(settings.model).name)
+
+
 def _serve_metrics(
-    settings: GatewaySettings, metrics: GatewayMetrics, peers: GrpcPeers, watch: HealthWatch
+    settings: GatewaySettings, shown: Collector, peers: GrpcPeers, watch: HealthWatch
 ) -> MetricsEndpoint | None:
     """Serve /metrics and probes of this gateway, and /targets with the metrics endpoints of router and rings."""
     if not settings.metrics:
         return None
-    shown: Collector = metrics.registry
-    if settings.metric_names == "vllm":
-        shown = WithVllmNames(metrics.registry.collect, GATEWAY_NAMES, Path(settings.model).name)
     router, loop = peers.router(settings.router), asyncio.get_running_loop()
     pages = {
         "/metrics": metrics_page(shown),

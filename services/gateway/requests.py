@@ -91,15 +91,26 @@ class RequestReader:
         check_vocabulary("resume.received", received, self._model.vocab_size)
         return LostTurn(token_ids=tuple(received.tolist()), prompt_tokens=request.resume.prompt_tokens)
 
+    def tokenize(
+        self, request: inference_pb2.GenerateRequest, *, adds_special: bool = True, opens_answer: bool = True
+    ) -> TokenIds:
+        """Return the tokens of a request's text or chat, perhaps none. Raises InvalidRequest."""
+        if request.WhichOneof("input") == "text":
+            self._check_length("input.text", len(request.text))
+            return self._codec.encode(request.text, adds_special=adds_special)
+        messages = _messages(request.chat)
+        self._check_length("input.chat", sum(len(content) for _, content in messages))
+        return self._codec.encode_chat(messages, opens_answer=opens_answer)
+
+    def detokenize(self, token_ids: Sequence[int]) -> str:
+        """Return the text of tokens, special ones included. Raises InvalidRequest."""
+        check_vocabulary("tokens", np.asarray(token_ids, dtype=np.int64), self._model.vocab_size)
+        return self._codec.decode_all(token_ids)
+
     def _prompt(self, request: inference_pb2.GenerateRequest) -> TokenIds:
         kind = request.WhichOneof("input")
-        if kind == "text":
-            self._check_length("input.text", len(request.text))
-            ids = self._codec.encode(request.text)
-        elif kind == "chat":
-            messages = _messages(request.chat)
-            self._check_length("input.chat", sum(len(content) for _, content in messages))
-            ids = self._codec.encode_chat(messages)
+        if kind in ("text", "chat"):
+            ids = self.tokenize(request)
         elif kind == "tokenized":
             ids = np.fromiter(request.tokenized.input_ids, dtype=np.int64)
         else:

@@ -264,6 +264,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         """Return the text of token ids."""
         return self._codec.decode(token_ids)
 
+    async def read_tokens(self, tenant: Tenant, read: Callable[[RequestReader, TextCodec], T]) -> T:
+        """Return what `read` makes of texts or tokens, within the tenant's limits. Raises RingserveError."""
+        with self._authenticator.limits.turns(tenant):  # a long text takes the time of a short turn
+            return await asyncio.to_thread(read, self._reader, self._codec)
+
     def router_for(self, tenant: Tenant) -> ScopedRouter:
         """Return the router as a tenant sees it."""
         return ScopedRouter(self._whole_router, tenant)

@@ -12,6 +12,7 @@ from typing import Self
 from cp_core.transport.peer_tls import PeerTls
 from orchestration.protocol.rings import LOST_SECONDS
 from services.auth.tls import ServerTls
+from services.config.service import HttpConfig
 from services.telemetry.tracing.tracer import TracingConfig
 
 
@@ -20,7 +21,8 @@ class GatewaySettings:
     """Settings of one gateway.
 
     `follow_stdin` ends the gateway when standard input closes, that is with its parent. `tokens` is the path of the
-    file of tenants. `page` serves a page at `/` of `http`. A gateway that is told to end lets its turns run for at most
+    file of tenants. `page` serves a page at `/` of `http`, and `api` settles its
+    requests. A gateway that is told to end lets its turns run for at most
     `drain_seconds`. A peer that gives no sign of life for `lost_seconds` fails its turns.
     """
 
@@ -35,6 +37,7 @@ class GatewaySettings:
     max_seconds: float
     max_calls: int = 4096
     page: bool = True
+    api: HttpConfig = field(default_factory=HttpConfig)
     log_level: str = "info"
     log_format: str = "human"
     drain_seconds: float = 2.0
@@ -52,10 +55,11 @@ class GatewaySettings:
     @classmethod
     def from_json(cls, text: str) -> Self:
         values = json.loads(text)
-        tls, peer_tls, tracing = (values.pop(key) for key in ("tls", "peer_tls", "tracing"))
+        tls, peer_tls, tracing, api = (values.pop(key) for key in ("tls", "peer_tls", "tracing", "api"))
         return cls(
             **values,
             tls=ServerTls(**tls) if tls else None,
             peer_tls=PeerTls(**peer_tls) if peer_tls else None,
             tracing=TracingConfig(**tracing),
+            api=HttpConfig(**api),
         )

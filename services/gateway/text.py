@@ -40,26 +40,44 @@ class TextCodec:
         # A byte-level token has a character a byte, others their own characters: no token stands for more.
         self.max_characters = max((len(token) for token in self._tokenizer.get_vocab()), default=1)
 
-    def encode(self, text: str) -> TokenIds:
+    def encode(self, text: str, *, adds_special: bool = True) -> TokenIds:
         """Return the token ids of a text, with the special tokens that the tokenizer adds."""
-        return np.asarray(self._tokenizer(text)["input_ids"], dtype=np.int64)
+        return np.asarray(self._tokenizer(text, add_special_tokens=adds_special)["input_ids"], dtype=np.int64)
 
-    def encode_chat(self, messages: Sequence[tuple[str, str]]) -> TokenIds:
-        """Return the token ids of (role, content) messages by the model's chat template."""
+    def encode_chat(self, messages: Sequence[tuple[str, str]], *, opens_answer: bool = True) -> TokenIds:
+        """Return the token ids of (role, content) messages by the model's chat template.
+
+        `opens_answer` adds the tokens that begin the assistant's answer.
+        """
         if not self._tokenizer.chat_template:
             raise InvalidRequest("input.chat: this model has no chat template; send text or token ids")
         conversation = [{"role": role, "content": content} for role, content in messages]
         try:
-            ids = self._tokenizer.apply_chat_template(conversation, add_generation_prompt=True, return_dict=False)
+            ids = self._tokenizer.apply_chat_template(
+                conversation, add_generation_prompt=opens_answer, return_dict=False
+            )
         except Exception as error:  # a template is a program and may raise any error
             raise InvalidRequest(f"input.chat: the model's chat template refuses these messages: {error}") from error
         return np.asarray(ids, dtype=np.int64)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of token ids, without the clean-up of spaces: it would change text that was sent before."""
+        return self._text(token_ids, shows_special=False)
+
+    def decode_all(self, token_ids: Sequence[int]) -> str:
+        """Return the text of token ids, special tokens included."""
+        return self._text(token_ids, shows_special=True)
+
+    def _text(self, token_ids: Sequence[int], *, shows_special: bool) -> str:
         return str(
-            self._tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            self._tokenizer.decode(
+                list(token_ids), skip_special_tokens=not shows_special, clean_up_tokenization_spaces=False
+            )
         )
+
+    def names(self, token_ids: Sequence[int]) -> list[str]:
+        """Return the tokenizer's own names of tokens; empty where it has none."""
+        return [name or "" for name in self._tokenizer.convert_ids_to_tokens(list(token_ids))]
 
 
 class IncrementalText:

@@ -13,6 +13,7 @@ from openai import AsyncOpenAI
 from ringserve.v1 import inference_pb2_grpc
 from services.auth.authenticator import Authenticator
 from services.auth.tls import ServerTls
+from services.config.service import HttpConfig
 from services.gateway.openai.app import HttpApi
 from services.gateway.openai.server import HttpServer
 from services.gateway.requests import RequestReader
@@ -41,6 +42,7 @@ class LocalGateway:
         tls: ServerTls | None = None,
         tracer: ServiceTracer | None = None,
         service: Service | None = None,
+        http: HttpConfig | None = None,
     ) -> None:
         """`tracer` is the gateway's and the leaders'; `service` takes the place of the one described above."""
         self.service = service or Service(model_path, 2, 3)
@@ -56,7 +58,7 @@ class LocalGateway:
             reader,
             self.service.router,
             self.service.peers,
-            GatewayMetrics(),
+            metrics := GatewayMetrics(),
             authenticator,
             tracer,
         )
@@ -66,7 +68,7 @@ class LocalGateway:
             "ringserve.v1.Inference",
             lambda target: inference_pb2_grpc.add_InferenceServicer_to_server(self.servicer, target),
         )
-        api = HttpApi(self.servicer, MODEL, self.service.model, authenticator)
+        api = HttpApi(self.servicer, MODEL, self.service.model, authenticator, config=http, metrics=metrics.registry)
         self._http = HttpServer(api.app, tls.http_context() if tls else None)
         self.target = ""
         self.url = ""

@@ -8,11 +8,14 @@ import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
+from prometheus_client import CollectorRegistry
+from prometheus_client.registry import Collector
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -22,7 +25,9 @@ from cp_core.errors import RingserveError
 from ringserve.v1 import inference_pb2
 from services.auth.authenticator import Authenticator
 from services.auth.tenants import Tenant
+from services.config.service import HttpConfig
 from services.gateway.openai.errors import BadHttpRequest, error_body, headers_of, status_of
+from services.gateway.openai.openapi import described_api
 from services.gateway.openai.requests import HttpRequestReader, HttpTurn
 from services.gateway.openai.responses import (
     ChatShape,
@@ -34,10 +39,14 @@ from services.gateway.openai.responses import (
 )
 from services.gateway.openai.server import EventStream, HeaderLimit, certificate_of, ended_by_hang_up
 from services.gateway.page.page import ServiceViews, ViewedService, page_routes
-from services.gateway.requests import identifier
+from services.gateway.requests import RequestReader, identifier
+from services.gateway.text import TextCodec
 from services.rpc.server import MAX_MESSAGE_BYTES
+from services.telemetry.metrics.endpoint import metrics_page
+from services.telemetry.metrics.registry import package_version
 from workers.protocol.ranks import ModelInfo
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 BODY_SECONDS = 60.0
@@ -56,6 +65,9 @@ class TurnService(ViewedService, Protocol):
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of token ids."""
 
+    async def read_tokens(self, tenant: Tenant, read: Callable[[RequestReader, TextCodec], T]) -> T:
+        """Return what `read` makes of texts or tokens, within the tenant's limits. Raises RingserveError."""
+
 
 class HttpApi:
     """HTTP API for one model, under OpenAI's paths, and the page. `app` is the ASGI application."""
@@ -68,19 +80,43 @@ class HttpApi:
         authenticator: Authenticator | None = None,
         *,
         has_page: bool = True,
+        config: HttpConfig | None = None,
+        metrics: Collector | None = None,
     ) -> None:
+        """`metrics` are shown to operators."""
+        self._config = config or HttpConfig()
+        self._metrics = metrics_page(metrics or CollectorRegistry())
         self._service = service
         self._authenticator = authenticator or Authenticator()
         self._model_name = model_name
         self._max_positions = model.max_positions
-        self._reader = HttpRequestReader(model_name, model.max_positions)
+        self._reader = HttpRequestReader(
+            model_name, model.max_positions, ignores_unknown=self._config.unknown_fields == "ignore"
+        )
         self._created = int(time.time())
         self._views = ServiceViews(service, model_name, model, self._authenticator, self._caller)
         self._has_page = has_page
 
     @property
     def app(self) -> ASGIApp:
-        routes = [
+        api = self.routes
+        described = JSONResponse(described_api(api, package_version()))
+        routes = [*api, self._guarded("/openapi.json", described), *(page_routes() if self._has_page else ())]
+        return Starlette(
+            routes=routes,
+            middleware=[Middleware(HeaderLimit), *self._cors()],
+            exception_handlers={
+                RingserveError: _refuse,
+                HTTPException: _refuse_route,
+                ClientDisconnect: _answer_hang_up,
+                Exception: _refuse_internal,
+            },
+        )
+
+    @property
+    def routes(self) -> list[Route]:
+        """Routes of the API."""
+        return [
             Route("/v1/chat/completions", self._chat, methods=["POST"]),
             Route("/v1/completions", self._completion, methods=["POST"]),
             Route("/v1/models", self._models, methods=["GET"]),
@@ -89,18 +125,35 @@ class HttpApi:
             Route("/v1/conversations", self._fork, methods=["POST"]),
             Route("/v1/conversations/{name:path}", self._conversation, methods=["GET"]),
             Route("/v1/conversations/{name:path}", self._forget, methods=["DELETE"]),
-            *(page_routes() if self._has_page else ()),
+            Route("/tokenize", self._tokenize, methods=["POST"]),
+            Route("/detokenize", self._detokenize, methods=["POST"]),
+            Route("/metrics", self._show_metrics, methods=["GET"]),
+            self._guarded("/version", JSONResponse({"version": package_version()})),
         ]
-        return Starlette(
-            routes=routes,
-            middleware=[Middleware(HeaderLimit)],
-            exception_handlers={
-                RingserveError: _refuse,
-                HTTPException: _refuse_route,
-                ClientDisconnect: _answer_hang_up,
-                Exception: _refuse_internal,
-            },
-        )
+
+    def _cors(self) -> list[Middleware]:
+        origins = self._config.origins.split()
+        if not origins:
+            return []
+        methods, exposed = ("GET", "POST", "DELETE"), ("retry-after", "x-should-retry")
+        return [
+            Middleware(
+                CORSMiddleware,
+                allow_origins=origins,
+                allow_methods=methods,
+                allow_headers=["*"],
+                expose_headers=exposed,
+            )
+        ]
+
+    def _guarded(self, path: str, response: Response) -> Route:
+        """Return the route of a response that is the same for every known caller."""
+
+        async def answer(request: Request) -> Response:
+            self._caller(request)
+            return response
+
+        return Route(path, answer, methods=["GET"])
 
     # --- turns -------------------------------------------------------------------------------------------------------
 
@@ -125,6 +178,29 @@ class HttpApi:
             first = await anext(events)
         return EventStream(first, events)
 
+    # --- tokens ------------------------------------------------------------------------------------------------------
+
+    async def _tokenize(self, request: Request) -> Response:
+        tenant, body = self._caller(request), await _body(request)
+
+        def read(reader: RequestReader, codec: TextCodec) -> Response:
+            asked = self._reader.tokenization(_parsed(body))
+            tokens = reader.tokenize(asked.request, adds_special=asked.adds_special, opens_answer=asked.opens_answer)
+            ids = tokens.tolist()
+            names = codec.names(ids) if asked.has_names else None
+            found = {"count": len(ids), "max_model_len": self._max_positions, "tokens": ids, "token_strs": names}
+            return JSONResponse(found)
+
+        return await self._service.read_tokens(tenant, read)
+
+    async def _detokenize(self, request: Request) -> Response:
+        tenant, body = self._caller(request), await _body(request)
+
+        def read(reader: RequestReader, codec: TextCodec) -> Response:
+            return JSONResponse({"prompt": reader.detokenize(self._reader.tokens(_parsed(body)))})
+
+        return await self._service.read_tokens(tenant, read)
+
     # --- views -------------------------------------------------------------------------------------------------------
 
     async def _models(self, request: Request) -> Response:
@@ -135,6 +211,11 @@ class HttpApi:
         self._caller(request)
         self._reader.check_model(request.path_params["name"])
         return JSONResponse(self._model_json())
+
+    async def _show_metrics(self, request: Request) -> Response:
+        self._authenticator.check_operator(self._caller(request))
+        reply = await asyncio.to_thread(self._metrics, request.headers.get("accept", ""))
+        return Response(reply.body, headers={"content-type": reply.content_type})
 
     def _caller(self, request: Request) -> Tenant:
         """Return the calling tenant. Raises Unauthenticated."""

@@ -1,4 +1,4 @@
-"""Fields of OpenAI's requests, in one table. A field outside the table is refused.
+"""Fields of OpenAI's requests, in one table. A field outside the table is refused, or ignored where so configured.
 
 A field for a sampling parameter of the contract needs one line in SAMPLING to be served.
 """
@@ -6,6 +6,7 @@ A field for a sampling parameter of the contract needs one line in SAMPLING to b
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 from cp_core.errors import InvalidRequest
@@ -24,6 +25,7 @@ def number(name: str, value: Any) -> float:
         raise InvalidRequest(f"{name}: the number is too large") from None
 
 
+@cache
 def integer(bits: int) -> Reader:
     """Return a reader of whole numbers from 0 that fit in `bits` bits."""
 
@@ -164,19 +166,25 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 """Unsupported fields -> values that change nothing and are accepted. null always is."""
 
 
-def check_names(body: dict[str, Any], own: frozenset[str]) -> None:
-    """Refuse unknown fields. `own` are the fields that only this kind of request has. Raises InvalidRequest."""
+def unknown_names(body: dict[str, Any], own: frozenset[str]) -> list[str]:
+    """Return the names of unknown fields. `own` are the fields that only this kind of request has.
+
+    Raises InvalidRequest for a known field with a value that is not served.
+    """
+    unknown = []
     for name, value in body.items():
         if name in own or name in SAMPLING or name in OURS or name in CACHE_KEYS or name in INERT:
             continue
         if name not in NEUTRAL:
-            raise InvalidRequest(f"{name[:60]}: there is no such field")
+            unknown.append(name)
+            continue
         allowed = NEUTRAL[name]
         if not any(_same(value, item) for item in allowed):
             choice = " or ".join(repr(item) for item in allowed)
             raise InvalidRequest(
                 f"{name}: {shown(value)} is not supported; " + (f"allowed is {choice}" if allowed else "leave it out")
             )
+    return unknown
 
 
 def _same(value: Any, item: Any) -> bool:

@@ -5,6 +5,7 @@ Shapes and types are checked here; values where gRPC's are checked too.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,12 +16,14 @@ from services.gateway.openai.fields import (
     OURS,
     SAMPLING,
     boolean,
-    check_names,
     integer,
     shown,
     text,
     token_ids,
+    unknown_names,
 )
+
+log = logging.getLogger(__name__)
 
 DEFAULT_TEMPERATURE = 1.0
 """Default temperature of OpenAI. Over gRPC it is 0."""
@@ -30,6 +33,11 @@ CHAT_MAX_TOKENS = 1024
 COMMON = frozenset({"model", "stream", "stream_options"})
 CHAT = COMMON | {"messages", "logprobs", "top_logprobs"}
 COMPLETION = COMMON | {"prompt", "prompt_mode", "logprobs"}
+TOKENIZE_FLAGS = frozenset({"add_special_tokens", "add_generation_prompt", "return_token_strs"})
+TOKENIZE = TOKENIZE_FLAGS | {"model", "prompt", "messages"}
+DETOKENIZE = frozenset({"model", "tokens"})
+MAX_NAMED = 20
+"""Ignored fields that a log line names."""
 ROLES = {"developer": "system"}
 """Roles that chat templates know by another name."""
 MESSAGE_FIELDS = frozenset({"role", "content"})
@@ -49,24 +57,30 @@ class HttpTurn:
     include_usage: bool
 
 
+@dataclass(frozen=True, kw_only=True)
+class Tokenization:
+    """Text or chat whose tokens are asked for. `has_names` asks for the tokenizer's names of them."""
+
+    request: inference_pb2.GenerateRequest
+    adds_special: bool
+    opens_answer: bool
+    has_names: bool
+
+
 class HttpRequestReader:
     """Reader of requests for one model, with its longest sequence."""
 
-    def __init__(self, model_name: str, max_positions: int) -> None:
+    def __init__(self, model_name: str, max_positions: int, *, ignores_unknown: bool = False) -> None:
         self._model_name = model_name
+        self._ignores_unknown = ignores_unknown
         # a quarter: the rest is for the prompt
         self._chat_max_tokens = min(CHAT_MAX_TOKENS, max(1, max_positions // 4))
 
     def chat(self, body: Any) -> HttpTurn:
         """Read a request. Raises InvalidRequest, and NotFound for another model."""
         values = self._values(body, CHAT)
-        messages = values.get("messages")
-        if not isinstance(messages, list):
-            raise InvalidRequest(f"messages: {shown(messages)} is not allowed; give a list of messages")
         turn = self._turn(values)
-        turn.request.chat.messages.extend(_message(place, message) for place, message in enumerate(messages))
-        if not messages:
-            turn.request.chat.SetInParent()
+        _put_chat(turn.request, values.get("messages"))
         params = turn.request.sampling_params
         num_top = integer(32)("top_logprobs", values.get("top_logprobs", 0))
         if boolean("logprobs", values.get("logprobs", False)):
@@ -95,14 +109,53 @@ class HttpRequestReader:
             turn.request.sampling_params.logprobs = integer(32)("logprobs", values["logprobs"])
         return turn
 
+    def tokenization(self, body: Any) -> Tokenization:
+        """Read a request for tokens, in vLLM's shape. Raises InvalidRequest, and NotFound for another model."""
+        values = self._plain_values(body, TOKENIZE)
+        flags = {name: boolean(name, values[name]) for name in TOKENIZE_FLAGS if name in values}
+        request = inference_pb2.GenerateRequest()
+        if is_chat := "messages" in values:
+            _put_chat(request, values["messages"])
+        else:
+            request.text = text("prompt", values.get("prompt"))
+        if is_chat and "prompt" in values:
+            raise InvalidRequest("prompt: not allowed with messages; leave one out")
+        if is_chat and flags.get("add_special_tokens"):
+            raise InvalidRequest(
+                "add_special_tokens: true is not allowed with messages; the chat template adds its own"
+            )
+        return Tokenization(
+            request=request,
+            adds_special=flags.get("add_special_tokens", True),
+            opens_answer=flags.get("add_generation_prompt", True),
+            has_names=flags.get("return_token_strs", False),
+        )
+
+    def tokens(self, body: Any) -> list[int]:
+        """Read a request for the text of tokens. Raises InvalidRequest, and NotFound for another model."""
+        return token_ids("tokens", self._plain_values(body, DETOKENIZE).get("tokens"))
+
     def _values(self, body: Any, own: frozenset[str]) -> dict[str, Any]:
-        """Return the fields that are not null."""
-        if not isinstance(body, dict):
-            raise InvalidRequest("the body must be a JSON object")
-        values = {name: value for name, value in body.items() if value is not None}
-        check_names(values, own)
+        """Return the fields of a turn that are not null."""
+        values = _given(body)
+        self._note_unknown(unknown_names(values, own))
         self.check_model(text("model", values.get("model", "")))
         return values
+
+    def _plain_values(self, body: Any, own: frozenset[str]) -> dict[str, Any]:
+        """Return the fields of a request that is no turn. It need not name the model."""
+        values = _given(body)
+        self._note_unknown([name for name in values if name not in own])
+        if "model" in values:
+            self.check_model(text("model", values["model"]))
+        return values
+
+    def _note_unknown(self, names: list[str]) -> None:
+        """Log unknown fields, or refuse them. Raises InvalidRequest."""
+        if names and not self._ignores_unknown:
+            raise InvalidRequest(f"{names[0][:60]}: there is no such field")
+        if names:
+            log.info("ignored fields of a request: %s", ", ".join(shown(name) for name in names[:MAX_NAMED]))
 
     def check_model(self, name: str) -> None:
         """Check the name of the model. Raises InvalidRequest, NotFound."""
@@ -124,11 +177,26 @@ class HttpRequestReader:
         if options and not stream:
             raise InvalidRequest("stream_options: only allowed where stream is true")
         # include_obfuscation pads events against eavesdroppers who measure them; its absence changes no answer.
-        for name in options.keys() - {"include_usage", "include_obfuscation"}:
-            raise InvalidRequest(f"stream_options.{name[:60]}: there is no such field")
+        known = {"include_usage", "include_obfuscation"}
+        self._note_unknown([f"stream_options.{name}" for name in options if name not in known])
         usage = options.get("include_usage")
         include_usage = usage is not None and boolean("stream_options.include_usage", usage)
         return HttpTurn(request=request, stream=stream, include_usage=include_usage)
+
+
+def _given(body: Any) -> dict[str, Any]:
+    """Return the fields that are not null."""
+    if not isinstance(body, dict):
+        raise InvalidRequest("the body must be a JSON object")
+    return {name: value for name, value in body.items() if value is not None}
+
+
+def _put_chat(request: inference_pb2.GenerateRequest, messages: Any) -> None:
+    """Put messages into a request. Raises InvalidRequest."""
+    if not isinstance(messages, list):
+        raise InvalidRequest(f"messages: {shown(messages)} is not allowed; give a list of messages")
+    request.chat.messages.extend(_message(place, message) for place, message in enumerate(messages))
+    request.chat.SetInParent()  # none are refused by name later
 
 
 def _sampling(values: dict[str, Any]) -> inference_pb2.SamplingParams:

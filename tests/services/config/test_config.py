@@ -213,6 +213,7 @@ def test_a_value_of_the_wrong_type_is_refused_by_name(key: str, value: object, k
         ("router.missing_kv", "fetch", "auto, pull, recompute"),
         ("router.selector", "best", "auto, alg1, alg5, empirical, pass_kv, pass_q, gather_kv, sp_ntp"),
         ("metrics.also_as", "sglang", ", vllm"),
+        ("http.unknown_fields", "drop", "refuse, ignore"),
     ],
 )
 def test_a_word_that_is_not_allowed_is_refused_with_those_that_are(key: str, value: str, allowed: str) -> None:

@@ -336,7 +336,7 @@ def test_a_text_that_no_prompt_can_hold_is_refused_before_it_is_tokenized(
 ) -> None:
     limit = MODEL_WITH_ENDS.max_positions * byte_codec.max_characters
 
-    def tokenized_anyway(*values: object) -> None:
+    def tokenized_anyway(*values: object, **options: object) -> None:
         raise AssertionError("it was tokenized")
 
     monkeypatch.setattr(TextCodec, "encode", tokenized_anyway)

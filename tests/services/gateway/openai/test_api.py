@@ -1,0 +1,218 @@
+"""Paths beside OpenAI's own: tokens, version, metrics, the description of all, and calls from a browser."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import jsonschema
+import pytest
+
+from cp_core.errors import ConfigError, InvalidRequest, NotFound
+from services.config.reading import config_from
+from services.config.service import HttpConfig
+from services.gateway.openai.openapi import REQUESTS
+from services.gateway.openai.requests import HttpRequestReader
+from services.gateway.text import TextCodec
+from services.telemetry.metrics.registry import package_version
+from tests.services.auth.test_isolation import guarded
+from tests.services.local_gateway import CALL_SECONDS, MODEL, LocalGateway
+
+__all__ = ["guarded"]
+
+CHAT = [{"role": "user", "content": "Hello"}]
+
+
+@pytest.fixture
+async def http(gateway: LocalGateway) -> AsyncIterator[httpx2.AsyncClient]:
+    async with httpx2.AsyncClient(base_url=gateway.url, timeout=CALL_SECONDS) as client:
+        yield client
+
+
+def said(answer: httpx2.Response, status: int = 400) -> str:
+    assert answer.status_code == status, answer.text
+    sentence: str = answer.json()["error"]["message"]
+    return sentence
+
+
+async def test_the_tokens_of_a_text_and_of_a_chat_are_those_that_a_turn_has(
+    http: httpx2.AsyncClient, codec: TextCodec
+) -> None:
+    text = (await http.post("/tokenize", json={"prompt": "Once upon", "return_token_strs": True})).json()
+    ids = codec.encode("Once upon").tolist()
+    assert text == {"count": len(ids), "max_model_len": 8192, "tokens": ids, "token_strs": codec.names(ids)}
+    assert len(text["token_strs"]) == len(ids)
+    chat = (await http.post("/tokenize", json={"model": MODEL, "messages": CHAT})).json()
+    assert chat["tokens"] == codec.encode_chat([("user", "Hello")]).tolist()
+    assert chat["token_strs"] is None
+    answer = await http.post("/v1/chat/completions", json={"model": MODEL, "messages": CHAT, "max_tokens": 1})
+    assert answer.json()["usage"]["prompt_tokens"] == chat["count"]
+    unopened = await http.post("/tokenize", json={"messages": CHAT, "add_generation_prompt": False})
+    assert 0 < unopened.json()["count"] < chat["count"]
+    assert chat["tokens"][: unopened.json()["count"]] == unopened.json()["tokens"]
+
+
+async def test_the_text_of_tokens_is_the_text_they_came_of(http: httpx2.AsyncClient) -> None:
+    for text in ("Once upon a time", "ä€ 漢", ""):
+        tokens = (await http.post("/tokenize", json={"prompt": text, "add_special_tokens": False})).json()["tokens"]
+        assert (await http.post("/detokenize", json={"tokens": tokens})).json() == {"prompt": text}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "sentence"),
+    [
+        ("/tokenize", {}, "prompt: None is not allowed; give a string"),
+        ("/tokenize", {"prompt": "a", "messages": CHAT}, "prompt: not allowed with messages; leave one out"),
+        ("/tokenize", {"messages": []}, "messages: none given; at least 1 is needed"),
+        ("/tokenize", {"messages": CHAT, "add_special_tokens": True}, "add_special_tokens: true is not allowed"),
+        ("/tokenize", {"prompt": "a", "magic": 1}, "magic: there is no such field"),
+        ("/tokenize", {"prompt": "x" * 200_000}, "prompt: 200000 characters are too many"),
+        ("/detokenize", {"tokens": [1, 300]}, "tokens[1]: token 300 is outside the vocabulary"),
+        ("/detokenize", {"tokens": "a"}, "tokens: 'a' is not allowed; give a list of token ids"),
+    ],
+)
+async def test_what_has_no_tokens_is_refused_by_name(
+    http: httpx2.AsyncClient, path: str, body: dict[str, Any], sentence: str
+) -> None:
+    assert sentence in said(await http.post(path, json=body))
+
+
+async def test_tokens_of_another_model_are_not_found(http: httpx2.AsyncClient) -> None:
+    assert "there is no model 'gpt'" in said(await http.post("/tokenize", json={"model": "gpt", "prompt": "a"}), 404)
+
+
+async def test_version_and_metrics_are_served_beside_the_api(http: httpx2.AsyncClient) -> None:
+    assert (await http.get("/version")).json() == {"version": package_version()}
+    await http.post("/v1/completions", json={"model": MODEL, "prompt": "Once", "max_tokens": 2})
+    metrics = await http.get("/metrics")
+    assert metrics.headers["content-type"].startswith("text/plain")
+    assert 'ringserve_requests_total{outcome="length"} 1.0' in metrics.text
+
+
+async def test_strangers_see_no_path_and_tenants_no_metrics(guarded: LocalGateway) -> None:
+    async with httpx2.AsyncClient(base_url=guarded.url, timeout=CALL_SECONDS) as http:
+        operator = {"authorization": "Bearer o-token"}
+        paths = (await http.get("/openapi.json", headers=operator)).json()["paths"]
+        assert {"/tokenize", "/metrics", "/v1/completions"} < paths.keys()
+        for path, method in [(path, method) for path, methods in paths.items() for method in methods]:
+            answer = await http.request(method.upper(), path)
+            assert answer.status_code == (200 if path == "/health" else 401), (path, method)
+        assert (await http.get("/openapi.json")).status_code == 401
+        assert (await http.get("/metrics", headers={"authorization": "Bearer a-token"})).status_code == 403
+        assert (await http.get("/metrics", headers=operator)).status_code == 200
+
+
+# --- the description -------------------------------------------------------------------------------------------------
+
+
+async def test_the_description_has_every_path_and_no_other(http: httpx2.AsyncClient) -> None:
+    described = (await http.get("/openapi.json")).json()
+    assert (described["openapi"], described["info"]["version"]) == ("3.1.0", package_version())
+    for path, methods in described["paths"].items():
+        for method in ("get", "post", "delete", "put"):
+            answer = await http.request(method.upper(), path.replace("{name}", "nothing"))
+            assert (answer.status_code == 405) == (method not in methods), (path, method)
+            if method in methods and answer.status_code >= 400:
+                jsonschema.validate(answer.json(), described["components"]["schemas"]["Error"])
+    jsonschema.validate(
+        (await http.post("/tokenize", json={"prompt": "a"})).json(),
+        described["paths"]["/tokenize"]["post"]["responses"]["200"]["content"]["application/json"]["schema"],
+    )
+
+
+SAMPLES: tuple[object, ...] = (
+    *(None, True, False, 0, 1, 7, -1, -101, 2**32, 2**64, 0.5, "", "x", "auto", "medium", "none", MODEL),
+    *([], ["x"], [1], [-1], [[1]], [["x"]], [None], ["x", 1], {}, {"7": 0.5}, {"x": 1}, {"type": "text"}, ["text"]),
+    *({"include_usage": True}, {"include_usage": 1}, CHAT, [{"role": "user"}], [{"role": 1, "content": "x"}]),
+    [{"role": "user", "content": [{"type": "text", "text": "x"}]}],
+    [{"role": "user", "content": [{"type": "image_url"}]}],
+)
+Read = Callable[[HttpRequestReader, Any], object]
+READ: dict[str, tuple[Read, dict[str, Any]]] = {
+    "/v1/chat/completions": (HttpRequestReader.chat, {"model": MODEL, "messages": CHAT}),
+    "/v1/completions": (HttpRequestReader.completion, {"model": MODEL, "prompt": "x"}),
+    "/tokenize": (HttpRequestReader.tokenization, {"prompt": "x"}),
+    "/detokenize": (HttpRequestReader.tokens, {"tokens": [1]}),
+}
+NEEDED: dict[str, dict[str, Any]] = {"stream_options": {"stream": True}, "top_logprobs": {"logprobs": True}}
+"""Fields that some fields are only taken with."""
+
+
+def is_read(read: Read, body: dict[str, Any]) -> bool:
+    try:
+        read(HttpRequestReader(MODEL, 8192), body)
+    except NotFound:
+        return True  # another model: a name all the same
+    except InvalidRequest:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("path", READ)
+def test_the_description_takes_the_same_values_of_each_field_as_the_reader(path: str) -> None:
+    read, least = READ[path]
+    schema: Any = REQUESTS[path]
+    validator = jsonschema.Draft202012Validator(schema)
+    validator.check_schema(schema)
+    assert is_read(read, least)
+    for name, value in itertools.product(schema["properties"], SAMPLES):
+        body = least | NEEDED.get(name, {}) | {name: value}
+        if name == "messages" and path == "/tokenize":
+            del body["prompt"]
+        has_input = path != "/tokenize" or body.get("prompt") is not None or body.get("messages") is not None
+        assert is_read(read, body) == (validator.is_valid(body) and has_input), (name, value)
+    with pytest.raises(InvalidRequest, match="magic: there is no such field"):
+        read(HttpRequestReader(MODEL, 8192), least | {"magic": 1})
+
+
+# --- settings --------------------------------------------------------------------------------------------------------
+
+
+async def test_unknown_fields_are_ignored_with_a_log_line_where_so_configured(
+    model_path: Path, codec: TextCodec, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    body: dict[str, Any] = {"model": MODEL, "prompt": "x", "max_tokens": 1, "magic": 1, "a\nb": 2, "stream": True}
+    body["stream_options"] = {"sorcery": True}
+    async with (
+        LocalGateway(model_path, codec, http=HttpConfig(unknown_fields="ignore")) as gateway,
+        httpx2.AsyncClient(base_url=gateway.url, timeout=CALL_SECONDS) as http,
+    ):
+        answer = await http.post("/v1/completions", json=body)
+        assert answer.status_code == 200
+        assert answer.text.endswith("data: [DONE]\n\n")
+        assert "ignored fields of a request: 'magic', 'a\\nb'" in caplog.messages
+        assert "ignored fields of a request: 'stream_options.sorcery'" in caplog.messages
+        assert (await http.post("/tokenize", json={"prompt": "x", "magic": 1})).status_code == 200
+        refused = await http.post("/v1/completions", json=body | {"best_of": 3})
+        assert said(refused) == "best_of: 3 is not supported; allowed is 1"
+        await gateway.wait_idle()
+
+
+async def test_only_pages_of_the_configured_origins_may_call(
+    http: httpx2.AsyncClient, model_path: Path, codec: TextCodec
+) -> None:
+    ours, other = "https://chat.example.org", "https://elsewhere.example.org"
+    asked = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type"}
+    async with (
+        LocalGateway(model_path, codec, http=HttpConfig(origins=f"{ours} http://localhost:3000")) as gateway,
+        httpx2.AsyncClient(base_url=gateway.url, timeout=CALL_SECONDS) as shared,
+    ):
+        for origin, allowed in ((ours, True), (other, False)):
+            preflight = await shared.options("/v1/chat/completions", headers=asked | {"origin": origin})
+            assert (preflight.status_code == 200) == allowed
+            refused = await shared.post("/v1/completions", json={}, headers={"origin": origin})
+            assert said(refused)
+            assert refused.headers.get("access-control-allow-origin") == (origin if allowed else None)
+    unset = await http.options("/v1/chat/completions", headers=asked | {"origin": ours})
+    assert (unset.status_code, "access-control-allow-origin" in unset.headers) == (405, False)
+
+
+@pytest.mark.parametrize("origin", ["example.org", "https://", "https://example.org/", "a, b"])
+def test_an_origin_that_no_browser_sends_is_refused(origin: str) -> None:
+    with pytest.raises(ConfigError, match="is no origin; write SCHEME"):
+        config_from({"http": {"origins": f"* {origin}"}})
