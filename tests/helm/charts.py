@@ -42,6 +42,8 @@ ALL_OPTIONS: Object = {
     "gateway": {
         "autoscaling": {"enabled": True},
         "service": {"annotations": {"a": "b"}},
+        "ingress": {"enabled": True, "host": "chat.example", "className": "nginx", "tlsSecretName": "public"},
+        "routes": {"parentRefs": [{"name": "public"}], "grpcHostnames": ["grpc.example"]},
         "topologySpreadConstraints": [
             {"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "ScheduleAnyway", "labelSelector": {}}
         ],
@@ -53,7 +55,7 @@ ALL_OPTIONS: Object = {
         "prometheusRule": {"enabled": True},
         "dashboards": {"enabled": True},
     },
-    "networkPolicy": {"enabled": True},
+    "networkPolicy": {"enabled": True, "egress": {"enabled": True}},
     "podDisruptionBudget": {"enabled": True},
 }
 POOLS: Object = {

@@ -64,7 +64,7 @@ def test_what_a_pool_does_not_say_is_as_its_role_says_it_and_what_it_says_is_tak
     assert wide["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == 4
     assert groups["prefill-wide"]["numOfHosts"] == 4
     assert short["nodeSelector"] == {"disk": "fast"}
-    assert short["containers"][0]["resources"] == {"limits": {"nvidia.com/gpu": 1}}
+    assert short["containers"][0]["resources"]["limits"] == {"nvidia.com/gpu": 1, "memory": "4Gi"}
 
 
 def test_every_ring_of_every_pool_serves_its_metrics_where_it_is_scraped() -> None:

@@ -46,7 +46,7 @@ def configuration(*values: Mapping[str, Any]) -> Config:
 
 
 def test_what_is_optional_is_off_by_default() -> None:
-    assert kinds(render()) == {"ConfigMap", "Deployment", "RayCluster", "Service", "ServiceAccount"}
+    assert kinds(render()) == {"ConfigMap", "Deployment", "Pod", "RayCluster", "Service", "ServiceAccount"}
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -166,7 +166,7 @@ def test_http_is_served_beside_grpc_unless_switched_off() -> None:
         assert {f"--set={setting}", "--http=0.0.0.0:8000", "--model-name=llama"} < set(container["args"])
     allowed = only(objects, "NetworkPolicy", "-gateway")["spec"]["ingress"][0]["ports"]
     assert {port["port"] for port in allowed} == {50051, 8000}
-    without = render({"gateway": {"http": {"enabled": False}}}, ALL_OPTIONS)
+    without = render(ALL_OPTIONS, {"gateway": {"http": {"enabled": False}, "ingress": {"enabled": False}}})
     assert "--http" not in str(pod_templates(without)["gateway"]["spec"]["containers"][0]["args"])
     assert "http" not in {port["name"] for port in only(without, "Service")["spec"]["ports"]}
 
@@ -185,7 +185,7 @@ def test_every_ring_has_a_metrics_port_and_every_metrics_port_is_scraped() -> No
     assert {name: port for name, port in ports.items() if name.startswith("m-")} == wanted
     monitor = only(objects, "PodMonitor", "-rings")["spec"]
     assert {endpoint["port"] for endpoint in monitor["podMetricsEndpoints"]} == set(wanted)
-    service = only(objects, "Service")
+    service = only(objects, "Service", "-metrics")
     labels = only(objects, "ServiceMonitor", "-gateway")["spec"]["selector"]["matchLabels"]
     assert labels.items() <= service["metadata"]["labels"].items()
     assert "metrics" in {port["name"] for port in service["spec"]["ports"]}

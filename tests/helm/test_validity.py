@@ -14,7 +14,7 @@ import pytest
 from tests.helm.charts import ALL_OPTIONS, AUTOSCALED, CUDA, POOLS, SECURE, Object, merged, only, pod_templates, render
 
 LIVE = "ringserve.live"
-CUSTOM = {"RayCluster", "ServiceMonitor", "PodMonitor", "PrometheusRule"}
+CUSTOM = {"RayCluster", "ServiceMonitor", "PodMonitor", "PrometheusRule", "HTTPRoute", "GRPCRoute"}
 KUBERNETES = "1.34"
 CASES = {
     "defaults": {},

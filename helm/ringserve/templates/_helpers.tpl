@@ -47,3 +47,20 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | quote }}
 {{- define "ringserve.port.routerMetrics" -}}9465{{- end }}
 {{- define "ringserve.port.prefillMetrics" -}}9500{{- end }}
 {{- define "ringserve.port.decodeMetrics" -}}9600{{- end }}
+
+{{/* Rules of what a pod may call: the release's own pods, name servers, and what the user adds. */}}
+{{- define "ringserve.egress" -}}
+{{- if .Values.networkPolicy.egress.enabled -}}
+egress:
+  - to:
+      - podSelector:
+          matchLabels:
+            {{- include "ringserve.selectorLabels" . | nindent 12 }}
+  - ports:
+      - {port: 53, protocol: UDP}
+      - {port: 53, protocol: TCP}
+  {{- with .Values.networkPolicy.egress.rules }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+{{- end }}
+{{- end }}

@@ -49,6 +49,18 @@ affinity:
 {{- with .part.topologySpreadConstraints }}
 topologySpreadConstraints:
   {{- toYaml . | nindent 2 }}
+{{- else }}
+{{- if eq .component "gateway" }}
+# Without constraints of the user's, gateways keep off each other's nodes where they can.
+topologySpreadConstraints:
+  - maxSkew: 1
+    topologyKey: kubernetes.io/hostname
+    whenUnsatisfiable: ScheduleAnyway
+    labelSelector:
+      matchLabels:
+        {{- include "ringserve.selectorLabels" .root | nindent 8 }}
+        app.kubernetes.io/component: gateway
+{{- end }}
 {{- end }}
 {{- with .part.priorityClassName }}
 priorityClassName: {{ . }}
@@ -56,9 +68,13 @@ priorityClassName: {{ . }}
 {{- with .part.runtimeClassName }}
 runtimeClassName: {{ . }}
 {{- end }}
+{{- with .part.initContainers }}
+initContainers:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
 volumes:
   - name: tmp
-    emptyDir: {}
+    emptyDir: {{ with .root.Values.tmpSizeLimit }}{sizeLimit: {{ . }}}{{ else }}{}{{ end }}
   - name: config
     configMap:
       name: {{ include "ringserve.fullname" .root }}
@@ -72,6 +88,9 @@ volumes:
   {{- end }}
   {{- range $name, $secret := .secrets }}
   - {name: {{ $name }}, secret: {secretName: {{ $secret }}}}
+  {{- end }}
+  {{- with .part.extraVolumes }}
+  {{- toYaml . | nindent 2 }}
   {{- end }}
 {{- end }}
 
@@ -93,7 +112,7 @@ env:
   {{- toYaml . | nindent 2 }}
   {{- end }}
 resources:
-  {{- toYaml .part.resources | nindent 2 }}
+  {{- include "ringserve.resources" .part | nindent 2 }}
 volumeMounts:
   - {name: tmp, mountPath: /tmp}
   - {name: config, mountPath: /etc/ringserve, readOnly: true}
@@ -106,4 +125,30 @@ volumeMounts:
   {{- range $name, $secret := .secrets }}
   - {name: {{ $name }}, mountPath: /etc/ringserve-{{ $name }}, readOnly: true}
   {{- end }}
+  {{- with .part.extraVolumeMounts }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+{{- end }}
+
+{{/*
+Resources of a container. Those of ranks have defaults: memory of 4Gi a process, requests as the limits, and the
+processors that Ray is told of. A pod that asks for less than it may take is the first to be evicted.
+Called with the pod's values.
+*/}}
+{{- define "ringserve.resources" -}}
+{{- $resources := deepCopy (default dict .resources) }}
+{{- if .ranksPerPod }}
+{{- $limits := default dict $resources.limits }}
+{{- $requests := default dict $resources.requests }}
+{{- if not (or (hasKey $limits "memory") (hasKey $requests "memory")) }}
+{{- $limits = set $limits "memory" (printf "%dGi" (mul 4 .ranksPerPod)) }}
+{{- end }}
+{{- if not (hasKey $requests "memory") }}{{- $requests = set $requests "memory" $limits.memory }}{{- end }}
+{{- if not (hasKey $requests "cpu") }}
+{{- $threads := toString (mul .ranksPerPod .threadsPerRank) }}
+{{- $requests = set $requests "cpu" ($limits.cpu | default $threads) }}
+{{- end }}
+{{- $resources = set (set $resources "limits" $limits) "requests" $requests }}
+{{- end }}
+{{- toYaml $resources }}
 {{- end }}

@@ -88,4 +88,12 @@
 {{- fail (printf "gateway.autoscaling: maxReplicas %d is less than minReplicas %d"
     (int .Values.gateway.autoscaling.maxReplicas) (int .Values.gateway.autoscaling.minReplicas)) }}
 {{- end }}
+{{- if .Values.gateway.ingress.enabled }}
+{{- if not .Values.gateway.ingress.host }}
+{{- fail "gateway.ingress.host: required with gateway.ingress.enabled; give the host name that clients call" }}
+{{- end }}
+{{- if not .Values.gateway.http.enabled }}
+{{- fail "gateway.ingress.enabled: an Ingress leads to HTTP, and gateway.http.enabled is false; set one of them" }}
+{{- end }}
+{{- end }}
 {{- end }}
