@@ -8,6 +8,7 @@ from pathlib import Path
 from cp_core.cost.profile import HardwareProfile, read_profile
 from cp_core.errors import ConfigError
 from services.cli.options import Subcommands
+from services.config.rings import PrefillConfig
 from services.offline.bench.report import require_matplotlib
 from services.offline.planning.models import PlannedModel, planned_model
 from services.offline.planning.proposal import Proposal, Traffic, propose
@@ -38,15 +39,18 @@ from services.offline.units import (
     parse_tokens,
 )
 
-EXAMPLE = """example:
-  ringserve plan --model llama3-405b-fp8 --hardware gtt --context 128k,1m
-  ringserve plan --model llama3-405b-fp8 --hardware gtt --context 128k:9,1m:1 --rate 0.1/s --ttft 60s --ttit 100ms
+EXAMPLE = r"""example:
+  ringserve plan --model llama3-405b-fp8 --hardware gtt --context 128k,1m --chunk 64k
+  ringserve plan --model llama3-405b-fp8 --hardware gtt --context 128k:9,1m:1 --chunk whole \
+      --rate 0.1/s --ttft 60s --ttit 100ms
   ringserve plan --model ./my-model --hardware ./measured.json --context 64k --cp 1,2,4 --tp 2 --plot plan.png
   ringserve plan --reproduce --plot figures/
 """
 HELP = """Predicts time to first token, time between tokens, KV memory and throughput of rings, and the number and
 shape of rings that a traffic mix needs. 128k is 128,000 tokens. --reproduce shows the errors of such predictions."""
 CP_SIZES = (1, 2, 4, 8, 16, 32, 64)
+CHUNK_TOKENS = PrefillConfig().chunk_tokens
+WHOLE = "whole"
 
 
 def add(commands: Subcommands) -> None:
@@ -66,7 +70,11 @@ def add(commands: Subcommands) -> None:
     )
     parser.add_argument("--context", metavar="TOKENS,...", help="prompt lengths; 128k:9,1m:1 weighs them")
     parser.add_argument("--cached", type=float, default=0.0, help="share of a prompt that is cached (default: 0)")
-    parser.add_argument("--chunk", metavar="TOKENS", help="longest prefill step (default: whole prompts)")
+    parser.add_argument(
+        "--chunk",
+        metavar="TOKENS",
+        help=f"longest prefill step, or 'whole' for prompts in one step (default: {CHUNK_TOKENS}, the service's)",
+    )
     parser.add_argument("--cp", metavar="N,...", help=f"ranks of a ring (default: {','.join(map(str, CP_SIZES))})")
     parser.add_argument("--tp", metavar="N,...", help="processes of a rank (default: the most on one host)")
     parser.add_argument("--rate", metavar="TURNS", help="traffic, e.g. 0.1/s or 360/h: proposes a cluster for it")
@@ -146,7 +154,13 @@ def _print_plan(
     if refusals:
         print_lines(f"no: {refusals[0]}" + (f"; and {len(refusals) - 1} more" if len(refusals) > 1 else ""))
     shape = smallest.shape
-    print_lines(f"{model.name} on {profile.name}: the smallest ring that holds it is cp {shape.cp} x tp {shape.tp}")
+    mix = "it" if len(workload.contexts) == 1 else "the whole mix"
+    print_lines(f"{model.name} on {profile.name}: the smallest ring that holds {mix} is cp {shape.cp} x tp {shape.tp}")
+    if workload.chunk_tokens is not None and workload.chunk_tokens < workload.longest:
+        print_lines(
+            f"prompts are computed in steps of {workload.chunk_tokens:,} tokens (prefill.chunk_tokens): longer steps "
+            f"save messages and take memory (--chunk 64k, or {WHOLE} for one step)"
+        )
     if workload.longest > model.max_positions:
         made_for = format_tokens(model.max_positions)
         print_lines(
@@ -165,8 +179,15 @@ def _workload(options: argparse.Namespace) -> Workload:
     return Workload(
         contexts=parse_contexts("--context", options.context),
         cached_share=options.cached,
-        chunk_tokens=None if options.chunk is None else parse_tokens("--chunk", options.chunk),
+        chunk_tokens=_chunk_tokens(options.chunk),
     )
+
+
+def _chunk_tokens(text: str | None) -> int | None:
+    """Return the longest step; None for whole prompts. Raises ConfigError."""
+    if text is None:
+        return CHUNK_TOKENS
+    return None if text == WHOLE else parse_tokens("--chunk", text)
 
 
 def _traffic(options: argparse.Namespace) -> Traffic | None:

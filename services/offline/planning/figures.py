@@ -40,6 +40,8 @@ def write_plan_figure(title: str, forecasts: Sequence[RingForecast], path: Path)
         _log_tokens(axes, sorted({context.tokens for each in forecasts for context in each.contexts}))
         # TTIT differs by little between rings, TTFT by orders of magnitude.
         axes.set_yscale("log" if name == "ttft_seconds" else "linear")
+        if name == "ttit_seconds":
+            axes.set_ylim(bottom=0.0)
         axes.legend()
     save_figure(figure, path)
 

@@ -24,18 +24,22 @@ _table = partial(simple_table, left_aligned=LEFT_ALIGNED)
 def plan_json(forecasts: Sequence[RingForecast], proposal: Proposal | None) -> str:
     """Format one JSON object: `rings`, and `proposal`, which is null without a rate."""
     proposed = None if proposal is None else asdict(proposal) | {"ratio": proposal.ratio}
-    return json.dumps({"rings": [asdict(forecast) for forecast in forecasts], "proposal": proposed})
+    rings = [
+        asdict(forecast) | {"contexts": [asdict(context) | {"fits": context.fits} for context in forecast.contexts]}
+        for forecast in forecasts
+    ]
+    return json.dumps({"rings": rings, "proposal": proposed})
 
 
 def plan_table(forecasts: Sequence[RingForecast]) -> Table:
-    """Return a table with a line for each ring and context; "no" marks rings that do not fit."""
+    """Return a table with a line for each ring and context; "no" marks contexts that do not fit."""
     table = _table(
         "", "cp", "tp", "context", "algorithm", "TTFT", "tokens/s", "TTIT", "KV GB a process", "contexts that fit"
     )
     for forecast in forecasts:
         for context in forecast.contexts:
             table.add_row(
-                "no" if forecast.refusal else "",
+                "" if context.fits else "no",
                 str(forecast.shape.cp),
                 str(forecast.shape.tp),
                 format_tokens(context.tokens),

@@ -38,7 +38,7 @@ class ContextForecast:
     """Forecast of one context on an otherwise idle ring. Seconds; bytes of one process.
 
     `ttft_seconds` contains neither queue nor migration; `ttit_seconds` is that of a batch of one. The ring's KV holds
-    `max_contexts` of this length.
+    `max_contexts` of this length, beside the buffers of a step of this context alone.
     """
 
     tokens: int
@@ -51,10 +51,18 @@ class ContextForecast:
     kv_bytes: float
     max_contexts: int
 
+    @property
+    def fits(self) -> bool:
+        """True if the ring holds one context of this length."""
+        return self.max_contexts > 0
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RingForecast:
-    """Forecast of one ring; `refusal` states what does not fit, and is empty where everything fits."""
+    """Forecast of one ring. `memory` is that of a ring that computes every context of the mix.
+
+    `refusal` states what does not fit, and is empty where the whole mix fits.
+    """
 
     shape: RingShape
     memory: ProcessMemory
@@ -84,8 +92,12 @@ class Workload:
     @property
     def step_tokens(self) -> int:
         """Most tokens that one step computes."""
-        most = max(context.tokens - self.cached_tokens(context.tokens) for context in self.contexts)
-        return min(most, self.chunk_tokens or most)
+        return max(self.step_tokens_of(context.tokens) for context in self.contexts)
+
+    def step_tokens_of(self, tokens: int) -> int:
+        """Return the most tokens that one step of a context of `tokens` computes."""
+        new = tokens - self.cached_tokens(tokens)
+        return min(new, self.chunk_tokens or new)
 
 
 def require_tp(model: PlannedModel, tp: int) -> None:
@@ -98,16 +110,23 @@ def require_tp(model: PlannedModel, tp: int) -> None:
 
 def forecast_ring(model: PlannedModel, profile: HardwareProfile, shape: RingShape, workload: Workload) -> RingForecast:
     """Forecast one ring; times are predicted even where the memory does not suffice."""
-    memory = process_memory(
-        model.shape,
-        model.weights,
-        profile,
-        cp=shape.cp,
-        tp=shape.tp,
-        step_tokens=workload.step_tokens,
-        context_tokens=workload.longest,
+
+    def memory_for(step_tokens: int, tokens: int) -> ProcessMemory:
+        return process_memory(
+            model.shape,
+            model.weights,
+            profile,
+            cp=shape.cp,
+            tp=shape.tp,
+            step_tokens=step_tokens,
+            context_tokens=tokens,
+        )
+
+    memory = memory_for(workload.step_tokens, workload.longest)
+    contexts = tuple(
+        _forecast(model, profile, shape, workload, memory_for(workload.step_tokens_of(tokens), tokens), tokens)
+        for tokens in (each.tokens for each in workload.contexts)
     )
-    contexts = tuple(_forecast(model, profile, shape, workload, memory, each.tokens) for each in workload.contexts)
     return RingForecast(
         shape=shape, memory=memory, contexts=contexts, refusal=_refusal(model, profile, shape, memory, workload.longest)
     )

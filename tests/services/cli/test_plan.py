@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from services.cli.main import main
+from services.config.rings import PrefillConfig
 
 MODEL = ("--model", "llama3-405b-fp8", "--hardware", "gtt")
 CONFIG = {
@@ -32,7 +33,7 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, An
 
 
 def test_plan_predicts_every_ring_for_every_context(capsys: pytest.CaptureFixture[str]) -> None:
-    plan = printed(capsys, "plan", *MODEL, "--context", "128k,1m", "--cp", "1,16")
+    plan = printed(capsys, "plan", *MODEL, "--context", "128k,1m", "--cp", "1,16", "--chunk", "whole")
     assert plan["proposal"] is None
     assert [(ring["shape"]["cp"], ring["shape"]["tp"], bool(ring["refusal"])) for ring in plan["rings"]] == [
         (1, 8, True),
@@ -42,10 +43,30 @@ def test_plan_predicts_every_ring_for_every_context(capsys: pytest.CaptureFixtur
     assert million["tokens"] == 1_000_000
     assert million["ttft_seconds"] == pytest.approx(77.0, rel=0.1)
     assert million["kv_bytes"] == pytest.approx(4.03e9, rel=0.01)
+    assert [[context["fits"] for context in ring["contexts"]] for ring in plan["rings"]] == [
+        [True, False],
+        [True, True],
+    ]
+
+
+def test_a_context_fits_by_itself_whatever_else_is_in_the_mix(capsys: pytest.CaptureFixture[str]) -> None:
+    for chunk in ("whole", "64k", "4k"):
+        options = ("plan", *MODEL, "--cp", "1,2,4,8", "--chunk", chunk, "--context")
+        alone, mixed = (printed(capsys, *options, contexts)["rings"] for contexts in ("128k", "128k,1m"))
+        assert [ring["contexts"][0] for ring in mixed] == [ring["contexts"][0] for ring in alone]
+        assert [ring["contexts"][1]["fits"] for ring in mixed] == [not ring["refusal"] for ring in mixed]
+
+
+def test_a_plan_computes_prompts_in_the_steps_of_the_service(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("plan", *MODEL, "--cp", "4", "--context", "128k")
+    own, same = printed(capsys, *options), printed(capsys, *options, "--chunk", str(PrefillConfig().chunk_tokens))
+    assert own == same != printed(capsys, *options, "--chunk", "whole")
+    assert main([*options]) == 0
+    assert "prompts are computed in steps of 4,096 tokens (prefill.chunk_tokens)" in capsys.readouterr().out
 
 
 def test_plan_proposes_a_ratio_for_traffic(capsys: pytest.CaptureFixture[str]) -> None:
-    rate = ("--rate", "0.1/s", "--ttft", "60s", "--ttit", "100ms")
+    rate = ("--rate", "0.1/s", "--ttft", "60s", "--ttit", "100ms", "--chunk", "whole")
     plan = printed(capsys, "plan", *MODEL, "--context", "128k:9,1m:1", *rate)
     prefill, decode = plan["proposal"]["prefill"], plan["proposal"]["decode"]
     assert max(prefill["ttft_seconds"]) <= 60.0
@@ -56,7 +77,7 @@ def test_plan_proposes_a_ratio_for_traffic(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_plan_for_people_says_what_fits_and_what_is_proposed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", *MODEL, "--context", "1m", "--rate", "1/min"]) == 0
+    assert main(["plan", *MODEL, "--context", "1m", "--rate", "1/min", "--chunk", "whole"]) == 0
     shown = capsys.readouterr().out
     assert "no: llama3-405b-fp8 on cp 1 x tp 8 does not fit" in shown
     assert "the smallest ring that holds it is cp 8 x tp 8" in shown
