@@ -102,9 +102,9 @@ class RequestReader:
         self._check_length("input.chat", sum(len(content) for _, content in messages))
         return self._codec.encode_chat(messages, opens_answer=opens_answer)
 
-    def detokenize(self, token_ids: Sequence[int]) -> str:
-        """Return the text of tokens, special ones included. Raises InvalidRequest."""
-        check_vocabulary("tokens", np.asarray(token_ids, dtype=np.int64), self._model.vocab_size)
+    def detokenize(self, token_ids: Sequence[int], field: str = "tokens") -> str:
+        """Return the text of tokens, special ones included. Raises InvalidRequest, which names `field`."""
+        check_vocabulary(field, np.asarray(token_ids, dtype=np.int64), self._model.vocab_size)
         return self._codec.decode_all(token_ids)
 
     def _prompt(self, request: inference_pb2.GenerateRequest) -> TokenIds:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import time
+import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any, Protocol, TypeVar
@@ -28,10 +29,12 @@ from services.auth.tenants import Tenant
 from services.config.service import HttpConfig
 from services.gateway.openai.errors import BadHttpRequest, error_body, headers_of, status_of
 from services.gateway.openai.openapi import described_api
+from services.gateway.openai.prompts import PromptAnswers, side_by_side
 from services.gateway.openai.requests import HttpRequestReader, HttpTurn
 from services.gateway.openai.responses import (
     ChatShape,
     CompletionShape,
+    Echo,
     Shape,
     TurnAnswer,
     conversation_json,
@@ -167,8 +170,12 @@ class HttpApi:
         tenant = self._caller(request)  # first: bodies of strangers are not read
         body = await _body(request)
         turn = await asyncio.to_thread(lambda: read(_parsed(body)))
-        answer = TurnAnswer(shape, self._model_name, self._service.decode, turn)
-        responses = self._service.generate(turn.request, tenant, None, request.headers.get("traceparent", ""))
+        echoes = await self._echoes(tenant, turn) if turn.has_echo else [None] * len(turn.requests)
+        answers = [TurnAnswer(shape, self._model_name, self._service.decode, turn, echo) for echo in echoes]
+        num_choices = max(turn.request.sampling_params.n, 1)
+        answer = PromptAnswers(answers, num_choices, f"{shape.id_prefix}-{uuid.uuid4().hex[:16]}")
+        trace_parent = request.headers.get("traceparent", "")
+        responses = side_by_side([self._service.generate(each, tenant, None, trace_parent) for each in turn.requests])
         if not turn.stream:
             async with ended_by_hang_up(request.receive):
                 return JSONResponse(await _whole(responses, answer))
@@ -177,6 +184,23 @@ class HttpApi:
         async with ended_by_hang_up(request.receive):
             first = await anext(events)
         return EventStream(first, events)
+
+    async def _echoes(self, tenant: Tenant, turn: HttpTurn) -> list[Echo | None]:
+        """Return the prompts of a turn as they come back. A text becomes the tokens that its answer is about."""
+
+        def read(reader: RequestReader, codec: TextCodec) -> list[Echo | None]:
+            found: list[Echo | None] = []
+            for each in turn.requests:
+                text = each.text
+                if each.WhichOneof("input") == "text":
+                    each.tokenized.input_ids.extend(reader.tokenize(each).tolist())
+                    each.tokenized.SetInParent()
+                else:
+                    text = reader.detokenize(each.tokenized.input_ids, "input.tokenized.input_ids")
+                found.append(Echo(text=text, first=next(iter(each.tokenized.input_ids), 0)))
+            return found
+
+        return await self._service.read_tokens(tenant, read)
 
     # --- tokens ------------------------------------------------------------------------------------------------------
 
@@ -240,22 +264,23 @@ class HttpApi:
         return JSONResponse({"id": name, "object": "conversation.deleted", "deleted": True})
 
 
-async def _whole(responses: AsyncIterator[inference_pb2.GenerateResponse], answer: TurnAnswer) -> dict[str, Any]:
-    async with aclosing(responses) as closing:  # type: ignore[type-var]
-        async for response in closing:
-            answer.events(response)
+Placed = AsyncGenerator[tuple[int, inference_pb2.GenerateResponse], None]
+
+
+async def _whole(responses: Placed, answer: PromptAnswers) -> dict[str, Any]:
+    async with aclosing(responses) as closing:
+        async for place, response in closing:
+            answer.events(place, response)
     return answer.whole()
 
 
-async def _events(
-    responses: AsyncIterator[inference_pb2.GenerateResponse], answer: TurnAnswer
-) -> AsyncGenerator[bytes, None]:
+async def _events(responses: Placed, answer: PromptAnswers) -> AsyncGenerator[bytes, None]:
     """Yield the lines of a stream. An error after the first event is one more event, and the last."""
     is_begun = False
     try:
-        async with aclosing(responses) as closing:  # type: ignore[type-var]
-            async for response in closing:
-                for event in answer.events(response):
+        async with aclosing(responses) as closing:
+            async for place, response in closing:
+                for event in answer.events(place, response):
                     yield _line(event)
                     is_begun = True
         for event in answer.last_events():

@@ -10,7 +10,7 @@ from starlette.routing import Route
 from orchestration.protocol.turns import MAX_PRIORITY
 from services.gateway.openai import fields
 from services.gateway.openai.fields import CACHE_KEYS, INERT, NEUTRAL, OURS, SAMPLING, Reader, integer
-from services.gateway.openai.requests import CHAT, COMPLETION, DETOKENIZE, PROMPT_MODES, TOKENIZE
+from services.gateway.openai.requests import CHAT, COMPLETION, DETOKENIZE, MAX_PROMPTS, PROMPT_MODES, TOKENIZE
 
 Json = dict[str, Any]
 
@@ -66,12 +66,12 @@ OWN: Mapping[str, Json] = {
         "anyOf": [
             TEXT,
             TOKENS,
-            {"type": "array", "items": TEXT, "minItems": 1, "maxItems": 1},
-            {"type": "array", "items": TOKENS, "minItems": 1, "maxItems": 1},
+            {"type": "array", "items": {"anyOf": [TEXT, TOKENS]}, "minItems": 1, "maxItems": MAX_PROMPTS},
         ]
     },
     "prompt_mode": {"type": "string", "enum": list(PROMPT_MODES)},
     "top_logprobs": TOKEN,
+    "echo": BOOLEAN,
     "add_special_tokens": BOOLEAN,
     "add_generation_prompt": BOOLEAN,
     "return_token_strs": BOOLEAN,
@@ -87,12 +87,12 @@ CONVERSATION: Json = {
 
 def _turn(own: frozenset[str], required: str, others: Mapping[str, Json]) -> Json:
     """Return the schema of a request for a turn."""
-    found: dict[str, Json] = {name: others.get(name) or OWN[name] for name in own}
-    found |= {name: OF_READERS[reader] for name, (_, reader) in SAMPLING.items()}
+    found: dict[str, Json] = {name: OF_READERS[reader] for name, (_, reader) in SAMPLING.items()}
     found |= {name: OF_READERS[reader] for name, reader in OURS.items()}
     found |= dict.fromkeys(CACHE_KEYS, TEXT)
     found |= {name: {"description": "Without effect."} for name in INERT}
     found |= {name: {"enum": list(values), "description": "Not served."} for name, values in NEUTRAL.items()}
+    found |= {name: others.get(name) or OWN[name] for name in own}
     return _request(found, ["model", required])
 
 

@@ -6,7 +6,7 @@ Shapes and types are checked here; values where gRPC's are checked too.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cp_core.errors import InvalidRequest, NotFound
@@ -32,10 +32,12 @@ CHAT_MAX_TOKENS = 1024
 
 COMMON = frozenset({"model", "stream", "stream_options"})
 CHAT = COMMON | {"messages", "logprobs", "top_logprobs"}
-COMPLETION = COMMON | {"prompt", "prompt_mode", "logprobs"}
+COMPLETION = COMMON | {"prompt", "prompt_mode", "logprobs", "echo"}
 TOKENIZE_FLAGS = frozenset({"add_special_tokens", "add_generation_prompt", "return_token_strs"})
 TOKENIZE = TOKENIZE_FLAGS | {"model", "prompt", "messages"}
 DETOKENIZE = frozenset({"model", "tokens"})
+MAX_PROMPTS = 128
+"""Prompts of one request for completions."""
 MAX_NAMED = 20
 """Ignored fields that a log line names."""
 ROLES = {"developer": "system"}
@@ -50,11 +52,17 @@ PROMPT_MODES = {
 
 @dataclass(frozen=True, kw_only=True)
 class HttpTurn:
-    """Turn asked for over HTTP, and the form of its answer."""
+    """Turn asked for over HTTP, or several that differ in their prompts, and the form of the answer."""
 
-    request: inference_pb2.GenerateRequest
+    requests: tuple[inference_pb2.GenerateRequest, ...]
     stream: bool
     include_usage: bool
+    has_echo: bool = False
+
+    @property
+    def request(self) -> inference_pb2.GenerateRequest:
+        """Request of the first prompt."""
+        return self.requests[0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,20 +102,19 @@ class HttpRequestReader:
     def completion(self, body: Any) -> HttpTurn:
         """Read a request. Raises InvalidRequest, and NotFound for another model."""
         values = self._values(body, COMPLETION)
-        prompt = _one_prompt(values.get("prompt"))
+        prompts = _prompts(values.get("prompt"))
         turn = self._turn(values)
-        if isinstance(prompt, str):
-            turn.request.text = text("prompt", prompt)
-        else:
-            turn.request.tokenized.input_ids.extend(token_ids("prompt", prompt))
-            turn.request.tokenized.SetInParent()
         mode = text("prompt_mode", values.get("prompt_mode", "auto"))
         if mode not in PROMPT_MODES:
             raise InvalidRequest(f"prompt_mode: {shown(mode)} is not allowed; use one of {', '.join(PROMPT_MODES)}")
         turn.request.prompt_mode = PROMPT_MODES[mode]
         if "logprobs" in values:
             turn.request.sampling_params.logprobs = integer(32)("logprobs", values["logprobs"])
-        return turn
+        turn = replace(turn, has_echo=boolean("echo", values.get("echo", False)))
+        _check_prompts(turn, len(prompts))
+        return replace(
+            turn, requests=tuple(_with_prompt(turn.request, place, *each) for place, each in enumerate(prompts))
+        )
 
     def tokenization(self, body: Any) -> Tokenization:
         """Read a request for tokens, in vLLM's shape. Raises InvalidRequest, and NotFound for another model."""
@@ -181,7 +188,7 @@ class HttpRequestReader:
         self._note_unknown([f"stream_options.{name}" for name in options if name not in known])
         usage = options.get("include_usage")
         include_usage = usage is not None and boolean("stream_options.include_usage", usage)
-        return HttpTurn(request=request, stream=stream, include_usage=include_usage)
+        return HttpTurn(requests=(request,), stream=stream, include_usage=include_usage)
 
 
 def _given(body: Any) -> dict[str, Any]:
@@ -236,12 +243,44 @@ def _content(name: str, content: Any) -> str:
     return "".join(pieces)
 
 
-def _one_prompt(prompt: Any) -> str | list[Any]:
-    """Read the prompt of a completion: a text or token ids, or a list of one of them."""
+def _prompts(prompt: Any) -> list[tuple[str, Any]]:
+    """Return the prompts of a completion by their names: a text or token ids, or a list of these."""
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
-        if len(prompt) > 1:
-            raise InvalidRequest(f"prompt: {len(prompt)} prompts are given, 1 a request is supported")
-        prompt = prompt[0]
-    if not isinstance(prompt, str | list):
-        raise InvalidRequest(f"prompt: {shown(prompt)} is not allowed; give a string or a list of token ids")
-    return prompt
+        if len(prompt) > MAX_PROMPTS:
+            raise InvalidRequest(f"prompt: {len(prompt)} prompts are too many; at most {MAX_PROMPTS} are allowed")
+        named = [(f"prompt[{place}]" if len(prompt) > 1 else "prompt", each) for place, each in enumerate(prompt)]
+    else:
+        named = [("prompt", prompt)]
+    for name, each in named:
+        if not isinstance(each, str | list):
+            raise InvalidRequest(f"{name}: {shown(each)} is not allowed; give a string or a list of token ids")
+    return named
+
+
+def _check_prompts(turn: HttpTurn, num_prompts: int) -> None:
+    """Check what goes with several prompts, and with an echo. Raises InvalidRequest."""
+    request = turn.request
+    if num_prompts > 1 and request.conversation_id:
+        raise InvalidRequest(f"prompt: {num_prompts} prompts cannot all continue one conversation; give one")
+    if turn.has_echo and request.conversation_id:
+        raise InvalidRequest("echo: true is not allowed with a conversation_id, whose history is not in the request")
+    if turn.has_echo and request.sampling_params.HasField("logprobs"):
+        if turn.stream:
+            raise InvalidRequest("echo: true is not allowed with logprobs in a stream; leave one of the three out")
+        request.sampling_params.prompt_logprobs = request.sampling_params.logprobs
+
+
+def _with_prompt(
+    request: inference_pb2.GenerateRequest, place: int, name: str, prompt: str | list[Any]
+) -> inference_pb2.GenerateRequest:
+    """Return a request for one of its prompts."""
+    own = inference_pb2.GenerateRequest()
+    own.CopyFrom(request)
+    if place and own.request_id:
+        own.request_id += f"#{place}"
+    if isinstance(prompt, str):
+        own.text = text(name, prompt)
+    else:
+        own.tokenized.input_ids.extend(token_ids(name, prompt))
+        own.tokenized.SetInParent()
+    return own

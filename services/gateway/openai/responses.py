@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from cp_core.errors import Unavailable
@@ -79,14 +80,23 @@ class CompletionShape:
 Shape = ChatShape | CompletionShape
 
 
+@dataclass(frozen=True, kw_only=True)
+class Echo:
+    """Prompt that comes back before its answer. `first` is its first token, which has no log-probability."""
+
+    text: str
+    first: int
+
+
 class TurnAnswer:
     """Answers of a request, whole or as events of a stream: `start` once, then `chunk`s and a `complete` of each.
 
     `decode` returns the text of token ids, for log-probabilities.
     """
 
-    def __init__(self, shape: Shape, model_name: str, decode: Decode, turn: HttpTurn) -> None:
+    def __init__(self, shape: Shape, model_name: str, decode: Decode, turn: HttpTurn, echo: Echo | None = None) -> None:
         self._shape = shape
+        self._echo = echo
         self._decode = decode
         self._include_usage = turn.include_usage
         self._num_answers = max(turn.request.sampling_params.n, 1)
@@ -102,10 +112,15 @@ class TurnAnswer:
             self._start = response.start
             extra: Json = {"ringserve": self._opening_extra()}
             # One for each answer; the plan is the first one's.
-            return [
+            openings = [
                 self._event(self._shape.opening(index)) | (extra if index == 0 else {})
                 for index in range(self._num_answers)
             ]
+            if self._echo is not None:
+                openings += [
+                    self._event(self._shape.piece(index, self._echo.text, None)) for index in range(self._num_answers)
+                ]
+            return openings
         if response.HasField("chunk"):
             return self._pieces(response.chunk)
         complete = response.complete
@@ -142,9 +157,13 @@ class TurnAnswer:
         }
 
     def _choice(self, complete: inference_pb2.GenerateComplete) -> Json:
-        found = complete.output_logprobs
+        found, text = complete.output_logprobs, complete.text
         logprobs = self._shape.logprobs(found, self._decode, 0) if self._has_logprobs else None
-        return self._shape.whole(complete.index, complete.text, logprobs, complete.finish_reason)
+        if self._echo is not None:
+            text = self._echo.text + text
+            scored = self._completes[0].prompt_logprobs  # sorted: those of answer 0, the others have none
+            logprobs = echoed_logprobs(self._echo, scored, found, self._decode) if self._has_logprobs else None
+        return self._shape.whole(complete.index, text, logprobs, complete.finish_reason)
 
     def _check_complete(self) -> None:
         if len(self._completes) < self._num_answers:
@@ -216,7 +235,7 @@ def chat_logprobs(found: Iterable[inference_pb2.TokenLogprobs], decode: Decode) 
     return {"content": content, "refusal": None}
 
 
-def completion_logprobs(found: Iterable[inference_pb2.TokenLogprobs], decode: Decode, offset: int) -> Json:
+def completion_logprobs(found: Sequence[inference_pb2.TokenLogprobs], decode: Decode, offset: int) -> Json:
     """Return `logprobs` of a completion's choice, whose first token begins `offset` characters into the answer."""
     tokens, offsets = [], []
     for each in found:
@@ -228,6 +247,18 @@ def completion_logprobs(found: Iterable[inference_pb2.TokenLogprobs], decode: De
         "token_logprobs": [each.logprob for each in found],
         "top_logprobs": [{decode([token_id]): logprob for token_id, logprob in reversed(_top(each))} for each in found],
         "text_offset": offsets,
+    }
+
+
+def echoed_logprobs(echo: Echo, prompt: Logprobs, found: Logprobs, decode: Decode) -> Json:
+    """Return `logprobs` of a completion's choice that begins with its prompt."""
+    first = decode([echo.first])
+    rest = completion_logprobs([*prompt, *found], decode, len(first))
+    return {
+        "tokens": [first, *rest["tokens"]],
+        "token_logprobs": [None, *rest["token_logprobs"]],
+        "top_logprobs": [None, *rest["top_logprobs"]],
+        "text_offset": [0, *rest["text_offset"]],
     }
 
 

@@ -88,7 +88,24 @@ MALFORMED = {
     "a prompt of the wrong type": (b'{"model": "tiny-model", "prompt": {}}', "prompt: {} is not allowed"),
     "an empty prompt": (b'{"model": "tiny-model", "prompt": ""}', "prompt: the prompt has 0 tokens"),
     "no token": (b'{"model": "tiny-model", "prompt": []}', "prompt: the prompt has 0 tokens"),
-    "several prompts": (b'{"model": "tiny-model", "prompt": ["a", "b"]}', "prompt: 2 prompts are given"),
+    "too many prompts": (b'{"model": "tiny-model", "prompt": [' + b'"a",' * 128 + b'"b"]}', "prompt: 129 prompts are"),
+    "a prompt that is none": (b'{"model": "tiny-model", "prompt": ["a", 1]}', "prompt[1]: 1 is not allowed"),
+    "prompts of one conversation": (
+        b'{"model": "tiny-model", "prompt": ["a", "b"], "conversation_id": "c"}',
+        "prompt: 2 prompts cannot all continue one conversation",
+    ),
+    "an echo of a conversation": (
+        b'{"model": "tiny-model", "prompt": "a", "echo": true, "conversation_id": "c"}',
+        "echo: true is not allowed with a conversation_id",
+    ),
+    "scores of an echo in a stream": (
+        b'{"model": "tiny-model", "prompt": "a", "echo": true, "logprobs": 1, "stream": true}',
+        "echo: true is not allowed with logprobs in a stream",
+    ),
+    "an unknown token in an echo": (
+        b'{"model": "tiny-model", "prompt": [[1], [1, 300]], "echo": true}',
+        "prompt[1]: token 300 is outside",
+    ),
     "a token that is none": (b'{"model": "tiny-model", "prompt": [1, -1]}', "prompt[1]: -1 is not allowed"),
     "an unknown token": (b'{"model": "tiny-model", "prompt": [1, 300]}', "prompt[1]: token 300 is outside"),
     "half a character": (b'{"model": "tiny-model", "prompt": "\\ud800"}', "prompt: holds half a surrogate pair"),

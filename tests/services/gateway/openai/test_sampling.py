@@ -162,7 +162,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "logprobs of a chat": ({"logprobs": True}, "logprobs: True is not allowed"),
     "penalty": ({"presence_penalty": 3}, "presence_penalty: 3.0 is out of range"),
     "best_of": ({"best_of": 2}, "best_of: 2 is not supported; allowed is 1"),
-    "echo": ({"echo": True}, "echo: True is not supported"),
+    "echo": ({"extra_body": {"echo": 1}}, "echo: 1 is not allowed; give true or false"),
 }
 
 

@@ -1,0 +1,103 @@
+"""Several prompts of one request: their turns side by side, and one answer of all."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
+
+from ringserve.v1 import inference_pb2
+from services.gateway.openai.responses import Json, TurnAnswer
+
+Response = inference_pb2.GenerateResponse
+AT_ONCE = 8
+"""Prompts of one request that are served at a time."""
+QUEUED_RESPONSES = 64
+"""Responses that wait for their reader."""
+
+
+async def side_by_side(turns: Sequence[AsyncIterator[Response]]) -> AsyncGenerator[tuple[int, Response], None]:
+    """Yield the responses of all turns as they arrive, each with the place of its turn.
+
+    The first failure ends all turns, and so does closing the iterator.
+    """
+    if len(turns) == 1:
+        async with aclosing(turns[0]) as only:  # type: ignore[type-var]
+            async for response in only:
+                yield 0, response
+        return
+    arrived: asyncio.Queue[tuple[int, Response] | Exception | None] = asyncio.Queue(QUEUED_RESPONSES)
+    slots = asyncio.Semaphore(AT_ONCE)
+
+    async def pump(place: int, turn: AsyncIterator[Response]) -> None:
+        try:
+            async with slots, aclosing(turn) as responses:  # type: ignore[type-var]
+                async for response in responses:
+                    await arrived.put((place, response))
+            await arrived.put(None)
+        except Exception as error:
+            await arrived.put(error)
+
+    pumps = [asyncio.create_task(pump(place, turn)) for place, turn in enumerate(turns)]
+    try:
+        num_running = len(turns)
+        while num_running:
+            item = await arrived.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                num_running -= 1
+            else:
+                yield item
+    finally:
+        for task in pumps:
+            task.cancel()
+        await asyncio.gather(*pumps, return_exceptions=True)
+
+
+class PromptAnswers:
+    """Answers to the prompts of one request. Choices are numbered through: those of the first prompt come first."""
+
+    def __init__(self, answers: Sequence[TurnAnswer], num_choices: int, name: str) -> None:
+        """`num_choices` is the number of each prompt, and `name` the id of the whole."""
+        self._answers = answers
+        self._num_choices = num_choices
+        self._name = name
+
+    def events(self, place: int, response: Response) -> list[Json]:
+        """Return the events that a stream sends for a response to the prompt at `place`."""
+        return [self._numbered(place, event) for event in self._answers[place].events(response)]
+
+    def last_events(self) -> list[Json]:
+        """Return the events that a stream sends after the last answer. Raises Unavailable for an incomplete one."""
+        last = [answer.last_events() for answer in self._answers]
+        if not last[0]:
+            return []
+        events = [event for events in last for event in events]
+        return [self._numbered(0, events[0]) | {"usage": _sum_of([event["usage"] for event in events])}]
+
+    def whole(self) -> Json:
+        """Return the one object of answers that are not streamed, after all responses. Raises Unavailable."""
+        parts = [self._numbered(place, answer.whole()) for place, answer in enumerate(self._answers)]
+        if len(parts) == 1:
+            return parts[0]
+        return parts[0] | {
+            "choices": [choice for part in parts for choice in part["choices"]],
+            "usage": _sum_of([part["usage"] for part in parts]),
+            "ringserve": {"prompts": [part["ringserve"] for part in parts]},
+        }
+
+    def _numbered(self, place: int, part: Json) -> Json:
+        if len(self._answers) == 1:
+            return part
+        choices = [choice | {"index": choice["index"] + place * self._num_choices} for choice in part["choices"]]
+        return part | {"id": self._name, "choices": choices}
+
+
+def _sum_of(usages: Sequence[Json]) -> Json:
+    """Return the sum of usages."""
+    names = ("prompt_tokens", "completion_tokens", "total_tokens")
+    cached = sum(usage["prompt_tokens_details"]["cached_tokens"] for usage in usages)
+    return {name: sum(usage[name] for usage in usages) for name in names} | {
+        "prompt_tokens_details": {"cached_tokens": cached}
+    }
