@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from cp_core.errors import RingserveError, Unavailable
 from orchestration.placement.ring_order import RingOrder
 from orchestration.protocol.ports import Peers
-from orchestration.protocol.rings import LOST, RingState
+from orchestration.protocol.rings import LOST, RingStanding, RingState
 from orchestration.protocol.turns import RingRegistration
 from orchestration.protocol.views import RingStatus
 
@@ -280,6 +280,15 @@ class RingRegistry:
     def left(self, name: str) -> RingRegistration | None:
         """Return the last announcement of a ring of that name that has left."""
         return self._left.get(name)
+
+    def state_of(self, name: str) -> RingStanding:
+        """Return how a ring stands with the router. After a router's restart, a ring that left before is starting."""
+        ring = self.find(name)
+        if ring is None:
+            return RingStanding.AWAY if name in self._left else RingStanding.STARTING
+        if not ring.is_ready:
+            return RingStanding.LOST
+        return RingStanding.DRAINING if ring.registration.is_draining else RingStanding.READY
 
     def named(self, role: str, name: str) -> RegisteredRing | None:
         """Return a ring by role and name."""

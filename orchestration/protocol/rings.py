@@ -27,6 +27,16 @@ class RingState(StrEnum):
     CLOSED = "closed"
 
 
+class RingStanding(StrEnum):
+    """Standing of a ring with the router. AWAY has drained and left, STARTING has not announced itself yet."""
+
+    READY = "ready"
+    DRAINING = "draining"
+    AWAY = "away"
+    LOST = "lost"
+    STARTING = "starting"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RingEvent:
     """Event for whatever started a ring: the ring has drained, it is wanted again, or its leader is silent.

@@ -25,7 +25,7 @@ from orchestration.placement.registry import LEASE_TICKS, RegisteredRing, RingRe
 from orchestration.protocol.inventory import UNKNOWN_EPOCH, KnownEpoch, Registered, RingInventory
 from orchestration.protocol.journal import JournalPort, NoJournal
 from orchestration.protocol.ports import Peers
-from orchestration.protocol.rings import AWAY, LOST, LOST_SECONDS, RingEvent, RingState
+from orchestration.protocol.rings import AWAY, LOST, LOST_SECONDS, RingEvent, RingStanding, RingState
 from orchestration.protocol.turns import BegunTurn, KvQuota, ResumeTurn, RingRegistration, TurnOutcome, TurnRequest
 from orchestration.protocol.views import ConversationList, ConversationView, MoveTotals, ServerView, roles_fault
 from orchestration.router.admission import PromptWaits, TurnAdmission, refused_whole
@@ -322,10 +322,11 @@ class Router:
         """Every ring that has announced itself."""
         return self._rings.all()
 
-    @property
-    def rings_away(self) -> Sequence[RingRegistration]:
-        """Rings that have left and are to return, as they were."""
-        return self._returns.away()
+    def state_of_ring(self, name: str) -> RingStanding:
+        """Return how a ring stands, registered or not. One that has left and is to return is starting."""
+        state = self._rings.state_of(name)
+        is_returning = state is RingStanding.AWAY and self._returns.is_expected(name)
+        return RingStanding.STARTING if is_returning else state
 
     @property
     def num_waiting_for_rings(self) -> int:

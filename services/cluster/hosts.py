@@ -124,8 +124,9 @@ class RunningRouter:
         return reachable(await self._server.start(self._config.router.listen))
 
     def _view(self) -> RouterView:
-        rings = [(ring.role, ring.name, ring.takes_turns) for ring in self._router.rings]
-        rings += [(ring.role, ring.name, False) for ring in self._router.rings_away]
+        pools = self._config.pools
+        names = {(pool.role, pool.ring_name(number)): None for pool in pools for number in range(pool.rings)}
+        names |= {(ring.role, ring.name): None for ring in self._router.rings}
         corrections = (
             (ring.name, each.algorithm.value, each.min_work, each.factor)
             for ring in self._router.rings
@@ -137,7 +138,7 @@ class RunningRouter:
             prefix_tokens=self._router.prefix_tokens,
             running_turns=self._router.num_running,
             turns_waiting_for_rings=self._router.num_waiting_for_rings,
-            rings=tuple(rings),
+            rings=tuple((role, name, self._router.state_of_ring(name)) for role, name in names),
             corrections=tuple(corrections),
             moves=self._router.moves,
         )

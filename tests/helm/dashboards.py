@@ -23,7 +23,7 @@ class Query:
     @property
     def resolved(self) -> str:
         """Expression with the defaults of Grafana's variables."""
-        return self.expression.replace("$__rate_interval", "1m").replace("$ring", ".*")
+        return self.expression.replace("$__rate_interval", "1m").replace("$ring", ".*").replace("$cluster", ".*")
 
 
 def load_dashboards() -> dict[str, dict[str, Any]]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
-from tests.helm.charts import ALL_OPTIONS, CUDA, Object, merged, only, pod_templates, render
+from tests.helm.charts import ALL_OPTIONS, CHART, CUDA, Object, merged, only, pod_templates, released_rules, render
 
 
 def component(item: Object) -> str:
@@ -163,3 +164,23 @@ def test_helm_test_asks_a_gateway_whether_it_is_ready() -> None:
     assert pod["metadata"]["annotations"]["helm.sh/hook"] == "test"
     port = only(objects, "Service", "-metrics")["spec"]["ports"][0]["port"]
     assert pod["spec"]["containers"][0]["command"][-1] == f"http://test-ringserve-metrics:{port}/ready"
+
+
+def test_every_scraped_series_carries_the_release_it_is_from() -> None:
+    objects = render(ALL_OPTIONS)
+    endpoints = [
+        *only(objects, "PodMonitor", "-rings")["spec"]["podMetricsEndpoints"],
+        *only(objects, "ServiceMonitor", "-gateway")["spec"]["endpoints"],
+    ]
+    for endpoint in endpoints:
+        labels = {each["targetLabel"]: each["replacement"] for each in endpoint["relabelings"]}
+        assert labels == {"job": "ringserve", "ringserve_cluster": "test-ringserve"}
+
+
+def test_dashboards_and_rules_are_the_files_of_the_chart() -> None:
+    objects = render(ALL_OPTIONS)
+    dashboards = only(objects, "ConfigMap", "-dashboards")
+    assert dashboards["metadata"]["labels"]["grafana_dashboard"] == "1"
+    files = {path.name: json.loads(path.read_text()) for path in (CHART / "files/dashboards").glob("*.json")}
+    assert {name: json.loads(text) for name, text in dashboards["data"].items()} == files
+    assert only(objects, "PrometheusRule")["spec"] == released_rules("test-ringserve")

@@ -323,15 +323,6 @@ def test_autoscaling_leaves_the_number_of_gateways_to_the_autoscaler() -> None:
     assert (autoscaler["maxReplicas"], autoscaler["scaleTargetRef"]["name"]) == (9, "test-ringserve-gateway")
 
 
-def test_dashboards_and_rules_are_the_files_of_the_chart() -> None:
-    objects = render(ALL_OPTIONS)
-    dashboards = only(objects, "ConfigMap", "-dashboards")
-    assert dashboards["metadata"]["labels"]["grafana_dashboard"] == "1"
-    files = {path.name: json.loads(path.read_text()) for path in (CHART / "files/dashboards").glob("*.json")}
-    assert {name: json.loads(text) for name, text in dashboards["data"].items()} == files
-    assert only(objects, "PrometheusRule")["spec"] == yaml.safe_load((CHART / "files/rules.yaml").read_text())
-
-
 def test_a_service_account_of_ones_own_may_be_named() -> None:
     objects = render({"serviceAccount": {"create": False, "name": "mine"}})
     assert "ServiceAccount" not in kinds(objects)

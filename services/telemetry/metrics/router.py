@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter as Counted
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -15,6 +16,7 @@ from prometheus_client.registry import Collector
 
 from cp_core.cost.selector import POLICIES
 from cp_core.errors import RingserveError
+from orchestration.protocol.rings import RingStanding
 from orchestration.protocol.turns import BegunTurn
 from orchestration.protocol.views import MoveReason, MoveTotals
 from services.telemetry.metrics.gateway import ALGORITHMS
@@ -30,9 +32,9 @@ ROLES = ("prefill", "decode")
 class RouterView:
     """Current state of the router.
 
-    `rings` are (role, name, whether turns go there). `corrections` are (ring, algorithm, least work of such turns,
-    factor of later predictions). `prefix_tokens` are the tokens of new prompts that were looked up among earlier ones,
-    and those whose KV was found.
+    `rings` are (role, name, state) of all configured rings. `corrections` are (ring, algorithm, least work of such
+    turns, factor of later predictions). `prefix_tokens` are the tokens of new prompts that were looked up among earlier
+    ones, and those whose KV was found.
     """
 
     conversations: int
@@ -40,7 +42,7 @@ class RouterView:
     prefix_tokens: tuple[int, int] = (0, 0)
     running_turns: int
     turns_waiting_for_rings: int = 0
-    rings: tuple[tuple[str, str, bool], ...] = ()
+    rings: tuple[tuple[str, str, RingStanding], ...] = ()
     corrections: tuple[tuple[str, str, int, float], ...] = ()
     moves: tuple[MoveTotals, ...] = ()
 
@@ -85,6 +87,15 @@ class RouterMetrics:
         for role, ring in zip(ROLES, (plan.prefill_ring, plan.decode_ring), strict=True):
             self._placements.labels(role, ring).inc()
         return begun
+
+
+def _states(rings: Sequence[tuple[str, str, RingStanding]]) -> Metric:
+    """Return the number of rings in each state. Every role and state is there: an alert on a sum needs its zero."""
+    found = Counted((role, state) for role, _, state in rings)
+    states = GaugeMetricFamily("ringserve_rings", "Configured rings by state.", labels=("role", "state"))
+    for role, state in product(ROLES, RingStanding):
+        states.add_metric((role, state), found[role, state])
+    return states
 
 
 MOVE = ("role", "reason")
@@ -133,9 +144,11 @@ class _RouterCollector(Collector):
         rings = GaugeMetricFamily(
             "ringserve_router_ring_ready", "1 where turns go to the ring.", labels=("role", "ring")
         )
-        for role, name, is_ready in view.rings:
-            rings.add_metric((role, name), float(is_ready))
+        for role, name, state in view.rings:
+            if state is not RingStanding.AWAY:  # somebody has drained it: no fault of the ring
+                rings.add_metric((role, name), float(state is RingStanding.READY))
         yield rings
+        yield _states(view.rings)
         corrections = GaugeMetricFamily(
             "ringserve_router_prediction_correction",
             "Median of measured over predicted prefill seconds of a ring's latest turns of like work.",

@@ -46,6 +46,19 @@ def test_a_ring_found_gone_is_left_out_until_it_announces_itself() -> None:
     assert [ring.name for ring in rings.ready("prefill")] == ["a", "b"]
 
 
+def test_the_standing_of_a_ring_is_told_before_it_comes_and_after_it_has_left() -> None:
+    rings, seen = RingRegistry(), []
+    first = registration("a")
+    drains, rebuilds = replace(first, is_draining=True), replace(first, is_rebuilding=True)
+    for told in (first, drains, rebuilds, replace(first, is_leaving=True)):
+        seen.append(rings.state_of("a"))
+        rings.register(told)
+    seen.append(rings.state_of("a"))
+    rings.register(registration("a", "second"))
+    seen.append(rings.state_of("a"))
+    assert seen == ["starting", "ready", "draining", "lost", "away", "ready"]
+
+
 def test_a_repeated_announcement_is_no_news_and_a_new_incarnation_is() -> None:
     rings = RingRegistry()
     ring = registered(rings, "a")

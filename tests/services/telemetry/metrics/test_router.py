@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from cp_core.errors import InvalidRequest
+from orchestration.protocol.rings import RingStanding
 from orchestration.protocol.views import MoveReason, MoveTotals
 from services.telemetry.metrics.router import RouterMetrics, RouterView
 from tests.orchestration.service import Service
@@ -17,7 +18,12 @@ VIEW = RouterView(
     conversations=4,
     running_turns=2,
     turns_waiting_for_rings=3,
-    rings=(("prefill", "prefill-0", True), ("decode", "decode-0", False)),
+    rings=(
+        ("prefill", "prefill-0", RingStanding.READY),
+        ("prefill", "prefill-1", RingStanding.DRAINING),
+        ("decode", "decode-0", RingStanding.LOST),
+        ("decode", "decode-1", RingStanding.AWAY),
+    ),
     corrections=(("prefill-0", "pass_q", 64, 1.25),),
     moves=(
         MoveTotals(role="decode", reason=MoveReason.DRAIN, num_moved=3, num_failed=1, payload_bytes=4096, seconds=0.5),
@@ -66,6 +72,24 @@ async def test_rings_and_conversations_are_shown_as_the_router_knows_them() -> N
         ]
 
     assert await asyncio.to_thread(ask) == [4, 2, 3, 1, 0, 1.25]
+
+
+async def test_rings_are_counted_in_every_state_of_every_role() -> None:
+    registry = metrics_of().registry
+
+    def ask() -> dict[tuple[str, str], float]:
+        families = [family for family in registry.collect() if family.name == "ringserve_rings"]
+        return {(each.labels["role"], each.labels["state"]): each.value for each in families[0].samples}
+
+    found = await asyncio.to_thread(ask)
+    assert found.keys() == {(role, state) for role in ("prefill", "decode") for state in RingStanding}
+    assert {labels for labels, value in found.items() if value} == {
+        ("prefill", "ready"),
+        ("prefill", "draining"),
+        ("decode", "lost"),
+        ("decode", "away"),
+    }
+    assert registry.get_sample_value("ringserve_router_ring_ready", {"role": "decode", "ring": "decode-1"}) is None
 
 
 async def test_moves_of_kv_are_counted_by_role_reason_and_outcome_from_the_start() -> None:
