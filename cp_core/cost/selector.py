@@ -108,7 +108,7 @@ def faster(turn: Turn, seconds: Mapping[str, float]) -> Selection:
     if turn.num_ranks == 1:
         return _alone()
     chosen = least(seconds, turn.num_tokens)
-    times = ", ".join(f"{NAMES[name]} {_milliseconds(each)}" for name, each in seconds.items())
+    times = ", ".join(f"{NAMES[name]} {duration(each)}" for name, each in seconds.items())
     is_tie = any(
         name != chosen and not is_clearly_less(seconds[chosen], each) and _is_open(name, turn.num_tokens)
         for name, each in seconds.items()
@@ -193,5 +193,6 @@ def _describe(turn: Turn) -> str:
     return f"{counts}, miss rate {turn.miss_rate:.4g}"
 
 
-def _milliseconds(seconds: float) -> str:
-    return f"{seconds * 1e3:.4g} ms"
+def duration(seconds: float) -> str:
+    """Format seconds for a plan's reason: milliseconds below one second."""
+    return f"{seconds:.3g} s" if seconds >= 0.9995 else f"{seconds * 1e3:.3g} ms"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, NoReturn
 
+from cp_core.cost.selector import duration
 from cp_core.errors import InvalidRequest
 from orchestration.placement.kv_locations import WantedTurn
 from orchestration.placement.planner import Planner
@@ -90,10 +91,5 @@ def _told(alternative: RingAlternative) -> str:
         "move": alternative.move_seconds,
         "hand-off": alternative.handoff_seconds,
     }
-    told = ", ".join(f"{name} {milliseconds(value)}" for name, value in parts.items() if value)
-    return milliseconds(alternative.total_seconds) + (f" ({told})" if told else "")
-
-
-def milliseconds(seconds: float) -> str:
-    """Format seconds as milliseconds with three digits."""
-    return f"{1e3 * seconds:.3g} ms"
+    told = ", ".join(f"{name} {duration(value)}" for name, value in parts.items() if value)
+    return duration(alternative.total_seconds) + (f" ({told})" if told else "")

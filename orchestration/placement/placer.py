@@ -20,9 +20,10 @@ import heapq
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
+from cp_core.cost.selector import duration
 from cp_core.errors import Unavailable
 from orchestration.placement.cache_keys import KeyedRings
-from orchestration.placement.direct import DirectOffer, DirectPlacer, compared, milliseconds, refuse_direct
+from orchestration.placement.direct import DirectOffer, DirectPlacer, compared, refuse_direct
 from orchestration.placement.kv_locations import Choice, KvLocation, WantedTurn
 from orchestration.placement.planner import Planner, RetainedPrefix, retaining_most
 from orchestration.placement.registry import LoadShare, RegisteredRing, RingRegistry
@@ -262,9 +263,9 @@ class RingPlacer:
             other = min((each for each in costs if each is not cost), key=lambda each: each.total)
             retains = f" and retains {turn.retained_on(cost.ring)} tokens" if turn.retained_on(cost.ring) else ""
             parts.append(
-                f"ring {cost.ring.name} takes {milliseconds(cost.total)} by {_size(cost.ring)} "
-                f"({milliseconds(cost.queue)} of it queue){retains}, "
-                f"{other.ring.name} {milliseconds(other.total)} by {_size(other.ring)}"
+                f"ring {cost.ring.name} takes {duration(cost.total)} by {_size(cost.ring)} "
+                f"({duration(cost.queue)} of it queue){retains}, "
+                f"{other.ring.name} {duration(other.total)} by {_size(other.ring)}"
             )
         if self._rings.num_rings("decode") > 1:
             retains = f"retains {turn.retained_on(decode)} tokens and " if turn.retained_on(decode) else ""

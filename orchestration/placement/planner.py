@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from cp_core.cost.model import StepLimits, WorkModel, cut
 from cp_core.cost.profile import HardwareProfile
-from cp_core.cost.selector import EmpiricalFit, Selection, Turn, faster, least, select
+from cp_core.cost.selector import EmpiricalFit, Selection, Turn, duration, faster, least, select
 from cp_core.layout.shards import TokenRange
 from orchestration.placement.costs import RingCorrections, RingCosts, StepSeconds
 from orchestration.protocol.plans import CachedSource, PlannedChunk, PromptMode, TurnPlan
@@ -81,7 +81,7 @@ def choose_source(
     is_pulled = is_worth_pulling(policy, pull_seconds=pull_seconds, recompute_seconds=recompute_seconds)
     verb, other = ("pulled", "computing them again") if is_pulled else ("computed again", "pulling them")
     chosen, instead = (pull_seconds, recompute_seconds) if is_pulled else (recompute_seconds, pull_seconds)
-    why = "as configured" if policy != AUTO else f"{1e3 * chosen:.3g} ms predicted, {other} {1e3 * instead:.3g} ms"
+    why = "as configured" if policy != AUTO else f"{duration(chosen)} predicted, {other} {duration(instead)}"
     name = PULLED_FROM_OTHER if other_ring else PULLED
     sources = (retained, CachedSource(source=name, tokens=missing, ring=other_ring)) if is_pulled else (retained,)
     source = f"ring {other_ring}" if other_ring else "the decode ring"
@@ -171,9 +171,10 @@ class Planner:
         why = self._select(ring, pieces[first], seconds[first], algorithm).reason
         work = self._work.work(prompt.num_tokens - cached, cached)
         factors = {name: self.corrections.factor(ring, name, work) for name in RING_ALGORITHMS}
+        predicted = sum(each.by(name) * factors[name] for each, name in zip(seconds, names, strict=True))
         return TurnPlan(
             algorithm=taken,
-            reason=_reason(taken, names, why) + source.reason + _told(factors[taken]),
+            reason=_reason(taken, names, why) + source.reason + _told(factors[taken], predicted),
             new_tokens=prompt.num_tokens - cached,
             cached_tokens=cached,
             prefill_ring=ring.name,
@@ -182,9 +183,7 @@ class Planner:
             decode_ranks=prompt.decode.num_ranks,
             cached_sources=source.sources,
             chunks=tuple(PlannedChunk(tokens=piece, algorithm=name) for piece, name in zip(pieces, names, strict=True)),
-            predicted_prefill_seconds=sum(
-                each.by(name) * factors[name] for each, name in zip(seconds, names, strict=True)
-            ),
+            predicted_prefill_seconds=predicted,
             # By one factor, so that they compare as they did when one of them was chosen.
             alternatives=tuple(
                 (name, factors[taken] * sum(each.by(name) for each in seconds)) for name in RING_ALGORITHMS
@@ -206,7 +205,7 @@ class Planner:
             other,
             algorithm=Algorithm.DECODE_RING,
             reason=f"{why}: {decode.name} retains {retained_on_decode} tokens and computes the {len(new)} new ones in "
-            f"{1e3 * seconds:.3g} ms predicted, with no KV to move{told}",
+            f"{duration(seconds)} predicted, with no KV to move{told}",
             new_tokens=len(new),
             cached_tokens=retained_on_decode,
             prefill_ring=decode.name,
@@ -341,11 +340,12 @@ class Planner:
         return cut(self._work, limits, tokens)
 
 
-def _told(factor: float) -> str:
-    """Tell a factor in words; empty where it is near enough to 1."""
+def _told(factor: float, seconds: float | None = None) -> str:
+    """Tell a factor, and the seconds that it corrects a prediction to; empty where it is near enough to 1."""
     if abs(factor - 1.0) <= WORTH_TELLING:
         return ""
-    return f"; latest turns like it took {factor:.2f} of what was predicted"
+    corrected = "" if seconds is None else f" to {duration(seconds)}"
+    return f"; corrected by {factor:.2f}{corrected}: the latest turns like it took so many times as long"
 
 
 def _of_most_tokens(pieces: Sequence[TokenRange], names: Sequence[Algorithm]) -> Algorithm:

@@ -79,7 +79,7 @@ def parse_sizes(key: str, text: str) -> list[int]:
 
 def format_seconds(seconds: float) -> str:
     """Format seconds or milliseconds with three digits."""
-    if seconds >= 1.0:
+    if seconds >= 0.9995:
         return f"{seconds:.3g} s" if seconds < 1000.0 else f"{seconds:.0f} s"
     return f"{seconds * 1e3:.3g} ms"
 

@@ -9,6 +9,7 @@ from functools import partial
 
 from rich.table import Table
 
+from cp_core.cost.selector import Selection
 from services.offline.planning.explanation import DirectPrefill, Explanation, RingComparison
 from services.offline.planning.proposal import Proposal, Traffic
 from services.offline.planning.reproduction import ReproducedRow, Reproduction
@@ -162,10 +163,19 @@ def explanation_lines(explanation: Explanation) -> list[str]:
     step = explanation.step
     return [
         *([] if explanation.direct is None else [_direct_line(explanation.direct)]),
-        f"{explanation.policy} takes {explanation.chosen.algorithm}: {explanation.chosen.reason}",
-        *(f"{name} would take {selection.algorithm}: {selection.reason}" for name, selection in explanation.selections),
+        f"{explanation.policy} takes {explanation.chosen.algorithm}: {_why(explanation.policy, explanation.chosen)}",
+        *(
+            f"{name} would take {selection.algorithm}: {_why(name, selection)}"
+            for name, selection in explanation.selections
+        ),
         f"then {format_seconds(step.total_seconds)} a token on such a ring, by {step.variant}",
     ]
+
+
+def _why(policy: str, selection: Selection) -> str:
+    """Return the reason without the policy's name, which the line begins with."""
+    first, _, rest = selection.reason.partition(": ")
+    return rest if first.lower() == policy else selection.reason
 
 
 def _direct_line(direct: DirectPrefill) -> str:

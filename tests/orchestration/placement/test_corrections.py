@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cp_core.cost.selector import duration
 from cp_core.layout.shards import TokenRange
 from orchestration.placement.costs import LEAST, LIKE, WINDOW, RingCorrections
 from orchestration.placement.planner import Planner, PlannerSettings, PromptOnRings
@@ -131,7 +132,8 @@ def test_later_predictions_are_those_of_the_model_times_what_turns_took() -> Non
         planner.note_prefill(RING, report(before, 1.5))
     after = planned(planner)
     assert after.predicted_prefill_seconds == pytest.approx(1.5 * before.predicted_prefill_seconds)
-    assert "latest turns like it took 1.50 of what was predicted" in after.reason
+    corrected = duration(after.predicted_prefill_seconds)
+    assert f"; corrected by 1.50 to {corrected}: the latest turns like it took so many times as" in after.reason
     # Ratios are to the model, not to what it was corrected to: the same time again changes nothing.
     planner.note_prefill(RING, report(before, 1.5))
     assert planned(planner) == after

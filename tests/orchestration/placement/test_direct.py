@@ -186,7 +186,7 @@ def test_what_turns_took_there_corrects_what_is_predicted_and_not_which_way_is_t
         planner.note_prefill(decode, report)
     after = planned(planner, made)
     assert after.predicted_prefill_seconds == pytest.approx(3 * before.predicted_prefill_seconds)
-    assert "latest turns like it took 3.00 of what was predicted" in after.reason
+    assert "; corrected by 3.00: the latest turns like it took so many times as long" in after.reason
     (correction,) = planner.corrections.of_ring(decode)
     assert (correction.algorithm, correction.num_turns) == (DIRECT, LEAST)
     assert made.placer.choose(follow_up()) == chosen

@@ -75,7 +75,8 @@ def test_a_plan_has_every_field_and_numbers_stay_numbers() -> None:
 
 def test_a_plan_fits_in_one_line() -> None:
     assert plan_line(complete()) == (
-        "pass_q: T=3 P=7 on p -> d, TTFT 0.250 s, TTIT 12.5 ms, 2 tokens (length); because"
+        "pass_q: T=3 P=7 on p -> d, TTFT 0.250 s, prefill 0.000 s (predicted 0.000), TTIT 12.5 ms, "
+        "2 tokens (length); because"
     )
 
 
