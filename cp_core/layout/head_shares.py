@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 
 from cp_core.layout.shards import TokenRange, even_share
@@ -21,6 +22,7 @@ class HeadShare:
     group: int
 
     @classmethod
+    @lru_cache(maxsize=4096)  # a fit of the cost model asks for few shares, a million times
     def of_rank(cls, rank: int, num_ranks: int, num_heads: int, num_kv_heads: int) -> HeadShare:
         """Return one rank's share; shares of query heads differ by at most one."""
         start, stop = even_share(num_heads, rank, num_ranks)

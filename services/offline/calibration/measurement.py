@@ -209,4 +209,4 @@ class Calibrator:
         return collect(self._client.generate(request, timeout=self._timeout))
 
     def _tokens(self, count: int) -> list[int]:
-        return [self._draw.randrange(self._vocabulary) for _ in range(count)]
+        return self._draw.choices(range(self._vocabulary), k=count)
