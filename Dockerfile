@@ -1,11 +1,14 @@
+# syntax=docker/dockerfile:1
 # Image of every pod: ringserve, Ray and torch, for CPUs or for NVIDIA GPUs.
 #   docker build --target cpu  -t registry.example/ringserve:0.1.0-cpu .
 #   docker build --target cuda -t registry.example/ringserve:0.1.0-cuda .
+# --build-arg REVISION=$(git rev-parse HEAD) labels the image with its commit. Downloads stay in the builder's cache.
 # CUDA's libraries come with torch; a node needs the driver and NVIDIA's container runtime.
 
-FROM python:3.11-slim-bookworm AS base
-ENV PIP_NO_CACHE_DIR=1 \
-    PIP_DISABLE_PIP_VERSION_CHECK=1 \
+# BASE may name an image by its digest: --build-arg BASE=python@sha256:...
+ARG BASE=python:3.11-slim-bookworm
+FROM ${BASE} AS base
+ENV PIP_DISABLE_PIP_VERSION_CHECK=1 \
     PYTHONDONTWRITEBYTECODE=1 \
     PYTHONUNBUFFERED=1 \
     VIRTUAL_ENV=/venv \
@@ -16,13 +19,13 @@ FROM base AS build-cpu
 RUN python -m venv /venv
 WORKDIR /src
 COPY constraints.txt ./
-RUN pip install "$(grep '^torch==' constraints.txt)" -c constraints.txt --extra-index-url https://download.pytorch.org/whl/cpu
+RUN --mount=type=cache,target=/root/.cache/pip pip install "$(grep '^torch==' constraints.txt)" -c constraints.txt --extra-index-url https://download.pytorch.org/whl/cpu
 
 FROM base AS build-cuda
 RUN python -m venv /venv
 WORKDIR /src
 COPY constraints.txt ./
-RUN pip install "$(grep '^torch==' constraints.txt)" -c constraints.txt
+RUN --mount=type=cache,target=/root/.cache/pip pip install "$(grep '^torch==' constraints.txt)" -c constraints.txt
 
 # ray[default] has the agent for KubeRay's probes, which plain ray lacks.
 FROM build-cpu AS install-cpu
@@ -32,7 +35,7 @@ COPY workers workers
 COPY orchestration orchestration
 COPY services services
 COPY proto proto
-RUN pip install ".[otel]" "ray[default]" -c constraints.txt && pip check
+RUN --mount=type=cache,target=/root/.cache/pip pip install ".[otel]" "ray[default]" -c constraints.txt && pip check
 
 FROM build-cuda AS install-cuda
 COPY pyproject.toml README.md LICENSE ./
@@ -41,7 +44,7 @@ COPY workers workers
 COPY orchestration orchestration
 COPY services services
 COPY proto proto
-RUN pip install ".[otel]" "ray[default]" -c constraints.txt && pip check
+RUN --mount=type=cache,target=/root/.cache/pip pip install ".[otel]" "ray[default]" -c constraints.txt && pip check
 
 # This stage takes only the environment from the build. KubeRay's probes call wget.
 FROM base AS runtime
@@ -50,6 +53,12 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/* \
     && groupadd --gid 10001 ringserve \
     && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /tmp --shell /usr/sbin/nologin ringserve
+ARG REVISION=""
+LABEL org.opencontainers.image.title="ringserve" \
+      org.opencontainers.image.description="Exact serving of long contexts by rings of ranks" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.version="0.1.0" \
+      org.opencontainers.image.revision="${REVISION}"
 ENV HOME=/tmp
 WORKDIR /tmp
 ENTRYPOINT ["ringserve"]

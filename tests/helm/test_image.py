@@ -59,6 +59,9 @@ def test_what_is_copied_is_let_into_the_build() -> None:
 
 def test_chart_project_and_image_are_of_one_version() -> None:
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
-    assert chart["appVersion"] == PROJECT["project"]["version"]
+    version = PROJECT["project"]["version"]
+    assert chart["appVersion"] == version
+    (labels,) = (line for line in stage("runtime") if line.startswith("LABEL "))
+    assert f'org.opencontainers.image.version="{version}"' in labels
     pins = (ROOT / "constraints.txt").read_text().splitlines()
     assert f"ray=={values()['ray']['version']}" in pins
