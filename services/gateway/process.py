@@ -60,7 +60,7 @@ async def serve(settings: GatewaySettings) -> None:
     tracer = tracer_for(settings.tracing, "gateway")
     servicer = InferenceServicer(model, str(path), codec, reader, router, peers, metrics, authenticator, tracer)
     credentials = settings.tls.grpc_credentials() if settings.tls else None
-    server = GrpcServer(credentials, max_calls=settings.max_calls, admit=authenticator.admit)
+    server = GrpcServer(credentials, max_calls=settings.max_calls, admit=servicer.admit)
     server.add(
         "ringserve.v1.Inference", lambda target: inference_pb2_grpc.add_InferenceServicer_to_server(servicer, target)
     )

@@ -9,14 +9,14 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, aclosing, asynccontextmanager, contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import grpc
 
-from cp_core.errors import RingserveError, Stopping
+from cp_core.errors import Forbidden, RingserveError, Stopping, Unauthenticated
 from orchestration.protocol.plans import TurnPlan
 from orchestration.protocol.ports import Peers, RouterPort
 from orchestration.protocol.turns import TurnRequest
@@ -170,7 +170,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 noted=self._metrics.lost_ring,
                 is_stopping=self._running.stopping.is_set,
             )
-            async with aclosing(stream.responses(lasting, turn, completed)) as responses:
+            async with aclosing(self._metrics.timed(stream.responses(lasting, turn, completed))) as responses:
                 yield responses
         except RingserveError as error:
             outcome = code_of(error).name.lower()
@@ -333,7 +333,27 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
     def _caller(self, context: Context) -> Tenant:
         """Return the calling tenant. Raises Unauthenticated."""
-        return self._authenticator.tenant_of(_metadata(context).get("authorization"), of_grpc(context.auth_context()))
+        with self._counted("grpc"):
+            metadata = _metadata(context)
+            return self._authenticator.tenant_of(metadata.get("authorization"), of_grpc(context.auth_context()))
+
+    def admit(self, metadata: Mapping[str, str]) -> None:
+        """Refuse a gRPC call by its metadata alone. Raises Unauthenticated."""
+        with self._counted("grpc"):
+            self._authenticator.admit(metadata)
+
+    def note_refused(self, endpoint: str, error: RingserveError) -> None:
+        """Count a call that is refused for its credentials or rights; others are counted as requests."""
+        if isinstance(error, Unauthenticated | Forbidden):
+            self._metrics.refused_call(endpoint, code_of(error).name.lower())
+
+    @contextmanager
+    def _counted(self, endpoint: str) -> Iterator[None]:
+        try:
+            yield
+        except RingserveError as error:
+            self.note_refused(endpoint, error)
+            raise
 
     async def _answer(self, context: Context, ask: Callable[[ScopedRouter], Awaitable[T]]) -> T:
         """Ask the router for the calling tenant; an error becomes its status."""
@@ -344,7 +364,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         return await answer(context, asked())
 
     async def _operators_view(self, router: ScopedRouter) -> ServerView:
-        self._authenticator.check_operator(router.tenant)
+        with self._counted("grpc"):
+            self._authenticator.check_operator(router.tenant)
         return await router.get_server_info()
 
 

@@ -62,7 +62,7 @@ class LocalGateway:
             authenticator,
             tracer,
         )
-        admit = authenticator.admit if authenticator else None
+        admit = self.servicer.admit if authenticator else None
         self._grpc = GrpcServer(tls.grpc_credentials() if tls else None, admit=admit)
         self._grpc.add(
             "ringserve.v1.Inference",

@@ -68,6 +68,9 @@ class TurnService(ViewedService, Protocol):
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of token ids."""
 
+    def note_refused(self, endpoint: str, error: RingserveError) -> None:
+        """Count a call that is refused for its credentials or rights."""
+
     async def read_tokens(self, tenant: Tenant, read: Callable[[RequestReader, TextCodec], T]) -> T:
         """Return what `read` makes of texts or tokens, within the tenant's limits. Raises RingserveError."""
 
@@ -109,7 +112,7 @@ class HttpApi:
             routes=routes,
             middleware=[Middleware(HeaderLimit), *self._cors()],
             exception_handlers={
-                RingserveError: _refuse,
+                RingserveError: self._refuse,
                 HTTPException: _refuse_route,
                 ClientDisconnect: _answer_hang_up,
                 Exception: _refuse_internal,
@@ -245,6 +248,11 @@ class HttpApi:
         """Return the calling tenant. Raises Unauthenticated."""
         return self._authenticator.tenant_of(request.headers.get("authorization"), certificate_of(request.scope))
 
+    async def _refuse(self, request: Request, error: Exception) -> Response:
+        if isinstance(error, RingserveError):
+            self._service.note_refused("http", error)
+        return _error_response(error)
+
     def _model_json(self) -> dict[str, Any]:
         return model_json(self._model_name, self._created, self._max_positions)
 
@@ -330,10 +338,6 @@ def _parsed(body: bytes) -> Any:
 
 def _error_response(error: BaseException) -> Response:
     return JSONResponse(error_body(error), status_of(error), headers_of(error))
-
-
-async def _refuse(request: Request, error: Exception) -> Response:
-    return _error_response(error)
 
 
 async def _refuse_route(request: Request, error: Exception) -> Response:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from itertools import product
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from ringserve.v1 import inference_pb2
@@ -20,12 +25,18 @@ REFUSALS = (
 )
 """Outcomes that are an answer to the client, by gRPC status."""
 FAILURES = ("cancelled", "deadline_exceeded", "unavailable", "internal")
-OUTCOMES = (FinishReason.STOP.value, FinishReason.LENGTH.value, *REFUSALS, *FAILURES)
+FINISHED = (FinishReason.STOP.value, FinishReason.LENGTH.value)
+OUTCOMES = (*FINISHED, *REFUSALS, *FAILURES)
+ENDPOINTS = ("grpc", "http")
+KEPT_OUT = ("unauthenticated", "permission_denied")
+"""Reasons for which a call is refused before it is a request."""
 OTHER = "other"
 """Label of a value outside the lists: labels must not grow with what clients or later versions send."""
 LOST = ("prefill", "decode", "gateway")
 SOURCES = ("kept_on_prefill", "pulled_from_decode", "pulled_from_other", "kept_on_decode")
 ALGORITHMS = tuple(algorithm.value for algorithm in Algorithm)
+
+Responses = AsyncGenerator[inference_pb2.GenerateResponse, None]
 
 
 class GatewayMetrics:
@@ -37,6 +48,17 @@ class GatewayMetrics:
         self._running.labels("gateway")
         self._requests = _counter(registry, "requests", "Ended requests by outcome.", "outcome", OUTCOMES)
         self._refused = _counter(registry, "requests_refused", "Refused requests by reason.", "reason", REFUSALS)
+        self._kept_out = Counter(
+            "ringserve_calls_refused",
+            "Calls refused for their credentials or rights, by endpoint and reason.",
+            ["endpoint", "reason"],
+            registry=registry,
+        )
+        for endpoint, reason in product(ENDPOINTS, KEPT_OUT):
+            self._kept_out.labels(endpoint, reason)
+        self._successes = _counter(
+            registry, "request_success", "Answers that came to their end, by its reason.", "finished_reason", FINISHED
+        )
         self._plans = _counter(registry, "plans", "Turns by the algorithm of their prefill.", "algorithm", ALGORITHMS)
         self._cached = _counter(
             registry, "cached_prompt_tokens", "Prompt tokens not computed again.", "source", SOURCES
@@ -55,6 +77,9 @@ class GatewayMetrics:
         self._prompt_length = Histogram(
             "ringserve_request_prompt_tokens", "Prompt tokens of a turn.", buckets=TOKENS, registry=registry
         )
+        self._answer_length = Histogram(
+            "ringserve_request_generation_tokens", "Generated tokens of a turn.", buckets=TOKENS, registry=registry
+        )
         self._ratio = Histogram(
             "ringserve_prefill_predicted_ratio",
             "Predicted over actual prefill seconds.",
@@ -67,7 +92,10 @@ class GatewayMetrics:
         self._ttft = _seconds(
             registry, "time_to_first_token", "Request received to first token sent.", TIME_TO_FIRST_TOKEN
         )
-        self._ttit = _seconds(registry, "inter_token_latency", "Mean time between a turn's tokens.", INTER_TOKEN)
+        self._gap = _seconds(registry, "inter_token_latency", "Time from a token to the next of its turn.", INTER_TOKEN)
+        self._ttit = _seconds(
+            registry, "request_time_per_output_token", "Mean time between a turn's tokens.", INTER_TOKEN
+        )
         self._whole = _seconds(registry, "e2e_request_latency", "Request received to its end, whatever the end.")
         self._queue = _seconds(registry, "request_queue_time", "Reserved to the start of its prefill.")
         self._prefill = _seconds(registry, "request_prefill_time", "Prefill of the new tokens.")
@@ -94,6 +122,26 @@ class GatewayMetrics:
         for source, tokens in cached.items():
             self._cached.labels(_known(source, SOURCES)).inc(tokens)
 
+    def refused_call(self, endpoint: str, reason: str) -> None:
+        """Count a call that was refused for its credentials or rights, before it was a request."""
+        self._kept_out.labels(_known(endpoint, ENDPOINTS), _known(reason, KEPT_OUT)).inc()
+
+    async def timed(self, responses: Responses) -> Responses:
+        """Yield the responses of a turn, and observe the time before each of its tokens but the first.
+
+        Of tokens that come together, the first has waited.
+        """
+        last = 0.0
+        async with aclosing(responses) as arriving:
+            async for response in arriving:
+                if num_tokens := len(response.chunk.token_ids):
+                    now = time.monotonic()
+                    waits = [now - last] if last else []
+                    for seconds in (*waits, *[0.0] * (num_tokens - 1)):
+                        self._gap.observe(seconds)
+                    last = now
+                yield response
+
     def lost_ring(self, role: str, went_on: bool) -> None:
         """Count a turn that lost its ring of a role, or its gateway."""
         if went_on:
@@ -104,6 +152,8 @@ class GatewayMetrics:
     def completed(self, complete: inference_pb2.GenerateComplete) -> None:
         """Observe the parts of a completed turn."""
         plan, tokens = complete.plan, complete.usage.completion_tokens
+        self._successes.labels(_known(complete.finish_reason, FINISHED)).inc()
+        self._answer_length.observe(tokens)
         self._generated.inc(tokens)
         self._ttft.observe(complete.ttft_seconds)
         if tokens > 1:

@@ -71,6 +71,9 @@ TOKENS = (*(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5
 GATEWAY_NAMES = {
     "ringserve_time_to_first_token_seconds": "vllm:time_to_first_token_seconds",
     "ringserve_inter_token_latency_seconds": "vllm:inter_token_latency_seconds",
+    "ringserve_request_time_per_output_token_seconds": "vllm:request_time_per_output_token_seconds",
+    "ringserve_request_success": "vllm:request_success",
+    "ringserve_request_generation_tokens": "vllm:request_generation_tokens",
     "ringserve_e2e_request_latency_seconds": "vllm:e2e_request_latency_seconds",
     "ringserve_request_queue_time_seconds": "vllm:request_queue_time_seconds",
     "ringserve_request_prefill_time_seconds": "vllm:request_prefill_time_seconds",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -242,3 +243,26 @@ async def test_no_secret_is_ever_logged(guarded: LocalGateway, caplog: pytest.Lo
     for secret in ("a-token", "stolen-token", hash_of("a-token")):
         assert secret not in ours
         assert secret not in str(caught.value)
+
+
+async def test_refused_credentials_are_counted_at_each_endpoint(guarded: LocalGateway) -> None:
+    async with (
+        client_of(guarded, "no-token") as stranger,
+        client_of(guarded, "a-token") as acme,
+        httpx2.AsyncClient(base_url=guarded.url, timeout=CALL_SECONDS) as http,
+    ):
+        with pytest.raises(Unauthenticated):
+            await stranger.ask("x", sampling=THREE)
+        with pytest.raises(Forbidden):
+            await acme.server_info()
+        for _ in range(2):
+            assert (await http.post("/v1/completions", json={})).status_code == 401
+        assert (await http.get("/metrics", headers={"authorization": "Bearer a-token"})).status_code == 403
+        shown = (await http.get("/metrics", headers={"authorization": "Bearer o-token"})).text
+    found = dict(re.findall(r'ringserve_calls_refused_total\{endpoint="(\w+",reason="\w+)"\} ([\d.]+)', shown))
+    assert found == {
+        'grpc",reason="unauthenticated': "1.0",
+        'grpc",reason="permission_denied': "1.0",
+        'http",reason="unauthenticated': "2.0",
+        'http",reason="permission_denied': "1.0",
+    }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator
+
 import pytest
 
 from ringserve.v1 import inference_pb2
@@ -73,11 +75,43 @@ def test_latencies_fall_into_the_buckets_of_vllm() -> None:
     metrics = GatewayMetrics()
     metrics.completed(complete(5))
     metrics.completed(complete(1))
-    ttft, ttit = "ringserve_time_to_first_token_seconds", "ringserve_inter_token_latency_seconds"
+    ttft, ttit = "ringserve_time_to_first_token_seconds", "ringserve_request_time_per_output_token_seconds"
     assert [value(metrics, f"{ttft}_bucket", le=le) for le in ("0.02", "0.04", "640.0", "+Inf")] == [0, 2, 2, 2]
     assert value(metrics, f"{ttit}_count") == 1, "a single token has no time between tokens"
     assert value(metrics, f"{ttit}_sum") == pytest.approx(0.012)
     assert value(metrics, "ringserve_generation_tokens_total") == 6
+
+
+def test_answers_are_counted_by_the_reason_of_their_end_and_by_length() -> None:
+    metrics = GatewayMetrics()
+    for reason, tokens in (("stop", 5), ("length", 7), ("length", 1)):
+        metrics.completed(
+            inference_pb2.GenerateComplete(finish_reason=reason, usage=inference_pb2.Usage(completion_tokens=tokens))
+        )
+    assert value(metrics, "ringserve_request_success_total", finished_reason="stop") == 1
+    assert value(metrics, "ringserve_request_success_total", finished_reason="length") == 2
+    assert value(metrics, "ringserve_request_generation_tokens_sum") == 13
+
+
+async def test_the_time_before_each_token_is_seen_so_that_no_stall_hides_in_a_mean(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    metrics, now = GatewayMetrics(), [100.0]
+    monkeypatch.setattr("services.telemetry.metrics.gateway.time.monotonic", lambda: now[0])
+
+    async def responses() -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
+        yield inference_pb2.GenerateResponse(start=inference_pb2.GenerateStart())
+        for wait, tokens in ((5.0, [1]), (0.02, [2]), (4.0, [3, 4, 5])):  # the last ones come together after a stall
+            now[0] += wait
+            yield inference_pb2.GenerateResponse(chunk=inference_pb2.GenerateStreamChunk(token_ids=tokens))
+        yield inference_pb2.GenerateResponse(complete=complete(5))
+
+    seen = [response async for response in metrics.timed(responses())]
+    assert len(seen) == 5
+    name = "ringserve_inter_token_latency_seconds"
+    assert value(metrics, f"{name}_count") == 4, "five tokens have four gaps"
+    assert value(metrics, f"{name}_sum") == pytest.approx(4.02)
+    assert [value(metrics, f"{name}_bucket", le=le) for le in ("0.001", "0.025", "2.5", "5.0")] == [2, 3, 3, 4]
 
 
 def test_nothing_is_told_twice_and_no_series_says_when_it_was_made() -> None:
