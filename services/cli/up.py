@@ -108,7 +108,7 @@ def _serve(options: argparse.Namespace, config: Config) -> int:
     from services.cluster.local import LocalCluster
 
     if config.logs.format == "json":
-        sys.stderr = JsonLines(sys.stderr, "up")
+        sys.stdout, sys.stderr = JsonLines(sys.stdout, "up"), JsonLines(sys.stderr, "up")
     set_up_logs("up", config.logs.level, config.logs.format)
     signals = StopSignals()
     record = _Record(_starting(options, config, os.getpid()))

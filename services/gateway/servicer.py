@@ -31,6 +31,7 @@ from services.gateway.text import AnswerText, IncrementalText, StopRule, TextCod
 from services.gateway.turn_stream import STOPPING, CallsUnderWay, Responses, TurnStream, TurnsUnderWay, merged, turns_of
 from services.rpc.errors import answer, answering, code_of
 from services.rpc.wire.contract import to_message
+from services.telemetry.logs import TurnRecord
 from services.telemetry.metrics.gateway import GatewayMetrics
 from services.telemetry.metrics.registry import package_version
 from services.telemetry.tracing.tracer import NoServiceTracer, ServiceTracer, TurnTrace
@@ -102,7 +103,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         started, router = time.monotonic(), self.router_for(tenant)
         with ExitStack() as held:
             held.enter_context(self._calls)
-            with self._refusals_counted(started):
+            # The client's id is not checked yet, so the line of a refusal has none.
+            with self._refusals_counted(started, TurnRecord("", tenant.name, trace_parent)):
                 count = num_completions(request.sampling_params)
                 held.enter_context(self._authenticator.limits.turns(tenant, count))
                 turn_request = await asyncio.to_thread(self._reader.read, request, seconds_left, router)
@@ -116,12 +118,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                     yield response
 
     @contextmanager
-    def _refusals_counted(self, started: float) -> Iterator[None]:
+    def _refusals_counted(self, started: float, record: TurnRecord) -> Iterator[None]:
         try:
             yield
         except RingserveError as error:
             self._metrics.began()
-            self._metrics.ended(code_of(error).name.lower(), time.monotonic() - started)
+            outcome, seconds = code_of(error).name.lower(), time.monotonic() - started
+            self._metrics.ended(outcome, seconds)
+            record.end(log, outcome, seconds)
             raise
 
     @asynccontextmanager
@@ -139,6 +143,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         trace = TurnTrace(self._tracer, trace_parent, request_id, router.tenant.name, started)
         if trace.parent:
             turn_request = replace(turn_request, trace_parent=trace.parent)
+        record = TurnRecord(request_id, router.tenant.name, trace.parent or trace_parent)
+        stream: TurnStream | None = None
         self._metrics.began()
         turn = self._running.add(request_id, turn_request.deadline_seconds)
         turn_request = replace(turn_request, reader=uuid.uuid4().hex[:16])
@@ -158,6 +164,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 begun = await begun_in_time(router.begin_turn, turn_request)
             self._note_plan(request_id, begun.turn_id, begun.prompt_tokens, begun.plan)
             trace.planned(begun)
+            record.begun(begun.turn_id, begun.prompt_tokens, begun.plan.cached_tokens)
             text = AnswerText(IncrementalText(self._codec), rule)
             stream = TurnStream(turn_request, begun, text, started, index, router.unscoped, num_received)
             if num_received is not None:
@@ -181,6 +188,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             self._running.discard(turn)
             self._metrics.ended(outcome, time.monotonic() - started)
             trace.ended(outcome)
+            if stream is not None:
+                record.answered(stream.num_tokens, stream.ttft_seconds)
+            record.end(log, outcome, time.monotonic() - started)
             if outcome in UNSETTLED:
                 self._abort_soon(request_id, turn_request.reader)
 

@@ -18,7 +18,7 @@ def set_up_logs(process: str, level: str = "info", form: str = "human", ring: st
     """Set up the logs of a process, which every line names. Lines below `level` are dropped.
 
     This replaces an earlier set-up. `form` is one of LOG_FORMATS. JSON lines have ts (UTC), level, process, logger and
-    message, and where they apply ring, request_id, turn_id and exception.
+    message, and where they apply ring, request_id, turn_id, exception and the figures of `TurnRecord`.
     """
     handler = logging.StreamHandler()
     line = f"%(asctime)s {process} %(levelname)s %(name)s: %(message)s"
@@ -48,9 +48,46 @@ class JsonFormatter(logging.Formatter):
         for key in TURN_KEYS:
             if value := getattr(record, key, ""):
                 fields[key] = str(value)
+        fields |= getattr(record, "figures", {})
         if record.exc_info:
             fields["exception"] = self.formatException(record.exc_info)
         return json.dumps(fields, ensure_ascii=False)
+
+
+TRACE_PARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}.*")
+"""W3C trace context, level 1: version, trace, span, flags."""
+
+
+class TurnRecord:
+    """Figures of one request, for the one line that says how it ended. They grow while it runs."""
+
+    def __init__(self, request_id: str, tenant: str, trace_parent: str) -> None:
+        """`trace_parent` is the client's or our own; one that is malformed is left out."""
+        self._request_id = request_id
+        self._turn_id = ""
+        self._figures: dict[str, str | int | float] = {}
+        if tenant:
+            self._figures["tenant"] = tenant
+        if match := TRACE_PARENT.fullmatch(trace_parent):
+            self._figures["trace_id"] = match.group(1)
+
+    def begun(self, turn_id: str, prompt_tokens: int, cached_tokens: int) -> None:
+        self._turn_id = turn_id
+        self._figures |= {"prompt_tokens": prompt_tokens, "cached_tokens": cached_tokens, "completion_tokens": 0}
+
+    def answered(self, completion_tokens: int, ttft_seconds: float) -> None:
+        self._figures["completion_tokens"] = completion_tokens
+        if completion_tokens:
+            self._figures["ttft_seconds"] = round(ttft_seconds, 6)
+
+    def end(self, log: logging.Logger, outcome: str, seconds: float) -> None:
+        """Write the line. `outcome` is a finish reason, or a gRPC status in lower case."""
+        figures = {"outcome": outcome, **self._figures, "total_seconds": round(seconds, 6)}
+        shown = ", ".join(
+            f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}" for name, value in figures.items()
+        )
+        extra = {"request_id": self._request_id, "turn_id": self._turn_id, "figures": figures}
+        log.info("request %s ended: %s", self._request_id or "(refused)", shown, extra=extra)
 
 
 RAY_PREFIX = re.compile(r"^(?:\x1b\[\d+m)?\((?P<who>[^()]*\bpid=\d+[^()]*)\)(?:\x1b\[0m)? ?(?P<line>.*)$")

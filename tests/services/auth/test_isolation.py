@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -266,3 +267,26 @@ async def test_refused_credentials_are_counted_at_each_endpoint(guarded: LocalGa
         'http",reason="unauthenticated': "2.0",
         'http",reason="permission_denied': "1.0",
     }
+
+
+async def test_every_request_has_one_line_that_says_how_it_ended(
+    guarded: LocalGateway, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    async with client_of(guarded, "a-token") as acme:
+        await acme.ask(random_tokens(9), request_id="mine", sampling=THREE)
+        with pytest.raises(RingserveError):
+            await acme.ask(random_tokens(9), sampling=Sampling(max_tokens=0))
+        async with acme.stream("x", request_id="left", sampling=LONG) as stream:
+            await anext(stream)
+        await guarded.wait_idle()
+    ended = [
+        vars(each)["figures"] | {"id": vars(each)["request_id"]} for each in caplog.records if hasattr(each, "figures")
+    ]
+    assert [(each["id"], each["outcome"], each["tenant"]) for each in ended] == [
+        ("acme/mine", "length", "acme"),
+        ("", "invalid_argument", "acme"),
+        ("acme/left", "cancelled", "acme"),
+    ]
+    assert (ended[0]["prompt_tokens"], ended[0]["completion_tokens"]) == (9, 3)
+    assert 0 < ended[0]["ttft_seconds"] <= ended[0]["total_seconds"]

@@ -7,7 +7,9 @@ import json
 import logging
 import sys
 
-from services.telemetry.logs import JsonFormatter, JsonLines
+import pytest
+
+from services.telemetry.logs import JsonFormatter, JsonLines, TurnRecord
 
 
 def record(message: str, **extra: str) -> logging.LogRecord:
@@ -55,3 +57,27 @@ def test_what_ray_forwards_comes_out_as_json_and_so_does_everything_else() -> No
     assert lines[:3] == [json.loads(own)] * 3
     shown = [(line["process"], line["message"].strip()) for line in lines[3:]]
     assert shown == [("decode-0 rank 1 pid=13", "a library's own word"), ("up", "ringserve: stopping")]
+
+
+TRACE = "0af7651916cd43dd8448eb211c80319c"
+
+
+@pytest.mark.parametrize(
+    ("trace_parent", "trace_id"),
+    [(f"00-{TRACE}-b7ad6b7169203331-01", TRACE), ("", None), (f"00-{TRACE}", None), ("00-x\ny-z-01", None)],
+)
+def test_the_line_that_ends_a_request_has_its_figures(
+    caplog: pytest.LogCaptureFixture, trace_parent: str, trace_id: str | None
+) -> None:
+    caplog.set_level(logging.INFO)
+    turn = TurnRecord("r", "acme", trace_parent)
+    turn.begun("t", 40, 30)
+    turn.answered(7, 0.25)
+    turn.end(logging.getLogger("gateway"), "length", 1.5)
+    fields = json.loads(JsonFormatter("gateway").format(caplog.records[0]))
+    known = {"outcome": "length", "tenant": "acme", "prompt_tokens": 40, "cached_tokens": 30, "completion_tokens": 7}
+    known |= {"ttft_seconds": 0.25, "total_seconds": 1.5, "request_id": "r", "turn_id": "t"}
+    assert known.items() <= fields.items()
+    assert fields.get("trace_id") == trace_id
+    assert fields["message"].startswith("request r ended: outcome length, tenant acme, ")
+    assert "\n" not in fields["message"]
