@@ -14,6 +14,7 @@ from services.cli import (
     calibrate,
     chaos,
     chat,
+    config,
     conversations,
     demo,
     down,
@@ -67,6 +68,7 @@ def build_parser() -> argparse.ArgumentParser:
     modules = (
         up,
         down,
+        config,
         rings,
         status,
         generate,
