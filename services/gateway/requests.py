@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import secrets
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -92,7 +92,12 @@ class RequestReader:
         return LostTurn(token_ids=tuple(received.tolist()), prompt_tokens=request.resume.prompt_tokens)
 
     def tokenize(
-        self, request: inference_pb2.GenerateRequest, *, adds_special: bool = True, opens_answer: bool = True
+        self,
+        request: inference_pb2.GenerateRequest,
+        *,
+        adds_special: bool = True,
+        opens_answer: bool = True,
+        values: Mapping[str, Any] | None = None,
     ) -> TokenIds:
         """Return the tokens of a request's text or chat, perhaps none. Raises InvalidRequest."""
         if request.WhichOneof("input") == "text":
@@ -100,7 +105,7 @@ class RequestReader:
             return self._codec.encode(request.text, adds_special=adds_special)
         messages = _messages(request.chat)
         self._check_length("input.chat", sum(len(content) for _, content in messages))
-        return self._codec.encode_chat(messages, opens_answer=opens_answer)
+        return self._codec.encode_chat(messages, opens_answer=opens_answer, values=values)
 
     def detokenize(self, token_ids: Sequence[int], field: str = "tokens") -> str:
         """Return the text of tokens, special ones included. Raises InvalidRequest, which names `field`."""

@@ -5,6 +5,7 @@ Used by both servers of the gateway: `TextCodec` encodes prompts, `AnswerText` d
 
 from __future__ import annotations
 
+import inspect
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -44,17 +45,30 @@ class TextCodec:
         """Return the token ids of a text, with the special tokens that the tokenizer adds."""
         return np.asarray(self._tokenizer(text, add_special_tokens=adds_special)["input_ids"], dtype=np.int64)
 
-    def encode_chat(self, messages: Sequence[tuple[str, str]], *, opens_answer: bool = True) -> TokenIds:
+    def encode_chat(
+        self,
+        messages: Sequence[tuple[str, str]],
+        *,
+        opens_answer: bool = True,
+        values: Mapping[str, Any] | None = None,
+    ) -> TokenIds:
         """Return the token ids of (role, content) messages by the model's chat template.
 
-        `opens_answer` adds the tokens that begin the assistant's answer.
+        `opens_answer` adds the tokens that begin the assistant's answer. `values` are the client's own for variables of
+        the template. Raises InvalidRequest.
         """
+        # transformers' own settings have the same place: a client could bring a template, which is a program.
+        reserved = {"messages", *inspect.signature(self._tokenizer.apply_chat_template).parameters}
+        for name in (values or {}).keys() & reserved:
+            raise InvalidRequest(
+                f"chat_template_kwargs: {name!r} is not allowed; give variables of the model's template"
+            )
         if not self._tokenizer.chat_template:
             raise InvalidRequest("input.chat: this model has no chat template; send text or token ids")
         conversation = [{"role": role, "content": content} for role, content in messages]
         try:
             ids = self._tokenizer.apply_chat_template(
-                conversation, add_generation_prompt=opens_answer, return_dict=False
+                conversation, add_generation_prompt=opens_answer, return_dict=False, **(values or {})
             )
         except Exception as error:  # a template is a program and may raise any error
             raise InvalidRequest(f"input.chat: the model's chat template refuses these messages: {error}") from error

@@ -173,6 +173,8 @@ class HttpApi:
         tenant = self._caller(request)  # first: bodies of strangers are not read
         body = await _body(request)
         turn = await asyncio.to_thread(lambda: read(_parsed(body)))
+        if turn.template_values:
+            await self._apply_template(tenant, turn)
         echoes = await self._echoes(tenant, turn) if turn.has_echo else [None] * len(turn.requests)
         answers = [TurnAnswer(shape, self._model_name, self._service.decode, turn, echo) for echo in echoes]
         num_choices = max(turn.request.sampling_params.n, 1)
@@ -187,6 +189,16 @@ class HttpApi:
         async with ended_by_hang_up(request.receive):
             first = await anext(events)
         return EventStream(first, events)
+
+    async def _apply_template(self, tenant: Tenant, turn: HttpTurn) -> None:
+        """Make tokens of a chat with the client's values for the template: the contract has no place for these."""
+
+        def read(reader: RequestReader, codec: TextCodec) -> None:
+            tokens = reader.tokenize(turn.request, values=turn.template_values).tolist()
+            turn.request.tokenized.input_ids.extend(tokens)
+            turn.request.prompt_mode = inference_pb2.PROMPT_MODE_WHOLE_HISTORY
+
+        await self._service.read_tokens(tenant, read)
 
     async def _echoes(self, tenant: Tenant, turn: HttpTurn) -> list[Echo | None]:
         """Return the prompts of a turn as they come back. A text becomes the tokens that its answer is about."""
@@ -212,7 +224,12 @@ class HttpApi:
 
         def read(reader: RequestReader, codec: TextCodec) -> Response:
             asked = self._reader.tokenization(_parsed(body))
-            tokens = reader.tokenize(asked.request, adds_special=asked.adds_special, opens_answer=asked.opens_answer)
+            tokens = reader.tokenize(
+                asked.request,
+                adds_special=asked.adds_special,
+                opens_answer=asked.opens_answer,
+                values=asked.template_values,
+            )
             ids = tokens.tolist()
             names = codec.names(ids) if asked.has_names else None
             found = {"count": len(ids), "max_model_len": self._max_positions, "tokens": ids, "token_strs": names}

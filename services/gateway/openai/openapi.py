@@ -72,6 +72,7 @@ OWN: Mapping[str, Json] = {
     "prompt_mode": {"type": "string", "enum": list(PROMPT_MODES)},
     "top_logprobs": TOKEN,
     "echo": BOOLEAN,
+    "chat_template_kwargs": {"type": "object"},
     "add_special_tokens": BOOLEAN,
     "add_generation_prompt": BOOLEAN,
     "return_token_strs": BOOLEAN,

@@ -6,6 +6,7 @@ Shapes and types are checked here; values where gRPC's are checked too.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,10 +32,10 @@ CHAT_MAX_TOKENS = 1024
 """Default `max_tokens` of a chat. OpenAI's is the model's limit; a ring has to reserve the room first."""
 
 COMMON = frozenset({"model", "stream", "stream_options"})
-CHAT = COMMON | {"messages", "logprobs", "top_logprobs"}
+CHAT = COMMON | {"messages", "logprobs", "top_logprobs", "chat_template_kwargs"}
 COMPLETION = COMMON | {"prompt", "prompt_mode", "logprobs", "echo"}
 TOKENIZE_FLAGS = frozenset({"add_special_tokens", "add_generation_prompt", "return_token_strs"})
-TOKENIZE = TOKENIZE_FLAGS | {"model", "prompt", "messages"}
+TOKENIZE = TOKENIZE_FLAGS | {"model", "prompt", "messages", "chat_template_kwargs"}
 DETOKENIZE = frozenset({"model", "tokens"})
 MAX_PROMPTS = 128
 """Prompts of one request for completions."""
@@ -58,6 +59,7 @@ class HttpTurn:
     stream: bool
     include_usage: bool
     has_echo: bool = False
+    template_values: Mapping[str, Any] | None = None
 
     @property
     def request(self) -> inference_pb2.GenerateRequest:
@@ -73,6 +75,7 @@ class Tokenization:
     adds_special: bool
     opens_answer: bool
     has_names: bool
+    template_values: Mapping[str, Any]
 
 
 class HttpRequestReader:
@@ -97,7 +100,7 @@ class HttpRequestReader:
             raise InvalidRequest("top_logprobs: only allowed where logprobs is true")
         if not params.HasField("max_tokens"):
             params.max_tokens = self._chat_max_tokens
-        return turn
+        return replace(turn, template_values=_template_values(values))
 
     def completion(self, body: Any) -> HttpTurn:
         """Read a request. Raises InvalidRequest, and NotFound for another model."""
@@ -136,6 +139,7 @@ class HttpRequestReader:
             adds_special=flags.get("add_special_tokens", True),
             opens_answer=flags.get("add_generation_prompt", True),
             has_names=flags.get("return_token_strs", False),
+            template_values=_template_values(values),
         )
 
     def tokens(self, body: Any) -> list[int]:
@@ -196,6 +200,14 @@ def _given(body: Any) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise InvalidRequest("the body must be a JSON object")
     return {name: value for name, value in body.items() if value is not None}
+
+
+def _template_values(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the client's values for variables of the chat template. Raises InvalidRequest."""
+    given = values.get("chat_template_kwargs", {})
+    if not isinstance(given, dict):
+        raise InvalidRequest(f"chat_template_kwargs: {shown(given)} is not allowed; give an object")
+    return given
 
 
 def _put_chat(request: inference_pb2.GenerateRequest, messages: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import shutil
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from services.gateway.text import TextCodec
 from services.telemetry.metrics.registry import package_version
 from tests.services.auth.test_isolation import guarded
 from tests.services.local_gateway import CALL_SECONDS, MODEL, LocalGateway
+from tests.workers.models import Oracle
 
 __all__ = ["guarded"]
 
@@ -104,6 +106,44 @@ async def test_strangers_see_no_path_and_tenants_no_metrics(guarded: LocalGatewa
         assert (await http.get("/openapi.json")).status_code == 401
         assert (await http.get("/metrics", headers={"authorization": "Bearer a-token"})).status_code == 403
         assert (await http.get("/metrics", headers=operator)).status_code == 200
+
+
+@pytest.fixture
+async def thinking(model_path: Path, tmp_path: Path) -> AsyncIterator[httpx2.AsyncClient]:
+    """Yield a client of a model whose template has a variable."""
+    path = tmp_path / "model"
+    shutil.copytree(model_path, path)
+    (path / "chat_template.jinja").write_text(
+        "{% for each in messages %}{{ each.content }}{% endfor %}{% if thinks %} Think {{ steps }} steps.{% endif %}"
+    )
+    async with LocalGateway(path, TextCodec(path)) as gateway:
+        async with httpx2.AsyncClient(base_url=gateway.url, timeout=CALL_SECONDS) as client:
+            yield client
+        await gateway.wait_idle()
+
+
+async def test_values_for_the_template_change_the_prompt_of_a_chat_and_its_tokens(
+    thinking: httpx2.AsyncClient, oracle: Oracle
+) -> None:
+    chat: dict[str, Any] = {"model": MODEL, "messages": CHAT}
+    values = {"chat_template_kwargs": {"thinks": True, "steps": 3}}
+    for more, text in (({}, "Hello"), (values, "Hello Think 3 steps.")):
+        ids = list(text.encode())
+        assert (await thinking.post("/tokenize", json=chat | more)).json()["tokens"] == ids
+        asked = chat | more | {"max_tokens": 4, "temperature": 0, "conversation_id": "c"}
+        answer = (await thinking.post("/v1/chat/completions", json=asked)).json()
+        assert answer["ringserve"]["token_ids"] == oracle.greedy(ids, 4)
+        assert answer["ringserve"]["plan"]["prompt_mode"] == "whole_history" or not more
+
+
+@pytest.mark.parametrize("name", ["chat_template", "tokenize", "messages", "tools"])
+async def test_values_that_are_no_variables_of_the_template_are_refused(
+    thinking: httpx2.AsyncClient, name: str
+) -> None:
+    chat = {"model": MODEL, "messages": CHAT, "chat_template_kwargs": {name: "{{ 7 * 7 }}"}}
+    for path in ("/tokenize", "/v1/chat/completions"):
+        refused = await thinking.post(path, json=chat)
+        assert said(refused) == f"chat_template_kwargs: '{name}' is not allowed; give variables of the model's template"
 
 
 # --- the description -------------------------------------------------------------------------------------------------
