@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -56,11 +57,25 @@ SERVE_EXAMPLE = """example:
 """
 
 
+ALIASES: Mapping[str, tuple[str, ...]] = {
+    "--served-model-name": ("gateway.model_name",),
+    "--dtype": ("model.dtype",),
+    "--tensor-parallel-size": ("prefill.tp", "decode.tp"),
+    "--max-num-seqs": ("decode.max_batch",),
+    "--block-size": ("kv_cache.block_tokens",),
+}
+"""Options of `vllm serve`, and the keys that they stand for."""
+
+
 def add(commands: Subcommands) -> None:
     """Add both subcommands."""
     _add(commands, "up", "start a cluster on this machine, or the rings on a Ray cluster", EXAMPLE)
     serve = _add(commands, "serve", "start a cluster that serves a model: 'up' with its directory", SERVE_EXAMPLE)
     serve.add_argument("model", help="Hugging Face model directory, or the name of a built-in model")
+    for name, keys in ALIASES.items():
+        serve.add_argument(name, metavar="VALUE", help=f"as in vLLM: {' and '.join(keys)}")
+    serve.add_argument("--host", help="as in vLLM: address of gateway.http (default: 127.0.0.1)")
+    serve.add_argument("--port", type=int, help="as in vLLM: port of gateway.http (default: 8000)")
 
 
 def _add(commands: Subcommands, name: str, summary: str, example: str) -> argparse.ArgumentParser:
@@ -87,10 +102,20 @@ def _add(commands: Subcommands, name: str, summary: str, example: str) -> argpar
     return parser
 
 
+def _values_of(options: argparse.Namespace) -> list[str]:
+    """Return the values that vLLM's options stand for, as those of --set."""
+    given = {keys: getattr(options, name.removeprefix("--").replace("-", "_")) for name, keys in ALIASES.items()}
+    values = [f"{key}={value}" for keys, value in given.items() if value is not None for key in keys]
+    if options.host is not None or options.port is not None:
+        port = 8000 if options.port is None else options.port
+        values.append(f"gateway.http={options.host or '127.0.0.1'}:{port}")
+    return values
+
+
 def run(options: argparse.Namespace) -> int:
     """Run the subcommand."""
     if options.model is not None:
-        options.set = [*(options.set or ()), f"model.path={options.model}"]
+        options.set = [*_values_of(options), *(options.set or ()), f"model.path={options.model}"]
     if options.ray_address is not None:
         options.set = [*(options.set or ()), f"ray.address={options.ray_address}"]
     check_drain_seconds(options.drain_seconds)

@@ -28,6 +28,7 @@ from services.cluster.state import (
     write_state,
 )
 from services.cluster.stopping import StopRequest
+from services.config import Config
 
 WAITING = [sys.executable, "-c", "input()"]
 
@@ -126,6 +127,37 @@ def test_serve_is_up_with_a_model(
     shown = capsys.readouterr().out
     assert f"ready, gateway at g:1, model {tmp_path} (stop with" in shown
     assert "random" not in shown
+
+
+def test_serve_takes_the_commonest_options_of_vllm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen: list[Config] = []
+
+    def serve(options: object, config: Config) -> int:
+        seen.append(config)
+        return 0
+
+    monkeypatch.setattr(up, "_serve", serve)
+    given = [
+        "--served-model-name",
+        "mine",
+        "--dtype",
+        "bfloat16",
+        "--tensor-parallel-size",
+        "3",
+        "--max-num-seqs",
+        "5",
+        "--block-size",
+        "32",
+    ]
+    assert main(["serve", str(tmp_path), *given, "--port", "8123", "--set", "decode.tp=1"]) == 0
+    (config,) = seen
+    assert (config.gateway.model_name, config.model.dtype, config.gateway.http) == (
+        "mine",
+        "bfloat16",
+        "127.0.0.1:8123",
+    )
+    assert (config.prefill.tp, config.decode.tp, config.decode.max_batch) == (3, 1, 5)
+    assert (config.kv_cache.block_tokens, config.model.path) == (32, str(tmp_path))
 
 
 def test_a_cluster_whose_router_dies_is_reported_with_the_reason_and_the_log(
