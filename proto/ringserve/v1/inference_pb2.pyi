@@ -70,7 +70,9 @@ class GenerateRequest(_message.Message):
     """Names the request in logs and for Abort. Generated when empty."""
     text: _builtins.str
     conversation_id: _builtins.str
-    """Continues or begins a conversation whose KV is retained between turns. Empty: a single turn, nothing is retained."""
+    """Continues or begins a conversation whose KV is retained between turns. Empty: a single turn; later prompts that
+    begin alike may share its KV.
+    """
     prompt_mode: Global___PromptMode.ValueType
     conversation_ttl_seconds: _builtins.float
     """Seconds after its last use at which the conversation is forgotten and its KV freed; 0: never. Unset: as before, or
