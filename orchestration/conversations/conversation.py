@@ -8,6 +8,8 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from cp_core.errors import RingserveError
 from orchestration.placement.kv_locations import KvLocation, KvLocations
 from orchestration.protocol.views import ConversationView, KvLocationView
@@ -187,3 +189,10 @@ def tenant_of(scoped_id: str) -> str:
     """Return the tenant of an id of the form `tenant/...`; empty where ids carry no tenant."""
     tenant, slash, _ = scoped_id.partition("/")
     return tenant if slash else ""
+
+
+def common_prefix(left: TokenIds, right: TokenIds) -> int:
+    """Return how many leading tokens of both agree."""
+    shorter = min(len(left), len(right))
+    differs = np.flatnonzero(left[:shorter] != right[:shorter])
+    return int(differs[0]) if len(differs) else shorter

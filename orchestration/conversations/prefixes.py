@@ -27,7 +27,7 @@ from itertools import islice
 
 import numpy as np
 
-from orchestration.conversations.conversation import UNNAMED, Conversation, tenant_of
+from orchestration.conversations.conversation import UNNAMED, Conversation, common_prefix, tenant_of
 from orchestration.conversations.store import ConversationStore
 from orchestration.placement.kv_locations import Choice, KvLocation, KvLocations, WantedTurn
 from orchestration.placement.registry import RingRegistry
@@ -37,13 +37,6 @@ MIN_SHARED = 16
 """Fewest tokens worth sharing: a full block of the usual size, so that something is shared and not only copied."""
 MAX_LOOKED_AT = 32
 """Histories that a prompt looks at, those that share most of it first."""
-
-
-def common_prefix(left: TokenIds, right: TokenIds) -> int:
-    """Return how many leading tokens of both agree."""
-    shorter = min(len(left), len(right))
-    differs = np.flatnonzero(left[:shorter] != right[:shorter])
-    return int(differs[0]) if len(differs) else shorter
 
 
 class _Node:

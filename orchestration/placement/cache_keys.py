@@ -22,9 +22,7 @@ class KeyedRings:
         return len(self._names)
 
     def note(self, key: str, choice: Choice) -> None:
-        """Take notice of the rings of a turn. An empty key stands for none."""
-        if not key:
-            return
+        """Take notice of the rings of a turn."""
         self._names[key] = {"prefill": choice.prefill.name, "decode": choice.decode.name}
         self._names.move_to_end(key)
         if len(self._names) > self._max_keys:

@@ -140,7 +140,8 @@ class RingPlacer:
 
     def place(self, turn: WantedTurn, choice: Choice) -> LoadShare:
         """Count the turn to its rings' load, until the share that is returned ends. Later turns of its key follow."""
-        self._keyed.note(turn.cache_key, choice)
+        if turn.cache_key:
+            self._keyed.note(turn.cache_key, choice)
         return self._rings.place(
             None if choice.is_direct else choice.prefill,
             choice.decode,
@@ -152,7 +153,7 @@ class RingPlacer:
 
     def _prefill_options(self, turn: WantedTurn, refused: Collection[RegisteredRing]) -> list[RegisteredRing]:
         """Return the least busy ring of each kind, the key's, and the conversation's own, however busy they are."""
-        own, keyed = self._own("prefill", turn.prefill, refused), self._keyed.of(turn.cache_key, "prefill")
+        own, keyed = self._own("prefill", turn.prefill, refused), self._keyed_ring("prefill", turn)
         for accepts in _by_room(turn):
             others = self._rings.least_busy(lambda ring: ring is not own and _may_take(ring, refused, accepts))  # noqa: B023
             if keyed is not None and keyed not in (own, *others) and _may_take(keyed, refused, accepts):
@@ -165,7 +166,7 @@ class RingPlacer:
 
     def _decode_options(self, turn: WantedTurn, refused: Collection[RegisteredRing]) -> list[RegisteredRing]:
         """Return the conversation's own ring, and the least loaded other one if its load could make up for the KV."""
-        own, keyed = self._own("decode", turn.decode, refused), self._keyed.of(turn.cache_key, "decode")
+        own, keyed = self._own("decode", turn.decode, refused), self._keyed_ring("decode", turn)
         for accepts in _by_room(turn):
             other = self._rings.least_loaded(lambda ring: ring is not own and _may_take(ring, refused, accepts))  # noqa: B023
             if keyed is not None and other is not None and keyed is not own and _may_take(keyed, refused, accepts):
@@ -183,6 +184,10 @@ class RingPlacer:
         """Return the conversation's ring, where it takes turns."""
         own = None if place is None else self._rings.named(role, place.ring)
         return own if own is not None and own.takes_turns and own not in refused else None
+
+    def _keyed_ring(self, role: str, turn: WantedTurn) -> RegisteredRing | None:
+        """Return the ring of the latest turn with the same cache key."""
+        return self._keyed.of(turn.cache_key, role) if turn.cache_key else None
 
     def _largest(self, role: str, refused: Collection[RegisteredRing]) -> RegisteredRing:
         """Return the ring of the largest capacity. Raises Unavailable where there is none."""
@@ -234,7 +239,7 @@ class RingPlacer:
             if not turn.shared and turn.is_at(cost.ring) and cost.total <= _worth_leaving(least):
                 return cost
         tied = [cost for cost in costs if cost.total <= least * (1 + TIE)]
-        keyed = self._keyed.of(turn.cache_key, "prefill")
+        keyed = self._keyed_ring("prefill", turn)
         for cost in tied:
             if cost.ring is keyed:
                 return cost

@@ -22,7 +22,7 @@ from cp_core.errors import (
     RingserveError,
     Unavailable,
 )
-from orchestration.conversations.conversation import Conversation, tenant_of
+from orchestration.conversations.conversation import Conversation, common_prefix, tenant_of
 from orchestration.conversations.operations import ConversationOperations
 from orchestration.conversations.prefixes import (
     MIN_SHARED,
@@ -30,7 +30,6 @@ from orchestration.conversations.prefixes import (
     PromptPrefixes,
     PromptUnderWay,
     SharedKv,
-    common_prefix,
 )
 from orchestration.conversations.quotas import KvQuotas
 from orchestration.conversations.store import ConversationStore

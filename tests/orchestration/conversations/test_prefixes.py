@@ -9,7 +9,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestration.conversations.prefixes import PrefixIndex, common_prefix
+from orchestration.conversations.conversation import common_prefix
+from orchestration.conversations.prefixes import PrefixIndex
 
 
 def tokens(text: str) -> np.ndarray:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cp_core.errors import InvalidRequest, NotFound
-from orchestration.conversations.prefixes import common_prefix
+from orchestration.conversations.conversation import common_prefix
 from orchestration.protocol.plans import PromptMode
 from orchestration.router.admission import resolve_prompt
 from workers.protocol.prefill_steps import TokenIds

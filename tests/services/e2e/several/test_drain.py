@@ -23,6 +23,8 @@ RINGS = {"prefill-0", "decode-0", "prefill-long-0", "decode-wide-0"}
 RESTARTED = ("prefill-0", "decode-0")
 WAIT_SECONDS = 30.0
 NUM_TOKENS = 200
+ENDED = {"outcome", "prompt_tokens", "cached_tokens", "completion_tokens", "ttft_seconds", "total_seconds"}
+"""Fields of the line with which a request ends, besides those of all lines."""
 
 
 def test_one_request_is_followed_through_every_process_by_its_id(
@@ -39,10 +41,12 @@ def test_one_request_is_followed_through_every_process_by_its_id(
     def processes() -> set[str]:
         return {line["process"].partition("-")[0] for line in lines()}
 
-    wait_until(lambda: processes() == {"gateway", "router", "prefill", "decode"}, "a line of each process")
+    everywhere = {"gateway", "router", "prefill", "decode"}
+    wait_until(lambda: processes() == everywhere and any("outcome" in line for line in lines()), "all of its lines")
     assert len({line["turn_id"] for line in lines()}) == 1
     for line in lines():
-        assert set(line) - {"ring"} == {"ts", "level", "process", "logger", "message", "request_id", "turn_id"}
+        own = {"ring"} | (ENDED if "outcome" in line else set())
+        assert set(line) - own == {"ts", "level", "process", "logger", "message", "request_id", "turn_id"}
         assert line.get("ring", "") == (line["process"] if "-" in line["process"] else "")
 
 
