@@ -307,7 +307,8 @@ class Service:
                 elif isinstance(event, TokensEvent):
                     tokens.extend(event.token_ids)
                     logprobs.extend(event.logprobs)
-                    if len(tokens) == finish_after:
+                    # An event may bring several tokens at once, and more come while the ring hears of the end.
+                    if finish_after is not None and len(tokens) - len(event.token_ids) < finish_after <= len(tokens):
                         await decode.finish_turn(begun.turn_id, finish_after)
                 elif isinstance(event, ScoredEvent):
                     scores = event.logprobs
