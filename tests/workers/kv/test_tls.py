@@ -274,10 +274,10 @@ def test_no_block_is_read_after_a_transfer_over_tls_was_given_up(authority: Auth
 
 
 def test_a_hand_made_source_needs_the_certificate_too(authority: Authority) -> None:
-    cache = cache_of()
-    with receiving(cache, tls=authority.peer()) as receiver:
+    cache, tls = cache_of(), authority.peer()  # once: the receiver reads the files while the source connects
+    with receiving(cache, tls=tls) as receiver:
         source = HandSource(receiver.endpoint)
-        source.connection = authority.peer().call(source.connection, "127.0.0.1")
+        source.connection = tls.call(source.connection, "127.0.0.1")
         receiver.expect(expect_of(key_of(), TOKENS, BLOCKS))
         source.send_whole(TRUTH)
         receiver.wait_sealed(key_of(), WAIT_SECONDS)
