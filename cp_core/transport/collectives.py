@@ -5,6 +5,7 @@ T tokens, any leading dims. Every collective leaves the same bits on each rank.
 
 from __future__ import annotations
 
+import functools
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -118,7 +119,7 @@ def all_reduce(partial: torch.Tensor, transport: RingTransport) -> torch.Tensor:
         return partial
     flat = partial.contiguous().view(-1)
     if transport.size == 2 or flat.nbytes <= ONE_ROUND_BYTES:
-        whole = [torch.empty_like(flat) for _ in range(transport.size)]
+        whole = [flat if rank == transport.rank else torch.empty_like(flat) for rank in range(transport.size)]
         transport.gather_all(flat, whole).wait()
         return _sum(whole).view(partial.shape)
     parts = list(flat.tensor_split(transport.size))
@@ -140,6 +141,8 @@ def join_last_dim(part: torch.Tensor, widths: tuple[int, ...], transport: RingTr
 
 
 def _sum(parts: list[torch.Tensor]) -> torch.Tensor:
+    if parts[0].dtype == torch.float32:
+        return functools.reduce(torch.add, parts)
     total = parts[0].to(torch.promote_types(parts[0].dtype, torch.float32))
     for part in parts[1:]:
         total = total + part

@@ -104,6 +104,7 @@ class LocalRing:
                     decode_variant=decode_variant,
                     attention_backend=attention_backend,
                     packs_weights=packs_weights,
+                    packs_head=packs_weights,
                 ),
             )
             info = worker.start(spec, poisoned=True)
@@ -116,6 +117,8 @@ class LocalRing:
             endpoints = tuple(worker.open_endpoints() for worker in self.workers)
             spec = RingSpec(name="test", endpoints=endpoints, secret="of a test", timeout_seconds=WAIT_SECONDS)
             self.together(lambda worker, _: worker.join(spec))
+        if packs_weights:
+            self.together(lambda worker, _: worker.probe())
 
     def __enter__(self) -> LocalRing:
         return self

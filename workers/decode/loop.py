@@ -89,15 +89,17 @@ class DecodeChoice:
         """Return the model with this rank's share of its weights, if helix is chosen; collective, once rates are known.
 
         By "auto" the first rank chooses for all, as every rank has rates of its own, and the first call is for good.
-        With tensor parallelism nothing is chosen. Raises ModelRefused, Unavailable.
+        With tensor parallelism nothing is chosen. Ranks that outlive their ring have packed weights, which stay whole.
+        Raises ModelRefused, Unavailable.
         """
         if self._policy != "auto" or self.reason or ring.size == 1 or model.tensor.size > 1 or self._rates is None:
             return model
         choice = choose_at_start(self._shape, self._rates, ring.size)
         self.reason = choice.reason
-        agreed = torch.tensor([choice.is_helix], dtype=torch.int64, device=model.model.device)
-        ring.broadcast(agreed, LEADER).wait()
-        if not agreed.item():
+        own = torch.tensor([choice.is_helix, not model.is_packed], dtype=torch.int64, device=model.model.device)
+        words = [torch.empty_like(own) for _ in range(ring.size)]
+        ring.gather_all(own, words).wait()
+        if not words[LEADER][0] or not all(word[1] for word in words):
             return model
         self._policy, self._is_helix = HELIX, True
         share = model.cut_over_ring(ring.rank, ring.size)

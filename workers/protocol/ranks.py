@@ -22,7 +22,7 @@ class RankSettings:
     `tp` processes share the heads of the same tokens and use the same block table. `listen_host` is the address on
     which ranks listen; empty: the address of the rank's node. `tls` encrypts all traffic between ranks, as far as
     `ring_transport` can, and ranks then accept each other by certificate only. `packs_weights` orders the weights for
-    many rows at a time, as prefill has them.
+    the kernels of CPUs, once the ring is measured, `packs_head` those of the head as well, as decode steps gain by.
     """
 
     model_path: str
@@ -40,6 +40,7 @@ class RankSettings:
     max_batch: int = 32
     decode_variant: str = "auto"
     packs_weights: bool = False
+    packs_head: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

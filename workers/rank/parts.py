@@ -63,8 +63,6 @@ def load_parts(spec: RankSpec, *, poisoned: bool) -> RankParts:
         helix_rank=spec.cp_rank,
         helix=spec.helix,
     )
-    if settings.packs_weights:
-        model.pack_weights()
     dtype = DTYPES[model.info.kv_dtype]
     backend = select_backend(settings.attention_backend, settings.device, dtype)
     cache = KvCache(

@@ -17,7 +17,7 @@ from cp_core.attention.partial import AttentionBackend
 from cp_core.cost.decode import DecodeRates
 from cp_core.cost.model import RingRates
 from cp_core.transport.interface import RingTransport
-from workers.model.loading import DTYPES, pack_bfloat16
+from workers.model.loading import DTYPES, pack
 from workers.protocol.ranks import ModelInfo
 
 SECONDS_PER_RATE: Final = 0.06
@@ -37,8 +37,8 @@ MOST_OVERLAP_BYTES: Final = 64 << 20
 NO_LINK_BYTES_PER_SECOND: Final = 1e15
 
 DECODE_SECONDS_PER_RATE: Final = 0.05
-# Matrices multiplied in turn, as many as a layer has of this size, so that none stays in a cache.
-WEIGHT_COPIES: Final = 3
+# Matrices multiplied in turn have this size together, so that none stays in a cache.
+WEIGHTS_BYTES: Final = 96 << 20
 BUSY_MESSAGES: Final = 40
 BUSY_MESSAGE_BYTES: Final = 64
 
@@ -71,7 +71,8 @@ def probe_decode_rates(
 ) -> DecodeRates:
     """Measure decode on this rank with one row, and messages between busy ranks."""
     row = torch.ones(1, info.hidden_size, dtype=DTYPES[info.dtype], device=device)
-    layers = [_linear(info, device) for _ in range(WEIGHT_COPIES)]
+    layer_bytes = info.intermediate_size * info.hidden_size * info.element_bytes
+    layers = [_linear(info, device) for _ in range(-(-WEIGHTS_BYTES // layer_bytes))]
 
     def multiply() -> None:
         for layer in layers:
@@ -80,14 +81,14 @@ def probe_decode_rates(
     multiply_seconds = _decode_seconds(multiply, device)
     attend_seconds = _decode_seconds(_attention(info, device, backend, 1), device)
     lone_seconds = _lone_seconds(multiply, multiply_seconds, transport, device)
-    weight_bytes = WEIGHT_COPIES * info.intermediate_size * info.hidden_size * info.element_bytes
+    weight_bytes = len(layers) * layer_bytes
     kv_bytes = 2 * STORED_TOKENS * info.num_kv_heads * info.head_dim * info.kv_element_bytes
     return DecodeRates(
         ring=rates,
         weight_bytes_per_second=weight_bytes / multiply_seconds,
         lone_weight_bytes_per_second=weight_bytes / lone_seconds,
         kv_bytes_per_second=kv_bytes / attend_seconds,
-        busy_message_seconds=_busy_message_seconds(multiply, multiply_seconds, transport, device),
+        busy_message_seconds=_busy_message_seconds(lambda: layers[0](row), transport, device),
     )
 
 
@@ -107,7 +108,7 @@ def _linear(info: ModelInfo, device: torch.device) -> Linear:
     dtype = DTYPES[info.dtype]
     layer = Linear(info.hidden_size, info.intermediate_size, bias=False, dtype=dtype, device=device)
     layer.requires_grad_(False).weight.fill_(1.0)
-    pack_bfloat16(layer)
+    pack(layer)
     return layer
 
 
@@ -175,20 +176,20 @@ def _overlap(transport: RingTransport, attend: Callable[[], object], num_bytes: 
     return min(1.0, max(0.0, (message + alone - both) / min(message, alone)))
 
 
-def _busy_message_seconds(
-    compute: Callable[[], None], compute_seconds: float, transport: RingTransport, device: torch.device
-) -> float:
-    """Measure the time that a small exchange adds to `compute` before it, on average: a decode step has every delay."""
+def _busy_message_seconds(compute: Callable[[], object], transport: RingTransport, device: torch.device) -> float:
+    """Measure a small exchange after `compute`, with its wait for ranks that take longer over theirs.
+
+    The lower quartile counts: while a ring starts, other processes of its host start too, and every second exchange
+    may wait for a processor that will be free when the ring serves.
+    """
     if transport.size == 1:
         return 0.0
     exchange = _exchange(transport, BUSY_MESSAGE_BYTES, device)
-
-    def run() -> None:
-        for _ in range(BUSY_MESSAGES):
-            compute()
-            exchange()
-
-    return max(0.0, _seconds(run, device) / BUSY_MESSAGES - compute_seconds)
+    seconds = []
+    for _ in range(BUSY_MESSAGES):
+        compute()
+        seconds.append(_seconds(exchange, device))
+    return sorted(seconds)[BUSY_MESSAGES // 4]
 
 
 def _exchange_seconds(

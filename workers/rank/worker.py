@@ -113,10 +113,16 @@ class RankWorker:
         self._clock.watch(*self._transports)
 
     def probe(self) -> RingRates:
-        """Measure this rank and its link, and share the weights if helix is chosen; collective, about 0.5 s."""
+        """Measure this rank and its link, about 0.5 s, then share the weights if helix is chosen, and pack them.
+
+        Collective.
+        """
         with self._compute() as ring:
             rates, parts = self._probe(ring), self.parts
-            self._started = replace(parts, model=parts.choose_variant.share_weights(parts.model, ring))
+            settings, model = parts.spec.settings, parts.choose_variant.share_weights(parts.model, ring)
+            self._started = replace(parts, model=model)
+            if settings.packs_weights:
+                model.pack_weights(with_head=settings.packs_head)
             return rates
 
     def probe_between_steps(self, timeout: float) -> RingRates:

@@ -64,7 +64,6 @@ class DecodeRank:
         num_blocks = max(case.batch * case.blocks_per_sequence(place.num_ranks) for case in cases)
         self._worker = start_worker(place, "decode", model, num_blocks, max(case.batch for case in cases), variant)
         self._worker.fill_kv(place.rank)
-        self._worker.probe()
         self._cursor = 0
         self._burst = 0
         self._loop = threading.Thread(target=self._worker.run_decode, name="decode", daemon=True)

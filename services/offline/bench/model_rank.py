@@ -28,7 +28,7 @@ def blocks_for(num_tokens: int) -> int:
 def start_worker(
     place: RankPlace, role: str, model: str, num_blocks: int, max_batch: int = 1, decode_variant: str = GATHER
 ) -> RankWorker:
-    """Start a worker at its place in the ring. Raises ModelRefused, Unavailable."""
+    """Start a worker at its place in the ring and measure its rates; collective. Raises ModelRefused, Unavailable."""
     worker = RankWorker()
     worker.start(
         RankSpec(
@@ -41,12 +41,14 @@ def start_worker(
                 num_blocks=num_blocks,
                 block_tokens=BLOCK_TOKENS,
                 max_batch=max_batch,
-                packs_weights=role == "prefill",
+                packs_weights=True,
+                packs_head=role == "decode",
                 decode_variant=decode_variant,
             ),
         )
     )
     worker.attach(place.transport)
+    worker.probe()
     return worker
 
 

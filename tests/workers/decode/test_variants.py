@@ -21,7 +21,7 @@ from tests.workers.rings import LocalRing, Turn
 from workers.decode import loop
 from workers.decode.loop import DecodeChoice
 from workers.decode.messages import Header, HeaderChannel, HeaderKind
-from workers.model.loading import load_model
+from workers.model.loading import DTYPES, load_model
 from workers.protocol.prefill_steps import Algorithm
 from workers.rank import parts as rank_parts
 from workers.sampling.parameters import SamplingParameters
@@ -273,14 +273,16 @@ def test_auto_gathers_until_the_ring_has_measured_itself(model_paths: Models) ->
     assert choice(8, 1000) == PASS_Q
 
 
+@pytest.mark.parametrize(("dtype", "packs"), [("float32", False), ("float32", True), ("bfloat16", True)])
 def test_a_ring_that_chooses_helix_at_its_start_shares_its_weights_and_says_why(
-    model_paths: Models, oracles: Oracles, monkeypatch: pytest.MonkeyPatch
+    dtype: str, packs: bool, model_paths: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Cut weights that are in place already; a later measurement changes nothing."""
+    """Cut weights that are in place already, then pack them; a later measurement changes nothing."""
     monkeypatch.setattr(rank_parts, "load_model", load_model)
     monkeypatch.setattr(loop, "choose_at_start", lambda *_: StartChoice(is_helix=True, reason="as it is faster"))
+    oracle = Oracle(model_paths["llama_gqa"], DTYPES[dtype])
     prompt, sampling = random_tokens(21), SamplingParameters(max_tokens=8)
-    with LocalRing(model_paths["llama_gqa"], 3) as ring:
+    with LocalRing(model_paths["llama_gqa"], 3, dtype=dtype, packs_weights=packs) as ring:
         before = {worker.parts.model.is_helix for worker in ring.workers}
         for _ in range(2):
             ring.together(lambda worker, _: worker.probe())
@@ -289,11 +291,29 @@ def test_a_ring_that_chooses_helix_at_its_start_shares_its_weights_and_says_why(
         ring.start_decode()
         decoded = [first, *ring.decode(conversation, first, sampling)]
         statuses = {(each.decode_variant, each.decode_reason) for each in (w.status() for w in ring.workers)}
-        heads = [worker.parts.model.head.weight.shape for worker in ring.workers]
-    assert before == {False}
-    assert decoded == oracles["llama_gqa"].greedy(prompt, 8)
+        heads = [worker.parts.model.head.out_features for worker in ring.workers]
+    assert before == {packs}, "a ring that packs its weights measures itself first"
+    assert decoded == oracle.greedy(prompt, 8)
     assert statuses == {(HELIX, "as it is faster")}
-    assert heads == [(100, 64)] * 3
+    assert heads == [100] * 3
+
+
+def test_a_ring_with_a_rank_that_outlived_another_one_decodes_with_whole_weights(
+    model_paths: Models, oracles: Oracles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last rank's weights are packed, the others' are new: all ranks agree that none is cut."""
+    monkeypatch.setattr(rank_parts, "load_model", load_model)
+    monkeypatch.setattr(loop, "choose_at_start", lambda *_: StartChoice(is_helix=True, reason="as it is faster"))
+    prompt, sampling = random_tokens(21), SamplingParameters(max_tokens=8)
+    with LocalRing(model_paths["llama_gqa"], 3) as ring:
+        ring.workers[2].parts.model.pack_weights(with_head=True)
+        ring.together(lambda worker, _: worker.probe())
+        conversation = ring.open("a", 64)
+        first = ring.prefill([Turn(conversation, prompt, sampling)])["a"]
+        ring.start_decode()
+        decoded = [first, *ring.decode(conversation, first, sampling)]
+        assert not any(worker.parts.model.is_helix for worker in ring.workers)
+    assert decoded == oracles["llama_gqa"].greedy(prompt, 8)
 
 
 def test_probing_lets_auto_choose_by_what_was_measured(model_paths: Models) -> None:

@@ -13,7 +13,7 @@ from workers.rank.worker import RankWorker
 from workers.model.loading import load_model
 
 model = load_model(Path(sys.argv[1]), "float32", "cpu")
-model.pack_weights()
+model.pack_weights(with_head=True)
 heavy = {"torch._dynamo", "sympy", "torch.distributed.tensor", "torch.distributed.fsdp"}
 print(sorted(heavy & sys.modules.keys()))
 

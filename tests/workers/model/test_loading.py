@@ -21,6 +21,7 @@ from workers.model.info import multiplies_bfloat16, read_model_info
 from workers.model.loading import PackedLinear, load_model
 from workers.model.support import FAMILIES, check_supported
 from workers.protocol.prefill_steps import Algorithm
+from workers.rank import parts as rank_parts
 from workers.sampling.parameters import SamplingParameters
 
 PLAIN = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
@@ -68,8 +69,10 @@ CAN_PACK_BFLOAT16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 @pytest.mark.parametrize("num_rows", [0, 1, 2, 17])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_a_packed_layer_has_the_bits_of_a_plain_one_and_keeps_its_hooks(has_bias: bool, num_rows: int) -> None:
-    dtype = torch.bfloat16 if CAN_PACK_BFLOAT16 else torch.float32
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16] if CAN_PACK_BFLOAT16 else [torch.float32])
+def test_a_packed_layer_answers_as_a_plain_one_and_keeps_its_hooks(
+    dtype: torch.dtype, has_bias: bool, num_rows: int
+) -> None:
     linear = Linear(96, 40, bias=has_bias, dtype=dtype).requires_grad_(False)
     linear.register_forward_hook(lambda _module, _inputs, output: output + 1)
     rows = torch.randn(1, num_rows, 96, dtype=dtype)
@@ -89,10 +92,11 @@ def test_a_bfloat16_model_answers_as_transformers_does_with_attention_in_float32
 ) -> None:
     """Three turns of uneven shards, one of a single token, which leaves ranks without any; caches are poisoned."""
     monkeypatch.setattr("workers.model.loading.multiplies_bfloat16", lambda: is_fast)
+    monkeypatch.setattr(rank_parts, "load_model", load_model)  # packing would change a model that other tests share
     path = model_paths["llama_gqa"]
     oracle = Oracle(path, torch.bfloat16)
     sampling = SamplingParameters(max_tokens=8)
-    with LocalRing(path, num_ranks, dtype="bfloat16") as ring:
+    with LocalRing(path, num_ranks, dtype="bfloat16", packs_weights=True, decode_variant="gather") as ring:
         assert {worker.parts.cache.dtype for worker in ring.workers} == {torch.float32}
         packed = [module for module in ring.workers[0].parts.model.model.modules() if isinstance(module, PackedLinear)]
         assert bool(packed) is is_fast

@@ -157,7 +157,7 @@ def test_packed_weights_give_the_logits_of_one_process(
     # Other tests share loaded models, which packing would change.
     monkeypatch.setattr(rank_parts, "load_model", load_model)
     tokens = random_tokens(77)
-    with LocalRing(model_paths[kind], 2, tp=tp, packs_weights=True) as ring:
+    with LocalRing(model_paths[kind], 2, tp=tp, packs_weights=True, decode_variant="gather") as ring:
         assert all(is_packed(worker) for worker in ring.workers)
         conversation = ring.open("a", 80)
         parts = [ring.prefill_logits([Turn(conversation, tokens[a:b])])[0] for a, b in ((0, 1), (1, 4), (4, 77))]
