@@ -380,4 +380,6 @@ class SocketWork:
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     """Return the tensor's own memory: the view holds it, without a copy."""
     assert tensor.device.type == "cpu", f"a socket ring moves tensors on the CPU, not on {tensor.device}"
-    return tensor.detach().view(-1).view(torch.uint8).numpy().data
+    # numpy has no bfloat16.
+    array = tensor.detach().view(-1).view(torch.uint8) if tensor.dtype == torch.bfloat16 else tensor.detach()
+    return memoryview(array.numpy()).cast("B")
