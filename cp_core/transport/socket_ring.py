@@ -382,4 +382,4 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     assert tensor.device.type == "cpu", f"a socket ring moves tensors on the CPU, not on {tensor.device}"
     # numpy has no bfloat16.
     array = tensor.detach().view(-1).view(torch.uint8) if tensor.dtype == torch.bfloat16 else tensor.detach()
-    return memoryview(array.numpy()).cast("B")
+    return array.numpy().data.cast("B")
