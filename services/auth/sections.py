@@ -16,6 +16,9 @@ from cp_core.transport.peer_tls import PeerTls
 from services.auth.tenants import read_tenants
 from services.auth.tls import ServerTls
 
+SECRET_VARIABLE = "RINGSERVE_PEER_SECRET"
+"""Environment variable of the secret by which the processes of a cluster know each other. Children inherit it; without
+it their ports ask for none."""
 SECRET_FILES = {"tls": ("cert", "key", "client_ca"), "internal_tls": ("cert", "key", "ca"), "auth": ("tokens",)}
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
 
-from services.auth.sections import check_public_endpoints
+from services.auth.sections import SECRET_VARIABLE, check_public_endpoints
 from services.cli.options import Subcommands, add_config_options, check_drain_seconds, config_of
+from services.cluster.state import secret_of
 from services.config import LOG_LEVELS, METRIC_NAMES
 from services.config.checks import DEVICES
 from services.gateway.settings import GatewaySettings
@@ -52,6 +54,8 @@ def run(options: argparse.Namespace) -> int:
     endpoints = {"--listen": options.listen, "--http": options.http}
     check_public_endpoints(endpoints, config.tls, config.auth, is_insecure=config.gateway.insecure)
     check_drain_seconds(options.drain_seconds)
+    if secret := secret_of(options.router):
+        os.environ.setdefault(SECRET_VARIABLE, secret)
     return run_gateway(
         GatewaySettings(
             listen=options.listen,

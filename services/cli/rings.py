@@ -13,6 +13,7 @@ from cp_core.errors import ConfigError
 from orchestration.protocol.views import DrainView
 from services.cli.options import Subcommands, add_router_options, config_of, router_of
 from services.cluster.operator import RouterAccess, drain_node, drain_ring, restart_ring, undrain_ring
+from services.cluster.state import secret_of
 
 DRAIN = """example:
   ringserve drain decode-0
@@ -129,8 +130,10 @@ def _restart(options: argparse.Namespace, ring: str) -> Awaitable[None]:
 
 def _access(options: argparse.Namespace) -> RouterAccess:
     """Return the access to the router. Raises NotFound, ConfigError."""
+    router = router_of(options)
     return RouterAccess(
-        endpoint=router_of(options),
+        endpoint=router,
+        secret=secret_of(router),
         tls=config_of(options).internal_tls.files,
         progress=lambda line: print("ringserve:", line, file=sys.stderr, flush=True),
     )

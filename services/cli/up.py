@@ -20,6 +20,7 @@ import psutil
 from rich.console import Console
 
 from cp_core.errors import ConfigError, Unavailable
+from services.auth.sections import SECRET_VARIABLE
 from services.cli.import_model import prepare
 from services.cli.options import Subcommands, add_config_options, check_drain_seconds, config_of
 from services.cluster.state import (
@@ -216,6 +217,7 @@ class _Record:
                 http=self.cluster.http_address,
                 metrics=self.cluster.metrics_address,
                 router=self.cluster.router_endpoint,
+                secret=os.environ.get(SECRET_VARIABLE, ""),
             )
         )
         return self._state

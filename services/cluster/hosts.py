@@ -30,7 +30,7 @@ from services.config import Config, RouterConfig
 from services.config.rings import Pool
 from services.rpc.health import HealthWatch
 from services.rpc.peers import GrpcPeers
-from services.rpc.server import EPOCH_KEY, GrpcServer
+from services.rpc.server import EPOCH_KEY, GrpcServer, admitting_peers
 from services.rpc.servicers import RingServicer, RouterServicer
 from services.telemetry.logs import set_up_logs
 from services.telemetry.metrics.endpoint import MetricsEndpoint, metrics_page, probe_pages
@@ -112,7 +112,7 @@ class RunningRouter:
         self._metrics: MetricsEndpoint | None = None
 
     async def start(self) -> str:
-        self._server = GrpcServer(peer_server(self._tls))
+        self._server = GrpcServer(peer_server(self._tls), admit=admitting_peers())
         metrics = RouterMetrics(self._config.router.selector, self._view, asyncio.get_running_loop())
         servicer = RouterServicer(self._router, metrics)
         if self._config.metrics.router:
@@ -253,6 +253,7 @@ class RunningLeader:
         self._host = host
         self._tls = host.config.internal_tls.files
         self._peers = GrpcPeers(self._tls, host.config.timeouts.lost)
+        self._check_secret = admitting_peers()
         self._server: GrpcServer | None = None
         self._leader: RingLeader | None = None
         self._tracer = tracer_for(host.config.tracing, host.name)
@@ -263,7 +264,7 @@ class RunningLeader:
     async def start(self) -> str:
         """Start the server, then the ring: a ready ring is announced by its endpoint."""
         host = self._host
-        server = self._server = GrpcServer(peer_server(self._tls), admit=self._check_epoch)
+        server = self._server = GrpcServer(peer_server(self._tls), admit=self._admit)
         router = self._peers.router(host.router_endpoint)
         ranks = RayRanks(host.name, host.resources())
         leader: RingLeader
@@ -288,8 +289,9 @@ class RunningLeader:
             raise
         return endpoint
 
-    def _check_epoch(self, metadata: Mapping[str, str]) -> None:
-        """Refuse the call of a router that another has replaced. Raises StaleIncarnation."""
+    def _admit(self, metadata: Mapping[str, str]) -> None:
+        """Refuse strangers, and a router that another has replaced. Raises Unauthenticated, StaleIncarnation."""
+        self._check_secret(metadata)
         epoch = metadata.get(EPOCH_KEY, "")
         if self._leader is not None and epoch.isdecimal():
             self._leader.check_epoch(int(epoch))

@@ -21,15 +21,16 @@ LEAVE_SECONDS = 30.0
 
 @dataclass(frozen=True, kw_only=True)
 class RouterAccess:
-    """Access to the router. `progress` gets one line for each change."""
+    """Access to the router. `progress` gets one line for each change. `secret`: see `GrpcPeers`."""
 
     endpoint: str
     tls: PeerTls | None
     progress: Callable[[str], None]
+    secret: str | None = None
 
     @asynccontextmanager
     async def router(self) -> AsyncIterator[GrpcRouter]:
-        peers = GrpcPeers(self.tls)
+        peers = GrpcPeers(self.tls, secret=self.secret)
         try:
             yield peers.router(self.endpoint)
         finally:

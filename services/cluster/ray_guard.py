@@ -23,6 +23,7 @@ from ray._private import worker as ray_worker
 from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
 
 from cp_core.errors import ConfigError, Unavailable
+from services.auth.sections import SECRET_VARIABLE
 from services.cluster.stopping import keeping_handlers
 
 OBJECT_STORE_BYTES = 80 * 1024 * 1024
@@ -39,9 +40,11 @@ log = logging.getLogger(__name__)
 def start_own_ray(num_cpus: int, namespace: str, directory: Path) -> list[psutil.Process]:
     """Start a Ray for this process and its children alone; return those of its processes that this one is to end.
 
+    The children inherit a secret, by which they know each other where there is no TLS.
     Raises Unavailable, and leaves nothing behind then.
     """
     _make_token()
+    os.environ.setdefault(SECRET_VARIABLE, secrets.token_hex(32))
     tame_output()
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     others = set(psutil.Process().children())

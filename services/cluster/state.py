@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 
@@ -43,7 +43,7 @@ class ClusterState:
 
     `rings_serving` of `num_rings` rings serve; `progress` are the lines that its start has told so far. `log` is the
     file of a detached cluster's output. `reason` says why a cluster ended by itself. A cluster that is told to end lets
-    its turns go on for `drain_seconds`.
+    its turns go on for `drain_seconds`. `secret` is that of its processes: the file is its owner's alone.
     """
 
     name: str
@@ -60,6 +60,7 @@ class ClusterState:
     http: str = ""
     reason: str = ""
     drain_seconds: float = 0.0
+    secret: str = field(default="", repr=False)
 
     @property
     def is_running(self) -> bool:
@@ -180,6 +181,7 @@ def _write_draft(state: ClusterState) -> Path:
     draft = path.with_suffix(f".{state.pid}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        draft.touch(mode=0o600)
         draft.write_text(json.dumps(asdict(state)), encoding="utf-8")
     except OSError as error:
         raise _refusal(path, "written", error) from error
@@ -240,6 +242,16 @@ def require_ready(name: str) -> ClusterState:
     if state.stage is ClusterStage.STARTING:
         raise Unavailable(f"the cluster {starting_line(state)}; 'ringserve status' says when it serves")
     return state
+
+
+def secret_of(router: str) -> str | None:
+    """Return the secret of the cluster on this machine that has this router; None where no file of this user tells."""
+    for path in state_directory().glob("*.json"):
+        with contextlib.suppress(ConfigError):
+            state = read_state(path.stem)
+            if state is not None and state.router == router:
+                return state.secret
+    return None
 
 
 def starting_line(state: ClusterState) -> str:

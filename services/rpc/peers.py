@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
@@ -31,9 +32,10 @@ from orchestration.protocol.turns import (
 from orchestration.protocol.views import ConversationList, ConversationView, RingStatus, ServerView
 from orchestration.tasks import until_reached
 from ringserve.v1 import inference_pb2, rings_pb2, rings_pb2_grpc, router_pb2, router_pb2_grpc
+from services.auth.sections import SECRET_VARIABLE
 from services.auth.tls import peer_channel
 from services.rpc.errors import error_from
-from services.rpc.server import CHANNEL_OPTIONS, EPOCH_KEY, keepalive
+from services.rpc.server import CHANNEL_OPTIONS, EPOCH_KEY, SECRET_KEY, keepalive
 from services.rpc.wire.contract import event_from, from_message, to_message
 
 T = TypeVar("T")
@@ -113,9 +115,9 @@ class GrpcRing(_Peer):
     """`RingPort` over a channel."""
 
     def __init__(
-        self, role: str, endpoint: str, channel: grpc.aio.Channel, lost_seconds: float, epoch: int = 0
+        self, role: str, endpoint: str, channel: grpc.aio.Channel, lost_seconds: float, metadata: Metadata
     ) -> None:
-        super().__init__(f"the {role} leader at {endpoint}", ((EPOCH_KEY, str(epoch)),) if epoch else ())
+        super().__init__(f"the {role} leader at {endpoint}", metadata)
         self._lost_seconds = lost_seconds
         self._stub = rings_pb2_grpc.RingServiceStub(channel)
         # A prefill ring finishes the step under way before it unpins a sequence.
@@ -139,7 +141,7 @@ class GrpcRing(_Peer):
         Raises Unavailable also where neither events nor heartbeats come, and Unreachable where the connection breaks
         while they do.
         """
-        call = self._stub.StreamTurn(rings_pb2.StreamTurnRequest(turn_id=turn_id, after=after))
+        call = self._stub.StreamTurn(rings_pb2.StreamTurnRequest(turn_id=turn_id, after=after), metadata=self._metadata)
         silence = _Silence(call, self._lost_seconds)
         try:
             async for event in call:
@@ -204,8 +206,8 @@ class GrpcRouter(_Peer):
     can be reached, which may be started again meanwhile.
     """
 
-    def __init__(self, endpoint: str, channel: grpc.aio.Channel, patience: float) -> None:
-        super().__init__(f"the router at {endpoint}")
+    def __init__(self, endpoint: str, channel: grpc.aio.Channel, patience: float, metadata: Metadata) -> None:
+        super().__init__(f"the router at {endpoint}", metadata)
         self._stub = router_pb2_grpc.RouterServiceStub(channel)
         self._patience = patience
 
@@ -222,15 +224,16 @@ class GrpcRouter(_Peer):
 
     async def resume_turn(self, request: ResumeTurn) -> None:
         message = to_message(router_pb2.ResumeTurnRequest, request)
-        await self._reach(self._stub.ResumeTurn(message, timeout=request.deadline_seconds))
+        await self._tell(self._stub.ResumeTurn, message, request.deadline_seconds)
 
     async def end_turn(self, outcome: TurnOutcome) -> int:
-        call = self._stub.EndTurn(to_message(router_pb2.EndTurnRequest, outcome), timeout=ABORT_SECONDS)
-        return (await self._reach(call)).retain_tokens
+        message = to_message(router_pb2.EndTurnRequest, outcome)
+        answer: router_pb2.EndTurnResponse = await self._tell(self._stub.EndTurn, message, ABORT_SECONDS)
+        return answer.retain_tokens
 
     async def abort_requests(self, request_ids: Sequence[str], reader: str = "") -> tuple[list[str], list[str]]:
         request = router_pb2.AbortTurnsRequest(request_ids=request_ids, reader=reader)
-        answer = await self._repeat(lambda: self._reach(self._stub.AbortTurns(request, timeout=ABORT_SECONDS)))
+        answer = await self._repeat(lambda: self._tell(self._stub.AbortTurns, request, ABORT_SECONDS))
         return list(answer.aborted), list(answer.unknown)
 
     async def get_conversation(self, conversation_id: str) -> ConversationView:
@@ -255,7 +258,7 @@ class GrpcRouter(_Peer):
             nonlocal num_calls
             num_calls += 1
             try:
-                await self._reach(self._stub.DeleteConversation(request, timeout=CONTROL_SECONDS))
+                await self._tell(self._stub.DeleteConversation, request)
             except NotFound:
                 if num_calls == 1:  # else the call before has deleted it
                     raise
@@ -271,19 +274,20 @@ class GrpcRouter(_Peer):
 
     async def drain_ring(self, name: str, seconds: float, *, force: bool = False) -> None:
         request = router_pb2.DrainRingRequest(ring=name, seconds=seconds, force=force)
-        await self._reach(self._stub.DrainRing(request, timeout=CONTROL_SECONDS))
+        await self._tell(self._stub.DrainRing, request)
 
     async def restart_ring(self, name: str, seconds: float, *, leaving_node: str = "") -> None:
         request = router_pb2.RestartRingRequest(ring=name, seconds=seconds, leaving_node=leaving_node)
-        await self._reach(self._stub.RestartRing(request, timeout=CONTROL_SECONDS))
+        await self._tell(self._stub.RestartRing, request)
 
     async def undrain_ring(self, name: str) -> None:
         request = router_pb2.UndrainRingRequest(ring=name)
-        await self._reach(self._stub.UndrainRing(request, timeout=CONTROL_SECONDS))
+        await self._tell(self._stub.UndrainRing, request)
 
     async def find_fault(self) -> str:
-        call = self._stub.FindFault(router_pb2.FindFaultRequest(), timeout=FAULT_SECONDS)
-        return (await self._reach(call)).fault
+        request = router_pb2.FindFaultRequest()
+        answer: router_pb2.FindFaultResponse = await self._tell(self._stub.FindFault, request, FAULT_SECONDS)
+        return answer.fault
 
     async def get_server_info(self) -> ServerView:
         return await self._ask(self._stub.GetServerInfo, inference_pb2.GetServerInfoRequest(), ServerView)
@@ -293,27 +297,35 @@ class GrpcPeers:
     """`Peers` over gRPC: one channel an endpoint, opened on first use; `close` closes all.
 
     `epoch` is that of the router whose calls these are; 0 for others, and where the router remembers nothing.
+    Calls carry `secret`, by default that of the environment.
     A peer whose machine gives no sign of life for `lost_seconds` fails its calls, and one whose process gives none its
     streams.
     """
 
     def __init__(
-        self, tls: PeerTls | None = None, lost_seconds: float = LOST_SECONDS, router_patience: float = 0.0
+        self,
+        tls: PeerTls | None = None,
+        lost_seconds: float = LOST_SECONDS,
+        router_patience: float = 0.0,
+        secret: str | None = None,
     ) -> None:
         """Raise ConfigError for TLS files that cannot be used. `GrpcRouter` explains `router_patience`."""
         self.epoch = 0
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._lost_seconds = lost_seconds
         self._router_patience = router_patience
+        secret = os.environ.get(SECRET_VARIABLE, "") if secret is None else secret
+        self._metadata: Metadata = ((SECRET_KEY, secret),) if secret else ()
         self._credentials, options = peer_channel(tls)
         alive = keepalive(lost_seconds / SILENT_TICKS, lost_seconds, is_always_on=True)
         self._options = (*CHANNEL_OPTIONS, *alive, *options)
 
     def leader(self, role: str, endpoint: str) -> GrpcRing:
-        return GrpcRing(role, endpoint, self._channel(endpoint), self._lost_seconds, self.epoch)
+        epoch = ((EPOCH_KEY, str(self.epoch)),) if self.epoch else ()
+        return GrpcRing(role, endpoint, self._channel(endpoint), self._lost_seconds, (*self._metadata, *epoch))
 
     def router(self, endpoint: str) -> GrpcRouter:
-        return GrpcRouter(endpoint, self._channel(endpoint), self._router_patience)
+        return GrpcRouter(endpoint, self._channel(endpoint), self._router_patience, self._metadata)
 
     def _channel(self, endpoint: str) -> grpc.aio.Channel:
         if endpoint not in self._channels:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hmac
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from inspect import iscoroutinefunction
@@ -12,7 +14,8 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from cp_core.errors import ConfigError, RingserveError
+from cp_core.errors import ConfigError, RingserveError, Unauthenticated
+from services.auth.sections import SECRET_VARIABLE
 from services.rpc.errors import answering
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
@@ -69,6 +72,8 @@ LIVE = "ringserve.live"
 
 EPOCH_KEY = "ringserve-epoch"
 """Metadata of a router's calls: its epoch."""
+SECRET_KEY = "ringserve-secret"
+"""Metadata of calls between our own processes: their common secret."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 MALFORMED_MESSAGE = "the request is no valid message of this method"
@@ -126,6 +131,22 @@ class MalformedInterceptor(grpc.aio.ServerInterceptor):
 
 Admit = Callable[[Mapping[str, str]], None]
 """Check of a call's metadata. Raises the error that the call is answered with."""
+
+
+def admitting_peers() -> Admit:
+    """Return a check that calls carry the secret of this process's environment, if it has one.
+
+    The check raises Unauthenticated.
+    """
+    secret = os.environ.get(SECRET_VARIABLE, "").encode()
+
+    def admit(metadata: Mapping[str, str]) -> None:
+        if secret and not hmac.compare_digest(metadata.get(SECRET_KEY, "").encode(), secret):
+            raise Unauthenticated(
+                f"this port is for processes of one cluster, and the call has not their secret ({SECRET_VARIABLE})"
+            )
+
+    return admit
 
 
 class AdmittingInterceptor(grpc.aio.ServerInterceptor):

@@ -25,6 +25,7 @@ from services.cluster.state import (
     remove_state,
     require_ready,
     require_state,
+    secret_of,
     started_after_boot,
     state_directory,
     write_state,
@@ -248,3 +249,14 @@ def test_a_file_that_vanishes_before_it_is_read_or_removed_is_no_cluster(monkeyp
     monkeypatch.setattr(Path, "read_text", vanish)
     assert read_state("default") is None
     remove_state("default")
+
+
+def test_a_secret_is_read_by_its_owner_alone_and_found_by_the_router(directory: Path) -> None:
+    state = dataclasses.replace(state_of(psutil.Process()), router="127.0.0.1:5", secret="a secret")
+    claim_name(state)
+    write_state(state)
+    (path,) = directory.glob("*.json")
+    assert path.stat().st_mode & 0o077 == 0
+    assert secret_of("127.0.0.1:5") == "a secret"
+    assert secret_of("127.0.0.1:6") is None
+    assert "a secret" not in repr(read_state("default")), "it is in no log"

@@ -1,4 +1,4 @@
-"""Calls of a router carry its epoch, by which leaders refuse one that has been replaced."""
+"""Metadata of calls between processes: a router's epoch, and the secret that all processes of a cluster have."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from cp_core.errors import StaleIncarnation, TurnCancelled
+from cp_core.errors import StaleIncarnation, TurnCancelled, Unauthenticated
+from services.auth.sections import SECRET_VARIABLE
 from services.rpc.peers import GrpcPeers
-from services.rpc.server import EPOCH_KEY, GrpcServer
+from services.rpc.server import EPOCH_KEY, GrpcServer, admitting_peers
 from services.rpc.servicers import RingServicer
 
 
@@ -50,4 +51,37 @@ async def test_a_leader_refuses_the_calls_of_an_earlier_epoch_and_of_nobody_else
     assert leader.told == ["settle d", "finish u"]
     for peers in (old, new, gateway):
         await peers.close()
+    await server.stop(0)
+
+
+@pytest.mark.parametrize("secret", ["", "of another cluster"])
+async def test_a_stranger_tells_a_leader_nothing(secret: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call and a stream of a process without the secret are refused; processes of the environment have it."""
+    leader: Any = Leader()
+    monkeypatch.setenv(SECRET_VARIABLE, "of the cluster")
+    server = GrpcServer(admit=admitting_peers())
+    RingServicer(leader).register(server)
+    address = await server.start("127.0.0.1:0")
+    stranger, peer = GrpcPeers(secret=secret), GrpcPeers()
+    with pytest.raises(Unauthenticated, match="RINGSERVE_PEER_SECRET"):
+        await stranger.leader("decode", address).settle("c", "", 0)
+    with pytest.raises(Unauthenticated):
+        await anext(stranger.leader("decode", address).stream_turn("t"))
+    await peer.leader("decode", address).settle("d", "", 0)
+    assert leader.told == ["settle d"]
+    for peers in (stranger, peer):
+        await peers.close()
+    await server.stop(0)
+
+
+async def test_without_a_secret_every_process_is_a_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    leader: Any = Leader()
+    monkeypatch.delenv(SECRET_VARIABLE, raising=False)
+    server = GrpcServer(admit=admitting_peers())
+    RingServicer(leader).register(server)
+    address = await server.start("127.0.0.1:0")
+    peers = GrpcPeers(secret="of another cluster")
+    await peers.leader("decode", address).settle("c", "", 0)
+    assert leader.told == ["settle c"]
+    await peers.close()
     await server.stop(0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import urllib.request
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import grpc
@@ -14,7 +15,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
-from ringserve.v1 import inference_pb2
+from ringserve.v1 import inference_pb2, rings_pb2, rings_pb2_grpc, router_pb2, router_pb2_grpc
 from services.offline.reference import StockModel
 from services.rpc.server import LIVE
 from tests.services.e2e.cluster import CALL_SECONDS, Cluster, Inference, ids
@@ -50,6 +51,24 @@ def test_every_process_answers_health_checks_and_lists_its_services(
         (listed,) = stub.ServerReflectionInfo(iter([ask]), timeout=CALL_SECONDS)
         names = {each.name for each in listed.list_services_response.service}
         assert names == {service, "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
+
+
+@pytest.mark.parametrize("process", ["router", "prefill", "decode"])
+def test_other_users_of_the_machine_can_ask_no_process_but_the_gateway(
+    cluster: Cluster, inference: Inference, process: str
+) -> None:
+    with grpc.insecure_channel(endpoint_of(cluster, inference, process)) as channel:
+        call: Any
+        if process == "router":
+            stub = router_pb2_grpc.RouterServiceStub(channel)
+            call = partial(stub.RegisterRing, router_pb2.RegisterRingRequest(name="mine", role="prefill"))
+        else:
+            call = partial(rings_pb2_grpc.RingServiceStub(channel).GetStatus, rings_pb2.GetStatusRequest())
+        with pytest.raises(grpc.RpcError) as refusal:
+            call(timeout=CALL_SECONDS)
+    error: Any = refusal.value
+    assert error.code() is grpc.StatusCode.UNAUTHENTICATED
+    assert "RINGSERVE_PEER_SECRET" in error.details()
 
 
 def scrape(cluster: Cluster) -> Mapping[str, float]:
