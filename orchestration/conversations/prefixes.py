@@ -21,7 +21,7 @@ import asyncio
 import heapq
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
@@ -231,12 +231,14 @@ class PromptPrefixes:
         rings: RingRegistry,
         num_agreeing: Callable[[Conversation], int],
         min_shared: int = MIN_SHARED,
+        communities: Iterable[tuple[str, ...]] = (),
     ) -> None:
+        self._scopes = {tenant: ",".join(members) for members in communities for tenant in members}
         self._store = store
         self._rings = rings
         self._num_agreeing = num_agreeing
         self._min_shared = min_shared
-        self._of_tenant: dict[str, PrefixIndex] = {}
+        self._histories: dict[str, PrefixIndex] = {}
         self._under_way: dict[str, PrefixIndex] = {}
         self._running: dict[str, PromptUnderWay] = {}  # by KV id
         self.queried = 0
@@ -245,34 +247,38 @@ class PromptPrefixes:
 
     def _note(self, conversation: Conversation) -> None:
         if conversation.conversation_id and conversation.tokens is not None:
-            index = self._of_tenant.setdefault(tenant_of(conversation.conversation_id), PrefixIndex())
+            index = self._histories.setdefault(self._scope(conversation.conversation_id), PrefixIndex())
             index.put(conversation.conversation_id, conversation.tokens)
 
     def _forget(self, conversation: Conversation) -> None:
-        tenant = tenant_of(conversation.conversation_id)
-        index = self._of_tenant.get(tenant)
-        if index is None:
-            return
-        index.remove(conversation.conversation_id)
-        if not len(index):
-            del self._of_tenant[tenant]
+        scope = self._scope(conversation.conversation_id)
+        index = self._histories.get(scope)
+        if index is not None:
+            index.remove(conversation.conversation_id)
+            if not len(index):
+                del self._histories[scope]
+
+    def _scope(self, scoped_id: str) -> str:
+        """Return the name of those who share KV with the tenant of an id: no tenant's name has a comma."""
+        tenant = tenant_of(scoped_id)
+        return self._scopes.get(tenant, tenant)
 
     def begin(self, request_id: str, kv_id: str, tokens: TokenIds, choice: Choice, ready_at: float) -> PromptUnderWay:
         """Enter the prompt of a turn whose rings are chosen. The caller ends it."""
-        tenant = tenant_of(request_id)
+        scope = self._scope(request_id)
 
         def forget() -> None:
             if self._running.get(kv_id) is prompt:
                 del self._running[kv_id]
-                index = self._under_way[tenant]
+                index = self._under_way[scope]
                 index.remove(kv_id)
                 if not len(index):
-                    del self._under_way[tenant]
+                    del self._under_way[scope]
 
         if (before := self._running.get(kv_id)) is not None:
             before.end()
         prompt = PromptUnderWay(request_id, kv_id, tokens, choice, ready_at, forget)
-        self._under_way.setdefault(tenant, PrefixIndex()).put(kv_id, tokens)
+        self._under_way.setdefault(scope, PrefixIndex()).put(kv_id, tokens)
         self._running[kv_id] = prompt
         return prompt
 
@@ -280,9 +286,9 @@ class PromptPrefixes:
         """Return the prompt of a running turn, while others may share or await it."""
         return next((each for each in self._running.values() if each.request_id == request_id), None)
 
-    def coming(self, tenant: str, prompt: TokenIds) -> Iterator[tuple[PromptUnderWay, int]]:
+    def coming(self, request_id: str, prompt: TokenIds) -> Iterator[tuple[PromptUnderWay, int]]:
         """Yield prompts of running turns that begin as this one does, and how many tokens they share, most first."""
-        index = self._under_way.get(tenant)
+        index = self._under_way.get(self._scope(request_id))
         for kv_id, shared in index.matches(prompt[:-1], MAX_LOOKED_AT) if index is not None else ():
             yield self._running[kv_id], shared
 
@@ -292,41 +298,42 @@ class PromptPrefixes:
         A new one shares more where another history does.
         """
         tenant, most = tenant_of(request_id), 0
-        for conversation, shared in self.matches(tenant, prompt):
+        for conversation, shared in self.matches(request_id, prompt):
             most = max(most, shared)
             if most - shared >= self._min_shared:
                 break
             if conversation.tokens is None or len(conversation.tokens) > shared:
                 continue
-            if conversation.is_unnamed and conversation.is_idle and shared < len(prompt):
+            is_own = tenant_of(conversation.conversation_id) == tenant
+            if is_own and conversation.is_unnamed and conversation.is_idle and shared < len(prompt):
                 return conversation.conversation_id
         name = f"{UNNAMED}{uuid.uuid4().hex[:16]}"
         return f"{tenant}/{name}" if tenant else name
 
-    def find(self, tenant: str, prompt: TokenIds) -> SharedKv:
+    def find(self, request_id: str, prompt: TokenIds) -> SharedKv:
         """Return the KV on rings that begins as the prompt does: the longest on a ring of each role."""
         self.queried += len(prompt)
-        shared = self.look(tenant, prompt)
+        shared, scope = self.look(request_id, prompt), self._scope(request_id)
         for kv_id in shared.kv_ids.values():
             conversation = self._store.known(kv_id)
             if conversation is not None:
                 self._store.use(conversation)
-            if tenant in self._of_tenant:
-                self._of_tenant[tenant].touch(kv_id)
+            if scope in self._histories:
+                self._histories[scope].touch(kv_id)
         self.hit += shared.num_tokens
         return shared
 
-    def look(self, tenant: str, prompt: TokenIds) -> SharedKv:
+    def look(self, request_id: str, prompt: TokenIds) -> SharedKv:
         """Return as `find`, without notice that it is used."""
         found = dict[str, tuple[KvLocation, str]]()
         # The last token is always computed: its logits give the first new one.
         histories = (
             (conversation.conversation_id, min(shared, self._num_agreeing(conversation)), conversation.places, shared)
-            for conversation, shared in self.matches(tenant, prompt[:-1])
+            for conversation, shared in self.matches(request_id, prompt[:-1])
         )
         running = (
             (each.kv_id, shared, each.places, shared)
-            for each, shared in self.coming(tenant, prompt)
+            for each, shared in self.coming(request_id, prompt)
             if each.places is not None
         )
         for kv_id, agreeing, places, shared in heapq.merge(histories, running, key=lambda item: -item[3]):
@@ -368,9 +375,9 @@ class PromptPrefixes:
         tokens = None if history is None or self._num_agreeing(history) < length else history.tokens
         return tokens is not None and common_prefix(tokens, beginning) == length
 
-    def matches(self, tenant: str, prompt: TokenIds) -> Iterator[tuple[Conversation, int]]:
+    def matches(self, request_id: str, prompt: TokenIds) -> Iterator[tuple[Conversation, int]]:
         """Yield a few histories that begin as the prompt does, with the number of tokens they share, most first."""
-        index = self._of_tenant.get(tenant)
+        index = self._histories.get(self._scope(request_id))
         for name, shared in index.matches(prompt, MAX_LOOKED_AT) if index is not None else ():
             conversation = self._store.known(name)
             if conversation is not None:

@@ -22,7 +22,7 @@ from cp_core.errors import (
     RingserveError,
     Unavailable,
 )
-from orchestration.conversations.conversation import Conversation, common_prefix, tenant_of
+from orchestration.conversations.conversation import Conversation, common_prefix
 from orchestration.conversations.operations import ConversationOperations
 from orchestration.conversations.prefixes import (
     MIN_SHARED,
@@ -117,7 +117,7 @@ class PromptWaits:
             first = self._prefixes.of_request(request.follows)
             return None if first is None or first.is_settled else first
         alone, now = 0.0, self._clock()
-        for coming, shared in self._prefixes.coming(tenant_of(request.request_id), request.token_ids):
+        for coming, shared in self._prefixes.coming(request.request_id, request.token_ids):
             if shared - wanted.match_tokens < MIN_SHARED:
                 break
             if coming.is_settled:
@@ -217,7 +217,7 @@ class TurnAdmission:
         _check_scores(len(prompt), request.sampling.prompt_logprobs)
         shared = NOTHING_SHARED
         if self._prefixes is not None and self._may_share(request, conversation):
-            shared = self._prefixes.find(tenant_of(request.request_id), prompt)
+            shared = self._prefixes.find(request.request_id, prompt)
         wanted = _wanted(request, conversation, prompt, shared)
         choice = self._placer.choose(wanted)
         self._check_length(wanted, choice)
@@ -240,7 +240,7 @@ class TurnAdmission:
             return False
 
         def wanted() -> WantedTurn:
-            return _wanted(request, conversation, prompt, prefixes.look(tenant_of(request.request_id), prompt))
+            return _wanted(request, conversation, prompt, prefixes.look(request.request_id, prompt))
 
         left = deadline - asyncio.get_running_loop().time()
         return await self._prompt_waits.until_shared(request, wanted, left)

@@ -47,7 +47,8 @@ class RouterSettings:
     `max_waiting_turns` bounds the turns that wait for one conversation, and those that wait for rings to return. A ring
     has `return_seconds` for that. A ring that has not announced itself for `ring_lease` counts as lost (0: never).
     `retain_prompts`: KV of requests without a conversation is retained, and every new
-    prompt shares the KV of the longest prefix that rings retain. Turns of a router that was started again wait a while
+    prompt shares the KV of the longest prefix that rings retain, of its tenant or of one that `share_prompts` names
+    beside it. Turns of a router that was started again wait a while
     for `num_rings` rings to tell what they hold (0: for one of each role).
     """
 
@@ -59,6 +60,7 @@ class RouterSettings:
     control_timeout: float = 20.0
     transfer_timeout: float = 60.0
     retain_prompts: bool = True
+    share_prompts: tuple[tuple[str, ...], ...] = ()
     max_positions: int
     num_rings: int = 0
 
@@ -94,7 +96,11 @@ class Router:
         self._turns = turns = TurnRegistry(peers, rings, store, self._tasks, settings.control_timeout, journal)
         rings.on_lost = turns.lose
         self._operations = ConversationOperations(store, peers, rings, turns, self._tasks)
-        self.prefixes = PromptPrefixes(store, rings, self._operations.num_agreeing) if settings.retain_prompts else None
+        self.prefixes = (
+            PromptPrefixes(store, rings, self._operations.num_agreeing, communities=settings.share_prompts)
+            if settings.retain_prompts
+            else None
+        )
         self._returns = RingReturns(rings, seconds=settings.return_seconds, max_waiting=settings.max_waiting_turns)
         self._drains = Drains(peers, rings, self._returns)
         self._moves = MoveCounts()

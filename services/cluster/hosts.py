@@ -101,6 +101,7 @@ class RunningRouter:
             control_timeout=host.config.timeouts.control,
             transfer_timeout=host.config.timeouts.transfer,
             retain_prompts=router.retain_prompts,
+            share_prompts=router.communities,
             max_positions=host.model.max_positions,
             return_seconds=host.config.timeouts.start + RETURN_SECONDS,
             ring_lease=host.config.timeouts.lost,

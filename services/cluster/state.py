@@ -250,7 +250,7 @@ def secret_of(router: str) -> str | None:
         with contextlib.suppress(ConfigError):
             state = read_state(path.stem)
             if state is not None and state.router == router:
-                return state.secret
+                return state.secret or None
     return None
 
 

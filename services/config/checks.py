@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
@@ -12,6 +14,7 @@ from cp_core.errors import ConfigError
 from cp_core.transport.ring_backend import select_ring_backend
 from orchestration.placement.planner import MISSING_KV
 from services.auth.sections import check_public_endpoints, check_ring, check_sections
+from services.auth.tenants import NAME as TENANT_NAME
 from services.config.rings import check_names
 from services.config.service import UNKNOWN_FIELDS
 from services.telemetry.logs import LOG_FORMATS
@@ -84,6 +87,7 @@ def check(config: Config) -> None:
     _within("gateway.max_calls", config.gateway.max_calls, 1, 1_000_000)
     _address("gateway.listen", config.gateway.listen)
     _address("router.listen", config.router.listen)
+    _communities(config.router.communities)
     for key in ("http", "metrics"):
         if address := getattr(config.gateway, key):
             _address(f"gateway.{key}", address)
@@ -98,6 +102,16 @@ def check(config: Config) -> None:
     check_tracing(config.tracing)
     endpoints = {f"gateway.{key}": getattr(config.gateway, key) for key in ("listen", "http")}
     check_public_endpoints(endpoints, config.tls, config.auth, is_insecure=config.gateway.insecure)
+
+
+def _communities(communities: Sequence[Sequence[str]]) -> None:
+    """Check the tenants that share prompts."""
+    tenants = Counter(tenant for members in communities for tenant in members)
+    for tenant, count in tenants.items():
+        if not TENANT_NAME.fullmatch(tenant):
+            raise ConfigError(f"router.share_prompts: {tenant!r} is no tenant's name; allowed is such as 'acme,beta'")
+        if count > 1:
+            raise ConfigError(f"router.share_prompts: {tenant!r} stands {count} times; allowed is once")
 
 
 def _metrics_ports(config: Config) -> None:

@@ -37,7 +37,9 @@ class RouterConfig:
     KV that only the decode ring retains is pulled, computed again, or treated in the way predicted to be faster
     (`missing_kv`: pull, recompute, auto). A conversation that names no time to live is deleted
     `conversation_ttl_seconds` after its last use (0: never); at most `max_waiting_turns` wait for one.
-    `retain_prompts`: prompts share the KV of earlier ones that begin alike, also of those without a conversation.
+    `retain_prompts`: prompts share the KV of earlier ones that begin alike, also of those without a conversation. Those
+    of different tenants do so only where `share_prompts` names the tenants together: "acme,beta gamma,delta" are two
+    pairs. Each can tell then by the time of an answer what text the others have sent.
 
     `journal` is the directory of what survives the router's death: conversations and running turns. "auto" takes one
     for the cluster's name and model beside its state file; with "" a router that dies forgets everything.
@@ -55,8 +57,14 @@ class RouterConfig:
     conversation_ttl_seconds: float = 0.0
     max_waiting_turns: int = 64
     retain_prompts: bool = True
+    share_prompts: str = ""
     journal: str = AUTO_JOURNAL
     listen: str = "127.0.0.1:0"
+
+    @property
+    def communities(self) -> tuple[tuple[str, ...], ...]:
+        """Tenants that share prompts, each community by itself."""
+        return tuple(tuple(words.split(",")) for words in self.share_prompts.split())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -131,6 +131,7 @@ class Service:
         headroom_tokens: int = 128,
         max_direct_tokens: int = 0,
         retain_prompts: bool = False,
+        share_prompts: tuple[tuple[str, ...], ...] = (),
         max_direct_seconds: float = 10.0,
         prefill_tp: int = 1,
         decode_tp: int = 1,
@@ -154,6 +155,7 @@ class Service:
             conversation_ttl=conversation_ttl,
             ring_lease=ring_lease,
             retain_prompts=retain_prompts,
+            share_prompts=share_prompts,
             num_rings=2 + len(other_prefill) + len(other_decode),
         )
         self._journal, self._router_settings, self._clock = journal, router_settings, clock

@@ -37,7 +37,7 @@ MOST_OVERLAP_BYTES: Final = 64 << 20
 NO_LINK_BYTES_PER_SECOND: Final = 1e15
 
 DECODE_SECONDS_PER_RATE: Final = 0.05
-# Matrices multiplied in turn have this size together, so that none stays in a cache.
+# Matrices multiplied in turn have the size of the model's together, or this one: then none stays in a cache.
 WEIGHTS_BYTES: Final = 96 << 20
 BUSY_MESSAGES: Final = 40
 BUSY_MESSAGE_BYTES: Final = 64
@@ -72,7 +72,8 @@ def probe_decode_rates(
     """Measure decode on this rank with one row, and messages between busy ranks."""
     row = torch.ones(1, info.hidden_size, dtype=DTYPES[info.dtype], device=device)
     layer_bytes = info.intermediate_size * info.hidden_size * info.element_bytes
-    layers = [_linear(info, device) for _ in range(-(-WEIGHTS_BYTES // layer_bytes))]
+    weights_bytes = min(WEIGHTS_BYTES, info.num_parameters * info.element_bytes)
+    layers = [_linear(info, device) for _ in range(-(-weights_bytes // layer_bytes))]
 
     def multiply() -> None:
         for layer in layers:

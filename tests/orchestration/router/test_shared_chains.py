@@ -159,6 +159,40 @@ async def test_tenants_of_the_same_text_have_kv_of_their_own(
 
 
 @pytest.mark.parametrize("rings", RINGS)
+async def test_tenants_share_prompts_where_they_are_named_together(
+    rings: tuple[int, int], model_paths: Models, oracles: Oracles
+) -> None:
+    """The source's conversation is deleted while the other tenant's goes on; nobody else is found or continued."""
+    oracle, prompt = oracles[MODEL], random_tokens(43, seed=1)
+    async with serving(model_paths, rings, share_prompts=(("ann", "bob"), ("eve", "dan"))) as service:
+        assert await ask(service, oracle, prompt, conversation="ann/c", tenant="ann") == 0
+        assert await ask(service, oracle, [*prompt, 1], conversation="bob/c", tenant="bob") == len(prompt)
+        for stranger in ("eve", "zoe"):
+            assert await ask(service, oracle, [*prompt, 1], tenant=stranger) == 0
+        assert await ask(service, oracle, [*prompt, 1], tenant="dan") == len(prompt)
+        await service.router.delete_conversation("ann/c")
+        assert await ask(service, oracle, [*prompt, 2], tenant="ann") == len(prompt)
+        names = [
+            each.conversation_id for each in (await service.router.list_conversations("bob/", "", 9)).conversations
+        ]
+        assert names == ["bob/c"]
+
+
+async def test_a_prompt_without_a_conversation_continues_none_of_another_tenant(
+    model_paths: Models, oracles: Oracles
+) -> None:
+    """Each tenant has a history of its own, though one begins with the whole of the other."""
+    oracle, prompt = oracles[MODEL], random_tokens(43, seed=1)
+    async with serving(model_paths, RINGS[0], share_prompts=(("ann", "bob"),)) as service:
+        assert await ask(service, oracle, prompt, tenant="ann") == 0
+        assert service.router.num_unnamed == 1
+        answer = oracle.greedy([*prompt], MAX_TOKENS)
+        longer = [*prompt, *answer, 5]
+        assert await ask(service, oracle, longer, tenant="bob") > len(prompt)
+        assert service.router.num_unnamed == 2
+
+
+@pytest.mark.parametrize("rings", RINGS)
 async def test_a_turn_that_is_cancelled_while_it_shares_takes_nothing_from_its_source(
     rings: tuple[int, int], model_paths: Models, oracles: Oracles
 ) -> None:

@@ -11,6 +11,7 @@ import yaml
 from cp_core.errors import CapacityExceeded, ConfigError, Forbidden, InvalidRequest, Unauthenticated
 from services.auth.authenticator import Authenticator, TenantLimits, TokenFile
 from services.auth.tenants import ANYBODY, Tenant, hash_of, new_token
+from services.config import config_from
 
 NOW = 1_800_000_000.0  # in January 2027
 
@@ -211,3 +212,16 @@ def test_answers_to_one_prompt_count_each_and_what_can_never_be_is_no_matter_of_
         limits.turns(acme, 4).__enter__()
     with pytest.raises(InvalidRequest, match="may have 5 a minute"):
         limits.turns(Tenant(name="beta", max_turns_per_minute=5), 6).__enter__()
+
+
+def test_tenants_that_share_prompts_are_named_once_each() -> None:
+    assert config_from({}).router.communities == ()
+    together = {"router": {"share_prompts": "acme,beta  gamma,delta,eve"}}
+    assert config_from(together).router.communities == (("acme", "beta"), ("gamma", "delta", "eve"))
+    for value, said in (
+        ("acme,Be", "router.share_prompts: 'Be' is no tenant's name; allowed is such as 'acme,beta'"),
+        ("acme,", "router.share_prompts: '' is no tenant's name"),
+        ("acme,beta acme,eve", "router.share_prompts: 'acme' stands 2 times; allowed is once"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            config_from({"router": {"share_prompts": value}})

@@ -41,7 +41,7 @@ class FakePeers:
         self._views = list(views)
         self.asked: list[tuple[str, float, bool]] = []
 
-    def __call__(self, tls: object) -> FakePeers:
+    def __call__(self, tls: object, *, secret: str | None = None) -> FakePeers:
         return self
 
     def router(self, endpoint: str) -> FakePeers:
