@@ -164,8 +164,10 @@ LEAST = 5
 LIKE = 4
 """Base of the classes of like work: 1 to 4 work units, 4 to 16, and so on."""
 
-Kind = tuple[Algorithm, int]
-"""Key of a factor: an algorithm, and the power of LIKE next below the turn's work."""
+Kind = tuple[Algorithm, int, bool | None]
+"""Key of a factor: an algorithm, the power of LIKE next below the turn's work, and whether cached tokens precede it.
+
+None stands for turns of both kinds."""
 
 
 @dataclass(slots=True)
@@ -206,6 +208,10 @@ class RingCorrections:
     A median changes only when half of the turns agree: one slow turn, or a third of them, do not count. Ratios from
     before a ring was rebuilt, or measured itself again, are forgotten. A ring with too few turns of a kind takes the
     factor of all rings together, since the model leaves out the same for each of them.
+
+    Turns after cached tokens also have factors of their own, and so have turns without any: a plan predicts with them
+    how long a ring is busy. Rings are compared by the factor of both: else what a step after cached tokens takes in
+    addition would speak against every cache (docs/decisions/0026).
     """
 
     def __init__(self) -> None:
@@ -213,7 +219,14 @@ class RingCorrections:
         self._all: dict[Kind, _Ratios] = {}
 
     def note(
-        self, ring: RingRegistration, algorithm: Algorithm, work: float, *, predicted: float, measured: float
+        self,
+        ring: RingRegistration,
+        algorithm: Algorithm,
+        work: float,
+        *,
+        predicted: float,
+        measured: float,
+        is_cached: bool = False,
     ) -> None:
         """Enter that a turn of `work` work units took `measured` seconds.
 
@@ -224,18 +237,25 @@ class RingCorrections:
         known = self._rings.get(ring.name)
         if known is None or not known.is_same(ring):
             known = self._rings[ring.name] = _Ring(ring.incarnation, ring.rates)
-        kind = _kind_of(algorithm, work)
-        for ratios in (known.ratios, self._all):
-            ratios.setdefault(kind, _Ratios()).note(measured / predicted)
+        for kind in (_kind_of(algorithm, work), _kind_of(algorithm, work, is_cached)):
+            for ratios in (known.ratios, self._all):
+                ratios.setdefault(kind, _Ratios()).note(measured / predicted)
 
-    def factor(self, ring: RingRegistration, algorithm: Algorithm, work: float) -> float:
-        """Return the factor for predictions of turns of so many work units; 1 while too few turns are known."""
-        kind = _kind_of(algorithm, work)
+    def factor(
+        self, ring: RingRegistration, algorithm: Algorithm, work: float, *, is_cached: bool | None = None
+    ) -> float:
+        """Return the factor for predictions of turns of so many work units; 1 while too few turns are known.
+
+        With `is_cached` it is that of turns after cached tokens alone, or without any, as far as enough are known.
+        """
+        kind = _kind_of(algorithm, work, is_cached)
         known = self._rings.get(ring.name)
         own = known.ratios.get(kind) if known is not None and known.is_same(ring) else None
         if own is not None and own.is_known:
             return own.factor
         among_all = self._all.get(kind)
+        if is_cached is not None and (among_all is None or not among_all.is_known):
+            return self.factor(ring, algorithm, work)
         return among_all.factor if among_all is not None else 1.0
 
     def of_ring(self, ring: RingRegistration) -> Sequence[Correction]:
@@ -250,7 +270,10 @@ class RingCorrections:
                 factor=self.factor(ring, algorithm, LIKE**power),
                 num_turns=len(ratios.latest),
             )
-            for (algorithm, power), ratios in sorted(known.ratios.items(), key=lambda item: (item[0][1], item[0][0]))
+            for (algorithm, power, is_cached), ratios in sorted(
+                known.ratios.items(), key=lambda item: (item[0][1], item[0][0])
+            )
+            if is_cached is None
         )
 
     def shown_in(self, status: RingStatus, ring: RingRegistration) -> RingStatus:
@@ -264,6 +287,6 @@ class RingCorrections:
         )
 
 
-def _kind_of(algorithm: Algorithm, work: float) -> Kind:
+def _kind_of(algorithm: Algorithm, work: float, is_cached: bool | None = None) -> Kind:
     # A power of two a time, as the exponent tells them: 4 ** power <= work < 4 ** (power + 1).
-    return algorithm, max(0, math.frexp(work)[1] - 1) // 2
+    return algorithm, max(0, math.frexp(work)[1] - 1) // 2, is_cached

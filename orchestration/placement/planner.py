@@ -170,7 +170,7 @@ class Planner:
         first = names.index(taken)
         why = self._select(ring, pieces[first], seconds[first], algorithm).reason
         work = self._work.work(prompt.num_tokens - cached, cached)
-        factors = {name: self.corrections.factor(ring, name, work) for name in RING_ALGORITHMS}
+        factors = {name: self.corrections.factor(ring, name, work, is_cached=cached > 0) for name in RING_ALGORITHMS}
         predicted = sum(each.by(name) * factors[name] for each, name in zip(seconds, names, strict=True))
         return TurnPlan(
             algorithm=taken,
@@ -255,7 +255,8 @@ class Planner:
             self._costs.seconds(ring, len(chunk.tokens), chunk.tokens.start).by(name) for chunk in report.chunks
         )
         work = sum(self._work.work(len(chunk.tokens), chunk.tokens.start) for chunk in report.chunks)
-        self.corrections.note(ring, name, work, predicted=predicted, measured=report.prefill_seconds)
+        is_cached, seconds = report.chunks[0].tokens.start > 0, report.prefill_seconds
+        self.corrections.note(ring, name, work, predicted=predicted, measured=seconds, is_cached=is_cached)
 
     def predict_turn(
         self, num_tokens: int, retained: int, ring: RingRegistration, most: RetainedPrefix

@@ -67,6 +67,40 @@ def test_each_algorithm_of_each_ring_has_its_own() -> None:
     assert corrections.of_ring(RING) == (Correction(algorithm=KV, min_work=64, factor=2.0, num_turns=LEAST),)
 
 
+def test_turns_after_cached_tokens_have_a_factor_of_their_own_beside_that_of_all() -> None:
+    """Three of five turns follow cached tokens; too few of either kind say no more than all do."""
+    corrections = RingCorrections()
+    for count in range(2 * LEAST):
+        if count == LEAST:
+            common = corrections.factor(RING, KV, WORK)
+            assert corrections.factor(RING, KV, WORK, is_cached=True) == common
+            assert corrections.factor(RING, KV, WORK, is_cached=False) == common
+        is_cached = count % 2 == 0
+        corrections.note(RING, KV, WORK, predicted=1.0, measured=4.0 if is_cached else 2.0, is_cached=is_cached)
+    for ring in (RING, OTHER):
+        assert corrections.factor(ring, KV, WORK, is_cached=True) == 4.0
+        assert corrections.factor(ring, KV, WORK, is_cached=False) == 2.0
+        assert corrections.factor(ring, KV, WORK) == 3.0
+    assert [each.factor for each in corrections.of_ring(RING)] == [3.0], "status shows that of all"
+
+
+def test_a_plan_predicts_by_turns_like_it_and_rings_are_compared_by_all() -> None:
+    planner = Planner(MODEL, PlannerSettings())
+    cached = PromptOnRings(num_tokens=500, prefill=RING, decode=RING, retained_on_prefill=200, retained_on_decode=0)
+    plain = cached._replace(num_tokens=500, retained_on_prefill=0)
+    plans = [planner.plan(each, mode=PromptMode.NEW) for each in (cached, plain)]
+    before = planner.predict_prefill(500, 200, RING), planner.predict_prefill(500, 0, RING)
+    for plan, factor in zip(plans, (8.0, 2.0), strict=True):
+        for _ in range(LEAST):
+            planner.note_prefill(RING, report(plan, factor))
+    after = [planner.plan(each, mode=PromptMode.NEW).predicted_prefill_seconds for each in (cached, plain)]
+    assert after == pytest.approx(
+        [plan.predicted_prefill_seconds * factor for plan, factor in zip(plans, (8.0, 2.0), strict=True)]
+    )
+    ratios = planner.predict_prefill(500, 200, RING) / before[0], planner.predict_prefill(500, 0, RING) / before[1]
+    assert ratios == pytest.approx((5.0, 5.0)), "a cache is not worth less for what a step after it takes in addition"
+
+
 def test_a_ring_that_has_had_too_few_turns_of_a_kind_is_taken_to_be_as_all_are() -> None:
     corrections = noted([2.0] * LEAST)
     assert corrections.factor(OTHER, KV, WORK) == 2.0
