@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import faulthandler
 import fcntl
 import gc
 import os
@@ -9,6 +10,7 @@ from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
 
 import pytest
+from _pytest.faulthandler import fault_handler_stderr_fd_key
 from hypothesis import settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
@@ -63,6 +65,13 @@ def signal_handlers() -> Iterator[None]:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByFile:
     return ByFile(config, log)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Start faulthandler's timer again: pytest stops it, and that of the timeout, when a test fails."""
+    seconds = float(item.config.getini("faulthandler_timeout"))
+    faulthandler.dump_traceback_later(seconds, file=item.config.stash[fault_handler_stderr_fd_key], exit=True)
 
 
 CLUSTER_SECONDS = 600.0
