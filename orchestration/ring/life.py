@@ -227,13 +227,15 @@ class Ring:
     async def _sign_of_life(self, number: int, rank: RankPort) -> RankStatus:
         """Ask a rank for its status. Raises Unavailable where it is silent for the lost timeout.
 
-        The wait is counted in ticks: a leader that stands still itself counts one for all that time.
+        The wait is counted in ticks: a leader that stands still itself counts one for all that time. A rank that stops
+        has been silent for some of the interval before the question, half of it on average.
         """
         settings = self.settings
+        patience = settings.lost_timeout - min(settings.watch_interval, settings.lost_timeout) / 2
         asking = asyncio.ensure_future(rank.status(settings.stuck_timeout))
         try:
             for _ in range(SILENT_TICKS):
-                if (await asyncio.wait([asking], timeout=settings.lost_timeout / SILENT_TICKS))[0]:
+                if (await asyncio.wait([asking], timeout=patience / SILENT_TICKS))[0]:
                     return asking.result()
         finally:
             asking.cancel()

@@ -165,7 +165,7 @@ class RouterKeeper:
         self._probed_at = now
         if self.process is not None and self.process.answers():
             self._silence, self._num_failed = 0.0, 0
-        elif self._silence > self._silent_seconds:
+        elif self._silence > self._silent_seconds - PROBE_SECONDS:  # silent since the latest answer, or longer
             raise Unavailable(f"the router has not answered for {self._silence:.0f} s")
 
     def _end(self, why: str, now: float) -> None:
