@@ -42,9 +42,10 @@ def wait_until(condition: Callable[[], bool], what: str, seconds: float = 30.0) 
 
 @dataclass(frozen=True)
 class Ringserve:
-    """The console program, with directories of its own instead of the user's."""
+    """The console program, with directories of its own instead of the user's, and its modules in the folders `code`."""
 
     directory: Path
+    code: tuple[Path, ...] = (ROOT, ROOT / "proto")
 
     @property
     def environment(self) -> dict[str, str]:
@@ -52,7 +53,7 @@ class Ringserve:
         return inherited | {
             "RINGSERVE_STATE": str(self.directory / "state"),
             "RINGSERVE_CACHE": str(self.directory / "cache"),
-            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "proto")]),
+            "PYTHONPATH": os.pathsep.join(map(str, self.code)),
             "COLUMNS": "200",
             # Ray would let its workers have what other processes leave: beside other tests that is next to nothing.
             "RAY_worker_niceness": "0",
@@ -83,9 +84,10 @@ class Ringserve:
     def run_process(
         self, *arguments: str, typed: str = "", seconds: float = CALL_SECONDS
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command to its end in a process of its own, with `typed` on its standard input."""
+        """Run a command to its end in a process and a folder of its own, with `typed` on its standard input."""
         return subprocess.run(
             [sys.executable, "-m", "services.cli.main", *arguments],
+            cwd=self.directory,
             env=self.environment,
             input=typed,
             capture_output=True,
