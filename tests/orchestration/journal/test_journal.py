@@ -151,9 +151,10 @@ def _hold(directory: Path, held: Callable[[], None], until: Callable[[], None]) 
 
 
 def test_a_second_router_is_told_who_has_the_journal(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("fork")
+    # No fork: this process has threads, and one of them may hold a lock that nobody would release in the child.
+    context = multiprocessing.get_context("spawn")
     held, free = context.Event(), context.Event()
-    holder = context.Process(target=_hold, args=(tmp_path, held.set, free.wait))
+    holder = context.Process(target=_hold, args=(tmp_path, held.set, free.wait), daemon=True)
     holder.start()
     try:
         assert held.wait(30)
@@ -161,7 +162,7 @@ def test_a_second_router_is_told_who_has_the_journal(tmp_path: Path) -> None:
             SqliteJournal(tmp_path)
     finally:
         free.set()
-        holder.join()
+        holder.join(30)
     SqliteJournal(tmp_path).close()
 
 

@@ -133,16 +133,15 @@ def test_a_process_that_ended_is_not_the_cluster() -> None:
 
 
 def test_a_process_nobody_has_waited_for_yet_has_ended() -> None:
-    child = os.fork()
-    if child == 0:
-        os._exit(0)
+    child = subprocess.Popen([sys.executable, "-c", ""])
     try:
-        process = psutil.Process(child)
-        os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+        process = psutil.Process(child.pid)
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
         assert process.status() == psutil.STATUS_ZOMBIE
-        assert find_process(child, started_after_boot(child)) is None
+        assert find_process(child.pid, started_after_boot(child.pid)) is None
     finally:
-        os.waitpid(child, 0)
+        child.kill()
+        child.wait(30)
 
 
 def test_no_cluster_is_an_error_that_says_what_to_do() -> None:

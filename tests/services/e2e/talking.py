@@ -79,7 +79,7 @@ class Talker:
     def stop(self) -> None:
         """Let the turn that runs end."""
         self._stopped.set()
-        self._thread.join()
+        self._thread.join(START_SECONDS)
 
     def go_on(self) -> Turn:
         """One turn more of the latest conversation. Raises what keeps it from being answered."""
