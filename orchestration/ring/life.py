@@ -144,7 +144,9 @@ class Ring:
         if len(lost) == len(kept):
             raise Unavailable("no rank is left")
         ranks = await self._factory.replace(lost, settings.start_timeout)
-        made = await gather_first_error(ranks[number].start(specs[number], settings.start_timeout) for number in lost)
+        # Survivors may have cut their weights, which does not depend on who the others are.
+        places = [spec.with_helix() for spec in specs] if any(info.is_helix for info in kept if info) else specs
+        made = await gather_first_error(ranks[number].start(places[number], settings.start_timeout) for number in lost)
         by_number = dict(zip(lost, made, strict=True))
         infos = [info or by_number[number] for number, info in enumerate(kept)]
         await self._join(ranks, infos, specs[0].incarnation)

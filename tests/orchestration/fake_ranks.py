@@ -46,6 +46,7 @@ class FakeRank:
         self.rendezvous: RingSpec | None = None
         self.is_killed = False
         self.renews = False
+        self.is_helix = False
         self.seconds_since_step = 0.0
         self.running = 0
         self.decode_variant = ""
@@ -90,6 +91,7 @@ class FakeRank:
             ring_transport="fake",
             pid=self.number,
             model=MODEL,
+            is_helix=self.is_helix,
         )
 
     async def renew(self, spec: RankSpec, timeout: float) -> RankInfo:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from cp_core.cost.decode import HELIX
 from cp_core.cost.model import ModelShape
@@ -75,6 +75,10 @@ class RankSpec:
         """Number of ranks that share the weights behind attention from the start."""
         return self.cp if self.settings.decode_variant == HELIX else 1
 
+    def with_helix(self) -> RankSpec:
+        """Return the place in a ring that decodes by helix, whatever the settings say."""
+        return replace(self, settings=replace(self.settings, decode_variant=HELIX))
+
     @property
     def tp_rank(self) -> int:
         return self.rank % self.tp
@@ -127,7 +131,10 @@ class ModelInfo:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankInfo:
-    """Answer of a started rank. `kv_endpoint` is HOST:PORT of its KV receiver."""
+    """Answer of a started rank. `kv_endpoint` is HOST:PORT of its KV receiver.
+
+    `is_helix` tells that the rank has a share of the weights: the ring can only decode by helix.
+    """
 
     rank: int
     kv_endpoint: str
@@ -135,6 +142,7 @@ class RankInfo:
     ring_transport: str
     pid: int
     model: ModelInfo
+    is_helix: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -44,6 +44,7 @@ class RankParts:
             ring_transport=self.joining.backend,
             pid=os.getpid(),
             model=self.model.info,
+            is_helix=self.model.is_helix,
         )
 
 

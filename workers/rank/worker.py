@@ -71,12 +71,13 @@ class RankWorker:
         """Leave the ring, and begin another incarnation of it at the same place with the loaded model.
 
         Transfers of the old incarnation end, and later ones of it are refused. Its blocks are free to be written anew.
-        Raises Unavailable where a thread of the old incarnation does not end, or the weights were cut for its ring.
+        A share of the weights that the ring chose to cut remains one: the new incarnation decodes by helix, too. Raises
+        Unavailable where a thread of the old incarnation does not end.
         """
         parts = self.parts
         assert (spec.rank, spec.num_ranks) == (parts.spec.rank, parts.spec.num_ranks), "a place in another ring"
-        if parts.model.is_helix and parts.spec.helix == 1:
-            raise Unavailable(f"rank {spec.rank} shares its weights with a ring that is gone")
+        if parts.model.is_helix:
+            spec = spec.with_helix()
         parts.mailbox.close("the ring is being rebuilt")
         parts.joining.close()
         for transport in self._transports:

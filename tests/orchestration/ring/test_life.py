@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 
+from cp_core.cost.decode import HELIX
 from cp_core.errors import ModelRefused, RingserveError, Unavailable
 from orchestration.protocol.rings import RingSettings, RingState
 from orchestration.ring import life
@@ -213,6 +214,17 @@ async def test_ranks_that_live_stay_in_the_rebuilt_ring_with_their_models(
         assert {rank.specs[-1].incarnation for rank in after} == {rings.ring.incarnation} != {first}
         assert {rank.rendezvous.name for rank in after if rank.rendezvous} == {rings.ring.incarnation}
         assert rings.ring.kv_endpoints == tuple(f"kv:{100 + n if n in made_anew else n}" for n in range(3))
+
+
+@pytest.mark.parametrize("is_helix", [False, True])
+async def test_a_new_rank_joins_survivors_with_the_share_of_the_weights_that_they_leave(is_helix: bool) -> None:
+    async with started("decode") as rings:
+        for rank in rings.ranks.latest:
+            rank.renews, rank.is_helix = True, is_helix
+        rings.ranks.latest[1].fail(DEAD)
+        await rings.until_told("ready", "lost", "ready")
+        variants = [rank.specs[-1].settings.decode_variant for rank in rings.ranks.latest]
+    assert variants == ["auto", HELIX if is_helix else "auto", "auto"]
 
 
 async def test_a_rank_that_gives_no_sign_of_life_is_lost() -> None:

@@ -298,10 +298,32 @@ def test_a_ring_that_chooses_helix_at_its_start_shares_its_weights_and_says_why(
     assert heads == [100] * 3
 
 
+def test_a_ring_that_shares_its_weights_is_formed_anew_with_the_shares_of_those_that_live(
+    model_paths: Models, oracles: Oracles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_parts, "load_model", load_model)
+    monkeypatch.setattr(loop, "choose_at_start", lambda *_: StartChoice(is_helix=True, reason="as it is faster"))
+    prompt, sampling = random_tokens(21), SamplingParameters(max_tokens=8)
+    with LocalRing(model_paths["llama_gqa"], 3, packs_weights=True) as ring:
+        before = [worker.parts.model.model for worker in ring.workers]
+        for lost in (1, 2):
+            ring.start_decode()
+            ring.rebuild(lost)
+        after = [worker.parts.model.model for worker in ring.workers]
+        conversation = ring.open("a", 64)
+        first = ring.prefill([Turn(conversation, prompt, sampling)])["a"]
+        ring.start_decode()
+        decoded = [first, *ring.decode(conversation, first, sampling)]
+        variants = {worker.status().decode_variant for worker in ring.workers}
+    assert [model is old for model, old in zip(after, before, strict=True)] == [True, False, False]
+    assert decoded == oracles["llama_gqa"].greedy(prompt, 8)
+    assert variants == {HELIX}
+
+
 def test_a_ring_with_a_rank_that_outlived_another_one_decodes_with_whole_weights(
     model_paths: Models, oracles: Oracles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last rank's weights are packed, the others' are new: all ranks agree that none is cut."""
+    """The last rank's weights are packed whole, the others' are new: all ranks agree that none is cut."""
     monkeypatch.setattr(rank_parts, "load_model", load_model)
     monkeypatch.setattr(loop, "choose_at_start", lambda *_: StartChoice(is_helix=True, reason="as it is faster"))
     prompt, sampling = random_tokens(21), SamplingParameters(max_tokens=8)
