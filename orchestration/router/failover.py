@@ -150,6 +150,7 @@ class Failover:
         """Begin an attempt, and another where rings refuse it or are lost, until `deadline` on the loop's clock."""
         clock = asyncio.get_running_loop().time
         made: KvLocation | None = None
+        told = ""
         while True:
             # Half of it would leave the attempt before pinned on its prefill ring, under an id that nobody knows.
             made = await finish_despite_cancellation(self._fence(turn)) or made
@@ -165,7 +166,8 @@ class Failover:
                     raise DeadlineExceeded(
                         f"the turn lost a {turn.lost_role} ring and could not go on within its deadline: {refusal}"
                     ) from refusal
-                log.info("turn %s cannot go on yet: %s", turn.turn_id, refusal)
+                if told != (told := str(refusal)):  # one line for each reason, not for each attempt
+                    log.info("request %s cannot go on yet: %s", turn.request.request_id, refusal)
                 await self._returns.until_news(RETRY_SECONDS)
 
     # --- the attempt before ------------------------------------------------------------------------------------------
@@ -214,7 +216,8 @@ class Failover:
             await ring.guarded(port.settle(turn.kv_id, turn_id, len(turn.token_ids)))
             retained = await ring.guarded(port.get_retained([turn.kv_id]))
         except RingserveError as error:
-            log.info("prefill ring %s could not be told to retain %s: %s", ring.name, turn.kv_id, error)
+            if ring.is_ready:
+                log.info("prefill ring %s could not be told to retain %s: %s", ring.name, turn.kv_id, error)
             ring.is_ready = False
             return None
         (num_tokens,), incarnation = retained.num_tokens, retained.incarnation
