@@ -39,7 +39,7 @@ def test_generate_prints_one_object_with_all_that_the_contract_names(
     assert answer["finish_reason"] == "length"
     assert answer["usage"] == {"prompt_tokens": len(prompt), "cached_tokens": 0, "completion_tokens": 8}
     assert answer["ttft_seconds"] > 0
-    assert answer["ttit_seconds"] > 0
+    assert answer["ttit_seconds"] >= 0, "0 where all tokens came in one message"
     plan = answer["plan"]
     assert (plan["new_tokens"], plan["cached_tokens"], plan["prompt_mode"]) == (len(prompt), 0, "new")
     assert plan["algorithm"] in PREFILL_ALGORITHMS
