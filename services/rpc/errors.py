@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from typing import Any, NoReturn, TypeVar
 
 import grpc
+from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
+from google.rpc.status_pb2 import Status
 
 from cp_core import errors
-from cp_core.errors import CapacityExceeded, RingserveError, Unavailable, Unreachable
+from cp_core.errors import CapacityExceeded, InvalidRequest, RingserveError, Unavailable, Unreachable
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -22,8 +25,20 @@ ERROR_KEY = "ringserve-error"
 RETRY_KEY = "retry-after-ms"
 """Trailing metadata of a refusal: milliseconds until room is likely."""
 
-MAX_MESSAGE = 600
-"""Longest message in characters; each may take up to 12 bytes of the metadata that carries it."""
+DETAILS_KEY = "grpc-status-details-bin"
+"""Trailing metadata with the same error as `google.rpc.Status`, which clients of any language can read."""
+
+ERROR_DOMAIN = "ringserve"
+"""Domain of the reasons in `google.rpc.ErrorInfo`."""
+
+MAX_MESSAGE = 400
+"""Longest message in characters. Each may take 12 bytes of the metadata, and 6 more in the status's details."""
+
+MAX_DESCRIPTION = 100
+"""Longest description of a field's fault beside the message, in characters of 6 bytes at most."""
+
+FIELD = re.compile(r"([A-Za-z_][\w.\[\]]*): ")
+"""Beginning of a message about a field of the request."""
 
 CODES: dict[type[RingserveError], grpc.StatusCode] = {
     errors.InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
@@ -92,14 +107,35 @@ def error_from(failure: grpc.aio.AioRpcError, peer: str) -> RingserveError:
     return kind(f"{peer} cannot be reached ({failure.code().name.lower()})")
 
 
+def details_of(error: RingserveError, message: str) -> bytes:
+    """Return the error as a serialized `google.rpc.Status` with this message.
+
+    ErrorInfo has the name of the error's class in capitals, BadRequest the field of a request that is refused, and
+    RetryInfo when there is room again.
+    """
+    status = Status(code=code_of(error).value[0], message=message)
+    reason = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(error).__name__).upper()
+    status.details.add().Pack(ErrorInfo(reason=reason, domain=ERROR_DOMAIN))
+    if isinstance(error, InvalidRequest) and (field := FIELD.match(message)):
+        description = _shortened(message[field.end() :], MAX_DESCRIPTION)
+        violation = BadRequest.FieldViolation(field=field[1], description=description)
+        status.details.add().Pack(BadRequest(field_violations=[violation]))
+    if isinstance(error, CapacityExceeded) and error.retry_after_seconds is not None:
+        retry = RetryInfo()
+        retry.retry_delay.FromMilliseconds(math.ceil(1000 * error.retry_after_seconds))
+        status.details.add().Pack(retry)
+    return status.SerializeToString()
+
+
 async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: RingserveError) -> NoReturn:
-    await context.abort(code_of(error), _shortened(str(error)), metadata_of(error))
+    message = _shortened(str(error))
+    await context.abort(code_of(error), message, (*metadata_of(error), (DETAILS_KEY, details_of(error, message))))
     raise AssertionError("abort does not return")
 
 
-def _shortened(message: str) -> str:
+def _shortened(message: str, most: int = MAX_MESSAGE) -> str:
     """Cut a message that quotes a client's input: gRPC replaces trailing metadata over 8 KiB by a refusal."""
-    return message if len(message) <= MAX_MESSAGE else message[: MAX_MESSAGE - 4] + " ..."
+    return message if len(message) <= most else message[: most - 4] + " ..."
 
 
 async def _abort_internal(context: grpc.aio.ServicerContext[Any, Any]) -> NoReturn:

@@ -9,11 +9,13 @@ from typing import Any
 import grpc
 import httpx2
 import pytest
+from grpc_status import rpc_status
 
 from cp_core.errors import InvalidRequest
 from ringserve.v1 import inference_pb2, inference_pb2_grpc
 from services.client import AsyncClient, Sampling
 from services.client.retries import NO_RETRIES
+from services.rpc.errors import DETAILS_KEY
 from tests.services.auth.test_isolation import LONG, guarded
 from tests.services.local_gateway import CALL_SECONDS, MODEL, LocalGateway
 from tests.workers.models import random_tokens
@@ -88,9 +90,11 @@ async def test_over_grpc_anothers_conversation_is_as_one_that_never_was(guarded:
         async def answer(name: str) -> Answer:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await GRPC[verb](stub, name, more)
-            error = caught.value
-            told = [(key, value) for key, value in error.trailing_metadata() or ()]
-            return (error.code(), told), (error.details() or "").replace(name, "NAME")
+            error: Any = caught.value  # also a grpc.Call, which its type does not say
+            status = rpc_status.from_call(error)
+            assert status is not None
+            told = [(key, value) for key, value in error.trailing_metadata() or () if key != DETAILS_KEY]
+            return (error.code(), told, list(status.details)), (error.details() or "").replace(name, "NAME")
 
         never = await answer(NEVER)
         assert never[0][0] is grpc.StatusCode.NOT_FOUND  # type: ignore[index]

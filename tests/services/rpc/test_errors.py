@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
 import pytest
+from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
+from grpc_status import rpc_status
 
 from cp_core import errors
 from cp_core.errors import RingserveError, Unavailable, Unreachable
@@ -162,6 +165,7 @@ async def test_an_error_that_quotes_too_much_still_arrives(server: FailingServer
         assert said.startswith("role: " + character)
         assert said.endswith(character + " ...")
         assert len(said) == MAX_MESSAGE
+        assert details(failure)["BadRequest"].field_violations[0].field == "role"
 
 
 @pytest.mark.parametrize(("seconds", "milliseconds"), [(2.5, "2500"), (0.0101, "11"), (0.0, "0"), (1e6, "1000000000")])
@@ -185,6 +189,41 @@ async def test_a_refusal_that_knows_no_time_names_none(server: FailingServer) ->
         back = error_from(failure, "the peer")
         assert isinstance(back, errors.CapacityExceeded)
         assert back.retry_after_seconds is None
+
+
+def details(failure: Any) -> dict[str, Any]:
+    """Return the details of the status as a client of any language reads them, by the name of their type."""
+    status = rpc_status.from_call(failure)  # raises where code or message are not those of the call
+    assert status is not None
+    kinds = {kind.__name__: kind for kind in (ErrorInfo, BadRequest, RetryInfo)}
+    found = {}
+    for each in status.details:
+        message = kinds[each.TypeName().rpartition(".")[2]]()
+        assert each.Unpack(message)
+        found[type(message).__name__] = message
+    return found
+
+
+async def test_programs_read_reason_field_and_time_from_the_details(server: FailingServer) -> None:
+    for failure in await server.fail(errors.InvalidRequest("sampling_params.top_p: 2.0 is not allowed; use 0 to 1")):
+        told = details(failure)
+        assert told.keys() == {"ErrorInfo", "BadRequest"}
+        assert (told["ErrorInfo"].reason, told["ErrorInfo"].domain) == ("INVALID_REQUEST", "ringserve")
+        (violation,) = told["BadRequest"].field_violations
+        assert violation.field == "sampling_params.top_p"
+        assert violation.description == "2.0 is not allowed; use 0 to 1"
+    for failure in await server.fail(errors.CapacityExceeded("the queue is full", retry_after_seconds=2.5)):
+        told = details(failure)
+        assert told["RetryInfo"].retry_delay.ToMilliseconds() == 2500
+        assert told["ErrorInfo"].reason == "CAPACITY_EXCEEDED"
+    for failure in await server.fail(errors.InvalidRequest("the body must be a JSON object")):
+        assert details(failure).keys() == {"ErrorInfo"}
+
+
+@pytest.mark.parametrize("error", [kind("x") for kind in EVERY_ERROR], ids=lambda error: type(error).__name__)
+async def test_every_error_has_a_reason(server: FailingServer, error: RingserveError) -> None:
+    for failure in await server.fail(error):
+        assert re.fullmatch(r"[A-Z][A-Z_]*[A-Z]", details(failure)["ErrorInfo"].reason)
 
 
 class Slow(inference_pb2_grpc.InferenceServicer):
