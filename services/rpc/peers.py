@@ -35,7 +35,7 @@ from ringserve.v1 import inference_pb2, rings_pb2, rings_pb2_grpc, router_pb2, r
 from services.auth.sections import SECRET_VARIABLE
 from services.auth.tls import peer_channel
 from services.rpc.errors import error_from
-from services.rpc.server import CHANNEL_OPTIONS, EPOCH_KEY, SECRET_KEY, keepalive
+from services.rpc.server import CHANNEL_OPTIONS, EPOCH_KEY, PEER_VERSION, SECRET_KEY, VERSION_KEY, keepalive
 from services.rpc.wire.contract import event_from, from_message, to_message
 
 T = TypeVar("T")
@@ -315,7 +315,7 @@ class GrpcPeers:
         self._lost_seconds = lost_seconds
         self._router_patience = router_patience
         secret = os.environ.get(SECRET_VARIABLE, "") if secret is None else secret
-        self._metadata: Metadata = ((SECRET_KEY, secret),) if secret else ()
+        self._metadata: Metadata = ((VERSION_KEY, PEER_VERSION), *([(SECRET_KEY, secret)] if secret else []))
         self._credentials, options = peer_channel(tls)
         alive = keepalive(lost_seconds / SILENT_TICKS, lost_seconds, is_always_on=True)
         self._options = (*CHANNEL_OPTIONS, *alive, *options)

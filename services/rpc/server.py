@@ -74,6 +74,13 @@ EPOCH_KEY = "ringserve-epoch"
 """Metadata of a router's calls: its epoch."""
 SECRET_KEY = "ringserve-secret"
 """Metadata of calls between our own processes: their common secret."""
+VERSION_KEY = "ringserve-peer-version"
+"""Metadata of calls between our own processes: the caller's `PEER_VERSION`."""
+PEER_VERSION = "1"
+"""Version of the calls between our own processes (router.proto, rings.proto).
+
+It is raised with a change by which a process of an earlier version would misread a later one's calls, or be misread.
+"""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 MALFORMED_MESSAGE = "the request is no valid message of this method"
@@ -134,9 +141,9 @@ Admit = Callable[[Mapping[str, str]], None]
 
 
 def admitting_peers() -> Admit:
-    """Return a check that calls carry the secret of this process's environment, if it has one.
+    """Return a check that calls carry the secret of this process's environment, if it has one, and no other version.
 
-    The check raises Unauthenticated.
+    Calls without a version are those of tools. The check raises Unauthenticated, ConfigError.
     """
     secret = os.environ.get(SECRET_VARIABLE, "").encode()
 
@@ -144,6 +151,12 @@ def admitting_peers() -> Admit:
         if secret and not hmac.compare_digest(metadata.get(SECRET_KEY, "").encode(), secret):
             raise Unauthenticated(
                 f"this port is for processes of one cluster, and the call has not their secret ({SECRET_VARIABLE})"
+            )
+        version = metadata.get(VERSION_KEY, PEER_VERSION)
+        if version != PEER_VERSION:
+            raise ConfigError(
+                f"release: the caller makes calls of version {version[:20]}, and the called process takes version "
+                f"{PEER_VERSION}; run one release of ringserve in the whole cluster"
             )
 
     return admit

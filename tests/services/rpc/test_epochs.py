@@ -1,16 +1,18 @@
-"""Metadata of calls between processes: a router's epoch, and the secret that all processes of a cluster have."""
+"""Metadata of calls between processes: a router's epoch, the secret that all processes of a cluster have, a version."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
-from cp_core.errors import StaleIncarnation, TurnCancelled, Unauthenticated
+from cp_core.errors import ConfigError, StaleIncarnation, TurnCancelled, Unauthenticated
+from ringserve.v1 import rings_pb2, router_pb2
 from services.auth.sections import SECRET_VARIABLE
 from services.rpc.peers import GrpcPeers
-from services.rpc.server import EPOCH_KEY, GrpcServer, admitting_peers
+from services.rpc.server import EPOCH_KEY, PEER_VERSION, GrpcServer, admitting_peers
 from services.rpc.servicers import RingServicer
 
 
@@ -85,3 +87,39 @@ async def test_without_a_secret_every_process_is_a_peer(monkeypatch: pytest.Monk
     assert leader.told == ["settle c"]
     await peers.close()
     await server.stop(0)
+
+
+@pytest.mark.parametrize("version", ["0", "2", 1000 * "9"])
+async def test_a_process_of_another_version_is_refused_with_a_sentence(
+    version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leader: Any = Leader()
+    server = GrpcServer(admit=admitting_peers())
+    RingServicer(leader).register(server)
+    address = await server.start("127.0.0.1:0")
+    with monkeypatch.context() as other:
+        other.setattr("services.rpc.peers.PEER_VERSION", version)
+        skewed = GrpcPeers()
+    peer = GrpcPeers()
+    expected = rf"calls of version {version[:20]}, and the called process takes version 1; run one release"
+    with pytest.raises(ConfigError, match=expected):
+        await skewed.leader("decode", address).settle("c", "", 0)
+    with pytest.raises(ConfigError, match=expected):
+        await anext(skewed.leader("decode", address).stream_turn("t"))
+    with pytest.raises(ConfigError, match=expected):
+        await skewed.router(address).find_fault()
+    await peer.leader("decode", address).settle("d", "", 0)
+    assert leader.told == ["settle d"]
+    for peers in (skewed, peer):
+        await peers.close()
+    await server.stop(0)
+
+
+DIGESTS = {"1": "32d0e2a95a4ecd466400d94ca60834d8e6e41818e3590516c78150166305d8f6"}
+"""SHA-256 of the calls between processes, by PEER_VERSION."""
+
+
+def test_whoever_changes_the_calls_between_processes_decides_who_may_still_talk() -> None:
+    """Raise PEER_VERSION where a process of the version before would misread them; then record the digest."""
+    contract = router_pb2.DESCRIPTOR.serialized_pb + rings_pb2.DESCRIPTOR.serialized_pb
+    assert hashlib.sha256(contract).hexdigest() == DIGESTS[PEER_VERSION]
