@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -136,7 +137,9 @@ def _simulated(cluster: ClusterShape, trace: Trace, placements: Sequence[str], j
     with bar() as progress:
         if jobs > 1:
             task = progress.add_task("placements", total=len(placements))
-            with ProcessPoolExecutor(max_workers=jobs) as pool:
+            # Not by fork: in a child of a process that has used gRPC a garbage collection waits for threads that it has
+            # not, for ever.
+            with ProcessPoolExecutor(max_workers=jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
                 runs = pool.map(partial(_simulate, cluster, trace), placements)
                 return list(progress.track(runs, task_id=task))
         results = []
