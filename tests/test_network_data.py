@@ -13,7 +13,11 @@ from tests.test_repository import ROOT
 PACKAGES = ("cp_core", "workers", "orchestration", "services")
 CODE_IN_DATA = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "jsonpickle"}
 """Modules whose data may run code on reading."""
-OWN_CHILDREN = {"services/offline/bench/ring_processes.py", "services/offline/bench/selection/measure.py"}
+OWN_CHILDREN = {
+    "services/cli/simulate.py",
+    "services/offline/bench/ring_processes.py",
+    "services/offline/bench/selection/measure.py",
+}
 """Files of commands that talk to their own child processes by pipes."""
 CALLS = {
     "torch.load": "use safetensors",
