@@ -138,17 +138,23 @@ async def test_a_short_prompt_does_not_wait_for_a_long_one(model_paths: Mapping[
         assert short_answer.report.queue_seconds < long_answer.report.prefill_seconds / 2
 
 
-async def test_a_higher_priority_goes_first(model_paths: Mapping[str, Path]) -> None:
+async def test_a_higher_priority_goes_first(model_paths: Mapping[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     scheduling = PrefillScheduling(fuse=False, interleave=False)
     async with Service(model_paths["llama_gqa"], 2, 2, scheduling=scheduling) as service:
+        rank, lengths = service.prefill_ranks.made[0], list[int]()
+        compute = rank.prefill
+
+        async def noted(step: PrefillStep, timeout: float) -> PrefillOutput:
+            lengths.extend(sequence.layout.num_tokens for sequence in step.sequences)
+            return await compute(step, timeout)
+
+        monkeypatch.setattr(rank, "prefill", noted)
         async with held_until_waiting(service, 4) as tasks:
-            for priority in (0, -100, 100, 7):
-                task = asyncio.create_task(service.answer(service.request([1, 2, 3], max_tokens=1, priority=priority)))
-                tasks.append(task)
-        done = await asyncio.gather(*tasks)
-        waited = {answer.report.queue_seconds: place for place, answer in enumerate(done)}
-        order = [waited[seconds] for seconds in sorted(waited)]
-        assert order == [2, 3, 0, 1]
+            for length, priority in ((3, 0), (4, -100), (5, 100), (6, 7)):
+                request = service.request(random_tokens(length, seed=length), max_tokens=1, priority=priority)
+                tasks.append(asyncio.create_task(service.answer(request)))
+        await asyncio.gather(*tasks)
+        assert lengths == [5, 6, 3, 4]
 
 
 async def test_a_turn_aborted_while_it_waits_leaves_at_once(

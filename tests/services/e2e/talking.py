@@ -10,7 +10,7 @@ from functools import cache
 from cp_core.errors import RingserveError
 from services.client import Client, Sampling
 from services.offline.reference import Reference, StockModel
-from tests.services.e2e.cluster import START_SECONDS
+from tests.services.e2e.cluster import START_SECONDS, wait_until
 from tests.workers.models import random_tokens
 
 PAUSE_SECONDS = 0.4
@@ -100,13 +100,14 @@ def _expected(stock: StockModel, prompt: tuple[int, ...]) -> Reference:
 
 
 def under_load(connect: Callable[[], Client], count: int, work: Callable[[], None], stock: StockModel) -> None:
-    """Do `work` while `count` clients talk, and let each go on once more after it.
+    """Do `work` while `count` clients talk, each answered once before, and let each go on once more after it.
 
     No turn may fail, and every token must be that of stock transformers.
     """
     talkers = [Talker(connect(), f"talker-{number}") for number in range(count)]
     try:
         try:
+            wait_until(lambda: all(talker.turns or talker.errors for talker in talkers), "all talk", START_SECONDS)
             work()
         finally:
             for talker in talkers:
