@@ -31,8 +31,9 @@ from cp_core.layout.shards import TokenRange
 PASS_KV = "pass_kv"
 PASS_Q = "pass_q"
 GATHER_KV = "gather_kv"
+CHAIN = "chain"
 SP_NTP = "sp_ntp"
-PREFILL_ALGORITHMS = (PASS_KV, PASS_Q, GATHER_KV, SP_NTP)
+PREFILL_ALGORITHMS = (PASS_KV, PASS_Q, GATHER_KV, CHAIN, SP_NTP)
 """Algorithms of a ring's prefill step; of two that take equally long the first is taken."""
 
 

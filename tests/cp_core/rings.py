@@ -103,9 +103,10 @@ def prefill_on_threads(
     scale: float,
     backend: AttentionBackend | None = None,
     transports: Sequence[RingTransport] = (),
+    order: Sequence[int] = (),
 ) -> PrefillResult:
-    """Run `ring_prefill` over the given ring, or else an in-process one of `size` ranks."""
-    plan = PrefillPlan(tuple(sequence.plan for sequence in sequences))
+    """Run `ring_prefill` over the given ring, or else an in-process one of `size` ranks; `order` is that of a chain."""
+    plan = PrefillPlan(tuple(sequence.plan for sequence in sequences), tuple(order))
     transports = [PoisoningTransport(each) for each in transports or InProcessRing(size).transports]
     shape = sequences[0].tokens if sequences else Tokens(*(torch.zeros(0, 2, 64),) * 3)
 
