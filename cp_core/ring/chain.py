@@ -3,10 +3,11 @@
 Each rank computes one range of a sequence's new tokens, and gets the KV of all before them from the rank before it. It
 sends its own KV at once and what it has received as soon as that is there, while it attends: a message costs its start
 once a hop and not once a layer, and hides behind a whole layer. Cached KV, which nothing in the step changes, goes
-straight to the ranks that attend it, a layer ahead.
+straight to the ranks that attend it, two layers ahead: the ranks of a chain are at different layers, and each needs the
+cached KV of all.
 
 Messages of a rank leave in this order, in which the others await them: its new KV, what it has received, the cached KV
-of the next layer. Sends of two layers may be under way. Not tried with NCCL: one communicator runs its operations in
+of a later layer. Sends of two layers may be under way. Not tried with NCCL: one communicator runs its operations in
 order, so a receive posted early holds back the sends behind it; the chain needs one for each neighbour and direction.
 
 Shapes: T query tokens, S tokens of a message, K key/value heads, D head dimension.
@@ -22,6 +23,7 @@ from itertools import pairwise
 import torch
 
 from cp_core.attention.partial import AttentionBackend, KeyShard, attend_pair
+from cp_core.cost.chain import LAYERS_AHEAD
 from cp_core.errors import InvalidRequest
 from cp_core.layout.step_plans import KvRun, PrefillPlan, Shard
 from cp_core.ring.pass_kv import SequenceParts
@@ -110,7 +112,8 @@ class Chain:
         self._route = ChainRoute(plan, transport.rank, transport.size)
         self._under_way: deque[list[Work]] = deque()
         self._coming: tuple[torch.Tensor, list[Work]] | None = None
-        self._coming_cached: tuple[list[torch.Tensor], Work] | None = None
+        self._coming_cached: deque[tuple[list[torch.Tensor], Work]] = deque()
+        self._num_exchanged = 0  # layers whose cached KV has been sent
         self._new: dict[tuple[int, int], KvRun] = {}
 
     def attend(
@@ -133,8 +136,7 @@ class Chain:
                 work.wait()
         sends: list[Work] = []
         self._new = {(rank, index): keys.new for index, keys in enumerate(keys_of_sequence)}
-        if layer == 0:
-            self._exchange_cached(cached_of(0), like)
+        self._exchange_cached(cached_of, 0, like)
         if self._coming is None:
             self._receive(like)
         self._send(sends, [self._new[rank, each.sequence] for each in route.sent], like)
@@ -155,11 +157,10 @@ class Chain:
             self._send(sends, [self._new[each.source, each.sequence] for each in route.onward], like)
         self._under_way.append(sends)
         cached = self._received_cached()
+        self._exchange_cached(cached_of, layer + LAYERS_AHEAD, like)
         following = layer + 1
-        if following < self._num_layers:
-            self._exchange_cached(cached_of(following), like)
-            if not self._period or following % self._period:
-                self._receive(like)
+        if following < self._num_layers and (not self._period or following % self._period):
+            self._receive(like)
 
         for source in range(size):
             if source == rank:
@@ -220,8 +221,15 @@ class Chain:
         mine, theirs = self._plan.of_rank(queries), self._plan.of_rank(keys)
         return [index for index, shard in enumerate(theirs) if queries != keys and shard.cached and mine[index].new]
 
-    def _exchange_cached(self, cached: Sequence[Sequence[KvRun]], like: torch.Tensor) -> None:
-        """Send a layer's cached KV to the ranks that attend it, and await theirs."""
+    def _exchange_cached(
+        self, cached_of: Callable[[int], Sequence[Sequence[KvRun]]], until: int, like: torch.Tensor
+    ) -> None:
+        """Exchange the cached KV of all layers up to `until` that are left, with the ranks that attend it."""
+        while self._num_exchanged <= min(until, self._num_layers - 1):
+            self._exchange_layer(cached_of(self._num_exchanged), like)
+            self._num_exchanged += 1
+
+    def _exchange_layer(self, cached: Sequence[Sequence[KvRun]], like: torch.Tensor) -> None:
         rank, size = self._transport.rank, self._transport.size
         packed: dict[tuple[int, ...], torch.Tensor] = {}
         sends, receives = [], []
@@ -235,13 +243,13 @@ class Chain:
         if size > 1 and any(each.numel() for each in (*sends, *receives)):
             # The transport copies the own part of an all-to-all: there is none.
             sends[rank] = receives[rank] = like.new_empty(0)
-            self._coming_cached = receives, self._transport.all_to_all(sends, receives)
+            self._coming_cached.append((receives, self._transport.all_to_all(sends, receives)))
 
     def _received_cached(self) -> dict[tuple[int, int], KvRun]:
         """Wait for the other ranks' cached KV of this layer, by source and sequence."""
-        if self._coming_cached is None:
+        if not self._coming_cached:
             return {}
-        (receives, work), self._coming_cached = self._coming_cached, None
+        receives, work = self._coming_cached.popleft()
         work.wait()
         rank, cached = self._transport.rank, {}
         for source, buffer in enumerate(receives):

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from cp_core.cost.model import StepLimits, WorkModel
+from cp_core.cost.work import StepLimits, WorkModel
 from cp_core.errors import CapacityExceeded, DeadlineExceeded, NotFound, RingserveError, TurnCancelled, Unavailable
 from cp_core.layout.shards import TokenRange, level_counts
 from orchestration.prefill.loop import PrefillLoop

@@ -55,7 +55,7 @@ class Turn:
 
 
 def front_loaded_chain(level: PrefillLayout, order: Sequence[int]) -> tuple[PrefillLayout, ShardMap]:
-    """Return a layout whose earlier ranks compute more, and where its tokens lie: as many on each rank as in `level`."""
+    """Return a layout whose earlier ranks compute more, and where its tokens lie: as many a rank as in `level`."""
     size, total = len(order), level.num_tokens
     cuts = [total - total * (size - place) ** 2 // size**2 for place in range(size + 1)]
     counts = [level.tokens_on(rank) for rank in range(size)]
