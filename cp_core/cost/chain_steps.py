@@ -19,16 +19,20 @@ MAX_ENTRIES = 1 << 12
 """Entries of a predictor's table; there are some 1,000 for all lengths up to 4 million."""
 
 
-def chain_order(speeds: Sequence[float], num_ranks: int) -> tuple[int, ...]:
-    """Return the ranks along a chain: slow ones last, where nothing waits for them. No speeds: all are alike."""
-    return tuple(sorted(range(num_ranks), key=lambda rank: -speeds[rank] if speeds else 0.0))
+def chain_order(speeds: Sequence[float], held: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """Return the ranks along a chain: slow ones last, where nothing waits for them. No speeds: all are alike.
+
+    Of ranks that are alike, those that hold least are last: where not all ranks take part they do. `held[r]` is
+    compared as a tuple, so it may hold further counts for ties.
+    """
+    fullest_first = sorted(range(len(held)), key=lambda rank: (tuple(-each for each in held[rank]), rank))
+    return tuple(sorted(fullest_first, key=lambda rank: -speeds[rank] if speeds else 0.0))
 
 
 def chain_rates(model: ModelShape, rates: PrefillRates, num_ranks: int) -> ChainRates:
     """Return the rates of a ring's ranks in the order of `chain_order`."""
-    speeds = rates.ring.speeds if len(rates.ring.speeds) == num_ranks else ()
-    order = chain_order(speeds, num_ranks)
-    return ChainRates.of(model, rates, [speeds[rank] if speeds else 1.0 for rank in order])
+    speeds = rates.ring.speeds if len(rates.ring.speeds) == num_ranks else (1.0,) * num_ranks
+    return ChainRates.of(model, rates, sorted(speeds, reverse=True))
 
 
 def quick_cuts(num_tokens: int, cached: int, rates: ChainRates) -> Cuts:

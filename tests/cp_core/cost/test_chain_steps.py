@@ -41,8 +41,9 @@ def test_cuts_of_any_number_of_tokens_ascend_from_0(num_ranks: int) -> None:
 
 
 def test_slow_ranks_stand_last_and_compute_less() -> None:
-    assert chain_order((2.0, 1.0, 2.0, 3.0), 4) == (3, 0, 2, 1)
-    assert chain_order((), 3) == (0, 1, 2)
+    assert chain_order((2.0, 1.0, 2.0, 3.0), [(5, 0), (5, 0), (6, 0), (5, 0)]) == (3, 2, 0, 1)
+    assert chain_order((), [(0, 0)] * 3) == (0, 1, 2)
+    assert chain_order((), [(4, 2), (4, 9), (5, 0)]) == (2, 1, 0)
     rates = chain_rates(LLAMA_8B, unlike(300e9), 4)
     assert rates.speeds == (2.0, 2.0, 2.0, 1.0)
     cuts = quick_cuts(16_000, 0, rates)
