@@ -193,7 +193,7 @@ class LeaderHost:
         """Return the resources that one rank takes of a Ray node."""
         taken = {"CPU": float(self.settings().ranks.num_threads)}
         if self.config.model.device == "cuda":
-            taken["GPU"] = 1.0
+            taken["GPU"] = self.config.model.gpus_per_rank
         return taken | ({self.pool.resource: 1.0} if self.pool.resource else {})
 
     def metrics_address(self) -> str:
@@ -212,6 +212,7 @@ class LeaderHost:
                 model_path=self.model_path,
                 dtype=config.model.dtype,
                 device=config.model.device,
+                gpus_per_rank=config.model.gpus_per_rank,
                 attention_backend=config.model.attention_backend,
                 ring_transport=config.model.ring_transport,
                 tp=pool.tp,
@@ -267,7 +268,7 @@ class RunningLeader:
         host = self._host
         server = self._server = GrpcServer(peer_server(self._tls), admit=self._admit)
         router = self._peers.router(host.router_endpoint)
-        ranks = RayRanks(host.name, host.resources())
+        ranks = RayRanks(host.name, host.resources(), host.pool.tp)
         leader: RingLeader
         if host.role == "prefill":
             leader = PrefillLeader(host.settings(), ranks, self._peers, router.register_ring)
