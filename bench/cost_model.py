@@ -20,8 +20,8 @@ from functools import partial
 
 import numpy as np
 
+from ringserve.client import Client
 from ringserve.v1 import inference_pb2
-from services.client import Client
 from services.cluster.local import LocalCluster
 from services.config import Config, PrefillConfig
 from services.offline.bench.prefill import PrefillTask, StockRank

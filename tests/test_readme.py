@@ -128,7 +128,7 @@ def test_shell_commands_of_the_documents_are_known() -> None:
 
 async def test_both_clients_of_the_readme_are_answered(gateway: LocalGateway) -> None:
     with redirect_stdout(io.StringIO()) as printed:
-        for word in ("from openai import", "from services.client import"):
+        for word in ("from openai import", "from ringserve.client import"):
             example = example_with("python", word).replace("127.0.0.1:50051", gateway.target)
             example = example.replace("http://127.0.0.1:8000", gateway.url).replace("builtin:smollm2", MODEL)
             await asyncio.to_thread(exec, example, {})

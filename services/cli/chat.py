@@ -9,11 +9,11 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 
 from cp_core.errors import InvalidRequest, NotFound, RingserveError
+from ringserve.client import Client
 from ringserve.v1 import inference_pb2
 from services.cli.options import Subcommands, add_target_options, check_text, client_of
 from services.cli.transcripts import Message, read_transcript, remove_transcript, write_transcript
 from services.cli.turns import add_sampling_options, sampling_of, show_plan
-from services.client import Client
 
 EXAMPLE = """example:
   ringserve chat

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cp_core.errors import ConfigError, InvalidRequest, NotFound
-from services.client import Client, TlsFiles
-from services.client.retries import NO_RETRIES
+from ringserve.client import Client, TlsFiles
+from ringserve.client.retries import NO_RETRIES
 from services.cluster.state import require_ready
 from services.config import Config, LogConfig, load_config
 

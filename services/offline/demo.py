@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from cp_core.errors import ConfigError
+from ringserve.client import Client
 from ringserve.v1 import inference_pb2
-from services.client import Client
 from services.config import Config, DecodeConfig, GatewayConfig, KvCacheConfig, LogConfig, ModelConfig, PrefillConfig
 from services.gateway.text import TextCodec
 from services.rpc.answer import answer_dict, collect

@@ -10,6 +10,7 @@ from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
 from cp_core.errors import Unavailable
+from ringserve.client.results import matched_stop
 from ringserve.v1 import inference_pb2
 
 
@@ -98,13 +99,6 @@ def logprobs_dict(logprobs: inference_pb2.TokenLogprobs) -> dict[str, Any]:
         "rank": logprobs.rank,
         "top": [list(pair) for pair in zip(logprobs.top_token_ids, logprobs.top_logprobs, strict=True)],
     }
-
-
-def matched_stop(complete: inference_pb2.GenerateComplete) -> int | str | None:
-    """Return the stop string or token that ended the answer; None: its length did."""
-    if complete.HasField("matched_stop_str"):
-        return complete.matched_stop_str
-    return complete.matched_stop if complete.HasField("matched_stop") else None
 
 
 def plan_line(complete: inference_pb2.GenerateComplete) -> str:

@@ -23,8 +23,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from transformers import DynamicCache
 
 from cp_core.errors import ConfigError, Unavailable
+from ringserve.client.channel import OPTIONS
 from ringserve.v1 import inference_pb2, inference_pb2_grpc
-from services.client.channel import OPTIONS
 from services.cluster.local import LocalCluster
 from services.config import Config, LogConfig, MetricsConfig
 from services.offline.bench.figures import Target, paired_ratio

@@ -14,8 +14,8 @@ from statistics import median
 
 from cp_core.cost.fit import PrefillSample, StepPart, StepSample
 from cp_core.errors import Busy, ConfigError, NotFound, Unavailable
+from ringserve.client import Client
 from ringserve.v1 import inference_pb2
-from services.client import Client
 from services.rpc.answer import collect
 from workers.protocol.prefill_steps import CALIBRATED_ALGORITHMS, Algorithm
 

@@ -10,8 +10,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from cp_core.errors import NotFound, RingserveError, Unavailable
+from ringserve.client.async_client import AsyncClient
 from ringserve.v1 import inference_pb2
-from services.client.async_client import AsyncClient
 from services.offline.chaos.faults import Cell, How, Kind, Phase, Processes
 from services.offline.chaos.load import FIRST, HIT, LAST, Expected, Stream, begin, play
 from services.offline.chaos.verdict import MAX_DETECT_SECONDS, Observation, Outcome, Result, judge, nothing_hit

@@ -29,8 +29,8 @@ from orchestration.protocol.views import (
     RingStatus,
     ServerView,
 )
+from ringserve.mapping import Mapper, Mirror, check_ids
 from ringserve.v1 import inference_pb2, rings_pb2
-from services.rpc.wire.mapping import Mapper, Mirror, check_ids
 from workers.protocol.prefill_steps import Algorithm, TokenIds
 from workers.sampling.parameters import TokenLogprobs
 

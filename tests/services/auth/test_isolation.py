@@ -15,11 +15,11 @@ import pytest
 import yaml
 
 from cp_core.errors import Busy, CapacityExceeded, Forbidden, NotFound, RingserveError, Unauthenticated
+from ringserve.client import AsyncClient, Sampling
+from ringserve.client.retries import NO_RETRIES
 from ringserve.v1 import inference_pb2, inference_pb2_grpc
 from services.auth.authenticator import Authenticator, TokenFile
 from services.auth.tenants import hash_of
-from services.client import AsyncClient, Sampling
-from services.client.retries import NO_RETRIES
 from services.gateway.text import TextCodec
 from tests.services.local_gateway import CALL_SECONDS, MODEL, LocalGateway
 from tests.workers.models import random_tokens

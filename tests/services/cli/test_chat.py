@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from cp_core.errors import InvalidRequest
+from ringserve.client import Client
 from ringserve.v1 import inference_pb2
 from services.cli import chat as chat_module
 from services.cli.chat import Chat, figures
 from services.cli.transcripts import read_transcript
-from services.client import Client
 from tests.services.local_gateway import LocalGateway, codec, gateway, model_path
 from tests.waiting import eventually
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from ringserve.client.results import MAPPER, Plan
 from ringserve.v1 import inference_pb2
 from services.cli.status import pool_sizes
 from services.cli.turns import show_plan
-from services.client.results import MAPPER, Plan
 
 
 def complete(*rings: tuple[str, int, int, float]) -> inference_pb2.GenerateComplete:

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import grpc
 
+from ringserve.client import Client
+from ringserve.client.retries import NO_RETRIES
 from ringserve.v1 import inference_pb2
-from services.client import Client
-from services.client.retries import NO_RETRIES
 from services.offline.reference import StockModel
 from tests.services.e2e.cluster import START_SECONDS, Inference, Ringserve, ids, wait_until
 from tests.services.e2e.gateways import started_gateway

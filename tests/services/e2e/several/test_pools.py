@@ -9,8 +9,8 @@ import pytest
 
 from cp_core.cost.fit import PrefillSample, predicted_prefill
 from cp_core.cost.profile import HardwareProfile
+from ringserve.client import Client
 from ringserve.v1 import inference_pb2
-from services.client import Client
 from services.offline.calibration.fitting import shape_of
 from services.offline.reference import StockModel
 from tests.services.e2e.cluster import REBUILD_SECONDS, Cluster, Inference, ids, kill, wait_until

@@ -11,8 +11,8 @@ import pytest
 from cp_core.cost.model import PASS_KV, PASS_Q
 from cp_core.cost.profile import format_profile, read_profile
 from cp_core.errors import Busy, ConfigError, Unavailable
+from ringserve.client import Client
 from ringserve.v1 import inference_pb2
-from services.client import Client
 from services.offline.calibration.fitting import Calibration, calibrate, profile_from_rings, shape_of
 from services.offline.calibration.measurement import ANSWER_TOKENS, Calibrator, Cell, grid, max_sequence_tokens
 from services.offline.calibration.report import calibration_json, closing_lines, write_calibration_plot

@@ -43,8 +43,9 @@ from orchestration.protocol.turns import (
     TurnRequest,
 )
 from orchestration.protocol.views import ConversationList, ConversationView, RingStatus, ServerView
+from ringserve.client import results
+from ringserve.mapping import Mapper, Mirror, pack_ids, unpack_ids
 from ringserve.v1 import inference_pb2, rings_pb2, router_pb2
-from services.client import results
 from services.rpc.wire import contract
 from services.rpc.wire.contract import (
     event_from,
@@ -57,7 +58,6 @@ from services.rpc.wire.contract import (
     shards_to,
     to_message,
 )
-from services.rpc.wire.mapping import Mapper, Mirror, pack_ids, unpack_ids
 from workers.protocol.decode_commands import FinishReason
 from workers.protocol.prefill_steps import TokenIds
 from workers.sampling.parameters import SamplingParameters, TokenLogprobs

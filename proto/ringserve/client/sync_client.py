@@ -9,13 +9,13 @@ from concurrent.futures import CancelledError, Future
 from types import TracebackType
 from typing import TypeVar, Unpack
 
-from cp_core.errors import RingserveError
+from ringserve.client.async_client import AsyncAnswerStream, AsyncClient, AsyncConversation
+from ringserve.client.channel import TlsFiles
+from ringserve.client.requests import Prompt, RequestOptions, TurnOptions
+from ringserve.client.results import Answer, Piece, Plan
+from ringserve.client.retries import RetryPolicy
+from ringserve.errors import RingserveError
 from ringserve.v1 import inference_pb2
-from services.client.async_client import AsyncAnswerStream, AsyncClient, AsyncConversation
-from services.client.channel import TlsFiles
-from services.client.requests import Prompt, RequestOptions, TurnOptions
-from services.client.results import Answer, Piece, Plan
-from services.client.retries import RetryPolicy
 
 T = TypeVar("T")
 

@@ -1,6 +1,6 @@
 """Python client for asyncio, called by users and by the client for threads.
 
-Methods raise the errors of `cp_core.errors`, each with a message of one sentence.
+Methods raise the errors of `ringserve.client.errors`, each with a message of one sentence.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any, TypeVar, Unpack
 
 import grpc
 
-from cp_core.errors import Unavailable
+from ringserve.client.channel import OPTIONS, TlsFiles, metadata_of
+from ringserve.client.failures import error_from_call
+from ringserve.client.requests import Message, Prompt, RequestOptions, Sampling, TurnOptions, request_of
+from ringserve.client.results import Answer, AnswerReader, Piece, Plan
+from ringserve.client.retries import Retries, RetryPolicy, is_lost
+from ringserve.errors import Unavailable
 from ringserve.v1 import inference_pb2, inference_pb2_grpc
-from services.client.channel import OPTIONS, TlsFiles, metadata_of
-from services.client.failures import error_from_call
-from services.client.requests import Message, Prompt, RequestOptions, Sampling, TurnOptions, request_of
-from services.client.results import Answer, AnswerReader, Piece, Plan
-from services.client.retries import Retries, RetryPolicy, is_lost
 
 T = TypeVar("T")
 Responses = AsyncGenerator[inference_pb2.GenerateResponse, None]

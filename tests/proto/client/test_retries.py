@@ -18,8 +18,8 @@ from cp_core.errors import (
     Unavailable,
     Unreachable,
 )
-from services.client.requests import Sampling, request_of
-from services.client.retries import MAX_RESUMPTIONS, NO_RETRIES, Retries, RetryPolicy
+from ringserve.client.requests import Sampling, request_of
+from ringserve.client.retries import MAX_RESUMPTIONS, NO_RETRIES, Retries, RetryPolicy
 
 POLICY = RetryPolicy(max_attempts=4, first_delay_seconds=1.0, max_delay_seconds=3.0)
 FULL = CapacityExceeded("full")

@@ -9,12 +9,12 @@ with Client("127.0.0.1:50051") as client:
 ```
 """
 
-from services.client.async_client import AsyncClient, AsyncConversation
-from services.client.channel import TlsFiles
-from services.client.requests import Message, Prompt, Sampling
-from services.client.results import Answer, Piece, Plan, Usage
-from services.client.retries import RetryPolicy
-from services.client.sync_client import Client, Conversation
+from ringserve.client.async_client import AsyncClient, AsyncConversation
+from ringserve.client.channel import TlsFiles
+from ringserve.client.requests import Message, Prompt, Sampling
+from ringserve.client.results import Answer, Piece, Plan, Usage
+from ringserve.client.retries import RetryPolicy
+from ringserve.client.sync_client import Client, Conversation
 
 __all__ = [
     "Answer",

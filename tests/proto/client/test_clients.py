@@ -23,10 +23,10 @@ from cp_core.errors import (
     Stopping,
     Unavailable,
 )
+from ringserve.client import AsyncClient, Client, Message, RetryPolicy, Sampling
+from ringserve.client.retries import NO_RETRIES
+from ringserve.client.sync_client import _LoopThread
 from ringserve.v1 import inference_pb2, inference_pb2_grpc
-from services.client import AsyncClient, Client, Message, RetryPolicy, Sampling
-from services.client.retries import NO_RETRIES
-from services.client.sync_client import _LoopThread
 from services.gateway.text import TextCodec
 from services.rpc.errors import answering
 from services.rpc.server import GrpcServer

@@ -12,8 +12,8 @@ import pytest
 
 from cp_core.errors import TurnCancelled
 from orchestration.protocol.turns import TurnRequest
+from ringserve.client import Answer, AsyncClient, RetryPolicy, Sampling
 from ringserve.v1 import inference_pb2, inference_pb2_grpc
-from services.client import Answer, AsyncClient, RetryPolicy, Sampling
 from services.gateway.servicer import InferenceServicer
 from services.gateway.text import REPLACEMENT, TextCodec
 from services.rpc.server import GrpcServer

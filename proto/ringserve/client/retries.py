@@ -15,7 +15,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from cp_core.errors import Busy, CapacityExceeded, NotBegun, RingserveError, Stopping, Unreachable
+from ringserve.errors import Busy, CapacityExceeded, NotBegun, RingserveError, Stopping, Unreachable
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,7 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
-from cp_core.errors import InvalidRequest
+from ringserve.errors import InvalidRequest
 
 M = TypeVar("M", bound=Message)
 T = TypeVar("T")

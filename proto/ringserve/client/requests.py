@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TypedDict
 
-from cp_core.errors import InvalidRequest
+from ringserve.errors import InvalidRequest
 from ringserve.v1 import inference_pb2
 
 MODES = {

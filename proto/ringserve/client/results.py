@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ringserve.mapping import Mapper
 from ringserve.v1 import inference_pb2
-from services.rpc.answer import matched_stop
-from services.rpc.wire.mapping import Mapper
 
 MAPPER = Mapper()
 
@@ -141,6 +140,13 @@ class Answer:
     ttft_seconds: float
     ttit_seconds: float
     seed: int
+
+
+def matched_stop(complete: inference_pb2.GenerateComplete) -> int | str | None:
+    """Return the stop string or token that ended the answer; None: its length did."""
+    if complete.HasField("matched_stop_str"):
+        return complete.matched_stop_str
+    return complete.matched_stop if complete.HasField("matched_stop") else None
 
 
 class AnswerReader:
