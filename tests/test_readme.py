@@ -126,9 +126,17 @@ def test_shell_commands_of_the_documents_are_known() -> None:
         build_parser().parse_args(words)
 
 
+async def test_habits_of_the_documents_are_taken(gateway: LocalGateway) -> None:
+    with redirect_stdout(io.StringIO()) as printed:
+        example = example_with("python", "from ringserve.client.errors").replace("127.0.0.1:50051", gateway.target)
+        await asyncio.to_thread(exec, example, {})
+    assert len(re.findall(r"^(?:length|stop) -\d", printed.getvalue(), re.MULTILINE)) == 2
+    assert printed.getvalue().splitlines()[-1] == "ids 19"
+
+
 async def test_both_clients_of_the_readme_are_answered(gateway: LocalGateway) -> None:
     with redirect_stdout(io.StringIO()) as printed:
-        for word in ("from openai import", "from ringserve.client import"):
+        for word in ("from openai import", "ringserve.client import Client, Sampling"):
             example = example_with("python", word).replace("127.0.0.1:50051", gateway.target)
             example = example.replace("http://127.0.0.1:8000", gateway.url).replace("builtin:smollm2", MODEL)
             await asyncio.to_thread(exec, example, {})

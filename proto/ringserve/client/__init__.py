@@ -11,23 +11,31 @@ with Client("127.0.0.1:50051") as client:
 
 from ringserve.client.async_client import AsyncClient, AsyncConversation
 from ringserve.client.channel import TlsFiles
+from ringserve.client.infos import Aborted, ConversationInfo, ConversationSummary, ModelInfo, RingInfo, ServerInfo
 from ringserve.client.requests import Message, Prompt, Sampling
-from ringserve.client.results import Answer, Piece, Plan, Usage
+from ringserve.client.results import Answer, Piece, Plan, TokenLogprobs, Usage
 from ringserve.client.retries import RetryPolicy
 from ringserve.client.sync_client import Client, Conversation
 
 __all__ = [
+    "Aborted",
     "Answer",
     "AsyncClient",
     "AsyncConversation",
     "Client",
     "Conversation",
+    "ConversationInfo",
+    "ConversationSummary",
     "Message",
+    "ModelInfo",
     "Piece",
     "Plan",
     "Prompt",
     "RetryPolicy",
+    "RingInfo",
     "Sampling",
+    "ServerInfo",
     "TlsFiles",
+    "TokenLogprobs",
     "Usage",
 ]

@@ -133,13 +133,13 @@ async def test_a_gateways_death_is_not_seen_by_the_typed_client(gateways: Gatewa
     assert failover.role == "gateway"
     assert failover.after_tokens >= 20
     assert failover.new_tokens == 0
-    async with AsyncClient(gateways.target) as client:
+    async with grpc.aio.insecure_channel(gateways.target) as channel:
         request = inference_pb2.GenerateRequest(request_id="r", text=PROMPT, sampling_params=stopped_by.to_message())
         received = stopped.token_ids[: len(stopped.token_ids) - 1]
         request.resume.received.extend(received)
         request.resume.prompt_tokens = stopped.usage.prompt_tokens
         # Nobody knows the turn any more: it goes on behind what came.
-        *_, last = [response async for response in client.generate(request)]
+        *_, last = [response async for response in inference_pb2_grpc.InferenceStub(channel).Generate(request)]
     assert (last.complete.text, last.complete.matched_stop_str) == (stopped.text, stop)
     assert list(last.complete.output_ids) == list(stopped.token_ids)
 
