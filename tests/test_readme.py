@@ -36,11 +36,14 @@ def answer(
     request: inference_pb2.GenerateRequest, context: grpc.ServicerContext
 ) -> Iterator[inference_pb2.GenerateResponse]:
     """Answer every Generate with the same short turn."""
-    plan = inference_pb2.Plan(algorithm="pass_q", reason="it is the follow-up of " + request.conversation_id)
+    plan = inference_pb2.Plan(
+        algorithm=inference_pb2.ALGORITHM_PASS_Q, reason="it is the follow-up of " + request.conversation_id
+    )
     yield inference_pb2.GenerateResponse(start=inference_pb2.GenerateStart(plan=plan))
     yield inference_pb2.GenerateResponse(chunk=inference_pb2.GenerateStreamChunk(text="there was"))
     usage = inference_pb2.Usage(completion_tokens=request.sampling_params.max_tokens)
-    yield inference_pb2.GenerateResponse(complete=inference_pb2.GenerateComplete(finish_reason="length", usage=usage))
+    complete = inference_pb2.GenerateComplete(finish_reason=inference_pb2.FINISH_REASON_LENGTH, usage=usage)
+    yield inference_pb2.GenerateResponse(complete=complete)
 
 
 @pytest.fixture
@@ -69,7 +72,7 @@ def example_with(language: str, word: str) -> str:
 def test_python_example_of_the_readme_runs_and_prints_plan_text_and_usage(target: str) -> None:
     with redirect_stdout(io.StringIO()) as printed:
         exec(example_with("python", "InferenceStub").replace("127.0.0.1:50051", target), {})
-    assert "pass_q because it is the follow-up of tale\nthere was" in printed.getvalue()
+    assert "ALGORITHM_PASS_Q because it is the follow-up of tale\nthere was" in printed.getvalue()
     assert "completion_tokens: 32" in printed.getvalue()
 
 

@@ -90,7 +90,8 @@ def run_show(options: argparse.Namespace) -> int:
 
 def run_fork(options: argparse.Namespace) -> int:
     with client_of(options) as client:
-        _show(client.fork_conversation(options.source, options.new, _count(options.at_token)), options.json)
+        client.fork_conversation(options.source, options.new, _count(options.at_token))
+        _show(client.conversation(options.new), options.json)
     return 0
 
 

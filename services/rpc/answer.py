@@ -11,27 +11,35 @@ from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
 from ringserve.client import Answer, TokenLogprobs
+from ringserve.mapping import enum_names
 
 LONG_NUMBERS = {FieldDescriptor.TYPE_INT64, FieldDescriptor.TYPE_UINT64}
 
 
 def message_dict(message: Message) -> dict[str, Any]:
-    """Return a message with the contract's field names; 64-bit numbers stay numbers, as JSON's readers expect."""
-    values = MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
-    _restore_numbers(values, message.DESCRIPTOR)
+    """Return a message with the contract's field names; 64-bit numbers stay numbers, and enums have short names."""
+    values = MessageToDict(
+        message,
+        preserving_proto_field_name=True,
+        always_print_fields_with_no_presence=True,
+        use_integers_for_enums=True,
+    )
+    _restore(values, message.DESCRIPTOR)
     return values
 
 
-def _restore_numbers(values: dict[str, Any], descriptor: Any) -> None:
+def _restore(values: dict[str, Any], descriptor: Any) -> None:
     for field in descriptor.fields:
         if field.name not in values:
             continue
         found = values[field.name]
         if field.type in LONG_NUMBERS:
             values[field.name] = [int(number) for number in found] if field.is_repeated else int(found)
+        elif field.enum_type is not None:
+            values[field.name] = enum_names(field.enum_type).get(found, "")
         elif field.message_type is not None and not field.message_type.GetOptions().map_entry:
             for part in found if field.is_repeated else [found]:
-                _restore_numbers(part, field.message_type)
+                _restore(part, field.message_type)
 
 
 def answer_dict(answer: Answer) -> dict[str, Any]:

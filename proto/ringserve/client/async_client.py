@@ -16,8 +16,8 @@ import grpc
 
 from ringserve.client.channel import OPTIONS, TlsFiles, metadata_of
 from ringserve.client.failures import error_from_call
-from ringserve.client.infos import Aborted, ConversationInfo, ConversationSummary, ModelInfo, ServerInfo
-from ringserve.client.requests import Prompt, RequestOptions, TurnOptions, is_chat, request_of
+from ringserve.client.infos import Aborted, ConversationInfo, ConversationSummary, ForkInfo, ModelInfo, ServerInfo
+from ringserve.client.requests import Prompt, RequestOptions, TurnOptions, count_of, is_chat, request_of
 from ringserve.client.results import MAPPER, Answer, AnswerReader, Piece, Plan
 from ringserve.client.retries import Retries, RetryPolicy, is_lost
 from ringserve.errors import Unavailable
@@ -173,6 +173,10 @@ class AsyncClient:
         response = await self._unary(self._stub.Abort, inference_pb2.AbortRequest(request_ids=names))
         return MAPPER.from_message(Aborted, response)
 
+    async def count_tokens(self, prompt: Prompt, *, model: str = "") -> int:
+        """Return the number of tokens of a prompt, those of the chat template included."""
+        return int((await self._unary(self._stub.CountTokens, count_of(prompt, model))).num_tokens)
+
     async def model_info(self) -> ModelInfo:
         """Return the model's sizes."""
         response = await self._unary(self._stub.GetModelInfo, inference_pb2.GetModelInfoRequest())
@@ -199,10 +203,10 @@ class AsyncClient:
                 return
             request.page_token = page.next_page_token
 
-    async def fork_conversation(self, source_id: str, new_id: str, at_token: int | None = None) -> ConversationInfo:
+    async def fork_conversation(self, source_id: str, new_id: str, at_token: int | None = None) -> ForkInfo:
         """Begin a conversation with another's tokens, or with the first `at_token` of them. Raises NotFound."""
         request = inference_pb2.ForkConversationRequest(source_id=source_id, new_id=new_id, at_token=at_token)
-        return MAPPER.from_message(ConversationInfo, await self._unary(self._stub.ForkConversation, request))
+        return MAPPER.from_message(ForkInfo, await self._unary(self._stub.ForkConversation, request))
 
     async def delete_conversation(self, conversation_id: str) -> None:
         """Delete a conversation and free its KV. Raises NotFound, and Busy while a turn runs."""

@@ -10,6 +10,7 @@ class ModelInfo:
     """Model that a gateway serves."""
 
     model_path: str = ""
+    model_name: str = ""
     model_type: str = ""
     dtype: str = ""
     num_layers: int = 0
@@ -173,6 +174,17 @@ class ConversationInfo:
     idle_seconds: float = 0.0
     ttl_seconds: float = 0.0
     num_waiting: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForkInfo:
+    """Conversation that a fork has begun, and the rings that keep KV of it, shared with its source."""
+
+    conversation_id: str = ""
+    num_tokens: int = 0
+    num_turns: int = 0
+    ttl_seconds: float = 0.0
+    placements: tuple[Placement, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

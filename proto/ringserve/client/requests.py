@@ -11,6 +11,7 @@ from typing import Any, TypedDict
 import google.protobuf.message
 
 from ringserve.errors import InvalidRequest
+from ringserve.mapping import enum_numbers, pack_ids
 from ringserve.v1 import inference_pb2
 
 MODES = {
@@ -123,6 +124,7 @@ class TurnOptions(TypedDict, total=False):
     no_cache: bool
     cache_key: str
     algorithm: str
+    model: str
 
 
 class RequestOptions(TurnOptions, total=False):
@@ -135,6 +137,7 @@ class RequestOptions(TurnOptions, total=False):
     expected_tokens: int | None
 
 
+MAX_ID = 2**31 - 1
 OPTIONS = frozenset(RequestOptions.__annotations__)
 RENAMED = {"mode": "prompt_mode", "sampling": "sampling_params"}
 """Fields of the contract for options of other names."""
@@ -172,7 +175,14 @@ def is_chat(prompt: Prompt) -> bool:
     return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Message | Mapping)
 
 
-def _fill_prompt(request: inference_pb2.GenerateRequest, prompt: Prompt) -> None:
+def count_of(prompt: Prompt, model: str = "") -> inference_pb2.CountTokensRequest:
+    """Return the contract's request for the number of tokens of a prompt. Raises InvalidRequest."""
+    request = inference_pb2.CountTokensRequest(model=model)
+    _fill_prompt(request, prompt)
+    return request
+
+
+def _fill_prompt(request: inference_pb2.GenerateRequest | inference_pb2.CountTokensRequest, prompt: Prompt) -> None:
     if isinstance(prompt, str):
         request.text = prompt
         return
@@ -185,12 +195,11 @@ def _fill_prompt(request: inference_pb2.GenerateRequest, prompt: Prompt) -> None
     to_list = getattr(prompt, "tolist", None)  # of arrays and tensors
     ids: Any = to_list() if to_list else prompt
     try:
-        request.tokenized.input_ids.extend(ids)
-    except ValueError as error:
-        raise InvalidRequest(f"prompt: {error}") from None
+        request.tokenized.packed_ids = pack_ids(ids)
+    except OverflowError:
+        raise InvalidRequest(f"prompt: token ids are from 0 to {MAX_ID}") from None
     except TypeError:
         raise InvalidRequest("prompt: give a text, a sequence of token ids, or a sequence of messages") from None
-    request.tokenized.SetInParent()
 
 
 def _fill(message: google.protobuf.message.Message, name: str, value: Any, shown: str) -> None:
@@ -199,11 +208,24 @@ def _fill(message: google.protobuf.message.Message, name: str, value: Any, shown
         return
     field = message.DESCRIPTOR.fields_by_name[name]
     try:
-        if not field.is_repeated:
+        if field.enum_type is not None:
+            setattr(message, name, _number(field.enum_type, value))
+        elif not field.is_repeated:
             setattr(message, name, value)
         elif field.message_type is not None:  # a map of numbers
             getattr(message, name).update({int(key): each for key, each in value.items()})
         else:
             getattr(message, name).extend([value] if isinstance(value, str | int) else value)
     except (TypeError, ValueError, AttributeError):
-        raise InvalidRequest(f"{shown}: {value!r:.100} is not allowed") from None
+        raise InvalidRequest(f"{shown}: {value!r:.100} is not allowed{_choices(field)}") from None
+
+
+def _number(enum: Any, name: str) -> int:
+    """Return the number of a short name. Raises ValueError."""
+    if name not in enum_numbers(enum):
+        raise ValueError(name)
+    return enum_numbers(enum)[name]
+
+
+def _choices(field: Any) -> str:
+    return f"; use one of {', '.join(filter(None, enum_numbers(field.enum_type)))}" if field.enum_type else ""

@@ -11,7 +11,7 @@ from typing import TypeVar, Unpack
 
 from ringserve.client.async_client import AsyncAnswerStream, AsyncClient, AsyncConversation
 from ringserve.client.channel import TlsFiles
-from ringserve.client.infos import Aborted, ConversationInfo, ConversationSummary, ModelInfo, ServerInfo
+from ringserve.client.infos import Aborted, ConversationInfo, ConversationSummary, ForkInfo, ModelInfo, ServerInfo
 from ringserve.client.requests import Prompt, RequestOptions, TurnOptions
 from ringserve.client.results import Answer, Piece, Plan
 from ringserve.client.retries import RetryPolicy
@@ -186,6 +186,10 @@ class Client:
         """End running turns by request id, wherever they are; an unknown id is reported."""
         return self._loop.run(self._client.abort(request_ids))
 
+    def count_tokens(self, prompt: Prompt, *, model: str = "") -> int:
+        """Return the number of tokens of a prompt, those of the chat template included."""
+        return self._loop.run(self._client.count_tokens(prompt, model=model))
+
     def model_info(self) -> ModelInfo:
         """Return the model's sizes."""
         return self._loop.run(self._client.model_info())
@@ -202,7 +206,7 @@ class Client:
         """Yield every conversation whose id begins with `prefix`, fetched page by page."""
         return self._loop.items(self._client.list_conversations(prefix, page_size))
 
-    def fork_conversation(self, source_id: str, new_id: str, at_token: int | None = None) -> ConversationInfo:
+    def fork_conversation(self, source_id: str, new_id: str, at_token: int | None = None) -> ForkInfo:
         """Begin a conversation with another's tokens, or with the first `at_token` of them. Raises NotFound."""
         return self._loop.run(self._client.fork_conversation(source_id, new_id, at_token))
 

@@ -117,7 +117,9 @@ class ServedTurns:
         self._channel = grpc.insecure_channel(target, options=OPTIONS)
         self._stub = inference_pb2_grpc.InferenceStub(self._channel)
         info = self._stub.GetServerInfo(inference_pb2.GetServerInfoRequest(), timeout=CONTROL_SECONDS)
-        self._decode_metrics = next(ring.metrics_endpoint for ring in info.rings if ring.role == "decode")
+        self._decode_metrics = next(
+            ring.metrics_endpoint for ring in info.rings if ring.role == inference_pb2.ROLE_DECODE
+        )
 
     def measure(self, turn: Turn) -> TurnTimes:
         """Run a turn to its end. Raises Unavailable where the service refuses or loses it."""

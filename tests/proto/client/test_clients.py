@@ -23,60 +23,23 @@ from cp_core.errors import (
     Stopping,
     Unavailable,
 )
-from ringserve.client import AsyncClient, Client, Message, RetryPolicy, Sampling
+from ringserve.client import AsyncClient, Client, Message, Sampling
 from ringserve.client.retries import NO_RETRIES
 from ringserve.client.sync_client import _LoopThread
 from ringserve.v1 import inference_pb2, inference_pb2_grpc
 from services.gateway.text import TextCodec
 from services.rpc.errors import answering
 from services.rpc.server import GrpcServer
+from tests.proto.client.both import QUICK, client
 from tests.services.e2e.cluster import wait_until
 from tests.services.local_gateway import LocalGateway
 from tests.workers.models import Oracle, random_tokens
 
+__all__ = ["client"]
 WAIT_SECONDS = 20.0
 
 FIVE = Sampling(max_tokens=5, temperature=0.0)
 LONG = Sampling(max_tokens=4000)
-QUICK = RetryPolicy(max_attempts=3, first_delay_seconds=0.02, max_delay_seconds=0.1)
-
-
-class InThreads:
-    """`Client`, its stream or its conversation in worker threads, called as those of `AsyncClient` are."""
-
-    def __init__(self, real: Any) -> None:
-        self._real = real
-
-    def __getattr__(self, name: str) -> Any:
-        attribute = getattr(self._real, name)
-        if not callable(attribute):
-            return attribute
-        if name in ("stream", "talk"):
-            return lambda *values, **options: InThreads(attribute(*values, **options))
-        return lambda *values, **options: asyncio.to_thread(attribute, *values, **options)
-
-    async def __aenter__(self) -> InThreads:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await asyncio.to_thread(self._real.close)
-
-    def __aiter__(self) -> InThreads:
-        return self
-
-    async def __anext__(self) -> Any:
-        piece = await asyncio.to_thread(next, self._real, None)
-        if piece is None:
-            raise StopAsyncIteration
-        return piece
-
-
-@pytest.fixture(params=["asyncio", "threads"])
-async def client(gateway: LocalGateway, request: pytest.FixtureRequest) -> AsyncIterator[AsyncClient]:
-    """Return a client of either kind."""
-    real: Any = AsyncClient if request.param == "asyncio" else lambda *v, **o: InThreads(Client(*v, **o))
-    async with real(gateway.target, retry=QUICK) as client:
-        yield client
 
 
 async def test_an_answer_is_exact_typed_and_accounted_for(client: AsyncClient, oracle: Oracle) -> None:
@@ -181,56 +144,6 @@ async def test_a_timeout_ends_the_turn_and_says_so(gateway: LocalGateway, client
     with pytest.raises(DeadlineExceeded):
         await client.ask("x", sampling=LONG, timeout=0.4)
     await gateway.wait_idle()
-
-
-async def test_the_other_calls_answer_in_types_of_the_client(client: AsyncClient) -> None:
-    await client.ask(random_tokens(20), sampling=FIVE, conversation_id="c")
-    fork = await client.fork_conversation("c", "c-2", 10)
-    view = await client.conversation("c")
-    listed = client.list_conversations("c", page_size=1)
-    results: list[Any] = [
-        model := await client.model_info(),
-        server := await client.server_info(),
-        aborted := await client.abort("nobody"),
-        *(fork, view, *[each async for each in _items(listed)]),
-    ]
-    assert model.vocab_size == 300
-    assert {ring.role for ring in server.rings} == {"prefill", "decode"}
-    assert (aborted.aborted, aborted.unknown) == ((), ("nobody",))
-    assert (fork.conversation_id, fork.num_tokens, view.num_tokens) == ("c-2", 10, 25)
-    assert sum(shard.num_tokens for shard in view.placements[0].ranks) == view.placements[0].num_tokens
-    assert [each.conversation_id for each in results[-2:]] == ["c", "c-2"]
-    for each in results:
-        hash(each)  # frozen all through, and no message of protobuf inside
-
-
-async def _items(source: Any) -> AsyncIterator[Any]:
-    """Yield the items of an iterator of either client."""
-    if isinstance(source, AsyncIterator):
-        async for item in source:
-            yield item
-        return
-    for item in await asyncio.to_thread(list, await source):
-        yield item
-
-
-async def test_all_answers_of_a_request_are_the_choices_of_its_answer(client: AsyncClient, oracle: Oracle) -> None:
-    prompt = random_tokens(30)
-    one = await client.ask(prompt, sampling=Sampling(max_tokens=5, logprobs=2, prompt_logprobs=0))
-    assert one.choices == (one,)
-    assert [each.token_id for each in one.logprobs] == list(one.token_ids)
-    assert [len(each.top_token_ids) for each in one.logprobs] == [2] * 5
-    assert [each.token_id for each in one.prompt_logprobs] == prompt[1:]
-    sampling = Sampling(max_tokens=5, n=3, seed=1, temperature=1.0)
-    pieces: dict[int, tuple[int, ...]] = {}
-    async with client.stream(prompt, sampling=sampling) as stream:
-        async for piece in stream:
-            pieces[piece.index] = pieces.get(piece.index, ()) + piece.token_ids
-        answer = await stream.answer()
-    assert [each.index for each in answer.choices] == [0, 1, 2]
-    assert [each.token_ids for each in answer.choices] == [pieces[index] for index in range(3)]
-    assert len({each.seed for each in answer.choices}) == 3
-    assert all(each.usage.completion_tokens == 5 for each in answer.choices)
 
 
 async def test_closing_a_client_ends_its_turns(gateway: LocalGateway) -> None:

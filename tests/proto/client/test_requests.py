@@ -11,6 +11,7 @@ import pytest
 from ringserve.client import Message, Sampling
 from ringserve.client.errors import InvalidRequest
 from ringserve.client.requests import RENAMED, RequestOptions, request_of
+from ringserve.mapping import unpack_ids
 from ringserve.v1 import inference_pb2
 
 OWN = {"timeout"}
@@ -40,7 +41,9 @@ def test_every_sampling_parameter_of_the_contract_is_one_of_the_client() -> None
         ({"priority": -3, "wait": True}, inference_pb2.GenerateRequest(priority=-3, wait=True)),
         ({"conversation_ttl_seconds": 0}, inference_pb2.GenerateRequest(conversation_ttl_seconds=0)),
         ({"conversation_ttl_seconds": None}, inference_pb2.GenerateRequest()),
-        ({"algorithm": "pass_q"}, inference_pb2.GenerateRequest(algorithm="pass_q")),
+        ({"algorithm": "pass_q"}, inference_pb2.GenerateRequest(algorithm=inference_pb2.ALGORITHM_PASS_Q)),
+        ({"algorithm": ""}, inference_pb2.GenerateRequest()),
+        ({"model": "m"}, inference_pb2.GenerateRequest(model="m")),
         ({"expected_tokens": 0}, inference_pb2.GenerateRequest(expected_tokens=0)),
         ({"no_cache": True, "cache_key": "ada"}, inference_pb2.GenerateRequest(no_cache=True, cache_key="ada")),
         ({"mode": "append"}, inference_pb2.GenerateRequest(prompt_mode=inference_pb2.PROMPT_MODE_APPEND)),
@@ -93,7 +96,7 @@ def test_messages_are_taken_as_dicts_too(prompt: Any) -> None:
 @pytest.mark.parametrize("prompt", [[1, 2], (1, 2), range(1, 3), np.array([1, 2])])
 def test_token_ids_are_taken_in_any_sequence(prompt: Any) -> None:
     request = request_of(prompt, {})
-    assert (list(request.tokenized.input_ids), request.WhichOneof("input")) == ([1, 2], "tokenized")
+    assert (unpack_ids(request.tokenized.packed_ids), request.WhichOneof("input")) == ((1, 2), "tokenized")
 
 
 @pytest.mark.parametrize(
@@ -116,6 +119,13 @@ def test_token_ids_are_taken_in_any_sequence(prompt: Any) -> None:
         ("x", {"priority": "high"}, "priority: 'high' is not allowed"),
         ("x", {"wait": "yes"}, "wait: 'yes' is not allowed"),
         ("x", {"request_id": 7}, "request_id: 7 is not allowed"),
+        (
+            "x",
+            {"algorithm": "passq"},
+            "algorithm: 'passq' is not allowed; use one of pass_kv, pass_q,",
+        ),
+        ([1, -2], {}, "prompt: token ids are from 0 to 2147483647"),
+        ([1, 2**31], {}, "prompt: token ids are from 0 to 2147483647"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_in_one_sentence(prompt: Any, options: Any, said: str) -> None:

@@ -42,7 +42,7 @@ class Gateways(LocalGateway):
         super().__init__(model_path, codec, service=Service(model_path, 2, 3, orphan_timeout=30.0))
         first, second = self.servicer, self
         self.dying = InferenceServicer(
-            self.service.model, "m", codec, first._reader, self.service.router, self.service.peers, first._metrics
+            self.service.model, "m", "m", codec, first._reader, self.service.router, self.service.peers, first._metrics
         )
         self._first = GrpcServer()
         register = inference_pb2_grpc.add_InferenceServicer_to_server

@@ -48,7 +48,7 @@ GRPC: Mapping[str, Callable[[Any, str, dict[str, Any]], Awaitable[object]]] = {
         inference_pb2.DeleteConversationRequest(conversation_id=name), **more
     ),
 }
-WITHOUT_ONE = {"Abort", "ListConversations", "GetModelInfo", "GetServerInfo"}
+WITHOUT_ONE = {"Abort", "CountTokens", "ListConversations", "GetModelInfo", "GetServerInfo"}
 """Verbs that name no conversation; the first two are tested below by what they give."""
 HTTP: Mapping[str, Callable[[httpx2.AsyncClient, str], Awaitable[httpx2.Response]]] = {
     "continue": lambda http, name: http.post(

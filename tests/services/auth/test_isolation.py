@@ -165,6 +165,7 @@ async def test_strangers_get_nothing_over_grpc(guarded: LocalGateway, sent: str 
         stub: Any = inference_pb2_grpc.InferenceStub(channel)
         requests = {
             "Abort": inference_pb2.AbortRequest(request_ids=["r"]),
+            "CountTokens": inference_pb2.CountTokensRequest(text="x"),
             "GetModelInfo": inference_pb2.GetModelInfoRequest(),
             "GetServerInfo": inference_pb2.GetServerInfoRequest(),
             "GetConversation": inference_pb2.GetConversationRequest(conversation_id="c"),

@@ -51,8 +51,9 @@ def test_a_plan_has_every_field_and_numbers_stay_numbers() -> None:
     assert plan["migrated_bytes"] == 2**40
     assert plan["pulled_bytes"] == 0
     for field in inference_pb2.Plan.DESCRIPTOR.fields:
-        if field.type != field.TYPE_STRING and field.message_type is None:
+        if field.type not in (field.TYPE_STRING, field.TYPE_ENUM) and field.message_type is None:
             assert isinstance(plan[field.name], int | float), field.name
+    assert (plan["algorithm"], plan["prompt_mode"]) == ("pass_q", "")
 
 
 def test_a_plan_fits_in_one_line() -> None:
