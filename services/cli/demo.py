@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.table import Table
 
 from cp_core.errors import ModelRefused
+from ringserve.client import Client
 from services.cli.import_model import prepare
 from services.cli.options import Subcommands
-from services.client import Client
 from services.cluster.stopping import StopRequest, StopSignals
 from services.config.checks import DEVICES
 from services.gateway.text import TextCodec
