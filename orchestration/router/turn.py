@@ -331,6 +331,10 @@ class EndedTurns:
         """Return how many tokens the decode ring retains of a turn; 0 where it is not remembered."""
         return self._retained.get(turn_id, 0)
 
+    def forget(self, turn_id: str) -> None:
+        """Forget the end of a turn that goes on after all."""
+        self._retained.pop(turn_id, None)
+
     def note_answer(self, turn: RunningTurn, token_ids: tuple[int, ...]) -> None:
         """Remember the answer of a turn that has ended well."""
         request_id = turn.request.request_id
