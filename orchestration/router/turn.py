@@ -271,7 +271,7 @@ def note_computed(turn: RunningTurn, done: PrefillDone) -> None:
     prompt, decode = turn.under_way, turn.on_decode
     if prompt is None or decode is None:
         return
-    shards = ShardMap(((TokenRange(0, len(turn.prompt)),),))
+    shards = ShardMap.of(((TokenRange(0, len(turn.prompt)),),))
     prompt.computed(
         KvLocation(ring=turn.prefill.name, incarnation=turn.on_prefill.incarnation, shards=done.shards)
         if turn.prefill is not None and turn.on_prefill is not None
