@@ -26,6 +26,7 @@ from orchestration.ring.actors import RayRanks
 from orchestration.ring.leader import RingLeader
 from orchestration.router.router import Router, RouterSettings
 from services.auth.tls import peer_server
+from services.cluster.garbage import FrozenSurvivors
 from services.config import Config, RouterConfig
 from services.config.rings import Pool
 from services.rpc.health import HealthWatch
@@ -107,7 +108,9 @@ class RunningRouter:
             ring_lease=host.config.timeouts.lost,
             num_rings=sum(pool.rings for pool in host.config.pools),
         )
-        self._router = Router(settings, self._planner, self._peers, journal=journal)
+        self._survivors = FrozenSurvivors()
+        with self._survivors.loading():
+            self._router = Router(settings, self._planner, self._peers, journal=journal)
         self._peers.epoch = journal.epoch if journal else 0
         self._server: GrpcServer | None = None
         self._metrics: MetricsEndpoint | None = None
@@ -157,6 +160,7 @@ class RunningRouter:
         await _close(self._metrics)
         await self._router.close()
         await self._peers.close()
+        self._survivors.close()
 
 
 async def _close(endpoint: MetricsEndpoint | None) -> None:

@@ -28,7 +28,7 @@ def expect(ring: LocalRing, key: TransferKey, conversation: Conversation, coming
     """Open a conversation's blocks on every rank of the destination."""
     held = conversation.held
     for rank, worker in enumerate(ring.workers):
-        worker.expect_kv(KvExpect(key, coming.ranks[rank], held[rank], conversation.blocks[rank]))
+        worker.expect_kv(KvExpect(key, tuple(coming.ranks[rank]), held[rank], conversation.blocks[rank]))
 
 
 def sends(
