@@ -180,6 +180,7 @@ class DecodePass:
         self._follows_tables = takes_pages(backend, cache.block_tokens)
         self._table = torch.empty(0, 0, dtype=torch.int32)
         self._stored_tokens: tuple[int, ...] = ()
+        self._lengths = torch.empty(0, dtype=torch.int32)
 
     def run(self, variant: str) -> list[Sampled]:
         """Run one step of the whole batch. Return the token after each row in the first process, [] elsewhere.
@@ -202,6 +203,7 @@ class DecodePass:
         if self._follows_tables:
             self._stored_tokens = tuple(row.held[self._transport.rank] for row in self._batch.rows)
             self._table = self._cache.table([row.blocks for row in self._batch.rows], self._stored_tokens)
+            self._lengths = torch.tensor(self._stored_tokens, dtype=torch.int32, device=device)
         else:
             self._pieces = [self._cache.pieces(row.runs) for row in self._batch.rows]
         states = self._hidden_states(computed)
@@ -231,7 +233,7 @@ class DecodePass:
 
     def _shards(self, layer: int) -> PagedShards | list[list[KvRun]]:
         if self._follows_tables:
-            return PagedShards(*self._cache.pages(layer), self._table, self._stored_tokens)
+            return PagedShards(*self._cache.pages(layer), self._table, self._stored_tokens, self._lengths)
         return [self._cache.gathered(layer, pieces) for pieces in self._pieces]
 
     def _hidden_states(self, computed: Sequence[int]) -> Tensor:
