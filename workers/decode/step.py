@@ -159,10 +159,12 @@ class DecodePass:
         backend: AttentionBackend,
         batch: BatchState,
         clock: StepClock | None = None,
+        control: RingTransport | None = None,
     ) -> None:
-        """`clock` measures the steps."""
+        """`clock` measures the steps; `control` carries tensors of the host, `transport` itself if None."""
         self._model = model
         self._transport = transport
+        self._control = control or transport
         self._cache = cache
         self._backend = backend
         self._batch = batch
@@ -268,7 +270,7 @@ class DecodePass:
         """Gather all ranks' tokens on the first rank, in the batch's order; [] elsewhere."""
         rows_of = [self._plan.rows_of(rank) for rank in range(self._transport.size)]
         tops_of = [[self._batch.rows[row].sampler.sampling.logprobs for row in rows] for rows in rows_of]
-        arrived = gather_sampled(sampled, tops_of, self._transport, self._cache.device)
+        arrived = gather_sampled(sampled, tops_of, self._control)
         if not arrived:
             return []
         by_row = {
@@ -294,10 +296,12 @@ class DecodePrompts:
         cache: KvCache,
         backend: AttentionBackend,
         clock: StepClock | None = None,
+        control: RingTransport | None = None,
     ) -> None:
-        """`clock` measures the steps."""
+        """`clock` measures the steps; `control` carries tensors of the host, `transport` itself if None."""
         self._model = model
         self._transport = transport
+        self._control = control or transport
         self._cache = cache
         self._backend = backend
         self._clock = clock or StepClock()
@@ -333,7 +337,7 @@ class DecodePrompts:
         if owner == LEADER or self._model.is_helix:
             return sampled[0] if sampled else None
         tops_of = [[prompt.sampling.logprobs] if rank == owner else [] for rank in range(transport.size)]
-        arrived = gather_sampled(sampled, tops_of, transport, self._cache.device)
+        arrived = gather_sampled(sampled, tops_of, self._control)
         return arrived[owner][0] if arrived else None
 
 

@@ -23,7 +23,8 @@ def table_of(inputs: StepInputs, blocks: list[list[int]]) -> list[list[int]]:
 @settings(max_examples=60, deadline=None)
 def test_any_row_of_steps_reads_what_each_of_them_gave(is_staged: bool, steps: list[tuple[int, int, bool]]) -> None:
     """Batches grow and shrink, tables grow in place or change their sequence, and buffers are made anew in between."""
-    buffers, tables = InputBuffers(CPU, is_staged=is_staged), []
+    buffers = InputBuffers(CPU, is_staged=is_staged)
+    tables: list[list[int]] = []
     for number, (batch, width, is_other) in enumerate(steps):
         if is_other:
             tables = []
