@@ -45,6 +45,7 @@ class RingRates:
     link_bytes_per_second: float = 0.0
     link_latency_seconds: float = 0.0
     overlap: float = 0.0
+    speeds: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
