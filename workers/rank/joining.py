@@ -15,6 +15,7 @@ from cp_core.transport.interface import RingTransport
 from cp_core.transport.ring_backend import select_ring_backend
 from cp_core.transport.socket_mesh import Rendezvous, RingListener, connect_mesh, parse_endpoint
 from cp_core.transport.socket_ring import SocketRing
+from cp_core.transport.staged import for_device
 from workers.protocol.ranks import RankEndpoints, RankSpec, RingSpec
 
 logger = logging.getLogger(__name__)
@@ -57,7 +58,9 @@ class RingJoining:
         """Choose the transport. Raises ConfigError for one that does not serve the device."""
         self._spec = spec
         self._settings = settings = spec.settings
-        self.backend = select_ring_backend(settings.ring_transport, torch.device(settings.device).type)
+        self.backend = select_ring_backend(
+            settings.ring_transport, torch.device(settings.device).type, settings.gpus_per_rank
+        )
         self._listeners: dict[str, RingListener] = {}
         self._store: RingStore | None = None
         if settings.tls is not None and self.backend != "sockets" and spec.num_ranks > 1:
@@ -119,9 +122,10 @@ class RingJoining:
             tls=self._settings.tls,
         )
         try:
-            return SocketRing(rank, seconds, connect_mesh(self._listeners[kind], rendezvous))
+            sockets = SocketRing(rank, seconds, connect_mesh(self._listeners[kind], rendezvous))
         except Unavailable as error:
             raise Unavailable(f"rank {rank} cannot join ring {name!r} of {len(members)}: {error}") from error
+        return for_device(sockets, torch.device(self._settings.device))
 
     def _connect_in_store(self, ring: RingSpec, name: str, rank: int, size: int) -> RingTransport:
         host, port = parse_endpoint(ring.endpoints[0].store)
