@@ -84,7 +84,7 @@ def _strides(num_tokens: int) -> list[int]:
 def _starts(num_tokens: int, cached: int, rates: ChainRates) -> Iterator[Cuts]:
     """Return cuts of equal work over the last ranks of the chain, for each number of them."""
     for empty in range(rates.num_ranks):
-        used = replace(rates, speeds=rates.speeds[empty:], lateness=rates.lateness[empty:])
+        used = replace(rates, speeds=rates.speeds[empty:], lateness=rates.lateness[empty:], links=rates.links[empty:])
         yield (0,) * empty + equal_work_cuts(num_tokens, cached, used)
 
 
