@@ -18,7 +18,7 @@ from orchestration.protocol.views import MoveReason
 from orchestration.router.registry import TurnRegistry
 from orchestration.router.reservations import TurnReservations, explain
 from orchestration.router.turn import RunningTurn, TurnState, note_computed
-from orchestration.tasks import TaskSet
+from orchestration.tasks import TaskSet, begin_joined
 from workers.protocol.prefill_steps import RING_ALGORITHMS, TokenIds
 
 log = logging.getLogger(__name__)
@@ -104,7 +104,8 @@ class TurnAttempts:
         if request.attempt > turn.attempt:
             turn.to(TurnState.RESUMING)
             turn.attempt = request.attempt
-            turn.resuming = asyncio.create_task(self._resume(turn, np.asarray(request.token_ids, dtype=np.int64)))
+            resuming = self._resume(turn, np.asarray(request.token_ids, dtype=np.int64))
+            turn.resuming = begin_joined(f"the resumption of turn {turn.turn_id}", resuming)
         assert turn.resuming is not None, f"attempt {request.attempt} of turn {request.turn_id} was begun by no resume"
         try:
             await asyncio.shield(turn.resuming)
