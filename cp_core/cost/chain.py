@@ -265,11 +265,14 @@ def chain_closed_form(cuts: Sequence[int], cached: int, rates: ChainRates) -> fl
         way += (num_ranks - first) * rates.message_seconds + max(each.cached_link for each in stages)
         busiest[last] = max(busiest[last], (way + stages[first].projection) / LAYERS_AHEAD)
 
+    # In the first layer, cached KV leaves before the new KV.
+    first_cached = max(each.cached_link for each in stages)
+
     def through(place: int) -> float:
         """Return the seconds of what the position at `place` sends in one layer, until the last one has attended it."""
         own = (
             rates.lateness[place]
-            + max(stages[place].projection, stages[place].cached_link)  # in the first layer, cached KV leaves before
+            + max(stages[place].projection, first_cached)
             + (rates.num_layers - 1) * max(busiest[place if place > first else 0 :])
         )
         if place == last:

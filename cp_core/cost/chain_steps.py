@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from cp_core.cost.chain import ChainRates, Cuts, chain_closed_form
@@ -19,16 +20,23 @@ MAX_ENTRIES = 1 << 12
 """Entries of a predictor's table; there are some 1,000 for all lengths up to 4 million."""
 
 
-def chain_order(speeds: Sequence[float], num_ranks: int) -> tuple[int, ...]:
-    """Return the ranks along a chain: slow ones last, where nothing waits for them. No speeds: all are alike."""
-    return tuple(sorted(range(num_ranks), key=lambda rank: -speeds[rank] if speeds else 0.0))
+def chain_order(speeds: Sequence[float], held: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """Return the ranks along a chain: slow ones last, where nothing waits for them. No speeds: all are alike.
+
+    Of ranks that are alike, those that hold least are last: where not all ranks take part they do. `held[r]` is
+    compared as a tuple, so it may hold further counts for ties.
+    """
+    fullest_first = sorted(range(len(held)), key=lambda rank: (tuple(-each for each in held[rank]), rank))
+    return tuple(sorted(fullest_first, key=lambda rank: -speeds[rank] if speeds else 0.0))
 
 
 def chain_rates(model: ModelShape, rates: PrefillRates, num_ranks: int) -> ChainRates:
-    """Return the rates of a ring's ranks in the order of `chain_order`."""
-    speeds = rates.ring.speeds if len(rates.ring.speeds) == num_ranks else ()
-    order = chain_order(speeds, num_ranks)
-    return ChainRates.of(model, rates, [speeds[rank] if speeds else 1.0 for rank in order])
+    """Return the rates of a ring's ranks in the order of `chain_order`, without the overhead of layers.
+
+    No message hides behind that overhead.
+    """
+    speeds = rates.ring.speeds if len(rates.ring.speeds) == num_ranks else (1.0,) * num_ranks
+    return replace(ChainRates.of(model, rates, sorted(speeds, reverse=True)), layer_seconds=0.0)
 
 
 def quick_cuts(num_tokens: int, cached: int, rates: ChainRates) -> Cuts:
@@ -75,16 +83,20 @@ class ChainPredictor:
 
     The closed form is computed for T = 2^(i/2) and 1 + P / T = 2^(j/2), as a multiple of what the matrix products and
     the attention take on one rank. Between these the multiple is linear: a router asks for many steps while it places
-    one turn. Of messages that hide behind a layer, the share that the ring's overlap leaves is added.
+    one turn. Of messages that hide behind a layer, the share that the ring's overlap leaves is added. So are the starts
+    of the hops of pass-KV in each layer: a profile's hold what a rank waits for late ones, and a gain that rests on
+    starts alone is not to be claimed.
     """
 
-    __slots__ = ("_entries", "_model", "_num_ranks", "_overlap", "_prefill_rates", "_rates")
+    __slots__ = ("_entries", "_model", "_num_ranks", "_overhead", "_overlap", "_prefill_rates", "_rates")
 
     def __init__(self, model: ModelShape, rates: PrefillRates, num_ranks: int) -> None:
         self._model = model
         self._prefill_rates = rates
         self._num_ranks = num_ranks
         self._overlap = rates.ring.overlap
+        starts = (num_ranks - 1) * rates.ring.link_latency_seconds
+        self._overhead = model.num_layers * (rates.layer_overhead_seconds + starts)
         self._rates: ChainRates | None = None  # made when first needed: a fit makes a million predictors for others
         self._entries: dict[tuple[int, int], float] = {}
 
@@ -101,7 +113,7 @@ class ChainPredictor:
         i, j = int(along), int(across)
         right, below = along - i, across - j
         multiple = (1 - right) * self._between(i, j, below) + (right and right * self._between(i + 1, j, below))
-        return multiple * self._alone(new_tokens, cached_tokens)
+        return multiple * self._alone(new_tokens, cached_tokens) + self._overhead
 
     def _between(self, i: int, j: int, below: float) -> float:
         entry = self._entry(i, j)
@@ -126,7 +138,7 @@ class ChainPredictor:
     def _alone(self, new_tokens: int, cached_tokens: int) -> float:
         rates = self.rates
         pairs = new_tokens * cached_tokens + new_tokens * (new_tokens + 1) / 2
-        layer = new_tokens * rates.token_seconds + pairs * rates.pair_seconds + rates.layer_seconds
+        layer = new_tokens * rates.token_seconds + pairs * rates.pair_seconds
         return rates.num_layers * layer + rates.head_seconds
 
 
@@ -136,7 +148,7 @@ def hidden_seconds(cuts: Cuts, cached: int, rates: ChainRates) -> float:
     for place, speed in enumerate(rates.speeds[:-1]):
         start, stop = cuts[place], cuts[place + 1]
         pairs = (stop - start) * (cached + start) + rates.square(stop - start)
-        work = ((stop - start) * rates.token_seconds + pairs * rates.pair_seconds) / speed + rates.layer_seconds
+        work = ((stop - start) * rates.token_seconds + pairs * rates.pair_seconds) / speed
         num_bytes = (stop + cached * (num_ranks - 1) / num_ranks) * rates.kv_bytes
         hidden = max(hidden, min(work, num_bytes / rates.link_bytes_per_second))
     return (rates.num_layers - 1) * hidden

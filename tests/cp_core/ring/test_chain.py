@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cp_core.attention.partial import Partial
+from cp_core.attention.reference import ReferenceAttention
 from cp_core.attention.torch_cpu import TorchCpuFlash
+from cp_core.cost.chain import ChainRates, chain_seconds
+from cp_core.cost.chain_steps import quick_cuts
 from cp_core.errors import InvalidRequest, Unavailable
-from cp_core.layout.shards import TokenRange, balanced_layout, cut_layout, stored_on_chain, whole_layout
+from cp_core.layout.shards import PrefillLayout, TokenRange, balanced_layout, cut_layout, stored_on_chain, whole_layout
 from cp_core.layout.step_plans import KvRun, PrefillPlan, SequencePlan
 from cp_core.ring.prefill import RingPrefill, ring_prefill
+from cp_core.transport.delayed import DelayedTransport, VirtualClock
 from cp_core.transport.inprocess import InProcessRing
 from cp_core.transport.interface import RingTransport
 from tests.cp_core.rings import PlacedSequence, PoisoningTransport, on_every_rank, prefill_on_threads
@@ -213,3 +220,96 @@ def test_a_lost_rank_ends_the_waits_of_all_others() -> None:
     told = on_every_rank(ring.transports, act)
     assert told[1] == "rank 1 is lost"
     assert "rank 1 left the ring" in told[2]
+
+
+# --- time -----------------------------------------------------------------------------------------------------------
+
+
+class TimedAttention(ReferenceAttention):
+    """Attention in which each pair of a query and a key takes so many seconds of the rank's time."""
+
+    def __init__(self, clock: VirtualClock, pair_seconds: float) -> None:
+        super().__init__()
+        self._clock = clock
+        self._pair_seconds = pair_seconds
+
+    def partial_attention(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float
+    ) -> Partial:
+        pairs = q.shape[0] * k.shape[0] / (2 if causal else 1)
+        self._clock.wait_until(self._clock.now() + pairs * self._pair_seconds)
+        return super().partial_attention(q, k, v, causal=causal, scale=scale)
+
+
+def virtual_seconds(layout: PrefillLayout, cached: int, algorithm: str, rates: ChainRates) -> float:
+    """Return the seconds of a step on delayed messages, its projections and matrix products included."""
+    size = rates.num_ranks
+    tokens = random_tokens(cached + layout.num_tokens, num_heads=1, num_kv_heads=1, head_dim=16)
+    sequence = PlacedSequence(tokens, layout, tuple(place % size for place in range(cached)))
+
+    def act(inner: RingTransport) -> float:
+        rank, clock = inner.rank, VirtualClock()
+        clock.wait_until(rates.lateness[rank])
+        transport = DelayedTransport(inner, rates.message_seconds, rates.link_bytes_per_second, clock=clock)
+        backend = TimedAttention(clock, rates.pair_seconds / rates.speeds[rank])
+        ring = RingPrefill(PrefillPlan((sequence.plan,)), transport, backend, algorithm, rates.num_layers)
+        positions, runs = sequence.new_positions(rank), sequence.cached_runs(rank)
+        q, k, v = (tensor[positions] for tensor in (tokens.q, tokens.k, tokens.v))
+        token_seconds = [
+            len(positions) * each / rates.speeds[rank]
+            for each in (rates.projection_seconds, rates.token_seconds - rates.projection_seconds)
+        ]
+        for layer in range(rates.num_layers):
+            clock.wait_until(clock.now() + token_seconds[0])
+            ring.attend(layer, q, k, v, lambda _: [runs], SCALE)
+            clock.wait_until(clock.now() + token_seconds[1] + rates.layer_seconds)
+        ring.finish()
+        return clock.now() if positions else 0.0
+
+    return max(on_every_rank(InProcessRing(size).transports, act)) + rates.head_seconds
+
+
+def rates_of(size: int, link_seconds: float, **changes: Any) -> ChainRates:
+    """Return rates in milliseconds, by which a token's KV takes `link_seconds` on a link and its layer 1 of them."""
+    rates = ChainRates(
+        token_seconds=1e-3,
+        projection_seconds=2.5e-4,
+        pair_seconds=2e-5,
+        layer_seconds=1e-3,
+        num_layers=6,
+        head_seconds=5e-3,
+        kv_bytes=2 * 16 * 4,
+        link_bytes_per_second=2 * 16 * 4 / link_seconds,
+        message_seconds=2e-3,
+        speeds=(1.0,) * size,
+    )
+    return replace(rates, **changes)
+
+
+@pytest.mark.parametrize(
+    ("size", "link_seconds", "changes"),
+    [
+        (2, 2e-4, {}),
+        (2, 3e-3, {}),
+        (3, 1e-3, {"speeds": (1.0, 1.0, 0.5)}),
+        (4, 5e-4, {"lateness": (0.0, 0.0, 0.0, 0.05)}),
+        (4, 1e-3, {}),
+    ],
+)
+def test_delayed_messages_take_what_the_recurrence_says(
+    size: int, link_seconds: float, changes: dict[str, Any]
+) -> None:
+    rates = rates_of(size, link_seconds, **changes)
+    cuts = quick_cuts(120, 0, rates)
+    seconds = virtual_seconds(cut_layout(0, cuts, range(size)), 0, "chain", rates)
+    assert seconds == pytest.approx(chain_seconds(cuts, 0, rates), rel=0.01)
+    by_pass_kv = virtual_seconds(balanced_layout(0, 120, (0,) * size), 0, "pass_kv", rates)
+    assert seconds < 1.02 * by_pass_kv, "where all messages hide a chain gains nothing"
+
+
+def test_cached_kv_that_leaves_ahead_costs_a_chain_little() -> None:
+    """With 60 cached tokens the recurrence is near: it counts all cached keys as attended last."""
+    rates = rates_of(3, 2e-4)
+    cuts = quick_cuts(120, 60, rates)
+    seconds = virtual_seconds(cut_layout(60, cuts, range(3)), 60, "chain", rates)
+    assert seconds == pytest.approx(chain_seconds(cuts, 60, rates), rel=0.1)
