@@ -31,6 +31,7 @@ from three sources:
 The exit status is 1 where a figure of m or v is out of its range and nothing explains it."""
 PIPE_WIDTH = 170
 DEFAULT = "m,v"
+MOST_RANKS = 16
 
 
 def add(kinds: Subcommands) -> None:
@@ -43,6 +44,9 @@ def add(kinds: Subcommands) -> None:
     )
     parser.add_argument(
         "--source", metavar="SOURCE,...", default=DEFAULT, help=f"of {','.join(SOURCES)} (default: {DEFAULT})"
+    )
+    parser.add_argument(
+        "--ranks", type=_count_list, default=[2, 4], metavar="N,...", help="ring sizes of source s (default: 2,4)"
     )
     parser.add_argument("--rounds", type=int, default=3, help="rounds of every prefill of source s (default: 3)")
     parser.add_argument("--json", action="store_true", help="print the claims as one JSON object")
@@ -61,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
     before, claims = load_now(), []
     with progress_bar(len(sources)) as tell:
         for source in sources:
-            claims += _measure(source, options.rounds, tell)
+            claims += _measure(source, options, tell)
             tell(SOURCES[source])
     load = before, load_now()
     if options.plot is not None:
@@ -83,7 +87,15 @@ def _sources(text: str) -> list[Source]:
     return [source for source in Source if source in names]
 
 
-def _measure(source: Source, rounds: int, tell: Tell) -> list[Claim]:
+def _count_list(text: str) -> list[int]:
+    """Parse distinct ring sizes of 2 or more."""
+    counts = list(dict.fromkeys(text.split(",")))
+    if not all(count.isdecimal() and 2 <= int(count) <= MOST_RANKS for count in counts):
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; allowed are sizes of 2 to {MOST_RANKS}")
+    return list(map(int, counts))
+
+
+def _measure(source: Source, options: argparse.Namespace, tell: Tell) -> list[Claim]:
     # These import torch, which slows the start of other commands.
     if source is Source.MODEL:
         from services.offline.bench.systems.model import model_claims
@@ -95,4 +107,4 @@ def _measure(source: Source, rounds: int, tell: Tell) -> list[Claim]:
         return message_claims()
     from services.offline.bench.systems.links import link_claims
 
-    return link_claims(rounds, tell)
+    return link_claims(options.ranks, options.rounds, tell)

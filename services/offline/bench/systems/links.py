@@ -17,18 +17,22 @@ from services.offline.terminal import Tell
 
 MODEL = "builtin:tiny"
 RATES = ("20mbit", "50mbit", "200mbit", "1gbit")
-RANKS = (2, 4)
 FIRST = Cell(cached_tokens=0, new_tokens=768)
-CELLS = (FIRST, *(Cell(cached_tokens=cached, new_tokens=new) for cached in (512, 4000) for new in (64, 256, 768)))
-FIT_CELLS = tuple(Cell(cached_tokens=cached, new_tokens=new) for cached in (0, 1000, 3000) for new in (32, 160, 512))
+CELLS = (
+    FIRST,
+    Cell(cached_tokens=512, new_tokens=256),
+    Cell(cached_tokens=4000, new_tokens=64),
+    Cell(cached_tokens=4000, new_tokens=768),
+)
+FIT_CELLS = tuple(Cell(cached_tokens=cached, new_tokens=new) for cached in (0, 2000) for new in (32, 160, 512))
 SHARE_OF_PREDICTED = 0.85
 
 
-def link_claims(rounds: int, tell: Tell) -> list[Claim]:
-    """Measure rings of 2 and 4 ranks; takes some ten minutes. Raises Unavailable without namespaces."""
+def link_claims(ranks: Sequence[int], rounds: int, tell: Tell) -> list[Claim]:
+    """Measure rings of these sizes; takes about ten minutes. Raises Unavailable without namespaces."""
     settings = SelectionSettings(
         model=MODEL,
-        ranks=RANKS,
+        ranks=tuple(ranks),
         rates=tuple(map(parse_rate, RATES)),
         cells=CELLS,
         fit_cells=FIT_CELLS,
