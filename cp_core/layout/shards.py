@@ -193,6 +193,18 @@ def cut_layout(start: int, cuts: Sequence[int], order: Sequence[int]) -> Prefill
     return PrefillLayout(start, cuts[-1], tuple(coalesce([each]) for each in ranges))
 
 
+def segment_layout(start: int, counts: Sequence[int], num_segments: int) -> PrefillLayout:
+    """Lay new tokens in consecutive segments, each over all ranks: rank r has an even share of `counts[r]` in each."""
+    ranges: list[list[TokenRange]] = [[] for _ in counts]
+    stop = start
+    for segment in range(num_segments):
+        for rank, count in enumerate(counts):
+            first, last = even_share(count, segment, num_segments)
+            ranges[rank].append(TokenRange(stop, stop + last - first))
+            stop += last - first
+    return PrefillLayout(start, stop - start, tuple(map(coalesce, ranges)))
+
+
 def stored_on_chain(start: int, cuts: Sequence[int], counts: Sequence[int], order: Sequence[int]) -> ShardMap:
     """Return which new tokens each rank of a chain stores: `counts[r]` on rank r, as far as it gets them.
 

@@ -117,11 +117,12 @@ class SequencePlan:
 class PrefillPlan:
     """Sequences of a step, in the order in which every rank packs their tokens. Made once a step, not a layer.
 
-    `order` are the ranks along a chain; empty: as they are numbered.
+    `order` are the ranks along a chain; empty: as they are numbered. `num_segments` are those of head-parallel prefill.
     """
 
     sequences: tuple[SequencePlan, ...]
     order: tuple[int, ...] = ()
+    num_segments: int = 1
 
     @cached_property
     def shards(self) -> tuple[tuple[Shard, ...], ...]:

@@ -121,7 +121,9 @@ class PrefillPass:
         self._layer_ready = layer_ready
         self._before_layer = before_layer
         plan = PrefillPlan(
-            tuple(SequencePlan(each.layout, each.cached, each.stored) for each in step.sequences), step.order
+            tuple(SequencePlan(each.layout, each.cached, each.stored) for each in step.sequences),
+            step.order,
+            step.num_segments,
         )
         # Before which layers the ranks come together, if they do.
         self._period = CHAIN_LAYERS if step.algorithm is Algorithm.CHAIN and columns is None else 1

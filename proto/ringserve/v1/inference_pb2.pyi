@@ -97,8 +97,8 @@ class GenerateRequest(_message.Message):
     algorithm: _builtins.str
     """"pass_kv", "pass_q", "gather_kv", "chain" or "sp_ntp": computes every chunk by it, whatever the service's selector
     would choose. Empty: chosen. The tokens are the same; what measures rings asks for it. Where turns share a prefill
-    step the ring may take another. "decode_ring": computes a few new tokens on the decode ring that keeps the conversation;
-    refused where it cannot.
+    step the ring may take another. "decode_ring": computes a few new tokens on the decode ring that keeps the
+    conversation; refused where it cannot.
     """
     @_builtins.property
     def tokenized(self) -> Global___TokenizedInput: ...
@@ -667,7 +667,8 @@ class Plan(_message.Message):
     FAILOVERS_FIELD_NUMBER: _builtins.int
     algorithm: _builtins.str
     """"pass_kv", "pass_q", "gather_kv", "chain" or "sp_ntp": that of most new tokens. Each chunk has its own.
-    "decode_ring": the decode ring, which keeps the KV before them, computes them itself; it is also `prefill_ring` then, and no KV moves.
+    "decode_ring": the decode ring, which keeps the KV before them, computes them itself; it is also `prefill_ring`
+    then, and no KV moves.
     """
     reason: _builtins.str
     new_tokens: _builtins.int
