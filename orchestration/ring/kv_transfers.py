@@ -122,7 +122,7 @@ async def send(ring: Ring, sequence: SequenceKv, request: SendKv) -> SentKv:
 async def expect(ring: Ring, sequence: SequenceKv, key: TransferKey, shards: ShardMap) -> None:
     """Make every rank expect the tokens of `shards` behind those it holds. Raises Unavailable."""
     held, timeout = sequence.shards.held, ring.settings.control_timeout
-    expects = [KvExpect(key, shards.ranks[rank], held[rank], sequence.table(rank)) for rank in ring.cp_ranks]
+    expects = [KvExpect(key, tuple(shards.ranks[rank]), held[rank], sequence.table(rank)) for rank in ring.cp_ranks]
     await gather_all(port.expect_kv(each, timeout) for port, each in zip(ring.ranks, expects, strict=True))
 
 

@@ -20,8 +20,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from cp_core.errors import ConfigError
-from ringserve.v1 import inference_pb2
-from services.client import Client
+from ringserve.client import Client, Sampling
 from services.config import (
     Config,
     DecodeConfig,
@@ -32,7 +31,7 @@ from services.config import (
     PrefillConfig,
     RouterConfig,
 )
-from services.rpc.answer import answer_dict, collect
+from services.rpc.answer import answer_dict
 from workers.model.builtin import NEEDLE, PREFIX
 from workers.model.builtin_needle import MAX_POSITIONS
 
@@ -92,19 +91,15 @@ class FoundCode:
 
 def ask(gateway: str, text: str) -> FoundCode:
     """Send the text to a gateway and return the answer."""
-    request = inference_pb2.GenerateRequest(
-        text=text,
-        conversation_id=CONVERSATION,
-        sampling_params=inference_pb2.SamplingParams(max_tokens=len(ANSWER), temperature=0.0, logprobs=0),
-    )
+    sampling = Sampling(max_tokens=len(ANSWER), temperature=0.0, logprobs=0)
     began = time.monotonic()
     with Client(gateway) as client:
-        complete = collect(client.generate(request, timeout=MOST_SECONDS))
+        answer = client.ask(text, conversation_id=CONVERSATION, sampling=sampling, timeout=MOST_SECONDS)
         seconds = time.monotonic() - began
         placements = client.conversation(CONVERSATION).placements
     return FoundCode(
-        answer=answer_dict(complete, CONVERSATION),
-        logprobs=[each.logprob for each in complete.output_logprobs],
+        answer=answer_dict(answer),
+        logprobs=[each.logprob for each in answer.logprobs],
         seconds=seconds,
         tokens_per_rank={place.ring: [rank.num_tokens for rank in place.ranks] for place in placements},
         peak_bytes=peak_memory(),

@@ -49,7 +49,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 async def serving(
     model_paths: Models, num_prefill: int = 2, num_decode: int = 3, **settings: Any
 ) -> AsyncIterator[Service]:
-    made = {"retain_prompts": True, "profile": SLOW_PRODUCTS} | settings
+    made: dict[str, Any] = {"retain_prompts": True, "profile": SLOW_PRODUCTS} | settings
     async with Service(model_paths[MODEL], num_prefill, num_decode, **made) as service:
         yield service
         await eventually(lambda: service.router.num_running == 0)
