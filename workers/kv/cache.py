@@ -237,6 +237,12 @@ class KvCache:
         for tensor in (*self.k_layers, *self.v_layers):
             tensor.uniform_(-1.0, 1.0, generator=generator)
 
+    def settle(self) -> None:
+        """Wait until the device has done all work that this thread has queued: clocks then tell its time."""
+        done = self.fence()
+        if done is not None:
+            done.synchronize()
+
     def fence(self) -> torch.Event | None:
         """Return an event behind all work that this thread has queued on the device; None on CPU, where calls block."""
         if self.device.type != "cuda":
