@@ -195,7 +195,7 @@ class PrefillPass:
             stored: tuple[TokenRange, ...] = (TokenRange(begin, end),)
             if self._columns is not None:
                 shift = begin - sequence.layout.start
-                ranges = sequence.layout.ranges[rank]
+                ranges = sequence.layout.ranges[rank] if sequence.stored is None else sequence.stored.ranks[rank]
                 stored = tuple(TokenRange(each.start + shift, each.stop + shift) for each in ranges)
             written = self._cache.runs(sequence.blocks, new, first=held)
             shares.append(
@@ -207,7 +207,9 @@ class PrefillPass:
                     written=written,
                     slots=self._cache.scattered(written),
                     keys=tuple(send.key for send in sequence.sends),
-                    is_relayed=sequence.stored is not None
+                    # In helix each rank has the KV of all tokens, wherever they are stored.
+                    is_relayed=self._columns is None
+                    and sequence.stored is not None
                     and tuple(sequence.stored.ranks[rank]) != sequence.layout.ranges[rank],
                 )
             )
