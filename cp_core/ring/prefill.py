@@ -6,12 +6,12 @@ D head dimension, N ranks. On a rank the new tokens of a sequence lie together, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from cp_core.attention.partial import AttentionBackend, KeyShard, merge_rows
-from cp_core.cost.model import GATHER_KV, PASS_Q, PREFILL_ALGORITHMS, SP_NTP
+from cp_core.cost.model import GATHER_KV, PASS_KV, PASS_Q, PREFILL_ALGORITHMS, SP_NTP
 from cp_core.errors import ConfigError
 from cp_core.layout.step_plans import KvRun, PrefillPlan, split_new
 from cp_core.ring.gather_kv import gather_kv
@@ -19,6 +19,9 @@ from cp_core.ring.pass_kv import pass_kv
 from cp_core.ring.pass_q import pass_q
 from cp_core.ring.sp_ntp import sp_ntp
 from cp_core.transport.interface import RingTransport
+
+Thin = Callable[[Sequence[torch.Tensor], Sequence[KeyShard], float], Sequence[KeyShard]]
+"""Choice of keys in a sparse layer: (queries, keys, scale) -> keys that other ranks get; all by sequence."""
 
 
 def ring_prefill(
@@ -31,13 +34,15 @@ def ring_prefill(
     backend: AttentionBackend,
     scale: float,
     algorithm: str,
+    thin: Thin | None = None,
 ) -> torch.Tensor:
     """Return out[T, H, D], in q's dtype, of q[T, H, D] over cached and new keys of all ranks; k, v[T, K, D] are new.
 
     `cached[i]` are this rank's runs of sequence i without its new tokens; they are attended in place. `algorithm` is
     one of PREFILL_ALGORITHMS. All but sp_ntp give the same bits where a rank's cached tokens of each sequence are one
     run; otherwise they differ by at most 4e-7 of max |v|. Every rank calls with the same plan and algorithm. Only what
-    another rank sees is sent.
+    another rank sees is sent. `thin` makes the layer sparse, with pass_kv alone: it returns what other ranks get of
+    this rank's keys, in the lengths of `plan.thinned`. Every rank calls with it or none.
 
     Raises Unavailable when a peer is lost, ConfigError for another algorithm.
     """
@@ -60,7 +65,11 @@ def ring_prefill(
     if algorithm == SP_NTP:
         sp_ntp(q_of_sequence, keys_of_sequence, plan, transport, backend, scale, split_new(out, shards))
         return out
-    if algorithm == PASS_Q:
+    if thin is not None:
+        assert algorithm == PASS_KV, f"a sparse layer by {algorithm}"
+        thinned = thin(q_of_sequence, keys_of_sequence, scale)
+        parts = pass_kv(q_of_sequence, keys_of_sequence, plan, transport, backend, scale, thinned)
+    elif algorithm == PASS_Q:
         parts = pass_q(q.contiguous(), keys_of_sequence, plan, transport, backend, scale)
     else:
         attend = gather_kv if algorithm == GATHER_KV else pass_kv

@@ -12,8 +12,9 @@ import torch
 from cp_core.attention.partial import AttentionBackend
 from cp_core.attention.torch_cpu import TorchCpuFlash
 from cp_core.layout.shards import PrefillLayout
+from cp_core.layout.sparsity import Sparsity
 from cp_core.layout.step_plans import KvRun, PrefillPlan, SequencePlan
-from cp_core.ring.prefill import ring_prefill
+from cp_core.ring.prefill import Thin, ring_prefill
 from cp_core.transport.inprocess import InProcessRing
 from cp_core.transport.interface import RingTransport, TransportStats, Work
 from tests.oracles import Tokens
@@ -70,10 +71,12 @@ class PlacedSequence:
     layout: PrefillLayout
     cached_owner: tuple[int, ...]
     run: int = 1 << 30
+    sparsity: Sparsity | None = None
 
     @property
     def plan(self) -> SequencePlan:
-        return SequencePlan(self.layout, tuple(self.cached_owner.count(rank) for rank in range(self.layout.num_ranks)))
+        cached = tuple(self.cached_owner.count(rank) for rank in range(self.layout.num_ranks))
+        return SequencePlan(self.layout, cached, self.sparsity)
 
     def new_positions(self, rank: int) -> list[int]:
         return [position for each in self.layout.ranges[rank] for position in range(each.start, each.stop)]
@@ -103,6 +106,7 @@ def prefill_on_threads(
     scale: float,
     backend: AttentionBackend | None = None,
     transports: Sequence[RingTransport] = (),
+    thin_of: Callable[[PrefillPlan, RingTransport], Thin | None] | None = None,
 ) -> PrefillResult:
     """Run `ring_prefill` over the given ring, or else an in-process one of `size` ranks."""
     plan = PrefillPlan(tuple(sequence.plan for sequence in sequences))
@@ -126,6 +130,7 @@ def prefill_on_threads(
             backend or TorchCpuFlash(),
             scale,
             algorithm,
+            thin_of(plan, transport) if thin_of is not None else None,
         )
 
     outs = on_every_rank(transports, act)

@@ -20,6 +20,7 @@ from cp_core.layout.shards import TokenRange
 from cp_core.layout.step_plans import PrefillPlan, SequencePlan
 from cp_core.ring.helix import HelixColumns, NewRows, helix_prefill
 from cp_core.ring.prefill import ring_prefill
+from cp_core.ring.sparse_keys import KeyChooser
 from cp_core.transport.interface import RingTransport
 from workers.kv.cache import KvCache, SlotRun
 from workers.model.loading import LoadedModel
@@ -111,7 +112,10 @@ class PrefillPass:
         self._layer_ready = layer_ready
         self._before_layer = before_layer
         self._algorithm = step.algorithm.value
-        self._plan = PrefillPlan(tuple(SequencePlan(each.layout, each.cached) for each in step.sequences))
+        self._plan = PrefillPlan(
+            tuple(SequencePlan(each.layout, each.cached, each.sparsity) for each in step.sequences)
+        )
+        self._chooser = KeyChooser(self._plan, transport, cache.num_layers)
         self._shares = self._place(step.sequences)
         self.token_ids, self.positions = self._tokens(step.sequences)
         self.last_rows = self._last_rows(step.sequences)
@@ -141,7 +145,8 @@ class PrefillPass:
                 for share, runs in zip(self._shares, cached, strict=True)
             ]
             return helix_prefill(q, k, v, new, self._columns, self._transport, self._backend, scale)
-        return ring_prefill(q, k, v, cached, self._plan, self._transport, self._backend, scale, self._algorithm)
+        thin = self._chooser.of_layer(layer)
+        return ring_prefill(q, k, v, cached, self._plan, self._transport, self._backend, scale, self._algorithm, thin)
 
     def _computed(self, sequence: SequencePrefill) -> tuple[TokenRange, ...]:
         """Return the positions that this rank computes, in the order of its rows."""

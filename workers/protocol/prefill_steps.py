@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from cp_core.cost.model import PREFILL_ALGORITHMS
 from cp_core.layout.shards import PrefillLayout
+from cp_core.layout.sparsity import Sparsity
 from workers.protocol.transfers import KvSend
 from workers.sampling.parameters import NO_HISTORY, SamplingParameters, TokenHistory, TokenLogprobs
 
@@ -53,7 +54,8 @@ class SequencePrefill:
 
     `token_ids` are all new tokens of this step, in order. Rank r already holds `cached[r]` tokens. `sample` is set on
     the step with the prompt's last token, and `history` holds the tokens that the sampling looks back at. `sends` leave
-    layer by layer, as soon as a layer's KV is written. `score` asks for log-probabilities of the prompt's tokens.
+    layer by layer, as soon as a layer's KV is written. `score` asks for log-probabilities of the prompt's tokens. A
+    sequence with a `sparsity` gets approximate KV; pass-KV computes its step.
     """
 
     sequence_id: str
@@ -65,6 +67,7 @@ class SequencePrefill:
     sends: tuple[KvSend, ...] = ()
     history: TokenHistory = NO_HISTORY
     score: PromptScore | None = None
+    sparsity: Sparsity | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
