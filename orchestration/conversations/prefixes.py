@@ -246,7 +246,9 @@ class PromptPrefixes:
         store.on_finished, store.on_left = self._note, self._forget
 
     def _note(self, conversation: Conversation) -> None:
-        if conversation.conversation_id and conversation.tokens is not None:
+        if conversation.sparsity is not None:  # no other history shares approximate KV
+            self._forget(conversation)
+        elif conversation.conversation_id and conversation.tokens is not None:
             index = self._histories.setdefault(self._scope(conversation.conversation_id), PrefixIndex())
             index.put(conversation.conversation_id, conversation.tokens)
 

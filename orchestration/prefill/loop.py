@@ -13,7 +13,7 @@ from orchestration.prefill.run import PrefillRun, PreparedPiece
 from orchestration.prefill.scheduler import PrefillScheduler, ScheduledStep
 from orchestration.ring.life import Ring
 from orchestration.tasks import gather_first_error
-from workers.protocol.prefill_steps import PrefillStep
+from workers.protocol.prefill_steps import Algorithm, PrefillStep
 
 PATIENCE = 5.0
 """Times the predicted seconds of a step after which it counts as stuck."""
@@ -94,6 +94,8 @@ class PrefillLoop:
         prepared = self._prepare(step)
         if not prepared:
             return True
+        if any(piece.run.is_sparse for piece in prepared):  # no other algorithm thins messages
+            step = replace(step, algorithm=Algorithm.PASS_KV)
         for piece in prepared:
             piece.run.is_computing = True
         try:

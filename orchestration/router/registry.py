@@ -113,6 +113,7 @@ class TurnRegistry:
             decode=_incarnation(turn.decode),
             attempt=turn.attempt,
             begun_at=time.time(),
+            sparse=turn.sparse,
         )
         return self._journal.begun(record)
 
@@ -273,7 +274,7 @@ class TurnRegistry:
         if not turn.is_retained:
             return
         await self._leave_other_rings(turn)
-        conversation.last_turn = turn.turn_id
+        conversation.last_turn, conversation.sparsity = turn.turn_id, turn.sparsity
         conversation.places = conversation.places.changed(
             prefill=on_prefill_ring(turn, done),
             decode=on_decode_ring(turn, outcome),

@@ -119,6 +119,8 @@ class AsyncClient:
         expected_tokens: int | None = None,
         no_cache: bool = False,
         cache_key: str = "",
+        max_loss: float | None = None,
+        max_ttft: float | None = None,
         timeout: float | None = None,
         reader: AnswerReader | None = None,
     ) -> AsyncAnswerStream:
@@ -135,6 +137,8 @@ class AsyncClient:
             expected_tokens,
             no_cache=no_cache,
             cache_key=cache_key,
+            max_loss=max_loss,
+            max_ttft=max_ttft,
         )
         return AsyncAnswerStream(self._attempts(request, timeout), reader)
 

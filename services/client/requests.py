@@ -85,7 +85,7 @@ class RequestOptions(TurnOptions, total=False):
 
     The turn fails with ConversationLost, before any work, unless the conversation remembers `expected_tokens`. With
     `no_cache` it shares no KV of earlier prompts, and without a conversation it leaves none for later ones. Requests of
-    one `cache_key` prefer the same rings.
+    one `cache_key` prefer the same rings. With `max_loss` or `max_ttft` the turn may be approximate; see the contract.
     """
 
     conversation_id: str
@@ -93,6 +93,8 @@ class RequestOptions(TurnOptions, total=False):
     expected_tokens: int | None
     no_cache: bool
     cache_key: str
+    max_loss: float | None
+    max_ttft: float | None
 
 
 def request_of(
@@ -105,6 +107,8 @@ def request_of(
     *,
     no_cache: bool = False,
     cache_key: str = "",
+    max_loss: float | None = None,
+    max_ttft: float | None = None,
 ) -> inference_pb2.GenerateRequest:
     """Return the contract's request. Raises InvalidRequest.
 
@@ -120,6 +124,8 @@ def request_of(
         expected_tokens=expected_tokens,
         no_cache=no_cache,
         cache_key=cache_key,
+        max_loss=max_loss,
+        max_ttft=max_ttft,
     )
     if not request.sampling_params.HasField("seed"):
         request.sampling_params.seed = secrets.randbits(63)

@@ -91,8 +91,29 @@ class RingAlternative:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SparsePlan:
+    """Sparsity of an approximate turn: the share of keys that reached other ranks, and the bound that allowed it.
+
+    Losses are mean KL divergences of answer tokens from exact ones, in nats, as the service's operator measured them.
+    """
+
+    keep: float
+    sinks: int
+    window: int
+    bound: str
+    limit: float
+    predicted_loss: float
+    measured_loss: float
+    measured_accuracy: float
+    measured_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Plan of a turn: how it is computed and why. Measured values are 0 until they are known; times in seconds."""
+    """Plan of a turn: how it is computed and why. Measured values are 0 until they are known; times in seconds.
+
+    With `sparse` the answer is approximate.
+    """
 
     algorithm: str
     reason: str
@@ -116,6 +137,7 @@ class Plan:
     alternatives: tuple[Alternative, ...]
     ring_alternatives: tuple[RingAlternative, ...]
     failovers: tuple[Failover, ...]
+    sparse: SparsePlan | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

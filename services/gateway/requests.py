@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from cp_core.errors import InvalidRequest
-from orchestration.protocol.plans import PromptMode
+from orchestration.protocol.plans import MAX_LOSS, MAX_TTFT, Bound, PromptMode
 from orchestration.protocol.turns import LostTurn, TurnRequest
 from ringserve.v1 import inference_pb2
 from services.auth.scoped_router import ScopedRouter
@@ -76,6 +76,7 @@ class RequestReader:
             cache_key=_cache_key(router.tenant.name, request.cache_key),
             expected_tokens=_expected_tokens(request),
             algorithm=_algorithm(request.algorithm),
+            bound=_bound(request),
             resume=self._resume(request),
         )
 
@@ -201,6 +202,25 @@ def _algorithm(value: str) -> Algorithm | None:
     if value not in tuple(Algorithm):
         raise InvalidRequest(f"algorithm: {value!r} is unknown; allowed are {', '.join(Algorithm)}, or none to choose")
     return Algorithm(value)
+
+
+def _bound(request: inference_pb2.GenerateRequest) -> Bound | None:
+    """Return the bound for which a turn may be sparse."""
+    is_given = {MAX_LOSS: request.HasField("max_loss"), MAX_TTFT: request.HasField("max_ttft")}
+    named = [name for name, given in is_given.items() if given]
+    if not named:
+        return None
+    name, *others = named
+    value = getattr(request, name)
+    if others:
+        raise InvalidRequest(f"{name}: {value:g} is given beside {others[0]}; give one of them")
+    if not (math.isfinite(value) and (value > 0 or (value == 0 and name == MAX_LOSS))):
+        raise InvalidRequest(
+            f"{name}: {value:g} is not allowed; give {'nats, 0 or more' if name == MAX_LOSS else 'seconds above 0'}"
+        )
+    if value and request.algorithm not in ("", Algorithm.PASS_KV):
+        raise InvalidRequest(f"algorithm: {request.algorithm!r} is exact; with {name} allowed is {Algorithm.PASS_KV}")
+    return Bound(name=name, limit=value)
 
 
 def _messages(chat: inference_pb2.ChatInput) -> list[tuple[str, str]]:

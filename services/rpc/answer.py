@@ -115,9 +115,11 @@ def plan_line(complete: inference_pb2.GenerateComplete) -> str:
         f"{each.decode_ring} after {each.lost_seconds:.2f} s"
         for each in plan.failovers
     )
+    sparse = f", sparse {plan.sparse.keep:g}" if plan.HasField("sparse") else ""
     measured = f"prefill {plan.prefill_seconds:.3f} s (predicted {plan.predicted_prefill_seconds:.3f})"
     return (
-        f"{plan.algorithm}: T={plan.new_tokens} P={plan.cached_tokens} on {plan.prefill_ring} -> {plan.decode_ring}, "
-        f"TTFT {complete.ttft_seconds:.3f} s, {measured}, TTIT {1000 * complete.ttit_seconds:.1f} ms, "
+        f"{plan.algorithm}{sparse}: T={plan.new_tokens} P={plan.cached_tokens} on {plan.prefill_ring} -> "
+        f"{plan.decode_ring}, TTFT {complete.ttft_seconds:.3f} s, {measured}, "
+        f"TTIT {1000 * complete.ttit_seconds:.1f} ms, "
         f"{complete.usage.completion_tokens} tokens ({complete.finish_reason}); {plan.reason}{losses}"
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -78,14 +79,15 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         read_losses(path)
     good = json.loads(format_losses(LOSSES))
-    for bad in (
+    bads: tuple[Any, ...] = (
         [],
         {**good, "window": "16"},
         {**good, "measured": []},
         {**good, "measured": [{**good["measured"][0], "keep": 2.0}]},
         {**good, "measured": [{**good["measured"][0], "loss": -1.0}]},
         {**good, "measured": [{"keep": 0.5}]},
-    ):
+    )
+    for bad in bads:
         path.write_text(json.dumps(bad), encoding="utf-8")
         with pytest.raises(ConfigError, match="calibrate --sparse"):
             read_losses(path)

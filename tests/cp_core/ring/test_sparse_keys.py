@@ -78,10 +78,17 @@ def reference(index: int, sequence: PlacedSequence, chosen: dict[tuple[int, int]
 
 
 def placed(
-    new: int, owner: Sequence[int], size: int, *, seed: int = 0, sparsity: Sparsity | None = SPARSE, **shape: int
+    new: int,
+    owner: Sequence[int],
+    size: int,
+    *,
+    seed: int = 0,
+    sparsity: Sparsity | None = SPARSE,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
 ) -> PlacedSequence:
     layout = balanced_layout(len(owner), new, [list(owner).count(rank) for rank in range(size)])
-    tokens = random_tokens(len(owner) + new, seed=seed, **shape)
+    tokens = random_tokens(len(owner) + new, seed=seed, num_heads=num_heads, num_kv_heads=num_kv_heads)
     return PlacedSequence(tokens, layout, tuple(owner), 7, sparsity)
 
 
